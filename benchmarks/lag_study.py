@@ -66,14 +66,14 @@ class Patient(Trainer):
             self._scored.add((received.message.group, received.message.slot))
             self._more.set()
 
-    async def _next(self, trainer: PolicyTrainer) -> None:
+    async def _next(self, trainer: PolicyTrainer, steps: asyncio.TaskGroup) -> None:
         own = self.config.curriculum
-        batches = min(self._step + 1 + own.staleness, own.steps)
+        batches = min(trainer.version + 1 + own.staleness, own.steps)
         with self.waiting():
             while len(self._scored) < batches * own.groups_per_step * own.group_size:
                 self._more.clear()
                 await self._more.wait()
-        await super()._next(trainer)
+        await super()._next(trainer, steps)
 
 
 def best(rewards: list[float], width: int = 5) -> float:

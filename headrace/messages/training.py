@@ -92,14 +92,15 @@ class StepFigures(Message, frozen=True, kw_only=True):
 
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a step went, and the work that was done in it. The step's time runs from the outcome before it
-    to its own, so it holds the publishing and the checkpoint of the version before. In a group of processes these are
-    the seconds of the first one."""
+    """Where the time of a step went, and the work that was done in it. The step's time runs from the end of the step
+    before it to its own end, so it holds the checkpoint of the version before and what it waited for its publishing. In
+    a group of processes these are the seconds of the first one."""
 
     seconds: dict[str, float]
     """Seconds by cause; their sum is the step's wall time. busy: computing; batch: waiting for the batch; rescore:
-    scoring trajectories again; straggler: waiting for a slower process; communication: collectives; publish: the
-    version's file; checkpoint; records: reading and writing records."""
+    scoring trajectories again; straggler: waiting for a slower process; communication: collectives; publish:
+    waiting until the version before is copied and its outcome is written; checkpoint; records: reading and writing
+    records."""
     wall_s: float
     trained_tokens: int = 0
     """Sampled tokens with a gradient."""
@@ -111,6 +112,9 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     """With re-scoring, proximal and reference policies, and recomputed activations."""
     peak_flops: float = 0.0
     """Operations per second that all devices could do; 0 where it is not known."""
+    between_s: float = 0.0
+    """Seconds from the update of the step before to this step's first forward pass, without the wait for the batch; 0
+    where that step made no update."""
     expert_load: float = 0.0
     """Routed rows of the busiest expert over the mean expert's, of the worst layer; 0 without a mixture."""
 
@@ -200,3 +204,6 @@ class SnapshotReady(Message, frozen=True, kw_only=True):
     state_hash: str
     bytes: Count
     learning_rate: float = 0.0
+    written_s: float = 0.0
+    """Seconds from the end of the step until the file was durable, most of them behind the next step; 0 for a file that
+    existed."""

@@ -202,14 +202,14 @@ class Model(nn.Module):
 
     def state(self) -> dict[str, Tensor]:
         """A copy of all weights under Hugging Face names, as they are published (see `formats`)."""
-        whole = {name: view.detach().clone() for name, view in self._views().items()}
+        whole = {name: view.detach().clone() for name, view in self.views().items()}
         return formats.pack(self.config, whole)
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take weights under Hugging Face names, cast to the config's dtype. CheckpointError when one is missing, left
         over or of another shape."""
-        views, tensors = self._views(), formats.unpack(self.config, tensors)
+        views, tensors = self.views(), formats.unpack(self.config, tensors)
         extra = set(tensors) - set(views) - ({"lm_head.weight"} if self.config.tied else set())
         missing = set(views) - set(tensors)
         if extra or missing:
@@ -222,6 +222,6 @@ class Model(nn.Module):
                 raise CheckpointError(f"{name}: expected shape {list(view.shape)}, got {list(tensors[name].shape)}")
             view.copy_(tensors[name])
 
-    def _views(self) -> dict[str, Tensor]:
-        """The part of a parameter for each Hugging Face name."""
+    def views(self) -> dict[str, Tensor]:
+        """The part of a parameter for each Hugging Face name, in the parameter's memory."""
         return names.views(self.config, {name: parameter.data for name, parameter in self.named_parameters()})

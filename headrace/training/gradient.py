@@ -9,7 +9,7 @@ Sums stay on the device until the end of the part: the host waits for the device
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,10 @@ from headrace.training.batch import Batch, Segment
 from headrace.training.micro_batch import MicroBatch, check_routes, device_of, forward, micro_batches
 from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel
 from headrace.training.state import TrainerState
+
+
+def nothing() -> None:
+    """Does nothing."""
 
 
 class Recipe(NamedTuple):
@@ -41,6 +45,10 @@ class Helpers(NamedTuple):
     reference: Model | None = None
     """The policy of the KL term, needed when `algorithm.kl_weight` > 0."""
     data_parallel: DataParallel = SINGLE_PROCESS
+    before_update: Callable[[], None] = nothing
+    """Called when the gradient of the first update is computed, before the state is changed."""
+    hashed: bool = True
+    """Whether the outcome has the state hash; without it, it is computed when the version is published."""
 
 
 class Part(NamedTuple):

@@ -18,12 +18,15 @@ class StepOutcome(StepFigures, frozen=True, kw_only=True):
     """After a rollback, the earlier version whose bytes and optimizer were restored; -1 without a rollback."""
     computed_tokens: int = 0
     work: Work = Work()
+    between_s: float = 0.0
+    """Seconds from the last update to this step's first forward pass, without waiting for a batch."""
     peak_flops: float = 0.0
     """Of all devices together, per second; 0 where it is not known."""
 
 
-def refuse(state: TrainerState, reason: str, detail: str) -> StepOutcome:
-    """The outcome of a batch that is not trained on: the next version, with the old bytes."""
+def refuse(state: TrainerState, reason: str, detail: str, *, hashed: bool = True) -> StepOutcome:
+    """The outcome of a batch that is not trained on: the next version, with the old bytes. hashed: with their hash."""
     state.zero_grad()
     state.version += 1
-    return StepOutcome(version=state.version, state_hash=state.hash(), failed=reason, detail=detail)
+    digest = state.hash() if hashed else ""
+    return StepOutcome(version=state.version, state_hash=digest, failed=reason, detail=detail)

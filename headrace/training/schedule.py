@@ -1,4 +1,4 @@
-"""The learning rate of a step: linear warm-up, then constant, linear decay or cosine decay.
+"""The optimizer's settings, and the learning rate of a step: warm-up, then constant, linear decay or cosine decay.
 
 The rate depends on the number of updates that the optimizer has made and on the recipe alone, so a replayed step gets
 the rate of the recorded one. Cosine decay: Loshchilov & Hutter, arXiv 1608.03983, without restarts.
@@ -6,6 +6,7 @@ the rate of the recorded one. Cosine decay: Loshchilov & Hutter, arXiv 1608.0398
 
 import math
 
+from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import Algorithm
 
 
@@ -21,3 +22,8 @@ def learning_rate(algorithm: Algorithm, step: int) -> float:
     done = min(1.0, (step - algorithm.warmup_steps + 1) / algorithm.decay_steps)
     share = 1.0 - done if algorithm.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2.0
     return peak * (algorithm.min_rate + (1.0 - algorithm.min_rate) * share)
+
+
+def optimizer_settings(algorithm: Algorithm) -> OptimizerSettings:
+    """AdamW's settings of a recipe."""
+    return OptimizerSettings((algorithm.beta1, algorithm.beta2), algorithm.weight_decay)

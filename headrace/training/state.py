@@ -9,14 +9,18 @@ All tensors are on the model's device.
 """
 
 import math
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headrace.algorithms.adamw import AdamW, Moments, OptimizerSettings
 from headrace.policy.model import Model
-from headrace.training.served import precision
+from headrace.training.parallel.interface import SINGLE_PROCESS, Peers
+from headrace.training.served import precision, runs
+from headrace.training.served.publication import Contents, Publication, Publisher
 from headrace.training.served.versions import Change, Log, change
 from headrace.weights.state import state_hash
 
@@ -30,6 +34,11 @@ class TrainerState:
         self.version = version
         self.step = 0
         """Number of updates by this optimizer. A failed step makes a version but no update."""
+        self.updated_at: float | None = None
+        """time.perf_counter() at the end of the last update, until `since_update`."""
+        self.publication: Publication | None = None
+        """The newest version that was published: a thread may be reading the weights."""
+        self._publisher: Publisher | None = None
         self.log: Log | None = None
         """Every write to the served weights appends its undo entry here (`served.versions`); None records nothing."""
         self.master = self._masters()
@@ -68,6 +77,36 @@ class TrainerState:
         """State hash of the served bytes."""
         return state_hash(self.published())
 
+    def contents(self) -> Contents:
+        """The served bytes, to be read piece by piece."""
+        return Contents(*runs.whole(self.model.config, self.model.views()))
+
+    def peers(self) -> Peers:
+        """The processes that hold this state together, over a connection for the copying thread alone."""
+        return SINGLE_PROCESS
+
+    def publish(self, folder: Path) -> Publication:
+        """Begin to write the served bytes as a file in `folder`, which is on the disk of all processes. All processes
+        must call it; they may go on as long as they only read the weights, and `apply` waits for the copy."""
+        if self._publisher is None:
+            self._publisher = Publisher(self.peers())
+        self.publication = self._publisher.start(folder, self.version, self.contents)
+        return self.publication
+
+    def settle(self, *, end: bool = False) -> None:
+        """Wait until no publication is open. end: also end its threads."""
+        publisher = self._publisher
+        if publisher is not None:
+            publisher.settle()
+            if end:
+                self._publisher = None
+                publisher.close()
+
+    def writable(self) -> None:
+        """Wait until no thread reads the weights. Call it before a change."""
+        if self.publication is not None:
+            self.publication.copied.wait()
+
     def zero_grad(self) -> None:
         """Discard the gradients."""
         self.model.zero_grad(set_to_none=True)
@@ -103,6 +142,7 @@ class TrainerState:
     @torch.no_grad()
     def apply(self, learning_rate: float, scale: float = 1.0) -> None:
         """One update from the gradients times `scale` (for clipping), then round the masters into the model."""
+        self.writable()
         parameters, gradients = self.parameters(), dict(self.gradients())
         served: dict[str, Tensor] = {}
         for name, master in self.master.items():
@@ -118,6 +158,7 @@ class TrainerState:
             master.grad = None
         self.zero_grad()
         self.step += 1
+        self.updated_at = time.perf_counter()
 
     def _serve(self, name: str, parameter: Tensor, master: Tensor, before: Tensor | None = None) -> None:
         """Round a master into the model. before: the served bits, where the master itself was served."""
@@ -130,6 +171,11 @@ class TrainerState:
     def _note(self, name: str, entry: Change | None) -> None:
         if self.log is not None and entry is not None:
             self.log.append((name, entry))
+
+    def since_update(self, waited_s: float) -> float:
+        """Seconds since the last update except `waited_s`; 0 where there was none since the last call."""
+        updated_at, self.updated_at = self.updated_at, None
+        return time.perf_counter() - updated_at - waited_s if updated_at is not None else 0.0
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that an update depends on, by flat name: masters, moments and frozen parameters, for
@@ -147,6 +193,7 @@ class TrainerState:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], *, version: int, step: int) -> None:
         """Restore the result of `tensors`. KeyError when one is missing, ValueError when a shape differs."""
+        self.writable()
         parameters = self.parameters()
         for name, master in self.master.items():
             saved = tensors[f"master.{name}"]

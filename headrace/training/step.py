@@ -58,15 +58,17 @@ def take(
     and all get the same outcome. Nothing is written outside of `state` and `guard`.
     """
     started = time.perf_counter()
+    helpers = helpers or Helpers()
     ages = histogram(state.version, batch.versions())
     oldest = max(map(int, ages), default=0)
     if oldest > recipe.bound:
-        return refuse(state, "too_stale", f"a token is {oldest} versions old, the bound is {recipe.bound}")
+        why = f"a token is {oldest} versions old, the bound is {recipe.bound}"
+        return refuse(state, "too_stale", why, hashed=helpers.hashed)
     discarded = guard.refuses(batch.versions()) if guard is not None else ""
     if discarded:
-        return refuse(state, "discarded_version", discarded)
+        return refuse(state, "discarded_version", discarded, hashed=helpers.hashed)
     watch = guard if guard is not None and recipe.algorithm.guard_k1 > 0.0 else None
-    step = _Step(state, batch, recipe, watch, helpers or Helpers())
+    step = _Step(state, batch, recipe, watch, helpers)
     rate = step.rate
     updates, before = step.run()
     state.version += 1
@@ -74,7 +76,7 @@ def take(
     tokens = max(1, before.tokens)
     return StepOutcome(
         version=state.version,
-        state_hash=state.hash(),
+        state_hash=state.hash() if helpers.hashed else "",
         failed=last.reason,
         detail=last.detail,
         restored=last.restored,
@@ -93,7 +95,7 @@ def take(
         k3=before.k3,
         entropy=sum(update.gradient.entropy for update in updates) / tokens,
         clipped=sum(update.gradient.clipped for update in updates) / tokens,
-        seconds=time.perf_counter() - started,
+        seconds=time.perf_counter() - started - step.waited_s,
     )
 
 
@@ -105,6 +107,8 @@ class _Step:
     ) -> None:
         self.state, self.batch, self.recipe, self.watch, self.helpers = state, batch, recipe, watch, helpers
         self.segments = computed(batch, recipe.algorithm)
+        self.waited_s = 0.0
+        """Seconds in `helpers.before_update`."""
         self.rate = learning_rate(recipe.algorithm, state.step) * (watch.factor if watch is not None else 1.0)
 
     def run(self) -> tuple[list[_Update], Mismatch]:
@@ -127,6 +131,7 @@ class _Step:
             part_mismatch = mismatch(gradient.trainer, gradient.sampler)
             first = not updates
             if first:
+                self._wait()
                 before = part_mismatch if proximal is None else _mismatch_before(self.segments, proximal)
             update = self._judge(gradient, part_mismatch, before if first else None)
             updates.append(update)
@@ -139,6 +144,11 @@ class _Step:
                 norm = update.norm
                 self.state.apply(self.rate, min(1.0, algorithm.grad_clip / norm) if norm > 0.0 else 1.0)
         return updates, before
+
+    def _wait(self) -> None:
+        began = time.perf_counter()
+        self.helpers.before_update()
+        self.waited_s = time.perf_counter() - began
 
     def _judge(self, gradient: Gradient, own: Mismatch, before: Mismatch | None) -> _Update:
         """The update of a gradient, with the reason when it is refused. own: the mismatch of its part; before: the

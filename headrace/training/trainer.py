@@ -17,9 +17,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor
 
-from headrace.algorithms.adamw import OptimizerSettings
 from headrace.algorithms.registry import ADVANTAGES, LOSSES
 from headrace.config import Algorithm, Config
 from headrace.messages.judging import Score
@@ -40,14 +38,17 @@ from headrace.rendering.tokenizer import Tokenizer
 from headrace.training import batch, checkpoint, memory_plan, mid_training
 from headrace.training.figures.clock import Clock
 from headrace.training.figures.work import Work, peak_flops, work_of
-from headrace.training.gradient import Helpers, Recipe
+from headrace.training.gradient import Helpers, Recipe, nothing
 from headrace.training.guard import Guard
 from headrace.training.micro_batch import device_of
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.mismatch import Measured, TooFar, answer, measure
 from headrace.training.outcome import StepOutcome, refuse
 from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel
-from headrace.training.served.versions import Versions
+from headrace.training.schedule import optimizer_settings
+from headrace.training.served import precision
+from headrace.training.served.publication import Publication
+from headrace.training.served.versions import Versions, adapters, trained
 from headrace.training.state import TrainerState
 from headrace.training.step import take
 from headrace.weights import snapshot
@@ -108,21 +109,23 @@ class PolicyTrainer:
         settings = optimizer_settings(config.algorithm)
         file = folder / "checkpoint.safetensors"
         if file.exists():
-            model = _served(config, _freeze(Model(policy, numerics, seed=None), config.trainer.frozen).to(device))
+            model = precision.served_as(
+                config, _freeze(Model(policy, numerics, seed=None), config.trainer.frozen).to(device)
+            )
             trainer = cls(config, folder, TrainerState(model, settings=settings), numerics)
             trainer._load(file)
             return trainer
         model = Model(policy, numerics, seed=config.run.seed)
         if base is not None:
-            model.load_state(_adapters(model) | snapshot.read(base))
+            model.load_state(adapters(model) | snapshot.read(base))
         elif config.policy.checkpoint:
-            model.load_state(_adapters(model) | huggingface.load(config.policy.checkpoint)[1])
+            model.load_state(adapters(model) | huggingface.load(config.policy.checkpoint)[1])
         _freeze(model, config.trainer.frozen).to(device)
         if config.mid_training.tokens > 0 and base is None:
             model.numerics = probe(policy, exact=False)  # bits are not compared here, and this is a fifth faster
             mid_training.run(model, traces(), config.mid_training, progress, kept=folder / "mid-training.safetensors")
             model.numerics = numerics
-        trainer = cls(config, folder, TrainerState(_served(config, model), settings=settings), numerics)
+        trainer = cls(config, folder, TrainerState(precision.served_as(config, model), settings=settings), numerics)
         trainer._hold_reference()
         trainer.save({})
         (folder / "mid-training.safetensors").unlink(missing_ok=True)
@@ -145,7 +148,8 @@ class PolicyTrainer:
         return ""
 
     def close(self) -> None:
-        """Release resources outside of this process: nothing here; in a group the other processes."""
+        """Finish the open publication and end its threads; in a group also the other processes."""
+        self.state.settle(end=True)
 
     @property
     def version(self) -> int:
@@ -158,11 +162,18 @@ class PolicyTrainer:
         return self.folder / "policy"
 
     def step(
-        self, manifest: StepManifest, trajectories: Mapping[int, Trajectory], scores: Mapping[int, Score]
+        self,
+        manifest: StepManifest,
+        trajectories: Mapping[int, Trajectory],
+        scores: Mapping[int, Score],
+        before_update: Callable[[], None] = nothing,
+        hashed: bool = True,
     ) -> StepOutcome:
         """Take the step of a manifest; records are keyed by stream sequence. The result depends on state and arguments
         alone.
 
+        before_update: called before anything that the next version depends on is changed; what it raises ends the step.
+        hashed: False leaves the outcome's state hash empty; `publish` computes it while it copies.
         A batch that cannot be trained on gives an outcome with `failed`; the version still grows by one, with the old
         bytes. ValueError when the manifest updates another version than the current one. TrainerError when a plugin
         here differs from the manifest's (Law 4).
@@ -176,12 +187,13 @@ class PolicyTrainer:
         self.state.model.recompute = self.config.numerics.recompute
         self.state.model.plausible = self.config.numerics.replay_plausible
         self.state.configure(optimizer_settings(self.config.algorithm))
-        measured, work = Measured(), Work()
+        measured, work, between_s = Measured(), Work(), 0.0
         try:
             advantage = ADVANTAGES.get(self.config.algorithm.advantage)
             by_class = self.config.algorithm.baseline == "class"
             made = batch.build(manifest.groups, trajectories, scores, advantage, by_class=by_class)
             work = work_of(self.config, self.state.model.config, made, manifest.seed, self.numerics.exact)
+            between_s = self.state.since_update(self.clock.seconds["batch"])
             with self.clock.spent("rescore"):
                 measured = measure(
                     self.versions,
@@ -196,17 +208,20 @@ class PolicyTrainer:
             if self.guarded and algorithm.guard_k1 == 0.0:
                 self.guard.keep(self.state, self.config.curriculum.staleness)
             recipe = Recipe(algorithm, self.config.trainer.micro_tokens, self.config.curriculum.staleness)
-            outcome = take(self.state, made, recipe, self.guard, Helpers(self.reference, self.data_parallel))
+            helpers = Helpers(self.reference, self.data_parallel, before_update, hashed)
+            outcome = take(self.state, made, recipe, self.guard, helpers)
             exact = self.numerics.exact and made.fingerprints <= {self.numerics.fingerprint}
             outcome = msgspec.structs.replace(outcome, exact=exact)
         except batch.BatchError as error:
-            outcome = refuse(self.state, "bad_batch", str(error))
+            outcome = refuse(self.state, "bad_batch", str(error), hashed=hashed)
         except RoutesMissing as error:
-            outcome = refuse(self.state, "routes_missing", str(error))
+            outcome = refuse(self.state, "routes_missing", str(error), hashed=hashed)
         except ScoringError as error:
-            outcome = refuse(self.state, "cannot_rescore", str(error))
+            outcome = refuse(self.state, "cannot_rescore", str(error), hashed=hashed)
         except TooFar as error:
-            outcome = self._too_far(str(error))
+            before_update()
+            outcome = self._too_far(str(error), hashed)
+        before_update()
         keep = int(manifest.objective.get("keep_versions", 0))  # more than the bound while the bound is growing
         self._advance(max(keep, self.config.curriculum.staleness))
         return msgspec.structs.replace(
@@ -216,12 +231,13 @@ class PolicyTrainer:
             engines=measured.engines,
             alarm=measured.alarm(self.config.numerics),
             work=work,
+            between_s=between_s,
             peak_flops=peak_flops(self.config, self.state.model.config, device_of(self.state.model)),
         )
 
-    def give_up(self, reason: str, detail: str) -> StepOutcome:
+    def give_up(self, reason: str, detail: str, *, hashed: bool = True) -> StepOutcome:
         """The outcome of a step that raised before it changed the state: the next version, with the old bytes."""
-        outcome = refuse(self.state, reason, detail)
+        outcome = refuse(self.state, reason, detail, hashed=hashed)
         self._advance(self.config.curriculum.staleness)
         return outcome
 
@@ -236,25 +252,29 @@ class PolicyTrainer:
         """Whether earlier states are kept for a rollback."""
         return self.config.algorithm.guard_k1 > 0.0 or self.config.numerics.on_mismatch == "roll_back"
 
-    def _too_far(self, said: str) -> StepOutcome:
+    def _too_far(self, said: str, hashed: bool) -> StepOutcome:
         """The outcome of a batch whose engines exceed a limit: the old bytes, or those of the last good version."""
         if self.config.numerics.on_mismatch != "roll_back":
-            return refuse(self.state, "mismatch_over_limit", said)
+            return refuse(self.state, "mismatch_over_limit", said, hashed=hashed)
         restored = self.guard.roll_back(self.state, self.config.algorithm, slower=False)
         where = f"back to version {restored}" if restored >= 0 else "no good version is held yet"
-        return msgspec.structs.replace(refuse(self.state, "mismatch_over_limit", f"{said}; {where}"), restored=restored)
+        outcome = refuse(self.state, "mismatch_over_limit", f"{said}; {where}", hashed=hashed)
+        return msgspec.structs.replace(outcome, restored=restored)
 
-    def publish(self, path: Path) -> str:
-        """Write the served bytes as one safetensors file, atomically; returns their state hash. OSError on a full
-        disk."""
-        return snapshot.write(path, self.state.published())
+    def publish(self, folder: Path) -> Publication:
+        """Begin to write the served bytes as a file of `folder`, behind the next step. See `served.publication`."""
+        return self.state.publish(folder)
+
+    def explained(self, error: Exception) -> Exception:
+        """The error to report for one of a publication; waits for its cause."""
+        return error
 
     def save(self, position: Mapping[str, int | str]) -> None:
         """Replace the checkpoint durably; after it returns, records before `position` are not needed again."""
-        kept = {version: _trained(self.versions[version]) for version in self.versions.earlier}
+        kept = {version: trained(self.versions[version]) for version in self.versions.earlier}
         self.versions.release()
         if self.reference is not None:
-            kept[-1] = _trained(self.reference)
+            kept[-1] = trained(self.reference)
         guard = self.guard if self.guarded else None
         file = self.folder / "checkpoint.safetensors"
         checkpoint.save(file, self.state, kept=kept, position=position, guard=guard)
@@ -321,11 +341,6 @@ def check_memory(config: Config, policy: PolicyConfig, available: int) -> None:
         )
 
 
-def optimizer_settings(algorithm: Algorithm) -> OptimizerSettings:
-    """AdamW's settings of a recipe."""
-    return OptimizerSettings((algorithm.beta1, algorithm.beta2), algorithm.weight_decay)
-
-
 STEP_SEAMS = (ADVANTAGES.seam, LOSSES.seam)
 """The seams whose plugins a step executes."""
 
@@ -336,13 +351,6 @@ def plugins_of(algorithm: Algorithm) -> tuple[Plugin, ...]:
         return plugins((ADVANTAGES, [algorithm.advantage]), (LOSSES, [algorithm.weighting]))
     except PluginError as error:
         raise TrainerError(str(error)) from None
-
-
-def _served(config: Config, model: Model) -> Model:
-    """The model, set to hold values of the published precision where that is narrower than its dtype."""
-    if config.weights.precision == "bf16" and model.config.dtype == "float32":
-        model.served_dtype = torch.bfloat16
-    return model
 
 
 def _freeze(model: Model, patterns: Sequence[str]) -> Model:
@@ -362,16 +370,6 @@ def _freeze(model: Model, patterns: Sequence[str]) -> Model:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TrainerError("[trainer] frozen: no parameter is left to train")
     return model
-
-
-def _adapters(model: Model) -> dict[str, Tensor]:
-    """The model's adapters under their published names."""
-    return {name: value for name, value in model.state().items() if low_rank.is_published(name)}
-
-
-def _trained(model: Model) -> dict[str, Tensor]:
-    """The published tensors in which versions can differ: all of them, or the adapters."""
-    return _adapters(model) if model.config.adapter else model.state()
 
 
 def _policy(config: Config, folder: Path, tokenizer_json: str) -> PolicyConfig:

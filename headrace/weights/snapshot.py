@@ -52,6 +52,7 @@ class Rows:
     def __init__(self, path: Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
         """Open the temporary file of a draft with the same tensors and metadata."""
         _, offsets = _header(tensors, metadata)
+        self._name = path.name
         self._at = [offsets[info.name] for info in tensors]
         self._file = open(path, "rb+", buffering=0)  # closed by _discard
 
@@ -68,6 +69,16 @@ class Rows:
         """Write bits of the tensor with index `tensor` at item `start` of its flat view."""
         if part.size:
             self._put(part.view(np.uint8).data, self._at[tensor] + start * part.itemsize)
+
+    def read(self, tensor: int, start: int, into: Bits) -> None:
+        """Read written bits of tensor `tensor` from item `start` into an array. WeightError when the file is too
+        short."""
+        view, at = into.view(np.uint8).data, self._at[tensor] + start * into.itemsize
+        while len(view):
+            done = os.preadv(self._file.fileno(), [view], at)
+            if not done:
+                raise WeightError(f"{self._name} ends before tensor {tensor}, item {start}: it was truncated meanwhile")
+            view, at = view[done:], at + done
 
     def __enter__(self) -> Self:
         return self
@@ -92,6 +103,7 @@ class Draft(Rows):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{next(_serial)}.part")
         head, offsets = _header(tensors, metadata or {})
+        self._name, self._tensors = self.temporary.name, tensors
         self._at = [offsets[info.name] for info in tensors]
         size = len(head) + sum(state.nbytes(info) for info in tensors)
         self._file = open(self.temporary, "wb+", buffering=0)  # closed by _discard
@@ -103,20 +115,18 @@ class Draft(Rows):
             self._discard()
             raise
 
-    def read(self, tensor: int, start: int, into: Bits) -> None:
-        """Read written bits of tensor `tensor` from item `start` into an array. WeightError when the file is too
-        short."""
-        view, at = into.view(np.uint8).data, self._at[tensor] + start * into.itemsize
-        while len(view):
-            done = os.preadv(self._file.fileno(), [view], at)
-            if not done:
-                raise WeightError(
-                    f"{self.temporary.name} ends before tensor {tensor}, item {start}: it was truncated meanwhile"
-                )
-            view, at = view[done:], at + done
+    def describe(self, metadata: Mapping[str, str]) -> None:
+        """Replace the metadata, for values that are known only when the tensors are written. ValueError when they need
+        another number of bytes."""
+        head, offsets = _header(self._tensors, metadata)
+        if [offsets[info.name] for info in self._tensors] != self._at:
+            raise ValueError(f"{self._name}: expected metadata of as many bytes as before")
+        self._put(head, 0)
 
-    def commit(self, *, durable: bool = True) -> None:
-        """Give the file its name; durable: it survives a loss of power."""
+    def commit(self, path: Path | None = None, *, durable: bool = True) -> None:
+        """Give the file its name; durable: it survives a loss of power. path: another name in the same folder, for one
+        that is known only when the tensors are written."""
+        self.path = path or self.path
         if durable:
             os.fsync(self._file.fileno())
         os.replace(self.temporary, self.path)
@@ -167,6 +177,15 @@ class Snapshot:
     def state_hash(self) -> str:
         """The state hash of the file's present bits."""
         return state.root(self.tensors, self.hashes())
+
+
+def discard_abandoned(folder: Path) -> None:
+    """Delete the temporary files of drafts whose process has ended without a chance to do so. All writers of the folder
+    must be on this machine."""
+    for file in folder.glob(".*.part"):
+        pid = file.name.split(".")[-3]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            file.unlink(missing_ok=True)
 
 
 def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorInfo, ...], dict[str, int], dict[str, str]]:

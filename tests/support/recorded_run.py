@@ -133,8 +133,11 @@ def without_logprobs(made: Trajectory) -> Trajectory:
 
 def kill(actor: Trainer) -> None:
     """As kill -9 would: nothing more is written, nothing is told."""
-    for task in list(actor._tasks):
+    for task in [*actor._tasks, *actor._open]:
         task.cancel()
+    if actor._turn is not None:
+        for promise in (actor._turn.base, actor._turn.announced):
+            promise.fail(RuntimeError("killed"))  # its thread does not wait for what is not written any more
     actor._pool.shutdown(wait=True, cancel_futures=True)
 
 

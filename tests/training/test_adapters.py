@@ -42,7 +42,7 @@ def test_adapters_alone_are_trained_published_and_resumed_and_an_engine_samples_
     assert all(torch.equal(first[name], value) for name, value in base.items()), "mid-training changed the base"
     assert any(bool(value.any()) for name, value in first.items() if name.endswith(shape.B)), "and not the adapter"
 
-    trainer.publish(tmp_path / "0")
+    before = trainer.publish(tmp_path).durable.result()
     outcomes = advance(trainer, 1)
     trainer.save({})
     kept = [name for name in snapshot.read(tmp_path / "a" / "checkpoint.safetensors") if name.startswith("kept.")]
@@ -51,16 +51,16 @@ def test_adapters_alone_are_trained_published_and_resumed_and_an_engine_samples_
     assert all(o.exact and not o.failed and o.max_abs_dlp == 0.0 and o.rescored_tokens for o in outcomes)
     resumed = prepare(tmp_path / "a", ADAPTED)
     assert [o.state_hash for o in advance(resumed, 1)] == [outcomes[1].state_hash]
-    trainer.publish(tmp_path / "2")
+    after = trainer.publish(tmp_path).durable.result()
     adapter = 4 * shape.parameters(trainer.state.model.config)
-    assert 0 < wire_bytes(tmp_path / "2", tmp_path / "0") < adapter + 2000 < (tmp_path / "2").stat().st_size / 3
+    assert 0 < wire_bytes(after, before) < adapter + 2000 < after.stat().st_size / 3
 
     config = hugging_face.read(trainer.policy_folder)
 
     async def sampled() -> tuple[list[int], list[float]]:
         engine = EmbeddedEngine(config, trainer.numerics)
         try:
-            await engine.load(2, str(tmp_path / "2"), outcomes[1].state_hash)
+            await engine.load(2, str(after), outcomes[1].state_hash)
             sampling = Sampling(max_turn_tokens=9)
             request = SampleRequest(
                 session="s", ids=(1, 10, 2), policy=PolicyRef(), sampling=sampling, stop_ids=(), seed=5

@@ -100,10 +100,12 @@ def test_resuming_another_machine_copy_gives_the_same(tmp_path: Path) -> None:
 def test_publishes_the_served_bytes(tmp_path: Path) -> None:
     trainer = prepare(tmp_path)
     (outcome,) = advance(trainer, 1)
-    assert trainer.publish(tmp_path / "v1.safetensors") == outcome.state_hash
+    publication = trainer.publish(tmp_path)
+    assert publication.hashed.result() == outcome.state_hash
+    path = publication.durable.result()
     served = Model(hugging_face.read(trainer.policy_folder), NUMERICS, seed=None)
-    served.load_state(snapshot.read(tmp_path / "v1.safetensors"))
-    assert snapshot.file_hash(tmp_path / "v1.safetensors") == outcome.state_hash
+    served.load_state(snapshot.read(path))
+    assert snapshot.file_hash(path) == outcome.state_hash
 
 
 def test_mid_training_comes_first_and_is_not_repeated(tmp_path: Path) -> None:

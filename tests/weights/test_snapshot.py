@@ -1,5 +1,7 @@
 """Snapshot files are plain safetensors, mapped, and appear whole or not at all."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,24 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, tensors: dict[s
     )
     with pytest.raises(state.WeightError, match=r"v\.safetensors|Q32"):
         snapshot.file_hash(path)
+
+
+def test_drafts_of_processes_that_have_ended_are_deleted(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    dead = tmp_path / f".v1.safetensors.{ended.pid}.0.part"
+    alive = tmp_path / f".v1.safetensors.{os.getpid()}.0.part"
+    for file in (dead, alive, tmp_path / "v1.safetensors"):
+        file.touch()
+    snapshot.discard_abandoned(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([alive.name, "v1.safetensors"])
+
+
+def test_metadata_of_another_length_cannot_replace_a_drafts(tmp_path: Path) -> None:
+    described = state.infos({"a": torch.zeros(3)})
+    with snapshot.Draft(tmp_path / "x", described, {"state_hash": "00"}) as draft:
+        draft.describe({"state_hash": "ab"})
+        with pytest.raises(ValueError, match="expected metadata of as many bytes as before"):
+            draft.describe({"state_hash": "a much longer text"})
+        draft.commit(tmp_path / "y")
+    assert snapshot.Snapshot(tmp_path / "y").metadata == {"state_hash": "ab"}

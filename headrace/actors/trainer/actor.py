@@ -10,25 +10,26 @@ Files: <run>/snapshots/v<version>.safetensors, immutable, the newest bound + 1 o
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
-from headrace.actors.trainer import base_policy, initial_policy, records
+from headrace.actors.trainer import base_policy, initial_policy, old_weights, records
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
+from headrace.actors.trainer.closings import Batch, Closings, Ready
 from headrace.actors.trainer.records import StalenessWindow
-from headrace.algorithms.staleness import Bounds
-from headrace.bus.errors import BusError, Unrecoverable
+from headrace.actors.trainer.turn import Turn
+from headrace.bus.errors import Unrecoverable
 from headrace.bus.payloads import renderer_bundles
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
-from headrace.bus.runtime.tracing import Link
-from headrace.messages.ledger import Fence, GroupClosed, StalenessBound
+from headrace.messages.ledger import Fence
 from headrace.messages.plugins import Plugin
-from headrace.messages.subjects import CLOSE, STEP
+from headrace.messages.subjects import STEP
 from headrace.messages.training import BatchGroup, SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.policy.config import CheckpointError
 from headrace.registry import merged
@@ -37,31 +38,18 @@ from headrace.replay.fetching import Records, fetch
 from headrace.replay.recipe import under
 from headrace.training import opening
 from headrace.training.data.base import DataError
+from headrace.training.gradient import nothing
 from headrace.training.mid_training import Progress
 from headrace.training.outcome import StepOutcome
 from headrace.training.parallel.interface import GroupError
+from headrace.training.served.publication import Publication
 from headrace.training.trainer import PolicyTrainer, TrainerError
-from headrace.weights import chain
-from headrace.weights.publishing import collect
-from headrace.weights.signing import Trust
-from headrace.weights.state import WeightError
 
 T = TypeVar("T")
-AGAIN_S = 30.0
-"""Seconds until a failed collection of old weights is tried again."""
 
 
 class Stopped(Exception):
     """Ends mid-training early; raised inside the worker thread."""
-
-
-class Ready(NamedTuple):
-    """A closed group with its records."""
-
-    group: BatchGroup
-    records: Records
-    links: tuple[Link, ...]
-    """Links to the spans that published its trajectories."""
 
 
 class Trainer(Actor):
@@ -78,23 +66,27 @@ class Trainer(Actor):
         await agree(self.bus, self.run, used)
         self._agreed = set(used)
         self.folder = Path(self.config.run.dir) / self.run
-        self.groups_per_step = self.config.curriculum.groups_per_step
         self.trainer: PolicyTrainer | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._progress: Progress | None = None
         self._held_out: float | None = None
         """Newest loss on held-out documents of mid-training, the mean over its sources."""
         self._stopping = False
-        self._bounds: Bounds | None = None
-        """The staleness bound of every batch, read from the closings."""
-        self._ready: asyncio.Queue[Ready] = asyncio.Queue(2 * self.groups_per_step)
+        self.closings = Closings(self.bus, self.run, self.config.curriculum.groups_per_step)
+        self._turn: Turn | None = None
+        """The newest step that has begun."""
+        self._open: set[asyncio.Task[None]] = set()
+        """The steps whose version is not yet announced."""
         self.spawn(self.until_superseded(self._live), "training")
         self.every(1.0, self._measure, "metrics")
 
     async def stop(self) -> None:
-        """Let the current step end; mid-training ends at its next report."""
+        """Let the current step end, and announce the version of one that is taken; mid-training ends at its next
+        report."""
         self._stopping = True
         try:
+            if self._open and (self._turn is None or self._turn.updated.is_set()):
+                await asyncio.wait(self._open)
             if self.trainer is not None and self.config.trainer.ranks > 1:
                 await self._in_thread(self.trainer.close)
         finally:
@@ -103,13 +95,17 @@ class Trainer(Actor):
     async def _live(self) -> None:
         trainer = await self._prepare()
         await self._catch_up(trainer)
-        self.spawn(self._collect(self._taken(trainer)), "collecting")
+        self.spawn(self.closings.follow(trainer.version * self.closings.groups_per_step), "collecting")
         if self.config.trainer.ranks > 1:
             self.spawn(self._watch(trainer), "ranks")
         if self.config.weights.collect_chains:
-            self.spawn(self._forget_weights(), "old weights")
-        while True:
-            await self._next(trainer)
+            self.spawn(old_weights.forget(self), "old weights")
+        try:
+            async with asyncio.TaskGroup() as steps:
+                while True:
+                    await self._next(trainer, steps)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the first one ended the others
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -183,8 +179,9 @@ class Trainer(Actor):
             if recorded is not None and recorded.incarnation != manifest.incarnation:
                 recorded = None  # the newest manifest of this step has no outcome
             rate = await self._again(trainer, seq, manifest, recorded)
-        self._step = trainer.version
-        await self._publish(trainer, rate)
+        with trainer.clock.spent("publish"):
+            publication = await self._in_thread(lambda: self.store.publish(self._hash))
+            await self._publish(trainer, publication, trainer.version, rate)
 
     async def _again(
         self, trainer: PolicyTrainer, seq: int, manifest: StepManifest, recorded: StepDone | StepFailed | None
@@ -194,8 +191,10 @@ class Trainer(Actor):
         fetched = await fetch(self.bus, manifest.groups)
         if manifest.base_hash != self._hash:
             window = StalenessWindow.as_in(manifest)
-            seq, manifest = await self._announce(trainer, manifest.incarnation + 1, manifest.groups, window, fetched)
-            recorded = None
+            plan = await self._plan(trainer, manifest.groups, window, fetched)
+            plan = plan._replace(base_hash=self._hash, incarnation=manifest.incarnation + 1)
+            manifest = records.manifest(self.config, self.run, plan)
+            seq, recorded = await self._write(manifest), None
         result = await self._take(trainer, manifest, fetched)
         if recorded is not None and recorded.state_hash != result.state_hash:
             text = f"step {manifest.step} gave {result.state_hash}, its published result was {recorded.state_hash}"
@@ -219,57 +218,55 @@ class Trainer(Actor):
         await self.event("step_again", f"step {manifest.step} after a restart", step=manifest.step)
         return result.learning_rate
 
-    def _taken(self, trainer: PolicyTrainer) -> int:
-        """Number of closings that are in finished batches."""
-        return trainer.version * self.groups_per_step
-
-    async def _collect(self, taken: int) -> None:
-        """Follow the closings and fetch their records ahead of the step."""
-        position = 0
-        async for received in self.bus.follow("HR_SCORE", CLOSE.where(run=self.run)):
-            closed = received.message
-            if isinstance(closed, StalenessBound):  # it precedes the closings of the first batch that it applies to
-                bounds = self._bounds
-                self._bounds = (
-                    bounds.changed(closed.first_batch, closed.bound) if bounds else Bounds.constant(closed.bound)
-                )
-            if not isinstance(closed, GroupClosed):
-                continue
-            if position >= taken:
-                group = records.batch_group(received.seq, closed)
-                links: list[Link] = []
-                fetched = await fetch(self.bus, [group], links)
-                await self._ready.put(Ready(group, fetched, tuple(links)))
-            position += 1
-
-    async def _next(self, trainer: PolicyTrainer) -> None:
-        """Wait for one batch, then take its step in a trace of its own, with a link to each trajectory's span."""
-        k = self._step
+    async def _next(self, trainer: PolicyTrainer, steps: asyncio.TaskGroup) -> None:
+        """Wait for one batch and take its step. Its outcome and its version are written behind the next step."""
+        k = trainer.version
         self.status = f"waiting for batch {k}"
-        batch: list[Ready] = []
-        told = self.waiting(lambda: f"batch {k}: {len(batch)} of {self.groups_per_step} groups are closed")
+        ready: list[Ready] = []
+        groups = self.closings.groups_per_step
+        told = self.waiting(lambda: f"batch {k}: {len(ready)} of {groups} groups are closed")
         with told, trainer.clock.spent("batch"):
-            while len(batch) < self.groups_per_step:
-                batch.append(await self._ready.get())
+            while len(ready) < groups or self._stopping:
+                ready.append(await self.closings.ready.get())
         self.status = f"step {k}"
-        links = [link for ready in batch for link in ready.links]
-        attributes: dict[str, str | int] = {"hr.run": self.run, "hr.step": k}
-        with tracing.span("train step", root=True, links=links, attributes=attributes) as span:
-            await self._step_batch(trainer, batch, span)
+        self._turn = turn = Turn(k, self._turn, self._hash)
+        batch = Batch.of(ready)
+        task = steps.create_task(self._step_batch(trainer, batch, turn, steps), name=f"{self.id}: step {k}")
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        await turn.updated.wait()  # a step that fails cancels this wait
+        await self._keep(trainer, turn, batch.groups[-1].close_seq)
 
-    async def _step_batch(self, trainer: PolicyTrainer, batch: Sequence[Ready], span: tracing.Span) -> None:
-        """Publish the manifest of a batch, take its step, publish the outcome and the version."""
-        k = self._step
-        window = StalenessWindow.of(self._bounds, k) if self._bounds is not None else None
-        trajectories = {seq: record for ready in batch for seq, record in ready.records[0].items()}
-        scores = {seq: record for ready in batch for seq, record in ready.records[1].items()}
-        fetched = trajectories, scores
-        seq, manifest = await self._announce(trainer, 0, tuple(ready.group for ready in batch), window, fetched)
-        result = await self._take(trainer, manifest, fetched)
+    async def _step_batch(self, trainer: PolicyTrainer, batch: Batch, turn: Turn, steps: asyncio.TaskGroup) -> None:
+        """One step in a trace of its own, with a link to each trajectory's span."""
+        attributes: dict[str, str | int] = {"hr.run": self.run, "hr.step": turn.step}
+        try:
+            with tracing.span("train step", root=True, links=batch.links, attributes=attributes) as span:
+                await self._run_step(trainer, batch, turn, span, steps)
+        except BaseException as error:
+            turn.fail(error)
+            raise
+
+    async def _run_step(
+        self, trainer: PolicyTrainer, batch: Batch, turn: Turn, span: tracing.Span, steps: asyncio.TaskGroup
+    ) -> None:
+        """Take the step of a batch; publish its manifest, its outcome and its version."""
+        k, window = turn.step, self.closings.window(turn.step)
+        plan = await self._plan(trainer, batch.groups, window, batch.records)
+        steps.create_task(self._announce(turn, plan), name=f"{self.id}: manifest {k}")
+        manifest = records.manifest(self.config, self.run, plan)
+        result = await self._take(trainer, manifest, batch.records, turn)
+        publication = await self._in_thread(self.store.publish)
         lap = trainer.clock.lap()
-        record = records.outcome(self.config, manifest, seq, result, lap, trajectories.values())
+        turn.updated.set()
+        seq, manifest = await turn.announced.wait()
+        state_hash = await self._of_publication(trainer, publication.hashed)
+        await turn.announced_before.wait()
+        result = msgspec.structs.replace(result, state_hash=state_hash)
+        record = records.outcome(self.config, manifest, seq, result, lap, batch.records[0].values())
         await self._write(record)
-        self._hash, self._step = result.state_hash, k + 1
+        self._hash = state_hash
+        turn.recorded.set_result(state_hash)
         trace = span.context.trace_id
         if isinstance(record, StepFailed):
             text = f"step {k}: {record.reason}: {record.detail}"
@@ -278,29 +275,24 @@ class Trainer(Actor):
             span.event("engine_mismatch", step=k, **msgspec.structs.asdict(engine))
         if result.alarm:
             await self.event("mismatch", f"step {k}: {result.alarm}", "warning", step=k, trace=trace)
-        await self._publish(trainer, result.learning_rate)
-        await self._keep(trainer, manifest)
+        await self._publish(trainer, publication, result.version, result.learning_rate)
+        turn.ended.set_result(True)
 
-    async def _announce(
-        self,
-        trainer: PolicyTrainer,
-        incarnation: int,
-        groups: Sequence[BatchGroup],
-        window: StalenessWindow | None,
-        fetched: Records,
-    ) -> tuple[int, StepManifest]:
-        """Write the manifest of the next step. Returns its sequence and the manifest."""
-        plan = records.StepPlan(
-            trainer.version,
-            self._hash,
-            tuple(groups),
-            trainer.numerics.fingerprint,
-            window,
-            incarnation,
-            await self._plugins_behind(fetched),
-        )
-        manifest = records.manifest(self.config, self.run, plan)
-        return await self._write(manifest), manifest
+    async def _announce(self, turn: Turn, plan: records.StepPlan) -> None:
+        """Write the manifest of a step, on top of the outcome of the step before."""
+        try:
+            manifest = records.manifest(self.config, self.run, plan._replace(base_hash=await turn.base.wait()))
+            turn.announced.set_result((await self._write(manifest), manifest))
+        except BaseException as error:
+            turn.fail(error)
+            raise
+
+    async def _plan(
+        self, trainer: PolicyTrainer, groups: Sequence[BatchGroup], window: StalenessWindow | None, fetched: Records
+    ) -> records.StepPlan:
+        """The plan of the next step, without the hash of the version that it updates."""
+        fingerprint, plugins = trainer.numerics.fingerprint, await self._plugins_behind(fetched)
+        return records.StepPlan(trainer.version, "", tuple(groups), fingerprint, window, 0, plugins)
 
     async def _plugins_behind(self, fetched: Records) -> tuple[Plugin, ...]:
         """The plugins that a batch's records name. Unrecoverable when one has another source hash than the run's."""
@@ -322,65 +314,66 @@ class Trainer(Actor):
         )
         return self._step_seq
 
-    async def _take(self, trainer: PolicyTrainer, manifest: StepManifest, records: Records) -> StepOutcome:
-        """Take a step. An exception becomes a failed step if the weights still have the old bytes."""
+    async def _take(
+        self, trainer: PolicyTrainer, manifest: StepManifest, fetched: Records, turn: Turn | None = None
+    ) -> StepOutcome:
+        """Take a step. An exception becomes a failed step if the weights still have the old bytes. turn: of a step
+        whose manifest is not yet on the bus; the outcome then has no state hash."""
         trainer.config = under(self.config, manifest)
+        before_update = partial(turn.wait, trainer.clock) if turn is not None else nothing
         try:
             with trainer.clock.spent("busy"):
-                return await self._in_thread(lambda: trainer.step(manifest, *records))
-        except (TrainerError, GroupError):
-            raise  # this node may not take the step at all, or its group of processes has ended
+                return await self._in_thread(lambda: trainer.step(manifest, *fetched, before_update, turn is None))
         except Exception as error:
-            if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != self._hash:
+            if turn is not None:
+                _, manifest = await turn.announced.wait()
+            if isinstance(error, TrainerError | GroupError):
+                raise  # this node may not take the step at all, or its group of processes has ended
+            if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != manifest.base_hash:
                 raise  # the step was interrupted halfway: only the checkpoint has the old bytes
             text = f"{type(error).__name__}: {error}"
 
-            return await self._in_thread(lambda: trainer.give_up("exception", text))
+            return await self._in_thread(lambda: trainer.give_up("exception", text, hashed=turn is None))
 
-    async def _publish(self, trainer: PolicyTrainer, learning_rate: float) -> None:
-        """Write the version's file and announce it to the sender."""
-        with trainer.clock.spent("publish"):
-            path, size = await self._in_thread(lambda: self.store.publish(trainer.version, self._hash))
+    async def _of_publication(self, trainer: PolicyTrainer, result: "Future[T]") -> T:
+        """A result of a publication, or the error that explains why there is none."""
+        try:
+            return await asyncio.wrap_future(result)
+        except Exception as error:
+            raise await asyncio.to_thread(trainer.explained, error) from error
+
+    async def _publish(
+        self, trainer: PolicyTrainer, publication: Publication, version: int, learning_rate: float
+    ) -> None:
+        """Announce a version to the sender when its file is durable."""
+        path = await self._of_publication(trainer, publication.durable)
+        state_hash = publication.hashed.result()
         ready = SnapshotReady(
             run=self.run,
-            version=trainer.version,
+            version=version,
             path=str(path),
-            state_hash=self._hash,
-            bytes=size,
+            state_hash=state_hash,
+            bytes=path.stat().st_size,
             learning_rate=learning_rate,
+            written_s=publication.seconds.get("durable", 0.0),
         )
-        await self.publish_event(ready, msg_id=f"{self.run}.snapshot.{trainer.version}.{self._hash}")
+        await self.publish_event(ready, msg_id=f"{self.run}.snapshot.{version}.{state_hash}")
+        self.store.forget(version)
 
-    async def _keep(self, trainer: PolicyTrainer, manifest: StepManifest) -> None:
+    async def _keep(self, trainer: PolicyTrainer, turn: Turn, close_seq: int) -> None:
         """At the checkpoint interval, write a checkpoint and purge records of steps that are not kept for replay."""
         last = trainer.version >= self.config.curriculum.steps
         if trainer.version % self.config.trainer.checkpoint_every and not last:
             return
-        position = {"close_seq": manifest.groups[-1].close_seq, "step_seq": self._step_seq}
+        with trainer.clock.spent("publish"):
+            await turn.recorded.wait()
+        position = {"close_seq": close_seq, "step_seq": self._step_seq}
         with trainer.clock.spent("checkpoint"):
             await self._in_thread(lambda: self.store.checkpoint(position))
         await self.event("checkpoint", f"version {trainer.version}", version=trainer.version)
         purged = await self.store.purge(self.bus, self.run)
         if purged:
             await self.event("purged", f"{purged} messages of steps that are no longer kept", messages=purged)
-
-    async def _forget_weights(self) -> None:
-        """Remove old chains of versions when full snapshots are published. A failed removal is repeated after
-        `AGAIN_S`."""
-        section = self.config.weights
-        trust = Trust.load(self.bus.credentials, section.publishers, unsigned=section.unsigned)
-
-        async def purge(subject: str) -> int:
-            return await self.bus.purge(chain.STREAM, subject=subject)
-
-        while True:
-            try:
-                async for gone in collect.follow(self.bus, purge, self.run, chains=section.collect_chains, trust=trust):
-                    text = f"versions {min(gone)} to {max(gone)}: {sum(gone.values())} messages"
-                    await self.event("weights_collected", text, versions=len(gone), messages=sum(gone.values()))
-            except (BusError, WeightError) as error:
-                await self.event("weights_not_collected", str(error), "warning")
-                await asyncio.sleep(AGAIN_S)
 
     async def _watch(self, trainer: PolicyTrainer) -> None:
         """End this actor when a rank has ended, even between two steps; its successor starts all ranks again."""
@@ -397,4 +390,4 @@ class Trainer(Actor):
             if self._held_out is not None:
                 await self.metric(mid_training_held_out_loss=self._held_out)
         if self.trainer is not None:
-            await self.metric(version=self.trainer.version, groups_ready=self._ready.qsize())
+            await self.metric(version=self.trainer.version, groups_ready=self.closings.ready.qsize())

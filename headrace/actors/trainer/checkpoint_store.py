@@ -10,7 +10,9 @@ from headrace.bus.payloads import retention
 from headrace.config import Config
 from headrace.messages.subjects import SCORE, STEP, TRAJ, TURN
 from headrace.messages.training import StepManifest
+from headrace.training.served.publication import Publication, path_of
 from headrace.training.trainer import PolicyTrainer
+from headrace.weights import snapshot
 
 STORED_BEFORE_S = 60.0
 """Longest time in seconds between storing a payload in the node's shared folder and publishing its record."""
@@ -25,20 +27,24 @@ class CheckpointStore:
         self.snapshots.mkdir(parents=True, exist_ok=True)
         self.keep_steps = max(config.replay.keep_steps, config.curriculum.staleness + 2)
         """Number of steps whose records are kept: at least as many as open groups and unretired batches may need."""
+        snapshot.discard_abandoned(self.snapshots)
         self._name_checkpoint()
 
-    def publish(self, version: int, state_hash: str) -> tuple[Path, int]:
-        """Write the served bytes of a version, once. Returns the path and the number of bytes. Older files are deleted;
-        the weight sender keeps links of its own."""
-        path = self.snapshots / f"v{version:08d}-{state_hash[:8]}.safetensors"
-        if not path.exists():
-            written_hash = self.trainer.publish(path)
-            assert written_hash == state_hash, "the snapshot does not have the bits of the step"
+    def publish(self, state_hash: str = "") -> Publication:
+        """Begin to write the current version's bytes, once. state_hash: where it is known, a file that exists is
+        used."""
+        path = path_of(self.snapshots, self.trainer.version, state_hash)
+        if state_hash and path.exists():
+            return Publication.existing(path, state_hash)
+        return self.trainer.publish(self.snapshots)
+
+    def forget(self, version: int) -> None:
+        """Delete the files of versions that are too old for a batch after `version`; the weight sender keeps links of
+        its own."""
         oldest = version - self.config.curriculum.staleness
         for other in self.snapshots.glob("v*.safetensors"):
             if int(other.name[1:9]) < oldest:
                 other.unlink(missing_ok=True)
-        return path, path.stat().st_size
 
     def checkpoint(self, position: Mapping[str, int | str]) -> None:
         """Replace the checkpoint durably, and link it under its version's name for replay."""

@@ -141,6 +141,7 @@ def outcome(
             wall_s=wall_s,
             seconds={cause: seconds[cause] for cause in CAUSES},
             peak_flops=result.peak_flops,
+            between_s=result.between_s,
             **result.work._asdict(),
         ),
         **figures,

@@ -30,6 +30,22 @@ PATIENCE = timedelta(days=30)
 noticed at once."""
 
 
+class Aside:
+    """A second connection between the processes of a group, for one thread that does not train: collectives of two
+    threads over one connection would meet each other. An `interface.Peers`."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        """Call it in every process after `join`."""
+        self.rank, self.size = rank, size
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def gathered(self, value: T) -> list[T]:
+        """One value of every process, in the order of ranks."""
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value, group=self._group)
+        return out
+
+
 class ProcessGroup:
     """The processes of one trainer: an `interface.DataParallel`."""
 
@@ -43,6 +59,7 @@ class ProcessGroup:
             raise GroupError(f"{expert_ranks} expert ranks do not divide {self.size} ranks")
         if self.size % context_ranks:
             raise GroupError(f"{context_ranks} context ranks do not divide {self.size} ranks")
+        self.aside = Aside(self.rank, self.size)
         self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("shard",))
         grid = (self.size // expert_ranks, expert_ranks)
         self.grid: DeviceMesh = init_device_mesh(device.type, grid, mesh_dim_names=("copies", "experts"))

@@ -22,12 +22,29 @@ class DataParallel(Protocol):
         """
 
 
+class Peers(Protocol):
+    """The processes that hold a part of one policy each."""
+
+    rank: int
+    size: int
+
+    def gathered(self, value: T) -> list[T]:
+        """One value of every process, in the order of ranks. All processes must call this. RuntimeError when one has
+        ended."""
+
+
 class SingleProcess:
-    """`DataParallel` of one process: it computes every micro-batch."""
+    """`DataParallel` and `Peers` of one process: it computes every micro-batch."""
+
+    rank, size = 0, 1
+
+    def gathered(self, value: T) -> list[T]:
+        """As `Peers`."""
+        return [value]
 
     def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
         """As `DataParallel`."""
         return [work(index, True) for index in range(count)]
 
 
-SINGLE_PROCESS: DataParallel = SingleProcess()
+SINGLE_PROCESS = SingleProcess()

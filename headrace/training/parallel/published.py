@@ -5,21 +5,19 @@ parameter, so its part of a tensor is their intersection: nothing has to be gath
 Experts in eight bits are two tensors, elements and scales; a process holds whole experts or whole rows of blocks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.kernels import mxfp8, operators
+from headrace.kernels import mxfp8
 from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
-from headrace.policy.layout import formats, names
-from headrace.training.parallel.rows import Run
+from headrace.policy.layout import names
 from headrace.training.parallel.sharding import ShardedModel
-from headrace.weights import state
-
-_SCALE = "_scale"
+from headrace.training.served import runs as served_runs
+from headrace.training.served.runs import SCALE, Reader, Run, packed
 
 
 class Place(NamedTuple):
@@ -47,21 +45,11 @@ def places(config: PolicyConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[
 def infos(config: PolicyConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[TensorInfo, ...]:
     """The published tensors, sorted by name."""
     out: list[TensorInfo] = []
-    plain = {torch.float32: "F32", torch.bfloat16: "BF16"}[config.torch_dtype]
     for name, place in places(config, shapes).items():
-        if packed(config, name):
-            out.append(TensorInfo(name, "F8_E4M3", place.shape))
-            scales = (*place.shape[:-1], place.shape[-1] // mxfp8.BLOCK)
-            out.append(TensorInfo(name + _SCALE, "U8", scales))
-        else:
-            frozen = place.parameter.endswith(".correction")
-            out.append(TensorInfo(name, "F32" if frozen else plain, place.shape))
+        frozen = place.parameter.endswith(".correction")
+        dtype = torch.float32 if frozen else config.torch_dtype
+        out += served_runs.described(config, name, place.shape, dtype)
     return tuple(sorted(out, key=lambda info: info.name))
-
-
-def packed(config: PolicyConfig, name: str) -> bool:
-    """Whether a tensor is published as eight-bit elements and scales."""
-    return config.expert_format == "mxfp8" and formats.is_expert(name)
 
 
 class Part(NamedTuple):
@@ -88,40 +76,14 @@ def parts(config: PolicyConfig, sharded: ShardedModel) -> list[Part]:
     return out
 
 
-def runs(
-    config: PolicyConfig, sharded: ShardedModel, reads: Mapping[str, Callable[[int, int], Tensor]], rank: int
-) -> list[Run]:
+def runs(config: PolicyConfig, sharded: ShardedModel, reads: Mapping[str, Reader], rank: int) -> list[Run]:
     """This process's part of every published tensor. reads: elements of its rows as they are served, by parameter."""
     out: list[Run] = []
     for part in parts(config, sharded):
         if sharded.local[part.parameter].numel() == torch.Size(sharded.shapes[part.parameter]).numel() and rank:
             continue  # replicated: the first process writes it
-        if not packed(config, part.name):
-            out.append(Run(part.name, part.start, part.items, _plain(reads[part.parameter], part.own)))
-            continue
-        elements, scales = _packed(reads[part.parameter], part.own)
-        out.append(Run(part.name, part.start, part.items, elements))
-        size = mxfp8.BLOCK
-        out.append(Run(part.name + _SCALE, part.start // size, part.items // size, scales))
+        out += served_runs.of(config, part.name, part.start, part.items, reads[part.parameter], part.own)
     return out
-
-
-def _plain(read: Callable[[int, int], Tensor], own: int) -> Callable[[int, int], state.Bits]:
-    return lambda start, count: state.bits(read(own + start, count))
-
-
-def _packed(
-    read: Callable[[int, int], Tensor], own: int
-) -> tuple[Callable[[int, int], state.Bits], Callable[[int, int], state.Bits]]:
-    size = mxfp8.BLOCK
-
-    def elements(start: int, count: int) -> state.Bits:
-        return state.bits(operators.quantise(read(own + start, count).reshape(-1, size))[0])
-
-    def scales(start: int, count: int) -> state.Bits:
-        return state.bits(operators.quantise(read(own + start * size, count * size).reshape(-1, size))[1])
-
-    return elements, scales
 
 
 def take(config: PolicyConfig, sharded: ShardedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -134,7 +96,7 @@ def take(config: PolicyConfig, sharded: ShardedModel, tensors: Mapping[str, Tens
         flat = tensors[part.name].reshape(-1)[part.start : part.start + part.items]
         if packed(config, part.name):
             size = mxfp8.BLOCK
-            scales = tensors[part.name + _SCALE].reshape(-1)[part.start // size : (part.start + part.items) // size]
+            scales = tensors[part.name + SCALE].reshape(-1)[part.start // size : (part.start + part.items) // size]
             flat = mxfp8.dequantise(flat.reshape(-1, size), scales.reshape(-1, 1), config.torch_dtype).reshape(-1)
         out[part.parameter].view(-1)[part.own : part.own + part.items] = flat
     return {name: value.to(sharded.local[name].device) for name, value in out.items()}

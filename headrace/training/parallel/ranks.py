@@ -100,14 +100,21 @@ class Ranks:
         for process in self.processes:
             process.kill()
 
-    def end(self) -> str:
-        """Kill the group. Returns the text about the process that ended first; empty when none did."""
+    def cause(self) -> str:
+        """After a broken connection: the text about the process that ended first; empty when none did."""
         self._ending.wait(GRACE_S)
+        return self.why
+
+    def end(self, settle: Callable[[], None] = lambda: None) -> str:
+        """Kill the group. Returns as `cause`. settle: called before the group's connections are closed; ends threads
+        that use them."""
+        self.cause()
         with self._lock:
             self._ending.set()
             self._kill()
         for process in self.processes:
             process.wait()
+        settle()
         self._close()
         return self.why
 

@@ -6,7 +6,7 @@ file does not depend on the number of processes that wrote it.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,21 +15,12 @@ import xxhash
 
 from headrace.messages.weights import TensorInfo
 from headrace.training.parallel.group import ProcessGroup
+from headrace.training.served.runs import Run
 from headrace.weights import snapshot, state
-from headrace.weights.state import BLOCK, HASH_BYTES, Bits
+from headrace.weights.state import BLOCK, HASH_BYTES
 
 ROUND_BYTES = 64 << 20
 """Approximate number of bytes of one exchange."""
-
-
-class Run(NamedTuple):
-    """This process's elements `start` to `start + items` of a tensor's flat view."""
-
-    name: str
-    start: int
-    items: int
-    read: Callable[[int, int], Bits]
-    """(start, count) to the bits of `count` elements from `start` of the run; 8-byte types have two items each."""
 
 
 class _Shared(NamedTuple):

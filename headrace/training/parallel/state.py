@@ -1,7 +1,8 @@
 """The part of a trainer's state that a process of a group holds: its rows of masters, moments and gradients."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -11,7 +12,10 @@ from headrace.kernels import mxfp8, operators
 from headrace.policy.config import PolicyConfig
 from headrace.training.parallel import published, rows
 from headrace.training.parallel.group import ProcessGroup
+from headrace.training.parallel.interface import Peers
 from headrace.training.parallel.sharding import OWNED, ShardedModel
+from headrace.training.served.publication import Contents
+from headrace.training.served.runs import Reader, Run
 from headrace.training.state import TrainerState
 from headrace.weights.state import root
 
@@ -27,6 +31,10 @@ class ShardedState(TrainerState):
         self._hash = ""
         self.block_hashes = b""
         """Hashes of the published blocks, 16 bytes each, computed by the last `hash`."""
+        self._masters_aside: dict[str, Tensor] = {}
+        self._moving = threading.Lock()
+        """Held while masters are moved and while a piece of them is read, so that a thread can read them meanwhile."""
+        self._contents: Contents | None = None
         super().__init__(sharded.model, version=version, settings=settings)
 
     def parameters(self) -> dict[str, Tensor]:
@@ -85,15 +93,59 @@ class ShardedState(TrainerState):
         """Raises TypeError: no process holds whole tensors."""
         raise TypeError("a sharded state has no whole tensors; write it with parallel.rows and read the file")
 
-    def runs(self, source: Mapping[str, Tensor] | None = None) -> list[rows.Run]:
+    def current(self, name: str) -> Tensor:
+        """This process's rows of a parameter's masters, also while the shards hold another version."""
+        return self._masters_aside.get(name, self.sharded.local[name])
+
+    @torch.no_grad()
+    def show(self, rows: Mapping[str, Tensor]) -> None:
+        """Put another version's rows into the shards, and keep the masters aside."""
+        self.sharded.reshard()
+        for name, tensor in self.sharded.local.items():
+            if name not in self._masters_aside:
+                copy = tensor.clone()
+                with self._moving:
+                    self._masters_aside[name] = copy
+            tensor.copy_(rows[name])
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Put the masters back into the shards."""
+        if not self._masters_aside:
+            return
+        self.sharded.reshard()
+        for name, tensor in self.sharded.local.items():
+            tensor.copy_(self._masters_aside[name])
+            with self._moving:
+                del self._masters_aside[name]
+
+    def contents(self) -> Contents:
+        """As TrainerState: this process's runs."""
+        if self._contents is None:
+            described = published.infos(self.model.config, self.sharded.shapes)
+            self._contents = Contents(described, self.runs())
+        return self._contents
+
+    def peers(self) -> Peers:
+        """As TrainerState."""
+        return self.world.aside
+
+    def runs(self, source: Mapping[str, Tensor] | None = None) -> list[Run]:
         """This process's part of the published tensors; source: served rows of another version."""
         reads = {name: self._reader(name) for name in self.sharded.local} if source is None else _readers(source)
         return published.runs(self.model.config, self.sharded, reads, self.world.rank)
 
-    def _reader(self, name: str) -> Callable[[int, int], Tensor]:
+    def _reader(self, name: str) -> Reader:
         """Elements of this process's rows as they are served; cast piece by piece, so no second copy is made."""
-        flat, config = self.sharded.local[name].reshape(-1), self.model.config
-        return lambda start, count: as_served(config, name, flat[start : start + count])
+        config = self.model.config
+
+        def read(start: int, count: int) -> Tensor:
+            with self._moving:
+                piece = self.current(name).reshape(-1)[start : start + count]
+                served = as_served(config, name, piece)
+                return served.clone() if served.data_ptr() == piece.data_ptr() else served
+
+        return read
 
     def hash(self) -> str:
         """State hash of the published bytes, cached until they change."""
@@ -104,8 +156,8 @@ class ShardedState(TrainerState):
         return self._hash
 
 
-def _readers(source: Mapping[str, Tensor]) -> dict[str, Callable[[int, int], Tensor]]:
-    def reader(flat: Tensor) -> Callable[[int, int], Tensor]:
+def _readers(source: Mapping[str, Tensor]) -> dict[str, Reader]:
+    def reader(flat: Tensor) -> Reader:
         return lambda start, count: flat[start : start + count]
 
     return {name: reader(tensor.reshape(-1)) for name, tensor in source.items()}

@@ -29,6 +29,7 @@ from headrace.policy.layout import hugging_face
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
 from headrace.training import checkpoint
+from headrace.training.gradient import nothing
 from headrace.training.guard import Guard
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.outcome import StepOutcome
@@ -37,7 +38,10 @@ from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.interface import GroupError
 from headrace.training.parallel.state import ShardedState
 from headrace.training.parallel.versions import ShardedVersions
-from headrace.training.trainer import PolicyTrainer, TrainerError, device_named, optimizer_settings
+from headrace.training.schedule import optimizer_settings
+from headrace.training.served.publication import Publication
+from headrace.training.served.runs import Run
+from headrace.training.trainer import PolicyTrainer, TrainerError, device_named
 from headrace.weights import snapshot, state
 
 
@@ -80,21 +84,26 @@ class ShardedTrainer(PolicyTrainer):
     def _end(self, error: Exception) -> None:
         """End the group and raise GroupError with the cause."""
         others, self.others = self.others, None
-        why = others.end() if others is not None else ""
+        why = others.end(lambda: self.state.settle(end=True)) if others is not None else ""
         raise GroupError(why or f"{type(error).__name__}: {error}") from error
 
     def step(
-        self, manifest: StepManifest, trajectories: Mapping[int, Trajectory], scores: Mapping[int, Score]
+        self,
+        manifest: StepManifest,
+        trajectories: Mapping[int, Trajectory],
+        scores: Mapping[int, Score],
+        before_update: Callable[[], None] = nothing,
+        hashed: bool = True,
     ) -> StepOutcome:
         """As `PolicyTrainer.step`. GroupError when the group ended."""
         if self.world.rank == 0:
             if manifest.version != self.state.version:
                 raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
             records = [msgspec.msgpack.encode(part) for part in (manifest, trajectories, scores)]
-            self._tell("take", msgspec.json.encode(self.config), *records)
+            self._tell("take", msgspec.json.encode(self.config), *records, hashed)
         before = self.clock.seconds["communication"]
         try:
-            outcome = super().step(manifest, trajectories, scores)
+            outcome = super().step(manifest, trajectories, scores, before_update=before_update, hashed=hashed)
             # The slowest process waits least in its collectives: what others wait longer, they wait for it.
             spent = self.clock.seconds["communication"] - before
             self.clock.waited(spent - min(self.world.gathered(spent)))
@@ -106,24 +115,22 @@ class ShardedTrainer(PolicyTrainer):
                 self._end(error)
             raise
 
-    def give_up(self, reason: str, detail: str) -> StepOutcome:
+    def give_up(self, reason: str, detail: str, *, hashed: bool = True) -> StepOutcome:
         """As `PolicyTrainer.give_up`."""
-        self._tell("give_up", reason, detail)
-        return super().give_up(reason, detail)
+        self._tell("give_up", reason, detail, hashed)
+        return super().give_up(reason, detail, hashed=hashed)
 
-    def publish(self, path: Path) -> str:
-        """Write the served bytes as one file, each process its own rows. Returns their state hash. OSError as
-        `rows.write`."""
-        self._tell("publish", path)
+    def publish(self, folder: Path) -> Publication:
+        """As `PolicyTrainer.publish`, each process its own rows."""
+        self._tell("publish", folder)
+        return super().publish(folder)
 
-        def work() -> str:
-            described = published.infos(self.state.model.config, self.sharded.sharded.shapes)
-            digest = self.sharded.hash()
-            rows.write(path, described, {"state_hash": digest}, self.sharded.runs(), self.world)
-            return digest
-
-        digest: str = self._guarded(work)
-        return digest
+    def explained(self, error: Exception) -> Exception:
+        """As `PolicyTrainer.explained`: a broken connection is a GroupError that names the process which has ended."""
+        others = self.others
+        if not isinstance(error, RuntimeError) or others is None:
+            return error
+        return GroupError(others.cause() or f"{type(error).__name__}: {error}")
 
     def save(self, position: Mapping[str, int | str]) -> None:
         """Replace the checkpoint durably, each process its own rows. OSError as `rows.write`."""
@@ -135,7 +142,7 @@ class ShardedTrainer(PolicyTrainer):
         own.sharded.reshard()
         guard = self.guard if self.guarded else None
         described: list[TensorInfo] = []
-        parts: list[rows.Run] = []
+        parts: list[Run] = []
         tensors = own.tensors() | {f"guard.{name}": value for name, value in (guard or Guard()).dump()[1].items()}
         for name, tensor in tensors.items():
             parameter = _parameter(name, own.sharded.shapes)
@@ -157,7 +164,7 @@ class ShardedTrainer(PolicyTrainer):
         self.versions.release()
         self.position = dict(position)
 
-    def _whole(self, name: str, parameter: str, tensor: Tensor) -> tuple[TensorInfo, list[rows.Run]]:
+    def _whole(self, name: str, parameter: str, tensor: Tensor) -> tuple[TensorInfo, list[Run]]:
         """The description of a whole tensor of the checkpoint, and this process's rows of it."""
         sharded = self.sharded.sharded
         shape = sharded.shapes[parameter]
@@ -167,7 +174,7 @@ class ShardedTrainer(PolicyTrainer):
         if not tensor.numel() or (replicated and self.world.rank):
             return info, []
         flat = tensor.reshape(-1)
-        run = rows.Run(
+        run = Run(
             name,
             sharded.first[parameter] * row,
             tensor.numel(),
@@ -226,17 +233,20 @@ class ShardedTrainer(PolicyTrainer):
         while True:
             order: Order = self.world.hear()
             if order.kind == "stop":
+                self.state.settle(end=True)
                 return
             if order.kind == "take":
-                config, manifest, trajectories, scores = order.arguments
+                config, manifest, trajectories, scores, hashed = order.arguments
                 self.config = msgspec.json.decode(config, type=Config)
                 self.step(
                     msgspec.msgpack.decode(manifest, type=StepManifest),
                     msgspec.msgpack.decode(trajectories, type=dict[int, Trajectory]),
                     msgspec.msgpack.decode(scores, type=dict[int, Score]),
+                    hashed=hashed,
                 )
             elif order.kind == "give_up":
-                self.give_up(*order.arguments)
+                reason, detail, hashed = order.arguments
+                self.give_up(reason, detail, hashed=hashed)
             elif order.kind == "publish":
                 self.publish(*order.arguments)
             elif order.kind == "save":
@@ -251,7 +261,8 @@ class ShardedTrainer(PolicyTrainer):
         return others.why if others is not None else ""
 
     def close(self) -> None:
-        """Tell the other processes to stop, and leave the group."""
+        """Finish the open publication, tell the other processes to stop, and leave the group."""
+        super().close()
         if self.others is not None:
             self.others.stop(lambda: self.world.tell(Order("stop")))
             self.others = None

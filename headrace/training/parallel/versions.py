@@ -22,16 +22,14 @@ class ShardedVersions(Versions):
         """state: holds the current weights, which change in place."""
         super().__init__(state.model, state.version)
         self._state = state
-        self._masters: dict[str, Tensor] = {}
-        """Copies of the masters while the shards hold another version."""
         self._there = state.version
         self._rows: dict[int, dict[str, Tensor]] = {}
 
     def rows(self, version: int) -> dict[str, Tensor]:
         """This process's served rows of a version. KeyError when it is not kept."""
         if version == self._current:
-            local = self._masters or self._state.sharded.local
-            return {name: self._state.served(name, rows) for name, rows in local.items()}
+            state = self._state
+            return {name: state.served(name, state.current(name)) for name in state.sharded.local}
         if version not in self._logs:
             raise KeyError(version)
         if version not in self._rows:
@@ -47,30 +45,18 @@ class ShardedVersions(Versions):
         entries = ((name, change(before[name], after[name])) for name in before)
         self._logs[version] = [(name, entry) for name, entry in entries if entry is not None]
 
-    @torch.no_grad()
     def __getitem__(self, version: int) -> Model:
         if version == self._there:
             return self._model
         if version == self._current:
             self._put_back()
-            return self._model
-        rows = self.rows(version)
-        local = self._state.sharded.local
-        if not self._masters:
-            self._masters = {name: tensor.clone() for name, tensor in local.items()}
-        self._state.sharded.reshard()
-        for name, tensor in local.items():
-            tensor.copy_(rows[name])
-        self._there = version
+        else:
+            self._state.show(self.rows(version))
+            self._there = version
         return self._model
 
-    @torch.no_grad()
     def _put_back(self) -> None:
-        if self._masters:
-            self._state.sharded.reshard()
-            for name, tensor in self._state.sharded.local.items():
-                tensor.copy_(self._masters[name])
-        self._masters = {}
+        self._state.put_back()
         self._there = self._current
 
     def advance(self, version: int, log: Log) -> None:

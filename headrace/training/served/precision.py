@@ -9,6 +9,7 @@ deltas are published in bfloat16.
 import torch
 from torch import Tensor, nn
 
+from headrace.config import Config
 from headrace.kernels import operators
 from headrace.policy.model import Model
 
@@ -41,3 +42,10 @@ def _local(x: Tensor) -> Tensor:
     """This process's part of a sharded tensor; any other tensor unchanged."""
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part
+
+
+def served_as(config: Config, model: Model) -> Model:
+    """The model, set to hold values of the published precision where that is narrower than its dtype."""
+    if config.weights.precision == "bf16" and model.config.dtype == "float32":
+        model.served_dtype = torch.bfloat16
+    return model

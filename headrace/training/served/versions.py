@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.policy.adapters import low_rank
 from headrace.policy.model import Model
 
 _SPARSE = 1 / 4
@@ -122,3 +123,13 @@ class Versions(Mapping[int, Model]):
 
     def __len__(self) -> int:
         return len(self._logs) + 1
+
+
+def adapters(model: Model) -> dict[str, Tensor]:
+    """The model's adapters under their published names."""
+    return {name: value for name, value in model.state().items() if low_rank.is_published(name)}
+
+
+def trained(model: Model) -> dict[str, Tensor]:
+    """The published tensors in which versions can differ: all of them, or the adapters."""
+    return adapters(model) if model.config.adapter else model.state()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headrace.actors.trainer.actor import Trainer
+from headrace.actors.trainer.turn import Turn
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone, Unrecoverable, WrongSequence
 from headrace.messages.plugins import Plugin
@@ -155,10 +156,12 @@ class Hanging(Trainer):
 
     at = 2
 
-    async def _take(self, trainer: PolicyTrainer, manifest: StepManifest, records: Records) -> StepOutcome:
+    async def _take(
+        self, trainer: PolicyTrainer, manifest: StepManifest, fetched: Records, turn: Turn | None = None
+    ) -> StepOutcome:
         if manifest.step == self.at:
             await asyncio.get_running_loop().create_future()
-        return await super()._take(trainer, manifest, records)
+        return await super()._take(trainer, manifest, fetched, turn)
 
 
 async def test_a_published_manifest_is_executed_before_anything_new(
@@ -308,11 +311,13 @@ async def test_an_exception_fails_the_step_and_its_version_may_still_be_rescored
 class Foreign(Trainer):
     """As on a machine of other numerics: each step comes out a little different."""
 
-    async def _take(self, trainer: PolicyTrainer, manifest: StepManifest, records: Records) -> StepOutcome:
-        result = await super()._take(trainer, manifest, records)
+    async def _take(
+        self, trainer: PolicyTrainer, manifest: StepManifest, fetched: Records, turn: Turn | None = None
+    ) -> StepOutcome:
+        result = await super()._take(trainer, manifest, fetched, turn)
         with torch.no_grad():
             next(iter(trainer.state.model.parameters())).mul_(1.0 + 1e-6)
-        return msgspec.structs.replace(result, state_hash=trainer.state.hash())
+        return result
 
 
 async def test_other_bits_than_were_published_are_a_new_incarnation(connect: Connect, tmp_path: Path) -> None:

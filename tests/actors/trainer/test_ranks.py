@@ -4,11 +4,13 @@ import asyncio
 import os
 import random
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.actors.trainer.actor import Trainer
@@ -206,3 +208,49 @@ async def test_work_that_cannot_be_divided_is_refused_before_a_process_starts(
         error = await actor.failed
     assert says in str(error)
     await actor.shut(1.0)
+
+
+KILLED = (
+    "import msgspec, os, signal, sys, uvloop\n"
+    "from headrace.actors.trainer.actor import Trainer\n"
+    "from headrace.bus.runtime.supervisor import run_actors\n"
+    "from headrace.config import Config\n"
+    "from headrace.messages.training import StepDone\n"
+    "class Killed(Trainer):\n"
+    "    async def _write(self, record):\n"
+    "        if isinstance(record, StepDone) and record.step == 1:\n"
+    "            os.kill(os.getpid(), signal.SIGKILL)\n"
+    "        return await super()._write(record)\n"
+    "config = msgspec.json.decode(sys.argv[1], type=Config)\n"
+    "uvloop.run(run_actors([(Killed, 'killed')], config, sys.argv[2], url=sys.argv[3], credentials=sys.argv[4]))"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [1, 2])
+async def test_killed_between_an_update_and_its_outcome_it_makes_the_same_version(
+    connect: Connect, server: Server, tmp_path: Path, count: int
+) -> None:
+    """A real process and SIGKILL: the update is made, its hash is known, and no record names it."""
+    (tmp_path / "one").mkdir()
+    want = await alone(server, tmp_path / "one", 3)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    setting = several(tmp_path, count)
+    arguments = [msgspec.json.encode(setting).decode(), feeder.run, server.url, str(server.credentials)]
+    first = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", KILLED, *arguments, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    await feeder.batch(0)
+    await feeder.batch(1)
+    assert await asyncio.wait_for(first.wait(), PATIENCE_S) == -signal.SIGKILL
+    assert [(type(r).__name__, r.step) for r in await feeder.steps()][-1] == ("StepManifest", 1)
+    async with living(Trainer, setting, await connect("trainer"), feeder.run, "t-2"):
+        await feeder.batch(2)
+        await feeder.version(3)
+    assert [feeder.hashes[number] for number in range(4)] == want
+    records = await feeder.steps()
+    assert [(type(r).__name__, r.step, r.incarnation) for r in records] == [
+        (kind, step, 0) for step in range(3) for kind in ("StepManifest", "StepDone")
+    ]
+    assert not list((feeder.folder / "snapshots").glob(".*.part")), "what the killed one was writing is deleted"

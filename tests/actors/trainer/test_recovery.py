@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from headrace.actors.trainer.actor import Trainer
+from headrace.actors.trainer.turn import Turn
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.errors import WrongSequence
@@ -62,13 +63,11 @@ class Dying(Trainer):
             await self._stop_at(f"after its {name}")
         return seq
 
-    async def _publish(self, trainer: PolicyTrainer, learning_rate: float) -> None:
-        await super()._publish(trainer, learning_rate)
+    async def _keep(self, trainer: PolicyTrainer, turn: Turn, close_seq: int) -> None:
         if trainer.version == 2:
+            await turn.recorded.wait()
             await self._stop_at("before its checkpoint")
-
-    async def _keep(self, trainer: PolicyTrainer, manifest: StepManifest) -> None:
-        await super()._keep(trainer, manifest)
+        await super()._keep(trainer, turn, close_seq)
         if trainer.version == 2:
             await self._stop_at("after its checkpoint")
 

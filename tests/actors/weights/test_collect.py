@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.trainer import old_weights
 from headrace.actors.trainer.actor import Trainer
 from headrace.actors.weight_receiver import WeightReceiver
 from headrace.actors.weight_sender import WeightSender
@@ -27,7 +28,7 @@ class Collector(Trainer):
     """The trainer's garbage collection alone."""
 
     async def start(self) -> None:
-        self.spawn(self._forget_weights(), "old weights")
+        self.spawn(old_weights.forget(self), "old weights")
 
 
 async def collected(run: WeightRun, version: int) -> None:

@@ -1,0 +1,74 @@
+"""Makes batches from the closings of a run, in their order; records are fetched while the previous step runs."""
+
+import asyncio
+from typing import NamedTuple
+
+from headrace.actors.trainer import records
+from headrace.actors.trainer.records import StalenessWindow
+from headrace.algorithms.staleness import Bounds
+from headrace.bus.connection import Bus
+from headrace.bus.runtime.tracing import Link
+from headrace.messages.ledger import GroupClosed, StalenessBound
+from headrace.messages.subjects import CLOSE
+from headrace.messages.training import BatchGroup
+from headrace.replay.fetching import Records, fetch
+
+
+class Ready(NamedTuple):
+    """A closed group with its records."""
+
+    group: BatchGroup
+    records: Records
+    links: tuple[Link, ...]
+    """Links to the spans that published its trajectories."""
+
+
+class Batch(NamedTuple):
+    """The groups of one step, with their records together."""
+
+    groups: tuple[BatchGroup, ...]
+    records: Records
+    links: list[Link]
+
+    @classmethod
+    def of(cls, ready: list[Ready]) -> "Batch":
+        """The batch of these groups."""
+        trajectories = {seq: record for one in ready for seq, record in one.records[0].items()}
+        scores = {seq: record for one in ready for seq, record in one.records[1].items()}
+        links = [link for one in ready for link in one.links]
+        return cls(tuple(one.group for one in ready), (trajectories, scores), links)
+
+
+class Closings:
+    """The closed groups of a run that are not yet in a batch."""
+
+    def __init__(self, bus: Bus, run: str, groups_per_step: int) -> None:
+        self._bus, self._run = bus, run
+        self.groups_per_step = groups_per_step
+        self.ready: asyncio.Queue[Ready] = asyncio.Queue(2 * groups_per_step)
+        self._bounds: Bounds | None = None
+        """The staleness bound of every batch, read from the closings."""
+
+    async def follow(self, taken: int) -> None:
+        """Fetch the records of closed groups ahead of the step. taken: number of closings that are in finished
+        batches."""
+        position = 0
+        async for received in self._bus.follow("HR_SCORE", CLOSE.where(run=self._run)):
+            closed = received.message
+            if isinstance(closed, StalenessBound):  # it precedes the closings of the first batch that it applies to
+                bounds = self._bounds
+                self._bounds = (
+                    bounds.changed(closed.first_batch, closed.bound) if bounds else Bounds.constant(closed.bound)
+                )
+            if not isinstance(closed, GroupClosed):
+                continue
+            if position >= taken:
+                group = records.batch_group(received.seq, closed)
+                links: list[Link] = []
+                fetched = await fetch(self._bus, [group], links)
+                await self.ready.put(Ready(group, fetched, tuple(links)))
+            position += 1
+
+    def window(self, step: int) -> StalenessWindow | None:
+        """The staleness bounds of a step; None before one was published."""
+        return StalenessWindow.of(self._bounds, step) if self._bounds is not None else None
