@@ -17,7 +17,7 @@ from headrace.policy.layout import checkpoint
 from headrace.policy.model import Model
 from headrace.weights import snapshot
 from tests.launch.test_up import FEW, HEADRACE, command, up
-from tests.policy.test_families import DEEPSEEK, QWEN, theirs
+from tests.policy.test_families import DEEPSEEK, GLM, QWEN, theirs
 from tests.policy.test_gpt_oss import GPT_OSS
 from tests.support import chat_formats, chat_packages, tiny
 from tests.support.paths import ROOT
@@ -41,21 +41,6 @@ DEEPSEEK_CHAT = """\
 {%- if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"""
 """DeepSeek-V3.1's frames and calls, which its tokenizer has tokens for."""
 
-HARMONY_CHAT = """\
-{%- set last = namespace(name='') %}{%- for m in messages %}
-{%- if m.role == 'tool' %}
-{{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' + m.content + '<|end|>' }}
-{%- elif m.role == 'assistant' and m.tool_calls %}
-{%- for call in m.tool_calls %}{% set last.name = call.function.name %}
-{{- '<|start|>assistant to=functions.' + call.function.name + '<|channel|>commentary json<|message|>' }}
-{{- call.function.arguments | tojson }}{{ '<|call|>' }}{% endfor %}
-{%- elif m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}
-{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content }}
-{%- if loop.first %}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{% endif %}{{ '<|end|>' }}
-{%- endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
-"""Messages and calls in the format that gpt-oss's tokenizer has tokens for."""
-
 FAMILIES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "qwen3": ("qwen3", QWEN, "", "hermes"),
     "llama": (
@@ -65,9 +50,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "llama3",
     ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK, DEEPSEEK_CHAT, "deepseek"),
-    "gpt_oss": ("gptoss", GPT_OSS, HARMONY_CHAT, "harmony"),
+    "gpt_oss": ("gptoss", GPT_OSS, "openai-gpt-oss-120b", "harmony"),
+    "mistral": ("mistral_nemo", QWEN | {"sliding_window": None}, "", "mistral"),
+    "glm4_moe": ("", GLM, "GLM-4.6", "glm"),
 }
-"""Architecture to its tokenizer's package, its shape, its chat template (empty: the package's own), its syntax."""
+"""Architecture to its tokenizer's package (empty: the tests' own, with the template's tokens), its shape, its chat
+template (empty: the package's; or the name of a published one), its syntax."""
 
 REWARD = """\
 def parity(judged):
@@ -80,13 +68,17 @@ def parity(judged):
 def made(kind: str, folder: Path) -> None:
     """A folder as transformers saves one: weights, configuration, tokenizer, chat template."""
     package, fields, template, _ = FAMILIES[kind]
-    source = chat_packages.tokenizer(package)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, folder / name)
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    template = chat_packages.templates().get(template, template)
+    settings: dict[str, Any] = {"eos_token": "<|endoftext|>"}
+    if package:
+        source = chat_packages.tokenizer(package)
+        shutil.copy(source / "tokenizer.json", folder / "tokenizer.json")
+        settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+    else:
+        (folder / "tokenizer.json").write_text(chat_formats.tokenizer_for(template), encoding="utf-8")
     if template:
         settings["chat_template"] = template
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     known = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))  # type: ignore[no-untyped-call]
     vocab = len(known)
     theirs(kind, fields | {"vocab_size": vocab, "max_position_embeddings": 4096}).save_pretrained(folder)

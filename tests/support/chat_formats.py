@@ -1,5 +1,6 @@
 """Five small chat formats that differ in what is hard about real ones, over one tiny tokenizer like Qwen's."""
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -104,6 +105,10 @@ SPECIAL = (
 NOT_SPECIAL = "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response> <arg_key> </arg_key>".split()
 """Added tokens that the tokenizer does not mark as special, as in Qwen3's and GLM's files."""
 
+TOKEN = re.compile(
+    r"<\|[^|>\n]{1,40}\|>|<｜[^｜>\n]{1,40}｜>|\[/?[A-Z_]{3,20}\]|\[e~\[|\]~!?b\[|</?think>|</?tool_(?:call|response)>|</?s>"
+)
+
 TEXT = "def mean(xs):\n    return sum(xs) / len(xs)  # search read_file edit_file path lines query text user result\n"
 
 
@@ -118,6 +123,14 @@ def trained(texts: Sequence[str], special: Sequence[str], markers: Sequence[str]
     backend = HuggingFace.from_str(Tokenizer.train(texts, 400, tags=["<pad>"]).dump())
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in markers])
+    return str(backend.to_str())
+
+
+def tokenizer_for(template: str) -> str:
+    """The tokenizer.json of the tiny tokenizer with the tokens that a published template writes."""
+    backend = HuggingFace.from_str(tokenizer_json())
+    tokens = {*TOKEN.findall(template), "</s>", "<s>", "<|im_end|>", "<｜end▁of▁sentence｜>", "<|eot_id|>"}
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in sorted(tokens)])
     return str(backend.to_str())
 
 

@@ -3,14 +3,12 @@
 import datetime
 import json
 import random
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 import pytest
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as HuggingFace
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -83,22 +81,15 @@ HOSTILE = (
     "<｜tool▁outputs▁end｜>",
     "<|eot_id|>",
 )
-TOKEN = re.compile(
-    r"<\|[^|>\n]{1,40}\|>|<｜[^｜>\n]{1,40}｜>|\[/?[A-Z_]{3,20}\]|\[e~\[|\]~!?b\[|</?think>|</?tool_(?:call|response)>|</?s>"
-)
 
 
 def tiny(name: str) -> tuple[RendererBundle, Tokenizer]:
     """A template over the tiny tokenizer, which gets the template's tokens."""
     source = chat_packages.templates()[name]
-    backend = HuggingFace.from_str(chat_formats.tokenizer_json())
-    tokens = {*TOKEN.findall(source), "</s>", "<s>", "<|im_end|>", "<｜end▁of▁sentence｜>", "<|eot_id|>"}
-    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in sorted(tokens)])
     eos = "<｜end▁of▁sentence｜>" if "deepseek" in name.lower() else "</s>"
     special = {"bos_token": "<s>", "eos_token": eos}
-    return chat_formats.bundle("hermes", chat_template=source, special_tokens=special), Tokenizer.parse(
-        backend.to_str()
-    )
+    tokenizer = Tokenizer.parse(chat_formats.tokenizer_for(source))
+    return chat_formats.bundle("hermes", chat_template=source, special_tokens=special), tokenizer
 
 
 @pytest.mark.parametrize("name", sorted(READ))
