@@ -15,6 +15,7 @@ PACKAGE = ROOT / "headrace"
 
 # Folder -> folders that it may import, itself aside. Lower folders come first; an arrow never points upward.
 MAY: dict[str, set[str]] = {
+    "archives": set(),
     "messages": set(),
     "config": set(),
     "kernels": set(),
@@ -27,7 +28,7 @@ MAY: dict[str, set[str]] = {
     "rendering": {"messages", "policy"},
     "search": {"messages", "config", "bus"},
     "engines": {"policy", "kernels", "weights", "messages", "config"},
-    "tasks": {"messages", "config", "vmhost"},
+    "tasks": {"archives", "messages", "config", "vmhost"},
     "sandboxes": {"messages", "bus"},
     "training": {"policy", "rendering", "algorithms", "kernels", "weights", "messages", "config"},
     "harness": {"messages", "rendering", "engines"},
@@ -35,7 +36,7 @@ MAY: dict[str, set[str]] = {
     "ledger": {"messages", "config", "algorithms", "bus"},
     "bench": {"messages", "algorithms", "bus", "ledger"},
     "replay": {"bus", "training", "policy", "messages", "algorithms", "weights", "config", "ledger"},
-    "gateway": {"messages", "config", "bus", "judging"},
+    "gateway": {"archives", "messages", "config", "bus", "judging"},
 }
 _LIBRARIES = set(MAY)
 MAY["actors"] = _LIBRARIES

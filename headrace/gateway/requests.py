@@ -1,19 +1,26 @@
 """The JSON objects that users send to the gateway, with their bounds."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from headrace.archives.members import MAX_PATH, both_file_and_folder, safe_path
+
 MAX_FILES = 10_000
-MAX_PATH = 1024
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-def safe_path(path: str) -> bool:
-    """Whether a relative path stays inside its folder."""
-    return 0 < len(path) <= MAX_PATH and "\0" not in path and not {"", ".", ".."} & {*path.split("/")}
+def refused_paths(paths: Iterable[str]) -> str | None:
+    """The reason why a sandbox cannot hold files of these paths; None if it can."""
+    paths = list(paths)
+    unsafe = next((path for path in paths if not safe_path(path)), None)
+    if unsafe is not None:
+        return f"expected relative paths of UTF-8 without '..', at most {MAX_PATH} bytes long, got {unsafe[:80]!a}"
+    both = both_file_and_folder(paths)
+    return None if both is None else f"{both[:80]!a} is a file and the folder of another file"
 
 
 class NewSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,9 +34,8 @@ class NewSession(msgspec.Struct, frozen=True, kw_only=True):
     """Path to text."""
 
     def __post_init__(self) -> None:
-        for path in self.files:
-            if not safe_path(path):
-                raise ValueError(f"files: expected relative paths without '..', got {path[:80]!a}")
+        if reason := refused_paths(self.files):
+            raise ValueError(f"files: {reason}")
 
 
 class NewFeedback(msgspec.Struct, frozen=True, kw_only=True):

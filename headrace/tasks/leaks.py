@@ -6,17 +6,18 @@ holds half of its windows of that many lines.
 
 import io
 import re
-import tarfile
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 from pathlib import PurePosixPath
 
+from headrace.archives import tars, zips
+from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits
+
 _LINES, _CHARACTERS = 3, 60
 """Size of a window: code lines, and the characters that they have at least."""
-_LARGEST = 64 << 20
-"""Bytes that are unpacked of one file."""
+_LIMITS = Limits(100_000, 64 << 20)
+"""Of one archive."""
 _COMPILED = (".pyc", ".pyo", ".so", ".pyd")
 
 
@@ -36,10 +37,13 @@ def remains(files: Mapping[str, bytes], texts: list[str], names: tuple[str, ...]
     for path, content in sorted(files.items()):
         if path.endswith(_COMPILED) and any(name.encode() in content for name in names):
             yield f"{path} is compiled code that names {', '.join(n for n in names if n.encode() in content)}"
-        for inside, data in _contents(path, content):
-            if wanted and 2 * len(wanted & _windows(data.decode("utf-8", "replace"))) >= len(wanted):
-                yield f"{inside} holds lines that the solution adds"
-                break
+        try:
+            for inside, data in _contents(path, content) if wanted else ():
+                if 2 * len(wanted & _windows(data.decode("utf-8", "replace"))) >= len(wanted):
+                    yield f"{inside} holds lines that the solution adds"
+                    break
+        except ArchiveTooLarge as error:
+            yield f"{path} may hold the solution and is not searched: {error}"
 
 
 def _windows(text: str) -> set[str]:
@@ -51,21 +55,18 @@ def _windows(text: str) -> set[str]:
 
 
 def _contents(path: str, content: bytes) -> Iterator[tuple[str, bytes]]:
-    """The file, and what it holds when it is an archive or an object of git."""
+    """The file, and what it holds when it is an archive or an object of git. ArchiveTooLarge."""
     yield path, content
     try:
         if ".git" in PurePosixPath(path).parts and content[:1] == b"\x78":
-            yield path, zlib.decompressobj().decompress(content, _LARGEST)
+            yield path, zlib.decompressobj().decompress(content, _LIMITS.size)
         elif content[:4] == b"PK\x03\x04":
-            with zipfile.ZipFile(io.BytesIO(content)) as packed:
-                for info in packed.infolist():
-                    if info.file_size <= _LARGEST:
-                        yield f"{path}:{info.filename}", packed.read(info)
+            for member in zips.members(io.BytesIO(content), _LIMITS):
+                yield f"{path}:{member.name}", member.data or b""
         elif path.endswith((".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")):
-            with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-                for member in tar:
-                    file = tar.extractfile(member) if member.isfile() and member.size <= _LARGEST else None
-                    if file is not None:
-                        yield f"{path}:{member.name}", file.read()
-    except (zlib.error, zipfile.BadZipFile, tarfile.TarError, OSError, EOFError, RuntimeError):
+            for member in tars.members(io.BytesIO(content), _LIMITS):
+                yield f"{path}:{member.name}", member.data or b""
+    except ArchiveTooLarge:
+        raise
+    except (zlib.error, ArchiveRefused):
         return  # its content does not match its name, so it cannot be read and leaks nothing

@@ -364,6 +364,9 @@ async def test_a_workspace_comes_from_a_tar_or_a_bundle_and_stays_inside_its_fol
         {"files": {"a": "1"}, "tar": tar_of(a=b"1")},
         {"tar": base64.b64encode(base64.b64decode(tar_of(a=b"1"))[:-9]).decode()},
         {"tar": tar_of("x", a=b"1")},
+        {"tar": tar_of(**{"\udcff": b"1"})},
+        {"files": {"a": "", "a/b": ""}},
+        {"files": {"a" * 256: ""}},
     ):
         status, refused = await product.call("POST", "/v1/agents", {"prompt": "x", "workspace": odd})
         assert (status, refused["error"]["code"]) == (400, "invalid_workspace"), (odd, refused)

@@ -1,12 +1,13 @@
 """Workspaces as users of the agents API upload them, and small uploads of huge ones."""
 
 import base64
-import gzip
 import io
 import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support import forged
 
 
 def tar_of(pax: str = "", /, **entries: bytes | None) -> str:
@@ -36,19 +37,9 @@ def bundle_of(folder: Path) -> str:
 
 
 def bombs(folder: Path) -> Iterator[dict[str, str]]:
-    """Small uploads of huge workspaces: a tar with a header of 64 MiB, a bundle with 10 billion files."""
-    header = tarfile.TarInfo("././@LongLink")
-    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 64 << 20
-    yield {"tar": base64.b64encode(gzip.compress(header.tobuf() + bytes(header.size), 1)).decode()}
-    git = ("git", "-C", str(folder / "repository"), "-c", "user.name=a", "-c", "user.email=a@b")
-
-    def run(*words: str, text: str = "") -> str:
-        return subprocess.run((*git, *words), check=True, capture_output=True, text=True, input=text).stdout.strip()
-
-    entry = f"100644 blob {run('hash-object', '-w', '--stdin', text='x')}"
-    for _ in range(10):
-        tree = run("mktree", text="".join(f"{entry}\t{n}\n" for n in range(10)))
-        entry = f"040000 tree {tree}"
-    run("update-ref", "HEAD", run("commit-tree", tree, "-m", "x"))
-    run("bundle", "create", "-q", "../bomb", "HEAD")
-    yield {"bundle": base64.b64encode((folder / "bomb").read_bytes()).decode()}
+    """Small uploads of huge workspaces: a tar with a header of 64 MiB, bundles with 10 billion files and folders."""
+    yield {"tar": base64.b64encode(forged.TARS["a long name of 64 MiB"]).decode()}
+    repository = forged.repository_at(folder / "bombs")
+    for mode, id in (("100644", forged.blob(repository, b"x")), ("40000", forged.empty_tree(repository))):
+        forged.tower(repository, mode, id)
+        yield {"bundle": base64.b64encode(forged.bundle(repository)).decode()}

@@ -1,19 +1,20 @@
 """Repositories of rows: files of a commit from a checkout on this machine, and patches applied to them by git."""
 
-import io
-import os
 import re
 import subprocess
-import tarfile
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.archives import commits
+from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, files_of
 from headrace.tasks.importing.base import LARGEST_TREE, ImportRefused
 
 _HEADER = re.compile(r"^diff --git a/(.*?) b/(.*)$", re.MULTILINE)
 _RENAME = re.compile(r"^rename from (.*)$", re.MULTILINE)
+_MOST_FILES = 20_000
+_INSTEAD = "import the row with its image instead"
 _SKIP = frozenset({".git", "__pycache__", ".hg", ".tox", "node_modules"})
 
 
@@ -37,22 +38,15 @@ def archive(folder: Path, commit: str) -> dict[str, bytes]:
     """The files of a commit. ImportRefused."""
     if not re.fullmatch(r"[0-9a-fA-F]{7,64}|[A-Za-z0-9._/-]+", commit) or commit.startswith("-"):
         raise ImportRefused(f"expected a commit, got {commit!r}")
-    listed = _git(["-C", str(folder), "ls-tree", "-r", "-l", "-z", commit], b"")
-    if listed.returncode:
-        raise ImportRefused(f"{folder} has no commit {commit}: {_last(listed.stderr)}")
-    # Their sizes first: the archive of a repository may be larger than this machine's memory.
-    sizes = [line.split()[3] for line in listed.stdout.split(b"\0") if line]
-    _bounded({}, folder, sum(int(size) for size in sizes if size.isdigit()))
-    done = _git(["-C", str(folder), "archive", "--format=tar", commit], b"")
-    if done.returncode:
-        raise ImportRefused(f"{folder}, commit {commit} cannot be read: {_last(done.stderr)}")
-    files: dict[str, bytes] = {}
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
-        for member in tar:
-            file = tar.extractfile(member) if member.isfile() else None
-            if file is not None:
-                files[member.name] = file.read()
-    return files
+    try:
+        members = commits.members(folder, commit, Limits(_MOST_FILES, LARGEST_TREE), commits.environment())
+        return dict(files_of(members, skip_links=True))
+    except ArchiveTooLarge as error:
+        raise ImportRefused(f"{folder}, commit {commit}: {error}; {_INSTEAD}") from None
+    except ArchiveRefused as error:
+        raise ImportRefused(f"{folder}: {error}") from None
+    except FileNotFoundError:
+        raise _no_git() from None
 
 
 def read(folder: Path) -> dict[str, bytes]:
@@ -72,7 +66,7 @@ def read(folder: Path) -> dict[str, bytes]:
 
 def _bounded(files: dict[str, bytes], folder: Path, size: int = 0) -> dict[str, bytes]:
     if max(size, sum(map(len, files.values()))) > LARGEST_TREE:
-        raise ImportRefused(f"{folder} holds more than {LARGEST_TREE >> 20} MiB; import the row with its image instead")
+        raise ImportRefused(f"{folder} holds more than {LARGEST_TREE >> 20} MiB; {_INSTEAD}")
     return files
 
 
@@ -101,7 +95,7 @@ def apply(files: Mapping[str, bytes], patch: str, what: str, *, reverse: bool = 
         arguments = ["apply", "--whitespace=nowarn", *(["--reverse"] if reverse else []), "-"]
         done = _git(arguments, text.encode("utf-8", "surrogateescape"), root)
         if done.returncode:
-            raise ImportRefused(f"{what} does not apply: {_last(done.stderr)}")
+            raise ImportRefused(f"{what} does not apply: {commits.reason_of(done.stderr)}")
         after = {"/".join(p.relative_to(root).parts): p.read_bytes() for p in root.rglob("*") if p.is_file()}
     changed = {path: content for path, content in after.items() if before.get(path) != content}
     return Patched(changed, tuple(sorted(before.keys() - after.keys())))
@@ -113,16 +107,14 @@ def with_changes(files: Mapping[str, bytes], patched: Patched) -> dict[str, byte
 
 
 def _git(arguments: list[str], data: bytes, folder: Path | None = None) -> "subprocess.CompletedProcess[bytes]":
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    environment |= {"GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+    environment = commits.environment()
     if folder is not None:
         environment["GIT_CEILING_DIRECTORIES"] = str(folder.parent)
     try:
         return subprocess.run(["git", *arguments], cwd=folder, input=data, env=environment, capture_output=True)
     except FileNotFoundError:
-        raise ImportRefused("git is not installed and applies the patches: install git") from None
+        raise _no_git() from None
 
 
-def _last(output: bytes) -> str:
-    lines = output.decode("utf-8", "replace").strip().splitlines()
-    return lines[-1][:300] if lines else "git gave no reason"
+def _no_git() -> ImportRefused:
+    return ImportRefused("git is not installed, which reads commits and applies patches: install git")

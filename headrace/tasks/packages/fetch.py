@@ -4,18 +4,15 @@ pip asks a source distribution for its metadata, which runs the package's own bu
 packages that you would install. All other code of the package, its tests included, runs in sandboxes alone.
 """
 
-import lzma
 import re
-import shutil
 import subprocess
 import sys
-import tarfile
-import zipfile
-import zlib
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from headrace.archives import tars, zips
+from headrace.archives.members import ArchiveRefused, Limits, files_of
 from headrace.tasks.packages.requirements import named
 
 _SKIP = frozenset(
@@ -23,8 +20,7 @@ _SKIP = frozenset(
 )
 _FILE_LIMIT, _TREE_LIMIT = 1 << 20, 6 << 20
 _UNPACKED_LIMIT = 512 << 20
-_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError)
-"""Errors of archives that are cut, damaged or encrypted."""
+_MOST_FILES = 100_000
 
 
 class PackageError(Exception):
@@ -76,47 +72,22 @@ def fetch(requirement: str, folder: Path) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """Unpack an archive whose members may not leave `folder`; the root is its only folder where it has just one.
+    """Unpack the files of an archive, without modes and links; the root is its only folder where it has just one.
 
-    PackageError for an archive that is none, or that unpacks to more than `_UNPACKED_LIMIT` bytes.
+    PackageError for an archive that is none, whose members leave `folder`, or with more than `_UNPACKED_LIMIT` bytes.
     """
     folder.mkdir()
+    reader = zips if archive.suffix == ".zip" else tars
     try:
-        if archive.suffix == ".zip":
-            with zipfile.ZipFile(archive) as packed:
-                _refuse_large(sum(member.file_size for member in packed.infolist()))
-                packed.extractall(folder)
-        else:
-            with tarfile.open(archive) as packed_tar:
-                _extract(packed_tar, folder)
-    except (*_DAMAGED, OSError, ValueError) as error:
+        with archive.open("rb") as packed:
+            for path, data in files_of(reader.members(packed, Limits(_MOST_FILES, _UNPACKED_LIMIT)), skip_links=True):
+                target = folder / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data)
+    except (ArchiveRefused, OSError) as error:
         raise PackageError(f"{archive.name} cannot be unpacked: {error}") from None
     inside = list(folder.iterdir())
     return inside[0] if len(inside) == 1 and inside[0].is_dir() else folder
-
-
-def _refuse_large(size: int) -> None:
-    if size > _UNPACKED_LIMIT:
-        raise OSError(f"it unpacks to more than {_UNPACKED_LIMIT >> 20} MiB")
-
-
-def _extract(archive: tarfile.TarFile, folder: Path) -> None:
-    """Files and folders alone, without their modes: tarfile's own filters came with Python 3.11.4, and Debian 12 has
-    3.11.2. OSError for a member that would leave the folder."""
-    total = 0
-    for member in archive:
-        total += member.size
-        _refuse_large(total)
-        path = PurePosixPath(member.name)
-        if path.is_absolute() or ".." in path.parts:
-            raise OSError(f"{member.name} leaves the folder")
-        target = folder / path
-        if member.isdir():
-            target.mkdir(parents=True, exist_ok=True)
-        elif (content := archive.extractfile(member) if member.isreg() else None) is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as out:
-                shutil.copyfileobj(content, out)
 
 
 def read(root: Path, name: str) -> Package:

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.tasks.importing import trees
 from headrace.tasks.importing.base import ImportRefused
-from tests.support import rows
+from tests.support import forged, rows
 
 
 def test_a_commit_is_read_unless_it_is_too_large_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,6 +18,12 @@ def test_a_commit_is_read_unless_it_is_too_large_or_missing(tmp_path: Path, monk
         with pytest.raises(ImportRefused, match=r"has no commit|expected a commit"):
             trees.archive(folder, wrong)
     monkeypatch.setattr(trees, "LARGEST_TREE", sum(map(len, files.values())) - 1)
-    monkeypatch.setattr("tarfile.open", None)
     with pytest.raises(ImportRefused, match="import the row with its image instead"):
         trees.archive(folder, row["base_commit"])
+
+
+def test_a_checkout_with_ten_billion_folders_is_refused(tmp_path: Path) -> None:
+    repository = forged.repository_at(tmp_path / "r")
+    commit = forged.tower(repository, "40000", forged.empty_tree(repository))
+    with pytest.raises(ImportRefused, match="files and folders; import the row with its image instead"):
+        trees.archive(repository, commit)

@@ -191,3 +191,11 @@ def test_deleted_text_is_found_wherever_it_is_left() -> None:
     clean = {"words/text.py": WORDS.replace(text, "").encode(), ".git/HEAD": b"x", "broken.zip": b"PK\x03\x04"}
     found = list(remains(left | clean, [text], ("longest",)))
     assert len(found) == len(left) and not list(remains(clean, [text], ("longest",)))
+
+
+def test_an_archive_that_is_too_large_to_search_is_named_instead_of_passed() -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a", bytes((64 << 20) + 1))
+    [sentence] = remains({"a.zip": stream.getvalue()}, [WORDS])
+    assert sentence == "a.zip may hold the solution and is not searched: it unpacks to more than 64 MiB"

@@ -1,0 +1,90 @@
+"""Commits of git: their files are listed within limits and read as objects. Nothing is checked out.
+
+A bundle of a few kilobytes may hold a tree that names one object ten times on each of ten levels, which is ten billion
+files or empty folders; so the listing shows folders too and ends at the limit. A checkout would also run what the
+repository's attributes ask for.
+"""
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, Member
+
+GIT_S = 120.0
+_LINE = 1 << 14
+
+
+def environment() -> dict[str, str]:
+    """Variables for a git that reads nothing but the repository that it is shown."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    return kept | {"GIT_CONFIG_NOSYSTEM": "1", "GIT_NO_REPLACE_OBJECTS": "1", "LC_ALL": "C"}
+
+
+def members(repository: Path, commit: str, limits: Limits, env: Mapping[str, str]) -> list[Member]:
+    """The files and links of a commit, links without content; submodules are left out. env: of git's processes.
+
+    ArchiveRefused, ArchiveTooLarge; FileNotFoundError without git."""
+    listed: list[tuple[str, str, bool]] = []
+    files = size = 0
+    for number, (mode, id, length, name) in enumerate(_listed(repository, commit, env), 1):
+        if mode[:2] not in ("04", "16"):
+            regular = mode.startswith("100")
+            listed.append((name, id, regular))
+            files, size = files + 1, size + (length if regular else 0)
+        limits.check(number, files, size)
+    contents = _contents(repository, [id for _, id, regular in listed if regular], env)
+    return [Member(name, next(contents) if regular else None) for name, _, regular in listed]
+
+
+def reason_of(output: bytes) -> str:
+    """The first fatal error that git wrote, or else its last line."""
+    lines = output.decode("utf-8", "replace").strip().splitlines()
+    fatal = [line for line in lines if line.startswith("fatal:")]
+    return (fatal or lines[-1:] or ["git gave no reason"])[0][:300]
+
+
+def _listed(repository: Path, commit: str, env: Mapping[str, str]) -> Iterator[tuple[str, str, int, str]]:
+    """Mode, object id, size in bytes (0 for a folder) and name of each entry."""
+    argv = ["git", "-C", str(repository), "ls-tree", "-r", "-t", "-l", "-z", "--full-tree", commit]
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as git:
+        assert git.stdout is not None and git.stderr is not None
+        late = threading.Timer(GIT_S, git.kill)
+        late.start()
+        try:
+            rest = b""
+            while piece := os.read(git.stdout.fileno(), _LINE):
+                *lines, rest = (rest + piece).split(b"\0")
+                for line in lines:
+                    about, _, name = line.partition(b"\t")
+                    mode, _, id, length = about.decode().split()
+                    path = name.decode("utf-8", "surrogateescape")
+                    yield mode, id, int(length) if length.isdigit() else 0, path
+                if len(rest) > _LINE:
+                    raise ArchiveTooLarge(f"it has a path of more than {_LINE >> 10} KiB")
+            reason = reason_of(git.stderr.read(_LINE))
+            git.wait()
+        finally:
+            late.cancel()
+            git.kill()
+    if git.returncode:
+        raise ArchiveRefused(f"it has no commit {commit} that git can read within {GIT_S:g} s: {reason}")
+
+
+def _contents(repository: Path, ids: list[str], env: Mapping[str, str]) -> Iterator[bytes]:
+    """The contents of objects. Their sizes are known, so that all of them fit."""
+    argv = ["git", "-C", str(repository), "cat-file", "--batch"]
+    try:
+        done = subprocess.run(argv, env=env, input="\n".join(ids).encode(), capture_output=True, timeout=GIT_S)
+    except subprocess.TimeoutExpired:
+        raise ArchiveRefused(f"git did not read its files within {GIT_S:g} s") from None
+    at = 0
+    for id in ids:
+        end = done.stdout.find(b"\n", at)
+        words = done.stdout[at:end].split()
+        if end < 0 or len(words) != 3 or len(done.stdout) < end + 1 + int(words[2]):
+            raise ArchiveRefused(f"git cannot read its object {id}: {reason_of(done.stderr)}")
+        at = end + 1 + int(words[2]) + 1
+        yield done.stdout[end + 1 : at - 1]

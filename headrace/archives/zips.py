@@ -1,0 +1,60 @@
+"""Zip files. Their directory says how much they hold, so that it is counted before anything is unpacked."""
+
+import stat
+import zipfile
+from collections.abc import Iterator
+from typing import IO, cast
+
+from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, Member
+from headrace.archives.tars import DAMAGED
+
+
+def members(source: IO[bytes], limits: Limits) -> Iterator[Member]:
+    """The members of a zip, without its folders. ArchiveRefused, ArchiveTooLarge."""
+    counted = _Counted(source, (1 << 20) + 512 * limits.members)
+    try:
+        with zipfile.ZipFile(cast(IO[bytes], counted)) as archive:
+            counted.budget = None
+            infos = archive.infolist()
+            files = [info for info in infos if not info.is_dir()]
+            limits.check(len(infos), len(files), sum(info.file_size for info in files))
+            for info in files:
+                mode = info.external_attr >> 16
+                if mode and stat.S_IFMT(mode) not in (0, stat.S_IFREG):
+                    yield Member(info.filename, None)
+                    continue
+                data = archive.read(info)
+                if len(data) != info.file_size:
+                    raise ValueError(f"{info.filename[:80]!a} has {len(data)} bytes, not {info.file_size}")
+                yield Member(info.filename, data)
+    except (zipfile.BadZipFile, *DAMAGED) as error:
+        raise ArchiveRefused(f"it is no zip file, or a damaged one: {str(error)[:200]}") from None
+
+
+class _Counted:
+    """A file of which at most `budget` bytes are read: zipfile takes the whole directory into memory at once."""
+
+    def __init__(self, source: IO[bytes], budget: int) -> None:
+        self._source = source
+        self.budget: int | None = budget
+
+    def read(self, size: int = -1) -> bytes:
+        if self.budget is not None:
+            data = self._source.read(min(size, self.budget + 1) if size >= 0 else self.budget + 1)
+            self.budget -= len(data)
+            if self.budget < 0:
+                raise ArchiveTooLarge("its directory alone is larger than that of all files that it may hold")
+            return data
+        return self._source.read(size)
+
+    def seek(self, to: int, whence: int = 0) -> int:
+        return self._source.seek(to, whence)
+
+    def tell(self) -> int:
+        return self._source.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """The caller closes its file."""
