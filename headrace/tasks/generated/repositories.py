@@ -194,16 +194,31 @@ def _break(rng: random.Random, function: Function) -> tuple[tuple[int, int, int]
             return bug, shown, other
 
 
+def _template(rng: random.Random, suite: str, multi_line: float = 0.5) -> Template:
+    """The template that a repository breaks: the first draws of its seed."""
+    family = "multi_line" if rng.random() < multi_line else "one_line"
+    return rng.choice([t for t in _POOLS.get(suite, TRAINED) if t.family == family])
+
+
+def _template_of(suite: str, seed: int) -> str:
+    """Name of the template that the repository of a seed breaks."""
+    return _template(_random(seed), suite).name
+
+
+def _random(seed: int) -> random.Random:
+    return random.Random(f"headrace/{seed}")
+
+
 def make(suite: str, seed: int, multi_line: float = 0.5, *, judged: bool = True) -> Made:
     """The repository of a seed. `multi_line` is the chance of that family; every suite uses the default.
 
     judged: with hidden tests; trace making needs none and is a quarter faster without.
     """
-    rng = random.Random(f"headrace/{seed}")
-    pool = _POOLS.get(suite, TRAINED)
-    family = "multi_line" if rng.random() < multi_line else "one_line"
+    rng = _random(seed)
+    template = _template(rng, suite, multi_line)
+    family = template.family
     taken: set[str] = set()
-    target = _function(rng, rng.choice([t for t in pool if t.family == family]), taken)
+    target = _function(rng, template, taken)
     neighbours = [_function(rng, rng.choice(TRAINED), taken) for _ in range(3)]
     bug, shown, other = _break(rng, target)
 
@@ -279,7 +294,7 @@ def _first(suite: str) -> Mapping[str, str]:
     wanted = len(_POOLS.get(suite, TRAINED))
     first: dict[str, str] = {}
     for seed in SEEDS[suite]:
-        first.setdefault(make(suite, seed, judged=False).target.template.name, str(seed))
+        first.setdefault(_template_of(suite, seed), str(seed))
         if len(first) == wanted:
             break
     return first
@@ -292,4 +307,4 @@ def first_of_each(suite: str) -> tuple[str, ...]:
 
 def first_of(suite: str, seed: int) -> str:
     """The lowest seed, as text, with the template of this one."""
-    return _first(suite)[make(suite, seed, judged=False).target.template.name]
+    return _first(suite)[_template_of(suite, seed)]

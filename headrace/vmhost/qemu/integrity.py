@@ -17,6 +17,8 @@ The image's user may change the image's files, as in any machine; QEMU opens the
 Not covered: memory that legitimate work writes too, such as heaps and stacks of running processes, the kernel's data
 and its modules. `differences` finds the changes that root can make there without writing a fixed page in the report of
 the machine's first process.
+
+numpy is imported where it computes, because `headrace check` imports this module too and has to answer at once.
 """
 
 import os
@@ -27,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from headrace.vmhost import agent_files
 from headrace.vmhost.errors import VmhostError
@@ -82,6 +83,8 @@ def write(folder: Path, surveyed: Survey) -> None:
 
 def fixed(pages: dict[str, Any], condition: dict[str, Any], ram: Path) -> Fixed:
     """The survey in page numbers of the memory file. VmhostError when the agent's files are not where it says."""
+    import numpy as np
+
     try:
         report = msgspec.convert(pages, _Report)
         memory = np.memmap(ram, np.uint8, "r")
@@ -112,6 +115,8 @@ def fixed(pages: dict[str, Any], condition: dict[str, Any], ram: Path) -> Fixed:
 
 def _check(memory: Any, names: list[str], table: Any) -> None:
     """ValueError when the agent's files are not at their pages: then no other file is either."""
+    import numpy as np
+
     if int((table[:, 0].astype(np.int64) + table[:, 1]).max()) * PAGE > len(memory):
         raise ValueError("a page lies beyond the end of the memory")
     begins = {names[name]: int(first) * PAGE for first, _, name in table[::-1]}
@@ -151,6 +156,8 @@ class IntegrityCheck:
     """Compares machines with their template's fixed pages and condition."""
 
     def __init__(self, pages: Fixed) -> None:
+        import numpy as np
+
         ranges = np.frombuffer(pages.ranges, "<u4").reshape(-1, 3).astype(np.int64)
         text = np.array([[*pages.text, -1]], np.int64) if pages.text[1] else np.zeros((0, 3), np.int64)
         areas = np.concatenate([ranges, text])
@@ -189,6 +196,8 @@ class IntegrityCheck:
 
     def _written(self, pid: int, low: int) -> list[tuple[int, int]]:
         """Fixed pages that the machine has written: (page, index of the owner)."""
+        import numpy as np
+
         written: list[tuple[int, int]] = []
         table = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY)
         try:
@@ -209,6 +218,8 @@ class IntegrityCheck:
 
     def _only_switched_branches(self, pid: int, low: int, memory: int, pages: list[int]) -> bool:
         """Whether these pages of the kernel's text differ from the template's only in accepted forms of branches."""
+        import numpy as np
+
         now = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
         try:
             for page in pages:

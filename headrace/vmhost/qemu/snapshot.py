@@ -8,17 +8,21 @@ name and the read-only memories, which is taken from the template's state.
 
 A copy gets the pages written into its memory before it runs its first instruction, and then loads that state. A fork
 therefore costs as much as a clone, and copies share the template's memory.
+
+numpy is imported where it computes, because `headrace check` imports this module too and has to answer at once.
 """
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import zstandard
 
 from headrace.vmhost.errors import VmhostError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PAGE = 4096
 _PRESENT, _SWAPPED, _FILE = 1 << 63, 1 << 62, 1 << 61
@@ -65,6 +69,8 @@ def pack(checkpoint: Checkpoint) -> bytes:
 
 def unpack(blob: bytes) -> Checkpoint:
     """Decode a checkpoint. VmhostError when the data is not a checkpoint, or damaged."""
+    import numpy as np
+
     try:
         if not 0 < zstandard.frame_content_size(blob) <= LARGEST:
             raise VmhostError("this is no checkpoint, or a damaged one: it claims an impossible size")
@@ -106,6 +112,8 @@ def mapping(pid: int, name: str) -> tuple[int, int]:
 
 def own_pages(pid: int, name: str) -> tuple[bytes, bytes]:
     """Numbers and contents of the pages that a stopped clone wrote. VmhostError."""
+    import numpy as np
+
     low, high = mapping(pid, name)
     try:
         with open(f"/proc/{pid}/pagemap", "rb") as table:
@@ -120,6 +128,8 @@ def own_pages(pid: int, name: str) -> tuple[bytes, bytes]:
 
 def all_pages(pid: int, name: str) -> tuple[bytes, bytes]:
     """Numbers and contents of every page that is not empty."""
+    import numpy as np
+
     low, high = mapping(pid, name)
     filled: list[int] = []
     out = bytearray()
@@ -151,6 +161,8 @@ def _read(pid: int, low: int, numbers: "np.ndarray[Any, np.dtype[Any]]") -> byte
 
 def put_pages(pid: int, name: str, snapshot: Snapshot) -> None:
     """Write a snapshot's pages into a machine that has not run yet. VmhostError."""
+    import numpy as np
+
     low, high = mapping(pid, name)
     numbers = np.frombuffer(snapshot.numbers, "<u4")
     if len(numbers) and int(numbers[-1]) >= (high - low) // PAGE:
@@ -172,6 +184,8 @@ def put_pages(pid: int, name: str, snapshot: Snapshot) -> None:
 
 def rebase(whole: Snapshot, ram: Path) -> Snapshot:
     """A whole snapshot as its difference from another memory file: the pages that differ, empty ones included."""
+    import numpy as np
+
     below = np.memmap(ram, np.uint8, "r").reshape(-1, PAGE)
     numbers = np.frombuffer(whole.numbers, "<u4")
     if len(numbers) and int(numbers[-1]) >= len(below):
@@ -193,6 +207,8 @@ def rebase(whole: Snapshot, ram: Path) -> Snapshot:
 
 def write_ram(target: Path, size: int, snapshot: Snapshot) -> None:
     """Write a snapshot's pages into a memory file, which is created (sparse) where it is missing."""
+    import numpy as np
+
     view, at = memoryview(snapshot.pages), 0
     fd = os.open(target, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
@@ -208,6 +224,8 @@ def write_ram(target: Path, size: int, snapshot: Snapshot) -> None:
 
 def _runs(numbers: "np.ndarray[Any, np.dtype[Any]]") -> list[tuple[int, int]]:
     """(first, count) of consecutive pages, at most `_RUN` each."""
+    import numpy as np
+
     if not len(numbers):
         return []
     wide = numbers.astype(np.int64)
