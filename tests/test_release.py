@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import headrace
+from headrace.cli.main import parser
 from tests.support.paths import ROOT
 
 pytestmark = [
@@ -38,6 +40,7 @@ def test_two_builds_of_one_commit_are_equal(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     first, second = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "two"))
     assert first == second
+    assert any(name.startswith(f"headrace-{headrace.__version__}-") for name in first)
     kinds = sorted(name.removeprefix("headrace-").partition("-py3")[0] for name in first)
     assert len(first) == 4 and "SHA256SUMS" in kinds and "headrace.cdx.json" in kinds
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "one", check=True)
@@ -47,6 +50,20 @@ def test_two_builds_of_one_commit_are_equal(tmp_path: Path) -> None:
     assert {"msgspec", "torch", "nats-py"} <= parts
 
 
+def test_wheel_image_and_tag_have_one_version(tmp_path: Path) -> None:
+    commit, version = git("rev-parse", "HEAD"), headrace.__version__
+    clone = tmp_path / "clone"
+    git("clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(clone))
+    git("-C", str(clone), "checkout", "--quiet", commit)
+    git("-C", str(clone), "tag", "v99.0.0", commit)
+    words = [sys.executable, str(clone / "deploy/release/build.py"), "--out", str(tmp_path / "dist")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1 and not (tmp_path / "dist").exists()
+    assert f"is tagged v99.0.0 and its version is {version}: set __version__" in done.stderr
+    defaults = parser().parse_args(["deploy", "k8s", "x", "--config", "y"])
+    assert defaults.image == f"headrace:{version}"
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("buildah") is None, reason="needs root and buildah")
 def test_the_image_runs_as_its_user(tmp_path: Path) -> None:
     """One build, of minutes; the root of the image is what a registry's client would unpack."""
@@ -54,6 +71,7 @@ def test_the_image_runs_as_its_user(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
+    assert line["archive"].endswith(f"/headrace-{headrace.__version__}.oci.tar")
     store = ("buildah", "--storage-driver", "vfs", "--root", f"{tmp_path}/store", "--runroot", f"{tmp_path}/run")
 
     def buildah(*words: str) -> str:

@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from commit import ROOT, epoch, resolved, run
+from commit import ROOT, epoch, require_tag, resolved, run
 
 SUMS = "SHA256SUMS"
 
@@ -38,6 +38,8 @@ def normalised(archive: bytes, moment: int) -> bytes:
 def build(out: Path, name: str = "HEAD") -> list[str]:
     """Write the release of a commit into a folder; the lines of SHA256SUMS."""
     commit = resolved(name)
+    source = run("git", "show", f"{commit}:headrace/__init__.py").decode()
+    require_tag(commit, source.partition('__version__ = "')[2].partition('"')[0])
     moment = epoch(commit)
     out.mkdir(parents=True, exist_ok=True)
     for old in out.iterdir():

@@ -1,6 +1,7 @@
 """The commit that a release is built from: where it lies, its time, and the commands that build it."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -20,6 +21,16 @@ def resolved(name: str) -> str:
     """The full hash of a commit. It is resolved once, so that every part of a release is of the same commit although
     HEAD moves meanwhile."""
     return run("git", "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").decode().strip()
+
+
+def require_tag(commit: str, version: str) -> None:
+    """SystemExit when the commit is tagged as another version: wheel, image and tag have one number."""
+    tags = [tag for tag in run("git", "tag", "--points-at", commit).decode().split() if re.match(r"v?\d", tag)]
+    if tags and not {version, f"v{version}"} & set(tags):
+        raise SystemExit(
+            f"release: commit {commit[:12]} is tagged {tags[0]} and its version is {version}: set __version__ in "
+            f"headrace/__init__.py, or tag it v{version}"
+        )
 
 
 def epoch(commit: str) -> int:

@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from headrace import __version__
 from headrace.cli.arguments import add_set, integer
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--config", required=True, metavar="TOML", help="configuration with [run] id, [bus] url and credentials"
     )
-    parser.add_argument("--image", default="headrace:latest", help="container image (k8s, compose)")
+    parser.add_argument(
+        "--image", default=f"headrace:{__version__}", help="container image (k8s, compose); default: of this version"
+    )
     parser.add_argument("--binary", default="/opt/headrace/bin/headrace", help="path of headrace (systemd, slurm)")
     parser.add_argument("--nodes", type=integer(1), default=1, help="nodes of the job (slurm)")
     add_set(parser)

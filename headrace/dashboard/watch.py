@@ -106,8 +106,13 @@ class Watch:
                 self.enter(message.text)
             if message.level == "error":
                 say(f"{message.actor}: {message.kind}: {message.text}")
-            return message.kind == FINISHED
+            return message.kind == FINISHED and self._all_steps(message)
         return False
+
+    def _all_steps(self, end: Event) -> bool:
+        """Whether this is the run's end: a resumed run may have more steps than when it ended before."""
+        done = end.data.get("steps")
+        return not isinstance(done, int) or done >= self.config.curriculum.steps
 
     async def on_status(self, message: Message) -> None:
         """Apply a heartbeat or a metric. They are not stored, so a lost one is not read again."""

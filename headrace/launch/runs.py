@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import IO, NamedTuple
 
+import msgspec
+
 
 class RunError(Exception):
     """The run cannot be found or started; `code` is the process's exit code."""
@@ -64,6 +66,23 @@ def create(root: Path, run: str, *, newest: bool = True) -> RunDir:
     except OSError as error:
         raise RunError(f"cannot write to {root}: {error.strerror}", 3) from None
     return RunDir(path)
+
+
+class _Report(msgspec.Struct):
+    steps: int
+
+
+def refuse_finished(root: Path, run: str, steps: int) -> None:
+    """RunError when a run has all its steps already: it would end with code 0 and have trained nothing."""
+    path = root / run / "report.json"
+    if not run or not path.is_file():
+        return
+    done = msgspec.json.decode(path.read_bytes(), type=_Report).steps
+    if done >= steps:
+        raise RunError(
+            f"run {run} has ended after {done} steps and would train nothing: set [curriculum] steps above {done} to "
+            "continue it, or another [run] id to start a new run"
+        )
 
 
 def require_disk(root: Path, need_mb: int) -> None:

@@ -65,14 +65,16 @@ async def through(config: Config, stopping: Stopping, closing: AsyncExitStack, b
 
 
 def refuse(config: Config, root: Path) -> None:
-    """Refuse an unusable engine section or checkpoint, a full disk, a broker without an account of this run,
-    credentials without a broker and a busy port before anything is created. ConfigError, RunError, BusError."""
+    """Refuse an unusable engine section or checkpoint, a run without a step left, a full disk, a broker without an
+    account of this run, credentials without a broker and a busy port before anything is created. ConfigError, RunError,
+    BusError."""
     from headrace.bus.broker import credentials
     from headrace.bus.broker.server import refuse_busy_port
     from headrace.bus.errors import BusError
     from headrace.launch.checks import model
 
     model.refuse(config)
+    runs.refuse_finished(root, config.run.id, config.curriculum.steps)
     runs.require_disk(root, config.run.min_free_mb)
     if config.bus.url:
         credentials.of_run(config.bus.credentials, config.run.id)

@@ -271,6 +271,10 @@ def test_what_this_machine_cannot_do_is_refused_at_once(
                     patched.setenv("PATH", str(path))
                 answer, said = refused(str(DEMO), *(word for entry in settings for word in ("--set", entry)))
             assert answer == code and says in said, said
+    (tmp_path / "runs/old").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "runs/old/report.json").write_text('{"steps": 4, "wall_s": 1.0}')
+    answer, said = refused(str(DEMO), "--set", "run.id=old", "--set", "curriculum.steps=4")
+    assert answer == 2 and "run old has ended after 4 steps and would train nothing: set [curriculum] steps" in said
     (tmp_path / "bad.toml").write_text("[curriculum]\nsteps = many\n")
     answer, said = refused("bad.toml")
     assert answer == 2 and "line 2" in said, said

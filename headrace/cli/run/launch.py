@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from headrace.cli.arguments import integer
 
 if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+
     from headrace.cli.arguments import Commands
+    from headrace.launch.supervision.signals import Stopping
 
 ACTIONS = ("start", "status", "logs", "stop")
 
@@ -27,10 +30,20 @@ def add(commands: "Commands") -> None:
 
 def launch(args: argparse.Namespace) -> int:
     """Do one of the actions on every host."""
+    import uvloop
+
     from headrace.launch.cluster import launch as cluster
-    from headrace.launch.session import looped
+    from headrace.launch.supervision.signals import interruptible
 
     path = Path(args.cluster)
-    if args.action == "logs":
-        return looped(cluster.logs(path, args.lines))
-    return looped({"start": cluster.start, "status": cluster.status, "stop": cluster.stop}[args.action](path))
+
+    async def body(stopping: "Stopping", _: "AsyncExitStack") -> int:
+        if args.action == "logs":
+            return await cluster.logs(path, args.lines)
+        if args.action == "start":
+            stopping.effect = "the hosts that this launch started are stopped again"
+            return await cluster.start(path)
+        stopping.effect = "the hosts go on with what they were asked"
+        return await {"status": cluster.status, "stop": cluster.stop}[args.action](path)
+
+    return uvloop.run(interruptible(body))

@@ -1,20 +1,24 @@
-"""`headrace launch`: check every host, send it its files, start the broker's host first, then all others at once."""
+"""`headrace launch`: check every host, send it its files, start the broker's host first, then all others at once.
+
+Nothing of a run depends on this process once a host has its files. After a kill -9 a second launch takes over the hosts
+that run and starts the others, and `stop` ends all of them (cluster/host.py).
+"""
 
 import asyncio
 import shlex
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
 from headrace.launch.cluster.file import Cluster, Node, read
-from headrace.launch.cluster.keeper import LOGS, State
+from headrace.launch.cluster.host import BUSY, MODULE, TAKEN
 from headrace.launch.cluster.plan import HostPlan, names, plan
 from headrace.launch.cluster.ssh import HostError, call, everywhere
+from headrace.launch.cluster.state import LOGS, State
 from headrace.launch.output import complain, say
 from headrace.launch.runs import RunError
-
-_KEEPER = "-m headrace.launch.cluster.keeper"
 
 
 def _python(host: Node) -> str:
@@ -23,7 +27,7 @@ def _python(host: Node) -> str:
 
 
 def _in_folder(host: Node, command: str) -> str:
-    return f"cd {shlex.quote(host.folder)} && exec {_python(host)} {_KEEPER} {command}"
+    return f"cd {shlex.quote(host.folder)} && exec {_python(host)} -m {MODULE} {command}"
 
 
 def _checking(host: Node) -> str:
@@ -35,36 +39,46 @@ command -v {python} >/dev/null \\
 {_python(host)} -c 'import headrace.launch.cluster' 2>/dev/null \\
   || {{ echo {python}" cannot import headrace.launch.cluster; install this version of headrace there" >&2; exit 3; }}
 mkdir -p {folder} 2>/dev/null && test -w {folder} \\
-  || {{ echo "cannot write to "{folder}"; make the folder for this user, or set folder" >&2; exit 3; }}
-command -v tar >/dev/null || {{ echo "there is no tar; install it" >&2; exit 3; }}"""
+  || {{ echo "cannot write to "{folder}"; make the folder for this user, or set folder" >&2; exit 3; }}"""
 
 
 async def start(path: Path) -> int:
-    """Start the run on all hosts. When one fails, the hosts that this call started are stopped again."""
+    """Start the run on all hosts, and take over hosts that run it already. When one fails, the hosts that this call
+    started are stopped again."""
     cluster = read(path)
     plans = plan(cluster, path.parent)
     await everywhere(cluster.hosts, lambda host: call(cluster, host, _checking(host)))
     say(_page(plans))
     by_name = {one.host.name: one for one in plans}
-    started: list[Node] = []
+    begun: list[Node] = []
 
     async def begin(host: Node) -> str:
-        one = by_name[host.name]
-        folder = shlex.quote(host.folder)
-        await call(cluster, host, f"umask 077; cd {folder} && tar -xf -", one.archive())
-        answer = await call(cluster, host, _in_folder(host, "start"))
-        started.append(host)
-        return answer
+        archive = by_name[host.name].archive()
+        begun.append(host)
+        try:
+            answer = await call(cluster, host, _in_folder(host, f"start {sha256(archive).hexdigest()}"), archive)
+        except HostError as error:
+            if error.code == BUSY:
+                begun.remove(host)
+            raise
+        if answer.strip() == TAKEN:
+            begun.remove(host)
+        return answer.strip()
 
     brokers, others = _split(cluster.hosts)
     try:
-        await everywhere(brokers, begin)
-        await everywhere(others, begin)
-    except BaseException:
-        await _stop(cluster, started)
+        answers = await everywhere(brokers, begin)
+        answers |= await everywhere(others, begin)
+    except BaseException as failure:
+        try:
+            await _stop(cluster, begun)
+        except RunError as error:
+            raise RunError(f"{failure or 'interrupted'}\nheadrace: {error}", 3) from None
         raise
     for one in plans:
-        say(f"{one.host.name}: {', '.join(names(one.order))}; logs in {one.host.address}:{one.host.folder}/{LOGS}/")
+        taken = f" ({TAKEN}: it ran already, with the same files)" if answers[one.host.name] == TAKEN else ""
+        place = f"{one.host.address}:{one.host.folder}/{LOGS}/"
+        say(f"{one.host.name}: {', '.join(names(one.order))}; logs in {place}{taken}")
     say(f"run {plans[0].order.run} is started; `headrace launch {path} status` shows it, `... stop` ends it")
     return 0
 
@@ -104,7 +118,7 @@ async def _stop(cluster: Cluster, hosts: Sequence[Node]) -> None:
 
 def _ending(host: Node) -> str:
     folder = shlex.quote(host.folder)
-    return f"test -e {folder}/node.json || exit 0; {_in_folder(host, 'stop')}"
+    return f"test -d {folder} || exit 0; {_in_folder(host, 'stop')}"
 
 
 async def stop(path: Path) -> int:

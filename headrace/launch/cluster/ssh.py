@@ -1,12 +1,15 @@
 """Runs commands on hosts through OpenSSH's client; a failure is one sentence."""
 
 import asyncio
+import os
 import shlex
 import subprocess
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from headrace.launch.cluster.file import Cluster, Node
 from headrace.launch.runs import RunError
+from headrace.parent_death import die_with
 
 CONNECT_S = 15
 ANSWER_S = 240.0
@@ -18,15 +21,26 @@ _LOST = 255
 class HostError(Exception):
     """A host could not do what it was asked; the text is one sentence without the host's name."""
 
+    def __init__(self, text: str, code: int = 0) -> None:
+        """code: the exit code of the command; 0 without one."""
+        super().__init__(text)
+        self.code = code
+
 
 async def call(cluster: Cluster, host: Node, command: str, stdin: bytes = b"") -> str:
-    """Standard output of a shell command on a host. HostError when it cannot be reached or the command fails."""
+    """Standard output of a shell command on a host. HostError when it cannot be reached or the command fails.
+
+    The kernel ends the client with this process; the command on the host goes on."""
     target = f"{host.user}@{host.address}" if host.user else host.address
     argv = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *cluster.ssh]
     argv += ["-p", str(host.port), "--", target, "sh", "-c", shlex.quote(command)]
     try:
         process = await asyncio.create_subprocess_exec(
-            *argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            *argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=partial(die_with, os.getpid()),
         )
     except FileNotFoundError:
         raise RunError(
@@ -44,7 +58,7 @@ async def call(cluster: Cluster, host: Node, command: str, stdin: bytes = b"") -
     if process.returncode:
         lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
         text = (lines or [f"code {process.returncode} without a message"])[-1].removeprefix("headrace: ")
-        raise HostError(f"ssh cannot reach it: {text}" if process.returncode == _LOST else text)
+        raise HostError(f"ssh cannot reach it: {text}" if process.returncode == _LOST else text, process.returncode)
     return out.decode("utf-8", "replace")
 
 

@@ -9,6 +9,7 @@ times. Beyond the limit the run ends with the cause.
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,23 @@ FOR_GOOD = (2, 3)
 """Exit codes after which a restart would fail again: wrong arguments, a machine that lacks something."""
 
 
+LOG_BYTES = 64 << 20
+"""A log that is larger is rotated, so a process has at most about twice as much."""
+LOOK_S = 5.0
+"""Seconds between two looks at the size of a log."""
+
+
+def rotate(log: Path) -> None:
+    """Move a log that is too large to ``<log>.1``, in place of an earlier one.
+
+    The process appends to the open file, so it is copied and emptied; lines written in between are lost.
+    """
+    with suppress(OSError):  # a full disk ends the run elsewhere (processes.py)
+        if log.stat().st_size > LOG_BYTES:
+            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+            os.truncate(log, 0)
+
+
 class Child:
     """One process of the run and its log file."""
 
@@ -94,7 +112,7 @@ class Child:
             if self.process is None:
                 await self.start()
             assert self.process is not None
-            code = await self.process.wait()
+            code = await self._ended(self.process)
             self._sweep()
             kind = self._by_itself if code > 0 else self._killed
             why = cause(code, self.log, self._oom_before)
@@ -104,6 +122,16 @@ class Child:
             on_restart(self.name, why)
             await asyncio.sleep(kind.pause_s())
             self.process = None
+
+    async def _ended(self, process: asyncio.subprocess.Process) -> int:
+        """The exit code of the process; until then its log is kept small."""
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            while not (await asyncio.wait({ended}, timeout=LOOK_S))[0]:
+                await asyncio.to_thread(rotate, self.log)
+        finally:
+            ended.cancel()
+        return ended.result()
 
     async def stop(self, patience_s: float, now: asyncio.Event | None = None) -> None:
         """SIGTERM once; SIGKILL to its whole session after `patience_s`, or as soon as `now` is set."""

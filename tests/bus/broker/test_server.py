@@ -201,3 +201,14 @@ async def test_declaring_again_updates_and_reserving_too_much_is_refused(
         with pytest.raises(BusError, match=r"^the broker's disk is too small: HR_\w+ asks for"):
             await declare(bus, reserve=True)
         await bus.close()
+
+
+async def test_every_stream_has_a_size_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller = tuple(msgspec.structs.replace(stream, max_bytes=stream.max_bytes >> 10) for stream in s.STREAMS)
+    monkeypatch.setattr("headrace.bus.nats.streams.STREAMS", smaller)
+    async with Server(tmp_path) as server:
+        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
+            await declare(bus, reserve=True)
+            for stream in smaller:
+                answer = msgspec.json.decode(await bus.connection.api(f"STREAM.INFO.{stream.name}"))
+                assert answer["config"]["max_bytes"] == stream.max_bytes > 0, stream.name

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import aiohttp
 import pytest
 
 from headrace.bus.connection import Bus
+from headrace.launch.cluster.state import read_state
 from headrace.messages import subjects as s
 from tests.launch.test_recipe import SETTINGS, until_finished
 from tests.support.paths import ROOT
@@ -124,6 +126,62 @@ def headrace(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True)
 
 
+def keepers(folder: Path) -> list[int]:
+    """Process ids of both hosts' keepers."""
+    return [read_state(folder / name).pid for name in ("host1", "host2")]
+
+
+async def killed_when(folder: Path, state: str) -> None:
+    """Launch, and kill -9 the launcher as soon as the first host is in this state."""
+    argv = [sys.executable, "-m", "headrace.cli", "launch", "cluster.toml"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    launcher = await asyncio.create_subprocess_exec(*argv, cwd=folder, env=env, stdout=subprocess.DEVNULL)
+    while read_state(folder / "host1").state != state:
+        assert launcher.returncode is None
+        await asyncio.sleep(0.01)  # the host's file offers no event
+    clients = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    handles = [os.pidfd_open(pid) for pid in clients]
+    launcher.kill()
+    await launcher.wait()
+    for handle in handles:
+        assert select.select([handle], [], [], 30)[0], "ssh's clients end with the launcher"
+        os.close(handle)
+
+
+async def test_a_launcher_that_is_killed_is_continued_by_the_next_launch(hosts: list[str], tmp_path: Path) -> None:
+    write(tmp_path, hosts)
+    try:
+        await killed_when(tmp_path, "running")
+        (first, second) = keepers(tmp_path)
+        assert first and not second, "only the broker's host had begun"
+        done = headrace(tmp_path, "launch", "cluster.toml")
+        assert done.returncode == 0 and done.stdout.count("taken over") == 1, done.stderr
+        assert keepers(tmp_path)[0] == first and keepers(tmp_path)[1]
+        steps = await until_finished(f"nats://{NET}.1:4222", tmp_path / "credentials")
+        audit = json.loads(headrace(tmp_path, "audit", "--config", "run.toml").stdout)
+        assert steps == 3 and audit["balanced"] and audit["trained"] == 24
+    finally:
+        stopped = headrace(tmp_path, "launch", "cluster.toml", "stop")
+    assert stopped.returncode == 0 and left(tmp_path) == [], stopped.stderr
+
+
+async def test_stop_ends_a_host_whose_launcher_was_killed_while_it_started(hosts: list[str], tmp_path: Path) -> None:
+    write(tmp_path, hosts)
+    await killed_when(tmp_path, "starting")
+    stopped = headrace(tmp_path, "launch", "cluster.toml", "stop")
+    assert stopped.returncode == 0 and left(tmp_path) == [], stopped.stderr
+    killed = read_state(tmp_path / "host1").state
+    try:
+        done = headrace(tmp_path, "launch", "cluster.toml")
+        assert done.returncode == 0 and "taken over" not in done.stdout, done.stderr
+        os.kill(keepers(tmp_path)[0], signal.SIGKILL)
+        status = headrace(tmp_path, "launch", "cluster.toml", "status")
+        assert status.returncode == 1 and "was killed" in status.stdout
+    finally:
+        stopped = headrace(tmp_path, "launch", "cluster.toml", "stop")
+    assert killed in ("failed", "stopped") and stopped.returncode == 0 and left(tmp_path) == [], stopped.stderr
+
+
 async def loaded(page: str) -> tuple[int, str, int]:
     """Load the page as a browser does. Returns the closed groups of its history, the subject of a record that came
     through the broker's WebSocket, and the status that a foreign origin gets there."""
@@ -182,8 +240,15 @@ async def test_a_launched_run_trains_three_steps_and_balances(hosts: list[str], 
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[0] == f"live page: http://{NET}.1:8090/"
         assert f"h2: weight_receiver, environment, server; logs in {NET}.2:{tmp_path}/host2/logs/" in done.stdout
+        before = keepers(tmp_path)
         again = headrace(tmp_path, "launch", "cluster.toml")
-        assert again.returncode == 3 and "a keeper (process" in again.stderr and "stop it first" in again.stderr
+        assert again.returncode == 0 and again.stdout.count("(taken over: it ran already, with the same files)") == 2
+        toml = (tmp_path / "run.toml").read_bytes()
+        (tmp_path / "run.toml").write_bytes(toml + b"# another configuration\n")
+        other = headrace(tmp_path, "launch", "cluster.toml")
+        assert other.returncode == 3 and "runs in" in other.stderr and "with other files; stop it first" in other.stderr
+        (tmp_path / "run.toml").write_bytes(toml)
+        assert (tmp_path / "host1/run.toml").read_bytes() == toml and keepers(tmp_path) == before
         steps = await until_finished(f"nats://{NET}.1:4222", tmp_path / "credentials")
         page = await loaded(f"http://{NET}.1:8090")
         own = await served_here(tmp_path)

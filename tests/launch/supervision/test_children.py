@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.launch.supervision import children
 from headrace.launch.supervision.children import Child, ChildFailed
 
 pytestmark = pytest.mark.anyio
@@ -79,3 +80,27 @@ def test_a_child_that_ignores_signals_dies_with_a_killed_parent(tmp_path: Path) 
         readable, _, _ = select.select([handle], [], [], 30)
         assert readable, "the child outlived its parent"
         os.close(handle)
+
+
+async def test_the_log_of_a_talkative_process_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "LOG_BYTES", 100_000)
+    monkeypatch.setattr(children, "LOOK_S", 0.01)
+    done = tmp_path / "done"
+    os.mkfifo(done)
+    code = f"""
+import os
+for number in range(40):
+    print(f"line {{number}} " + "x" * 100_000, flush=True)
+    while os.path.getsize({str(tmp_path / "worker.log")!r}) > 100_000:
+        pass
+print("the end", flush=True)
+open({str(done)!r}, "w").write("x")
+"""
+    worker = child(tmp_path, code)
+    watching = asyncio.create_task(worker.watch(lambda *_: None))
+    await asyncio.to_thread(done.read_text)
+    watching.cancel()
+    await worker.stop(5.0)
+    assert worker.log.read_text().startswith("the end")
+    assert (tmp_path / "worker.log.1").read_text().startswith("line 39 ")
+    assert sum(path.stat().st_size for path in tmp_path.glob("worker.log*")) < 300_000
