@@ -37,6 +37,7 @@ class _Counted:
     def __init__(self, source: IO[bytes], budget: int) -> None:
         self._source = source
         self.budget: int | None = budget
+        self.seekable = source.seekable  # zipfile asks for it
 
     def read(self, size: int = -1) -> bytes:
         if self.budget is not None:
@@ -52,9 +53,6 @@ class _Counted:
 
     def tell(self) -> int:
         return self._source.tell()
-
-    def seekable(self) -> bool:
-        return True
 
     def close(self) -> None:
         """The caller closes its file."""
