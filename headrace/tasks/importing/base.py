@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from headrace.messages.tasks import Oracle, SandboxLimits, Task, TaskRef
 
+LONGEST_TEST_S = 86_400.0
 LARGEST_TREE = 32 << 20
 """Bytes of a repository that travels with its task; a larger one belongs into an image."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -134,6 +135,14 @@ def limits_of(values: Mapping[str, Any]) -> SandboxLimits | UnsetType:
     except msgspec.ValidationError as error:
         raise ImportRefused(f"limits: {error}") from None
     return UNSET if limits == SandboxLimits() else limits
+
+
+def test_seconds(key: str, value: Any) -> float:
+    """A time limit of tests in s. ImportRefused unless it is a number above 0 and at most 86,400."""
+    # TestPlan does not check what is built in code, and an endless limit would hold a judge's sandbox for ever.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LONGEST_TEST_S:
+        raise ImportRefused(f"{key}: expected seconds above 0 and at most {LONGEST_TEST_S:g}, got {value!r:.80}")
+    return float(value)
 
 
 MakeRow = Callable[[dict[str, Any], str, ImportOptions], Made]

@@ -30,6 +30,7 @@ from headrace.tasks.importing.base import (
     clean_id,
     digest,
     limits_of,
+    test_seconds,
 )
 
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
@@ -79,7 +80,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
     mapped = bool(options.template)
     tests = {f"{TESTS}{path}": data for path, data in trees.read(folder / "tests").items()}
     hidden = tests | {VERIFY: _verify(workdir, mapped, _variables(verifier)).encode()}
-    timeout = float(verifier.get("timeout_sec", 600.0))
+    timeout = test_seconds("verifier.timeout_sec", verifier.get("timeout_sec", 600.0))
     solve = folder / "solution" / "solve.sh"
     ref = options.ref(clean_id(folder.resolve().name))
     reward = f"{LOGS}reward"
@@ -116,7 +117,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
 def _config(folder: Path) -> dict[str, Any]:
     try:
         config = tomllib.loads((folder / "task.toml").read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also of a number with more digits than Python reads
         raise ImportRefused(f"task.toml: {error}") from None
     version = str(config.get("schema_version", config.get("version", "1.0")))
     if version not in VERSIONS:
@@ -167,7 +168,7 @@ def _limits(
         notes.append(f"environment.storage: files lie in memory, at most {most} MiB")
         del sizes["disk_mib"]
     cpus = environment.get("cpus")
-    if isinstance(cpus, float):
+    if isinstance(cpus, float) and math.isfinite(cpus):  # limits_of refuses the others
         cpus = math.ceil(cpus)
     return limits_of({"vcpus": cpus, "time_s": time_s} | sizes)
 
@@ -176,9 +177,12 @@ def _mib(key: str, value: Any) -> int:
     """A size in MiB: a number, or a text such as 2G. ImportRefused."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", str(value), re.IGNORECASE)
     if not match:
-        raise ImportRefused(f"environment.{key}: expected a size such as 2048 or 2G, got {value!r}")
+        raise ImportRefused(f"environment.{key}: expected a size such as 2048 or 2G, got {value!r:.80}")
     unit = match[2].upper() or "M"
-    return math.ceil(float(match[1]) * 1024.0 ** ("KMGT".index(unit) - 1))
+    size = float(match[1]) * 1024.0 ** ("KMGT".index(unit) - 1)
+    if not math.isfinite(size):
+        raise ImportRefused(f"environment.{key}: expected a size such as 2048 or 2G, got {value!r:.80}")
+    return math.ceil(size)
 
 
 def _public(environment: dict[str, Any]) -> bool:

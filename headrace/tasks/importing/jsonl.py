@@ -8,6 +8,7 @@ tests ``"fail_to_pass"`` and ``"pass_to_pass"`` in the log that ``"log_parser"``
 sandbox and the episode.
 """
 
+import math
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from headrace.tasks.importing.base import (
     limits_of,
     names_of,
     row_entries,
+    test_seconds,
     text_of,
 )
 
@@ -71,7 +73,9 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
         command = f"{{ {command}\n}} > {log} 2>&1"
     junit = grading.kind == "f2p_p2p" and not parser
     argv = tuple(shlex.split(command)) if junit else ("sh", "-c", f"mkdir -p {HOST_FOLDER}; {command}")
-    plan = TestPlan(kind="command", argv=argv, timeout_s=_number(row, "test_timeout_s", 600.0))
+    plan = TestPlan(
+        kind="command", argv=argv, timeout_s=test_seconds("test_timeout_s", row.get("test_timeout_s", 600.0))
+    )
     solution = _files(row, "solution")
     oracle = Oracle(
         ref=common["ref"],
@@ -142,5 +146,11 @@ def _files(row: dict[str, Any], key: str) -> dict[str, bytes]:
 def _number(row: dict[str, Any], key: str, default: float) -> float:
     value = row.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ImportRefused(f"{key}: expected a number, got {value!r}")
-    return float(value)
+        raise ImportRefused(f"{key}: expected a number, got {value!r:.80}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ImportRefused(f"{key}: expected a finite number, got {value!r:.80}")
+    return number
