@@ -69,6 +69,8 @@ def hosts(tmp_path: Path) -> Iterator[list[str]]:
             sh("ip", "netns", "add", name)
             closing.callback(sh, "ip", "netns", "del", name)
             sh("ip", "link", "add", f"{BRIDGE}{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            # The kernel ends a namespace some time after its name, and the next test takes the same names.
+            closing.callback(sh, "ip", "link", "del", f"{BRIDGE}{number}")
             sh("ip", "link", "set", f"{BRIDGE}{number}", "master", BRIDGE, "up")
             for words in (("addr", "add", f"{address}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
                 sh("ip", "-n", name, *words)
