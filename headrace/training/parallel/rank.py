@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.training.parallel import group
+from headrace.training.parallel import group, ranks
 from headrace.training.parallel.ranks import Hello
 from headrace.training.parallel.trainer import joined
 
@@ -31,6 +31,7 @@ def main() -> None:
     hello = msgspec.json.decode(line, type=Hello)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
+        ranks.announce()
         trainer = joined(hello.config, Path(hello.folder), int(os.environ["RANK"]))
         trainer.obey()
     except BaseException as error:

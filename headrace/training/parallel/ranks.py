@@ -22,11 +22,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from headrace.config import Config
 from headrace.training.parallel import group
+from headrace.training.parallel.interface import GroupError
 
 STOP_S = 20.0
 """Seconds that a process may take to end after the order to stop."""
 GRACE_S = 5.0
 """Seconds to wait after a broken connection until a process ends, because that end is the cause to report."""
+POLL_S = 0.05
 _TAIL = 400
 
 
@@ -57,6 +59,15 @@ class Ranks:
         ]
         for watcher in self._watchers:
             watcher.start()
+
+    def wait(self) -> None:
+        """Return when all processes are about to join the group. GroupError when one ends before.
+
+        The first process calls it before it joins, because nothing ends its wait for a process that never comes.
+        """
+        while not self.store.check([_place(rank) for rank in range(1, len(self.processes) + 1)]):
+            if self._ending.wait(POLL_S):
+                raise GroupError(self.why)
 
     def _start(self, rank: int, size: int, hello: bytes) -> "subprocess.Popen[bytes]":
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": self.store.port}
@@ -144,6 +155,16 @@ class Ranks:
         for log in self._logs:
             log.close()
         group.leave()
+
+
+def announce() -> None:
+    """Say to the first process that this one is about to join the group."""
+    place = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    place.set(_place(int(os.environ["RANK"])), "")
+
+
+def _place(rank: int) -> str:
+    return f"arrived/{rank}"
 
 
 def device_of(device: torch.device, rank: int) -> torch.device:

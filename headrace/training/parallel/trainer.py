@@ -345,6 +345,7 @@ def open_ranks(
         gc.collect()
     others = ranks.Ranks(config, folder)
     try:
+        others.wait()
         trainer = joined(config, folder, 0, others.store)
     except (TrainerError, checkpoint.CheckpointError):
         others.end()
