@@ -96,9 +96,9 @@ class Ranks:
         with self._lock:
             if self._ending.is_set():
                 return
-            self._ending.set()
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             self.why = f"rank {rank} (process {self.processes[rank - 1].pid}) {how}{self._last_words(rank)}"
+            self._ending.set()  # after the text, which its waiters read
             self._kill()
 
     def _last_words(self, rank: int) -> str:
