@@ -89,12 +89,23 @@ def test_tokens_of_every_mixture(name: str, dtype: Dtype, counts: Iterable[int])
             assert torch.equal(few, many[:rows]), rows
 
 
+def few_rows_differ(config: PolicyConfig, seed: int) -> bool:
+    """Whether the router's product of 4 to 8 rows differs from that of the same rows among 64."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = cancelling(generator, config.torch_dtype, 64, (config.experts, config.dim))
+    many = batch_invariant.linear(x, weight, 4)
+    return any(not torch.equal(batch_invariant.linear(x[:rows], weight, 4), many[:rows]) for rows in range(4, 9))
+
+
 @pytest.mark.parametrize(("config", "needed"), [(tiny.config("bfloat16"), 16), (study("bfloat16"), 8)])
 def test_the_probe_sees_the_path_of_small_products(
     monkeypatch: pytest.MonkeyPatch, config: PolicyConfig, needed: int
 ) -> None:
-    """Without `least_rows` the routers need 9 and 5 rows: random operands missed it in 197 of 200 seeds."""
+    """Without `least_rows` the routers need 9 and 5 rows: random operands missed it in 197 of 200 seeds. Not every
+    processor has such a path; where the probe's operands and a direct look at the router find none, none is needed."""
     monkeypatch.setattr(batch_invariant, "SMALL", 0)
+    if not any(few_rows_differ(config, seed) for seed in range(20)):
+        pytest.skip("this processor multiplies a router's few rows as it multiplies many")
     for seed in range(3):
         numerics = probe(config, seed=seed)
         assert not numerics.exact or numerics.row_pad >= needed

@@ -31,7 +31,7 @@ _RUN = f"""
 import os, sys, time
 later = int(sys.argv[1])
 if later:
-    sys.modules["_datetime"] = None
+    sys.modules["_datetime"] = sys.modules["_zoneinfo"] = None  # the second is built on the first
     now, now_ns, local, utc, text = time.time, time.time_ns, time.localtime, time.gmtime, time.strftime
     time.time = lambda: now() + later
     time.time_ns = lambda: now_ns() + later * 10**9
