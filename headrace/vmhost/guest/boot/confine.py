@@ -65,6 +65,8 @@ REFUSED = {
 CGROUPS = "/sys/fs/cgroup"
 RESERVE, AGENT = 8 << 20, 5 << 20
 """Bytes that no slot may use: those of the kernel, and those that each other slot's agent needs to go on answering."""
+WORKING = 6 << 20
+"""Bytes of a slot's tools that its workspace and /tmp leave free when both are full: a shell and rm still run then."""
 
 
 _AGENT_WEIGHT = 10000

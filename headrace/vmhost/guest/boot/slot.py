@@ -51,12 +51,22 @@ class Slot:
     """The control group of the slot's tools, once the slot is open."""
 
     def __init__(self, number: int, port: int, size_mb: int) -> None:
-        """port: descriptor of the slot's channel; size_mb: capacity of the workspace and of /tmp, each."""
+        """port: descriptor of the slot's channel; size_mb: capacity of the workspace, and the most that /tmp gets."""
         self.port = port
         self.tool, self.agent = TOOL_UID + number, AGENT_UID + number
         self.size = size_mb
         self.memory = 1 << 62
         """Limit of the slot's control group in bytes; files in the slot's tmpfs count."""
+
+    @property
+    def tmp_mb(self) -> int:
+        """Capacity of /tmp in MiB: what the tools' memory holds beside a full workspace and a running command.
+
+        How much memory is free when the slots are opened differs by a few hundred kilobytes from one template to the
+        next. With a fixed capacity two full file systems took all of the memory in some of them, and no command ran.
+        """
+        free = self.memory - confine.AGENT - confine.WORKING - (self.size << 20)
+        return max(1, min(self.size, free >> 20))
 
     def open(self, others: list[int]) -> int:
         """Start the slot and return the pid of its first process in the root namespace.
@@ -127,7 +137,7 @@ class Slot:
         confine.hide()
         owner = f"uid={self.tool},gid={self.tool}"
         mount("workspace", ROOT, "tmpfs", NOSUID | NODEV, f"size={self.size}m,mode=755,{owner}")
-        mount("tmp", "/tmp", "tmpfs", NOSUID | NODEV, f"size={self.size}m,mode=1777")
+        mount("tmp", "/tmp", "tmpfs", NOSUID | NODEV, f"size={self.tmp_mb}m,mode=1777")
         mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
         mount_devices("/dev", self.size)
         for path in ("/dev", "/sys", "/"):
