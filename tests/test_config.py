@@ -154,6 +154,7 @@ def test_every_key_has_a_range() -> None:
         (["policy.head_dim=31"], "policy.head_dim: expected an even number"),
         (["environment.max_vms=2"], "environment.max_vms: expected more than judge_share"),
         (["environment.warm=9"], "environment.warm: expected at most max_vms"),
+        (["sandboxes.memory_mib=63"], "sandboxes.memory_mib: expected 0 or at least 64, got 63"),
         (["weights.collect_chains=1"], "weights.collect_chains: expected 0 or at least 2"),
         (["processes.groups=[[]]"], "processes.groups: expected at least one actor"),
         (["processes.groups=[['rollout:a', 'rollout:a']]"], "processes.groups: expected every name:id once"),

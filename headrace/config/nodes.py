@@ -119,12 +119,17 @@ class Search(Section, frozen=True, kw_only=True):
     """How long a search waits for vectors; after that it is a keyword search, and the answer says so."""
 
 
+LEAST_MEMORY_MIB = 64
+"""As `messages.tasks.LEAST_MEMORY_MIB`."""
+
+
 class Sandboxes(Section, frozen=True, kw_only=True):
     """Limits of a sandbox whose task sets none; 0: only those of `[environment]`. A sandbox with a limit has a machine
     of its own, and a node whose backend cannot enforce the limit refuses it (docs/sandboxes.md)."""
 
     vcpus: Annotated[int, Meta(ge=0, le=1024)] = 0
     memory_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
+    """0, or at least 64."""
     disk_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
     """At most three quarters of the memory, because a sandbox keeps its files in memory."""
 

@@ -7,6 +7,7 @@ configuration is read, and the first one that fails is the error.
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from headrace.config.nodes import LEAST_MEMORY_MIB
 from headrace.config.tree import Config
 
 Problem = tuple[str, str]
@@ -212,6 +213,12 @@ def _processes(config: Config) -> Iterator[Problem]:
             return
 
 
+def _sandboxes(config: Config) -> Iterator[Problem]:
+    memory = config.sandboxes.memory_mib
+    if 0 < memory < LEAST_MEMORY_MIB:
+        yield "sandboxes.memory_mib", f"expected 0 or at least {LEAST_MEMORY_MIB}, got {memory}"
+
+
 RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _limits,
     _curriculum,
@@ -227,4 +234,5 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _weights,
     _production,
     _processes,
+    _sandboxes,
 )

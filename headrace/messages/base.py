@@ -17,6 +17,14 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 """A count, an index or a sequence. The range is checked when a message is read, not when it is made."""
 Version = Annotated[int, Meta(ge=-1, le=2**53)]
 """A policy version, -1 for none."""
+Integer = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+"""A duration that may reach a timer; neither NaN nor infinite, as are the next three."""
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
+"""A measured number that is not negative, or a moment in seconds since 1970."""
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9_-]+(\.[a-z0-9_-]+)*$", max_length=200)]
 """The name of a group or trajectory: legal at the end of a subject. Groups of users are ``<user hash>.<id>``."""
 
@@ -39,10 +47,12 @@ class Array(msgspec.Struct, frozen=True):
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
     data: bytes
 
     def __post_init__(self) -> None:
+        if self.dtype not in _CODES:
+            raise ValueError(f"array of {self.dtype[:20]!r}: expected a dtype among {', '.join(_CODES)}")
         count = 1
         for side in self.shape:
             count *= side

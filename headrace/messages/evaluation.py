@@ -1,6 +1,6 @@
 """Evaluation of a policy on tasks that it is not trained on."""
 
-from headrace.messages.base import Count, Message, Version, message
+from headrace.messages.base import Count, Finite, Message, Seed, Share, Version, message
 from headrace.messages.rollout import Limits, PolicyRef, Sampling, ToolWording
 from headrace.messages.sandbox import Isolation
 
@@ -19,7 +19,7 @@ class EvalRequest(Message, frozen=True, kw_only=True):
     limits: Limits = Limits()
     isolation: Isolation = "group"
     reason: str = ""
-    seed: int = 0
+    seed: Seed = 0
     wording: ToolWording | None = None
     """Other words for the tools; each of its groups draws from this seed and its name."""
 
@@ -35,11 +35,11 @@ class EvalResult(Message, frozen=True, kw_only=True):
     version: Version
     tasks: Count
     passed: Count
-    rate: float
+    rate: Share
     infra_failures: Count
     passes: dict[str, bool] = {}
     """Whether each measured task passed: two evaluations of the same tasks are compared task by task."""
-    families: dict[str, tuple[int, int]] = {}
+    families: dict[str, tuple[Count, Count]] = {}
     """Family to (passed, tasks)."""
     reason: str = ""
-    seconds: float = 0.0
+    seconds: Finite = 0.0

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.messages.base import Count, Message, Name, Version, message
+from headrace.messages.base import Amount, Count, Finite, Message, Name, Share, Version, message
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Lane
 from headrace.messages.sandbox import TestOutcome
@@ -15,10 +15,10 @@ from headrace.messages.tasks import TaskRef
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     """The agreement of a rubric judge with labels on one criterion, from the judge's card."""
 
-    kappa: float
+    kappa: Finite
     """Cohen's kappa."""
-    low: float
-    high: float
+    low: Finite
+    high: Finite
     """Its 95 % interval, by bootstrap over the pairs."""
     pairs: Count
 
@@ -27,10 +27,10 @@ class CriterionScore(msgspec.Struct, frozen=True, kw_only=True):
     """A rubric judge's answer about one criterion."""
 
     id: str
-    weight: float
+    weight: Amount
     """The weight that counted: 0 where the judge's card says that it cannot judge this criterion."""
     pitfall: bool = False
-    met: float
+    met: Share
     """Share of votes that found the criterion met."""
     reason: str = ""
     """The first vote's reason."""
@@ -48,7 +48,7 @@ class RubricScore(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     model_hash: str = ""
     """sha256 of the judge model's files (`[judge] model_folder`), else of its name at the endpoint. A run has one."""
-    value: float
+    value: Finite
     """Weights of the criteria that are met, minus those of the pitfalls, by the sum of the criteria's weights."""
     criteria: tuple[CriterionScore, ...]
     calls: Count
@@ -56,16 +56,16 @@ class RubricScore(msgspec.Struct, frozen=True, kw_only=True):
     cached: Count
     prompt_tokens: Count
     completion_tokens: Count
-    cost: float
+    cost: Amount
     """Cost by the configured prices."""
 
 
 class TurnRewards(msgspec.Struct, frozen=True, kw_only=True):
     """A reward that also gives each turn one of its own."""
 
-    final: float = 0.0
+    final: Finite = 0.0
     """For the attempt as a whole."""
-    turns: tuple[float, ...]
+    turns: tuple[Finite, ...]
     """One for each turn of the Trajectory, in order; 0.0 where a turn earns nothing."""
 
     @property
@@ -88,15 +88,15 @@ class Score(Message, frozen=True, kw_only=True):
     family: str
     judge_version: str
     verdict: Literal["passed", "failed", "cheating", "candidate_crash"]
-    reward: float
+    reward: Finite
     """The reward after penalties (length), rewards of turns included. Pass rates count verdicts, not rewards."""
     by_turn: TurnRewards | None = None
     """The reward's part for each turn; None where the attempt has one reward."""
     passed: bool
     tests: tuple[TestOutcome, ...] = ()
-    value: float | None = None
+    value: Finite | None = None
     """The number that a reward file or a checker gave; None where tests decide."""
-    parts: dict[str, float] = {}
+    parts: dict[str, Finite] = {}
     """The parts whose sum is the reward, by name; a reward from outside the package is one part."""
     rubric: RubricScore | None = None
     suspicions: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ class Score(Message, frozen=True, kw_only=True):
     sampled_tokens: Count = 0
     turns: Count = 0
     calls: Count = 0
-    wall_ms: float = 0.0
+    wall_ms: Finite = 0.0
 
     @property
     def final_reward(self) -> float:
@@ -142,17 +142,17 @@ class Certificate(Message, frozen=True, kw_only=True):
     """``uncertifiable``: there is no known solution to examine."""
     reasons: tuple[str, ...] = ()
     """Why the task is not certified."""
-    gold_runs: int = 0
-    gold_passed: int = 0
+    gold_runs: Count = 0
+    gold_passed: Count = 0
     """Examinations of the known solution, and how many passed; both numbers differ for a flaky task."""
     noop: str = ""
     """The decision on the untouched repository."""
     stub: str = ""
     """The decision on the solution with empty function bodies; empty where it changes no function."""
-    mutants: int = 0
-    killed: int = 0
+    mutants: Count = 0
+    killed: Count = 0
     """Mutations of the solution's changed functions, and how many of them the tests refuse."""
-    equivalent: int = 0
+    equivalent: Count = 0
     """Further mutations that the suite itself shows to behave like the solution; `mutants` does not count them."""
     survivors: tuple[str, ...] = ()
     """The mutations that pass. Where a suite cannot compare behaviour, some of them may behave like the solution."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.messages.base import Count, Message, Name, Version, message
+from headrace.messages.base import Count, Finite, Message, Name, Seed, Version, message
 from headrace.messages.rollout import Lane
 from headrace.messages.tasks import TaskRef
 
@@ -27,7 +27,7 @@ class SlotIssued(Message, frozen=True, kw_only=True):
     attempt: Count
     group_size: Count
     task: TaskRef
-    seed: int
+    seed: Seed
     min_version: Count
     speculative: bool = msgspec.field(default=False, name="beside")
     """The previous attempt is still running; of the two, the one that is scored first counts."""
@@ -40,7 +40,7 @@ class ClosedSlot(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Count
     trajectory_seq: Count
     score_seq: Count
-    reward: float
+    reward: Finite
     oldest_version: Version
 
 

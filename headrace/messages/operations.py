@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from headrace.messages.base import Count, Message, message
+from headrace.messages.base import Amount, Count, Finite, Message, message
 
 
 @message("event")
@@ -31,7 +31,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     state: Literal["starting", "running", "draining", "stopped"]
     run: str = ""
     status: str = ""
-    busy: float = 0.0
+    busy: Finite = 0.0
     """Share of the last interval, 0 to 1, in which the actor did not wait for input or credit."""
 
 
@@ -42,7 +42,7 @@ class Metric(Message, frozen=True, kw_only=True):
     actor: str
     id: str
     run: str
-    time: float
+    time: Amount
     values: dict[str, float]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.messages.base import Array, Count, Message, Name, Version, message
+from headrace.messages.base import Array, Count, Finite, Message, Name, Seconds, Seed, Version, message
 from headrace.messages.operations import BlobRef
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import Change, Isolation
@@ -33,7 +33,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0
     max_turn_tokens: Count = 64
-    seed: int = 0
+    seed: Seed = 0
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens over the whole trajectory."""
     context_tokens: Count = 768
     """Context length at which the policy is asked for a summary and a new segment starts."""
-    wall_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 120.0
+    wall_s: Seconds = 120.0
     max_parallel_calls: Count = 6
     reserve_tokens: Count = 0
     """Tokens of context that are reserved for a summary with its thinking: the summary is requested this many tokens
@@ -59,7 +59,7 @@ class ToolWording(msgspec.Struct, frozen=True, kw_only=True):
 
     words: Literal["train", "heldout"]
     """``heldout``: the words that no training group gets."""
-    seed: int
+    seed: Seed
     """Seed of the names, the order and the descriptions."""
 
 
@@ -72,7 +72,7 @@ class Workspace(msgspec.Struct, frozen=True, kw_only=True):
     """Earlier requests in it."""
     node: str = ""
     """Where it was last; empty at the beginning."""
-    hold_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    hold_s: Seconds = 0.0
     """How long it is held after the attempt."""
 
 
@@ -101,7 +101,7 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
     slot: Count
     attempt: Count
     task: TaskRef
-    seed: int
+    seed: Seed
     policy: PolicyRef = PolicyRef()
     min_version: Count = 0
     sampling: Sampling = Sampling()
@@ -113,9 +113,9 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
     """The user's repository, path to content, in place of the task's (production lane)."""
     handovers: Count = 0
     """Number of times that a rollout actor published the request again, because it was drained or found no sandbox."""
-    waited_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    waited_s: Seconds = 0.0
     """How long its rollout actors have waited for a sandbox."""
-    unanswered_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    unanswered_s: Seconds = 0.0
     """The last part of that wait, in which no environment node has answered."""
     workspace: Workspace | None = None
     """The sandbox to work in and to hold afterwards; None: one of its own, released at the end."""
@@ -149,7 +149,7 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     output: str
     truncated: bool = False
-    wall_ms: float = 0.0
+    wall_ms: Finite = 0.0
     retrieved: Retrieved | None = None
     """The evidence of a semantic search."""
 
@@ -237,7 +237,7 @@ class Trajectory(Message, frozen=True, kw_only=True):
     id: Name
     task: TaskRef
     family: str
-    seed: int
+    seed: Seed
     policy: PolicyRef
     sampling: Sampling
     outcome: Literal["finished", "max_turns", "max_tokens", "wall_time", "context", "sandbox_limit", "cancelled"]
@@ -262,8 +262,8 @@ class Trajectory(Message, frozen=True, kw_only=True):
     """The wording of the request. A replay renders the prompts from it, the bundle and the task."""
     backend: str = ""
     isolation: Isolation = "group"
-    wall_s: float = 0.0
-    malformed_calls: int = 0
+    wall_s: Finite = 0.0
+    malformed_calls: Count = 0
     rollout: str = ""
     """Id of the rollout actor that finished the attempt."""
     plugins: tuple[Plugin, ...] = ()
@@ -305,7 +305,7 @@ class RendererBundle(Message, frozen=True, kw_only=True, dict=True):
     """Variables that the template gets, such as ``enable_thinking``."""
     special_tokens: dict[str, str] = {}
     """Variables that name tokens, such as ``bos_token``."""
-    eos_ids: tuple[int, ...] = ()
+    eos_ids: tuple[Count, ...] = ()
     """End-of-sequence ids of the checkpoint's generation_config.json."""
     generation: dict[str, bool | int | float | str | list[int]] = {}
     """The rest of generation_config.json, for an export of the policy."""

@@ -4,7 +4,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from headrace.messages.base import Count, Message, message
+from headrace.messages.base import Count, Finite, Message, message
 
 Mode = Literal["keyword", "hybrid"]
 """``keyword``: by words alone, while vectors are computed. ``hybrid``: by words and vectors."""
@@ -30,7 +30,7 @@ class Hit(msgspec.Struct, frozen=True):
     """The number of its first line."""
     lines: tuple[str, ...]
     chunk: str
-    score: float
+    score: Finite
 
 
 @message("search_request")

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from headrace.messages.base import Count, Seconds
+
 PREFIX = "hr"
 _TOKEN = re.compile(r"^[a-z0-9_-]+$")
 
@@ -57,13 +59,13 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     subjects: tuple[str, ...]
     retention: Literal["limits", "workqueue"] = "limits"
     discard: Literal["old", "new"] = "new"
-    max_age_s: float = 0.0
+    max_age_s: Seconds = 0.0
     """0 keeps for ever."""
-    max_bytes: int = 1 << 30
-    duplicate_window_s: float = 120.0
+    max_bytes: Count = 1 << 30
+    duplicate_window_s: Seconds = 120.0
     expiring: bool = False
     """Messages may carry an expiry of their own (``Nats-TTL``)."""
-    queued_payloads_s: float = 0.0
+    queued_payloads_s: Seconds = 0.0
     """Of a work queue, whose records go when they are handled: how long their payloads live."""
     note: str = ""
 

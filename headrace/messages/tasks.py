@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from headrace.messages.base import Message, message
+from headrace.messages.base import Finite, Integer, Message, message
 
 CANARY = "canary/"
 """Prefix of a suite's name: its tasks, made unsolvable (tasks/impossible.py)."""
@@ -34,6 +34,12 @@ DEFAULT_TOOLS = (
 semantic_search."""
 
 
+LONGEST_TEST_S = 86_400.0
+"""An endless limit would hold a judge's sandbox for ever."""
+LEAST_MEMORY_MIB = 64
+"""A smaller sandbox cannot start the program that serves its calls."""
+
+
 class TaskRef(msgspec.Struct, frozen=True):
     """Names a task: the suite as `headrace.tasks.open_suite` knows it, and the task's id inside it."""
 
@@ -52,10 +58,18 @@ class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     vcpus: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Processors. A node with fewer gives all that it has."""
     memory_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
+    """0, or at least `LEAST_MEMORY_MIB`; ValueError."""
     disk_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
     """Files that its programs write. They lie in the sandbox's memory and count there as well."""
     time_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     """Duration of an episode, in place of `[limits] wall_s`. The tests have a limit of their own (`TestPlan`)."""
+
+    def __post_init__(self) -> None:
+        if 0 < self.memory_mib < LEAST_MEMORY_MIB:
+            raise ValueError(
+                f"memory_mib of a sandbox: expected 0, for the node's own, or at least {LEAST_MEMORY_MIB}, "
+                f"got {self.memory_mib}"
+            )
 
     def over(self, defaults: "SandboxLimits") -> "SandboxLimits":
         """These limits, and the defaults where there is none."""
@@ -82,7 +96,13 @@ class TestPlan(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["functions", "pytest", "command"] = "functions"
     paths: tuple[str, ...] = ()
     argv: tuple[str, ...] = ()
-    timeout_s: float = 30.0
+    timeout_s: Annotated[float, Meta(ge=0.0, le=LONGEST_TEST_S)] = 30.0
+    """Above 0 and at most `LONGEST_TEST_S`; ValueError. It is checked here, because plugins make tasks in code."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.timeout_s <= LONGEST_TEST_S:
+            wanted = f"seconds above 0 and at most {LONGEST_TEST_S:g}"
+            raise ValueError(f"timeout_s of tests: expected {wanted}, got {self.timeout_s!r:.80}")
 
 
 class CheatRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +122,7 @@ class Criterion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     id: str
     text: str
     """One atomic statement, such as "The change touches no file that the task does not name"."""
-    weight: float = 1.0
+    weight: Finite = 1.0
     pitfall: bool = False
     """A statement that should not hold: its weight is subtracted when it is met."""
 
@@ -123,7 +143,7 @@ class Grading(msgspec.Struct, frozen=True, kw_only=True):
     """Parser of the command's log (judging/logs); empty: the sandbox reports the tests."""
     file: str = ""
     """The log that the parser reads, or the reward file; empty: the command's output."""
-    passes_at: float = 1.0
+    passes_at: Finite = 1.0
     checker: str = ""
     """A name of the registry `headrace.checkers`, or ``module:attribute``."""
     reference: dict[str, str] = {}
@@ -191,7 +211,7 @@ class Oracle(Message, frozen=True, kw_only=True):
     """Test ids that have to be reported as passed; a missing or other id is a failure."""
     sealed: dict[str, bytes] = {}
     """Hidden files as the judge runs them, without the literals that they compare with (tasks/sealing.py)."""
-    answers: dict[str, tuple[tuple[int, str], ...]] = {}
+    answers: dict[str, tuple[tuple[Integer, str], ...]] = {}
     """Test id to its comparisons in order, each with the literal that was removed from it."""
     solution: dict[str, bytes]
     """Files that pass the hidden tests: for the scripted oracle policy, and to verify the task."""

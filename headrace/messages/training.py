@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from headrace.messages.base import Count, Message, Name, Version, message
+from headrace.messages.base import Count, Finite, Message, Name, Seed, Version, message
 from headrace.messages.plugins import Plugin
 
 
@@ -13,7 +13,7 @@ class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     group: Name
     close_seq: Count
-    slots: tuple[tuple[int, int], ...]
+    slots: tuple[tuple[Count, Count], ...]
 
 
 @message("step_manifest")
@@ -27,7 +27,7 @@ class StepManifest(Message, frozen=True, kw_only=True):
     version: Count
     base_hash: str
     groups: tuple[BatchGroup, ...]
-    seed: int
+    seed: Seed
     code: str
     """Version of the package, and the git revision where there is one."""
     fingerprint: str
@@ -47,7 +47,7 @@ class EngineMismatch(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     same_fingerprint: bool
     """Whether the engine has the trainer's fingerprint: in exact mode every figure below is then 0."""
-    tokens: int = 0
+    tokens: Count = 0
     k1: float = 0.0
     k3: float = 0.0
     max_abs_dlp: float = 0.0
@@ -65,27 +65,27 @@ class StepFigures(Message, frozen=True, kw_only=True):
     state_hash: str
     loss: float = 0.0
     grad_norm: float = 0.0
-    learning_rate: float = 0.0
+    learning_rate: Finite = 0.0
     reward_mean: float = 0.0
     turn_reward_mean: float | None = None
     """Mean over the turns of attempts whose reward gives each turn its own; None without any."""
     pass_rate: float = 0.0
-    trained_slots: int = 0
-    tokens: int = 0
-    staleness: dict[str, int] = {}
+    trained_slots: Count = 0
+    tokens: Count = 0
+    staleness: dict[str, Count] = {}
     """Staleness (k minus the version that wrote a token), as text, to number of sampled tokens."""
-    staleness_max: int = 0
+    staleness_max: Count = 0
     k1: float = 0.0
     k3: float = 0.0
     max_abs_dlp: float = math.nan
     """Largest |sampler - trainer| log-probability over the re-scored sample; NaN when none was re-scored."""
-    rescored_tokens: int = 0
+    rescored_tokens: Count = 0
     exact: bool = False
     """Sampler and trainer have one fingerprint in exact mode: `max_abs_dlp` must be 0."""
     entropy: float = 0.0
     clipped: float = 0.0
     """Share of computed tokens whose importance weight was cut."""
-    seconds: float = 0.0
+    seconds: Finite = 0.0
     engines: tuple[EngineMismatch, ...] = ()
     alarm: str = ""
     """Engines above a limit of [numerics] or with another fingerprint; empty when there is none."""
@@ -96,26 +96,26 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     before it to its own end, so it holds the checkpoint of the version before and what it waited for its publishing. In
     a group of processes these are the seconds of the first one."""
 
-    seconds: dict[str, float]
+    seconds: dict[str, Finite]
     """Seconds by cause; their sum is the step's wall time. busy: computing; batch: waiting for the batch; rescore:
     scoring trajectories again; straggler: waiting for a slower process; communication: collectives; publish:
     waiting until the version before is copied and its outcome is written; checkpoint; records: reading and writing
     records."""
-    wall_s: float
-    trained_tokens: int = 0
+    wall_s: Finite
+    trained_tokens: Count = 0
     """Sampled tokens with a gradient."""
-    forwarded_tokens: int = 0
+    forwarded_tokens: Count = 0
     """Inputs of every forward pass."""
-    model_flops: float = 0.0
+    model_flops: Finite = 0.0
     """Predicted operations of one forward and one backward pass of the trained segments."""
-    hardware_flops: float = 0.0
+    hardware_flops: Finite = 0.0
     """With re-scoring, proximal and reference policies, and recomputed activations."""
-    peak_flops: float = 0.0
+    peak_flops: Finite = 0.0
     """Operations per second that all devices could do; 0 where it is not known."""
-    between_s: float = 0.0
+    between_s: Finite = 0.0
     """Seconds from the update of the step before to this step's first forward pass, without the wait for the batch; 0
     where that step made no update."""
-    expert_load: float = 0.0
+    expert_load: Finite = 0.0
     """Routed rows of the busiest expert over the mean expert's, of the worst layer; 0 without a mixture."""
 
     @property
@@ -144,15 +144,15 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
 class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     """Behaviour in a step: means over its attempts that called a tool."""
 
-    calls_per_turn: float
+    calls_per_turn: Finite
     """Calls per turn that has a call."""
-    reads_before_edit: float
+    reads_before_edit: Finite
     """Reads and searches before the first edit."""
-    tested: float
+    tested: Finite
     """Share of attempts that ran the tests after their last edit."""
-    lint_fixed: float
+    lint_fixed: Finite
     """Problems of the linter that were gone the next time it ran over the same files."""
-    asked: float
+    asked: Finite
     """Share of attempts whose last message to the user holds a question."""
 
 
@@ -165,8 +165,8 @@ class StepDone(StepFigures, frozen=True, kw_only=True):
     incarnation: Count = 0
     manifest_seq: Count
     groups: tuple[str, ...]
-    staleness_bound: int
-    waited_s: float
+    staleness_bound: Count
+    waited_s: Finite
     behaviour: Behaviour | None = None
     """None where no attempt called a tool."""
     efficiency: Efficiency | None = None
@@ -185,7 +185,7 @@ class StepFailed(Message, frozen=True, kw_only=True):
     state_hash: str
     manifest_seq: Count
     groups: tuple[str, ...]
-    dropped_slots: int
+    dropped_slots: Count
     reason: str
     detail: str = ""
     command: str = ""
@@ -203,7 +203,7 @@ class SnapshotReady(Message, frozen=True, kw_only=True):
     path: str
     state_hash: str
     bytes: Count
-    learning_rate: float = 0.0
-    written_s: float = 0.0
+    learning_rate: Finite = 0.0
+    written_s: Finite = 0.0
     """Seconds from the end of the step until the file was durable, most of them behind the next step; 0 for a file that
     existed."""

@@ -6,7 +6,7 @@ their signatures still hold.
 
 import msgspec
 
-from headrace.messages.base import Count, Message, Version, message
+from headrace.messages.base import Count, Finite, Message, Version, message
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -14,8 +14,8 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    shard: int = 0
+    shape: tuple[Count, ...]
+    shard: Count = 0
 
 
 class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +62,8 @@ class WeightManifest(Message, frozen=True, kw_only=True):
     wire_bytes: Count
     changed: Count
     elements: Count
-    learning_rate: float = 0.0
-    encode_s: float = 0.0
+    learning_rate: Finite = 0.0
+    encode_s: Finite = 0.0
     precision: str = ""
     """The rounding from the trainer's bytes to the published bytes; empty when the two are equal."""
     source_hash: str = ""
@@ -102,9 +102,9 @@ class WeightSquash(Message, frozen=True, kw_only=True):
     state_hash: str
     base_version: Version
     base_hash: str
-    manifest_seq: int
+    manifest_seq: Count
     """Stream sequence of the manifest of the squashed delta."""
-    wire_bytes: int
+    wire_bytes: Count
     signer: str = ""
     signature: bytes = b""
 
@@ -119,7 +119,7 @@ class WeightsStaged(Message, frozen=True, kw_only=True):
     version: Count
     path: str
     state_hash: str
-    stage_s: float
+    stage_s: Finite
 
 
 @message("weights_swapped")
@@ -131,4 +131,4 @@ class WeightsSwapped(Message, frozen=True, kw_only=True):
     node: str
     version: Count
     state_hash: str
-    pause_ms: float
+    pause_ms: Finite

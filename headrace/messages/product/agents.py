@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.messages.base import Message, Name, message
+from headrace.messages.base import Amount, Integer, Message, Name, Seconds, message
 from headrace.messages.rollout import PolicyRef
 
 
@@ -14,8 +14,8 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     prompt: str
     state: Literal["RUNNING", "FINISHED", "ERROR", "CANCELLED"] = "RUNNING"
-    created: float
-    ended: float = 0.0
+    created: Amount
+    ended: Amount = 0.0
     detail: str = ""
     changed: tuple[str, ...] = ()
     """Paths that it wrote or deleted."""
@@ -25,7 +25,7 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     """The sandbox of the previous run was gone, so this run began with that run's files alone."""
     added: tuple[str, ...] = ()
     """Digests of the lines that a finished run added, for the signal `persistence`."""
-    check_code: int | None = None
+    check_code: Integer | None = None
     """Exit code of the set's check on the files of a finished run; None where it was not run."""
     check_output: str = ""
     """The end of its output, or why it was not run."""
@@ -90,10 +90,10 @@ class WorkspaceCommand(Message, frozen=True, kw_only=True):
     files: dict[str, bytes] = {}
     command: str = ""
     """For ``sh -c``; empty: none."""
-    timeout_s: float = 120.0
+    timeout_s: Seconds = 120.0
     copies: tuple[Name, ...] = ()
     """Workspaces that begin in a fork of the sandbox (`Workspace.name`), and the files are pulled for them."""
-    hold_s: float = 0.0
+    hold_s: Seconds = 0.0
     """How long a fork is held for its first attempt."""
 
 
@@ -101,7 +101,7 @@ class WorkspaceCommand(Message, frozen=True, kw_only=True):
 class WorkspaceReport(Message, frozen=True, kw_only=True):
     """The answer to a WorkspaceCommand."""
 
-    code: int = 0
+    code: Integer = 0
     output: str = ""
     """The end of stdout and stderr."""
     files: dict[str, bytes] = {}

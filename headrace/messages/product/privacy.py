@@ -2,7 +2,7 @@
 
 import msgspec
 
-from headrace.messages.base import Count, Message, Version, message
+from headrace.messages.base import Amount, Count, Message, Version, message
 
 
 def denied_key(run: str, user: str) -> str:
@@ -38,9 +38,9 @@ class DeniedUser(Message, frozen=True, kw_only=True):
 
     run: str
     user: str
-    since: float
+    since: Amount
     """Seconds since the epoch."""
-    readmitted: float = 0.0
+    readmitted: Amount = 0.0
     """Seconds since the epoch at which the user was taken off the list; 0.0 while the user is on it."""
 
 
@@ -53,7 +53,7 @@ class PurgedRecords(msgspec.Struct, frozen=True, kw_only=True):
     by_content: bool = False
     """Found by the user's hash in the content: other records on these subjects stay."""
     count: Count = 0
-    sequences: tuple[tuple[int, int], ...] = ()
+    sequences: tuple[tuple[Count, Count], ...] = ()
     """First and last of every range; empty for chunks of blobs and for values of buckets."""
     sha256: str = ""
     """Over the SHA-256 of every record's payload, in order; of chunks and values over their subjects."""
@@ -65,9 +65,9 @@ class PurgeStatement(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     user: str
     branch: str
-    asked: float
+    asked: Amount
     """Seconds since the epoch."""
-    ended: float
+    ended: Amount
     """Seconds since the epoch at which a pass over all streams found nothing more."""
     records: tuple[PurgedRecords, ...]
     ended_requests: tuple[str, ...]
@@ -75,7 +75,7 @@ class PurgeStatement(msgspec.Struct, frozen=True, kw_only=True):
     ratings: Count
     last_version_before: Version
     """The newest branch version that no purged rating had a part in; -1 when none had a part in any version."""
-    absorbed_steps: tuple[int, ...]
+    absorbed_steps: tuple[Count, ...]
     """Steps of the branch that trained on purged ratings. Every version after the first of them keeps what it
     learned."""
     pending_groups: tuple[str, ...]

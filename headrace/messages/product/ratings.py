@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.messages.base import Count, Message, Version, message
+from headrace.messages.base import Amount, Count, Finite, Message, Share, Version, message
 from headrace.messages.rollout import PolicyRef
 
 Fate = Literal["late", "capped", "opted_out", "unattributed", "superseded", "discarded", "closed"]
@@ -123,7 +123,7 @@ class PairedFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Tasks that only the candidate passed."""
     lost: Count = 0
     """Tasks that only the promoted version passed."""
-    lower: float = 0.0
+    lower: Finite = 0.0
     """Lower confidence bound of the difference of the pass rates."""
 
 
@@ -137,11 +137,11 @@ class GateState(Message, frozen=True, kw_only=True):
     candidate: PolicyRef = PolicyRef()
     promoted: PolicyRef = PolicyRef()
     """The version that it is compared with."""
-    share: float = 0.0
+    share: Share = 0.0
     """Share of new sessions that the candidate serves."""
     step: Count = 0
     """Number of the canary stage."""
-    since: float = 0.0
+    since: Amount = 0.0
     """Seconds since the epoch at which the stage began."""
     seen_seq: Count = 0
     """Newest rating in HR_FEEDBACK that the arms hold."""
@@ -163,12 +163,12 @@ class GateVerdict(Message, frozen=True, kw_only=True):
     promoted: PolicyRef
     stage: Stage
     """The stage that begins."""
-    share: float = 0.0
+    share: Share = 0.0
     reason: str = ""
     benchmark: PairedFigures = PairedFigures()
     control: Arm = Arm()
     treated: Arm = Arm()
-    harm_p: float = 1.0
+    harm_p: Finite = 1.0
     """Always-valid p-value of the harm test in the stage that ends."""
     shadowed: Count = 0
     shadow_failed: Count = 0

@@ -1,10 +1,11 @@
 """Users, traffic, capacity that moves between lanes, and the turns of agents that run their own tools."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from headrace.messages.base import Count, Message, Version, message
+from headrace.messages.base import Amount, Count, Message, Seed, Share, Version, message
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling
 
 TurnStop = Literal["stop", "calls", "length"]
@@ -57,7 +58,7 @@ class Traffic(Message, frozen=True, kw_only=True):
     active: Count
     """Sessions that are running, and the most turns of clients at once since the report before."""
     waiting: Count
-    requests_per_s: float
+    requests_per_s: Amount
     capacity: Count
     run: str = ""
     """The run that serves the product; a scavenger reads the traffic of its own run."""
@@ -74,7 +75,7 @@ class CapacityLease(Message, frozen=True, kw_only=True):
     rollout: str
     lanes: tuple[str, ...]
     reason: str
-    since: float
+    since: Amount
 
 
 def lease_key(run: str, rollout: str) -> str:
@@ -89,8 +90,8 @@ class Promotion(Message, frozen=True, kw_only=True):
     run: str
     version: Version
     eval_id: str = ""
-    rate: float = 0.0
-    previous_rate: float = 0.0
+    rate: Share = 0.0
+    previous_rate: Share = 0.0
     reason: str = ""
     branch: str = ""
     """The run whose version it is; empty: `run` itself."""
@@ -111,7 +112,7 @@ class OpenSession(Message, frozen=True, kw_only=True):
     """A session that has not ended, kept in HR_SESSION so that the next gateway continues it."""
 
     request: RolloutRequest
-    started: float
+    started: Amount
     """Seconds since the epoch."""
     complete: bool = True
     """False: the request's files are too large to keep, so it cannot be tried again."""
@@ -134,7 +135,7 @@ class ClientTurn(Message, frozen=True, kw_only=True):
     tools: tuple[ClientTool, ...] = ()
     policy: PolicyRef = PolicyRef()
     sampling: Sampling = Sampling()
-    seed: int = 0
+    seed: Seed = 0
     context_tokens: Count = 0
     """Longest context of prompt and turn together."""
     count_only: bool = False
@@ -167,7 +168,7 @@ class ClientSessionEnd(Message, frozen=True, kw_only=True):
     training_allowed: bool
     policy: PolicyRef = PolicyRef()
     sampling: Sampling = Sampling()
-    seed: int = 0
+    seed: Seed = 0
 
 
 @message("client_session")
@@ -186,11 +187,11 @@ class ClientSession(Message, frozen=True, kw_only=True):
     segment: Count
     training_allowed: bool
     policy: PolicyRef = PolicyRef()
-    temperature: float = 1.0
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0
     """Temperature of its first turn."""
     untrainable: str = ""
     """Why it cannot be trained on; empty when it can."""
     rewrites: Count = 0
     """How often the client rewrote its history."""
-    last_used: float = 0.0
+    last_used: Amount = 0.0
     """Seconds since the epoch."""

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from headrace.messages.base import Message, message
+from headrace.messages.base import Count, Finite, Integer, Message, Seconds, Seed, message
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox.operations import Change, Op
 from headrace.messages.tasks import SandboxLimits
@@ -32,7 +32,7 @@ class OpResult(msgspec.Struct, frozen=True, kw_only=True):
 
     ok: bool = True
     error: str = ""
-    code: int = 0
+    code: Integer = 0
     stdout: str = ""
     stderr: str = ""
     data: bytes = b""
@@ -41,8 +41,8 @@ class OpResult(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
     timed_out: bool = False
     truncated: bool = False
-    wall_ms: float = 0.0
-    job: int = 0
+    wall_ms: Finite = 0.0
+    job: Integer = 0
     running: bool = False
     changes: tuple[Change, ...] = ()
     originals: dict[str, bytes] = {}
@@ -82,16 +82,16 @@ class Acquire(Message, frozen=True, kw_only=True):
     lane: str
     role: Role
     group: str
-    slot: int
-    attempt: int
+    slot: Count
+    attempt: Count
     isolation: Isolation
     template: str = "light"
     """A template, or an image of the node's store by name, reference or digest."""
     workdir: str = ""
     """The workspace's folder in an image, absolute; empty: the image's working directory."""
-    seed: int = 0
-    lease_s: float = 120.0
-    handovers: int = 0
+    seed: Seed = 0
+    lease_s: Seconds = 120.0
+    handovers: Count = 0
     hostname: str = ""
     """Host name inside; empty: the same in every sandbox."""
     network: tuple[str, ...] = ()
@@ -120,8 +120,8 @@ class SandboxKey(NamedTuple):
     lane: str
     role: Role
     group: str
-    slot: int
-    attempt: int
+    slot: Count
+    attempt: Count
 
     @classmethod
     def of(cls, request: Acquire) -> "SandboxKey":
@@ -150,7 +150,7 @@ class Acquired(Message, frozen=True, kw_only=True):
     node: str
     sandbox: str
     secret: str
-    epoch: int
+    epoch: Count
     backend: str
     capabilities: tuple[str, ...] = ()
     """Names of what the backend can do (vmhost/backend.py)."""
@@ -164,7 +164,7 @@ class SandboxCall(Message, frozen=True, kw_only=True):
 
     sandbox: str
     secret: str
-    epoch: int
+    epoch: Count
     call_id: str
     op: Op
 
@@ -184,8 +184,8 @@ class Renew(Message, frozen=True, kw_only=True):
 
     sandbox: str
     secret: str
-    epoch: int
-    lease_s: float = 120.0
+    epoch: Count
+    lease_s: Seconds = 120.0
 
 
 @message("release")
@@ -194,7 +194,7 @@ class Release(Message, frozen=True, kw_only=True):
 
     sandbox: str
     secret: str
-    epoch: int
+    epoch: Count
 
 
 @message("fork")
@@ -204,7 +204,7 @@ class Fork(Message, frozen=True, kw_only=True):
 
     sandbox: str
     secret: str
-    epoch: int
+    epoch: Count
     into: tuple[Acquire, ...]
 
 
@@ -222,7 +222,7 @@ class Checkpoint(Message, frozen=True, kw_only=True):
 
     sandbox: str
     secret: str
-    epoch: int
+    epoch: Count
     whole: bool = False
 
 
@@ -260,9 +260,9 @@ class ToolLog(Message, frozen=True, kw_only=True):
     run: str
     lane: str
     group: str
-    slot: int
+    slot: Count
     call_id: str
     op: str
     brief: str
     ok: bool
-    wall_ms: float
+    wall_ms: Finite

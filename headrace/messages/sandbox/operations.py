@@ -4,10 +4,12 @@ One set for production and training. The same structs travel from actor to actor
 (vmhost/protocol.py).
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from headrace.messages.base import Count, Integer, Seconds
 from headrace.messages.tasks import TestPlan
 
 
@@ -18,8 +20,8 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, tag="exec"):
     cwd: str = "."
     env: dict[str, str] = {}
     stdin: bytes = b""
-    timeout_s: float = 30.0
-    output_cap: int = 65536
+    timeout_s: Seconds = 30.0
+    output_cap: Count = 65536
     user: str = ""
     """Another user of an imported image, by name or number; the built-in images have one."""
 
@@ -43,8 +45,8 @@ class StartJob(msgspec.Struct, frozen=True, kw_only=True, tag="start_job"):
     """Whether FeedJob may send more."""
     terminal: bool = False
     """In a terminal of its own, 80 by 24: one stream, and input stays open."""
-    timeout_s: float = 3600.0
-    output_cap: int = 65536
+    timeout_s: Seconds = 3600.0
+    output_cap: Count = 65536
     user: str = ""
 
 
@@ -54,15 +56,15 @@ class FollowJob(msgspec.Struct, frozen=True, kw_only=True, tag="follow_job"):
     `OpResult.running` is False once the job has ended and all of its output was read; `code` is then its exit code.
     """
 
-    job: int
-    wait_s: float = 10.0
-    limit: int = 65536
+    job: Integer
+    wait_s: Seconds = 10.0
+    limit: Count = 65536
 
 
 class FeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="feed_job"):
     """Input for a job; `last` closes it (in a terminal: end of file)."""
 
-    job: int
+    job: Integer
     data: bytes = b""
     last: bool = False
 
@@ -70,8 +72,8 @@ class FeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="feed_job"):
 class StopJob(msgspec.Struct, frozen=True, kw_only=True, tag="stop_job"):
     """A signal for a job and all of its session."""
 
-    job: int
-    signal: int = 9
+    job: Integer
+    signal: Annotated[int, Meta(ge=1, le=64)] = 9
 
 
 class PushTar(msgspec.Struct, frozen=True, kw_only=True, tag="push_tar"):
@@ -86,14 +88,14 @@ class PullTar(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tar"):
     """Read a folder or file as a tar archive, in `OpResult.data`. A guest made the archive: unpack it with care."""
 
     path: str = "."
-    limit: int = 64 << 20
+    limit: Count = 64 << 20
 
 
 class ReadFile(msgspec.Struct, frozen=True, kw_only=True, tag="read_file"):
     """Content of one file (in `OpResult.data`), at most `limit` bytes."""
 
     path: str
-    limit: int = 1 << 20
+    limit: Count = 1 << 20
 
 
 class WriteFiles(msgspec.Struct, frozen=True, kw_only=True, tag="write_files"):
@@ -107,8 +109,8 @@ class ReplaceLines(msgspec.Struct, frozen=True, kw_only=True, tag="replace_lines
     """Replace lines first..last (1-based, inclusive) of a file by `text`; last = first - 1 inserts before first."""
 
     path: str
-    first: int
-    last: int
+    first: Count
+    last: Count
     text: str
 
 
@@ -116,7 +118,7 @@ class ListFiles(msgspec.Struct, frozen=True, kw_only=True, tag="list_files"):
     """Paths under the workspace that match a glob, sorted, in `OpResult.stdout`, one a line."""
 
     pattern: str = "**"
-    limit: int = 1000
+    limit: Count = 1000
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True, tag="search"):
@@ -124,8 +126,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True, tag="search"):
 
     pattern: str
     glob: str = "**"
-    context: int = 0
-    limit: int = 50
+    context: Count = 0
+    limit: Count = 50
 
 
 class RunTests(msgspec.Struct, frozen=True, kw_only=True, tag="run_tests"):
@@ -138,7 +140,7 @@ class PullTree(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tree"):
     """All files that match any of the globs, with a digest of the whole workspace, in `OpResult.files`/`digest`."""
 
     patterns: tuple[str, ...] = ("**",)
-    limit: int = 8 << 20
+    limit: Count = 8 << 20
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -147,7 +149,7 @@ class Change(msgspec.Struct, frozen=True):
     path: str
     kind: Literal["gone", "file", "folder", "link", "other"]
     """``gone``: the entry was removed. Otherwise: its present kind. An ``other`` entry cannot be made again."""
-    mode: int = 0
+    mode: Count = 0
     target: str = ""
     """Target of a link."""
 
@@ -161,8 +163,8 @@ class PullChanges(msgspec.Struct, frozen=True, kw_only=True, tag="pull_changes")
     and temporary files.
     """
 
-    limit: int = 32 << 20
-    originals: int = 256 << 10
+    limit: Count = 32 << 20
+    originals: Count = 256 << 10
     """Largest original that is returned, in bytes."""
 
 

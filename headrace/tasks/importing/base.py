@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.messages.tasks import Oracle, SandboxLimits, Task, TaskRef
+from headrace.messages.tasks import LONGEST_TEST_S, Oracle, SandboxLimits, Task, TaskRef
 
-LONGEST_TEST_S = 86_400.0
 LARGEST_TREE = 32 << 20
 """Bytes of a repository that travels with its task; a larger one belongs into an image."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -139,7 +138,6 @@ def limits_of(values: Mapping[str, Any]) -> SandboxLimits | UnsetType:
 
 def test_seconds(key: str, value: Any) -> float:
     """A time limit of tests in s. ImportRefused unless it is a number above 0 and at most 86,400."""
-    # TestPlan does not check what is built in code, and an endless limit would hold a judge's sandbox for ever.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LONGEST_TEST_S:
         raise ImportRefused(f"{key}: expected seconds above 0 and at most {LONGEST_TEST_S:g}, got {value!r:.80}")
     return float(value)

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.messages.sandbox import OpResult, TestOutcome
-from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
+from headrace.messages.tasks import LONGEST_TEST_S, Oracle, Task, TaskRef, TestPlan
 from headrace.tasks import sealing
 from headrace.tasks.packages.fetch import Package, PackageError, fetch, read
 from headrace.tasks.packages.lab import FIRST_RUN_S, Exam, Lab, Sandboxes, SuiteError, passed
@@ -40,7 +40,7 @@ _PROMPT = 300
 def limit(seconds: float) -> float:
     """A suite's time limit from its time in a sandbox that is alone, seconds: a full host is many times slower, and a
     test that ran out of time counts as failed."""
-    return max(60.0, 20.0 * seconds)
+    return min(max(60.0, 20.0 * seconds), LONGEST_TEST_S)
 
 
 class SuiteRequest(msgspec.Struct, frozen=True, kw_only=True):

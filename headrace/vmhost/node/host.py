@@ -128,6 +128,11 @@ class Host:
         if request.limits.memory_mib and needs > whole:
             raise VmhostError(f"the task's sandbox needs {needs} MiB of memory, and this node has {whole:.0f}")
 
+        files = sum(map(len, request.files.values()))
+        if request.limits.disk_mib and files > request.limits.disk_mib << 20:
+            limit = request.limits.disk_mib
+            raise VmhostError(f"the task's repository has {files} bytes, and its disk_mib is {limit}: raise disk_mib")
+
     def demand(self, *names: str) -> None:
         """VmhostError, naming what is missing, unless the backend has all of these capabilities."""
         if missing := self.capabilities.missing(names):
