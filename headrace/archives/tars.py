@@ -11,7 +11,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, Member
 
@@ -36,9 +36,28 @@ DAMAGED = (
 """Errors that the standard library's readers of archives raise for damaged and forged ones."""
 
 
+class Entry(NamedTuple):
+    """A member of a tar, with all that its headers say."""
+
+    info: tarfile.TarInfo
+    content: IO[bytes] | None
+    """Of a file; read it before the next entry. Its reads raise `DAMAGED`."""
+
+
 def members(source: IO[bytes], limits: Limits) -> Iterator[Member]:
     """The members of a tar, without its folders. ArchiveRefused, ArchiveTooLarge."""
-    plain = _Plain(source, limits)
+    try:
+        for info, content in entries(source, limits):
+            if not info.isdir():
+                yield Member(info.name, content.read() if content else None)
+    except DAMAGED as error:
+        raise ArchiveRefused(f"it is no tar file, or a damaged one: {str(error)[:200]}") from None
+
+
+def entries(source: IO[bytes], limits: Limits, *, packed: bool = True) -> Iterator[Entry]:
+    """All members of a tar, read to the source's end. packed: decompress it where it is compressed. ArchiveRefused,
+    ArchiveTooLarge."""
+    plain = _Plain(source, limits, packed)
     number = files = size = 0
     try:
         with plain.headers():
@@ -49,10 +68,7 @@ def members(source: IO[bytes], limits: Limits) -> Iterator[Member]:
             number, files = number + 1, files + member.isfile()
             size += member.size if member.isfile() else 0
             limits.check(number, files, size)
-            if member.isdir():
-                continue
-            content = archive.extractfile(member) if member.isfile() else None
-            yield Member(member.name, content.read() if content else None)
+            yield Entry(member, archive.extractfile(member) if member.isfile() else None)
         plain.finish()
     except DAMAGED as error:
         raise ArchiveRefused(f"it is no tar file, or a damaged one: {str(error)[:200]}") from None
@@ -70,8 +86,8 @@ def _next(archive: tarfile.TarFile, plain: "_Plain") -> tarfile.TarInfo | None:
 class _Plain:
     """The bytes of a tar without its compression, as a file that is read forward."""
 
-    def __init__(self, source: IO[bytes], limits: Limits) -> None:
-        self._pieces = _decompressed(source)
+    def __init__(self, source: IO[bytes], limits: Limits, packed: bool) -> None:
+        self._pieces = _decompressed(source) if packed else iter(lambda: source.read(_PIECE), b"")
         self._limits = limits
         self._ahead = bytearray()
         self._at = 0

@@ -3,14 +3,60 @@
 import stat
 import zipfile
 from collections.abc import Iterator
-from typing import IO, cast
+from contextlib import contextmanager
+from typing import IO, NamedTuple, cast
 
 from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, Member
 from headrace.archives.tars import DAMAGED
 
+_PIECE = 1 << 20
+
+
+class Found(NamedTuple):
+    """A file of a zip that is too large to be read at once."""
+
+    name: str
+    size: int
+    pieces: Iterator[bytes]
+    """Raises ArchiveRefused where the content is damaged."""
+
+
+def only(source: IO[bytes], suffix: str, limits: Limits) -> Found:
+    """The only file whose name ends with the suffix. ArchiveRefused, also when there is another number of them."""
+    with _opened(source, limits) as (_, files):
+        found = [info for info in files if info.filename.endswith(suffix)]
+    if len(found) != 1:
+        raise ArchiveRefused(f"it contains {len(found)} {suffix} files, expected 1")
+    return Found(found[0].filename, found[0].file_size, _pieces(source, found[0], limits))
+
+
+def _pieces(source: IO[bytes], info: zipfile.ZipInfo, limits: Limits) -> Iterator[bytes]:
+    with _opened(source, limits) as (archive, _), archive.open(info) as inside:
+        left = info.file_size
+        while left and (piece := inside.read(_PIECE)):
+            left -= len(piece)
+            yield piece
+        if left or inside.read(1):
+            raise ValueError(f"{info.filename[:80]!a} has not the {info.file_size} bytes that the directory says")
+
 
 def members(source: IO[bytes], limits: Limits) -> Iterator[Member]:
     """The members of a zip, without its folders. ArchiveRefused, ArchiveTooLarge."""
+    with _opened(source, limits) as (archive, files):
+        for info in files:
+            mode = info.external_attr >> 16
+            if mode and stat.S_IFMT(mode) not in (0, stat.S_IFREG):
+                yield Member(info.filename, None)
+                continue
+            data = archive.read(info)
+            if len(data) != info.file_size:
+                raise ValueError(f"{info.filename[:80]!a} has {len(data)} bytes, not {info.file_size}")
+            yield Member(info.filename, data)
+
+
+@contextmanager
+def _opened(source: IO[bytes], limits: Limits) -> Iterator[tuple[zipfile.ZipFile, list[zipfile.ZipInfo]]]:
+    """The zip and its files, counted. ArchiveRefused, also for what the reads inside raise."""
     counted = _Counted(source, (1 << 20) + 512 * limits.members)
     try:
         with zipfile.ZipFile(cast(IO[bytes], counted)) as archive:
@@ -18,15 +64,7 @@ def members(source: IO[bytes], limits: Limits) -> Iterator[Member]:
             infos = archive.infolist()
             files = [info for info in infos if not info.is_dir()]
             limits.check(len(infos), len(files), sum(info.file_size for info in files))
-            for info in files:
-                mode = info.external_attr >> 16
-                if mode and stat.S_IFMT(mode) not in (0, stat.S_IFREG):
-                    yield Member(info.filename, None)
-                    continue
-                data = archive.read(info)
-                if len(data) != info.file_size:
-                    raise ValueError(f"{info.filename[:80]!a} has {len(data)} bytes, not {info.file_size}")
-                yield Member(info.filename, data)
+            yield archive, files
     except (zipfile.BadZipFile, *DAMAGED) as error:
         raise ArchiveRefused(f"it is no zip file, or a damaged one: {str(error)[:200]}") from None
 

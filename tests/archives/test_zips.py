@@ -90,3 +90,24 @@ def test_any_bytes_are_files_within_the_limits_or_one_refusal(data: bytes) -> No
 @given(archives())
 def test_very_many_bytes_are_files_within_the_limits_or_one_refusal(data: bytes) -> None:
     holds(data)
+
+
+def test_the_only_file_of_a_suffix_is_copied_in_pieces() -> None:
+    data = forged.zipped(name="m/x.gguf", data=bytes(3 << 20))
+    found = zips.only(io.BytesIO(data), ".gguf", LIMITS)
+    assert (found.name, found.size) == ("m/x.gguf", 3 << 20)
+    pieces = list(found.pieces)
+    assert b"".join(pieces) == bytes(3 << 20) and len(pieces) == 3
+    for other, words in [(forged.zipped(), "contains 0 .gguf files"), (b"PK", "no zip file"), (b"", "no zip file")]:
+        with pytest.raises(ArchiveRefused, match=words):
+            zips.only(io.BytesIO(other), ".gguf", LIMITS)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(archives())
+def test_any_bytes_of_a_wheel_are_read_or_refused(data: bytes) -> None:
+    try:
+        for _ in zips.only(io.BytesIO(data), "", LIMITS).pieces:
+            pass
+    except ArchiveRefused as error:
+        assert str(error) and "\n" not in str(error)

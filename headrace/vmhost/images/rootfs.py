@@ -13,13 +13,15 @@ their order.
 import os
 import stat
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
 
 import msgspec
 import zstandard
 
+from headrace.archives.members import Limits
+from headrace.archives.tars import Entry
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import erofs
 
@@ -29,6 +31,8 @@ _HIDE, _OPAQUE = ".wh.", ".wh..wh..opq"
 PAGE = 4096
 _HOPS = 40
 """Symbolic links that one path may pass, as in Linux."""
+_PATH, _NAME = 4095, 255
+"""Bytes of a path or of a link's target, and of one part of a path, as in Linux."""
 
 
 class BadImage(VmhostError):
@@ -72,6 +76,11 @@ class Tree:
         self._top = Inode(stat.S_IFDIR | 0o755)
         self.skipped = 0
         """Device nodes that were left out: the guest has its own."""
+
+    @property
+    def limits(self) -> Limits:
+        """The most that the archive of one layer may hold."""
+        return Limits(files=self._most // PAGE, size=self._most)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -215,6 +224,8 @@ class Tree:
             if part == "..":
                 del done[-1:]
                 continue
+            if len(done) > _PATH // 2:
+                raise BadImage(f"{path[:80]!r} is longer than the {_PATH} bytes of a path")
             here = "/".join([*done, part])
             inode = self.get(here)
             if inode is not None and stat.S_ISLNK(inode.mode) and (parts or last):
@@ -234,10 +245,12 @@ class Tree:
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def add_tar(self, archive: tarfile.TarFile, layer: int) -> None:
+    def add_tar(self, entries: Iterable[Entry], layer: int) -> None:
         """Apply one layer. BadImage for what no layer may hold."""
-        for member in archive:
+        for member, content in entries:
             name = member.name.strip("/")
+            if max(len(os.fsencode(member.name)), len(os.fsencode(member.linkname))) > _PATH:
+                raise BadImage(f"{name[:80]!r} has a path or a target longer than {_PATH} bytes")
             parts = [part for part in name.split("/") if part not in ("", ".")]
             if ".." in parts or "\0" in name:
                 raise BadImage(f"the archive holds {member.name!r}, which leaves its root")
@@ -250,20 +263,18 @@ class Tree:
                 self._whiteout("/".join(folder), last, layer)
                 continue
             parent = self._walk("/".join([*folder, "."]), last=True, make=layer)
-            self._member(archive, member, f"{parent}/{last}" if parent else last, layer)
+            self._member(member, content, f"{parent}/{last}" if parent else last, layer)
 
-    def _member(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, layer: int) -> None:
+    def _member(self, member: tarfile.TarInfo, content: IO[bytes] | None, path: str, layer: int) -> None:
         if member.islnk():
             target = self._walk(member.linkname.strip("/"), last=False)
             linked = self.get(target)
             if linked is None or stat.S_ISDIR(linked.mode):
                 raise BadImage(f"{path!r} is a hard link to {member.linkname!r}, which is not there")
             self._put(path, linked, layer)
-        elif member.isreg():
+        elif content is not None:
             inode = _inode(member, stat.S_IFREG)
-            source = archive.extractfile(member)
-            assert source is not None
-            inode.places, inode.size = ((self._store(source), member.size),), member.size
+            inode.places, inode.size = ((self._store(content), member.size),), member.size
             self._put(path, inode, layer)
         elif member.issym():
             self._put(path, msgspec.structs.replace(_inode(member, stat.S_IFLNK), target=member.linkname), layer)
@@ -318,6 +329,8 @@ class Tree:
             raise BadImage(f"it unpacks to more than {self._most >> 20} MiB, which is more than a drive holds")
 
     def _put(self, path: str, inode: Inode, layer: int) -> None:
+        if len(os.fsencode(path)) > _PATH or len(os.fsencode(path.rpartition("/")[2])) > _NAME:
+            raise BadImage(f"{path[:80]!r} is longer than {_PATH} bytes, or a part of it longer than {_NAME}")
         self._take(PAGE)
         before = self.get(path)
         if before is not None and not (stat.S_ISDIR(before.mode) and stat.S_ISDIR(inode.mode)):
