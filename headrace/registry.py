@@ -99,8 +99,8 @@ class Registry(Generic[T]):
 
 def plugins(*used: tuple["Registry[Any]", Sequence[str]]) -> tuple[Plugin, ...]:
     """The plugins among the used names of several seams, in their order; built-ins are left out."""
-    found = [registry.plugin(name) for registry, names in used for name in dict.fromkeys(names)]
-    return tuple(plugin for plugin in found if plugin is not None)
+    plugins = [registry.plugin(name) for registry, names in used for name in dict.fromkeys(names)]
+    return tuple(plugin for plugin in plugins if plugin is not None)
 
 
 def merged(*parts: Iterable[Plugin]) -> tuple[Plugin, ...]:
@@ -148,16 +148,16 @@ def source_hash(module: str) -> str:
 
 @lru_cache(16)
 def _entry_points(seam: str) -> dict[str, importlib.metadata.EntryPoint]:
-    found: dict[str, importlib.metadata.EntryPoint] = {}
+    points: dict[str, importlib.metadata.EntryPoint] = {}
     for entry in importlib.metadata.entry_points(group=f"headrace.{seam}"):
-        other = found.get(entry.name)
+        other = points.get(entry.name)
         if other is not None and other.value != entry.value:
             raise PluginError(
                 f"headrace.{seam}: two distributions name {entry.name!r} ({other.value} and {entry.value}); "
                 "uninstall one, or write module:attribute"
             )
-        found[entry.name] = entry
-    return found
+        points[entry.name] = entry
+    return points
 
 
 def _load(seam: str, name: str, target: str) -> object:

@@ -19,8 +19,8 @@ _LINE = 1 << 14
 
 def environment() -> dict[str, str]:
     """Variables for a git that reads nothing but the repository that it is shown."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    return kept | {"GIT_CONFIG_NOSYSTEM": "1", "GIT_NO_REPLACE_OBJECTS": "1", "LC_ALL": "C"}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    return environment | {"GIT_CONFIG_NOSYSTEM": "1", "GIT_NO_REPLACE_OBJECTS": "1", "LC_ALL": "C"}
 
 
 def members(repository: Path, commit: str, limits: Limits, env: Mapping[str, str]) -> list[Member]:

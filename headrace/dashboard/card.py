@@ -30,18 +30,21 @@ def _origin(one: Report) -> str:
 
 
 def _compared(comparison: Comparison) -> Rows:
-    found = comparison.pass_1
+    gain = comparison.pass_1
     yield "Finding", comparison.finding
-    yield "Difference in pass@1 (95 % interval)", f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-    yield "Smallest difference that is found with probability 0.8", f"{found.detectable:.3f}"
-    yield "Tasks in common; won, lost", f"{found.tasks}; {found.won}, {found.lost}"
+    yield (
+        "Difference in pass@1 (95 % interval)",
+        f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]",
+    )
+    yield "Smallest difference that is found with probability 0.8", f"{gain.detectable:.3f}"
+    yield "Tasks in common; won, lost", f"{gain.tasks}; {gain.won}, {gain.lost}"
     yield "Sampled tokens of an attempt, ratio", number(comparison.sampled_tokens_ratio)
     yield "Calls of an attempt, ratio", number(comparison.calls_ratio)
 
 
 def _kappa(one: Report, criterion: str) -> str:
-    known = one.agreements.get(criterion)
-    return "not measured" if known is None else f"{known.kappa:.2f} [{known.low:.2f}, {known.high:.2f}]"
+    agreement = one.agreements.get(criterion)
+    return "not measured" if agreement is None else f"{agreement.kappa:.2f} [{agreement.low:.2f}, {agreement.high:.2f}]"
 
 
 def _figures(one: Report) -> Rows:

@@ -78,15 +78,15 @@ class Top(App[None]):
     def rows(self) -> list[tuple[str, ...]]:
         """A row per actor that passes the filter, in the chosen order."""
         now = time.time()
-        found = []
+        rows = []
         for moment, beat in self.beats.values():
             silent = now - moment
             state = beat.state if silent < SILENT_S or beat.state == "stopped" else f"silent {silent:.0f} s"
-            found.append((beat.id, state, f"{beat.busy:4.0%}", beat.node, str(beat.pid), beat.status))
+            rows.append((beat.id, state, f"{beat.busy:4.0%}", beat.node, str(beat.pid), beat.status))
         words = self.wanted.lower().split()
-        found = [row for row in found if all(word in " ".join(row).lower() for word in words)]
+        rows = [row for row in rows if all(word in " ".join(row).lower() for word in words)]
         column, name = self.sorted_by, COLUMNS[self.sorted_by]
-        return sorted(found, key=lambda row: row[column], reverse=name == "busy")
+        return sorted(rows, key=lambda row: row[column], reverse=name == "busy")
 
     def draw(self) -> None:
         """Draw the newest state. Does nothing once the widgets are removed: the timer also fires at the end."""

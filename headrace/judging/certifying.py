@@ -203,14 +203,14 @@ def _changed_functions(before: bytes, after: bytes) -> list[ast.FunctionDef | as
     for kind, _, _, first, last in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if kind != "equal":
             lines.update(range(first + 1, max(last, first + 1) + 1))
-    found: dict[int, ast.FunctionDef | ast.AsyncFunctionDef] = {}
+    functions: dict[int, ast.FunctionDef | ast.AsyncFunctionDef] = {}
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for line in lines:
         around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or node.lineno)]
         if around:
             inner = max(around, key=lambda node: node.lineno)
-            found[inner.lineno] = inner
-    return [found[line] for line in sorted(found)]
+            functions[inner.lineno] = inner
+    return [functions[line] for line in sorted(functions)]
 
 
 def stubs(files: Mapping[str, bytes], solution: Mapping[str, bytes]) -> Files:
@@ -231,7 +231,7 @@ def stubs(files: Mapping[str, bytes], solution: Mapping[str, bytes]) -> Files:
 def mutants(task: Task, oracle: Oracle) -> list[tuple[str, Files]]:
     """Broken solutions by name, drawn by the task's id among all mutations of the functions that the solution changes;
     the task's own bug is not among them."""
-    found: list[tuple[str, Files]] = []
+    mutants: list[tuple[str, Files]] = []
     for path, content in sorted(oracle.solution.items()):
         if not path.endswith(".py"):
             continue
@@ -242,28 +242,28 @@ def mutants(task: Task, oracle: Oracle) -> list[tuple[str, Files]]:
                 broken = mutation.apply(content)
                 if broken != before:
                     name = f"{path}:{mutation.line}: {mutation.before} -> {mutation.after}"
-                    found.append((name, {path: broken}))
-    random.Random(f"certify/{task.ref.suite}/{task.ref.task}").shuffle(found)
-    return found[:MUTANTS]
+                    mutants.append((name, {path: broken}))
+    random.Random(f"certify/{task.ref.suite}/{task.ref.task}").shuffle(mutants)
+    return mutants[:MUTANTS]
 
 
 def leaks(task: Task, oracle: Oracle) -> tuple[str, ...]:
     """Parts of the solution or of the hidden tests that the prompt or the agent's files contain."""
-    found = []
+    leaks = []
     # A file whose tests are all to be kept may be shown: it passes without the solution.
     decisive = {path for path in oracle.hidden if any(name.startswith(f"{path}::") for name in oracle.expected)}
     hidden = {content for path, content in oracle.hidden.items() if path in decisive or not decisive}
-    found += [f"{path} is a hidden test file" for path, content in sorted(task.files.items()) if content in hidden]
-    found += [f"the prompt names the hidden test {name}" for name in oracle.expected if name in task.prompt]
+    leaks += [f"{path} is a hidden test file" for path, content in sorted(task.files.items()) if content in hidden]
+    leaks += [f"the prompt names the hidden test {name}" for name in oracle.expected if name in task.prompt]
     for path, content in sorted(oracle.solution.items()):
         before = task.files.get(path, b"")
         if content.strip() and len(content) >= _LEAK:
             twins = [other for other, text in sorted(task.files.items()) if content.strip() in text]
-            found += [f"{twin} holds the solution of {path}" for twin in twins]
+            leaks += [f"{twin} holds the solution of {path}" for twin in twins]
         others = {other: text for other, text in task.files.items() if other not in oracle.solution}
         blocks = scan.added(before, content)
-        found += list(scan.remains(others | {path: before}, blocks))
+        leaks += list(scan.remains(others | {path: before}, blocks))
         added = max(blocks, key=len, default="").strip()
         if len(added) >= _LEAK and added in task.prompt:
-            found.append(f"the prompt holds the solution of {path}")
-    return tuple(found)
+            leaks.append(f"the prompt holds the solution of {path}")
+    return tuple(leaks)

@@ -88,10 +88,10 @@ def number(message: Message) -> bool:
     """The last number of the final answer equals ``answer``: exactly, or within ``tolerance`` of it."""
     wanted = _value(message.reference["answer"])
     numbers = _NUMBER.findall(final(message.text))
-    found = _value(numbers[-1]) if numbers else None
+    answer = _value(numbers[-1]) if numbers else None
     if wanted is None:
         raise ValueError(f"the reference {message.reference['answer']!r} holds no number")
-    return found is not None and abs(found - wanted) <= Decimal(message.reference.get("tolerance", "0"))
+    return answer is not None and abs(answer - wanted) <= Decimal(message.reference.get("tolerance", "0"))
 
 
 def pattern(message: Message) -> bool:

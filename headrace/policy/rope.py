@@ -53,10 +53,10 @@ def parse(raw: dict[str, Any], positions: int) -> tuple[float, RopeScaling | Non
         return theta, None
     if kind not in ("linear", "yarn", "llama3"):
         raise ValueError(f"rope_type {kind!r} is not supported, only default, linear, yarn and llama3")
-    known = {name: given[name] for name in RopeScaling.__struct_fields__ if given.get(name) is not None}
-    known |= {"rope_type": kind, "original_max_position_embeddings": known.get(_ORIGINAL) or positions}
+    fields = {name: given[name] for name in RopeScaling.__struct_fields__ if given.get(name) is not None}
+    fields |= {"rope_type": kind, "original_max_position_embeddings": fields.get(_ORIGINAL) or positions}
     try:
-        return theta, msgspec.convert(known, RopeScaling, strict=False)
+        return theta, msgspec.convert(fields, RopeScaling, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"rope_parameters of {kind}: {error}") from None
 

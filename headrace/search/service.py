@@ -97,11 +97,11 @@ class Indexes:
         """Rank the chunks. Hybrid needs an index that is `ready`."""
         if mode == "hybrid" and index.pieces:
             index.ready(self.vectors)
-            found = index.hybrid(query, self._model().embed([query], batch=1)[0], limit)
+            chunks = index.hybrid(query, self._model().embed([query], batch=1)[0], limit)
         else:
-            found = index.keyword(query, limit)
+            chunks = index.keyword(query, limit)
         hits = tuple(
-            Hit(piece.chunk.path, piece.chunk.first, piece.chunk.lines, piece.hash, score) for score, piece in found
+            Hit(piece.chunk.path, piece.chunk.first, piece.chunk.lines, piece.hash, score) for score, piece in chunks
         )
         return SearchReply(root=index.root, model=self.identity, mode=mode, hits=hits, chunks=len(index.pieces))
 

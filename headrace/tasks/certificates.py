@@ -103,11 +103,11 @@ def refusal(suite: Suite, root: str | Path, uncertified: bool) -> str:
             return f"suite {part.name} has no certificates of its tests; {make}"
         if made.source != source_of(part):
             return f"the certificates of suite {part.name} are void, because its templates have changed; {make}"
-        known = {certificate.task.task: certificate for certificate in made.certificates}
-        missing = [id for id in ids if id not in known]
+        by_task = {certificate.task.task: certificate for certificate in made.certificates}
+        missing = [id for id in ids if id not in by_task]
         if missing:
             return f"{len(missing)} tasks of suite {part.name} have no certificate, such as {missing[0]}; {make}"
-        bad = [known[id] for id in ids if known[id].verdict != "certified"]
+        bad = [by_task[id] for id in ids if by_task[id].verdict != "certified"]
         if bad:
             why = "; ".join(bad[0].reasons)
             return (
@@ -117,7 +117,7 @@ def refusal(suite: Suite, root: str | Path, uncertified: bool) -> str:
         # A generated suite follows from its templates: one task shows another generator or sealing, and each task of
         # the sample is compared before a task of its template is issued (`AtIssue`).
         for id in ids[:1] if made.source else ids:
-            if changed := _changed(part, id, known[id]):
+            if changed := _changed(part, id, by_task[id]):
                 return f"{changed}; {make}"
     return ""
 

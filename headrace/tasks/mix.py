@@ -21,13 +21,13 @@ _PART = re.compile(r"(?P<name>.+?)(?:\*(?P<weight>[1-9]\d{0,3}))?")
 
 def parts(text: str) -> list[tuple[str, int]]:
     """The suites of a mix with their weights. UnknownSuite where the text is none."""
-    found = []
+    parts = []
     for part in text.split("+"):
         match = _PART.fullmatch(part.strip())
         if match is None:
             raise UnknownSuite(f"expected a mix such as mix/generated/train*3+mine*1, got 'mix/{text}'")
-        found.append((match["name"], int(match["weight"] or 1)))
-    return found
+        parts.append((match["name"], int(match["weight"] or 1)))
+    return parts
 
 
 class _Ids(Sequence[str]):

@@ -168,13 +168,13 @@ def _enclosing(tree: ast.Module) -> dict[ast.AST, _Around]:
 
 def seen_by(sealed: Sealed, tests: Collection[str]) -> frozenset[int]:
     """The comparisons inside these tests; where one has none of its own (it calls others), those of its whole file."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for test in tests:
         path, _, name = test.partition("[")[0].partition("::")
         function = name.rpartition("::")[2]
         own = {number for number, (place, around) in sealed.places.items() if place == path and function in around}
-        found |= own or {number for number, (place, _) in sealed.places.items() if place == path}
-    return frozenset(found)
+        numbers |= own or {number for number, (place, _) in sealed.places.items() if place == path}
+    return frozenset(numbers)
 
 
 def _span(starts: Sequence[int], node: ast.stmt | ast.expr) -> tuple[int, int]:

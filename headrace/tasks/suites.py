@@ -91,10 +91,10 @@ class FolderSuite:
         try:
             self._index = msgspec.json.decode((folder / "suite.json").read_bytes(), type=_Index)
         except FileNotFoundError:
-            known = [f"generated/{kind}" for kind in (*repositories.SEEDS, *notes.SEEDS)]
-            known += sorted(found.parent.name for found in folder.parent.glob("*/suite.json"))
+            names = [f"generated/{kind}" for kind in (*repositories.SEEDS, *notes.SEEDS)]
+            names += sorted(found.parent.name for found in folder.parent.glob("*/suite.json"))
             raise UnknownSuite(
-                f"there is no suite {name!r} in {folder.parent}; there are {', '.join(known)}, "
+                f"there is no suite {name!r} in {folder.parent}; there are {', '.join(names)}, "
                 "and `headrace tasks from-sdist NAME==VERSION` or `headrace tasks import` makes one"
             ) from None
         except (OSError, msgspec.DecodeError) as error:

@@ -119,24 +119,24 @@ async def manifest(source: StreamSource, run: str, seq: int, trust: Trust | None
     """
     stored = await source.get(STREAM, seq)
     try:
-        found = stored.message
+        message = stored.message
     except ValueError as error:
         raise BrokenVersion(f"sequence {seq} of {STREAM} cannot be read: {error}") from None
-    if not isinstance(found, WeightManifest) or found.run != run:
+    if not isinstance(message, WeightManifest) or message.run != run:
         raise BrokenVersion(f"sequence {seq} of {STREAM} is no manifest of run {run}")
-    signing.check(trust, found)
-    check_manifest(found)
-    return found
+    signing.check(trust, message)
+    check_manifest(message)
+    return message
 
 
 async def squashes(source: StreamSource, run: str, trust: Trust | None = None) -> AsyncIterator[WeightSquash]:
     """The squashed deltas of a run, oldest first, without those that cannot be trusted."""
     async for stored in source.history(STREAM, subjects.WEIGHT_SQUASH.at(run=run)):
         try:
-            found = stored.message
-            if isinstance(found, WeightSquash) and found.run == run:
-                signing.check(trust, found)
-                yield found
+            message = stored.message
+            if isinstance(message, WeightSquash) and message.run == run:
+                signing.check(trust, message)
+                yield message
         except (Untrusted, ValueError):
             continue
 
@@ -219,17 +219,17 @@ async def _search(
         if base is not None:
             return BuildPlan(at.way, base, shards, at.squashed)
         try:
-            found = await manifest(source, commit.run, at.seq, trust)
+            stored = await manifest(source, commit.run, at.seq, trust)
         except LookupError as error:
             # Collected: only a full snapshot or a squash that ends here can continue the path.
             gone = gone or error
         else:
-            _agree(at, found)
+            _agree(at, stored)
             if at.way and shards is not None:
-                base = find(at.version, sharding.state_hash(found, shards))
+                base = find(at.version, sharding.state_hash(stored, shards))
                 if base is not None:
                     return BuildPlan(at.way, base, shards, at.squashed)
-            go(at, found)
+            go(at, stored)
         if at.version == commit.full_version and commit.full_seq not in (0, at.seq):
             try:
                 full = await manifest(source, commit.run, commit.full_seq, trust)
@@ -265,12 +265,12 @@ async def chunk(source: StreamSource, of: WeightManifest, info: ChunkInfo) -> by
     DamagedChunk when the message is not a chunk."""
     stored = await source.get(STREAM, info.stream_seq)
     try:
-        found = stored.message
+        message = stored.message
     except ValueError as error:
         raise DamagedChunk(f"sequence {info.stream_seq} of {STREAM} cannot be read: {error}") from None
-    if not isinstance(found, WeightChunk):
+    if not isinstance(message, WeightChunk):
         raise DamagedChunk(f"sequence {info.stream_seq} of {STREAM} is no chunk of version {of.version}")
-    return found.data
+    return message.data
 
 
 async def build(

@@ -49,10 +49,10 @@ class Heads:
 
 async def read(source: chain.StreamSource, run: str, trust: Trust | None = None) -> Heads:
     """All valid head records so far."""
-    found = Heads(run, trust)
-    async for _ in counting(source, found):
+    heads = Heads(run, trust)
+    async for _ in counting(source, heads):
         continue
-    return found
+    return heads
 
 
 async def counting(source: chain.StreamSource, into: Heads) -> AsyncIterator[tuple[int, WeightHead]]:

@@ -57,36 +57,36 @@ async def log(source: chain.StreamSource, run: str) -> str:
 
 async def commit_of(source: chain.StreamSource, run: str, version: int) -> WeightHead:
     """The head record of a version; -1 means the newest. WeightError when it was never committed."""
-    found: WeightHead | None = None
+    head: WeightHead | None = None
     async for _, commit in chain.heads(source, run):
         if version in (-1, commit.version):
-            found = commit
-    if found is None:
+            head = commit
+    if head is None:
         raise WeightError(f"run {run} never committed {'a version' if version < 0 else f'version {version}'}")
-    return found
+    return head
 
 
 async def show(source: chain.StreamSource, run: str, version: int = -1) -> str:
     """The manifest of a version, and the path along which a node without any file would build it. -1: the newest.
     WeightError for a version that was never committed."""
     commit = await commit_of(source, run, version)
-    found = await chain.manifest(source, run, commit.manifest_seq)
+    stored = await chain.manifest(source, run, commit.manifest_seq)
     way = await chain.plan(source, commit)
-    gbs = f"{found.raw_bytes / found.encode_s / 1e9:.2f} GB/s" if found.encode_s else "-"
+    gbs = f"{stored.raw_bytes / stored.encode_s / 1e9:.2f} GB/s" if stored.encode_s else "-"
     rows = {
-        "version": f"{found.version} of run {run}",
-        "state": found.state_hash,
-        "base": f"version {found.base_version}, {found.base_hash}"
-        if found.base_version >= 0
+        "version": f"{stored.version} of run {run}",
+        "state": stored.state_hash,
+        "base": f"version {stored.base_version}, {stored.base_hash}"
+        if stored.base_version >= 0
         else "none: a full snapshot",
-        "manifest": f"sequence {commit.manifest_seq}, sha256 {digest(found)[:16]}, parent {found.parent[:16] or '-'}",
-        "signed by": found.signer or "no publisher",
-        "precision": found.precision or "as trained",
-        "learning rate": f"{found.learning_rate:g}",
-        "tensors": f"{len(found.tensors)}, {found.elements} elements, {_size(found.raw_bytes)}",
-        "blocks": f"{len(found.block_hashes) // 16}",
-        "changed": f"{found.changed} elements, {_changed(found)}",
-        "wire": f"{_size(found.wire_bytes)} in {len(found.chunks)} chunks, {_ratio(found)}, encoded at {gbs}",
+        "manifest": f"sequence {commit.manifest_seq}, sha256 {digest(stored)[:16]}, parent {stored.parent[:16] or '-'}",
+        "signed by": stored.signer or "no publisher",
+        "precision": stored.precision or "as trained",
+        "learning rate": f"{stored.learning_rate:g}",
+        "tensors": f"{len(stored.tensors)}, {stored.elements} elements, {_size(stored.raw_bytes)}",
+        "blocks": f"{len(stored.block_hashes) // 16}",
+        "changed": f"{stored.changed} elements, {_changed(stored)}",
+        "wire": f"{_size(stored.wire_bytes)} in {len(stored.chunks)} chunks, {_ratio(stored)}, encoded at {gbs}",
         "from nothing": f"full snapshot {way.manifests[0].version} and {len(way.manifests) - 1} deltas, "
         f"{_size(way.wire_bytes)}",
     }
@@ -130,18 +130,18 @@ async def verify(
 async def verify_all(source: chain.StreamSource, run: str, trust: Trust | None = None) -> tuple[bool, str]:
     """Build and hash the whole chain from the stream. Returns True and a sentence, or False and every fault, one per
     line."""
-    found = await proof.prove(source, run, trust)
-    if found.faults:
-        return False, "\n".join(found.faults)
-    if not found.versions:
+    proven = await proof.prove(source, run, trust)
+    if proven.faults:
+        return False, "\n".join(proven.faults)
+    if not proven.versions:
         return False, f"run {run} has published no version that is still in the stream"
     text = (
-        f"run {run} holds: versions {found.first} to {found.newest}, {found.versions} built and hashed, "
-        f"{found.full_snapshots} full snapshots beside them, {found.squashes} squashes, {found.chunks} chunks, "
-        f"{_size(found.wire_bytes)}, "
-        f"{'all signed' if found.signed else 'not all signed'}; state {found.state_hash}"
+        f"run {run} holds: versions {proven.first} to {proven.newest}, {proven.versions} built and hashed, "
+        f"{proven.full_snapshots} full snapshots beside them, {proven.squashes} squashes, {proven.chunks} chunks, "
+        f"{_size(proven.wire_bytes)}, "
+        f"{'all signed' if proven.signed else 'not all signed'}; state {proven.state_hash}"
     )
-    return True, text + (f"; {found.collected} older versions are collected" if found.collected else "")
+    return True, text + (f"; {proven.collected} older versions are collected" if proven.collected else "")
 
 
 def diff(before: Snapshot, after: Snapshot, *, lines: int = 20) -> str:

@@ -44,10 +44,10 @@ def holding(tensors: Iterable[TensorInfo], patterns: Sequence[str]) -> frozenset
     """
     if not patterns:
         return None
-    found = frozenset(info.shard for info in tensors if any(fnmatchcase(info.name, one) for one in patterns))
-    if not found:
+    shards = frozenset(info.shard for info in tensors if any(fnmatchcase(info.name, one) for one in patterns))
+    if not shards:
         raise WeightError(f"no published tensor matches {', '.join(patterns)}")
-    return found
+    return shards
 
 
 def chosen(tensors: Iterable[TensorInfo], shards: frozenset[int] | None) -> tuple[TensorInfo, ...]:

@@ -114,9 +114,9 @@ class Purges:
             record = await self._record(user)
         removed = 0
         for _ in range(PASSES):
-            found = await eraser.erase()
-            removed += found
-            if not found:
+            erased = await eraser.erase()
+            removed += erased
+            if not erased:
                 break
         else:
             return Ack(ok=False, detail=f"records of the user still came after {PASSES} passes: ask again")

@@ -57,7 +57,7 @@ async def _here(args: argparse.Namespace, closing: "AsyncExitStack") -> int:
 
     folder = runs.find(args.run)
     config = load(folder.config, args.set) if folder.config.is_file() else Config()
-    url, credentials, own = config.bus.url, of_run(config.bus.credentials, folder.id), ""
+    url, credentials, websocket = config.bus.url, of_run(config.bus.credentials, folder.id), ""
     if not url and running(folder.broker) is not None:
         live = read_place(folder.path)
         if live is None:
@@ -70,8 +70,8 @@ async def _here(args: argparse.Namespace, closing: "AsyncExitStack") -> int:
     if not url:
         server = Server(folder.broker, need_free=0, origins=address.origins)
         await closing.enter_async_context(await server.start())
-        url, credentials, own = server.url, str(folder.broker / "credentials"), server.websocket
-    return await _serve(args, closing, config, folder.id, address, url, credentials, websocket_of(config, own))
+        url, credentials, websocket = server.url, str(folder.broker / "credentials"), server.websocket
+    return await _serve(args, closing, config, folder.id, address, url, credentials, websocket_of(config, websocket))
 
 
 async def _elsewhere(args: argparse.Namespace, closing: "AsyncExitStack") -> int:

@@ -72,11 +72,11 @@ def shape_of(folder: "RunDir", config: "Config") -> "PolicyConfig":
     """The policy's shape. RunError when this machine has no description of it, CheckpointError."""
     from headrace.policy.layout import hugging_face
 
-    own = folder.path / "checkpoints" / "policy"
-    if own.is_dir():
-        return hugging_face.read(own)
+    trained = folder.path / "checkpoints" / "policy"
+    if trained.is_dir():
+        return hugging_face.read(trained)
     if not config.policy.checkpoint:
-        raise RunError(f"there is no {own}: copy it from the host of the trainer")
+        raise RunError(f"there is no {trained}: copy it from the host of the trainer")
     return hugging_face.of_run(config)
 
 

@@ -33,10 +33,10 @@ async def follow(bus: Bus, run: str, writers: Mapping[str, Writer], state: Path)
 
     async def write(message: object, **at: int) -> None:
         async with lock:
-            found = figures(message, position.steps) if isinstance(message, msgspec.Struct) else None  # type: ignore[arg-type]
-            if found is not None:
+            values = figures(message, position.steps) if isinstance(message, msgspec.Struct) else None  # type: ignore[arg-type]
+            if values is not None:
                 for writer in writers.values():
-                    await asyncio.to_thread(writer.write, *found)
+                    await asyncio.to_thread(writer.write, *values)
             if isinstance(message, StepDone):
                 position.steps = message.step + 1
             for name, seq in at.items():

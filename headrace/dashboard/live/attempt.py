@@ -123,21 +123,21 @@ async def describe(bus: Bus, run: str, seq: int, made: Trajectory, originals: Or
 
 
 async def _score(bus: Bus, run: str, made: Trajectory, seq: int) -> Score | None:
-    found: Score | None = None
+    score: Score | None = None
     async for received in bus.history("HR_SCORE", s.SCORE.where(run=run, group=made.group)):
         if isinstance(received.message, Score) and received.message.trajectory_seq == seq:
-            found = received.message
-    return found
+            score = received.message
+    return score
 
 
 async def _step(bus: Bus, run: str, made: Trajectory) -> StepDone | None:
     if made.lane != "train":
         return None
-    found: StepDone | None = None
+    done: StepDone | None = None
     async for received in bus.history("HR_STEP", s.STEP.at(run=run)):
         if isinstance(received.message, StepDone) and made.group in received.message.groups:
-            found = received.message
-    return found
+            done = received.message
+    return done
 
 
 def _parts(score: Score | None) -> list[tuple[str, str]]:

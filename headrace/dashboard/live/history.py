@@ -35,8 +35,8 @@ async def records(bus: Bus, run: str, *, users: bool) -> list[dict[str, Any]]:
         ("HR_DLQ", (s.DLQ.where(),)),
     )
     for stream, filters in sources:
-        found = [received async for received in _newest(bus, stream, *filters)]
-        out += [plain(received) for received in found if users or not belongs_to_a_user(received)]
+        records = [received async for received in _newest(bus, stream, *filters)]
+        out += [plain(received) for received in records if users or not belongs_to_a_user(received)]
     return out
 
 

@@ -120,7 +120,7 @@ class Staging:
         file = Snapshot(self._path)
         yield
         self._check(file.tensors)
-        known = {info.name: info for info in file.tensors}
+        expected = {info.name: info for info in file.tensors}
         hashes = bytearray()
         copies: dict[str, Bits] = {}
         """Copies of tensors that must be converted before they are served; each is dropped after its conversion."""
@@ -135,13 +135,13 @@ class Staging:
             if info.dtype == _EIGHT_BITS:
                 copies[info.name] = copy  # its scales are the next name
             elif name in copies:
-                yield from self._widen_blocks(known[name], copies.pop(name), copy)
+                yield from self._widen_blocks(expected[name], copies.pop(name), copy)
             elif info.name in self.shell.tensors:
                 yield from self._widen(info, copy)
-        found = state.root(file.tensors, bytes(hashes))
-        if found != self._wanted:
+        root = state.root(file.tensors, bytes(hashes))
+        if root != self._wanted:
             raise EngineError(
-                f"version {self.version} from {self._path} has state hash {found}, expected {self._wanted}"
+                f"version {self.version} from {self._path} has state hash {root}, expected {self._wanted}"
             )
 
     def _check(self, tensors: tuple[TensorInfo, ...]) -> None:

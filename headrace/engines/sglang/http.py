@@ -144,13 +144,13 @@ class Wire:
         if data == b"[DONE]":
             return None
         try:
-            found = msgspec.json.decode(data)
+            decoded = msgspec.json.decode(data)
         except msgspec.DecodeError as error:
             raise ServerError("garbled", f"{self.url}/generate sent an event that is not JSON: {error}") from None
-        if not isinstance(found, dict) or "error" in found or found.get("object") == "error":
-            code = found.get("code", 0) if isinstance(found, dict) else 0
+        if not isinstance(decoded, dict) or "error" in decoded or decoded.get("object") == "error":
+            code = decoded.get("code", 0) if isinstance(decoded, dict) else 0
             raise ServerError("refused", f"{self.url}/generate refused: {reason(data)}", code if code else 400)
-        return found
+        return decoded
 
     async def close(self) -> None:
         """End all connections; later calls get ServerError."""

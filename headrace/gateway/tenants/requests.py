@@ -91,12 +91,12 @@ class TenantRequests:
             return 405, _error(f"expected hr.tenant.<key>.<{'|'.join(METHODS)}>, got {method[:20]!a}")
         if not _PATH.fullmatch(path) or ".." in path or "%2e" in path.lower():
             return 400, _error(f"header Path: expected /v1/{{{','.join(PATHS)}}}/... as in a URL, got {path[:80]!a}")
-        own = {name: headers[name] for name in PASSED_ON if name in headers}
+        passed_on = {name: headers[name] for name in PASSED_ON if name in headers}
         async with self._http.request(
             method.upper(),
             URL(f"http://gateway{path}", encoded=True),
             data=raw.data,
-            headers={"x-api-key": self._keys.inside(key), "Content-Type": "application/json"} | own,
+            headers={"x-api-key": self._keys.inside(key), "Content-Type": "application/json"} | passed_on,
             allow_redirects=False,
         ) as answer:
             if answer.content_type == "text/event-stream":

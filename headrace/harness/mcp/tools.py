@@ -77,16 +77,16 @@ async def open_servers(sections: Mapping[str, Settings], folder: Path) -> McpSer
         raise McpError("[tasks.mcp] needs the package mcp: pip install 'headrace[mcp]'")
     connections = [Connection(name, section, folder / f"mcp-{name}.log") for name, section in sections.items()]
     try:
-        known = listings(folder)
-        missing = [connection for connection in connections if connection.name not in known]
+        cached = listings(folder)
+        missing = [connection for connection in connections if connection.name not in cached]
         for connection, listing in zip(missing, await _all(missing), strict=True):
-            known[connection.name] = listing
+            cached[connection.name] = listing
         if missing:
             folder.mkdir(parents=True, exist_ok=True)
             part = folder / f".{LISTING}.{os.getpid()}.part"
-            part.write_bytes(msgspec.json.encode(known))
+            part.write_bytes(msgspec.json.encode(cached))
             os.replace(part, folder / LISTING)
-        return McpServers(connections, offer(connections, known))
+        return McpServers(connections, offer(connections, cached))
     except BaseException:
         await asyncio.gather(*(connection.close() for connection in connections))
         raise

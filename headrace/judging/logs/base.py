@@ -33,12 +33,12 @@ def lines(log: str) -> Iterator[str]:
 
 def matched(log: str, pattern: re.Pattern[str], words: dict[str, Outcome]) -> Outcomes:
     """Outcomes of the stripped lines that match a pattern with the groups ``word`` and ``name``."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     for line in lines(log):
         match = pattern.match(line.strip())
         if match and match["word"] in words:
-            found[match["name"].strip()] = words[match["word"]]
-    return found
+            outcomes[match["name"].strip()] = words[match["word"]]
+    return outcomes
 
 
 def first_word(line: str, words: Iterable[str]) -> str:

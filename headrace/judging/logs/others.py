@@ -30,15 +30,15 @@ def jest(log: str) -> Outcomes:
 
 def tap(log: str) -> Outcomes:
     """The Test Anything Protocol. A directive decides: ``# SKIP`` is skipped, ``# TODO`` may fail."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     for name, outcome in matched(log, _TAP, {"ok": "passed", "not ok": "failed"}).items():
         directive = _DIRECTIVE.search(name)
         if directive:
             word: Outcome = "skipped" if directive[1].lower() == "skip" else "passed"
-            found[name[: directive.start()].strip()] = word
+            outcomes[name[: directive.start()].strip()] = word
         else:
-            found[name] = outcome
-    return found
+            outcomes[name] = outcome
+    return outcomes
 
 
 def junit(log: str) -> Outcomes:
@@ -50,7 +50,7 @@ def junit(log: str) -> Outcomes:
         cases = list(ElementTree.fromstring(data).iter("testcase"))
     except ElementTree.ParseError:
         return {}
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     for case in cases:
         outcome: Outcome = "passed"
         for part in case:
@@ -60,5 +60,5 @@ def junit(log: str) -> Outcomes:
                 outcome = "error"
             elif part.tag == "skipped":
                 outcome = "skipped"
-        found[f"{case.get('classname', '')}::{case.get('name', '')}"] = outcome
-    return found
+        outcomes[f"{case.get('classname', '')}::{case.get('name', '')}"] = outcome
+    return outcomes

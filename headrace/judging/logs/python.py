@@ -36,18 +36,18 @@ def _not_a_test(word: str, name: str) -> bool:
 
 def pytest(log: str) -> Outcomes:
     """The short summary (``-rA``): ``PASSED path::test``, where a name ends at the first space."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     for line in lines(log):
         if first_word(line, WORDS):
             words = line.split()
             if len(words) > 1 and words[0] in WORDS and not _not_a_test(words[0], words[1]):
-                found[words[1]] = WORDS[words[0]]
-    return found
+                outcomes[words[1]] = WORDS[words[0]]
+    return outcomes
 
 
 def pytest_options(log: str) -> Outcomes:
     """As `pytest`; an absolute path in a parameter is cut to its last part, because it differs between machines."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     for name, outcome in pytest(log).items():
         match = _OPTIONS.match(name)
         if match:
@@ -55,38 +55,38 @@ def pytest_options(log: str) -> Outcomes:
             if option.startswith("/") and not option.startswith("//") and "*" not in option:
                 option = "/" + option.rpartition("/")[2]
             name = f"{main}[{option}]"
-        found[name] = outcome
-    return found
+        outcomes[name] = outcome
+    return outcomes
 
 
 def pytest_spaces(log: str) -> Outcomes:
     """The short summary with names that hold spaces, or ``path::test PASSED`` at the end of a line."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     for line in lines(log):
         line = "".join(char for char in line if char >= " ")
         if first_word(line, WORDS):
             words = (line.split(" - ", 1)[0] if line.startswith("FAILED") else line).split()
             if len(words) > 1 and words[0] in WORDS and not _not_a_test(words[0], words[1]):
-                found[" ".join(words[1:])] = WORDS[words[0]]
+                outcomes[" ".join(words[1:])] = WORDS[words[0]]
         elif any(line.endswith(word) for word in WORDS):
             words = line.split()
             if len(words) > 1 and words[-1] in WORDS:
-                found[" ".join(words[:-1])] = WORDS[words[-1]]
-    return found
+                outcomes[" ".join(words[:-1])] = WORDS[words[-1]]
+    return outcomes
 
 
 def pytest_verbose(log: str) -> Outcomes:
     """Lines of ``-v``: ``path::test PASSED [ 50%]``, also with the worker of xdist before them, and the summary."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     for line in lines(log):
         words = re.sub(r"^\[gw\d+\]\s*(?:\[\s*\d+%\]\s*)?", "", line).split()
         if len(words) < 2:
             continue
         if words[0] in WORDS and not _not_a_test(words[0], words[1]):
-            found[words[1]] = WORDS[words[0]]
+            outcomes[words[1]] = WORDS[words[0]]
         elif words[1] in WORDS and "::" in words[0]:
-            found[words[0]] = WORDS[words[1]]
-    return found
+            outcomes[words[0]] = WORDS[words[1]]
+    return outcomes
 
 
 def matplotlib(log: str) -> Outcomes:
@@ -96,64 +96,64 @@ def matplotlib(log: str) -> Outcomes:
 
 def seaborn(log: str) -> Outcomes:
     """The summary, and lines of ``-v`` for passed tests."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     for line in lines(log):
         words = line.split()
         if len(words) > 1 and words[0] in ("PASSED", "FAILED") and line.startswith(words[0]):
-            found[words[1]] = WORDS[words[0]]
+            outcomes[words[1]] = WORDS[words[0]]
         elif len(words) > 1 and words[1] == "PASSED" and " PASSED " in line:
-            found[words[0]] = "passed"
-    return found
+            outcomes[words[0]] = "passed"
+    return outcomes
 
 
 def unittest(log: str) -> Outcomes:
     """``python -m unittest -v``: ``test_a (tests.test_x.TestX.test_a) ... ok``; other output may stand between the
     dots and the word."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     open_name = ""
     for line in lines(log):
         line = line.strip()
         match = _UNITTEST.match(line)
         if match:
-            found[match["name"]] = _UNITTEST_WORDS[match["word"]]
+            outcomes[match["name"]] = _UNITTEST_WORDS[match["word"]]
             open_name = ""
         elif " ... " in f"{line} ":
             open_name = line.split(" ...")[0].split(" | ")[0].strip()
         elif open_name and line in _UNITTEST_WORDS:
-            found[open_name] = _UNITTEST_WORDS[line]
+            outcomes[open_name] = _UNITTEST_WORDS[line]
             open_name = ""
-    return found
+    return outcomes
 
 
 def django(log: str) -> Outcomes:
     """Django's runner (``--verbosity 2``): as unittest prints, a docstring in place of a name where there is one, and
     output between a name and its ``ok``."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     last = ""
     for line in lines(log):
         line = line.strip()
         if _VERSION in line:
-            found[_VERSION] = "passed"
+            outcomes[_VERSION] = "passed"
         if " ... " in line:
             last = line.split(" ... ")[0]
         for suffix, outcome in _SUFFIXES:
             if line.endswith(suffix):
                 text = line.split("...", 1)[-1].strip() if line.startswith(_MIGRATION) else line
-                found[text.rsplit(suffix, 1)[0]] = outcome
+                outcomes[text.rsplit(suffix, 1)[0]] = outcome
                 break
         if " ... skipped" in line:
-            found[line.split(" ... skipped")[0]] = "skipped"
+            outcomes[line.split(" ... skipped")[0]] = "skipped"
         for head, outcome in _HEADS:
             if line.startswith(head) and len(line.split()) > 1:
-                found[line.split()[1]] = outcome
+                outcomes[line.split()[1]] = outcome
         if line.startswith("ok") and last:
-            found[last] = "passed"
-    return found | _silenced(log)
+            outcomes[last] = "passed"
+    return outcomes | _silenced(log)
 
 
 def _silenced(log: str) -> Outcomes:
     """Tests whose line ends with a report of Django itself, before a line with ``ok`` alone."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     rows = [line.rstrip("\r") for line in log.split("\n")]
     waiting = ""
     for row, after in itertools.pairwise(rows):
@@ -164,22 +164,22 @@ def _silenced(log: str) -> Outcomes:
             continue
         internal = report.startswith("Internal Server Error: /") and report.count("/") > 1 and report.endswith("/")
         if internal or report == "System check identified no issues (0 silenced)":
-            found[name] = "passed"
+            outcomes[name] = "passed"
         if waiting and row.endswith(" silenced)."):
-            found[waiting] = "passed"
+            outcomes[waiting] = "passed"
             waiting = ""
-    return found
+    return outcomes
 
 
 def sympy(log: str) -> Outcomes:
     """sympy's ``bin/test --verbose``: ``test_name ok``, and a headline for each failure."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     stripped = [line.strip() for line in lines(log)]
     for line in stripped:
         if match := _SYMPY_HEAD.match(line):
-            found[f"{match['file']}:{match['name']}"] = "failed"
+            outcomes[f"{match['file']}:{match['name']}"] = "failed"
     for line in stripped:
         for suffix, outcome in _SYMPY_WORDS:
             if line.startswith("test_") and line.endswith(suffix):
-                found[line.split()[0]] = outcome
-    return found
+                outcomes[line.split()[0]] = outcome
+    return outcomes

@@ -131,19 +131,19 @@ def load(path: str) -> Card:
 
 def labels(path: str) -> list[Label]:
     """Read a labels file. RubricError names the line."""
-    found: list[Label] = []
+    labels: list[Label] = []
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise RubricError(f"{path}: {error.strerror}") from None
     for number, line in enumerate(lines, 1):
         try:
-            found.append(msgspec.json.decode(line, type=Label))
+            labels.append(msgspec.json.decode(line, type=Label))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RubricError(f"{path}, line {number}: {error}; expected criterion, task, met and not_met") from None
-    if not found:
+    if not labels:
         raise RubricError(f"{path} holds no labels")
-    return found
+    return labels
 
 
 def kappa(items: Sequence[Item]) -> float:

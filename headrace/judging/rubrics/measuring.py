@@ -21,10 +21,10 @@ async def measure(judge: RubricJudge, section: Section, labels: Sequence[Label])
     usage = Usage()
     cards: list[CriterionCard] = []
     for criterion in criteria.values():
-        own = [label for label in labels if label.criterion == criterion.id]
-        if not own:
+        labelled = [label for label in labels if label.criterion == criterion.id]
+        if not labelled:
             raise RubricError(f"the criterion {criterion.id!r} has no labels: add pairs for it, or take it out")
-        pairs = await asyncio.gather(*(_pair(judge, criterion, label, usage) for label in own))
+        pairs = await asyncio.gather(*(_pair(judge, criterion, label, usage) for label in labelled))
         cards.append(criterion_card(criterion, pairs))
     prices = section.model_prices
     return Card(

@@ -92,10 +92,10 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
     for regex, words in (*WORDS.items(), (PATH, WORDS[PATH])):
         if repr(regex) in what:
             what = f"expected {words}"
-    found = re.match(r"hosts\[(\d+)\]\.?", where)
-    if found:
-        name = raw["hosts"][int(found.group(1))].get("name", f"number {int(found.group(1)) + 1}")
-        where = f"host {name}: {where[found.end() :]}".rstrip(": ")
+    place = re.match(r"hosts\[(\d+)\]\.?", where)
+    if place:
+        name = raw["hosts"][int(place.group(1))].get("name", f"number {int(place.group(1)) + 1}")
+        where = f"host {name}: {where[place.end() :]}".rstrip(": ")
     return f"{where or 'top level'}: {what[:1].lower()}{what[1:]}"
 
 

@@ -79,9 +79,9 @@ def plan(cluster: Cluster, base: Path) -> list[HostPlan]:
         if config.production.broker_tenants:
             credentials.open_to_tenants(keys)
         credentials.write(keys)
-    own = Path(credentials.of_run(str(keys), config.run.id))
+    seeds = Path(credentials.of_run(str(keys), config.run.id))
     toml = file.read_bytes()
-    plans = [_host(host, config, toml, keys, own) for host in cluster.hosts]
+    plans = [_host(host, config, toml, keys, seeds) for host in cluster.hosts]
     return sorted(plans, key=lambda one: not one.broker)
 
 

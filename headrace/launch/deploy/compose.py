@@ -28,13 +28,13 @@ def files(config: Config, image: str) -> dict[str, str]:
             "volumes": ["./nats.conf:/etc/headrace/nats.conf:ro", f"./credentials:{CREDENTIALS}:ro", "broker:/data"],
         }
     }
-    found = processes(config)
+    planned = processes(config)
     if page is not None:
         process, site = page
         # In a container the listeners are open to the containers beside it; only loopback of the host reaches them.
         services["nats"]["ports"] = [f"127.0.0.1:{site.websocket_port}:{site.websocket_port}"]
-        found.append(process)
-    for process in found:
+        planned.append(process)
+    for process in planned:
         services[process.name] = {
             **_SERVICE,
             "image": image,

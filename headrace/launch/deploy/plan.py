@@ -46,12 +46,12 @@ def processes(config: Config) -> list[Process]:
     if config.bus.credentials != CREDENTIALS:
         raise ConfigError(f"bus.credentials: expected {CREDENTIALS!r}, where every generated file puts the seeds")
     device = config.trainer.device.startswith("cuda")
-    found = []
+    planned = []
     for group in process_groups(config):
         kinds = {name.partition(":")[0] for name in group}
         name = group[0].replace(":", "-").replace("_", "-")
-        found.append(Process(name, group, bool(kinds & MACHINES), device and bool(kinds & DEVICES)))
-    return found
+        planned.append(Process(name, group, bool(kinds & MACHINES), device and bool(kinds & DEVICES)))
+    return planned
 
 
 def page(config: Config) -> tuple[Process, Site] | None:

@@ -105,8 +105,8 @@ WantedBy=headrace.target
 def files(config: Config, binary: str) -> dict[str, str]:
     """Name to content. binary: path of `headrace` on the hosts. The broker's host runs headrace-nats and
     headrace-dashboard, and has nats.conf."""
-    found = processes(config)
-    out = {f"headrace-{process.name}.service": unit(process, binary) for process in found}
+    planned = processes(config)
+    out = {f"headrace-{process.name}.service": unit(process, binary) for process in planned}
     out["headrace-nats.service"] = broker()
     if page := plan.page(config):
         out["headrace-dashboard.service"] = unit(page[0], binary)

@@ -90,14 +90,14 @@ def traits(template: ChatTemplate, syntax: Syntax, tools: Sequence[ToolSchema], 
 
 def changes(conversation: Conversation) -> dict[Kind, Change]:
     """The change that the template makes to each kind of content. RendererError when it is none of the known ones."""
-    found: dict[Kind, Change] = {"system": CHANGES["verbatim"], "thought": CHANGES["verbatim"]}
+    changes: dict[Kind, Change] = {"system": CHANGES["verbatim"], "thought": CHANGES["verbatim"]}
     for kind, build in PLACES.items():
         name = next((name for name, change in CHANGES.items() if _explains(conversation, kind, build, change)), None)
         if name is not None:
-            found[kind] = CHANGES[name]
+            changes[kind] = CHANGES[name]
         elif kind != "thought":
             raise RendererError(f"the chat template changes a {kind} in a way that is none of {', '.join(CHANGES)}")
-    return found
+    return changes
 
 
 def _explains(conversation: Conversation, kind: Kind, build: Build, change: Change) -> bool:

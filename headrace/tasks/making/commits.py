@@ -92,8 +92,8 @@ async def attempt(
     plan = msgspec.structs.replace(first_plan(after), timeout_s=limit(right.wall_ms / 1e3))
     hidden = {path: after.files[path] for path in sorted({*after.tests, *after.support})}
     wrong = await lab.run(_code(before) | hidden, plan)
-    kept = tuple(name for name in good if name in set(passed(wrong)))
-    fixed = tuple(name for name in good if name not in set(kept))
+    deciding = tuple(name for name in good if name in set(passed(wrong)))
+    fixed = tuple(name for name in good if name not in set(deciding))
     if wrong.timed_out or not fixed:
         raise NoTask("its tests pass over the parent, too")
     exam = await sealed(lab, after, Exam(plan=plan, expected=good), say)
@@ -112,7 +112,7 @@ async def attempt(
         hidden=hidden,
         tests=plan,
         expected=fixed,
-        grading=Grading(kind="f2p_p2p", pass_to_pass=kept),
+        grading=Grading(kind="f2p_p2p", pass_to_pass=deciding),
         sealed=exam.sealed,
         answers=exam.answers,
         solution={path: after.files[path] for path in after.sources if before.files.get(path) != after.files[path]},

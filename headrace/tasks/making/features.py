@@ -28,9 +28,9 @@ MOST = 0.5
 
 def candidates(package: Package, seed: int) -> list[Feature]:
     """The features of a package in random order."""
-    found = list(features(package))
-    random.Random(f"headrace/features/{package.name}/{seed}").shuffle(found)
-    return found
+    candidates = list(features(package))
+    random.Random(f"headrace/features/{package.name}/{seed}").shuffle(candidates)
+    return candidates
 
 
 def id_of(package: Package, feature: Feature) -> str:
@@ -78,10 +78,10 @@ def assemble(
     green = sorted(set(exam.expected) - set(failing))
     visible: dict[str, bytes] = {}
     for path in package.tests:
-        kept = {name.partition("[")[0].partition("::")[2] for name in green if name.partition("::")[0] == path}
-        kept -= {name.partition("[")[0].partition("::")[2] for name in failing if name.partition("::")[0] == path}
-        if kept:
-            visible[path] = thin(changed.get(path, package.files[path]), kept)
+        remaining = {name.partition("[")[0].partition("::")[2] for name in green if name.partition("::")[0] == path}
+        remaining -= {name.partition("[")[0].partition("::")[2] for name in failing if name.partition("::")[0] == path}
+        if remaining:
+            visible[path] = thin(changed.get(path, package.files[path]), remaining)
     paths = tuple(
         path
         for path in exam.plan.paths

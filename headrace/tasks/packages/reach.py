@@ -88,13 +88,13 @@ class Reach(NamedTuple):
 
 def _around(source: bytes, line: int) -> tuple[int, int] | None:
     """First and last line of the innermost function around a line."""
-    found = None
+    extent = None
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            if first <= line <= node.end_lineno and (found is None or first > found[0]):
-                found = (first, node.end_lineno)
-    return found
+            if first <= line <= node.end_lineno and (extent is None or first > extent[0]):
+                extent = (first, node.end_lineno)
+    return extent
 
 
 async def traced(lab: Lab, files: Mapping[str, bytes], plan: TestPlan) -> Reach:

@@ -37,7 +37,7 @@ class _Shared(NamedTuple):
 def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: ProcessGroup) -> bytes:
     """The hashes of all blocks in order, 16 bytes each, in every process. All processes must call this. WeightError
     when no process holds a block."""
-    own = {run.name: run for run in runs}
+    mine = {run.name: run for run in runs}
     table = world.gathered([(run.name, run.start, run.items) for run in runs])
     spans: list[dict[str, tuple[int, int]]] = [{name: (start, count) for name, start, count in part} for part in table]
     found: dict[int, bytes] = {}
@@ -46,7 +46,7 @@ def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: ProcessG
     number = 0
     for index, info in enumerate(described):
         holders = [(rank, *part[info.name]) for rank, part in enumerate(spans) if info.name in part]
-        run = own.get(info.name)
+        run = mine.get(info.name)
         for start, count in state.blocks(info):
             pieces = [
                 (rank, max(start, at), min(start + count, at + held))
@@ -65,7 +65,7 @@ def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: ProcessG
             waiting += [_Shared(number, index, first, end - first, rank, owner) for rank, first, end in pieces[1:]]
             number += 1
     for part in _rounds(waiting, described):
-        _pass_on(part, described, own, open_blocks, world)
+        _pass_on(part, described, mine, open_blocks, world)
     found |= {block: digest.digest() for block, digest in open_blocks.items()}
     out = bytearray(number * HASH_BYTES)
     for told in world.gathered(found):

@@ -128,8 +128,8 @@ def _source(source: Path, file: str) -> tuple[Path, Path]:
 
 def _driver() -> str:
     """The storage driver: overlay where this process may mount it, else vfs, which copies every layer."""
-    known = Path("/proc/filesystems").read_text().split()
-    return "overlay" if os.geteuid() == 0 and "overlay" in known else "vfs"
+    supported = Path("/proc/filesystems").read_text().split()
+    return "overlay" if os.geteuid() == 0 and "overlay" in supported else "vfs"
 
 
 class _Runner:

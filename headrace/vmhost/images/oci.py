@@ -230,7 +230,7 @@ def _apply(
 
 def _choose(source: Source, tag: str) -> tuple[Any, tuple[str, ...]]:
     """The manifest of a tag for linux/amd64, and its tags."""
-    found: dict[str, list[str]] = {}
+    layers: dict[str, list[str]] = {}
     names: list[str] = []
 
     def walk(entries: list[Any], inherited: str, depth: int) -> None:
@@ -251,12 +251,12 @@ def _choose(source: Source, tag: str) -> tuple[Any, tuple[str, ...]]:
                 names.append(name)
             short = any(notes.get(key) == tag for key in _TAGS)
             if not tag or name == tag or short or name.endswith(f"/{tag}"):
-                found.setdefault(entry["digest"], []).append(name)
+                layers.setdefault(entry["digest"], []).append(name)
 
     walk(source.json("index.json")["manifests"], "", 0)
-    if len(found) != 1:
+    if len(layers) != 1:
         raise _which(tag, names)
-    ((digest, tags),) = found.items()
+    ((digest, tags),) = layers.items()
     return source.json(_blob(digest), digest), tuple(name for name in tags if name)
 
 

@@ -96,11 +96,11 @@ async def collect(
     if len(full_snapshots) <= chains:
         return {}
     floor = full_snapshots[-chains]
-    kept = await _pinned(source, commits, frozenset(pins), trust)
+    pinned = await _pinned(source, commits, frozenset(pins), trust)
     out: dict[int, int] = {}
     # A sender that died may have left chunks of a version that no head committed.
     for version in range(min(head.version for head in commits), floor):
-        if version not in kept and version not in done:
+        if version not in pinned and version not in done:
             gone = await purge(subjects.WEIGHT_CHUNK.where(run=run, version=version, shard="*"))
             gone += await purge(subjects.WEIGHT_MANIFEST.where(run=run, version=version))
             done.add(version)
@@ -113,12 +113,12 @@ async def _pinned(
     source: chain.StreamSource, commits: list[WeightHead], pins: frozenset[int], trust: Trust | None
 ) -> set[int]:
     """The pinned versions and those that they are built from. A pinned version that cannot be built keeps none."""
-    kept: set[int] = set()
+    pinned: set[int] = set()
     for head in commits:
         if head.version in pins:
             try:
                 way = await chain.plan(source, head, trust=trust, squashed=False)
             except WeightError:
                 continue
-            kept |= {manifest.version for manifest in way.manifests}
-    return kept
+            pinned |= {manifest.version for manifest in way.manifests}
+    return pinned

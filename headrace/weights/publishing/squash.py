@@ -153,14 +153,14 @@ async def compose(
         for index, unit in enumerate(units):
             if last.tensors[unit[0].tensor].shard != shard:
                 continue
-            found = [frame for reader in readers for frame in await reader.take(index)]
-            if not found:
+            frames = [frame for reader in readers for frame in await reader.take(index)]
+            if not frames:
                 continue
             dtype = last.tensors[unit[0].tensor].dtype
             before, after = (state.unit_hash(unit, one.block_hashes) for one in (base, last))
             place, kind = Place(index, dtype, before, after), state.unsigned(dtype)
             size = sum(part.items for part in unit)
-            for data, items in await asyncio.to_thread(_squashed, place, found, kind, size, CODECS[name].method):
+            for data, items in await asyncio.to_thread(_squashed, place, frames, kind, size, CODECS[name].method):
                 changed += items
                 chunk = packer.add(data)
                 if chunk is not None:

@@ -55,11 +55,11 @@ def check_manifest(manifest: WeightManifest) -> None:
 
 def check_chunk(manifest: WeightManifest, info: ChunkInfo, data: bytes) -> None:
     """Compare a chunk with its entry in the manifest. DamagedChunk."""
-    found = hashlib.sha256(data).hexdigest()
-    if found != info.sha256:
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != info.sha256:
         raise DamagedChunk(
             f"chunk {info.seq} of version {manifest.version} (sequence {info.stream_seq}) does not match its manifest: "
-            f"sha256 {found[:12]}, {len(data)} bytes, instead of {info.sha256[:12]}, {info.bytes} bytes"
+            f"sha256 {digest[:12]}, {len(data)} bytes, instead of {info.sha256[:12]}, {info.bytes} bytes"
         )
 
 

@@ -287,8 +287,8 @@ def unavailable() -> str:
     places = cgroups.places()
     if places is None or not {"memory", "pids"} <= set(places.limits):
         return "it needs control groups for memory and processes (`headrace vm doctor` says what is missing)"
-    known = Path("/proc/filesystems").read_text().split()
-    missing = [name for name in ("erofs", "overlay") if name not in known]
+    supported = Path("/proc/filesystems").read_text().split()
+    missing = [name for name in ("erofs", "overlay") if name not in supported]
     if missing:
         return f"the kernel lacks {', '.join(missing)} (load it: modprobe {missing[0]})"
     if not os.path.exists("/dev/loop-control"):

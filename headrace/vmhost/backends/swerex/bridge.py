@@ -149,8 +149,8 @@ def main(place: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     bridge = _Bridge(place, ours)
     try:
-        found = {"python": platform.python_version(), "pytest": importlib.util.find_spec("pytest") is not None}
-        bridge.write(json.dumps(found))
+        facts = {"python": platform.python_version(), "pytest": importlib.util.find_spec("pytest") is not None}
+        bridge.write(json.dumps(facts))
         bridge.serve()
     finally:
         for agent in bridge._agents.values():

@@ -41,9 +41,9 @@ def package() -> bytes:
     empty = ("headrace", "headrace/vmhost", "headrace/vmhost/backends", "headrace/vmhost/backends/swerex")
     files = {f"{folder}/__init__.py": b"" for folder in empty}
     files |= {f"headrace/vmhost/guest/{path}": content for path, content in agent_files.sources().items()}
-    found = find_spec("headrace.vmhost.backends.swerex.bridge")
-    assert found is not None and found.origin is not None
-    files["headrace/vmhost/backends/swerex/bridge.py"] = Path(found.origin).read_bytes()
+    spec = find_spec("headrace.vmhost.backends.swerex.bridge")
+    assert spec is not None and spec.origin is not None
+    files["headrace/vmhost/backends/swerex/bridge.py"] = Path(spec.origin).read_bytes()
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, content in files.items():
