@@ -22,6 +22,7 @@ from headrace.bus.runtime.plugins import agree
 from headrace.bus.runtime.presence import LOOK_S, Absences
 from headrace.ledger import lost_attempts, training
 from headrace.ledger.issuer import Issuer
+from headrace.ledger.losses import Losses
 from headrace.ledger.requests import training_settings
 from headrace.ledger.schedule import Decision, IssueGroup, RetrySlot, Rules, awaited, bounds_of, decide, finished
 from headrace.ledger.state import RunState
@@ -91,6 +92,7 @@ class Curriculum(Actor):
         """(sequence, record) of the newest BoundAsked."""
         self._served = -1
         """The newest version that any node has staged or serves."""
+        self._losses = Losses(self.config.curriculum.lost_groups)
         self._ledger, self._laggards = readiness.ReadinessLedger(), readiness.Laggards(LAGGARD_S)
         await self._take_over()
         live = {
@@ -275,10 +277,13 @@ class Curriculum(Actor):
                     )
                 case GroupClosed():
                     await self._close(decision)
+                    self._losses.count(decision, self.state)
                 case GroupDropped():
                     await self._close(decision)
                     text = f"{decision.group}: {decision.reason}: {decision.detail}"
                     await self.event("group_dropped", text, "warning", reason=decision.reason)
+                    if reason := self._losses.count(decision, self.state):
+                        raise Unrecoverable(reason)
 
     async def _certify(self) -> None:
         """Wait for missing certificates and write them into the tasks' folder. Unrecoverable when a task is refused."""

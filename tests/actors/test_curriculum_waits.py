@@ -9,6 +9,7 @@ from headrace import config as c
 from headrace.actors.curriculum import Curriculum
 from headrace.bus.errors import Unrecoverable
 from headrace.messages.operations import Heartbeat
+from headrace.messages.rollout import RolloutRequest
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.fake_workers import FakeWorkers
@@ -43,3 +44,33 @@ async def test_a_run_without_an_actor_that_it_needs_ends_and_names_it(connect: C
                 await asyncio.Event().wait()
     finally:
         beating.cancel()
+
+
+async def test_a_run_that_only_loses_groups_ends_and_names_the_causes(connect: Connect) -> None:
+    """Sandboxes that all fail at once were asked for without end: thousands of groups in minutes, and no step."""
+    run = f"r{token_hex(4)}"
+    settings = c.Config(
+        curriculum=c.Curriculum(group_size=2, groups_per_step=2, attempts=1, lost_groups=3),
+        evaluation=c.Evaluation(before=False, after=False),
+    )
+    other = FakeWorkers(await connect(), run, groups_per_step=2)
+    lost = 0
+
+    async def answer(request: RolloutRequest) -> None:
+        """Two groups are lost, the third is scored, and from then on every attempt fails."""
+        nonlocal lost
+        if request.group == "g000002":
+            await other.solve(request)
+        else:
+            lost += 1
+            await other.fail(request, "sandbox_lost")
+
+    other.answer = answer
+    await other.start()
+    told = r"3 groups in a row .*lost_groups.*attempts of g\d+ failed by: sandbox_lost 2; .*start the run again"
+    with pytest.raises(Unrecoverable, match=told):
+        async with living(Curriculum, settings, await connect("curriculum"), run), asyncio.timeout(PATIENCE_S):
+            await other.serve(0)
+            await asyncio.Event().wait()
+    await other.stop()
+    assert lost >= 6, "the group with scores does not count"

@@ -1,20 +1,16 @@
 """The `process` backend: the slot agent of the guests in a local process. It is not isolated and must be asked for.
 
-One warm process per host forks an agent for every sandbox (`guest/local.py`), so a sandbox costs one fork. Folders lie
-under one temporary folder that carries the host's pid; the next host to start removes those of hosts that have ended.
+One warm process per host forks an agent for every sandbox (`guest/local.py`), so a sandbox costs one fork. Sandboxes
+lie in one temporary folder of their host (scratch.py).
 """
 
 import asyncio
 import json
 import os
-import re
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 from headrace.config import Environment
@@ -23,6 +19,7 @@ from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost import agent_files, cgroups
 from headrace.vmhost.backend import Capabilities, OnEvent, Requirement
 from headrace.vmhost.backends.lacking import WithoutCopies, lacks
+from headrace.vmhost.backends.scratch import Scratch
 from headrace.vmhost.cgroups import Group
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
@@ -103,8 +100,7 @@ class ProcessBackend(WithoutCopies):
         self._count = 0
         self._groups: list[Group] = []
         """Control groups of ended sandboxes, to be removed once their last process is gone."""
-        sweep()
-        self._folder = tempfile.mkdtemp(prefix=f"headrace-{os.getpid()}-")
+        self._scratch = Scratch()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -122,8 +118,11 @@ class ProcessBackend(WithoutCopies):
     async def fork_agent(self, name: str, limits: SandboxLimits) -> Channel:
         """The channel of a new agent, which runs in a folder and a control group of its own. SandboxLost."""
         self._count += 1
-        root = f"{self._folder}/{self._count}"
-        os.mkdir(root)
+        root = f"{self._scratch.path}/{self._count}"
+        try:
+            os.mkdir(root)
+        except FileNotFoundError:
+            raise SandboxLost(f"{name}: {self._scratch.path} was removed while this host uses it") from None
         self._groups = [group for group in self._groups if not group.close()]
         group = cgroups.create(
             f"sandbox-{self._count}", processes=PROCESSES, memory_mb=limits.memory_mib, vcpus=limits.vcpus
@@ -148,6 +147,8 @@ class ProcessBackend(WithoutCopies):
         """A set of slots; nothing runs until one is opened. VmhostError when the warm process has ended."""
         if self._process.poll() is not None:
             raise VmhostError(f"the process backend ended with code {self._process.returncode}; start the actor again")
+        if not self._scratch.exists():
+            raise VmhostError(f"{self._scratch.path} was removed while this host uses it; start the actor again")
         if why := cgroups.lacks(limits):
             raise VmhostError(f"the process backend cannot enforce the task's limits on this machine: {why}")
         return ProcessMachine(self, self.slots, limits)
@@ -197,12 +198,4 @@ class ProcessBackend(WithoutCopies):
             if not self._groups:
                 break
             await asyncio.sleep(0.01)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def sweep() -> None:
-    """Remove folders of hosts that no longer run."""
-    for folder in Path(tempfile.gettempdir()).glob("headrace-*-*"):
-        owner = re.fullmatch(r"headrace-(\d+)-\w+", folder.name)
-        if owner and not os.path.exists(f"/proc/{owner[1]}"):
-            shutil.rmtree(folder, ignore_errors=True)
+        self._scratch.remove()
