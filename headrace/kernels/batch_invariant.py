@@ -128,8 +128,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
 def swiglu_forward(gate_up: Tensor) -> Tensor:
     """`swiglu` without a gradient."""
     gate, up = gate_up.chunk(2, -1)
-    gate = gate.contiguous()
-    return torch.exp(-gate).add_(1).reciprocal_().mul_(gate).mul_(up)
+    return torch.neg(gate).exp_().add_(1).reciprocal_().mul_(gate).mul_(up)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

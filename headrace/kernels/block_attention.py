@@ -241,44 +241,64 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, pages: Paging, sca
     query as `packed_attention`. Blocks are added in ascending order, however many are computed at once.
     """
     batch, steps, query_heads, dim = q.shape
-    heads, count, height = keys.shape[1], pages.blocks, pages.limit.shape[3]
+    heads = keys.shape[1]
     group = query_heads // heads
     rows = q.view(batch, steps, heads, group, dim).transpose(1, 2).reshape(batch, heads, steps * group, dim)
-    extra = height - rows.shape[2]
+    extra = pages.limit.shape[3] - rows.shape[2]
     rows = F.pad(rows, (0, 0, 0, extra)) if extra else rows
     # A single new token takes all blocks in one batched product, whose members do not influence each other. More tokens
     # go block by block, which bounds memory.
-    width = count if steps == 1 else 1
-    spread = rows[:, None].expand(batch, width, heads, height, dim).reshape(-1, height, dim)
-    table = pages.table.view(batch, count)
-    peak = total = out = None
-    for first in range(0, count, width):
-        chosen = table[:, first : first + width].reshape(-1)
-        ks = keys.index_select(0, chosen).view(-1, BLOCK, dim)
-        vs = values.index_select(0, chosen).view(-1, BLOCK, dim)
-        s = torch.bmm(spread, ks.transpose(1, 2)).float().mul_(scale).view(batch, width, heads, height, BLOCK)
-        if (first + width) * BLOCK > pages.lowest + 1:
-            s.masked_fill_(_after(pages.limit, first, width) if pages.hidden is None else pages.hidden, -torch.inf)
-        top = s.amax(-1)
-        if peak is not None:
-            top = torch.maximum(top, peak[:, None])
-        if width > 1:
-            top = top.cummax(1).values
-        p = torch.exp(s.sub_(top[..., None]))
-        sums = p.sum(-1)
-        more = torch.bmm(p.to(values.dtype).view(-1, height, BLOCK), vs).float().view(batch, width, heads, height, dim)
-        fades = torch.exp((top[:, :-1] if peak is None else peak[:, None]) - (top[:, 1:] if peak is None else top))
-        for j in range(width):
-            if total is None or out is None:
-                total, out = sums[:, 0], more[:, 0]
-            else:
-                fade = fades[:, j - 1] if peak is None else fades[:, j]
-                total = total * fade + sums[:, j]
-                out = out * fade[..., None] + more[:, j]
-        peak = top[:, -1]
-    assert out is not None and total is not None
-    out = (out / total[..., None])[:, :, : steps * group].to(q.dtype)
+    attend = _all_at_once if steps == 1 else _one_by_one
+    out, total = attend(rows, keys, values, pages, scale)
+    out = out.div_(total[..., None])[:, :, : steps * group].to(q.dtype)
     return out.view(batch, heads, steps, group, dim).transpose(1, 2).reshape(batch, steps, query_heads, dim)
+
+
+def _all_at_once(rows: Tensor, keys: Tensor, values: Tensor, pages: Paging, scale: float) -> tuple[Tensor, Tensor]:
+    """rows [B, V, R, D] of one new token each -> (weighted values float32 [B, V, R, D], sums float32 [B, V, R])."""
+    (batch, heads, height, dim), count = rows.shape, pages.blocks
+    spread = rows[:, None].expand(batch, count, heads, height, dim).reshape(-1, height, dim)
+    ks = keys.index_select(0, pages.table).view(-1, BLOCK, dim)
+    s = torch.bmm(spread, ks.transpose(1, 2)).float().mul_(scale).view(batch, count, heads, height, BLOCK)
+    seen = (pages.lowest + 1) // BLOCK  # blocks that every query sees whole
+    if seen < count and pages.hidden is not None:
+        s[:, seen:].masked_fill_(pages.hidden[:, seen:], -torch.inf)
+    top = s.amax(-1).cummax(1).values
+    p = s.sub_(top[..., None]).exp_()
+    sums = p.sum(-1)
+    vs = values.index_select(0, pages.table).view(-1, BLOCK, dim)
+    more = torch.bmm(p.to(values.dtype).view(-1, height, BLOCK), vs).view(batch, count, heads, height, dim)
+    fades = torch.exp(top[:, :-1] - top[:, 1:])
+    out, total = more[:, 0].to(torch.float32, copy=True), sums[:, 0]
+    for j in range(1, count):
+        total.mul_(fades[:, j - 1]).add_(sums[:, j])
+        out.mul_(fades[:, j - 1, ..., None]).add_(more[:, j])
+    return out, total
+
+
+def _one_by_one(rows: Tensor, keys: Tensor, values: Tensor, pages: Paging, scale: float) -> tuple[Tensor, Tensor]:
+    """As `_all_at_once`, for any number of new tokens."""
+    batch, heads, height, dim = rows.shape
+    query, table = rows.view(-1, height, dim), pages.table.view(batch, pages.blocks)
+    peak = total = out = None
+    for first in range(pages.blocks):
+        ks, vs = (x.index_select(0, table[:, first]).view(-1, BLOCK, dim) for x in (keys, values))
+        s = torch.bmm(query, ks.transpose(1, 2)).float().mul_(scale).view(batch, heads, height, BLOCK)
+        if (first + 1) * BLOCK > pages.lowest + 1:
+            s.masked_fill_(_after(pages.limit, first, 1)[:, 0], -torch.inf)
+        top = s.amax(-1) if peak is None else torch.maximum(s.amax(-1), peak)
+        p = s.sub_(top[..., None]).exp_()
+        sums = p.sum(-1)
+        more = torch.bmm(p.to(values.dtype).view(-1, height, BLOCK), vs).float().view(batch, heads, height, dim)
+        if peak is None or total is None or out is None:
+            total, out = sums, more
+        else:
+            fade = torch.exp(peak - top)
+            total.mul_(fade).add_(sums)
+            out.mul_(fade[..., None]).add_(more)
+        peak = top
+    assert out is not None and total is not None
+    return out, total
 
 
 def ragged_attention(

@@ -3,7 +3,7 @@
 Idea: a trainer needs one number per token, log p(target), yet the logits of a batch are the largest tensor of the
 step (12,800 x 640 here, 12,800 x 151,936 for Qwen3). So tokens are taken in chunks: logits, log-sum-exp, the target's
 logit and the entropy are computed, then the logits are freed; backward computes them again. Sampler and trainer call
-the same function on logits (`from_logits`), so their numbers can be the same bits.
+the same function on logits (`exponentials`), so their numbers can be the same bits.
 
 Layout: chunks of `CHUNK` rows, a multiple of every row padding, so chunks do not change a row's bits. Temperature is a
 tensor, because torch may turn a division by a Python number into a multiplication by its reciprocal.
@@ -43,16 +43,21 @@ def scaled(logits: Tensor, temperature: Tensor | float) -> Tensor:
     return logits.float() / (heat[:, None] if heat.ndim else heat)
 
 
+def exponentials(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled float32 logits [M, V] -> (logits less their row's largest [M, V], exp of these [M, V], its sums [M])."""
+    shifted = logits - logits.amax(-1, keepdim=True)
+    e = torch.exp(shifted)
+    return shifted, e, e.sum(-1)
+
+
 def from_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scaled float32 logits [M, V], targets [M] -> (log-probability, entropy in nats, log-sum-exp), float32 [M]."""
-    top = logits.amax(-1, keepdim=True)
-    shifted = logits - top
-    e = torch.exp(shifted)
-    total = e.sum(-1)
+    top = logits.amax(-1)
+    shifted, e, total = exponentials(logits)
     log_total = torch.log(total)
     logp = shifted.gather(1, targets[:, None])[:, 0] - log_total
     entropy = log_total - (e.mul_(shifted)).sum(-1) / total
-    return logp, entropy, top[:, 0] + log_total
+    return logp, entropy, top + log_total
 
 
 def _part(temperature: Tensor | float, part: slice) -> Tensor | float:

@@ -118,6 +118,6 @@ def context(step: Step, heads: int, group: int) -> Context:
     """The rows of the pool that hold the keys of a cached forward, by head, and the mask of each query."""
     blocks = step.table.shape[1]
     rows = step.table[:, None, :] * heads + torch.arange(heads, device=step.table.device)[:, None]
-    at = torch.arange(blocks * BLOCK, device=step.table.device)
+    at = torch.arange(min(step.starts) + 1, blocks * BLOCK, device=step.table.device)  # all queries see the keys before
     hidden = (at > step.grid[:, :, None]).repeat_interleave(group, 1)
     return Context(rows.view(-1), hidden)

@@ -52,7 +52,7 @@ class Context(NamedTuple):
     rows: Tensor
     """int64 [B * V * blocks]: rows of the pool seen as [blocks * V, 64 * D]."""
     hidden: Tensor
-    """bool [B, T * G, blocks * 64]: keys that a query does not see."""
+    """bool [B, T * G, R]: those of the last R keys that a query does not see; all queries see the keys before them."""
 
 
 class Step:

@@ -38,16 +38,16 @@ class _GroupedAttention(torch.autograd.Function):
 def _shares(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
     scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
     batch, rows, keys = scores.shape
-    heads = batch // len(hidden)
-    scores.view(len(hidden), heads, rows, keys).masked_fill_(hidden[:, None], -torch.inf)
+    last = scores.view(len(hidden), batch // len(hidden), rows, keys)[..., keys - hidden.shape[2] :]
+    last.masked_fill_(hidden[:, None], -torch.inf)
     return scores.softmax(-1)
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
     """q [B * V, T * G, D] with a token's query heads side by side, k and v [B * V, S, D] -> [B * V, T * G, D].
 
-    hidden: bool [B or 1, T * G, S], True where a query does not see a key; each query must see one. Differentiable in
-    q, k and v.
+    hidden: bool [B or 1, T * G, R], True where a query does not see one of the last R keys; it sees all before them.
+    Each query must see one. Differentiable in q, k and v.
     """
     if torch.is_grad_enabled():
         out: Tensor = _GroupedAttention.apply(q, k, v, hidden, scale)  # type: ignore[no-untyped-call]

@@ -14,16 +14,17 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, dtype=dtype).requires_grad_()
 
 
-def test_any_mask_forward_and_backward() -> None:
+@pytest.mark.parametrize("masked", [64, 40], ids=["all keys", "last keys"])
+def test_any_mask_forward_and_backward(masked: int) -> None:
     torch.manual_seed(1)
     batch, heads, group, steps, keys, dim = 3, 2, 4, 5, 64, 16
     q, k, v = (drawn(batch, count, length, dim) for count, length in ((8, steps), (2, keys), (2, keys)))
     hidden = torch.rand(batch, steps, keys) < 0.4
-    hidden[..., 0] = False
+    hidden[..., : keys - masked or 1] = False
     want = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden[:, None], scale=0.3, enable_gqa=True)
     rows = q.view(batch, heads, group, steps, dim).transpose(2, 3).reshape(batch * heads, steps * group, dim)
     flat_k, flat_v = (x.view(batch * heads, keys, dim) for x in (k, v))
-    got = grouped_attention(rows, flat_k, flat_v, hidden.repeat_interleave(group, 1), 0.3)
+    got = grouped_attention(rows, flat_k, flat_v, hidden.repeat_interleave(group, 1)[..., keys - masked :], 0.3)
     got = got.view(batch, heads, steps, group, dim).transpose(2, 3).reshape(want.shape)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
     slope = torch.randn_like(want)

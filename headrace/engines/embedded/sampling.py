@@ -8,9 +8,11 @@ cumulative weights in float64, ascending by id, the first that reaches uniform x
 import torch
 from torch import Tensor
 
-from headrace.kernels.selected_logprob import from_logits, scaled
+from headrace.kernels.selected_logprob import exponentials, scaled
 
 _MASK = (1 << 64) - 1
+_NUMBERS = 1 << 18
+"""Logits that are drawn from at once: few enough for a cache, and for memory that the allocator keeps."""
 
 
 def _mix(x: int) -> int:
@@ -29,10 +31,19 @@ def uniform(seed: int, position: int) -> float:
 def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """logits [M, V], temperatures float32 [M] (0 is greedy), uniforms float64 [M] -> (ids int64 [M], their
     log-probabilities float32 [M] under that temperature; greedy ones under 1)."""
+    rows = max(1, _NUMBERS // logits.shape[1])
+    columns = (torch.split(x, rows) for x in (logits, temperatures, uniforms))
+    parts = [_draw(*part) for part in zip(*columns, strict=True)]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+
+def _draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     warm = scaled(logits, temperatures)
-    weights = torch.exp(warm - warm.amax(-1, keepdim=True)).double().cumsum(-1)
-    ids = (weights < (uniforms * weights[:, -1])[:, None]).sum(-1)
+    shifted, weights, total = exponentials(warm)
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    # A row that is not finite may find no place: any id does, because its log-probability is not finite either.
+    ids = torch.searchsorted(sums, (uniforms * sums[:, -1])[:, None])[:, 0].clamp_(max=logits.shape[1] - 1)
     greedy = temperatures == 0
     if bool(greedy.any()):
         ids = torch.where(greedy, warm.argmax(-1), ids)
-    return ids, from_logits(warm, ids)[0]
+    return ids, shifted.gather(1, ids[:, None])[:, 0] - torch.log(total)
