@@ -80,7 +80,7 @@ def files(environment: Environment) -> tuple[int, int]:
     """Open files of this process, and folders of sandboxes."""
     backend = environment._host._backend
     assert isinstance(backend, ProcessBackend)
-    return len(os.listdir("/proc/self/fd")), len(os.listdir(backend._folder))
+    return len(os.listdir("/proc/self/fd")), len(os.listdir(backend._scratch.path))
 
 
 class Product:
