@@ -129,7 +129,14 @@ def generated(config: Config, made: RendererBundle) -> Iterator[traces.Trace]:
     if recipe.traces == "notes":
         return note_traces.mid_training_texts(seed, recipe.quality, renderer, answers, recipe.context_weight)
     return traces.mid_training_texts(
-        seed, recipe.quality, renderer, answers, recipe.context_weight, multi_line=recipe.multi_line
+        seed,
+        recipe.quality,
+        renderer,
+        answers,
+        recipe.context_weight,
+        multi_line=recipe.multi_line,
+        broad=recipe.broad,
+        retries=recipe.retries,
     )
 
 

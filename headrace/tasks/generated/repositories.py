@@ -14,6 +14,7 @@ from hashlib import sha256
 import msgspec
 
 from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
+from headrace.tasks.generated.broad_templates import BROAD
 from headrace.tasks.generated.final_templates import FINAL
 from headrace.tasks.generated.templates import TRAINED, UNSEEN, Template
 from headrace.tasks.sealing import known, seal
@@ -29,8 +30,8 @@ SEEDS: Mapping[str, range] = {
 }
 """Which seeds a suite owns. Recipes are chosen on `dev` and `unseen` alone, never on `heldout` and `unseen-final`."""
 
-_POOLS: Mapping[str, Sequence[Template]] = {"unseen": UNSEEN, "unseen-final": FINAL}
-"""Templates of the broken function, where they are not those of training."""
+_POOLS: Mapping[str, Sequence[Template]] = {"unseen": UNSEEN, "unseen-final": FINAL, "broad": BROAD}
+"""Templates of the broken function, where they are not those of training. No suite is called broad: traces use it."""
 
 VISIBLE, HIDDEN = "test_visible.py", "test_hidden.py"
 

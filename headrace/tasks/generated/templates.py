@@ -10,6 +10,7 @@ at all.
 """
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal
 
@@ -111,7 +112,7 @@ _ONE_LINE_UNSEEN = (
     one_line("is_longer", "s t", "is {s} longer than {t}", "len({s}) «>|<» len({t})"),
 )
 
-_FILTERS = {
+FILTERS = {
     "all": ("{xs}", ""),
     "even": ("even {xs}", "{v} % 2 «==|!=» 0"),
     "odd": ("odd {xs}", "{v} % 2 «==|!=» 1"),
@@ -120,7 +121,7 @@ _FILTERS = {
     "negative": ("negative {xs}", "{v} «<|>» 0"),
 }
 
-_AGGREGATES = {
+AGGREGATES = {
     "count": ("{o} = «0|1»", "{o} += «1|2»"),
     "total": ("{o} = «0|1»", "{o} «+=|-=» {v}"),
     "product": ("{o} = «1|0»", "{o} «*=|+=» {v}"),
@@ -128,12 +129,15 @@ _AGGREGATES = {
 }
 
 
-def _grid(aggregate: str, filter_name: str) -> Template:
-    start, act = _AGGREGATES[aggregate]
-    which, condition = _FILTERS[filter_name]
+def aggregated(
+    aggregates: Mapping[str, tuple[str, str]], aggregate: str, filters: Mapping[str, tuple[str, str]], which: str
+) -> Template:
+    """One cell of a grid: an aggregate (start, action) over the numbers that a filter (words, condition) lets pass."""
+    start, act = aggregates[aggregate]
+    words, condition = filters[which]
     inner = [f"    if {condition}:", f"        {act}"] if condition else [f"    {act}"]
     return multi_line(
-        f"{aggregate}_{filter_name}", "xs", f"{aggregate} of {which}", start, "for {v} in {xs}:", *inner, "return {o}"
+        f"{aggregate}_{which}", "xs", f"{aggregate} of {words}", start, "for {v} in {xs}:", *inner, "return {o}"
     )
 
 
@@ -142,9 +146,9 @@ _GRID_SKIPPED = (("count", "all"), ("list", "all"))
 
 _MULTI_LINE = (
     *(
-        _grid(aggregate, filter_name)
-        for aggregate in _AGGREGATES
-        for filter_name in _FILTERS
+        aggregated(AGGREGATES, aggregate, FILTERS, filter_name)
+        for aggregate in AGGREGATES
+        for filter_name in FILTERS
         if (aggregate, filter_name) not in (*_GRID_UNSEEN, *_GRID_SKIPPED)
     ),
     multi_line(
@@ -207,7 +211,7 @@ _MULTI_LINE = (
 )
 
 _MULTI_LINE_UNSEEN = (
-    *(_grid(*pair) for pair in _GRID_UNSEEN),
+    *(aggregated(AGGREGATES, kind, FILTERS, which) for kind, which in _GRID_UNSEEN),
     multi_line(
         "factorial",
         "n",

@@ -31,8 +31,9 @@ MULTI_LINE = 0.72
 _LATE = 0.2
 """Share of quitters that have at least searched; the others are the shortest of traces."""
 
-_RETRY = 0.25
-"""Share of good traces that first go wrong, see a test fail, and look again. The wrong turn itself is not taught."""
+RETRIES = 0.25
+"""Share of good traces that first go wrong, see a test fail, and look again. The wrong turn itself is not taught.
+`[mid_training] retries` by default."""
 
 CONTEXT = 0.05
 """Loss weight of what a policy reads: it need not learn to write repositories (0.25 cost it a seventh of its multi-line
@@ -166,7 +167,7 @@ def _unread(made: repositories.Made, rng: random.Random) -> Call:
     return _edit(path, line, rng.choice(made.target.source()[1:]))
 
 
-def play(made: repositories.Made, fault: Fault, rng: random.Random, answer: Answer) -> _Play:
+def play(made: repositories.Made, fault: Fault, rng: random.Random, answer: Answer, retries: float = RETRIES) -> _Play:
     """Make one trace."""
     game = _Play(made, answer)
     find: Call = ("search", {"query": f"def {made.target.name}"})
@@ -186,7 +187,7 @@ def play(made: repositories.Made, fault: Fault, rng: random.Random, answer: Answ
         game.turn(_FINISH)
     elif fault == "careless":
         game.turn(_wrong_line(made, rng), _FINISH)
-    elif rng.random() < _RETRY:
+    elif rng.random() < retries:
         game.turn(_wrong_line(made, rng), _TEST, taught=False)
         game.turn(find)
         game.turn(right, _TEST)
@@ -209,13 +210,16 @@ def _plays(
     answer: Answer,
     faults: Sequence[Fault] = FAULTS,
     multi_line: float = MULTI_LINE,
+    broad: float = 0.0,
+    retries: float = RETRIES,
 ) -> Iterator[tuple[_Play, Fault]]:
     rng = random.Random(f"headrace/traces/{seed}")
     seeds = repositories.SEEDS["train"]
     while True:
-        made = repositories.make("train", rng.randrange(seeds.start, seeds.stop), multi_line, judged=False)
+        kind = "broad" if broad and rng.random() < broad else "train"
+        made = repositories.make(kind, rng.randrange(seeds.start, seeds.stop), multi_line, judged=False)
         fault = "" if rng.random() < quality else rng.choice(faults)
-        yield play(made, fault, rng, answer), fault
+        yield play(made, fault, rng, answer, retries), fault
 
 
 def mid_training_texts(
@@ -227,9 +231,12 @@ def mid_training_texts(
     *,
     faults: Sequence[Fault] = FAULTS,
     multi_line: float = MULTI_LINE,
+    broad: float = 0.0,
+    retries: float = RETRIES,
 ) -> Iterator[Trace]:
-    """Traces without an end. `form` is the policy's renderer, `answer` runs calls (harness.sync_tools.answer)."""
-    for game, fault in _plays(seed, quality, answer, faults, multi_line):
+    """Traces without an end. `form` is the policy's renderer, `answer` runs calls (harness.sync_tools.answer), `broad`
+    is the share of traces on templates that no suite has (broad_templates.py)."""
+    for game, fault in _plays(seed, quality, answer, faults, multi_line, broad, retries):
         ids, weights = game.encoded(form, context)
         weights[0] = 0.0
         solved = game.sandbox.files.get(game.made.path) == game.made.oracle.solution[game.made.path]

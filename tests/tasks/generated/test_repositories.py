@@ -12,6 +12,7 @@ import pytest
 from headrace.messages.sandbox import OpResult, RunTests
 from headrace.messages.tasks import TestPlan
 from headrace.tasks import UnknownSuite, open_suite
+from headrace.tasks.generated.broad_templates import BROAD
 from headrace.tasks.generated.final_templates import FINAL
 from headrace.tasks.generated.repositories import SEEDS, Made, make
 from headrace.tasks.generated.templates import TRAINED, UNSEEN
@@ -106,6 +107,17 @@ def test_final_templates_are_new() -> None:
     assert {made.target.template.name for made in some("unseen-final", 300)} == names
 
 
+def test_broad_templates_are_in_no_suite() -> None:
+    """No description, body or name of a template of broad traces is known from a suite, and no suite is called so."""
+    others = (*TRAINED, *UNSEEN, *FINAL)
+    assert len(BROAD) >= 100 and not {template.body for template in BROAD} & {other.body for other in others}
+    assert not {template.about for template in BROAD} & {other.about for other in others}
+    names = {template.name for template in BROAD}
+    assert len(names) == len(BROAD) and not names & {other.name for other in others}
+    with pytest.raises(UnknownSuite, match="broad"):
+        open_suite("generated/broad")
+
+
 def test_families() -> None:
     assert len(TRAINED) >= 30 and {template.family for template in UNSEEN} == {"one_line", "multi_line"}
     for suite in ("heldout", "unseen"):
@@ -121,7 +133,7 @@ def test_every_bug_of_every_template_is_a_bug() -> None:
     from headrace.tasks.generated import repositories
 
     rng = random.Random(0)
-    for template in (*TRAINED, *UNSEEN, *FINAL):
+    for template in (*TRAINED, *UNSEEN, *FINAL, *BROAD):
         left = set(template.bugs)
         for _ in range(400):
             function = repositories._function(rng, template, set())

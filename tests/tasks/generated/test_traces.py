@@ -11,6 +11,7 @@ from headrace.rendering.registry import Renderers
 from headrace.rendering.terse import Format, TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks.generated import repositories, traces
+from headrace.tasks.generated.broad_templates import BROAD
 from headrace.tasks.generated.traces import Trace
 from tests.support import chat_formats
 
@@ -33,6 +34,22 @@ def test_quality_is_the_share_without_faults(renderer: TerseRenderer) -> None:
     assert {trace.fault for trace in take(renderer, 1, 1.0, 50)} == {""}
     families = Counter(trace.family for trace in made)
     assert families["multi_line"] > 1.5 * families["one_line"]
+
+
+def test_broad_traces_and_retries_are_as_many_as_asked_for() -> None:
+    """Broad traces repair functions that no suite has; a retry takes five turns instead of three."""
+
+    def share(broad: float, retries: float) -> tuple[float, float]:
+        plays = traces._plays(1, 1.0, answer, broad=broad, retries=retries)
+        taken = [game for game, _ in itertools.islice(plays, 200)]
+        return (
+            sum(game.made.target.template in BROAD for game in taken) / 200,
+            sum(len(game.turns) == 5 for game in taken) / 200,
+        )
+
+    assert share(0.0, 0.0) == (0.0, 0.0)
+    new, again = share(0.3, 0.5)
+    assert 0.2 < new < 0.4 < again < 0.6
 
 
 def test_the_same_seed_gives_the_same_traces(renderer: TerseRenderer) -> None:
