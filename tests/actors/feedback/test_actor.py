@@ -1,6 +1,7 @@
 """The feedback actor over a real broker: each rating ends once, batches are closed, candidates pass the gate."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,24 @@ async def test_an_operators_promotion_reaches_new_sessions_and_ends_the_candidat
         async with living(Gateway, config, await connect("gateway"), product.run) as gateway:
             while gateway.split.promoted != PolicyRef("pinned", 2):  # read again from HR_STATE
                 await asyncio.sleep(0.01)
+
+
+async def test_a_rollback_reaches_every_gateway_within_thirty_seconds(product: Product, connect: Connect) -> None:
+    """A rollback is a promotion of the version before; three gateways assign it to every new session."""
+    config, later = settings(product.folder), PolicyRef("pinned", 2)
+    async with asyncio.timeout(120), AsyncExitStack() as stack:
+        await stack.enter_async_context(living(Feedback, config, await connect("feedback"), product.run))
+        gateways = [
+            await stack.enter_async_context(living(Gateway, config, await connect("gateway"), product.run))
+            for _ in range(3)
+        ]
+        await product.opened()
+        for version, policy in ((2, later), (7, BASE)):
+            await product.promote(version)
+            async with asyncio.timeout(30):
+                while any(each.split.promoted != policy for each in gateways):
+                    await asyncio.sleep(0.01)
+            assert {each.split.policy(f"ab.{number}") for each in gateways for number in range(100)} == {policy}
 
 
 def test_the_branch_is_configured_as_the_run_but_for_its_batches() -> None:
