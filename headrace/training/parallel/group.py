@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from headrace.training.figures.clock import Clock
 from headrace.training.parallel.context import ContextParallel
@@ -28,6 +29,9 @@ T = TypeVar("T")
 PATIENCE = timedelta(days=30)
 """Time limit of a collective: a process may wait for the next order for as long as a batch takes. A dead process is
 noticed at once."""
+JOIN = timedelta(seconds=60)
+"""Time limit of each wait of the rendezvous, which does not notice a dead process; gloo repeats the last wait five
+times. All processes have started when it begins."""
 
 
 class Aside:
@@ -37,12 +41,12 @@ class Aside:
     def __init__(self, rank: int, size: int) -> None:
         """Call it in every process after `join`."""
         self.rank, self.size = rank, size
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.group = dist.new_group(backend="gloo", timeout=JOIN)
 
     def gathered(self, value: T) -> list[T]:
         """One value of every process, in the order of ranks."""
         out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value, group=self._group)
+        dist.all_gather_object(out, value, group=self.group)
         return out
 
 
@@ -70,6 +74,9 @@ class ProcessGroup:
             rows = (self.size // context_ranks, context_ranks)
             mesh = init_device_mesh(device.type, rows, mesh_dim_names=("micro_batches", "context"))
             self.context = ContextParallel(mesh.get_group("context"), self.clock)
+        groups = [None, self.aside.group, *self.mesh.get_all_groups(), *self.grid.get_all_groups()]
+        for member in groups + (mesh.get_all_groups() if context_ranks > 1 else []):
+            _set_pg_timeout(PATIENCE, member)
         self.contributors = self.size
         """Number of processes, from the first on, that add to the gradient of the current round."""
 
@@ -135,17 +142,18 @@ def _on_cpu(value: Any) -> Any:
 
 def join(device: torch.device, rank: int, size: int, store: Any = None) -> None:
     """Join the group; returns when all `size` processes have joined. store: in the first process, its own store; the
-    others pass None and use torchrun's environment variables. GroupError when this process is in a group already."""
+    others pass None and use torchrun's environment variables. RuntimeError when one does not come within `JOIN`;
+    GroupError when this process is in a group already."""
     if dist.is_initialized():
         raise GroupError(
             "this process is in a trainer's group already; expected at most one trainer with ranks per process"
         )
     backend = "cpu:gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if store is None:
-        dist.init_process_group(backend, timeout=PATIENCE)
+        dist.init_process_group(backend, timeout=JOIN)
     else:
         shared = PrefixStore("default_pg", store)
-        dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=PATIENCE)
+        dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=JOIN)
 
 
 def leave() -> None:

@@ -1,11 +1,16 @@
 """The processes of a trainer's group, before they are one."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from headrace.config import Config, Policy, Trainer
+from headrace.training.parallel import group
 from headrace.training.parallel.interface import GroupError
 from headrace.training.parallel.ranks import Ranks
 
@@ -17,3 +22,23 @@ def test_a_process_that_ends_before_it_joins_ends_the_group(tmp_path: Path) -> N
     with pytest.raises(GroupError, match=r"rank 1 .* ended with code 1: .*policy.experts"):
         others.wait()
     assert "policy.experts" in others.end()
+
+
+def test_a_process_that_never_comes_ends_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process waited for it for thirty days."""
+    monkeypatch.setattr(group, "JOIN", timedelta(seconds=0.3))
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False, timeout=group.PATIENCE)
+    with pytest.raises(RuntimeError, match="timeout after 300ms"):
+        group.join(torch.device("cpu"), 0, 2, store)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_in_the_rendezvous_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "JOIN", timedelta(seconds=2))
+    others = Ranks(Config(trainer=Trainer(ranks=2)), tmp_path)
+    others.wait()
+    others.processes[0].kill()
+    with pytest.raises(RuntimeError, match=r"Connect timeout|timeout after 2000ms"):
+        group.join(torch.device("cpu"), 0, 2, others.store)
+    assert "was killed by SIGKILL" in others.end()
