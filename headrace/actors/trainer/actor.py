@@ -137,7 +137,7 @@ class Trainer(Actor):
             self.trainer = trainer = await self._in_thread(work)
         except GroupError as error:
             raise GroupError(f"the trainer's group did not start: {error}") from error
-        except (CheckpointError, DataError, RendererError) as error:  # a restart reads the same files
+        except (CheckpointError, DataError, RendererError, TrainerError) as error:  # a restart finds the same
             raise Unrecoverable(f"{type(error).__name__}: {error}") from error
         if base is not None and trainer.version == 0:
             base.check(await self._in_thread(trainer.state.hash))
@@ -327,8 +327,10 @@ class Trainer(Actor):
         except Exception as error:
             if turn is not None:
                 _, manifest = await turn.announced.wait()
-            if isinstance(error, TrainerError | GroupError):
-                raise  # this node may not take the step at all, or its group of processes has ended
+            if isinstance(error, TrainerError):  # this node may not take the step at all
+                raise Unrecoverable(f"TrainerError: {error}") from error
+            if isinstance(error, GroupError):
+                raise  # its group of processes has ended
             if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != manifest.base_hash:
                 raise  # the step was interrupted halfway: only the checkpoint has the old bytes
             text = f"{type(error).__name__}: {error}"

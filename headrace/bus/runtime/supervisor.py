@@ -1,9 +1,10 @@
 """Run actors in one process until they are told to end, and start again those that fail.
 
 Supervision as in Erlang/OTP, one for one: an actor that fails is started again on a connection of its own, after a
-short pause; more than `restarts` failures within `period` seconds mean that starting again does not help. Then the
-supervisor gives up: an event, every actor of the process is drained, and the exit code says so to the parent of the
-process. SIGTERM and SIGINT drain; a second signal ends at once.
+short pause; more than `restarts` failures within `period` seconds mean that starting again does not help, and so do
+three failures in a row with one text, however long each life was. Then the supervisor gives up: an event, every actor
+of the process is drained, and the exit code says so to the parent of the process. SIGTERM and SIGINT drain; a second
+signal ends at once.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.bus.connection import Bus
-from headrace.bus.errors import BusError, StreamMissing, Unrecoverable
+from headrace.bus.errors import BusError, CorruptPayload, Denied, StreamMissing, Unrecoverable
 from headrace.bus.nats.kv import KeyValue
 from headrace.bus.payloads.shared_memory import SharedMemoryStore
 from headrace.bus.runtime import logging, tracing
@@ -33,6 +34,10 @@ EXIT_GAVE_UP = 1
 EXIT_FOR_GOOD = 3
 """A restart would fail in the same way; `headrace up` ends the run (launch/supervision/children.py)."""
 EXIT_NO_BROKER = 4
+ALIKE = 3
+"""Failures in a row with one text that mean that a restart would fail in the same way."""
+STEADY_S = 3600.0
+"""After a life as long as this a failure is the first of its kind again."""
 State = Literal["starting", "running", "draining", "stopped"]
 
 
@@ -43,6 +48,24 @@ class _Life:
         self.cls, self.id = cls, id
         self.state: State = "starting"
         self.actor: Actor | None = None
+        self.alike: list[float] = []
+        """Times of the latest failures in a row that had one text."""
+        self.text = ""
+        """That text."""
+
+    def failures_alike(self, error: BaseException, now: float) -> list[float]:
+        """The times of the failures in a row that were like this one, its own included."""
+        passes = isinstance(error, ConnectionError | TimeoutError) or (
+            isinstance(error, BusError) and not isinstance(error, Denied | CorruptPayload)
+        )
+        if passes:  # the broker or another process was away
+            return []
+        before = self.alike if self.text == _text(error) and self.alike and now - self.alike[-1] < STEADY_S else []
+        return [*before, now]
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Supervisor:
@@ -85,16 +108,17 @@ class Supervisor:
             error = await self._once(life)
             if error is None or self._stop.is_set():
                 return
-            self.log.error("actor_failed", id=life.id, error=f"{type(error).__name__}: {error}", exc_info=error)
+            self.log.error("actor_failed", id=life.id, error=_text(error), exc_info=error)
             if isinstance(error, StreamMissing):  # a restart does not create a stream
                 self._code = EXIT_NO_BROKER
                 self._stop.set()
                 return
             now = time.monotonic()
+            for_good = self._for_good(life, error, now)
+            life.alike, life.text = life.failures_alike(error, now), _text(error)
             self._failures.append(now)
             while self._failures and self._failures[0] < now - self.period:
                 self._failures.popleft()
-            for_good = isinstance(error, Unrecoverable)
             if for_good or len(self._failures) > self.restarts:
                 self.log.error("gave_up", id=life.id, failures=len(self._failures), period=self.period)
                 no_broker = isinstance(error, BusError) and str(error).startswith("no broker")
@@ -105,6 +129,12 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(0.1 * 2 ** len(self._failures), 5.0)):
                     await self._stop.wait()
+
+    def _for_good(self, life: _Life, error: BaseException, now: float) -> bool:
+        """Whether a restart would fail in the same way: the actor says so, or it has happened over more than `period`.
+        Failures that follow each other faster are counted by `restarts`."""
+        alike = life.failures_alike(error, now)
+        return isinstance(error, Unrecoverable) or (len(alike) >= ALIKE and now - alike[0] > self.period)
 
     async def _once(self, life: _Life) -> BaseException | None:
         """From connecting to closing. The error that ended it, None when it was told to stop."""
@@ -133,9 +163,8 @@ class Supervisor:
         finally:
             life.state = "draining"
             if error is not None and actor is not None and bus.connection.connected:
-                gave_up = isinstance(error, Unrecoverable) or len(self._failures) >= self.restarts
-                text = f"{type(error).__name__}: {error}"
-                await actor.event("actor_gave_up" if gave_up else "actor_failed", text, "error")
+                gave_up = self._for_good(life, error, time.monotonic()) or len(self._failures) >= self.restarts
+                await actor.event("actor_gave_up" if gave_up else "actor_failed", _text(error), "error")
             if actor is not None:
                 await actor.shut(self.drain_s if error is None else min(1.0, self.drain_s), self.drain_s)
             life.state = "stopped"
@@ -234,7 +263,8 @@ async def run_actors(
 ) -> int:
     """Run actors until SIGTERM or SIGINT; the exit code. A class may come with its id, else one is made.
 
-    0: told to stop. 1: gave up after too many failures. 4: gave up because there was no broker.
+    0: told to stop. 1: gave up after too many failures. 3: a restart would fail in the same way. 4: gave up because
+    there was no broker.
     """
     logging.configure(log_file)
     places: list[tuple[type[Actor], str]] = []

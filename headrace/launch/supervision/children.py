@@ -3,8 +3,9 @@
 A child gets a session of its own, so that Ctrl-C in the terminal reaches only `headrace up`. The kernel kills it
 when its parent ends, also on kill -9: the run's broker ends with `up`, so a child could not drain. A child that ends by
 itself is started again, within a restart intensity as in OTP: `KILLED` is for processes that a signal ended,
-`BY_ITSELF` for processes that exited with an error, because such a process has already restarted its actors several
-times. Beyond the limit the run ends with the cause.
+`OUT_OF_MEMORY` for those of them that the kernel ended for lack of memory, `BY_ITSELF` for processes that exited with
+an error, because such a process has already restarted its actors several times. Beyond the limit the run ends with the
+cause.
 """
 
 import asyncio
@@ -52,7 +53,9 @@ class Intensity:
 
 
 KILLED = (20, 120.0)
-BY_ITSELF = (2, 600.0)
+BY_ITSELF = (2, 3600.0)
+OUT_OF_MEMORY = (2, 3600.0)
+"""Of those that a signal ended: the kernel's kills for lack of memory."""
 FOR_GOOD = (2, 3)
 """Exit codes after which a restart would fail again: wrong arguments, a machine that lacks something."""
 
@@ -87,6 +90,7 @@ class Child:
         self._oom_before = 0
         self._terminated = False
         self._killed, self._by_itself = Intensity(*KILLED), Intensity(*BY_ITSELF)
+        self._out_of_memory = Intensity(*OUT_OF_MEMORY)
 
     async def start(self) -> None:
         """Start it, appending to its log."""
@@ -114,7 +118,8 @@ class Child:
             assert self.process is not None
             code = await self._ended(self.process)
             self._sweep()
-            kind = self._by_itself if code > 0 else self._killed
+            starved = code == -signal.SIGKILL and oom_kills() > self._oom_before
+            kind = self._by_itself if code > 0 else self._out_of_memory if starved else self._killed
             why = cause(code, self.log, self._oom_before)
             if code in FOR_GOOD or kind.exceeded():
                 raise ChildFailed(f"{self.name} could not be kept alive: {why} (log: {self.log})", code)

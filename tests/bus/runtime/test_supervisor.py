@@ -10,9 +10,10 @@ from secrets import token_hex
 import pytest
 
 from headrace.bus.broker.server import Server
+from headrace.bus.errors import BusTimeout
 from headrace.bus.runtime import waits
 from headrace.bus.runtime.actor import Actor
-from headrace.bus.runtime.supervisor import EXIT_GAVE_UP, Supervisor
+from headrace.bus.runtime.supervisor import EXIT_FOR_GOOD, EXIT_GAVE_UP, Supervisor
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.operations import Heartbeat, Ping
@@ -62,6 +63,13 @@ async def events(connect: Connect, run: str) -> AsyncIterator[str]:
         yield received.message.kind
 
 
+async def until(kinds: AsyncIterator[str], last: str) -> AsyncIterator[str]:
+    async for kind in kinds:
+        yield kind
+        if kind == last:
+            return
+
+
 async def test_an_actor_that_fails_is_started_again(server: Server, connect: Connect) -> None:
     run, FailsTwice.lives = f"r{token_hex(4)}", 0
     life = supervisor(server, run)
@@ -88,6 +96,40 @@ async def test_too_many_failures_end_the_process_with_a_code(server: Server, con
         if kind == "actor_gave_up":
             break
     assert kinds.count("actor_failed") == 2
+
+
+class FailsAlike(Lively):
+    error: Exception = RuntimeError("the file is damaged")
+
+    async def start(self) -> None:
+        await super().start()
+        self.fail(self.error)
+
+
+async def test_three_slow_failures_alike_end_the_process_for_good(server: Server, connect: Connect) -> None:
+    """Failures that were further apart than `period` were repeated for ever."""
+    run, FailsAlike.lives = f"r{token_hex(4)}", 0
+    life = supervisor(server, run, period=0.0)
+    assert await asyncio.wait_for(life.run([(FailsAlike, "j5")]), PATIENCE_S) == EXIT_FOR_GOOD
+    assert FailsAlike.lives == 3
+    kinds = [kind async for kind in until(events(connect, run), "actor_gave_up")]
+    assert kinds == ["actor_failed", "actor_failed", "actor_gave_up"]
+
+
+async def test_a_broker_that_is_away_is_no_failure_alike(
+    server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, FailsAlike.lives = f"r{token_hex(4)}", 0
+    monkeypatch.setattr(FailsAlike, "error", BusTimeout("no answer"))
+    life = supervisor(server, run, period=0.0)
+    task = asyncio.create_task(life.run([(FailsAlike, "j6")]))
+    seen = 0
+    async for kind in events(connect, run):
+        seen += kind == "actor_failed"
+        if seen == 4:
+            break
+    life.stop()
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
 
 
 async def test_parts_that_a_failed_start_never_made_are_no_failures_of_their_own(

@@ -12,6 +12,8 @@ import pytest
 
 from headrace.launch.supervision import children
 from headrace.launch.supervision.children import Child, ChildFailed
+from headrace.messages.tasks import SandboxLimits
+from headrace.vmhost import cgroups
 
 pytestmark = pytest.mark.anyio
 
@@ -43,6 +45,22 @@ async def test_a_process_that_cannot_start_is_given_up_with_its_log(tmp_path: Pa
     with pytest.raises(ChildFailed, match="no broker here") as failed:
         await worker.watch(lambda *_: None)
     assert worker.restarts == 0 and failed.value.code == 3
+
+
+async def test_a_process_without_memory_is_given_up_at_its_third_end(tmp_path: Path) -> None:
+    """It was started twenty times in two minutes, and for ever where each life was longer."""
+    if why := cgroups.lacks(SandboxLimits(memory_mib=64)):
+        pytest.skip(why)
+    group = cgroups.create("starved", processes=8, memory_mb=64)
+    assert group is not None and not group.refused
+    enter = f"[open(file, 'w').write('0') for file in {group.join!r}]"
+    worker = child(tmp_path, f"{enter}; b'x' * (1 << 30)")
+    try:
+        with pytest.raises(ChildFailed, match=r"SIGKILL\), probably out of memory"):
+            await worker.watch(lambda *_: None)
+    finally:
+        group.close()
+    assert worker.restarts == 2
 
 
 async def test_a_process_that_ignores_the_term_signal_is_killed(tmp_path: Path) -> None:
