@@ -11,6 +11,8 @@ Not counted: buffers of the communication library, fragmentation, imbalance betw
 fifth of the memory free for them.
 """
 
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from headrace.config import Config
@@ -249,3 +251,15 @@ def layout_of(config: Config) -> Layout:
         rounded=config.weights.precision == "bf16",
         snapshots=(2 if guarded else 0) + (1 if algorithm.minibatches > 1 else 0),
     )
+
+
+FREED_S = 10.0
+
+
+def freed(needed: int, available: Callable[[], int]) -> int:
+    """The available bytes as soon as they are enough, else after `FREED_S`: a trainer that was killed before this one
+    may still hold them."""
+    deadline = time.monotonic() + FREED_S
+    while (found := available()) < needed and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return found

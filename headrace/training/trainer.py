@@ -12,7 +12,6 @@ import copy
 import fnmatch
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -53,9 +52,6 @@ from headrace.training.served.versions import Versions, adapters, trained
 from headrace.training.state import TrainerState
 from headrace.training.step import take
 from headrace.weights import snapshot
-
-FREED_S = 10.0
-"""How long a trainer waits for memory that a killed one before it had."""
 
 
 class TrainerError(Exception):
@@ -141,16 +137,10 @@ class PolicyTrainer:
         plugins_of(config.algorithm)
         policy, device = _policy(config, folder, tokenizer_json), device_named(config.trainer.device)
         hugging_face.check_device(policy, device.type)
-        deadline = time.monotonic() + FREED_S
-        while True:
-            available = available_bytes(device)
-            try:
-                check_memory(config, policy, available if device.type == "cuda" else available // config.trainer.ranks)
-                return policy
-            except TrainerError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
+        needed = memory_plan.plan(policy, memory_plan.layout_of(config)).total
+        share = 1 if device.type == "cuda" else config.trainer.ranks
+        check_memory(config, policy, memory_plan.freed(needed, lambda: available_bytes(device) // share))
+        return policy
 
     @property
     def lost(self) -> str:

@@ -1,7 +1,6 @@
 """The trainer over a real broker: batches in the order of closings, and the same bits after any kill."""
 
 import asyncio
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from headrace.messages.training import Behaviour, StepDone, StepFailed, StepMani
 from headrace.replay.fetching import Records
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
-from headrace.training import trainer as policy_trainer
 from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import PolicyTrainer
 from headrace.weights import snapshot
@@ -129,23 +127,6 @@ async def test_a_checkpoint_that_cannot_be_trained_is_not_tried_again(connect: C
     (folder / "config.json").write_text('{"model_type": "phi3"}')
     error = await refusal()
     assert isinstance(error, Unrecoverable) and "model_type 'phi3' is not supported" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("section", "sentence"),
-    [({"frozen": ("nothing.*",)}, r"\[trainer\] frozen: "), ({"micro_tokens": 2**31 - 1}, "GiB and its device has")],
-)
-async def test_a_trainer_that_can_never_train_is_not_tried_again(
-    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], sentence: str
-) -> None:
-    monkeypatch.setattr(policy_trainer, "FREED_S", 0.0)
-    trainer = Trainer(config(tmp_path, trainer=section), await connect("trainer"), new_run(), "t-1")
-    await trainer.start()
-    try:
-        failure = await trainer.failed
-    finally:
-        await trainer.shut(1.0)
-    assert isinstance(failure, Unrecoverable) and re.search(sentence, str(failure)), failure
 
 
 @pytest.mark.parametrize("killed_after", [1, 2, 3])
