@@ -113,10 +113,10 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, group: int) -> tuple[
         s = torch.bmm(q[:, at:], k[:, start : start + BLOCK].transpose(1, 2)).float() * scale
         s[:, : BLOCK * group].masked_fill_(future[: rows - at], -torch.inf)
         top = torch.maximum(peak[:, at:], s.amax(-1))
-        p = torch.exp(s.sub_(top[..., None]))
+        p = s.sub_(top[..., None]).exp_()
         fade = torch.exp(peak[:, at:] - top)
-        total[:, at:] = total[:, at:] * fade + p.sum(-1)
-        more = torch.bmm(p.to(v.dtype), v[:, start : start + BLOCK]).float()
+        total[:, at:].mul_(fade).add_(p.sum(-1))
+        more = torch.bmm(p.to(v.dtype), v[:, start : start + BLOCK])
         out[:, at:].mul_(fade[..., None]).add_(more)
         peak[:, at:] = top
     return out.div_(total[..., None]), peak + torch.log(total)
@@ -154,7 +154,7 @@ def packed_backward(
             at = start * group
             kj, vj = ks[:, start : start + BLOCK], vs[:, start : start + BLOCK]
             s = torch.bmm(qs[:, at:], kj.transpose(1, 2)).float() * scale
-            p = torch.exp(s.sub_(lse[:, at:, None]))
+            p = s.sub_(lse[:, at:, None]).exp_()
             p[:, : BLOCK * group].masked_fill_(future[: p.shape[1]], 0.0)
             b_v[:, start : start + BLOCK] = torch.bmm(p.to(v.dtype).transpose(1, 2), gs[:, at:])
             dp = torch.bmm(gs[:, at:], vj.transpose(1, 2)).float()
@@ -205,6 +205,9 @@ class Paging(NamedTuple):
     hidden: Tensor | None
     """bool [B, n, 1, rows, 64]: the keys that lie after a query. Only where T is 1; otherwise each block gets a mask of
     its own."""
+    parts: list[tuple[int, int]]
+    """Per block, where T is not 1: the first row that sees any of its keys in any sequence, rounded down so that
+    products keep their padding, and the row from which on all queries see all of its keys."""
 
 
 def paging(table: Tensor, positions: Tensor, group: int, pad: int, least: int = 1) -> Paging:
@@ -217,10 +220,22 @@ def paging(table: Tensor, positions: Tensor, group: int, pad: int, least: int = 
     height = max(limit.shape[1], least)
     extra = height + -height % pad - limit.shape[1]
     lowest = int(limit.min())
-    limit = (F.pad(limit, (0, extra), value=lowest) if extra else limit)[:, None, None, :, None]
     blocks = table.shape[1]
+    parts = [] if positions.shape[1] == 1 else _parts(limit, blocks, height - least)
+    limit = (F.pad(limit, (0, extra), value=lowest) if extra else limit)[:, None, None, :, None]
     hidden = _after(limit, 0, blocks) if positions.shape[1] == 1 else None
-    return Paging(table.view(-1), blocks, limit, lowest, hidden)
+    return Paging(table.view(-1), blocks, limit, lowest, hidden, parts)
+
+
+def _parts(limit: Tensor, blocks: int, last: int) -> list[tuple[int, int]]:
+    """`Paging.parts` from the last positions that rows see, int64 [B, rows]. last: the largest first row."""
+    highest, lowest = limit.amax(0), limit.amin(0)
+    found = []
+    for start in range(0, blocks * BLOCK, BLOCK):
+        unseen = int((highest >= start).int().argmax())  # rows before the first that sees a key
+        partial = (lowest < start + BLOCK - 1).nonzero()
+        found.append((min(unseen, last) // _STRIDE * _STRIDE, int(partial[-1]) + 1 if len(partial) else 0))
+    return found
 
 
 def least_height(dim: int, dtype: torch.dtype) -> int:
@@ -250,7 +265,7 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, pages: Paging, sca
     # go block by block, which bounds memory.
     attend = _all_at_once if steps == 1 else _one_by_one
     out, total = attend(rows, keys, values, pages, scale)
-    out = out.div_(total[..., None])[:, :, : steps * group].to(q.dtype)
+    out = (out / total[..., None])[:, :, : steps * group].to(q.dtype)
     return out.view(batch, heads, steps, group, dim).transpose(1, 2).reshape(batch, steps, query_heads, dim)
 
 
@@ -268,35 +283,42 @@ def _all_at_once(rows: Tensor, keys: Tensor, values: Tensor, pages: Paging, scal
     sums = p.sum(-1)
     vs = values.index_select(0, pages.table).view(-1, BLOCK, dim)
     more = torch.bmm(p.to(values.dtype).view(-1, height, BLOCK), vs).view(batch, count, heads, height, dim)
-    fades = torch.exp(top[:, :-1] - top[:, 1:])
-    out, total = more[:, 0].to(torch.float32, copy=True), sums[:, 0]
-    for j in range(1, count):
-        total.mul_(fades[:, j - 1]).add_(sums[:, j])
-        out.mul_(fades[:, j - 1, ..., None]).add_(more[:, j])
-    return out, total
+    if count == 1:
+        return more[:, 0].float(), sums[:, 0]
+    # The sums are a last column of the weighted values, so that a block takes two operations.
+    both = more.new_empty(count, batch, heads, height, dim + 1, dtype=torch.float32)
+    both[..., :dim].copy_(more.transpose(0, 1))
+    both[..., dim].copy_(sums.transpose(0, 1))
+    fades = torch.exp(top[:, :-1] - top[:, 1:])[..., None]
+    parts = both.unbind(0)
+    for fade, part in zip(fades.unbind(1), parts[1:], strict=True):
+        parts[0].mul_(fade).add_(part)
+    return parts[0][..., :dim], parts[0][..., dim]
 
 
 def _one_by_one(rows: Tensor, keys: Tensor, values: Tensor, pages: Paging, scale: float) -> tuple[Tensor, Tensor]:
-    """As `_all_at_once`, for any number of new tokens."""
+    """As `_all_at_once`, for any number of new tokens. Rows that see none of a block's keys are left out."""
     batch, heads, height, dim = rows.shape
     query, table = rows.view(-1, height, dim), pages.table.view(batch, pages.blocks)
     peak = total = out = None
-    for first in range(pages.blocks):
-        ks, vs = (x.index_select(0, table[:, first]).view(-1, BLOCK, dim) for x in (keys, values))
-        s = torch.bmm(query, ks.transpose(1, 2)).float().mul_(scale).view(batch, heads, height, BLOCK)
-        if (first + 1) * BLOCK > pages.lowest + 1:
-            s.masked_fill_(_after(pages.limit, first, 1)[:, 0], -torch.inf)
-        top = s.amax(-1) if peak is None else torch.maximum(s.amax(-1), peak)
+    for block, (at, end) in enumerate(pages.parts):
+        ks, vs = (x.index_select(0, table[:, block]).view(-1, BLOCK, dim) for x in (keys, values))
+        s = torch.bmm(query[:, at:], ks.transpose(1, 2)).float().mul_(scale).view(batch, heads, height - at, BLOCK)
+        if end > at:
+            s[:, :, : end - at].masked_fill_(_after(pages.limit[:, :, :, at:end], block, 1)[:, 0], -torch.inf)
+        top = s.amax(-1)
+        if peak is not None:
+            top = torch.maximum(top, peak[:, :, at:])
         p = s.sub_(top[..., None]).exp_()
         sums = p.sum(-1)
-        more = torch.bmm(p.to(values.dtype).view(-1, height, BLOCK), vs).float().view(batch, heads, height, dim)
+        more = torch.bmm(p.to(values.dtype).view(-1, height - at, BLOCK), vs).view(batch, heads, height - at, dim)
         if peak is None or total is None or out is None:
-            total, out = sums, more
-        else:
-            fade = torch.exp(peak - top)
-            total.mul_(fade).add_(sums)
-            out.mul_(fade[..., None]).add_(more)
-        peak = top
+            peak, total, out = top, sums, more.to(torch.float32, copy=True)
+            continue
+        fade = torch.exp(peak[:, :, at:] - top)
+        total[:, :, at:].mul_(fade).add_(sums)
+        out[:, :, at:].mul_(fade[..., None]).add_(more)
+        peak[:, :, at:] = top
     assert out is not None and total is not None
     return out, total
 

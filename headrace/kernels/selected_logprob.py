@@ -88,7 +88,7 @@ def selected_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of hidden and, where it learns, weight from that of the log-probability. lse: as forward gave it."""
     g_hidden = torch.empty_like(hidden)
-    g_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+    g_weight: Tensor | None = None
     slopes = grad
     if isinstance(heat, Tensor) or heat not in (0, 1):
         warm = torch.as_tensor(heat, dtype=torch.float32, device=hidden.device)
@@ -101,8 +101,14 @@ def selected_backward(
         slope.scatter_add_(1, targets[part, None], slopes[part, None])
         slope = slope.to(weight.dtype)
         torch.mm(slope, weight, out=g_hidden[part])
-        if g_weight is not None:
-            g_weight += torch.mm(slope.T, rows)
+        if learns:
+            more = torch.mm(slope.T, rows)
+            if g_weight is None:  # a single chunk needs no float32 sum
+                g_weight = more if len(targets) <= CHUNK else more.float()
+            else:
+                g_weight += more
+    if learns and g_weight is None:
+        g_weight = torch.zeros_like(weight)
     return g_hidden, None if g_weight is None else g_weight.to(weight.dtype)
 
 
