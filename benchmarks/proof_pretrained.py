@@ -2,10 +2,10 @@
 
     python -m benchmarks.proof_pretrained [--seeds 1,2,3] [--tasks 200] [--config FILE] [--set KEY=VALUE ...]
 
-Each seed is two runs: one without any training, which is evaluated as it is, and one of `deploy/demo-pretrained.toml`,
-whose version 0 is the policy after mid-training. Everything is measured on generated/heldout and
-generated/unseen-final, on which no choice was made, greedily and at temperature 1. Tasks of one template are alike, so
-the 95 % intervals come from a bootstrap over templates.
+Each seed is one run of `deploy/demo-pretrained.toml`, whose version 0 is the policy after mid-training. The model
+before any training is the same for all seeds: it is measured once, last, in a run without training. Everything is
+measured on generated/heldout and generated/unseen-final, on which no choice was made, greedily and at temperature 1.
+Tasks of one template are alike, so the 95 % intervals come from a bootstrap over templates.
 
 The study can be resumed: an interrupted run continues (`headrace up` with the same run id), and an evaluation whose
 result is in benchmarks/results/proof_pretrained.partial.json is not repeated.
@@ -31,7 +31,7 @@ from headrace.tasks.generated import repositories
 RESULTS = Path(__file__).parent / "results"
 SUITES = {"heldout": "generated/heldout", "unseen": "generated/unseen-final"}
 HEAT = {"t1": 1.0, "greedy": 0.0}
-PHASES = ("raw", "mid_trained", "reinforced")
+PHASES = ("mid_trained", "reinforced")
 DRAWS = 2000
 
 Passes = dict[str, bool]
@@ -121,19 +121,28 @@ def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
             f"configuration"
         )
     known: dict[str, Passes] = begun["passes"]
-    for seed in args.seeds.split(","):
-        common = [f"run.seed={seed}", "evaluation.before=false", "evaluation.after=false", *args.set]
-        raw, whole = f"pretrained-s{seed}-raw", f"pretrained-s{seed}"
-        trained(raw, args.config, [*common, "mid_training.tokens=0", "curriculum.steps=0"])
-        trained(whole, args.config, common)
-        for phase, run, version in zip(PHASES, (raw, whole, whole), (0, 0, newest(whole)), strict=True):
-            for name, suite in SUITES.items():
-                for kind, heat in HEAT.items():
-                    key = f"{seed}/{phase}/{name}/{kind}/{args.tasks}"
-                    if key not in known:
-                        known[key] = evaluated(run, version, suite, heat, args)
-                        partial.write_text(json.dumps(begun) + "\n")
-                    print(f"{key}: {rate([known[key]])}", flush=True)
+
+    def measured(seed: str, phase: str, run: str, version: int) -> None:
+        for name, suite in SUITES.items():
+            for kind, heat in HEAT.items():
+                key = f"{seed}/{phase}/{name}/{kind}/{args.tasks}"
+                if key not in known:
+                    known[key] = evaluated(run, version, suite, heat, args)
+                    partial.write_text(json.dumps(begun) + "\n")
+                print(f"{key}: {rate([known[key]])}", flush=True)
+
+    def settings(seed: str) -> list[str]:
+        return [f"run.seed={seed}", "evaluation.before=false", "evaluation.after=false", *args.set]
+
+    seeds = args.seeds.split(",")
+    for seed in seeds:
+        run = f"pretrained-s{seed}"
+        trained(run, args.config, settings(seed))
+        for phase, version in zip(PHASES, (0, newest(run)), strict=True):
+            measured(seed, phase, run, version)
+    raw = f"pretrained-s{seeds[0]}-raw"
+    trained(raw, args.config, [*settings(seeds[0]), "mid_training.tokens=0", "curriculum.steps=0"])
+    measured(seeds[0], "raw", raw, 0)
     return known
 
 
@@ -143,6 +152,7 @@ def summary(known: Mapping[str, Passes], seeds: Sequence[str], tasks: int) -> Fi
     for name, suite in SUITES.items():
         for kind in HEAT:
             by = {phase: [known[f"{seed}/{phase}/{name}/{kind}/{tasks}"] for seed in seeds] for phase in PHASES}
+            by["raw"] = [known[f"{seeds[0]}/raw/{name}/{kind}/{tasks}"]]
             for phase, passes in by.items():
                 figures[f"{phase}_{name}_{kind}"] = rate(passes)
                 figures[f"{phase}_{name}_{kind}_seeds"] = [rate([one]) for one in passes]

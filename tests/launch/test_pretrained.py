@@ -68,6 +68,20 @@ def test_intervals_of_the_proof_are_over_templates_and_not_over_tasks() -> None:
     assert proof_pretrained.interval(suite, [passes], [passes]) == (0.0, 0.0)
 
 
+def test_the_summary_has_the_gain_of_every_seed_and_the_untrained_model_once() -> None:
+    known = {
+        f"{seed}/{phase}/{name}/{kind}/2": {"30000": passed, "30001": seed == "2" and passed}
+        for seed in ("1", "2")
+        for phase, passed in (("mid_trained", False), ("reinforced", True))
+        for name in proof_pretrained.SUITES
+        for kind in proof_pretrained.HEAT
+    }
+    raw = {f"1/raw/{name}/{kind}/2": {"30000": False} for name in proof_pretrained.SUITES for kind in ("t1", "greedy")}
+    figures = proof_pretrained.summary(known | raw, ("1", "2"), 2)
+    assert figures["reinforced_unseen_t1_seeds"] == [0.5, 1.0] and figures["reinforced_unseen_t1"] == 0.75
+    assert figures["gain_unseen_t1"] == 0.75 and figures["raw_heldout_greedy_seeds"] == [0.0]
+
+
 def test_a_proof_does_not_go_on_under_another_recipe(tmp_path: Path) -> None:
     partial = tmp_path / "partial.json"
     partial.write_text(json.dumps({"recipe": "another", "passes": {}}))
