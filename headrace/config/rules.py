@@ -12,6 +12,8 @@ from headrace.config.tree import Config
 
 Problem = tuple[str, str]
 """Dotted key, and what is wrong with its value."""
+_MOST_BETA = 0.99
+"""bfloat16 resolves 2^-8 to 2^-7 of a number: a moment that decays by less than half of that stays as it is."""
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -97,6 +99,14 @@ def _judge(config: Config) -> Iterator[Problem]:
 
 def _algorithm(config: Config) -> Iterator[Problem]:
     section = config.algorithm
+    for name in ("beta1", "beta2"):
+        beta = getattr(section, name)
+        if section.moments == "bfloat16" and beta > _MOST_BETA:
+            yield (
+                f"algorithm.{name}",
+                f"expected at most {_MOST_BETA} with algorithm.moments = bfloat16, whose rounding keeps a moment from "
+                f"decaying more slowly; got {beta}",
+            )
     if not section.ratio_low <= 1.0 <= section.ratio_high:
         yield (
             "algorithm.ratio_low",

@@ -105,6 +105,9 @@ class Algorithm(Section, frozen=True, kw_only=True):
     min_rate: Share = 0.1
     beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.95
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which AdamW's two moments are kept between updates; bfloat16 saves 4 bytes per parameter. Mid-training
+    keeps float32."""
     weight_decay: Amount = 0.0
     baseline: Literal["group", "class"] = "group"
     """The rewards that an advantage is relative to: those of the other rollouts of the prompt, or those of the batch's

@@ -13,7 +13,7 @@ fifth of the memory free for them.
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from headrace.config import Config
 from headrace.policy.adapters import shape
@@ -24,6 +24,8 @@ _CHUNK = 1024
 """Rows of logits at once, `kernels.selected_logprob.CHUNK`."""
 _BLOCK = 64
 """Keys of a block, `kernels.block_attention.BLOCK`."""
+_DTYPES: dict[int, Literal["float32", "bfloat16"]] = {4: "float32", 2: "bfloat16"}
+"""Bytes of a moment's element to its dtype."""
 
 
 class Layout(NamedTuple):
@@ -38,9 +40,7 @@ class Layout(NamedTuple):
     recompute: bool = False
     """Only the inputs of layers are kept; backward recomputes the other activations, one layer at a time."""
     moment_bytes: int = 4
-    """Bytes of one of AdamW's two moments: 4, 2 or 1."""
-    offload: bool = False
-    """Masters and moments are in the host's memory."""
+    """Bytes of an element of one of AdamW's two moments: 4, or 2 (`algorithm.moments`)."""
     versions: int = 1
     """Largest number of earlier versions that re-scoring rebuilds: the staleness bound."""
     reference: bool = False
@@ -192,6 +192,12 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     on_grid = config.expert_format == "mxfp8" and config.adapter is None
     mastered = -(-count.experts // layout.devices) if same else trained
     masters = 0 if same and not on_grid else 4 * mastered
+    # In several processes the masters are the shards: rounded weights exist only while a layer is gathered, and a
+    # micro-batch's gradients only until they are added to the float32 sums.
+    sharded = layout.devices > 1
+    weights, gradients = size * share, (4 if config.dtype == "float32" else 4 + size) * trained
+    if sharded and config.dtype != "float32":
+        weights, gradients = size * -(-count.frozen // layout.devices), 4 * trained
     moments = 2 * layout.moment_bytes * trained
     tokens = -(-layout.tokens // layout.context)
     per_layer = [
@@ -203,17 +209,20 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         activations = tokens * (config.layers * config.dim * size + max(per_layer, default=0))
     head = min(tokens, _CHUNK) * config.vocab * 4 * 3 + 4 * config.vocab * config.dim + tokens * config.dim * size * 3
     gathered = 0
-    if layout.devices > 1:  # two layers ahead and one's gradient, and the embedding and the head
-        gathered = 3 * size * count.largest_layer + size * config.vocab * config.dim * (1 if config.tied else 2)
+    if sharded:  # two layers ahead and one's gradient, and the embedding and the head
+        outside = config.vocab * config.dim * (1 if config.tied else 2)
+        gathered = 3 * size * count.largest_layer + size * outside
+        gathered += 2 * 4 * max(count.largest_layer, outside)  # one's gradient in float32, sent and received
     return MemoryPlan(
-        weights=size * share,
-        masters=0 if layout.offload else masters,
-        moments=0 if layout.offload else moments,
-        gradients=(4 if config.dtype == "float32" else 4 + size) * trained,
+        weights=weights,
+        masters=masters,
+        moments=moments,
+        gradients=gradients,
         gathered=gathered,
         activations=activations,
         head=head,
-        versions=layout.versions * size * share,
+        # Shards show another version while it is scored, so their masters are copied aside.
+        versions=layout.versions * size * share + (4 * trained if sharded and layout.versions else 0),
         reference=size * share if layout.reference else 0,
         snapshots=layout.snapshots * (masters + moments + (4 * trained if same else 0)),
     )
@@ -222,19 +231,27 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
 def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float = 0.2) -> Layout | None:
     """The cheapest layout whose plan leaves the share `spare` of the available bytes free; None when none does.
 
-    Tried in order of their cost: recompute, context parallelism, smaller moments, offloading.
+    Tried in order of their cost: recompute, context parallelism, smaller moments.
     """
     degrees = [n for n in range(1, layout.devices + 1) if layout.devices % n == 0 and config.kv_heads % n == 0]
-    for offload in (False,) if config.gpt_oss else (False, True):  # its trainer is on the CPU
-        for moment_bytes in (4, 2, 1):
-            for context in degrees:
-                for recompute in (False, True):
-                    tried = layout._replace(
-                        recompute=recompute, context=context, moment_bytes=moment_bytes, offload=offload
-                    )
-                    if plan(config, tried).total <= (1.0 - spare) * available:
-                        return tried
+    for moment_bytes in (4, 2):
+        for context in degrees:
+            for recompute in (False, True):
+                tried = layout._replace(recompute=recompute, context=context, moment_bytes=moment_bytes)
+                if plan(config, tried).total <= (1.0 - spare) * available:
+                    return tried
     return None
+
+
+def settings(layout: Layout) -> dict[str, str | int | bool]:
+    """The configuration keys that give this layout."""
+    return {
+        "trainer.ranks": layout.devices,
+        "trainer.micro_tokens": layout.tokens,
+        "trainer.context_ranks": layout.context,
+        "numerics.recompute": layout.recompute,
+        "algorithm.moments": _DTYPES[layout.moment_bytes],
+    }
 
 
 def layout_of(config: Config) -> Layout:
@@ -246,6 +263,7 @@ def layout_of(config: Config) -> Layout:
         context=config.trainer.context_ranks,
         tokens=config.trainer.micro_tokens,
         recompute=numerics.recompute,
+        moment_bytes=2 if algorithm.moments == "bfloat16" else 4,
         versions=config.curriculum.staleness,
         reference=algorithm.kl_weight > 0.0,
         rounded=config.weights.precision == "bf16",

@@ -6,6 +6,8 @@ the rate of the recorded one. Cosine decay: Loshchilov & Hutter, arXiv 1608.0398
 
 import math
 
+import torch
+
 from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import Algorithm
 
@@ -26,4 +28,5 @@ def learning_rate(algorithm: Algorithm, step: int) -> float:
 
 def optimizer_settings(algorithm: Algorithm) -> OptimizerSettings:
     """AdamW's settings of a recipe."""
-    return OptimizerSettings((algorithm.beta1, algorithm.beta2), algorithm.weight_decay)
+    moments = {"float32": torch.float32, "bfloat16": torch.bfloat16}[algorithm.moments]
+    return OptimizerSettings((algorithm.beta1, algorithm.beta2), algorithm.weight_decay, moments)

@@ -31,6 +31,7 @@ from headrace.training.memory_plan import (
     parameters,
     plan,
     score_bytes,
+    settings,
 )
 from headrace.training.trainer import TrainerError, check_memory
 from tests.support.world import CONFIG, POLICY
@@ -200,6 +201,9 @@ def test_published_shapes_on_eight_devices_of_80_gib() -> None:
         layout = fitting(QWEN[name], long, 80 * GIB)
         assert layout is not None and layout.recompute, name
         assert plan(QWEN[name], layout).total <= 0.8 * 80 * GIB
+        chosen = settings(layout)
+    recipe = {"trainer.context_ranks": 2, "numerics.recompute": True, "algorithm.moments": "bfloat16"}
+    assert recipe.items() <= chosen.items(), "what a user sets for 30B-A3B"
     assert fitting(QWEN["30B-A3B"], long._replace(devices=1), 80 * GIB) is None
     with pytest.raises(ValueError, match="does not divide 4 key-value heads"):
         plan(QWEN["30B-A3B"], long._replace(context=8))

@@ -30,9 +30,12 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--context", type=integer(1), metavar="N", help="devices that share one sequence (trainer.context_ranks)"
     )
-    parser.add_argument("--moments", type=int, choices=(4, 2, 1), default=4, help="bytes of an optimizer moment")
-    parser.add_argument("--offload", action="store_true", help="keep master weights and moments in the host's memory")
-    parser.add_argument("--recompute", action="store_true", help="compute activations again in backward")
+    parser.add_argument(
+        "--moments", choices=("float32", "bfloat16"), help="dtype of the optimizer's moments (algorithm.moments)"
+    )
+    parser.add_argument(
+        "--recompute", action="store_true", help="compute activations again in backward (numerics.recompute)"
+    )
     add_set(parser)
     parser.set_defaults(handler=plan)
 
@@ -50,16 +53,15 @@ def plan(args: argparse.Namespace) -> int:
         else:
             config = load(args.config, args.set)
             policy = hugging_face.of_run(config)
-        if policy.gpt_oss and (args.gpus > 1 or (args.context or 1) > 1 or args.offload):
+        if policy.gpt_oss and (args.gpus > 1 or (args.context or 1) > 1):
             raise RunError(
-                "gpt_oss is trained on a CPU by one process: leave out --gpus, --context and --offload, and give the "
-                "machine's memory as --gpu-gib",
+                "gpt_oss is trained on a CPU by one process: leave out --gpus and --context, and give the machine's "
+                "memory as --gpu-gib",
                 2,
             )
-        layout = memory_plan.layout_of(config)._replace(
-            devices=args.gpus, moment_bytes=args.moments, offload=args.offload
-        )
+        layout = memory_plan.layout_of(config)._replace(devices=args.gpus)
         layout = layout._replace(
+            moment_bytes={"float32": 4, "bfloat16": 2, None: layout.moment_bytes}[args.moments],
             context=args.context or layout.context,
             tokens=args.tokens or layout.tokens,
             recompute=args.recompute or layout.recompute,
@@ -90,8 +92,8 @@ def table(memory: "MemoryPlan") -> list[str]:
 
 
 def words(layout: "Layout") -> str:
-    """A layout as text."""
-    parts = [f"{layout.devices} devices", f"{layout.tokens} tokens", f"context {layout.context}"]
-    parts += ["recompute"] if layout.recompute else []
-    parts += [f"moments of {layout.moment_bytes} bytes", *(["offload"] if layout.offload else [])]
-    return ", ".join(parts)
+    """A layout as the configuration keys that give it."""
+    from headrace.training import memory_plan
+
+    keys = memory_plan.settings(layout).items()
+    return ", ".join(f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in keys)

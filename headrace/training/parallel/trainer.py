@@ -339,7 +339,11 @@ def open_ranks(
         raise TrainerError(f"[trainer] ranks: {own.ranks} need as many CUDA devices, got {torch.cuda.device_count()}")
     if not resumed:
         tokens = -(-own.micro_tokens // own.context_ranks)  # for its memory plan: it takes no step
-        alone = msgspec.structs.replace(own, ranks=1, expert_ranks=1, context_ranks=1, micro_tokens=tokens)
+        # One device may not hold all weights, and making version 0 without mid-training computes nothing on it.
+        place = own.device if config.mid_training.tokens and base is None else "cpu"
+        alone = msgspec.structs.replace(
+            own, ranks=1, expert_ranks=1, context_ranks=1, micro_tokens=tokens, device=place
+        )
         first = msgspec.structs.replace(config, trainer=alone)
         PolicyTrainer.prepare(first, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)
         gc.collect()
