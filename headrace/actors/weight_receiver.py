@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from headrace.bus.errors import BusError
 from headrace.bus.nats.received import Received
+from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
 from headrace.messages.base import Message
 from headrace.messages.subjects import WEIGHT_HEAD
@@ -42,6 +43,8 @@ class WeightReceiver(Actor):
         section = self.config.weights
         self.trust = Trust.load(self.bus.credentials, section.publishers, unsigned=section.unsigned)
         self._heads: dict[int, WeightHead] = {}
+        self._origins: dict[int, tracing.Context | None] = {}
+        """Version to the span that published its head."""
         self._valid_heads = heads.Heads(self.run, self.trust)
         self._pins = Pins(self.run)
         self._announced: dict[int, str] = {}
@@ -74,6 +77,7 @@ class WeightReceiver(Actor):
             await self.event("head_refused", str(error), level="error", sequence=received.seq)
             return
         self._heads[head.version] = head
+        self._origins[head.version] = tracing.exported(received.headers)
         self._failed.discard(head.version)
         self._news.set()
 
@@ -96,8 +100,16 @@ class WeightReceiver(Actor):
             self._news.clear()
             head = self._next()
             if head is not None:
+                attributes: dict[str, str | int] = {
+                    "hr.run": self.run,
+                    "hr.version": head.version,
+                    "hr.region": self.config.weights.region,
+                    "hr.node": self.bus.node,
+                }
+                origin = self._origins.get(head.version)
                 try:
-                    await self._stage(head)
+                    with tracing.span("stage version", parent=origin, root=origin is None, attributes=attributes):
+                        await self._stage(head)
                 except (WeightError, BusError, OSError) as error:
                     self._failed.add(head.version)
                     await self.event("stage_failed", f"version {head.version}: {error}", level="error")

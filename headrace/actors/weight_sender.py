@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from headrace.bus.broker import credentials, keys
 from headrace.bus.errors import WrongSequence
+from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.training import SnapshotReady
@@ -41,6 +42,8 @@ class WeightSender(Actor):
         await self._take_key()
         self.commit = await self._recover()
         self._wanted: SnapshotReady | None = None
+        self._origin: tracing.Link | None = None
+        """The span, in a step's trace, that announced `_wanted`."""
         self._news = asyncio.Event()
         self.spawn(self._follow(), "snapshots")
         self.spawn(self._work(), "publishing")
@@ -76,7 +79,7 @@ class WeightSender(Actor):
         async for received in self.bus.follow("HR_EVENT", where, start=last.seq if last else 1):
             ready = received.message
             if isinstance(ready, SnapshotReady) and (self._wanted is None or ready.version >= self._wanted.version):
-                self._wanted = ready
+                self._wanted, self._origin = ready, tracing.link(received)
                 self._news.set()
 
     async def _work(self) -> None:
@@ -85,8 +88,11 @@ class WeightSender(Actor):
             ready = self._wanted
             if ready is None or self._committed(ready):
                 continue
+            attributes: dict[str, str | int] = {"hr.run": self.run, "hr.version": ready.version}
             try:
-                await self._publish(ready)
+                # A trace of its own, linked to the step; the regions that stage the version continue it.
+                with tracing.span("weight version", root=True, links=[self._origin], attributes=attributes):
+                    await self._publish(ready)
             except FileNotFoundError:
                 # The trainer has deleted the file for a newer one, which is announced next.
                 await self.event("snapshot_replaced", f"version {ready.version} is gone: {ready.path}", level="warning")

@@ -80,7 +80,17 @@ class UnusableEngine(Exception):
     """This machine cannot run the configured engine with these settings; the actor ends with this text."""
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
+    """The part of an engine that an episode uses."""
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """Sample one generation. EngineError when the engine cannot answer the request."""
+
+    async def close(self, session: str) -> None:
+        """Free the session's keys and values."""
+
+
+class Engine(Sampler, Protocol):
     """All methods may be called concurrently from one event loop."""
 
     @property
@@ -100,12 +110,6 @@ class Engine(Protocol):
 
     async def unpin(self, version: int) -> None:
         """Release a pinned version; requests that run with it end with it."""
-
-    async def sample(self, request: SampleRequest) -> Sample:
-        """Sample one generation. EngineError when the engine cannot answer the request."""
-
-    async def close(self, session: str) -> None:
-        """Free the session's keys and values."""
 
     async def stop(self) -> None:
         """End the engine; requests in flight get EngineError."""

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.engines.base import Engine, EngineError, SampleRequest
+from headrace.engines.base import EngineError, Sampler, SampleRequest
 from headrace.harness.context import Context
 from headrace.harness.prompt import initial_prompt, toolbox_for
 from headrace.harness.tools.toolbox import Toolbox
@@ -53,7 +53,7 @@ async def _ignore_done(index: int, results: tuple[ToolResult, ...]) -> None:
 
 async def run_episode(
     *,
-    engine: Engine,
+    engine: Sampler,
     sandbox: Sandbox,
     renderer: Renderer,
     request: RolloutRequest,
@@ -156,7 +156,7 @@ def _grew(turns: Sequence[Turn]) -> bool:
 
 
 async def sample_turn(
-    engine: Engine,
+    engine: Sampler,
     renderer: Renderer,
     request: RolloutRequest,
     context: Context,

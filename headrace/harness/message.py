@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.engines.base import Engine
+from headrace.engines.base import Sampler
 from headrace.harness.context import Context
 from headrace.harness.loop import Episode, OnDone, OnSampled, sample_turn
 from headrace.harness.prompt import initial_prompt
@@ -16,7 +16,7 @@ from headrace.rendering.base import Renderer
 
 async def run_message(
     *,
-    engine: Engine,
+    engine: Sampler,
     renderer: Renderer,
     request: RolloutRequest,
     task: Task,

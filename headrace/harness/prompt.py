@@ -21,10 +21,14 @@ def whole_prompt(system: str, prompt: str) -> str:
 
 
 def toolbox_for(
-    task: Task, detailed_results: bool, context_tokens: int, search: SearchSession | None = None
+    task: Task,
+    detailed_results: bool,
+    context_tokens: int,
+    search: SearchSession | None = None,
+    kind: type[Toolbox] = Toolbox,
 ) -> Toolbox:
     """The tools of an episode. detailed_results: the property of its renderer. search: its semantic search.
 
     One result has at most two characters per token of context: half of the context at four characters a token.
     """
-    return Toolbox(tools_of(task), details=detailed_results, cap=max(400, context_tokens * 2), search=search)
+    return kind(tools_of(task), details=detailed_results, cap=max(400, context_tokens * 2), search=search)

@@ -17,17 +17,18 @@ import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec
 
-from headrace.actors.feedback.branch import BranchLedger
+from headrace.actors.feedback.branch import BranchLedger, Rated
 from headrace.actors.feedback.candidates import Candidates
 from headrace.actors.feedback.consent import Consent
 from headrace.actors.feedback.purge import Purges
 from headrace.bus.errors import WrongSequence
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.tracing import link
 from headrace.ledger.feedback import FeedbackBook, Rating, gated, outranks
 from headrace.messages import subjects
 from headrace.messages.evaluation import EvalResult
@@ -38,13 +39,6 @@ from headrace.messages.weights import WeightHead
 
 NOT_COUNTED = ("unattributed", "superseded", "capped")
 """Fates of ratings that the gate does not count."""
-
-
-class Rated(NamedTuple):
-    """The session of a rating: its Trajectory, and the time at which it was stored, in seconds since the epoch."""
-
-    trajectory: Trajectory
-    time: float
 
 
 class Feedback(Actor):
@@ -195,7 +189,7 @@ class Feedback(Actor):
         last = await self.bus.last("HR_TRAJ", subject)
         if last is None or not isinstance(last.message, Trajectory) or last.message.id != feedback.trajectory:
             return None
-        return Rated(last.message, last.time)
+        return Rated(last.message, last.time, link(last))
 
     async def _settle(self, rating: Rating, fate: Fate, detail: str = "", group: str = "") -> None:
         """Write a rating's end. A group that was issued for it and is not closed is dropped."""
@@ -259,18 +253,17 @@ class Feedback(Actor):
             chosen = await self._choose(own.batch - begun, batch)
             if len(chosen) < own.batch - begun:
                 return
-            for rating, trajectory in chosen:
-                assert rating.feedback is not None
-                group = await self.branch.place(rating.feedback, trajectory)
+            for rating, session in chosen:
+                group = await self.branch.place(rating, session)
                 await self._settle(rating, "closed", group=group)
             self._last_batch = time.time()
             await self.event("batch_closed", f"batch {batch} of {self.branch.name}", batch=batch, ratings=own.batch)
 
-    async def _choose(self, count: int, batch: int) -> list[tuple[Rating, Trajectory]]:
+    async def _choose(self, count: int, batch: int) -> list[tuple[Rating, Rated]]:
         """Up to `count` of the oldest ratings that may be trained on in a batch. Ratings that may not are settled
         here."""
         allowed, now = self._consent.tenants(), time.time()
-        chosen: list[tuple[Rating, Trajectory]] = []
+        chosen: list[tuple[Rating, Rated]] = []
         for rating in [*self.book.waiting.values()]:
             feedback = rating.feedback
             assert feedback is not None
@@ -289,7 +282,7 @@ class Feedback(Actor):
             elif oldest is None or batch - oldest > self.config.feedback.staleness:
                 await self._settle(rating, "late", f"sampled by version {oldest}, the batch is {batch}")
             else:
-                chosen.append((rating, session.trajectory))
+                chosen.append((rating, session))
         return chosen
 
     async def _report_stalled(self, batch: int) -> None:

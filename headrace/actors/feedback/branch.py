@@ -9,10 +9,15 @@ A rating in a batch has four records: SlotIssued, Trajectory, Score, GroupClosed
 reused.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from headrace.bus.connection import Bus
+from headrace.bus.errors import MessageGone
+from headrace.bus.runtime import tracing
 from headrace.config import Config, branch_name
+from headrace.ledger.feedback import Rating
 from headrace.ledger.seeds import seed_of
 from headrace.ledger.state import RunState
 from headrace.messages.judging import Score
@@ -24,6 +29,15 @@ from headrace.messages.subjects import CLOSE, LEDGER, SCORE, STEP, TRAJ, WEIGHT_
 JUDGE = "thumbs-1"
 FENCE, BOUND = "feedback.fence", "feedback.bound"
 """Names that take a group's place in the subjects of closings."""
+
+
+class Rated(NamedTuple):
+    """The session of a rating: its Trajectory, and the time at which it was stored, in seconds since the epoch."""
+
+    trajectory: Trajectory
+    time: float
+    origin: tracing.Link | None
+    """The span that published it."""
 
 
 class BranchLedger:
@@ -114,9 +128,26 @@ class BranchLedger:
             return min(versions)
         return 0 if not trajectory.policy.run and versions == {base.base_version} else None
 
-    async def place(self, feedback: Feedback, trajectory: Trajectory) -> str:
+    async def place(self, rating: Rating, session: Rated) -> str:
         """Add a rated session to the current batch. Returns the group's name. WrongSequence once another feedback actor
-        has taken over."""
+        has taken over.
+
+        It is a trace of its own, linked to the rating and to the session; the branch's step links to its records."""
+        feedback, trajectory = rating.feedback, session.trajectory
+        assert feedback is not None
+        attributes = {"hr.run": self.name, "hr.group": trajectory.group, "hr.trajectory": trajectory.id}
+        links = [await self._origin(rating.seq), session.origin]
+        with tracing.span("place rating", root=True, links=links, attributes=attributes):
+            return await self._place(feedback, trajectory)
+
+    async def _origin(self, seq: int) -> tracing.Link | None:
+        """A link to the span that published a rating; None for a rating that was purged meanwhile."""
+        try:
+            return tracing.link(await self._bus.get("HR_FEEDBACK", seq))
+        except MessageGone:
+            return None
+
+    async def _place(self, feedback: Feedback, trajectory: Trajectory) -> str:
         group, oldest = trajectory.group, self.oldest_version(trajectory)
         assert oldest is not None, f"no version of {self.name} sampled {trajectory.id}"
         entry = self.state.groups.get(group)

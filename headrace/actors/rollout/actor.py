@@ -13,6 +13,7 @@ from typing import Any, ClassVar, get_args
 
 import msgspec
 
+from headrace.actors.rollout import spans
 from headrace.actors.rollout.client_turns import ClientTurns
 from headrace.actors.rollout.diff import TreeTooLarge
 from headrace.actors.rollout.episode import Episode
@@ -282,7 +283,8 @@ class Rollout(Actor):
 
         async with self._policies.serving(request.policy, task, oracle, request.wording) as (engine, renderer):
             try:
-                return await episode.run(resume, engine, renderer)
+                with spans.agent(request):
+                    return await episode.run(resume, engine, renderer)
             except asyncio.CancelledError:
                 work = asyncio.current_task()
                 cancelled = work is not None and self._cancelled.get(work) == CANCELLED

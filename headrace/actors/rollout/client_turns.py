@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
+from headrace.actors.rollout import spans
 from headrace.actors.rollout.policies import ClientServed, NoPolicy
 from headrace.actors.rollout.turn_log import TurnLog
 from headrace.bus.connection import Bus
@@ -145,7 +146,8 @@ class ClientTurns:
                 f"answer too, has {request.context_tokens}: send a shorter history"
             )
         trajectory = trajectory_of(request.group)
-        sample = await engine.sample(
+        sample = await spans.sample(
+            engine,
             SampleRequest(
                 session=f"{trajectory}/{request.segment}",
                 ids=(*context, *more),
@@ -154,7 +156,8 @@ class ClientTurns:
                 stop_ids=renderer.stop_ids,
                 seed=request.seed,
                 lane="production",
-            )
+            ),
+            trajectory,
         )
         if sample.stop == "abort":
             raise EngineError(f"the engine aborted a turn of {trajectory}")

@@ -13,6 +13,7 @@ import msgspec
 from headrace.actors.rollout.diff import TreeTooLarge, diff, image_diff
 from headrace.actors.rollout.publication import publish, trajectory_of
 from headrace.actors.rollout.sandbox_checkpoint import MAX_COPIES, CheckpointSchedule, replay_calls, restore
+from headrace.actors.rollout.spans import TracedEngine, TracedToolbox
 from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
@@ -172,7 +173,7 @@ class Episode:
             # The digest is computed while the first turn is sampled: no call has changed the workspace yet.
             self._digest = asyncio.create_task(self._digest_of(sandbox))
         episode = await run_episode(
-            engine=engine,
+            engine=TracedEngine(engine, request.trajectory),
             sandbox=sandbox,
             renderer=renderer,
             request=request,
@@ -322,7 +323,7 @@ class Episode:
         search = (
             SearchSession(searcher, self._request.run, template_of(task), PATTERNS) if searcher is not None else None
         )
-        return toolbox_for(task, renderer.detailed_results, self._request.limits.context_tokens, search)
+        return toolbox_for(task, renderer.detailed_results, self._request.limits.context_tokens, search, TracedToolbox)
 
     async def _digest_of(self, sandbox: RemoteSandbox) -> str:
         return (await sandbox.call(PullTree(patterns=()), f"{self._request.trajectory}-digest")).digest

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.actors.rollout.publication import publish, trajectory_of
+from headrace.actors.rollout.spans import TracedEngine
 from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.connection import Bus
 from headrace.engines.base import Engine
@@ -39,7 +40,7 @@ class MessageEpisode:
         request, task, started = self._request, self._task, time.monotonic()
         self._fingerprint = engine.fingerprint
         episode, text = await run_message(
-            engine=engine,
+            engine=TracedEngine(engine, request.trajectory),
             renderer=renderer,
             request=request,
             task=task,

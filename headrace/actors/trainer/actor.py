@@ -263,6 +263,7 @@ class Trainer(Actor):
         state_hash = await self._of_publication(trainer, publication.hashed)
         await turn.announced_before.wait()
         result = msgspec.structs.replace(result, state_hash=state_hash)
+        span.set(**{"hr.version": result.version})
         record = records.outcome(self.config, manifest, seq, result, lap, batch.records[0].values())
         await self._write(record)
         self._hash = state_hash

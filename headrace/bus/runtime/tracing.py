@@ -19,6 +19,10 @@ from headrace.bus.nats.received import Received
 from headrace.messages import subjects
 
 HEADER = "traceparent"
+SCHEMA = "https://opentelemetry.io/schemas/1.44.0"
+"""The conventions that the names of spans and attributes follow, messaging and GenAI."""
+Value = str | int | float | bool | Sequence[str]
+"""An attribute's value."""
 _PARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 
 Kind = Literal["internal", "producer", "consumer", "client", "server"]
@@ -70,8 +74,8 @@ def exported(headers: Mapping[str, str]) -> Context | None:
 
 
 def link(received: Received[Any]) -> Link | None:
-    """A link to the span that published a message; None when it carries no trace."""
-    context = extract(received.headers)
+    """A link to the span that published a message; None when its publisher exported none."""
+    context = exported(received.headers)
     return Link(context, {"messaging.destination.name": received.subject, "hr.seq": received.seq}) if context else None
 
 
@@ -83,7 +87,7 @@ class Span:
     def __init__(self, context: Context, span: Any = None) -> None:
         self.context, self._span = context, span
 
-    def set(self, **attributes: str | int | float | bool) -> None:
+    def set(self, **attributes: Value) -> None:
         """Add attributes."""
         if self._span is not None:
             self._span.set_attributes(attributes)
@@ -120,7 +124,7 @@ def span(
     parent: Context | None = None,
     root: bool = False,
     links: Sequence[Link | None] = (),
-    attributes: Mapping[str, str | int | float | bool] | None = None,
+    attributes: Mapping[str, Value] | None = None,
 ) -> Iterator[Span]:
     """A span around a block: below `parent`, or below the current one, or (`root`) the first of a new trace."""
     above = None if root else parent or _current.get()
@@ -236,7 +240,7 @@ def configure(endpoint: str, **resource: str) -> None:
     attributes = {"service.name": "headrace", **{key.replace("_", "."): value for key, value in resource.items()}}
     _provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=5)))
-    _tracer = _provider.get_tracer("headrace")
+    _tracer = _provider.get_tracer("headrace", schema_url=SCHEMA)
 
 
 def flush(timeout: float = 5.0) -> None:

@@ -56,6 +56,11 @@ class Toolbox:
         self._details, self._cap, self._search = details, cap, search
         self._memory: dict[str, str] = {}
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names by which the policy calls these tools."""
+        return frozenset(self._tools)
+
     def writes(self, call: ToolCall) -> bool:
         """Whether the call may change the workspace, so that it must run alone and in call order."""
         tool = self._tools.get(call.name)
