@@ -110,15 +110,17 @@ def make_set(functions: int, queries: int) -> tuple[dict[str, bytes], list[Query
     return files, unique[:queries], count
 
 
-def hits(indexes: Indexes, index: Index, queries: list[Query], mode: str) -> tuple[NDArray[np.bool_], list[float]]:
-    """Per query, whether its function is among the first five; and milliseconds per query."""
+def hits(
+    indexes: Indexes, index: Index, queries: list[Query], mode: str
+) -> tuple[NDArray[np.bool_], list[tuple[float, float]]]:
+    """Per query, whether its function is among the first five; and milliseconds of wall and CPU time per query."""
     out: list[bool] = []
-    took: list[float] = []
+    took: list[tuple[float, float]] = []
     names = {piece.hash: (piece.chunk.path, piece.chunk.name) for piece in index.pieces}
     for query in queries:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         reply = indexes.find(index, query.text, DEEP, "hybrid" if mode == "hybrid" else "keyword")
-        took.append(1e3 * (time.perf_counter() - start))
+        took.append((1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - cpu)))
         functions = list(dict.fromkeys(names[hit.chunk] for hit in reply.hits))
         out.append((query.path, query.name) in functions[:5])
     return np.array(out), took
@@ -193,7 +195,8 @@ def main() -> None:
         "embedding_cpu_s": round(embedding_cpu, 1),
         "one_file_again_cpu_ms": round(again_ms, 1),
         "one_file_bytes": len(text),
-        "query_p95_ms": round(float(np.percentile(took, 95)), 1),
+        "query_p95_ms": round(float(np.percentile([wall for wall, _ in took], 95)), 1),
+        "query_p95_cpu_ms": round(float(np.percentile([cpu for _, cpu in took], 95)), 1),
     }
     targets = {
         "hybrid_r5_percent": at_least(figures["hybrid_r5_percent"], 65.0),

@@ -44,7 +44,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     options: Mapping[str, Option]
     """`[algorithm] reward_options`, and length_penalty, length_k, length_q, rubric_weight, overlong_penalty,
-    overlong_tokens and max_tokens."""
+    overlong_tokens, max_tokens, todo_penalty and broken_call_penalty."""
 
 
 Given = float | TurnRewards
@@ -58,7 +58,7 @@ REWARDS: Registry[Reward] = Registry("rewards", {"shaped": "headrace.algorithms.
 
 def shaped(judged: Judged) -> float:
     """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort), minus the penalty of an
-    overlong attempt, plus rubric_weight x the rubric's value."""
+    overlong attempt and those of open to-dos and broken calls, plus rubric_weight x the rubric's value."""
     return sum(shaped_parts(judged).values())
 
 
@@ -81,6 +81,9 @@ def shaped_parts(judged: Judged) -> dict[str, float]:
     over = overlong(judged.tokens, int(options.get("max_tokens", 0)), int(options.get("overlong_tokens", 0)))
     if over and options.get("overlong_penalty"):
         parts["overlong"] = -float(options["overlong_penalty"]) * over
+    for name, share in (("todo", open_todos(judged.trajectory)), ("broken_call", broken_calls(judged.trajectory))):
+        if share and options.get(f"{name}_penalty"):
+            parts[name] = -float(options[f"{name}_penalty"]) * share
     weight = float(options.get("rubric_weight", 0.0))
     if weight and judged.rubric is not None and judged.verdict in ("passed", "failed"):
         parts["rubric"] = weight * judged.rubric.value
@@ -93,6 +96,24 @@ def earned(judged: Judged) -> float:
     if judged.value is not None and judged.verdict in ("passed", "failed"):
         return judged.value
     return 1.0 if judged.passed else 0.0
+
+
+def open_todos(trajectory: Trajectory) -> float:
+    """The share of entries that are not done in the last to-do list that the tool took; 0 without a list."""
+    share = 0.0
+    for turn in trajectory.turns:
+        taken = {result.call_id for result in turn.results if result.ok}
+        for call in turn.calls:
+            if call.name == "todo" and call.id in taken:
+                marks = [line.strip()[:3] for line in call.arguments["items"].split("\n") if line.strip()]
+                share = sum(mark != "[x]" for mark in marks) / len(marks) if marks else 0.0
+    return share
+
+
+def broken_calls(trajectory: Trajectory) -> float:
+    """The share of calls that could not be read; a turn without any call counts as one."""
+    calls = [call for turn in trajectory.turns for call in turn.calls]
+    return sum(bool(call.error) for call in calls) / len(calls) if calls else 0.0
 
 
 def concave(x: float, k: float, q: float) -> float:

@@ -117,11 +117,11 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     if section.overlong_penalty and not 1 <= section.overlong_tokens <= config.limits.max_tokens:
         most, tokens = config.limits.max_tokens, section.overlong_tokens
         yield "algorithm.overlong_tokens", f"expected 1 to limits.max_tokens ({most}), got {tokens}"
-    if section.overlong_penalty and section.reward != "shaped":
-        yield (
-            "algorithm.overlong_penalty",
-            f"expected 0: the reward {section.reward!r} decides itself what length costs",
-        )
+    if section.reward != "shaped":
+        for name, what in (("overlong", "length"), ("todo", "an open to-do"), ("broken_call", "a broken call")):
+            if getattr(section, f"{name}_penalty"):
+                why = f"expected 0: the reward {section.reward!r} decides itself what {what} costs"
+                yield f"algorithm.{name}_penalty", why
 
 
 def _feedback(config: Config) -> Iterator[Problem]:

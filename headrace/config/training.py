@@ -62,9 +62,10 @@ class MidTraining(Section, frozen=True, kw_only=True):
     beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.98
     weight_decay: Amount = 0.0
-    traces: Literal["repairs", "notes"] = "repairs"
-    """The generated traces: repairs of the repositories of generated/train, or work with self-summaries on the tasks of
-    generated/notes (headrace/tasks/generated/note_traces.py)."""
+    traces: Literal["repairs", "explorations", "notes"] = "repairs"
+    """The generated traces: repairs of the repositories of generated/train; the same repairs with all tools
+    (headrace/tasks/generated/exploring.py); or work with self-summaries on the tasks of generated/notes
+    (headrace/tasks/generated/note_traces.py)."""
     quality: Share = 0.35
     """Share of traces without a planted fault."""
     multi_line: Share = 0.72
@@ -166,6 +167,11 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Amount by which the built-in reward falls, linearly over the last `overlong_tokens` sampled tokens before
     limits.max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476)."""
     overlong_tokens: Count = 0
+    todo_penalty: Amount = 0.0
+    """Amount by which the built-in reward falls when every entry of the attempt's last to-do list is left open; a share
+    of open entries costs that share."""
+    broken_call_penalty: Amount = 0.0
+    """Amount by which the built-in reward falls when every call of the attempt is broken; a share costs that share."""
 
     def __post_init__(self) -> None:
         if self.schedule != "constant" and self.decay_steps < 1:

@@ -1,9 +1,10 @@
 """Runs tool calls without an event loop, to generate traces with the code that episodes run."""
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from headrace.harness.tools.search.session import SearchSession
 from headrace.harness.tools.toolbox import Toolbox, tools_of
 from headrace.messages.rollout import ToolCall, ToolResult
 from headrace.messages.sandbox import Sandbox
@@ -28,10 +29,19 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the operations of a sandbox for traces must not suspend")
 
 
-def answer(task: Task, sandbox: Sandbox, calls: Sequence[ToolCall], *, details: bool = False) -> list[ToolResult]:
+def answer(
+    task: Task,
+    sandbox: Sandbox,
+    calls: Sequence[ToolCall],
+    *,
+    details: bool = False,
+    search: Callable[[], SearchSession] | None = None,
+) -> list[ToolResult]:
     """Results of a turn's calls, run one after another in a sandbox whose operations never suspend.
 
-    details: with the messages of failed tests, as `Renderer.detailed_results` says.
+    details: with the messages of failed tests, as `Renderer.detailed_results` says. search: opens the session of a
+    turn's semantic searches, which must not suspend either.
     """
-    box = _toolbox(tools_of(task), details)
+    names = tools_of(task)
+    box = _toolbox(names, details) if search is None else Toolbox(names, details=details, search=search())
     return [_run(box.run(call, sandbox, task)) for call in calls]

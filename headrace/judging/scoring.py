@@ -57,6 +57,8 @@ class Rewarder:
             "length_q": algorithm.length_q,
             "overlong_penalty": algorithm.overlong_penalty,
             "overlong_tokens": algorithm.overlong_tokens,
+            "todo_penalty": algorithm.todo_penalty,
+            "broken_call_penalty": algorithm.broken_call_penalty,
             "max_tokens": config.limits.max_tokens,
             "rubric_weight": config.judge.rubric_weight,
         }

@@ -3,6 +3,7 @@
 The order of results follows from root, model, mode and query alone. Ties keep the order of paths and lines.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from headrace.search import chunks as cutting
 from headrace.search.chunks import Chunk
 from headrace.search.embeddings import Vectors
-from headrace.search.keywords import Bag, scores
+from headrace.search.keywords import Bag, Postings, postings, postings_of, scores
 from headrace.search.tree import Folder, changes, tree
 
 KEYWORD_SHARE = 0.3
@@ -29,11 +30,23 @@ class Piece:
         self.chunk, self.hash, self.bag = chunk, chunk.hash(), Bag(chunk.text)
 
 
+class Part:
+    """The pieces of one file; all states of a workspace with this file share it."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = tuple(pieces)
+
+    @cached_property
+    def postings(self) -> Postings:
+        """The words of the pieces."""
+        return postings([piece.bag for piece in self.pieces])
+
+
 class Index:
     """An immutable state of a workspace; `changed` makes the next one, which shares all unchanged parts."""
 
-    def __init__(self, files: Mapping[str, str], pieces: Mapping[str, Sequence[Piece]], folder: Folder) -> None:
-        self.files, self._by_path, self.tree = dict(files), dict(pieces), folder
+    def __init__(self, files: Mapping[str, str], parts: Mapping[str, Part], folder: Folder) -> None:
+        self.files, self._by_path, self.tree = dict(files), dict(parts), folder
         digest = blake2b(f"{cutting.identity()}\0{folder.hash}".encode(), digest_size=16)
         self.root = digest.hexdigest()
         """Identifies the files and the rules by which they were cut into chunks."""
@@ -47,19 +60,26 @@ class Index:
         """The workspace with these files alone. contents: of the new and changed files."""
         folder = tree(hashes)
         new, gone = changes(self.tree, folder)
-        by_path = {path: pieces for path, pieces in self._by_path.items() if path not in gone}
+        by_path = {path: part for path, part in self._by_path.items() if path not in gone}
         for path in new:
-            by_path[path] = [Piece(chunk) for chunk in cutting.cut(path, contents[path])]
+            by_path[path] = Part([Piece(chunk) for chunk in cutting.cut(path, contents[path])])
         return Index(hashes, by_path, folder)
 
     @cached_property
     def pieces(self) -> list[Piece]:
         """All chunks, by path and line."""
-        return [piece for path in sorted(self._by_path) for piece in self._by_path[path]]
+        return [piece for path in sorted(self._by_path) for piece in self._by_path[path].pieces]
 
     @cached_property
-    def _mean_length(self) -> float:
-        return sum(piece.bag.length for piece in self.pieces) / max(1, len(self.pieces))
+    def _lengths(self) -> NDArray[np.float64]:
+        return np.array([piece.bag.length for piece in self.pieces], dtype=np.float64)
+
+    @cached_property
+    def _parts(self) -> list[tuple[int, Postings]]:
+        """The postings of each file, with the position of its first piece."""
+        parts = [self._by_path[path] for path in sorted(self._by_path)]
+        firsts = itertools.accumulate((len(part.pieces) for part in parts), initial=0)
+        return [(first, part.postings) for first, part in zip(firsts, parts, strict=False)]
 
     def missing(self, vectors: Vectors) -> list[Piece]:
         """The chunks without a vector, each hash once."""
@@ -78,13 +98,14 @@ class Index:
 
     def keyword(self, query: str, limit: int) -> list[tuple[float, Piece]]:
         """The chunks that share a word with the query, best first."""
-        found = scores(query, [piece.bag for piece in self.pieces], self._mean_length)
+        parts = [(0, postings_of(query, [piece.bag for piece in self.pieces]))]
+        found = scores(query, parts, self._lengths)
         return [pair for pair in self._best(found, limit) if pair[0] > 0]
 
     def hybrid(self, query: str, vector: NDArray[np.float32], limit: int) -> list[tuple[float, Piece]]:
         """Chunks by keyword score and similarity to the query's vector, each in standard deviations of its own."""
         assert self._matrix is not None
-        words = scores(query, [piece.bag for piece in self.pieces], self._mean_length)
+        words = scores(query, self._parts, self._lengths)
         near = (self._matrix * vector).sum(axis=1, dtype=np.float64)
         total = KEYWORD_SHARE * _standard(words) + (1 - KEYWORD_SHARE) * _standard(near)
         return self._best(total, limit)

@@ -37,18 +37,34 @@ def _plain(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") else word
 
 
-def scores(query: str, bags: Sequence[Bag], mean_length: float) -> NDArray[np.float64]:
-    """One score per bag; 0 where it shares no word with the query."""
-    total = np.zeros(len(bags))
-    lengths: NDArray[np.float64] | None = None
+Postings = dict[str, list[tuple[int, int]]]
+"""Word to (position of a chunk, count), positions in their order."""
+
+
+def postings(bags: Sequence[Bag]) -> Postings:
+    """The words of some chunks, such as those of one file; positions count from 0."""
+    found: Postings = {}
+    for at, bag in enumerate(bags):
+        for word, count in bag.items():
+            found.setdefault(word, []).append((at, count))
+    return found
+
+
+def postings_of(query: str, bags: Sequence[Bag]) -> Postings:
+    """`postings` of a query's words alone: one search costs less than all words of new files."""
+    return {word: [(at, bag[word]) for at, bag in enumerate(bags) if word in bag] for word in set(words(query))}
+
+
+def scores(query: str, parts: Sequence[tuple[int, Postings]], lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+    """One score per chunk; 0 where it shares no word with the query. parts: the postings of each file with the position
+    of its first chunk. lengths: words of each chunk."""
+    total = np.zeros(len(lengths))
+    around = 1.2 * (0.25 + 0.75 * lengths / max(float(lengths.sum()) / max(1, len(lengths)), 1.0))
     for word in sorted(set(words(query))):
-        counts = np.array([bag.get(word, 0) for bag in bags], dtype=np.float64)
-        holding = int(np.count_nonzero(counts))
-        if not holding:
+        hits = [(first + at, count) for first, part in parts for at, count in part.get(word, ())]
+        if not hits:
             continue
-        if lengths is None:
-            lengths = np.array([bag.length for bag in bags], dtype=np.float64)
-            lengths = 1.2 * (0.25 + 0.75 * lengths / max(mean_length, 1.0))
-        rarity = math.log(1 + (len(bags) - holding + 0.5) / (holding + 0.5))
-        total += rarity * counts * 2.2 / (counts + lengths)
+        rarity = math.log(1 + (len(lengths) - len(hits) + 0.5) / (len(hits) + 0.5))
+        places, counts = np.array(hits).T
+        total[places] += rarity * counts * 2.2 / (counts + around[places])
     return total

@@ -3,7 +3,19 @@ import math
 
 import pytest
 
-from headrace.algorithms.rewards import concave, effort, overlong, shaped_reward
+from headrace.algorithms.rewards import (
+    Judged,
+    broken_calls,
+    concave,
+    effort,
+    open_todos,
+    overlong,
+    shaped,
+    shaped_reward,
+)
+from headrace.messages.base import Array
+from headrace.messages.rollout import PolicyRef, Sampling, ToolCall, ToolResult, Trajectory, Turn
+from headrace.messages.tasks import TaskRef
 
 
 def test_values_by_hand() -> None:
@@ -47,3 +59,73 @@ def test_refuses_what_is_outside() -> None:
 def test_overlong_falls_in_a_line_over_the_last_tokens() -> None:
     assert [overlong(tokens, 256, 64) for tokens in (0, 192, 208, 256, 900)] == [0.0, 0.0, 0.25, 1.0, 1.0]
     assert overlong(300, 256, 0) == 0.0
+
+
+def attempt(*turns: tuple[ToolCall, ...], refused: frozenset[str] = frozenset()) -> Judged:
+    """A passed attempt of these calls. refused: ids of calls whose tool gave no result."""
+    made = [
+        Turn(
+            index=at,
+            segment=0,
+            prompt_ids=Array.of([], "<i4"),
+            ids=Array.of([], "<i4"),
+            logprobs=Array.of([], "<f4"),
+            calls=calls,
+            results=tuple(ToolResult(call_id=call.id, ok=call.id not in refused, output="") for call in calls),
+        )
+        for at, calls in enumerate(turns)
+    ]
+    trajectory = Trajectory(
+        run="r",
+        lane="train",
+        group="g",
+        slot=0,
+        attempt=0,
+        id="g-0-0",
+        task=TaskRef("s", "t"),
+        family="f",
+        seed=0,
+        policy=PolicyRef(),
+        sampling=Sampling(),
+        outcome="finished",
+        turns=tuple(made),
+        diff={},
+    )
+    options = {
+        "length_penalty": 0.0,
+        "length_k": 0.01,
+        "length_q": 0.5,
+        "todo_penalty": 0.2,
+        "broken_call_penalty": 0.4,
+    }
+    return Judged(
+        trajectory=trajectory,
+        verdict="passed",
+        passed=True,
+        tests=(),
+        suspicions=(),
+        tokens=0,
+        calls=sum(map(len, turns)),
+        turns=len(turns),
+        options=options,
+    )
+
+
+def todo(id: str, items: str) -> ToolCall:
+    return ToolCall(id=id, name="todo", arguments={"items": items})
+
+
+def test_open_entries_of_the_last_list_cost_their_share() -> None:
+    first, last = todo("0.0", "[ ] find\n[ ] mend"), todo("1.0", "[x] find\n[~] mend\n[x] test\n[x] lint\n")
+    judged = attempt((first,), (last,))
+    assert open_todos(judged.trajectory) == 0.25 and shaped(judged) == pytest.approx(1 - 0.2 * 0.25)
+    refused = attempt((first,), (last,), refused=frozenset({"1.0"}))
+    assert open_todos(refused.trajectory) == 1.0, "a list that the tool refused is no list"
+    assert shaped(attempt((ToolCall(id="0.0", name="finish"),))) == 1.0
+
+
+def test_broken_calls_cost_their_share() -> None:
+    broken = ToolCall(id="1.0", name="", error="no call")
+    judged = attempt((ToolCall(id="0.0", name="finish"), ToolCall(id="0.1", name="lint")), (broken,), (broken,))
+    assert broken_calls(judged.trajectory) == 0.5 and shaped(judged) == pytest.approx(0.8)
+    assert broken_calls(attempt().trajectory) == 0.0

@@ -10,7 +10,7 @@ from headrace.messages.search import SearchRequest
 from headrace.search.chunks import MOST_LINES, cut, indexed
 from headrace.search.embeddings import Vectors
 from headrace.search.index import Index
-from headrace.search.keywords import Bag, scores, words
+from headrace.search.keywords import Bag, postings, postings_of, scores, words
 from headrace.search.local import LocalSearcher
 from headrace.search.service import Indexes
 from headrace.search.tree import changes, content_hash, tree
@@ -92,9 +92,13 @@ def test_a_merkle_tree_finds_exactly_what_changed() -> None:
 def test_keyword_scores_prefer_rare_words_and_short_chunks() -> None:
     assert words("parseHTTPRequests user_names2") == ["parse", "http", "request", "user", "name", "2"]
     bags = [Bag("def send_mail(user)"), Bag("def user(user): return user"), Bag("nothing here")]
-    found = scores("mail user", bags, sum(bag.length for bag in bags) / 3)
+    lengths = np.array([bag.length for bag in bags], dtype=np.float64)
+    parts = [(0, postings(bags[:2])), (2, postings(bags[2:]))]
+    found = scores("mail user", parts, lengths)
     assert found[0] > found[1] > found[2] == 0.0
-    assert not scores("zebra", bags, 3.0).any()
+    assert np.array_equal(found, scores("mail user", [(0, postings(bags))], lengths)), "however files divide chunks"
+    assert np.array_equal(found, scores("mail user", [(0, postings_of("mail user", bags))], lengths))
+    assert not scores("zebra", parts, lengths).any()
 
 
 class Letters:

@@ -90,7 +90,7 @@ async def rejudge(args: argparse.Namespace) -> int:
     return 0
 
 
-CHANGED = {"algorithm": ("length_", "reward"), "judge": ("rubric", "model")}
+CHANGED = {"algorithm": ("length_", "reward", "todo_", "broken_call_"), "judge": ("rubric", "model")}
 """Section to the prefixes of the keys that `--with` accepts."""
 
 
@@ -111,7 +111,8 @@ def with_rewards(config: "Config", entries: list[str]) -> "Config":
         if not key.startswith(CHANGED.get(section, ("no key",))):
             raise RunError(
                 f"{section}.{key} does not change a reward; expected algorithm.reward, .reward_options, "
-                ".length_penalty, .length_k or .length_q, or a key of judge.rubric or judge.model"
+                ".length_penalty, .length_k, .length_q, .todo_penalty or .broken_call_penalty, or a key of "
+                "judge.rubric or judge.model"
             )
         changed = msgspec.structs.replace(getattr(config, section), **{key: getattr(getattr(parsed, section), key)})
         config = msgspec.structs.replace(config, **{section: changed})

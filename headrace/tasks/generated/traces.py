@@ -10,6 +10,7 @@ by an order of magnitude.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -94,7 +95,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     solved: bool
 
 
-class _Play:
+class Play:
     """One trace in the making."""
 
     def __init__(self, made: repositories.Made, answer: Answer) -> None:
@@ -139,62 +140,67 @@ class _Play:
                 yield from form.result_pieces(turn.results)
 
 
-_FINISH: Call = ("finish", {})
-_TEST: Call = ("run_tests", {})
+FINISH: Call = ("finish", {})
+TEST: Call = ("run_tests", {})
 
 
-def _wrong_line(made: repositories.Made, rng: random.Random) -> Call:
+def wrong_line(made: repositories.Made, rng: random.Random) -> Call:
     """A change that does not mend: another wrong alternative, the line as it is, or a neighbouring line."""
     module = made.task.files[made.path].decode().splitlines()
     others = [bug for bug in made.target.template.bugs if bug[0] == made.bug[0] and bug != made.bug]
     if others and rng.random() < 0.6:
         text = made.target.source(rng.choice(others))[1 + made.bug[0]]
-        return _edit(made.path, made.line, text)
+        return edit_line(made.path, made.line, text)
     start = made.line - made.bug[0]
     line = rng.randrange(start, start + len(made.target.template.body))
-    return _edit(made.path, line, module[line - 1])
+    return edit_line(made.path, line, module[line - 1])
 
 
-def _edit(path: str, line: int, text: str) -> Call:
+def edit_line(path: str, line: int, text: str) -> Call:
+    """The call that replaces one line."""
     return ("edit_file", {"path": path, "lines": str(line), "text": text})
 
 
-def _unread(made: repositories.Made, rng: random.Random) -> Call:
+def unread(made: repositories.Made, rng: random.Random) -> Call:
     """An edit made up without a look: some module, some line, a line of some function."""
     path = rng.choice([p for p in made.task.files if p.endswith(".py") and "/" in p and made.task.files[p]])
     lines = made.task.files[path].decode().splitlines()
     line = rng.randrange(2, len(lines) + 1)
-    return _edit(path, line, rng.choice(made.target.source()[1:]))
+    return edit_line(path, line, rng.choice(made.target.source()[1:]))
 
 
-def play(made: repositories.Made, fault: Fault, rng: random.Random, answer: Answer, retries: float = RETRIES) -> _Play:
-    """Make one trace."""
-    game = _Play(made, answer)
+Player = Callable[[repositories.Made, Fault, random.Random, Answer], Play]
+"""Makes one trace."""
+
+
+def play(made: repositories.Made, fault: Fault, rng: random.Random, answer: Answer, retries: float = RETRIES) -> Play:
+    """One trace of a policy that searches once and edits."""
+    game = Play(made, answer)
     find: Call = ("search", {"query": f"def {made.target.name}"})
-    right = _edit(made.path, made.line, made.fixed)
+    right = edit_line(made.path, made.line, made.fixed)
     if fault == "quits":
         if rng.random() < _LATE:
             game.turn(find)
-        game.turn(_FINISH)
+        game.turn(FINISH)
         return game
     if fault == "unread":
-        game.turn(_unread(made, rng), _TEST)
-        game.turn(_FINISH)
+        game.turn(unread(made, rng), TEST)
+        game.turn(FINISH)
         return game
     game.turn(find)
     if fault == "wrong":
-        game.turn(_wrong_line(made, rng), _TEST)
-        game.turn(_FINISH)
+        game.turn(wrong_line(made, rng), TEST)
+        game.turn(FINISH)
     elif fault == "careless":
-        game.turn(_wrong_line(made, rng), _FINISH)
+        game.turn(wrong_line(made, rng), FINISH)
     elif rng.random() < retries:
-        game.turn(_wrong_line(made, rng), _TEST, taught=False)
+        game.turn(wrong_line(made, rng), TEST, taught=False)
         game.turn(find)
-        game.turn(right, _TEST)
-        game.turn(_FINISH)
+        game.turn(right, TEST)
+        game.turn(FINISH)
     else:
-        game.turn(right, _TEST)
-        game.turn(_FINISH)
+        game.turn(right, TEST)
+        game.turn(FINISH)
     return game
 
 
@@ -211,15 +217,15 @@ def _plays(
     faults: Sequence[Fault] = FAULTS,
     multi_line: float = MULTI_LINE,
     broad: float = 0.0,
-    retries: float = RETRIES,
-) -> Iterator[tuple[_Play, Fault]]:
+    player: Player = play,
+) -> Iterator[tuple[Play, Fault]]:
     rng = random.Random(f"headrace/traces/{seed}")
     seeds = repositories.SEEDS["train"]
     while True:
         kind = "broad" if broad and rng.random() < broad else "train"
         made = repositories.make(kind, rng.randrange(seeds.start, seeds.stop), multi_line, judged=False)
         fault = "" if rng.random() < quality else rng.choice(faults)
-        yield play(made, fault, rng, answer, retries), fault
+        yield player(made, fault, rng, answer), fault
 
 
 def mid_training_texts(
@@ -233,19 +239,22 @@ def mid_training_texts(
     multi_line: float = MULTI_LINE,
     broad: float = 0.0,
     retries: float = RETRIES,
+    player: Player | None = None,
 ) -> Iterator[Trace]:
     """Traces without an end. `form` is the policy's renderer, `answer` runs calls (harness.sync_tools.answer), `broad`
-    is the share of traces on templates that no suite has (broad_templates.py)."""
-    for game, fault in _plays(seed, quality, answer, faults, multi_line, broad, retries):
+    is the share of traces on templates that no suite has (broad_templates.py). player: in place of `play` with so many
+    `retries`."""
+    player = player or partial(play, retries=retries)
+    for game, fault in _plays(seed, quality, answer, faults, multi_line, broad, player):
         ids, weights = game.encoded(form, context)
         weights[0] = 0.0
         solved = game.sandbox.files.get(game.made.path) == game.made.oracle.solution[game.made.path]
         yield Trace(ids=ids, weights=weights, family=game.made.task.family, fault=fault, solved=solved)
 
 
-def tokenizer_texts(seed: int, count: int, form: Format, answer: Answer) -> Iterator[str]:
+def tokenizer_texts(seed: int, count: int, form: Format, answer: Answer, *, player: Player = play) -> Iterator[str]:
     """Texts to train a tokenizer on: everything between the tags of `count` traces."""
-    for (game, _), _ in zip(_plays(seed, 1.0, answer), range(count), strict=False):
+    for (game, _), _ in zip(_plays(seed, 1.0, answer, player=player), range(count), strict=False):
         for text, is_tag in game.pieces(form):
             if not is_tag and text:
                 yield text
