@@ -36,7 +36,8 @@ async def test_a_step_is_a_trace_with_a_link_per_trajectory(
         await feeder.version(2)
     finished = (s for s in exporter.get_finished_spans() if s.name == "train step")
     spans = sorted(finished, key=lambda s: s.start_time or 0)
-    assert [dict(s.attributes or {}) for s in spans] == [{"hr.run": feeder.run, "hr.step": k} for k in range(2)]
+    named = [{"hr.run": feeder.run, "hr.step": k, "hr.version": k + 1} for k in range(2)]
+    assert [dict(s.attributes or {}) for s in spans] == named
     traces = [f"{s.context.trace_id:032x}" for s in spans if s.context is not None]
     assert len(set(traces)) == 2 and all(s.parent is None for s in spans)
     sent = [r async for r in bus.history("HR_TRAJ", TRAJ.where(run=feeder.run))]
