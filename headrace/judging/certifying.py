@@ -231,7 +231,7 @@ def stubs(files: Mapping[str, bytes], solution: Mapping[str, bytes]) -> Files:
 def mutants(task: Task, oracle: Oracle) -> list[tuple[str, Files]]:
     """Broken solutions by name, drawn by the task's id among all mutations of the functions that the solution changes;
     the task's own bug is not among them."""
-    mutants: list[tuple[str, Files]] = []
+    candidates: list[tuple[str, Files]] = []
     for path, content in sorted(oracle.solution.items()):
         if not path.endswith(".py"):
             continue
@@ -242,28 +242,28 @@ def mutants(task: Task, oracle: Oracle) -> list[tuple[str, Files]]:
                 broken = mutation.apply(content)
                 if broken != before:
                     name = f"{path}:{mutation.line}: {mutation.before} -> {mutation.after}"
-                    mutants.append((name, {path: broken}))
-    random.Random(f"certify/{task.ref.suite}/{task.ref.task}").shuffle(mutants)
-    return mutants[:MUTANTS]
+                    candidates.append((name, {path: broken}))
+    random.Random(f"certify/{task.ref.suite}/{task.ref.task}").shuffle(candidates)
+    return candidates[:MUTANTS]
 
 
 def leaks(task: Task, oracle: Oracle) -> tuple[str, ...]:
     """Parts of the solution or of the hidden tests that the prompt or the agent's files contain."""
-    leaks = []
+    reasons = []
     # A file whose tests are all to be kept may be shown: it passes without the solution.
     decisive = {path for path in oracle.hidden if any(name.startswith(f"{path}::") for name in oracle.expected)}
     hidden = {content for path, content in oracle.hidden.items() if path in decisive or not decisive}
-    leaks += [f"{path} is a hidden test file" for path, content in sorted(task.files.items()) if content in hidden]
-    leaks += [f"the prompt names the hidden test {name}" for name in oracle.expected if name in task.prompt]
+    reasons += [f"{path} is a hidden test file" for path, content in sorted(task.files.items()) if content in hidden]
+    reasons += [f"the prompt names the hidden test {name}" for name in oracle.expected if name in task.prompt]
     for path, content in sorted(oracle.solution.items()):
         before = task.files.get(path, b"")
         if content.strip() and len(content) >= _LEAK:
             twins = [other for other, text in sorted(task.files.items()) if content.strip() in text]
-            leaks += [f"{twin} holds the solution of {path}" for twin in twins]
+            reasons += [f"{twin} holds the solution of {path}" for twin in twins]
         others = {other: text for other, text in task.files.items() if other not in oracle.solution}
         blocks = scan.added(before, content)
-        leaks += list(scan.remains(others | {path: before}, blocks))
+        reasons += list(scan.remains(others | {path: before}, blocks))
         added = max(blocks, key=len, default="").strip()
         if len(added) >= _LEAK and added in task.prompt:
-            leaks.append(f"the prompt holds the solution of {path}")
-    return tuple(leaks)
+            reasons.append(f"the prompt holds the solution of {path}")
+    return tuple(reasons)

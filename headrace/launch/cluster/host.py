@@ -146,13 +146,13 @@ def stop(folder: Path) -> None:
 def _starting(folder: Path) -> list[int]:
     """Process ids of every `start` of this folder, also before it has taken the lock."""
     mark, place = f"{MODULE} start", str(folder)
-    problems = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and mark in (words := _command(int(entry.name))):
             with suppress(OSError):
                 if f"cd {place} " in words or os.readlink(entry / "cwd") == place:
-                    problems.append(int(entry.name))
-    return problems
+                    pids.append(int(entry.name))
+    return pids
 
 
 def _command(pid: int) -> str:
