@@ -175,9 +175,10 @@ def test_a_connection_is_cut_from_outside_and_no_other() -> None:
 
 def test_machines_are_found_among_all_descendants(tmp_path: Path) -> None:
     program = tmp_path / "qemu-system-none"
-    program.symlink_to("/bin/sleep")
+    program.symlink_to("/bin/sh")
     pipe, end = os.pipe()
-    code = f"import subprocess; subprocess.Popen([{str(program)!r}, '600']); print(1, flush=True); input()"
+    # The program itself prints the line: its parent goes on before the kernel has set the new command line.
+    code = f"import subprocess; subprocess.run([{str(program)!r}, '-c', 'echo started; read line'])"
     script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=subprocess.PIPE) as between:
         assert between.stdout is not None and between.stdout.readline()
