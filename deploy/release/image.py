@@ -2,7 +2,9 @@
 
 `make image` runs it, as root. The root holds Debian's packages and a virtual environment in /opt/headrace with the
 wheel of `make release`, the packages of constraints.txt and the broker; buildah makes the image of it. Every time in it
-is the commit's (SOURCE_DATE_EPOCH), and modules are compiled with the hashes of their sources, not their times.
+is the commit's (SOURCE_DATE_EPOCH), and modules are compiled with the hashes of their sources, not their times. Equal
+bits need equal packages: constraints.txt pins every Python package, and `--wheels` keeps them in a folder and installs
+from it alone the next time. Debian's packages are those of its archive on that day.
 
 Trade-off: one layer of 1.5 GB, most of it torch, so that nothing but this file has to be right. A node with GPUs needs
 torch's CUDA build in it: `--pip-args` names the index. SGLang keeps an image of its own (docs/sglang.md).
@@ -39,13 +41,19 @@ useradd --uid {USER} --user-group --home-dir /var/lib/headrace --create-home --s
 """Some packages hold a few files for newer Pythons, which compileall reports by its exit code."""
 
 
-def wheels(folder: Path, commit: str, pip_args: Sequence[str]) -> str:
-    """Download headrace's wheel and all that it needs into a folder; its version."""
+def wheels(folder: Path, commit: str, pip_args: Sequence[str], stock: Path | None) -> str:
+    """Put headrace's wheel and all that it needs into a folder; its version. An existing folder `stock` is all that
+    pip may take packages from; one that is missing is made with the packages of this build. SystemExit when the stock
+    lacks one."""
     release = folder.parent / "release"
     run(sys.executable, str(HERE / "build.py"), "--out", str(release), "--commit", commit)
     (wheel,) = release.glob("headrace-*.whl")
+    stocked = stock is not None and stock.is_dir()
+    source = ("--no-index", "--find-links", str(stock)) if stocked else tuple(pip_args)
     words = ("-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(folder))
-    run(sys.executable, *words, "-c", str(ROOT / "constraints.txt"), *pip_args, f"{wheel}[{EXTRAS}]")
+    run(sys.executable, *words, "-c", str(ROOT / "constraints.txt"), *source, f"{wheel}[{EXTRAS}]")
+    if stock is not None and not stocked:
+        shutil.copytree(folder, stock, ignore=shutil.ignore_patterns(wheel.name))
     return wheel.name.split("-")[1]
 
 
@@ -58,7 +66,7 @@ def root(tar: Path, wheelhouse: Path) -> None:
         raise SystemExit(f"image: {error}") from None
 
 
-def build(out: Path, pip_args: Sequence[str], name: str = "HEAD") -> tuple[Path, str]:
+def build(out: Path, pip_args: Sequence[str], name: str = "HEAD", stock: Path | None = None) -> tuple[Path, str]:
     """Write the image of a commit into a folder; its archive and digest."""
     if os.geteuid() != 0 or shutil.which("buildah") is None:
         raise SystemExit("image: expected root and buildah: apt-get install buildah")
@@ -68,7 +76,7 @@ def build(out: Path, pip_args: Sequence[str], name: str = "HEAD") -> tuple[Path,
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix="making-") as scratch:
         place = Path(scratch)
-        version = wheels(place / "wheels", commit, pip_args)
+        version = wheels(place / "wheels", commit, pip_args, stock)
         root(place / "root.tar", place / "wheels")
         buildah = ("buildah", "--storage-driver", "vfs", "--root", f"{place}/store", "--runroot", f"{place}/run")
         words = ("--isolation", "chroot", "--timestamp", moment, "--iidfile", f"{place}/id")
@@ -87,9 +95,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="a container image of a commit")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--pip-args", default="", help="further arguments for pip, for example an index")
+    parser.add_argument("--wheels", type=Path, help="packages of an earlier build; made where it is missing")
     parser.add_argument("--commit", default="HEAD")
     args = parser.parse_args()
-    archive, digest = build(args.out.resolve(), shlex.split(args.pip_args), args.commit)
+    archive, digest = build(args.out.resolve(), shlex.split(args.pip_args), args.commit, args.wheels)
     line = {"archive": str(archive), "digest": digest, "mib": archive.stat().st_size >> 20}
     sys.stdout.write(json.dumps(line) + "\n")
 
