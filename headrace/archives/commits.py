@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from headrace import timed_commands
 from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, Member
 
 GIT_S = 120.0
@@ -77,7 +78,7 @@ def _contents(repository: Path, ids: list[str], env: Mapping[str, str]) -> Itera
     """The contents of objects. Their sizes are known, so that all of them fit."""
     argv = ["git", "-C", str(repository), "cat-file", "--batch"]
     try:
-        done = subprocess.run(argv, env=env, input="\n".join(ids).encode(), capture_output=True, timeout=GIT_S)
+        done = timed_commands.run(argv, GIT_S, env=env, data="\n".join(ids).encode())
     except subprocess.TimeoutExpired:
         raise ArchiveRefused(f"git did not read its files within {GIT_S:g} s") from None
     at = 0

@@ -6,6 +6,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace import timed_commands
 from headrace.config import Engine as EngineSection
 from headrace.engines.registry import Problem, Requirement
 from headrace.engines.sglang.versions import VERSIONS
@@ -35,9 +36,7 @@ def requirements(section: EngineSection) -> Iterator[Requirement]:
 def _installed(section: EngineSection) -> Requirement:
     question = "from importlib.metadata import version; print(version('sglang'))"
     try:
-        done = subprocess.run(
-            [section.python, "-c", question], capture_output=True, text=True, timeout=10 * ANSWER_S, check=False
-        )
+        done = timed_commands.run([section.python, "-c", question], 10 * ANSWER_S)
     except OSError as error:
         text = f"{section.python} cannot be started ({error.strerror}); run `make test-sglang`"
         return Requirement("python", False, text)
@@ -45,7 +44,7 @@ def _installed(section: EngineSection) -> Requirement:
         return Requirement("python", False, f"{section.python} did not answer; expected a Python interpreter")
     if done.returncode:
         return Requirement("python", False, f"{section.python} has no package sglang; install it (docs/sglang.md)")
-    return _release("python", done.stdout.strip())
+    return _release("python", done.stdout.decode("utf-8", "replace").strip())
 
 
 def _running(section: EngineSection) -> Requirement:

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from headrace import timed_commands
 from headrace.gateway.agents.requests import AgentRefused
 
 GIT_FILES_S = 60.0
@@ -14,7 +15,7 @@ def run_git(argv: Sequence[str], folder: str, good: Sequence[int] = (0,)) -> byt
     """Run git and return its standard output. good: exit codes that are not errors. AgentRefused with 501 or 503."""
     env = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
     try:
-        done = subprocess.run(["git", *argv], cwd=folder, env=env, capture_output=True, timeout=GIT_FILES_S)
+        done = timed_commands.run(["git", *argv], GIT_FILES_S, cwd=folder, env=env)
     except FileNotFoundError:
         raise AgentRefused(501, "no_git", "this gateway has no git, which comparisons and merges need") from None
     except subprocess.TimeoutExpired:

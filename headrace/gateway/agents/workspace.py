@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from headrace import timed_commands
 from headrace.archives import commits, members, tars
 from headrace.archives.commits import GIT_S
 from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits
@@ -91,7 +92,7 @@ def _cloned(url: str, more: Sequence[str]) -> dict[str, bytes]:
 def _git(argv: Sequence[str], env: dict[str, str]) -> None:
     """Run a command of git. AgentRefused."""
     try:
-        done = subprocess.run(argv, env=env, capture_output=True, timeout=GIT_S)
+        done = timed_commands.run(argv, GIT_S, env=env)
     except FileNotFoundError:
         raise AgentRefused(501, "no_git", "this gateway has no git: send files or a tar") from None
     except subprocess.TimeoutExpired:

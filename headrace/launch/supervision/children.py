@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -154,10 +154,23 @@ class Child:
         await ended
 
     def _sweep(self) -> None:
-        """Kill the rest of its session: the process itself and children that it left behind."""
+        """Kill the rest of its session: the process itself and children that it left behind, in whatever group."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            for pid in _session(self.process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _session(leader: int) -> Iterator[int]:
+    """The processes of a session."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if int(fields[3]) == leader:
+                    yield int(entry.name)
 
 
 def actor_command(names: Sequence[str], *, config: Path, run: str, url: str, credentials: str) -> list[str]:

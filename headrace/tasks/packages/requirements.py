@@ -22,10 +22,13 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from headrace import timed_commands
+
 FOLDER = "src"
 """Where the files lie; guest/testing/pytests.py puts it on the path of a test run."""
 LARGEST = 16 << 20
 """Bytes of all dependencies of a package."""
+PIP_S = 600.0
 
 _EXTRAS = ("tests", "test", "testing", "dev")
 _FILES = re.compile(
@@ -101,11 +104,13 @@ def install(requirements: Iterable[str]) -> tuple[dict[str, bytes], str]:
     wanted = list(requirements)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "install", "-q", "--only-binary", ":all:", "--no-compile"]
-        done = subprocess.run(
-            [*command, "--target", folder, *wanted], capture_output=True, text=True, check=False, timeout=600
-        )
+        try:
+            done = timed_commands.run([*command, "--target", folder, *wanted], PIP_S)
+        except subprocess.TimeoutExpired:
+            return {}, f"pip did not install {', '.join(wanted)} within {PIP_S:g} s"
         if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: pip failed"]
+            lines = done.stderr.decode("utf-8", "replace").splitlines()
+            errors = [line for line in lines if line.startswith("ERROR")] or ["ERROR: pip failed"]
             return {}, f"pip cannot install {', '.join(wanted)}: {errors[-1].removeprefix('ERROR: ')}"
         root = Path(folder)
         files = {

@@ -21,6 +21,7 @@ from typing import IO
 
 import msgspec
 
+from headrace import timed_commands
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import imported
 from headrace.vmhost.images.imported import Image, Request
@@ -178,7 +179,7 @@ class _Runner:
         """Remove the working containers of builds that failed; finished layers stay."""
         with suppress(subprocess.TimeoutExpired):
             words = [*self._head, "rm", "--all"]
-            subprocess.run(words, env=self._environment, capture_output=True, timeout=_CLEAN_S)
+            timed_commands.run(words, _CLEAN_S, env=self._environment)
 
 
 def _read(output: IO[str], last: deque[str], say: Callable[[str], None]) -> None:

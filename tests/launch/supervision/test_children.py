@@ -122,3 +122,20 @@ open({str(done)!r}, "w").write("x")
     assert worker.log.read_text().startswith("the end")
     assert (tmp_path / "worker.log.1").read_text().startswith("line 39 ")
     assert sum(path.stat().st_size for path in tmp_path.glob("worker.log*")) < 300_000
+
+
+async def test_a_killed_process_leaves_no_child_behind_in_another_group(tmp_path: Path) -> None:
+    fifo = tmp_path / "pid"
+    os.mkfifo(fifo)
+    code = (
+        "import subprocess, time\np = subprocess.Popen(['sleep', '600'], process_group=0)\n"
+        f"open({str(fifo)!r}, 'w').write(str(p.pid))\ntime.sleep(600)"
+    )
+    worker = child(tmp_path, code)
+    await worker.start()
+    left_behind = os.pidfd_open(int(await asyncio.to_thread(fifo.read_text)))
+    try:
+        await worker.stop(0.0)
+        assert select.select([left_behind], [], [], 20)[0], "a child in another process group outlived its parent"
+    finally:
+        os.close(left_behind)

@@ -55,6 +55,11 @@ def test_what_pip_cannot_install_is_one_sentence() -> None:
     assert files == {} and error.startswith("pip cannot install no-such-distribution-of-anybody==99: ")
 
 
+def test_an_installation_that_takes_too_long_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "PIP_S", 0.01)
+    assert requirements.install(["no-such==1"]) == ({}, "pip did not install no-such==1 within 0.01 s")
+
+
 @pytest.mark.anyio
 async def test_a_missing_module_comes_in_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of a requirement lie where the sandbox's Python finds them; pip itself is stood in for by a folder."""

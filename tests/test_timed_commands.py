@@ -1,0 +1,63 @@
+"""The time limit of a command ends the command's children too, and so does the end of this process."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace import timed_commands
+
+# The grandchild does not hold the pipes, so nothing but a signal ends it. The child waits for it.
+COMMAND = "sleep 300 <&- >/dev/null 2>&1 & echo $! >{file}; wait"
+
+PARENT = """
+import sys
+from headrace import timed_commands
+timed_commands.run(["sh", "-c", "echo $$ >" + sys.argv[1] + "; exec sleep 300"], 300.0)
+"""
+
+
+def test_the_limit_ends_the_children_of_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    limit_s = 0.3
+    while not file.exists() or not file.read_text():  # a busy machine has not started the child at the first limit
+        with pytest.raises(subprocess.TimeoutExpired):
+            timed_commands.run(["sh", "-c", COMMAND.format(file=file)], limit_s)
+        limit_s *= 4
+    _ended(int(file.read_text()))
+
+
+def test_children_end_with_a_command_that_ends_in_time(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    done = timed_commands.run(["sh", "-c", COMMAND.format(file=file).replace("wait", "cat")], 60.0, data=b"in")
+    assert (done.returncode, done.stdout) == (0, b"in")
+    _ended(int(file.read_text()))
+
+
+def test_the_limit_counts_for_a_child_that_holds_the_output() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        timed_commands.run(["sh", "-c", "sleep 300 & exit 0"], 0.3)
+
+
+def test_a_command_ends_with_a_killed_process(tmp_path: Path) -> None:
+    fifo = tmp_path / "pid"
+    os.mkfifo(fifo)
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(fifo)]) as parent:
+        pid = int(fifo.read_text())
+        parent.send_signal(signal.SIGKILL)
+    _ended(pid)
+
+
+def _ended(pid: int) -> None:
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([process], [], [], 20)[0], "a child outlived its command"
+    finally:
+        os.close(process)
