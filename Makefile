@@ -88,14 +88,19 @@ test: lint ## lint, then the default suite (real broker, real microVMs)
 test-all: lint ## also the tests that take minutes
 	$(PYTEST) -m "not gpu and not sglang and not clients"
 
-test-clients: setup $(CLIENTS)/.installed ## unmodified client programs against the gateway (installs 1.2 GB of packages, Node is needed)
+test-clients: setup $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed ## unmodified client programs against the gateway, a taskset of verifiers (installs 1.8 GB of packages, Node is needed)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[clients]'
-	$(BIN)/pytest -m clients tests/gateway
+	$(BIN)/pytest -m clients tests/gateway tests/tasks/importing
 
 $(CLIENTS)/.installed:
 	@test -x $(CLIENTS)/mini/bin/python || $(PYTHON) -m venv $(CLIENTS)/mini
 	$(CLIENTS)/mini/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) mini-swe-agent==2.4.6 litellm==1.106.2 mcp==2.3.0
 	npm install --silent --prefix $(CLIENTS)/codex @openai/codex@0.169.0
+	@touch $@
+
+$(CLIENTS)/verifiers/.installed:
+	@test -x $(CLIENTS)/verifiers/bin/python || $(PYTHON) -m venv $(CLIENTS)/verifiers
+	$(CLIENTS)/verifiers/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) verifiers==0.4.0
 	@touch $@
 
 test-sglang: setup $(SGLANG)/.installed ## tests with a real SGLang server on this CPU (installs 3 GB of packages, then takes minutes)

@@ -125,11 +125,6 @@ class Judge(Actor):
             text = f"task {task.ref.task} of {task.ref.suite} is judged by a log, which a policy in training can forge"
             self.fail(Unrecoverable(f"{text}; set [tasks] train_on_logs = true to train on it nevertheless"))
             raise Reject(text)
-        try:
-            checkers.used(oracle)
-        except PluginError as error:
-            self.fail(Unrecoverable(f"PluginError: {error}"))
-            raise
         candidate = Candidate(trajectory=trajectory, task=task, oracle=oracle)
         options = Options(
             again=self._drawn(trajectory),
@@ -138,7 +133,11 @@ class Judge(Actor):
         )
         started = time.monotonic()
         try:
+            checkers.used(oracle)
             verdict = await examine(candidate, self._sandboxes, self._examination_event, options)
+        except PluginError as error:
+            self.fail(Unrecoverable(f"PluginError: {error}"))
+            raise
         except Superseded as error:
             # Another judge examines this trajectory now and acknowledges its message.
             received.settled = True

@@ -1,12 +1,15 @@
 """Checkers: functions that grade the last message of an episode without a sandbox, found by name.
 
 A checker from outside is an entry point of the group ``headrace.checkers`` or ``module:attribute``, as a reward is.
+It has `TIMEOUT_S` for one message. A checker that needs a process of its own has `waits_for`, so that the process's
+start does not count.
 """
 
 import asyncio
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from decimal import Decimal, InvalidOperation
 
 import msgspec
@@ -29,12 +32,17 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 Checker = Callable[[Message], float | bool]
 """A finite number; `Grading.passes_at` is the smallest one that passes."""
 
+Ready = Callable[[Message], AbstractAsyncContextManager[None]]
+"""Entered before the checker is called for the message, and left afterwards. It bounds its own time."""
+
 CHECKERS: Registry[Checker] = Registry(
     "checkers",
-    {name: f"headrace.judging.checkers:{name}" for name in ("exact", "number", "pattern")},
+    {name: f"headrace.judging.checkers:{name}" for name in ("exact", "number", "pattern")}
+    | {"verifiers": "headrace.judging.verifiers:score"},
     needs=("__call__",),
 )
 TIMEOUT_S = 30.0
+_READY = "__headrace_ready__"
 _NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}|####\s*(\S.*)|(?i:answer)\s*(?:is|:|=)\s*(\S.*)")
 
@@ -43,18 +51,32 @@ class CheckerError(Exception):
     """The checker gave no number; the text says why."""
 
 
+def waits_for(ready: Ready) -> Callable[[Checker], Checker]:
+    """Gives a checker something to wait for before each message, outside its time limit. What ``ready`` raises is
+    a fault of the installation: a PluginError."""
+
+    def decorate(checker: Checker) -> Checker:
+        setattr(checker, _READY, ready)
+        return checker
+
+    return decorate
+
+
 async def check(oracle: Oracle, prompt: str, text: str) -> float:
-    """The number that the task's checker gives for a message. CheckerError, PluginError."""
+    """The number that the task's checker gives for a message. CheckerError; PluginError when there is no such checker
+    or when it cannot be made ready."""
     grading = oracle.grading
     checker = CHECKERS.get(grading.checker)
     message = Message(text=text, prompt=prompt, reference=grading.reference)
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            value = await asyncio.to_thread(checker, message)
-    except TimeoutError:
-        raise CheckerError(f"the checker {grading.checker!r} took longer than {TIMEOUT_S:g} s") from None
-    except Exception as error:  # a user's function may raise anything
-        raise CheckerError(f"the checker {grading.checker!r} raised {type(error).__name__}: {error}") from error
+    ready: Ready | None = getattr(checker, _READY, None)
+    async with ready(message) if ready is not None else nullcontext():
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                value = await asyncio.to_thread(checker, message)
+        except TimeoutError:
+            raise CheckerError(f"the checker {grading.checker!r} took longer than {TIMEOUT_S:g} s") from None
+        except Exception as error:  # a user's function may raise anything
+            raise CheckerError(f"the checker {grading.checker!r} raised {type(error).__name__}: {error}") from error
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise CheckerError(f"the checker {grading.checker!r} gave {value!r}; expected a finite number")
     return float(value)

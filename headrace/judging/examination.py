@@ -8,9 +8,10 @@ that differ show that one candidate reached another, and the curriculum drops th
 the machine from outside (`CheckIntegrity`): a verdict from a machine that was changed is not used, and a candidate that
 changes a machine of its own has cheated.
 
-Every candidate gets a verdict. Output outside the bounds is the candidate's (judging/outcomes.py); a machine that dies
-twice under a candidate is a crash of the candidate; an exception while its data is processed is a fault of the judge:
-reward 0 as well, with the traceback in an event. Only sandboxes that our own parts lose are infrastructure.
+Every candidate gets a verdict. A checker that raises or exceeds its time limit gives reward 0 (`reward_error`). Output
+outside the bounds is the candidate's (judging/outcomes.py); a machine that dies twice under a candidate is a crash of
+the candidate; an exception while its data is processed is a fault of the judge: reward 0 as well, with the traceback in
+an event. Only sandboxes that our own parts lose are infrastructure.
 """
 
 import asyncio
@@ -41,7 +42,6 @@ from headrace.messages.sandbox import (
     WriteFiles,
 )
 from headrace.messages.tasks import ANSWER
-from headrace.registry import PluginError
 from headrace.sandboxes.calls import NodeSilent, Superseded
 
 TRIES = 3
@@ -73,7 +73,8 @@ async def examine(candidate: Candidate, machines: Machines[S], report: Report, o
     """The verdict on a candidate.
 
     Raises SandboxLost (Superseded when another judge works on the same candidate) or NoCapacity where our own parts
-    failed `TRIES` times, and whatever the machines' own transport raises. Nothing that a candidate sends raises.
+    failed `TRIES` times, PluginError where the task's checker cannot be used, and whatever the machines' own transport
+    raises. Nothing that a candidate sends raises.
     """
     examiner = _Examiner(candidate, machines, report, options)
     verdict = await examiner.verdict()
@@ -126,13 +127,14 @@ class _Examiner:
         return conclude(oracle, counted, suspicions, again=again, severities=self.options.severities)
 
     async def _checked(self, suspicions: tuple[str, ...]) -> Verdict:
-        """The verdict on a message: the checker's number, without a sandbox."""
+        """The verdict on a message: the checker's number, without a sandbox. PluginError when it has no checker."""
         trajectory, task, oracle = self.candidate.trajectory, self.candidate.task, self.candidate.oracle
         text = trajectory.diff.get(ANSWER, b"").decode("utf-8", "replace")
         try:
             value = await checkers.check(oracle, task.prompt, text)
-        except (checkers.CheckerError, PluginError) as error:
-            return await self._fault(error)
+        except checkers.CheckerError as error:
+            await self.report("reward_error", str(error), "error", **self.where)
+            return Verdict(decision="failed", reason=f"reward_error: {error}"[:500])
         return conclude(oracle, Examination(ok=passes(oracle, (), value), value=value), suspicions)
 
     async def _second(self, files: dict[str, bytes], first: Examination, unsure: bool) -> Examination | None:

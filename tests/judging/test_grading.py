@@ -139,7 +139,7 @@ async def test_a_message_is_graded_without_a_sandbox() -> None:
     bad = await verdict(None, known, {ANSWER: b"Answer: 1023"}, sandbox=False)
     assert [(one.decision, one.value) for one in (good, bad)] == [("passed", 1.0), ("failed", 0.0)]
     broken = await verdict(None, oracle(Grading(kind="checker", checker="number"), PYTEST), {}, sandbox=False)
-    assert broken.reason.startswith("judge_fault: CheckerError: the checker 'number' raised KeyError")
+    assert broken.reason.startswith("reward_error: the checker 'number' raised KeyError")
 
 
 def test_a_suite_changes_severities_and_adds_patterns() -> None:

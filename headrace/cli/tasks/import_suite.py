@@ -1,17 +1,17 @@
-"""`headrace tasks import`: makes a suite from SWE-bench or SWE-smith rows, Harbor folders or plain JSONL."""
+"""`headrace tasks import`: makes a suite from tasks in another format, such as SWE-bench rows or Harbor folders."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_config
+from headrace.cli.arguments import add_config, integer
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
 
-FORMATS = ("swebench", "swesmith", "harbor", "jsonl")
+FORMATS = ("swebench", "swesmith", "harbor", "jsonl", "verifiers")
 SHOWN = 10
 """Number of refusals that are printed with their reasons; the suite's import.json contains all of them."""
 
@@ -20,7 +20,9 @@ def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("import", help="make a suite from tasks in another format")
     parser.add_argument("format", choices=FORMATS)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="FILE.jsonl, or the folder of Harbor tasks")
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="FILE.jsonl, the folder of Harbor tasks, or a taskset's name"
+    )
     parser.add_argument("--name", default="", help="suite name; default: the source's name")
     parser.add_argument("--repos", type=Path, metavar="DIR", help="folder of checkouts, for rows that name a commit")
     parser.add_argument("--template", default="", help="run in this template instead of the task's image")
@@ -28,6 +30,9 @@ def add(commands: "Commands") -> None:
         "--system", type=Path, metavar="FILE", help="file with instructions to the agent, used for every task"
     )
     parser.add_argument("--tools", default="", metavar="A,B", help="tools that the tasks offer; default: all")
+    parser.add_argument("--python", type=Path, metavar="PATH", help="verifiers: the environment of the taskset")
+    parser.add_argument("--taskset-config", default="", metavar="JSON", help="verifiers: the taskset's configuration")
+    parser.add_argument("--count", type=integer(1), default=0, help="verifiers: the most tasks to read; default: all")
     add_config(parser)
     parser.set_defaults(handler=handle)
 
@@ -36,14 +41,16 @@ def handle(args: argparse.Namespace) -> int:
     """Import the tasks that are not imported yet; 1 when the suite has no task afterwards."""
     from headrace.config import load
     from headrace.tasks.base import UnknownSuite
-    from headrace.tasks.importing import harbor, jsonl, swebench, swesmith
+    from headrace.tasks.importing import harbor, jsonl, swebench, swesmith, verifiers
     from headrace.tasks.importing.base import ImportOptions, SourceError
     from headrace.tasks.importing.writing import REPORT, import_suite
 
-    readers = {"swebench": swebench.read, "swesmith": swesmith.read, "harbor": harbor.read, "jsonl": jsonl.read}
+    modules = {"swebench": swebench, "swesmith": swesmith, "harbor": harbor, "jsonl": jsonl, "verifiers": verifiers}
     name = args.name or args.source.resolve().stem
     if "/" in name or name.startswith("."):
         raise RunError(f"expected a suite name without a slash, got {name!r}")
+    if args.format != "verifiers" and (args.python or args.taskset_config or args.count):
+        raise RunError(f"--python, --taskset-config and --count are for verifiers, not for {args.format}")
     options = ImportOptions(
         suite=name,
         source=args.source,
@@ -51,11 +58,14 @@ def handle(args: argparse.Namespace) -> int:
         template=args.template,
         system=args.system.read_text(encoding="utf-8").strip() if args.system else "",
         tools=tuple(tool for tool in args.tools.split(",") if tool),
+        python=args.python,
+        taskset_config=args.taskset_config,
+        count=args.count,
     )
     _check_tools(options.tools)
     folder = Path(load(args.config, args.set).tasks.dir) / name
     try:
-        report = import_suite(name, folder, f"{args.format} {args.source}", readers[args.format](options))
+        report = import_suite(name, folder, f"{args.format} {args.source}", modules[args.format].read(options))
     except (SourceError, UnknownSuite) as error:
         raise RunError(str(error)) from None
     for refusal in report.refused[:SHOWN]:

@@ -55,6 +55,12 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Run without the task's image, in this template; needs the files beside the row."""
     system: str = ""
     tools: tuple[str, ...] = ()
+    python: Path | None = None
+    """Interpreter of the environment that a verifiers taskset is installed in."""
+    taskset_config: str = ""
+    """Configuration of a verifiers taskset, JSON."""
+    count: int = 0
+    """The most tasks that are read of a verifiers taskset; 0: all."""
 
     def ref(self, id: str) -> TaskRef:
         """The task's name in the suite."""

@@ -1,0 +1,50 @@
+"""The checker of tasks that come from verifiers: the taskset's own rewards, computed in its own environment.
+
+One worker per taskset stays open and scores one message at a time. The start of the worker and the wait for a free one
+do not count towards the checker's time limit (`ready`); a reward that exceeds it costs the worker, and the next verdict
+starts another. The worker runs the taskset's code on the judge's machine, as a plugin does.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from weakref import WeakKeyDictionary
+
+from headrace.judging.checkers import TIMEOUT_S, Message, waits_for
+from headrace.registry import PluginError
+from headrace.tasks.verifiers.process import Source, VerifiersError, Worker
+
+_SHARE = 0.8
+"""Of the checker's time limit: the worker is closed before the judge gives up, so its thread has ended by then."""
+_workers: dict[Source, Worker] = {}
+_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Source, asyncio.Lock]] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def ready(message: Message) -> AsyncIterator[None]:
+    """Hold the taskset's worker; start it if none runs. PluginError when it cannot start or its taskset is another."""
+    source = _source(message)
+    async with _locks.setdefault(asyncio.get_running_loop(), {}).setdefault(source, asyncio.Lock()):
+        worker = _workers.get(source)
+        if worker is None or not worker.alive:
+            try:
+                worker = _workers[source] = await asyncio.to_thread(Worker, source)
+            except VerifiersError as error:
+                raise PluginError(f"the taskset {source.taskset} in {source.python}: {error}") from error
+        if worker.digest != message.reference["source"]:
+            raise PluginError(
+                f"the taskset {source.taskset} in {source.python} is another than the one that was imported; "
+                "import the suite again"
+            )
+        yield
+
+
+@waits_for(ready)
+def score(message: Message) -> float:
+    """The weighted sum of the task's rewards for the message. VerifiersError when one raises or exceeds the limit."""
+    return _workers[_source(message)].score(message.reference["data"], message.text, TIMEOUT_S * _SHARE)
+
+
+def _source(message: Message) -> Source:
+    told = message.reference
+    return Source(python=told["python"], taskset=told["taskset"], config=told["config"])
