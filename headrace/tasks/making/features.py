@@ -17,7 +17,7 @@ import msgspec
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef
 from headrace.tasks import leaks
 from headrace.tasks.making.journal import NoTask
-from headrace.tasks.making.removal import Feature, features, mentions, without
+from headrace.tasks.making.removal import Feature, features, hollow, mentions, without
 from headrace.tasks.packages.fetch import Package
 from headrace.tasks.packages.lab import Exam, Lab, passed
 from headrace.tasks.packages.visible import thin
@@ -44,19 +44,19 @@ async def attempt(lab: Lab, package: Package, feature: Feature, exam: Exam, suit
     changed = without(package, feature)
     if changed is None or feature.path not in changed:
         raise NoTask("the code without it is not Python any more")
-    broken = package.files | changed
-    result = await lab.run(broken, exam.plan)
-    if result.timed_out or not result.tests:
-        raise NoTask("the tests do not run without it")
-    green = set(passed(result)) & set(exam.expected)
-    failing = tuple(name for name in exam.expected if name not in green)
+    failing = await _failing(lab, package, changed, exam)
+    emptied = len(failing) > MOST * len(exam.expected) and (empty := hollow(package, feature)) is not None
+    if emptied and empty is not None:
+        # Where the package is not imported without the definition, all tests fail: its signature stays instead.
+        changed = empty
+        failing = await _failing(lab, package, changed, exam)
     if not failing:
         raise NoTask("no test needs it")
     if len(failing) > MOST * len(exam.expected):
         raise NoTask(f"{len(failing)} of {len(exam.expected)} tests need it, more than {MOST:.0%}")
     if not mentions(package, dict.fromkeys(failing), feature.short):
         raise NoTask("no test that fails without it names it")
-    task, oracle = assemble(package, feature, changed, exam, failing, suite)
+    task, oracle = assemble(package, feature, changed, exam, failing, suite, emptied=emptied)
     solution = [leaks.added(task.files.get(path, b""), content) for path, content in oracle.solution.items()]
     if left := list(leaks.remains(task.files, [text for texts in solution for text in texts], (feature.short,))):
         raise NoTask(f"its text is left: {left[0]}")
@@ -66,6 +66,15 @@ async def attempt(lab: Lab, package: Package, feature: Feature, exam: Exam, suit
     return task, oracle
 
 
+async def _failing(lab: Lab, package: Package, changed: Mapping[str, bytes], exam: Exam) -> tuple[str, ...]:
+    """The tests that do not pass with the changed files. NoTask when none runs."""
+    result = await lab.run(package.files | changed, exam.plan)
+    if result.timed_out or not result.tests:
+        raise NoTask("the tests do not run without it")
+    green = set(passed(result))
+    return tuple(name for name in exam.expected if name not in green)
+
+
 def assemble(
     package: Package,
     feature: Feature,
@@ -73,8 +82,11 @@ def assemble(
     exam: Exam,
     failing: Sequence[str],
     suite: str,
+    *,
+    emptied: bool = False,
 ) -> tuple[Task, Oracle]:
-    """Both sides of a task. changed: the Python files as they are without the feature."""
+    """Both sides of a task. changed: the Python files as they are without the feature. emptied: its signature is
+    left."""
     green = sorted(set(exam.expected) - set(failing))
     visible: dict[str, bytes] = {}
     for path in package.tests:
@@ -93,7 +105,7 @@ def assemble(
     task = Task(
         ref=ref,
         family=f"feature:{re.sub(r'-[0-9][^-]*$', '', package.name)}",
-        prompt=prompt(feature, [path for path in sources if path != feature.path]),
+        prompt=prompt(feature, [path for path in sources if path != feature.path], emptied),
         files=code | visible,
         allowed=package.sources,
         tests=msgspec.structs.replace(exam.plan, paths=paths),
@@ -117,9 +129,10 @@ def _half(path: str, failing: Sequence[str]) -> bool:
     return "::" in path and any(name.partition("[")[0] == path.partition("[")[0] for name in failing)
 
 
-def prompt(feature: Feature, exported: Sequence[str]) -> str:
+def prompt(feature: Feature, exported: Sequence[str], emptied: bool = False) -> str:
     """The text of a task."""
     owner, _, short = feature.name.rpartition(".")
     kind = f"method `{short}` of class `{owner}`" if owner else f"`{short}`"
     also = f" Other modules import or list it again: {', '.join(exported)}." if exported else ""
-    return f"{feature.path} has lost {kind}. Write it so that it does what is said here.{also}\n\n{feature.skeleton}\n"
+    lost = f"the body of {kind}" if emptied else kind
+    return f"{feature.path} has lost {lost}. Write it so that it does what is said here.{also}\n\n{feature.skeleton}\n"

@@ -2,7 +2,8 @@
 
 A feature is a public function or class of a module, or a public method, with a docstring that says what it does and a
 body of a few lines. Its definition is removed, and its name in ``__all__`` and in the imports of other files. Other
-uses of it fail, which the tests then show.
+uses of it fail, which the tests then show. A definition that the package needs when it is imported can be emptied
+instead (`hollow`).
 """
 
 import ast
@@ -129,6 +130,36 @@ def without(package: Package, feature: Feature) -> dict[str, bytes] | None:
                 return None
             changed[path] = after
     return changed
+
+
+def hollow(package: Package, feature: Feature) -> dict[str, bytes] | None:
+    """The feature's file with signatures and docstrings alone, whose functions raise NotImplementedError; None where a
+    body begins in the line of its ``def``."""
+    source = package.files[feature.path]
+    lines = source.splitlines(keepends=True)
+    functions = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and feature.first <= node.lineno <= feature.last
+    ]
+    outer = [
+        node
+        for node in functions
+        if not any(other.lineno < node.lineno <= (other.end_lineno or 0) for other in functions)
+    ]
+    for node in sorted(outer, key=lambda node: -node.lineno):
+        body, documented = node.body[0], ast.get_docstring(node) is not None
+        start = (body.end_lineno or 0) if documented else body.lineno - 1
+        if start < node.lineno:
+            return None
+        raised = f"{' ' * body.col_offset}raise NotImplementedError\n".encode()
+        lines[start : node.end_lineno] = [raised]
+    after = b"".join(lines)
+    try:
+        ast.parse(after)
+    except (SyntaxError, ValueError):
+        return None
+    return {feature.path: after} if outer else None
 
 
 def _cut(source: bytes, first: int, last: int) -> bytes:

@@ -70,6 +70,8 @@ FILES = {
     "tests/test_words.py": TESTS,
 }
 
+USED = "\nfrom words import text\n\nOLD_NAMES = {'widest': text.longest}\n"
+
 
 @pytest.fixture
 async def host() -> AsyncIterator[Host]:
@@ -103,6 +105,20 @@ async def test_a_deleted_feature_is_a_task(tmp_path: Path, host: Host) -> None:
     assert {path: content.decode() for path, content in oracle.solution.items()} == {
         path: FILES[path] for path in ("words/__init__.py", "words/text.py")
     }
+
+
+async def test_a_feature_that_the_import_needs_keeps_its_signature(tmp_path: Path, host: Host) -> None:
+    package = read(write(tmp_path, FILES | {"words/__init__.py": FILES["words/__init__.py"] + USED}), "words-1.0")
+    exam = Exam(plan=TestPlan(kind="pytest", paths=package.tests), expected=NAMES)
+    (feature,) = [each for each in removal.features(package) if each.name == "longest"]
+    task, oracle = await features.attempt(Lab(host, "making", "debian"), package, feature, exam, "made")
+    left = task.files["words/text.py"].decode()
+    assert "has lost the body of `longest`" in task.prompt and "for word in text.split():" not in left
+    assert left.partition("an empty text has none.")[2].startswith(
+        '"""\n    raise NotImplementedError\n\n\n# The letters'
+    )
+    assert set(oracle.expected) == {name for name in NAMES if "longest" in name}
+    assert set(oracle.grading.pass_to_pass) == {name for name in NAMES if "initials" in name}
 
 
 @pytest.mark.slow
