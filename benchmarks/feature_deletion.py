@@ -29,6 +29,7 @@ PACKAGES = (
     "semver==3.0.4",
     "parse==1.20.2",
     "more-itertools==10.5.0",
+    "isodate==0.7.2",
 )
 _GROUPS = Path("/sys/fs/cgroup/cpuacct")
 

@@ -68,7 +68,7 @@ async def attempt(lab: Lab, package: Package, feature: Feature, exam: Exam, suit
 
 async def _failing(lab: Lab, package: Package, changed: Mapping[str, bytes], exam: Exam) -> tuple[str, ...]:
     """The tests that do not pass with the changed files. NoTask when none runs."""
-    result = await lab.run(package.files | changed, exam.plan)
+    result = await lab.run({**package.files, **changed}, exam.plan)
     if result.timed_out or not result.tests:
         raise NoTask("the tests do not run without it")
     green = set(passed(result))

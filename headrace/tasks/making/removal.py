@@ -220,14 +220,20 @@ def _span(starts: list[int], node: ast.stmt) -> tuple[int, int]:
 
 
 def mentions(package: Package, tests: Mapping[str, None], word: str) -> bool:
-    """Whether one of the test functions (``path::Class::function``, parameters aside) holds the word."""
+    """Whether one of the test functions (``path::Class::function``, parameters aside) holds the word, or a statement of
+    its class outside of functions, such as ``decorator = staticmethod(package.word)`` for inherited tests."""
     for name in tests:
         path, _, inner = name.partition("[")[0].partition("::")
-        function = inner.rpartition("::")[2]
+        owner, _, function = inner.rpartition("::")
         content = package.files.get(path, b"")
         for node in ast.walk(ast.parse(content)):
+            parts: list[ast.stmt] = []
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
-                text = ast.get_source_segment(content.decode("utf-8", "replace"), node) or ""
+                parts = [node]
+            elif isinstance(node, ast.ClassDef) and node.name == owner.rpartition("::")[2]:
+                parts = [part for part in node.body if not isinstance(part, _Definition)]
+            for part in parts:
+                text = ast.get_source_segment(content.decode("utf-8", "replace"), part) or ""
                 if re.search(rf"\b{re.escape(word)}\b", text):
                     return True
     return False

@@ -177,6 +177,18 @@ def test_no_feature_and_no_commit_is_said(tmp_path: Path, capsys: pytest.Capture
     assert "has no test files" in capsys.readouterr().err
 
 
+def test_a_test_names_a_feature_in_its_function_or_its_class(tmp_path: Path) -> None:
+    methods = "    def test_it(self):\n        initials\n\n    def test_b(self): ...\n"
+    text = f"class TestText:\n    call = words.longest\n\n{methods}"
+    package = read(write(tmp_path, FILES | {"tests/test_words.py": text}), "words-1.0")
+    named = {
+        word: removal.mentions(package, {"tests/test_words.py::TestText::test_b[1]": None}, word)
+        for word in ("longest", "initials")
+    }
+    assert named == {"longest": True, "initials": False}
+    assert removal.mentions(package, {"tests/test_words.py::TestText::test_it": None}, "initials")
+
+
 def test_imports_lose_the_name_alone(tmp_path: Path) -> None:
     many = "from words.text import (  # all\n    initials,\n    longest as long,\n)\nfrom words import longest\n"
     package = read(write(tmp_path, FILES | {"words/more.py": many}), "words")
