@@ -52,16 +52,20 @@ class _Life:
         """Times of the latest failures in a row that had one text."""
         self.text = ""
         """That text."""
+        self.outlook: Literal["again", "too often", "for good"] = "again"
+        """The decision about the latest failure: start again, or give up because it would fail again."""
 
-    def failures_alike(self, error: BaseException, now: float) -> list[float]:
-        """The times of the failures in a row that were like this one, its own included."""
+    def failed(self, error: BaseException, now: float) -> None:
+        """Count a failure among those in a row that had one text."""
         passes = isinstance(error, ConnectionError | TimeoutError) or (
             isinstance(error, BusError) and not isinstance(error, Denied | CorruptPayload)
         )
         if passes:  # the broker or another process was away
-            return []
-        before = self.alike if self.text == _text(error) and self.alike and now - self.alike[-1] < STEADY_S else []
-        return [*before, now]
+            self.alike = []
+        else:
+            before = self.alike if self.text == _text(error) and self.alike and now - self.alike[-1] < STEADY_S else []
+            self.alike = [*before, now]
+        self.text = _text(error)
 
 
 def _text(error: BaseException) -> str:
@@ -113,15 +117,10 @@ class Supervisor:
                 self._code = EXIT_NO_BROKER
                 self._stop.set()
                 return
-            now = time.monotonic()
-            for_good = self._for_good(life, error, now)
-            life.alike, life.text = life.failures_alike(error, now), _text(error)
-            self._failures.append(now)
-            while self._failures and self._failures[0] < now - self.period:
-                self._failures.popleft()
-            if for_good or len(self._failures) > self.restarts:
+            if life.outlook != "again":
                 self.log.error("gave_up", id=life.id, failures=len(self._failures), period=self.period)
                 no_broker = isinstance(error, BusError) and str(error).startswith("no broker")
+                for_good = life.outlook == "for good"
                 self._code = EXIT_NO_BROKER if no_broker else EXIT_FOR_GOOD if for_good else EXIT_GAVE_UP
                 self._stop.set()
                 return
@@ -130,11 +129,19 @@ class Supervisor:
                 async with asyncio.timeout(min(0.1 * 2 ** len(self._failures), 5.0)):
                     await self._stop.wait()
 
-    def _for_good(self, life: _Life, error: BaseException, now: float) -> bool:
-        """Whether a restart would fail in the same way: the actor says so, or it has happened over more than `period`.
-        Failures that follow each other faster are counted by `restarts`."""
-        alike = life.failures_alike(error, now)
-        return isinstance(error, Unrecoverable) or (len(alike) >= ALIKE and now - alike[0] > self.period)
+    def _count(self, life: _Life, error: BaseException) -> None:
+        """Count a failure, once, and decide what follows: a restart would fail in the same way when the actor says so,
+        or when it has happened over more than `period`. Failures that follow each other faster are too many when they
+        are more than `restarts`."""
+        now = time.monotonic()
+        life.failed(error, now)
+        self._failures.append(now)
+        while self._failures[0] < now - self.period:
+            self._failures.popleft()
+        if isinstance(error, Unrecoverable) or (len(life.alike) >= ALIKE and now - life.alike[0] > self.period):
+            life.outlook = "for good"
+        else:
+            life.outlook = "too often" if len(self._failures) > self.restarts else "again"
 
     async def _once(self, life: _Life) -> BaseException | None:
         """From connecting to closing. The error that ended it, None when it was told to stop."""
@@ -144,10 +151,12 @@ class Supervisor:
                 self.url, role=life.cls.role, id=life.id, credentials=self.credentials, timeout=self.connect_s
             )
         except BusError as refusal:
+            self._count(life, refusal)
             return refusal
         try:
             bus.use_shared_memory(SharedMemoryStore.from_config(self.config.bus, self.run_id, bus.node))
         except BusError as refusal:
+            self._count(life, refusal)
             await bus.close()
             return refusal
         actor: Actor | None = None
@@ -162,9 +171,11 @@ class Supervisor:
             error = caught
         finally:
             life.state = "draining"
+            if error is not None:
+                self._count(life, error)
             if error is not None and actor is not None and bus.connection.connected:
-                gave_up = self._for_good(life, error, time.monotonic()) or len(self._failures) >= self.restarts
-                await actor.event("actor_gave_up" if gave_up else "actor_failed", _text(error), "error")
+                kind = "actor_failed" if life.outlook == "again" else "actor_gave_up"
+                await actor.event(kind, _text(error), "error")
             if actor is not None:
                 await actor.shut(self.drain_s if error is None else min(1.0, self.drain_s), self.drain_s)
             life.state = "stopped"
