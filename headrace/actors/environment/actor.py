@@ -264,7 +264,7 @@ class Environment(Actor):
 
     async def _reap(self) -> None:
         """End sandboxes whose leases lapsed."""
-        for lease in self._leases.lapsed(time.monotonic()):
+        for lease in self._leases.lapsed(time.monotonic(), REAP_EVERY_S):
             if self._leases.drop(lease):
                 self._host.release(lease.sandbox.id)
                 request = lease.request

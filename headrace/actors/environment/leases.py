@@ -57,6 +57,7 @@ class Leases:
     """All leases of this node, by key and by sandbox id."""
 
     def __init__(self) -> None:
+        self._looked = 0.0
         self._by_key: dict[SandboxKey, Lease] = {}
         self._by_id: dict[str, Lease] = {}
 
@@ -88,6 +89,15 @@ class Leases:
         lease.check(secret, epoch)
         return lease
 
-    def lapsed(self, now: float) -> list[Lease]:
-        """Leases that were not renewed in time and have no running call. now: `time.monotonic`."""
+    def lapsed(self, now: float, every_s: float) -> list[Lease]:
+        """Leases that were not renewed in time and have no running call.
+
+        now: `time.monotonic`. every_s: seconds between two calls. A node that was stopped or starved between them has
+        read no renewals, so its leases run longer by the time that it lost.
+        """
+        lost_s = now - self._looked - every_s if self._looked else 0.0
+        self._looked = now
+        if lost_s > every_s:
+            for lease in self._by_id.values():
+                lease.expires += lost_s
         return [lease for lease in self._by_id.values() if not lease.running and lease.expires <= now]

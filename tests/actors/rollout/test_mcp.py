@@ -12,6 +12,7 @@ import pytest
 from headrace.actors.environment.actor import Environment
 from headrace.actors.rollout import policies
 from headrace.actors.rollout.actor import Rollout
+from headrace.bus.connection import Bus
 from headrace.config import Config, Production, Run, Tasks
 from headrace.config import Environment as Section
 from headrace.config.episodes import McpServer
@@ -19,7 +20,7 @@ from headrace.harness.mcp.connection import Connection, McpError
 from headrace.harness.tools.registry import TOOLS
 from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Trajectory
 from headrace.messages.sandbox import ANY_RUN
-from headrace.messages.subjects import TASK, TRAJ, token
+from headrace.messages.subjects import FAIL, TASK, TRAJ, token
 from headrace.messages.tasks import TaskRef
 from headrace.rendering.base import Call
 from headrace.tasks import open_suite
@@ -74,9 +75,7 @@ async def test_a_trajectory_holds_the_answers_and_the_failures_of_a_server(
 
     async with living(Environment, config, await connect("environment", node="n1"), ANY_RUN):
         async with living(Rollout, config, await connect("rollout"), run, "roll-1"):
-            made = await first(
-                observer, "HR_TRAJ", TRAJ.at(run=run, group="g1"), lambda found: isinstance(found, Trajectory)
-            )
+            made = await _made(observer, run)
     (repeat, wrong), (died,), (again,), (slow,), (over,), _ = ([*turn.results] for turn in made.turns)
     assert (repeat.ok, repeat.output) == (True, "ab" * 10 + "\n[40 bytes cut]")
     assert (wrong.ok, wrong.output) == (False, "times: expected integer, got 'many'")
@@ -85,6 +84,27 @@ async def test_a_trajectory_holds_the_answers_and_the_failures_of_a_server(
     assert (slow.ok, slow.output) == (False, "MCP server docs did not answer in 3 s")
     assert (over.ok, over.output) == (False, "the episode has used all 5 calls of docs")
     assert made.outcome == "finished" and not TOOLS.external("docs/repeat")
+
+
+async def _made(observer: Bus, run: str) -> Trajectory:
+    """The attempt's trajectory; its failure, if it has none, because nobody issues it again here."""
+    trajectory = asyncio.ensure_future(first(observer, "HR_TRAJ", TRAJ.at(run=run, group="g1"), _any))
+    failure = asyncio.ensure_future(first(observer, "HR_LEDGER", FAIL.at(run=run, group="g1"), _any))
+    ends = {trajectory, failure}
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        assert not failure.done(), failure.result()
+        made = trajectory.result()
+        assert isinstance(made, Trajectory)
+        return made
+    finally:
+        for task in ends:
+            task.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+def _any(_: object) -> bool:
+    return True
 
 
 async def test_a_server_at_an_address_answers_and_one_that_is_not_there_is_named() -> None:
