@@ -139,11 +139,15 @@ class ClientSessions:
         ):
             return Placed(session, len(session.history))
         if session.history:  # without a history the first turn failed, so the client rewrote nothing
-            session = msgspec.structs.replace(
-                session, history=(), segment=session.segment + 1, rewrites=session.rewrites + 1
-            )
-            self._put(session)
+            session = self.begin_segment(group, session.segment + 1)
         return Placed(session, 0)
+
+    def begin_segment(self, group: str, segment: int) -> ClientSession:
+        """Begin a new segment of a session, which holds none of its messages yet."""
+        session = self._sessions[group]
+        session = msgspec.structs.replace(session, history=(), segment=segment, rewrites=session.rewrites + 1)
+        self._put(session)
+        return session
 
     def took(self, session: ClientSession, request: ModelRequest, reply: ClientMessage) -> ClientSession:
         """Record a turn: the session's history becomes the request's messages and the reply."""

@@ -111,6 +111,13 @@ class ClientServing:
             )
             with self._traffic.turn():
                 done = await self._ask(turn)
+            if done.begin_segment:
+                session = self._sessions.begin_segment(group, done.begin_segment)
+                turn = msgspec.structs.replace(turn, segment=session.segment, known=0)
+                with self._traffic.turn():
+                    done = await self._ask(turn)
+                if done.begin_segment:
+                    raise HttpRefused(503, done.failed, 5.0)
             if self._split.shadow is not None:
                 self._shadows.mirror(turn, self._split.shadow)
             message = ClientMessage(role="assistant", text=done.text, calls=done.calls)
@@ -154,7 +161,7 @@ class ClientServing:
         if isinstance(answer, ClientTurnDone):
             if answer.refused:
                 raise HttpRefused(400, answer.refused)
-            if answer.failed:
+            if answer.failed and not answer.begin_segment:
                 raise HttpRefused(503, answer.failed, 5.0)
             return answer
         raise HttpRefused(500, answer.detail if isinstance(answer, Ack) else f"unexpected answer {answer.type_name}")

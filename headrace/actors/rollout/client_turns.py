@@ -2,7 +2,9 @@
 
 A turn's input is the client's messages. The turn log holds the whole state of a session, and an actor reads it there if
 another actor sampled the last turn. So any rollout actor of the production lane can answer any turn, and an actor that
-is killed loses at most the turn that it was sampling. When a session ends, it becomes a Trajectory with the sampled
+is killed loses at most the turn that it was sampling. A turn may be stored and its answer lost (the request ran out of
+time, or the gateway was killed): the next request then begins a segment, because the client repeats messages that the
+segment's ids hold already. When a session ends, it becomes a Trajectory with the sampled
 token ids, log-probabilities, routed experts and versions.
 """
 
@@ -10,7 +12,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 
 import msgspec
 
@@ -89,11 +91,14 @@ class ClientTurns:
                     return ClientTurnDone(usage=ClientUsage(prompt=len(renderer.start(request.messages))))
                 try:
                     return await self._sampled(request, serving.engine, renderer)
-                except WrongSequence:  # another rollout actor has answered a turn since: read its records first
+                except WrongSequence:  # another rollout actor wrote a turn meanwhile: read its records first
                     self._sessions.pop(request.group, None)
                     return await self._sampled(request, serving.engine, renderer)
         except UnusableConversation as error:
             return ClientTurnDone(refused=str(error))
+        except WrongSequence:
+            self._sessions.pop(request.group, None)
+            return ClientTurnDone(failed="another rollout actor sampled a turn of this session at the same time")
         except EngineError as error:
             return ClientTurnDone(failed=f"the engine could not sample: {error}")
         except NoPolicy as error:
@@ -101,6 +106,8 @@ class ClientTurns:
 
     async def _session(self, run: str, group: str) -> _Session:
         session = self._sessions.get(group)
+        if session is not None and not session.sampling and not await session.log.is_current():
+            session = None  # another rollout actor has answered a turn since
         if session is None:
             log = TurnLog(self._bus, run, group, trajectory_of(group))
             session = self._sessions[group] = _Session(log, (await log.read()).turns)
@@ -130,11 +137,15 @@ class ClientTurns:
         self, session: _Session, request: ClientTurn, engine: Engine, renderer: ClientRenderer
     ) -> ClientTurnDone:
         context = session.ids(request.segment)
+        if session.turns and _is_behind(request, session.turns[-1], renderer):
+            why = "the session has a turn whose answer the client never got"
+            return ClientTurnDone(failed=why, begin_segment=session.turns[-1].segment + 1)
         if context and request.known:
             last = session.turns[-1]
             results = _results(request)
             if last.calls and not last.results and results:
                 await session.log.done(last.index, results)
+                session.turns[-1] = msgspec.structs.replace(last, results=results)
             stopped = int(last.ids.tolist()[-1]) if last.stop == "stop" else None
             more = renderer.delta(request.messages, request.known, stopped=stopped)
         else:
@@ -161,20 +172,12 @@ class ClientTurns:
         )
         if sample.stop == "abort":
             raise EngineError(f"the engine aborted a turn of {trajectory}")
-        parsed = renderer.parse(sample.ids, prompt=more)
-        calls = tuple(
-            ClientCall(
-                id=f"call_{trajectory}_{len(session.turns)}_{at}", name=call.name, arguments=_json(call.arguments)
-            )
-            for at, call in enumerate(parsed.calls)
-            if not call.error
-        )
-        malformed = [f"[a tool call that cannot be read: {call.error}]" for call in parsed.calls if call.error]
+        text, calls = _answer(renderer, request.group, len(session.turns), sample.ids, more)
         turn = _turn(len(session.turns), request.segment, more, sample, calls)
         await session.log.sampled(turn, "", "", engine.fingerprint)
         session.turns.append(turn)
         return ClientTurnDone(
-            text="\n".join([parsed.content.strip(), *malformed]).strip(),
+            text=text,
             calls=calls,
             stop="length" if sample.stop == "length" else "calls" if calls else "stop",
             usage=ClientUsage(prompt=len(context) + len(more), cached=len(context), sampled=len(sample.ids)),
@@ -184,7 +187,8 @@ class ClientTurns:
     async def end(self, request: ClientSessionEnd) -> Ack:
         """Publish the session's Trajectory; a session without a turn gets none. A repeated request changes nothing."""
         if request.group in self._sessions:
-            await self._sessions[request.group].log.flush()
+            with suppress(WrongSequence):  # another actor sampled the turn after those results
+                await self._sessions[request.group].log.flush()
             await self._drop(request.group)
         # Read, not cached: another actor may have sampled the turns after those of this one.
         session = await self._session(request.run, request.group)
@@ -221,6 +225,36 @@ class ClientTurns:
 def trajectory_of(group: str) -> str:
     """The id of a session's trajectory: slot 0, attempt 0."""
     return f"{group}-0-0"
+
+
+def _answer(
+    renderer: ClientRenderer, group: str, index: int, ids: Sequence[int], prompt: Sequence[int]
+) -> tuple[str, tuple[ClientCall, ...]]:
+    """The text and the calls that the client gets for the sampled ids of turn `index`."""
+    parsed = renderer.parse(ids, prompt=prompt)
+    calls = tuple(
+        ClientCall(id=f"call_{trajectory_of(group)}_{index}_{at}", name=call.name, arguments=_json(call.arguments))
+        for at, call in enumerate(parsed.calls)
+        if not call.error
+    )
+    malformed = [f"[a tool call that cannot be read: {call.error}]" for call in parsed.calls if call.error]
+    return "\n".join([parsed.content.strip(), *malformed]).strip(), calls
+
+
+def _is_behind(request: ClientTurn, last: Turn, renderer: ClientRenderer) -> bool:
+    """Whether the session's last turn is not the one that the request continues: its answer did not arrive."""
+    if last.segment < request.segment:
+        return False
+    if last.segment > request.segment or not request.known:
+        return True
+    text, calls = _answer(renderer, request.group, last.index, _ids(last.ids), _ids(last.prompt_ids))
+    answered = request.messages[request.known - 1]
+    names = [(call.id, call.name) for call in calls]
+    return (answered.text.strip(), [(call.id, call.name) for call in answered.calls]) != (text, names)
+
+
+def _ids(array: Array) -> list[int]:
+    return [int(id) for id in array.tolist()]
 
 
 def _limited(request: ClientTurn, limit: int) -> Sampling:

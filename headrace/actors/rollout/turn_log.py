@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
 from headrace.messages.rollout import SandboxCheckpoint, ToolResult, Turn, TurnDone, TurnSampled
 from headrace.messages.subjects import TRAJ, TURN
 
@@ -65,6 +66,14 @@ class TurnLog:
             elif isinstance(record, SandboxCheckpoint):
                 checkpoint = StoredCheckpoint(record.index, record.node, record.data)
         return ResumeState(tuple(turns), node, sandbox, await self._has_trajectory(), checkpoint)
+
+    async def is_current(self) -> bool:
+        """Whether the last record is this log's: False when another actor has written since, or a write failed."""
+        try:
+            await self.flush()
+        except BusError:
+            return False
+        return await self._bus.tail("HR_TURN", self._subject) == self._last
 
     async def _has_trajectory(self) -> bool:
         async for received in self._bus.history("HR_TRAJ", TRAJ.at(run=self._run, group=self._group)):

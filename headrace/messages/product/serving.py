@@ -156,6 +156,9 @@ class ClientTurnDone(Message, frozen=True, kw_only=True):
     """Why there is no turn, for the client: its request cannot be used. Empty when there is one."""
     failed: str = ""
     """Why there is no turn: a part of headrace failed. Asking again may help."""
+    begin_segment: Count = 0
+    """Above 0: nothing was sampled, because the session has a turn whose answer the client never got. The gateway
+    asks again for this new segment."""
 
 
 @message("client_session_end")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headrace.actors.gateway import Gateway
+from headrace.actors.rollout import spans
 from headrace.actors.rollout.actor import Rollout
 from headrace.actors.rollout.client_turns import ClientTurns
 from headrace.bus.connection import Bus
@@ -18,7 +19,15 @@ from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config, Engine, Policy, Production, Run
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.gateway.tenants.keys import ApiKeys
-from headrace.messages.product import ClientSessionEnd, Feedback
+from headrace.messages.product import (
+    ClientCall,
+    ClientMessage,
+    ClientSessionEnd,
+    ClientTool,
+    ClientTurn,
+    ClientTurnDone,
+    Feedback,
+)
 from headrace.messages.rollout import AttemptControl, PolicyRef, Sampling, Span, Trajectory, Turn
 from headrace.messages.subjects import EVENT, FEEDBACK, RPC, TRAJ, token
 from headrace.messages.weights import WeightsStaged
@@ -31,6 +40,7 @@ from headrace.weights import snapshot
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.chat_formats import bundle, tokenizer_json
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -235,6 +245,80 @@ async def test_turns_of_two_actors_end_in_one_trajectory_and_in_no_cache(
         for actor in (a, b):
             engine = actor._policies.engine
             assert isinstance(engine, EmbeddedEngine) and engine.stats()["sessions"] <= 1
+
+
+async def test_a_turn_whose_answer_was_lost_is_not_in_the_context_of_the_next(
+    connect: Connect, client: Client, run: str, tmp_path: Path
+) -> None:
+    """The request ran out of time, or the gateway was killed before it stored the session: the client asks again."""
+    observer, gateway = await connect("admin"), await connect("gateway")
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="n1"), run, "product"):
+        first = await client.turn()
+        client.say("go on")
+        history = (ClientMessage(role="user", text=client.messages[0]["content"]), _reply(first))
+        lost = ClientTurn(
+            run=run,
+            group=client.session,
+            segment=0,
+            messages=(*history, ClientMessage(role="user", text="go on")),
+            known=2,
+            tools=(ClientTool(name="read"),),
+            context_tokens=2048,
+        )
+        subject = RPC.at(service="rollout", method=f"turn-{token(run)}")
+        answer = await gateway.request(subject, lost, timeout=PATIENCE_S, owner=client.session.partition(".")[0])
+        assert isinstance(answer, ClientTurnDone) and not answer.failed
+        await client.turn()
+        client.say("go on")
+        await client.turn()
+        group = client.session
+        async with client.http.delete(f"{client.url}/v1/client/sessions/{group}") as reply:
+            assert reply.status == 200
+        opening = msgspec.structs.replace(lost, group=f"{group}b", messages=lost.messages[:1], known=0)
+        asked = [await gateway.request(subject, opening, timeout=PATIENCE_S, owner=group[:20]) for _ in range(2)]
+        assert [done.begin_segment for done in asked if isinstance(done, ClientTurnDone)] == [0, 1]
+    end = await trajectory_of(observer, run, group)
+    assert [turn.segment for turn in end.turns] == [0, 0, 1, 1]
+
+
+def _reply(answer: dict[str, Any]) -> ClientMessage:
+    message = answer["choices"][0]["message"]
+    calls = tuple(
+        ClientCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
+        for call in message.get("tool_calls") or ()
+    )
+    return ClientMessage(role="assistant", text=message["content"] or "", calls=calls)
+
+
+async def test_an_actor_reads_the_turns_of_another_before_it_samples(
+    connect: Connect, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the turns of its cache it would sample a whole turn on an old context, and answer by what it says there."""
+    contexts: list[int] = []
+    sample = spans.sample
+
+    async def counted(engine: Any, request: Any, trajectory: str) -> Any:
+        contexts.append(len(request.ids))
+        return await sample(engine, request, trajectory)
+
+    monkeypatch.setattr(spans, "sample", counted)
+    one, two = [await connect("rollout", node="n1") for _ in range(2)]
+    turn = ClientTurn(
+        run=run,
+        group=f"{'a' * 20}.s1",
+        segment=0,
+        messages=(ClientMessage(role="user", text="hi"),),
+        context_tokens=2048,
+    )
+    settings = config(tmp_path)
+    async with living(Rollout, settings, one, run, "product") as a, living(Rollout, settings, two, run, "second") as b:
+        for actor in (a, b, a):
+            done = await actor._clients.turn(turn)
+            assert not done.failed and not done.refused
+            reply = ClientMessage(role="assistant", text=done.text, calls=done.calls)
+            messages = (*turn.messages, reply, ClientMessage(role="user", text="go on"))
+            turn = msgspec.structs.replace(turn, messages=messages, known=len(messages) - 1)
+    assert len(contexts) == 3 and contexts == sorted(set(contexts))
 
 
 async def test_a_purge_leaves_nothing_of_the_user_in_an_engine(
