@@ -43,14 +43,14 @@ def router_flips(left: Tensor, right: Tensor) -> float:
 
     left, right: integer [positions, layers, top_k]. Pairs where a side has no record (-1) are left out.
     """
-    flips, known = flipped(left, right)
-    return flips / known if known else 0.0
+    flips, compared = flipped(left, right)
+    return flips / compared if compared else 0.0
 
 
 def flipped(left: Tensor, right: Tensor) -> tuple[int, int]:
     """(pairs whose sets of experts differ, pairs with a record on both sides), as `router_flips` counts them."""
     if left.shape != right.shape:
         raise ValueError(f"expected routes of equal shapes, got {tuple(left.shape)} and {tuple(right.shape)}")
-    known = (left >= 0).all(-1) & (right >= 0).all(-1)
+    compared = (left >= 0).all(-1) & (right >= 0).all(-1)
     differ = (left.sort(-1).values != right.sort(-1).values).any(-1)
-    return int((differ & known).sum()), int(known.sum())
+    return int((differ & compared).sum()), int(compared.sum())

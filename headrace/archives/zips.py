@@ -24,10 +24,10 @@ class Found(NamedTuple):
 def only(source: IO[bytes], suffix: str, limits: Limits) -> Found:
     """The only file whose name ends with the suffix. ArchiveRefused, also when there is another number of them."""
     with _opened(source, limits) as (_, files):
-        found = [info for info in files if info.filename.endswith(suffix)]
-    if len(found) != 1:
-        raise ArchiveRefused(f"it contains {len(found)} {suffix} files, expected 1")
-    return Found(found[0].filename, found[0].file_size, _pieces(source, found[0], limits))
+        matching = [info for info in files if info.filename.endswith(suffix)]
+    if len(matching) != 1:
+        raise ArchiveRefused(f"it contains {len(matching)} {suffix} files, expected 1")
+    return Found(matching[0].filename, matching[0].file_size, _pieces(source, matching[0], limits))
 
 
 def _pieces(source: IO[bytes], info: zipfile.ZipInfo, limits: Limits) -> Iterator[bytes]:

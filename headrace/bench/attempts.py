@@ -107,9 +107,9 @@ async def measure(bus: Bus, trials: Sequence[EvalRequest]) -> Measured:
         for _, slot in sorted(slots.items()):
             task = slot.issued[0].task.task
             tasks.setdefault(task)
-            kept = slot.kept()
-            if kept is not None:
-                seq, score = kept
+            outcome = slot.kept()
+            if outcome is not None:
+                seq, score = outcome
                 agreements |= _agreements(score)
                 episode, wall_from = trajectories[score.trajectory_seq]
                 attempts.append(_attempt(trial, seq, score, episode, wall_from, ended.get(episode.id, {})))

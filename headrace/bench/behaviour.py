@@ -52,9 +52,9 @@ def acts_of(turns: Sequence[Turn]) -> Acts:
             done = not call.error and result is not None and result.ok
             calls.append((turn.index, call, done))
             if done and result is not None and call.name == LINT and not result.truncated:
-                files, found = call.arguments.get("glob", ""), len(_PROBLEM.findall(result.output))
-                fixed += max(0, problems.get(files, found) - found)
-                problems[files] = found
+                files, count = call.arguments.get("glob", ""), len(_PROBLEM.findall(result.output))
+                fixed += max(0, problems.get(files, count) - count)
+                problems[files] = count
     edits = [at for at, (_, call, _) in enumerate(calls) if call.name in EDITS]
     made = [at for at in edits if calls[at][2]]
     last = calls[-1][1] if calls else None

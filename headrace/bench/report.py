@@ -212,7 +212,7 @@ def _ratio(above: float, below: float) -> float | None:
 
 
 def _mean(values: Iterable[float]) -> float:
-    return fmean(found) if (found := list(values)) else 0.0
+    return fmean(listed) if (listed := list(values)) else 0.0
 
 
 def _by_family(rows: Sequence[Attempt]) -> dict[str, float]:

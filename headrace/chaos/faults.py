@@ -88,14 +88,14 @@ def machines(pid: int) -> list[int]:
             except OSError:
                 continue
             children.setdefault(int(parent), []).append(int(entry.name))
-    found = []
+    pids = []
     waiting = list(children.get(pid, ()))
     while waiting:
         child = waiting.pop()
         waiting += children.get(child, ())
         if _program(child).startswith("qemu-system"):
-            found.append(child)
-    return found
+            pids.append(child)
+    return pids
 
 
 def _program(pid: int) -> str:

@@ -163,16 +163,16 @@ def _efficiency(steps: Sequence[StepDone]) -> list[str]:
     figures = [(step, efficiency.figures()) for step, efficiency in told]
 
     def chart(title: str, names: Iterable[str]) -> str:
-        lines = {name: [(step, found[name]) for step, found in figures if name in found] for name in names}
+        lines = {name: [(step, values[name]) for step, values in figures if name in values] for name in names}
         return line_chart(title, {name: points for name, points in lines.items() if points}, "step")
 
     causes = dict.fromkeys(f"{cause}_s" for _, efficiency in told for cause in efficiency.seconds)
-    known = any("mfu" in found for _, found in figures)
+    utilised = any("mfu" in values for _, values in figures)
     return [
         chart("Seconds of a step by cause", causes),
         chart("Tokens per second of wall time", ("trained_tokens_per_s", "forwarded_tokens_per_s")),
         chart("Share of the devices' peak", ("mfu", "hfu"))
-        if known
+        if utilised
         else "<p>MFU and HFU: unknown peak; set [trainer] peak_tflops.</p>",
         chart("Busiest expert over the mean expert", ("expert_load",)),
     ]

@@ -92,7 +92,7 @@ class ClientServing:
         """One turn of a session at a time, because the turn before this one changes its history."""
         production = self._config.production
         async with self._locks.setdefault(group, asyncio.Lock()):
-            session, known = self._sessions.go_on(group, request)
+            session, prefix = self._sessions.go_on(group, request)
             sampling = Sampling(
                 temperature=request.temperature,
                 max_turn_tokens=min(request.max_tokens or production.turn_tokens, production.turn_tokens),
@@ -102,7 +102,7 @@ class ClientServing:
                 group=session.group,
                 segment=session.segment,
                 messages=request.messages,
-                known=known,
+                known=prefix,
                 tools=request.tools,
                 policy=session.policy,
                 sampling=sampling,

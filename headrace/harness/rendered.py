@@ -15,13 +15,13 @@ def differing(turns: Sequence[Turn], prompt: str, renderer: Renderer, max_parall
     segment is then equal too, because it consists of prompt ids and recorded samples.
     """
     context = Context(renderer, prompt, 1 << 62)
-    found = []
+    indices = []
     for turn in turns:
         asks = turn.kind == "summary" and bool(context.ids)
         ids = context.summary_ids() if asks else context.next_ids()
         sampled = [int(id) for id in turn.ids.tolist()]
         calls = calls_of(renderer, ids, sampled, turn.index, max_parallel_calls) if turn.kind == "act" else ()
         if ids != turn.prompt_ids.tolist() or calls != turn.calls:
-            found.append(turn.index)
+            indices.append(turn.index)
         context.take(turn)
-    return tuple(found)
+    return tuple(indices)

@@ -97,7 +97,7 @@ def named_passed(tests: Sequence[TestOutcome], to_pass: Sequence[str], to_keep: 
     def among(name: str, good: set[str]) -> bool:
         seen = outcomes.get(name, set())
         if not seen and name.count("[") > name.count("]"):
-            seen = {outcome for other, found in outcomes.items() if other.startswith(name) for outcome in found}
+            seen = {outcome for other, results in outcomes.items() if other.startswith(name) for outcome in results}
         return bool(seen) and seen <= good
 
     return (

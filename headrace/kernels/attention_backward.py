@@ -46,9 +46,9 @@ def _keys_kernel(  # type: ignore[no-untyped-def]
     at, head = tl.program_id(0) * 3, tl.program_id(1)
     token, first, length = tl.load(blocks + at), tl.load(blocks + at + 1), tl.load(blocks + at + 2)
     key, lane = first + tl.arange(0, BK), tl.arange(0, BD)
-    own = ((token + key).to(tl.int64) * heads + head)[:, None] * d + lane[None, :]
+    key_at = ((token + key).to(tl.int64) * heads + head)[:, None] * d + lane[None, :]
     mine = (key < length)[:, None] & (lane < d)[None, :]
-    ks, vs = tl.load(k + own, mask=mine, other=0.0), tl.load(v + own, mask=mine, other=0.0)
+    ks, vs = tl.load(k + key_at, mask=mine, other=0.0), tl.load(v + key_at, mask=mine, other=0.0)
     if WIDE:
         ks, vs = ks.to(tl.float32), vs.to(tl.float32)
     sum_k = tl.zeros((BK, BD), dtype=tl.float32)
@@ -66,8 +66,8 @@ def _keys_kernel(  # type: ignore[no-untyped-def]
         p, ds = _slopes(x, slope, ks, vs, norm, own_delta, row // group, key, length, live, scale)
         sum_v += tl.dot(tl.trans(p).to(slope.dtype), slope, input_precision="ieee")
         sum_k += tl.dot(tl.trans(ds).to(x.dtype), x, input_precision="ieee")
-    tl.store(g_k + own, sum_k.to(g_k.dtype.element_ty), mask=mine)
-    tl.store(g_v + own, sum_v.to(g_v.dtype.element_ty), mask=mine)
+    tl.store(g_k + key_at, sum_k.to(g_k.dtype.element_ty), mask=mine)
+    tl.store(g_v + key_at, sum_v.to(g_v.dtype.element_ty), mask=mine)
 
 
 @jit
@@ -91,9 +91,9 @@ def _queries_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((BM, BD), dtype=tl.float32)
     for start in range(0, (tl.minimum(first + BM, rows) - 1) // group + 1, BK):
         key = start + tl.arange(0, BK)
-        own = ((token + key).to(tl.int64) * heads + head)[:, None] * d + lane[None, :]
+        key_at = ((token + key).to(tl.int64) * heads + head)[:, None] * d + lane[None, :]
         inside = (key < length)[:, None] & (lane < d)[None, :]
-        ks, vs = tl.load(k + own, mask=inside, other=0.0), tl.load(v + own, mask=inside, other=0.0)
+        ks, vs = tl.load(k + key_at, mask=inside, other=0.0), tl.load(v + key_at, mask=inside, other=0.0)
         if WIDE:
             ks, vs = ks.to(tl.float32), vs.to(tl.float32)
         _, ds = _slopes(x, slope, ks, vs, norm, own_delta, row // group, key, length, live, scale)

@@ -230,12 +230,12 @@ def paging(table: Tensor, positions: Tensor, group: int, pad: int, least: int = 
 def _parts(limit: Tensor, blocks: int, last: int) -> list[tuple[int, int]]:
     """`Paging.parts` from the last positions that rows see, int64 [B, rows]. last: the largest first row."""
     highest, lowest = limit.amax(0), limit.amin(0)
-    found = []
+    parts = []
     for start in range(0, blocks * BLOCK, BLOCK):
         unseen = int((highest >= start).int().argmax())  # rows before the first that sees a key
         partial = (lowest < start + BLOCK - 1).nonzero()
-        found.append((min(unseen, last) // _STRIDE * _STRIDE, int(partial[-1]) + 1 if len(partial) else 0))
-    return found
+        parts.append((min(unseen, last) // _STRIDE * _STRIDE, int(partial[-1]) + 1 if len(partial) else 0))
+    return parts
 
 
 def least_height(dim: int, dtype: torch.dtype) -> int:

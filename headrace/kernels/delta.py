@@ -126,10 +126,10 @@ def changes_triton(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     if blocks:
         _launch(_changes_kernel, blocks, old, new, places, numbers, counts, size, SPARE=32 - width, MASK=mask)
     ends = counts.long().cumsum(0)
-    found = int(ends[-1]) if blocks else 0
-    at = torch.empty(found, dtype=torch.int64, device=old.device)
-    folded = torch.empty(found, dtype=torch.int32, device=old.device)
-    if found:
+    changed = int(ends[-1]) if blocks else 0
+    at = torch.empty(changed, dtype=torch.int64, device=old.device)
+    folded = torch.empty(changed, dtype=torch.int32, device=old.device)
+    if changed:
         _launch(_gather_kernel, blocks, places, numbers, counts, ends - counts, at, folded)
     return at, folded
 

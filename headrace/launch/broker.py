@@ -23,8 +23,8 @@ class Broker:
     def __init__(self, config: Config, folder: RunDir, origins: Sequence[str] = ()) -> None:
         """origins: pages that may connect to the own nats-server."""
         self.url = config.bus.url
-        own = str(folder.broker / "credentials")
-        self.credentials = credentials.of_run(config.bus.credentials, folder.id) if config.bus.url else own
+        made_here = str(folder.broker / "credentials")
+        self.credentials = credentials.of_run(config.bus.credentials, folder.id) if config.bus.url else made_here
         self._server: Server | None = None
         if not config.bus.url:
             need_free = config.run.min_free_mb * 2**20 // 2

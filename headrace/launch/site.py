@@ -52,8 +52,8 @@ class Site(NamedTuple):
     @property
     def origins(self) -> list[str]:
         """Origins that the broker admits: the page's, and that of a page with its port on the operator's machine."""
-        own = websocket.origins_of(self.host, self.port, self.scheme)
-        return sorted({*own, *websocket.origins_of(websocket.LOOPBACK[0], self.port)})
+        local = websocket.origins_of(self.host, self.port, self.scheme)
+        return sorted({*local, *websocket.origins_of(websocket.LOOPBACK[0], self.port)})
 
     def conf(self, credentials: str, host: str = "") -> str:
         """The broker's block of nats.conf. credentials: its folder there. host: listen here instead."""

@@ -119,13 +119,13 @@ class Model(nn.Module):
         if shared is None:
             return self._decode(ids, packing.positions, longest, attend, routed, recorder)
         cuts = shared.cuts(packing.tokens)
-        own = slice(cuts[shared.rank], cuts[shared.rank + 1])
+        rows = slice(cuts[shared.rank], cuts[shared.rank + 1])
         return self._decode(
-            ids[own],
-            packing.positions[own],
+            ids[rows],
+            packing.positions[rows],
             longest,
             lambda layer: shared.around(attend(layer), packing.tokens),
-            None if routed is None else routed[own],
+            None if routed is None else routed[rows],
             recorder,
         )
 
@@ -176,9 +176,9 @@ class Model(nn.Module):
             assert isinstance(layer, Layer)
             if layer.rule.plausible != self.plausible:
                 layer.rule = layer.rule._replace(plausible=self.plausible)
-            own = None if replay is None or not layer.sparse else replay[:, index - c.dense_layers]
+            recorded = None if replay is None or not layer.sparse else replay[:, index - c.dense_layers]
             chosen = Chosen()
-            arguments = (x, cos, sin, attend(index), pad, own, chosen)
+            arguments = (x, cos, sin, attend(index), pad, recorded, chosen)
             if again:
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:

@@ -112,9 +112,9 @@ def _yarn(dim: int, theta: float, powers: Tensor, s: RopeScaling) -> tuple[Tenso
     ramp = (
         (torch.arange(dim // 2, dtype=torch.float32) - low) / ((high if high != low else high + 0.001) - low)
     ).clamp(0, 1)
-    kept = 1 - ramp
+    plain = 1 - ramp
     waves = theta**powers
-    stretched = (1.0 / (s.factor * waves)) * (1 - kept) + (1.0 / waves) * kept
+    stretched = (1.0 / (s.factor * waves)) * (1 - plain) + (1.0 / waves) * plain
     if s.attention_factor is not None:
         return stretched, s.attention_factor
     if s.mscale and s.mscale_all_dim:

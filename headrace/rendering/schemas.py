@@ -72,11 +72,11 @@ class ToolSchema(msgspec.Struct, frozen=True):
 
     def complaint(self, arguments: Mapping[str, str]) -> str:
         """The reason for which a call with these arguments cannot run; empty when it can."""
-        known = self.parameters
+        parameters = self.parameters
         for argument in arguments:
-            if argument not in known:
-                return f"{self.name}: no argument {argument}; there are {', '.join(known) or 'none'}"
-        for parameter in known.values():
+            if argument not in parameters:
+                return f"{self.name}: no argument {argument}; there are {', '.join(parameters) or 'none'}"
+        for parameter in parameters.values():
             if parameter.required and parameter.name not in arguments:
                 return f"{self.name}: {parameter.name} is missing"
         return ""
@@ -146,16 +146,16 @@ def functions_json(tools: Sequence[ToolSchema] = TABLE) -> dict[str, str]:
 
 def tags(tools: Sequence[ToolSchema] = TABLE) -> list[str]:
     """Every tag of the terse format, in a fixed order: the special tokens of a tokenizer trained for it."""
-    found = ["<pad>"]
+    tokens = ["<pad>"]
     for frame in (TASK, TURN, RESULT, ERROR, SUMMARY):
-        found += [f"<{frame}>", f"</{frame}>"]
-    found += ['"/>', '">']
+        tokens += [f"<{frame}>", f"</{frame}>"]
+    tokens += ['"/>', '">']
     for tool in tools:
         if tool.attributes:
-            found.append(tool.opening)
+            tokens.append(tool.opening)
         if not any(a.required for a in tool.attributes) and (tool.body is None or not tool.body.required):
-            found.append(tool.empty)
+            tokens.append(tool.empty)
         if tool.body:
-            found += [tool.closing, *([] if tool.attributes else [tool.opening])]
-        found += [f'" {attribute.name}="' for attribute in tool.attributes[1:]]
-    return list(dict.fromkeys(found))
+            tokens += [tool.closing, *([] if tool.attributes else [tool.opening])]
+        tokens += [f'" {attribute.name}="' for attribute in tool.attributes[1:]]
+    return list(dict.fromkeys(tokens))

@@ -216,11 +216,11 @@ class Mapping(NamedTuple):
 
 def worded(tools: Sequence[ToolSchema], wording: ToolWording) -> tuple[Mapping, ...]:
     """The tools in another order under other words; always the same ones for one wording."""
-    found = []
+    mappings = []
     for tool in tools:
         words = TABLE.get(tool.name)
         if words is None:
-            found.append(Mapping(tool.name, tool, {name: name for name in tool.parameters}))
+            mappings.append(Mapping(tool.name, tool, {name: name for name in tool.parameters}))
             continue
         parameters = {
             name: _parameter(parameter, words.arguments[name], wording, f"{tool.name}/{name}")
@@ -234,8 +234,8 @@ def worded(tools: Sequence[ToolSchema], wording: ToolWording) -> tuple[Mapping, 
             body=parameters[tool.body.name] if tool.body is not None else None,
         )
         arguments = {name: parameter.name for name, parameter in parameters.items()}
-        found.append(Mapping(tool.name, schema, arguments))
-    return tuple(sorted(found, key=lambda each: _number(wording, f"{each.own}/order")))
+        mappings.append(Mapping(tool.name, schema, arguments))
+    return tuple(sorted(mappings, key=lambda each: _number(wording, f"{each.own}/order")))
 
 
 def _number(wording: ToolWording, place: str) -> int:
@@ -287,8 +287,8 @@ class Worded:
         tool = self._own.get(call.name)
         if tool is None:
             return msgspec.structs.replace(call, alias=call.name)
-        own = {word: name for name, word in tool.arguments.items()}
-        arguments = {own.get(name, name): value for name, value in call.arguments.items()}
+        names = {word: name for name, word in tool.arguments.items()}
+        arguments = {names.get(name, name): value for name, value in call.arguments.items()}
         return msgspec.structs.replace(call, name=tool.own, arguments=arguments, alias=call.name)
 
     def turn(self, calls: Sequence[Call], thought: str = "", *, before: int = 0) -> list[int]:

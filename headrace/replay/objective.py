@@ -99,23 +99,23 @@ def _reference(rerun: Rerun, like: PolicyTrainer) -> Model:
 def _differ(rerun: Rerun, loaded: Loaded, config: Config, changed: dict[str, float | int | str | bool]) -> Difference:
     second = twin(rerun, loaded, config)
     before = {name: value.clone() for name, value in loaded.trainer.state.published().items()}
-    own, new = attempt(loaded), attempt(second)
+    recorded, new = attempt(loaded), attempt(second)
     weights, weights_with = loaded.trainer.state.published(), second.trainer.state.published()
     return Difference(
         step=loaded.manifest.step,
         changed=changed,
-        bitwise_equal=compare(loaded, own).bitwise_equal,
-        loss=own.loss,
+        bitwise_equal=compare(loaded, recorded).bitwise_equal,
+        loss=recorded.loss,
         loss_with=new.loss,
-        grad_norm=own.grad_norm,
+        grad_norm=recorded.grad_norm,
         grad_norm_with=new.grad_norm,
         update_norm=distance(before, weights),
         update_norm_with=distance(before, weights_with),
         weight_delta_norm=distance(weights, weights_with),
         changed_share=share(weights, weights_with),
-        weights_hash=own.state_hash,
+        weights_hash=recorded.state_hash,
         weights_hash_with=new.state_hash,
-        failed=own.failed,
+        failed=recorded.failed,
         failed_with=new.failed,
     )
 

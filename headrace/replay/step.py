@@ -171,7 +171,7 @@ async def replay_steps(
 
 def choose(recorded: RecordedRun, count: int, seed: int) -> list[int]:
     """Up to `count` steps that can be run again, drawn by `seed`, in order. ReplayError when there are none."""
-    kept = recorded.kept()
-    if not kept:
+    replayable = recorded.kept()
+    if not replayable:
         raise ReplayError(f"run {recorded.run} has no finished step that can be run again")
-    return sorted(random.Random(f"replay-{seed}").sample(kept, min(count, len(kept))))
+    return sorted(random.Random(f"replay-{seed}").sample(replayable, min(count, len(replayable))))

@@ -99,8 +99,8 @@ class Index:
     def keyword(self, query: str, limit: int) -> list[tuple[float, Piece]]:
         """The chunks that share a word with the query, best first."""
         parts = [(0, postings_of(query, [piece.bag for piece in self.pieces]))]
-        found = scores(query, parts, self._lengths)
-        return [pair for pair in self._best(found, limit) if pair[0] > 0]
+        scored = scores(query, parts, self._lengths)
+        return [pair for pair in self._best(scored, limit) if pair[0] > 0]
 
     def hybrid(self, query: str, vector: NDArray[np.float32], limit: int) -> list[tuple[float, Piece]]:
         """Chunks by keyword score and similarity to the query's vector, each in standard deviations of its own."""

@@ -43,11 +43,11 @@ Postings = dict[str, list[tuple[int, int]]]
 
 def postings(bags: Sequence[Bag]) -> Postings:
     """The words of some chunks, such as those of one file; positions count from 0."""
-    found: Postings = {}
+    places: Postings = {}
     for at, bag in enumerate(bags):
         for word, count in bag.items():
-            found.setdefault(word, []).append((at, count))
-    return found
+            places.setdefault(word, []).append((at, count))
+    return places
 
 
 def postings_of(query: str, bags: Sequence[Bag]) -> Postings:

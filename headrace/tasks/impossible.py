@@ -37,18 +37,18 @@ class CanarySuite:
 
     def oracle(self, id: str) -> Oracle:
         """The judge's side, with a test that must fail. UnknownSuite where tests are a command."""
-        known = self._inner.oracle(id)
-        if known.tests.kind == "command" or known.grading.kind != "exact":
+        oracle = self._inner.oracle(id)
+        if oracle.tests.kind == "command" or oracle.grading.kind != "exact":
             raise UnknownSuite(f"{self.name}: tests that are a command cannot be made impossible")
-        path = next((path for path in sorted(known.hidden) if path.endswith(".py")), "test_hidden.py")
-        source = known.hidden.get(path, b"")
-        paths = known.tests.paths if path in known.hidden else (*known.tests.paths, path)
+        path = next((path for path in sorted(oracle.hidden) if path.endswith(".py")), "test_hidden.py")
+        source = oracle.hidden.get(path, b"")
+        paths = oracle.tests.paths if path in oracle.hidden else (*oracle.tests.paths, path)
         return msgspec.structs.replace(
-            known,
+            oracle,
             ref=TaskRef(self.name, id),
-            hidden=known.hidden | {path: source.rstrip() + b"\n\n\n" + _contradiction(source).encode() + b"\n"},
-            tests=msgspec.structs.replace(known.tests, paths=paths),
-            expected=(*known.expected, f"{path}::{NAME}"),
+            hidden=oracle.hidden | {path: source.rstrip() + b"\n\n\n" + _contradiction(source).encode() + b"\n"},
+            tests=msgspec.structs.replace(oracle.tests, paths=paths),
+            expected=(*oracle.expected, f"{path}::{NAME}"),
             sealed={},
             answers={},
         )
@@ -61,7 +61,7 @@ def _contradiction(source: bytes) -> str:
         plain = isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not node.decorator_list
         if not isinstance(node, ast.FunctionDef) or not plain or ast.unparse(node.args):
             continue
-        if isinstance(node.body[0], ast.Assert) and (found := sides(node.body[0])):
-            opposite = ast.Assert(ast.Compare(found[0], [ast.NotEq()], [found[1]]))
+        if isinstance(node.body[0], ast.Assert) and (compared := sides(node.body[0])):
+            opposite = ast.Assert(ast.Compare(compared[0], [ast.NotEq()], [compared[1]]))
             return ast.unparse(ast.FunctionDef(NAME, node.args, [opposite], [], lineno=1))
     return f"def {NAME}():\n    assert not {NAME}"

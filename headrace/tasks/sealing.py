@@ -73,10 +73,10 @@ def sides(node: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
 
 
 def _comparison(node: ast.stmt) -> _Comparison | None:
-    found = sides(node)
-    if found is None or any(isinstance(part, ast.Await | ast.Starred | ast.Yield) for part in ast.walk(node)):
+    compared = sides(node)
+    if compared is None or any(isinstance(part, ast.Await | ast.Starred | ast.Yield) for part in ast.walk(node)):
         return None
-    one, other = found
+    one, other = compared
     if not _literal(one) and not _literal(other):
         return _Comparison((one, other), "")
     if _literal(one) and _literal(other):
@@ -117,15 +117,15 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
         within: Counter[ast.AST] = Counter()
         statements = [node for node in inside if isinstance(node, ast.stmt)]
         for node in sorted(statements, key=lambda node: (node.lineno, node.col_offset)):
-            found = _comparison(node)
-            if found is None:
+            comparison = _comparison(node)
+            if comparison is None:
                 continue
             if number not in leave:
                 begin, end = _span(starts, node)
-                value = b"), (".join(source[slice(*_span(starts, part))] for part in found.values)
+                value = b"), (".join(source[slice(*_span(starts, part))] for part in comparison.values)
                 lines = b"\n" * (source[begin:end].count(b"\n") - value.count(b"\n"))
                 cuts.append((begin, end, b"__observe__(%d, (%s%s))" % (number, value, lines)))
-                literals[number] = found.literal
+                literals[number] = comparison.literal
                 numbers[node] = number
                 places[number] = path, inside[node].functions
                 within[inside[node].top] += 1
@@ -172,8 +172,8 @@ def seen_by(sealed: Sealed, tests: Collection[str]) -> frozenset[int]:
     for test in tests:
         path, _, name = test.partition("[")[0].partition("::")
         function = name.rpartition("::")[2]
-        own = {number for number, (place, around) in sealed.places.items() if place == path and function in around}
-        numbers |= own or {number for number, (place, _) in sealed.places.items() if place == path}
+        inside = {number for number, (place, around) in sealed.places.items() if place == path and function in around}
+        numbers |= inside or {number for number, (place, _) in sealed.places.items() if place == path}
     return frozenset(numbers)
 
 

@@ -92,7 +92,7 @@ class FolderSuite:
             self._index = msgspec.json.decode((folder / "suite.json").read_bytes(), type=_Index)
         except FileNotFoundError:
             names = [f"generated/{kind}" for kind in (*repositories.SEEDS, *notes.SEEDS)]
-            names += sorted(found.parent.name for found in folder.parent.glob("*/suite.json"))
+            names += sorted(file.parent.name for file in folder.parent.glob("*/suite.json"))
             raise UnknownSuite(
                 f"there is no suite {name!r} in {folder.parent}; there are {', '.join(names)}, "
                 "and `headrace tasks from-sdist NAME==VERSION` or `headrace tasks import` makes one"
@@ -123,15 +123,15 @@ class FolderSuite:
 
     def task(self, id: str) -> Task:
         """The agent's side."""
-        found = self._read(id, Task)
-        assert isinstance(found, Task)
-        return found
+        task = self._read(id, Task)
+        assert isinstance(task, Task)
+        return task
 
     def oracle(self, id: str) -> Oracle:
         """The judge's side."""
-        found = self._read(id, Oracle)
-        assert isinstance(found, Oracle)
-        return found
+        oracle = self._read(id, Oracle)
+        assert isinstance(oracle, Oracle)
+        return oracle
 
 
 def write_suite(name: str, folder: Path, pairs: Sequence[tuple[Task, Oracle]], source: str) -> FolderSuite:

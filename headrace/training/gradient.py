@@ -129,8 +129,8 @@ def accumulate(
 
     def one(at: int, contributes: bool) -> _Sums:
         micro = MicroBatch.of(members[at], device)
-        own = objective if contributes else objective._replace(divisor=math.inf)
-        sums = _backward(state.model, micro, own, part.proximal, helpers.reference)
+        objective_here = objective if contributes else objective._replace(divisor=math.inf)
+        sums = _backward(state.model, micro, objective_here, part.proximal, helpers.reference)
         state.collect_gradients()
         return sums
 

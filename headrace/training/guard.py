@@ -172,16 +172,16 @@ class Guard:
     @classmethod
     def load(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Guard":
         """The guard that a `dump` describes. ValueError for other data."""
-        found = cls()
+        guard = cls()
         try:
-            found.calm = [BatchMetrics(*map(float, reading)) for reading in about["calm"]]
-            found.over, found.factor = int(about["over"]), float(about["factor"])
-            found.discarded = [(int(first), int(last)) for first, last in about["discarded"]]
+            guard.calm = [BatchMetrics(*map(float, reading)) for reading in about["calm"]]
+            guard.over, guard.factor = int(about["over"]), float(about["factor"])
+            guard.discarded = [(int(first), int(last)) for first, last in about["discarded"]]
             for name in ("good", "candidate"):
                 if name in about:
                     head = f"{name}."
-                    own = {key[len(head) :]: value.clone() for key, value in tensors.items() if key.startswith(head)}
-                    setattr(found, name, StateSnapshot(int(about[name][0]), int(about[name][1]), own))
+                    saved = {key[len(head) :]: value.clone() for key, value in tensors.items() if key.startswith(head)}
+                    setattr(guard, name, StateSnapshot(int(about[name][0]), int(about[name][1]), saved))
         except (KeyError, TypeError) as error:
             raise ValueError(f"expected the state of a guard: {error}") from None
-        return found
+        return guard

@@ -278,6 +278,6 @@ def freed(needed: int, available: Callable[[], int]) -> int:
     """The available bytes as soon as they are enough, else after `FREED_S`: a trainer that was killed before this one
     may still hold them."""
     deadline = time.monotonic() + FREED_S
-    while (found := available()) < needed and time.monotonic() < deadline:
+    while (free := available()) < needed and time.monotonic() < deadline:
         time.sleep(0.2)
-    return found
+    return free

@@ -272,13 +272,13 @@ class PolicyTrainer:
 
     def save(self, position: Mapping[str, int | str]) -> None:
         """Replace the checkpoint durably; after it returns, records before `position` are not needed again."""
-        kept = {version: trained(self.versions[version]) for version in self.versions.earlier}
+        earlier = {version: trained(self.versions[version]) for version in self.versions.earlier}
         self.versions.release()
         if self.reference is not None:
-            kept[-1] = trained(self.reference)
+            earlier[-1] = trained(self.reference)
         guard = self.guard if self.guarded else None
         file = self.folder / "checkpoint.safetensors"
-        checkpoint.save(file, self.state, kept=kept, position=position, guard=guard)
+        checkpoint.save(file, self.state, kept=earlier, position=position, guard=guard)
         self.position = dict(position)
 
     def _hold_reference(self) -> None:

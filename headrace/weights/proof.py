@@ -72,31 +72,32 @@ class _Walk:
 
     async def version(self, head: WeightHead) -> None:
         """Check one committed version. LookupError when it is gone, WeightError when a check fails."""
-        found = await chain.manifest(self.source, self.run, head.manifest_seq, self.trust)
-        if (found.version, found.state_hash) != (head.version, head.state_hash):
-            raise BrokenVersion(f"the head of version {head.version} names a manifest of version {found.version}")
+        manifest = await chain.manifest(self.source, self.run, head.manifest_seq, self.trust)
+        if (manifest.version, manifest.state_hash) != (head.version, head.state_hash):
+            raise BrokenVersion(f"the head of version {head.version} names a manifest of version {manifest.version}")
         path = self.folder / f"{self.proof.versions % 2}.safetensors"
-        if found.base_version >= 0 and self.before is not None and self.before.state_hash == found.base_hash:
-            if signing.digest(self.before) != found.parent:
+        if manifest.base_version >= 0 and self.before is not None and self.before.state_hash == manifest.base_hash:
+            if signing.digest(self.before) != manifest.parent:
                 raise BrokenVersion(
-                    f"version {found.version} names another parent than the manifest of version {self.before.version}"
+                    f"version {manifest.version} names another parent than the manifest of "
+                    f"version {self.before.version}"
                 )
-            await chain.build(self.source, chain.BuildPlan((found,), self.file), path)
+            await chain.build(self.source, chain.BuildPlan((manifest,), self.file), path)
         else:
             way = await chain.plan(self.source, head, trust=self.trust, squashed=False)
             await chain.build(self.source, way, path)
-        if found.base_version < 0:
+        if manifest.base_version < 0:
             self.full_snapshots.add(head.manifest_seq)
         if head.full_seq not in (0, head.manifest_seq, *self.full_snapshots):
             await self._full_snapshot(head)
         proof = self.proof
         proof.versions += 1
-        proof.chunks += len(found.chunks)
-        proof.wire_bytes += found.wire_bytes
-        proof.signed = proof.signed and bool(found.signature) and bool(head.signature)
+        proof.chunks += len(manifest.chunks)
+        proof.wire_bytes += manifest.wire_bytes
+        proof.signed = proof.signed and bool(manifest.signature) and bool(head.signature)
         proof.first = head.version if proof.first < 0 else proof.first
         proof.newest, proof.state_hash = head.version, head.state_hash
-        self.before, self.file = found, path
+        self.before, self.file = manifest, path
 
     async def _full_snapshot(self, head: WeightHead) -> None:
         self.full_snapshots.add(head.full_seq)

@@ -42,13 +42,13 @@ async def log(source: chain.StreamSource, run: str) -> str:
         commit: WeightHead = stored.message
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.time))
         try:
-            found = await chain.manifest(source, run, commit.manifest_seq)
+            manifest = await chain.manifest(source, run, commit.manifest_seq)
         except LookupError:
             lines.append(f"{commit.version:>7}  {when}  {'collected':>7}  {'':49}  {commit.state_hash[:16]}")
             continue
         lines.append(
-            f"{found.version:>7}  {when}  {_base(found):>7}  {_changed(found):>8}  {_size(found.wire_bytes):>10}  "
-            f"{_ratio(found):>7}  {found.state_hash[:16]}"
+            f"{manifest.version:>7}  {when}  {_base(manifest):>7}  {_changed(manifest):>8}  "
+            f"{_size(manifest.wire_bytes):>10}  {_ratio(manifest):>7}  {manifest.state_hash[:16]}"
         )
     if len(lines) == 1:
         return f"run {run} has published no version"
@@ -116,14 +116,14 @@ async def verify(
         with tempfile.TemporaryDirectory(prefix="headrace-verify-") as folder:
             path = Path(folder) / "v.safetensors"
             await chain.build(source, way, path)
-            found = snapshot.file_hash(path)
+            state_hash = snapshot.file_hash(path)
     except (WeightError, LookupError) as error:
         return False, str(error)
-    if found != commit.state_hash:
-        return False, f"version {commit.version} builds to state {found}, not {commit.state_hash}"
+    if state_hash != commit.state_hash:
+        return False, f"version {commit.version} builds to state {state_hash}, not {commit.state_hash}"
     return True, (
-        f"version {commit.version} of run {run} holds: state {found}, from full snapshot {way.manifests[0].version} "
-        f"through {len(way.manifests) - 1} deltas, {_size(way.wire_bytes)}"
+        f"version {commit.version} of run {run} holds: state {state_hash}, from full snapshot "
+        f"{way.manifests[0].version} through {len(way.manifests) - 1} deltas, {_size(way.wire_bytes)}"
     )
 
 

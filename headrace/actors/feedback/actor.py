@@ -64,8 +64,8 @@ class Feedback(Actor):
         self._one_at_a_time = asyncio.Lock()
         self._news = asyncio.Event()
         folder = Path(self.config.run.dir) / self.run
-        own = (self.book, self.branch, self._one_at_a_time)
-        self.purges = Purges(self.bus, self.run, folder, *own, self.event)
+        shared = (self.book, self.branch, self._one_at_a_time)
+        self.purges = Purges(self.bus, self.run, folder, *shared, self.event)
         await self.purges.recover()
         await self.gate.recover()
         await self.branch.recover(self.name(), self.id)
@@ -164,17 +164,17 @@ class Feedback(Actor):
             if outranks(earlier.feedback, feedback):
                 return "superseded", f"record {earlier.seq} is a stronger signal on this session"
             await self._settle(earlier, "superseded", f"rated again by record {rating.seq}")
-        own = self.config.feedback
-        recent = self.book.counted(feedback.user, rating.time - own.window_s, rating.seq)
-        if own.user_cap and recent >= own.user_cap:
-            return "capped", f"{recent} ratings of this user within {own.window_s:g} s"
+        rules = self.config.feedback
+        recent = self.book.counted(feedback.user, rating.time - rules.window_s, rating.seq)
+        if rules.user_cap and recent >= rules.user_cap:
+            return "capped", f"{recent} ratings of this user within {rules.window_s:g} s"
         if feedback.user in self.purges.denied:
             return "opted_out", "its user is on the deny-list"
         if not feedback.training_allowed:
             return "opted_out", f"tenant {feedback.tenant} did not opt in when the session was rated"
         if feedback.untrainable:
             return "discarded", feedback.untrainable
-        if rating.time - session.time > own.late_s:
+        if rating.time - session.time > rules.late_s:
             return "late", f"{rating.time - session.time:.0f} s after its session"
         if self.branch.base is not None and self.branch.oldest_version(session.trajectory) is None:
             return "late", f"no version of {self.branch.name} sampled it"
@@ -241,23 +241,23 @@ class Feedback(Actor):
 
     async def _make_batches(self) -> None:
         """Close complete batches while there are enough ratings that may be trained on."""
-        own = self.config.feedback
-        while own.enabled and self.branch.base is not None:
-            batch, begun = divmod(self.branch.places, own.batch)
-            if not begun and (len(self.book.waiting) < own.batch or time.time() - self._last_batch < own.every_s):
+        rules = self.config.feedback
+        while rules.enabled and self.branch.base is not None:
+            batch, begun = divmod(self.branch.places, rules.batch)
+            if not begun and (len(self.book.waiting) < rules.batch or time.time() - self._last_batch < rules.every_s):
                 return
             serving = self.serving()
-            if serving is None or batch - serving > own.staleness:
+            if serving is None or batch - serving > rules.staleness:
                 await self._report_stalled(batch)
                 return
-            chosen = await self._choose(own.batch - begun, batch)
-            if len(chosen) < own.batch - begun:
+            chosen = await self._choose(rules.batch - begun, batch)
+            if len(chosen) < rules.batch - begun:
                 return
             for rating, session in chosen:
                 group = await self.branch.place(rating, session)
                 await self._settle(rating, "closed", group=group)
             self._last_batch = time.time()
-            await self.event("batch_closed", f"batch {batch} of {self.branch.name}", batch=batch, ratings=own.batch)
+            await self.event("batch_closed", f"batch {batch} of {self.branch.name}", batch=batch, ratings=rules.batch)
 
     async def _choose(self, count: int, batch: int) -> list[tuple[Rating, Rated]]:
         """Up to `count` of the oldest ratings that may be trained on in a batch. Ratings that may not are settled

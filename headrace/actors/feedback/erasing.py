@@ -65,17 +65,17 @@ class Eraser:
             filter = template.format(user=self._user)
             names = await self._bus.subjects(stream, filter)
             if names:
-                found = self._of(stream, filter)
+                erased = self._of(stream, filter)
                 for name in sorted(names):
-                    found.add(0, name.encode())
+                    erased.add(0, name.encode())
                 removed += await self._bus.purge(stream, subject=filter)
         return removed + await self._search()
 
     async def _purge(self, stream: str, filter: str) -> int:
         """Read and delete the records on a filter. A record that arrives in between is deleted in the next pass."""
-        found, last = self._of(stream, filter), 0
+        erased, last = self._of(stream, filter), 0
         async for record in self._bus.records(stream, filter):
-            found.add(record.seq, bytes(record.data))
+            erased.add(record.seq, bytes(record.data))
             last = record.seq
         return await self._bus.purge(stream, subject=filter, before=last + 1) if last else 0
 
@@ -143,7 +143,7 @@ class Eraser:
 
     def records(self) -> tuple[PurgedRecords, ...]:
         """The deleted records of all passes so far."""
-        return tuple(found.report(stream, filter) for (stream, filter), found in self._found.items())
+        return tuple(erased.report(stream, filter) for (stream, filter), erased in self._found.items())
 
 
 class _Found:

@@ -90,16 +90,16 @@ class Purges:
     async def readmit(self, user: str) -> Ack:
         """Take a user off the deny-list: later sessions are trained on as far as their tenant allows it."""
         values = await self._bus.kv("HR_STATE")
-        known = await values.get(denied_key(self._run, user))
-        if known is None or not isinstance(known[0], DeniedUser) or known[0].readmitted:
+        denied = await values.get(denied_key(self._run, user))
+        if denied is None or not isinstance(denied[0], DeniedUser) or denied[0].readmitted:
             return Ack(ok=False, detail="this user is not on the deny-list")
         if user in self._late:
             left = self._late[user][1] - time.monotonic()
             text = f"the user's purge deletes late records for another {left:.0f} s: ask again after that"
             return Ack(ok=False, detail=text)
-        await values.put(denied_key(self._run, user), msgspec.structs.replace(known[0], readmitted=time.time()))
+        await values.put(denied_key(self._run, user), msgspec.structs.replace(denied[0], readmitted=time.time()))
         self.denied.discard(user)
-        await self._event("user_readmitted", f"denied since {known[0].since:.0f} (seconds since the epoch)")
+        await self._event("user_readmitted", f"denied since {denied[0].since:.0f} (seconds since the epoch)")
         return Ack(detail="the user is off the deny-list; what was purged stays purged")
 
     async def purge(self, user: str) -> PurgeCertificate | Ack:

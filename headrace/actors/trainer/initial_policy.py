@@ -178,9 +178,9 @@ def held_out(folder: Path) -> dict[str, dict[str, float]]:
         lines = (folder / HELD_OUT).read_bytes().splitlines()
     except FileNotFoundError:
         return {}
-    found = [msgspec.json.decode(line, type=HeldOut) for line in lines]
+    entries = [msgspec.json.decode(line, type=HeldOut) for line in lines]
     losses: dict[str, dict[str, float]] = {}
-    for entry in found:
+    for entry in entries:
         for source, loss in entry.held_out.items():
             losses.setdefault(source, {})["after" if entry.step else "before"] = loss
     return {source: loss for source, loss in losses.items() if "after" in loss}

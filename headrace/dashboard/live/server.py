@@ -141,15 +141,15 @@ class LivePage:
 
     async def _history(self, request: web.Request) -> web.StreamResponse:
         users = self._users(request)
-        found = await history.records(self.bus, self.run, users=users)
-        return web.json_response({"records": found, "users": users})
+        records = await history.records(self.bus, self.run, users=users)
+        return web.json_response({"records": records, "users": users})
 
     async def _panel(self, request: web.Request) -> web.StreamResponse:
         after = request.query.get("after", "0")
         if not (after.isascii() and after.isdigit() and len(after) < 16):
             return web.Response(status=400, text="expected after=<sequence>")
-        found = await PANELS[request.match_info["name"]](self.bus, self.run, int(after))
-        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+        panel = await PANELS[request.match_info["name"]](self.bus, self.run, int(after))
+        return web.Response(body=msgspec.json.encode(panel), content_type="application/json")
 
     async def _trajectory(self, request: web.Request) -> web.StreamResponse:
         seq = int(request.match_info["seq"])
@@ -160,8 +160,8 @@ class LivePage:
                     status=403,
                     text="this attempt belongs to a user: open the page with a token of `headrace dashboard --users`",
                 )
-            found = await describe(self.bus, self.run, seq, made, self._originals)
+            described = await describe(self.bus, self.run, seq, made, self._originals)
         except NoSuchAttempt as error:
             return web.Response(status=404, text=str(error))
-        body = await asyncio.to_thread(msgspec.json.encode, found)
+        body = await asyncio.to_thread(msgspec.json.encode, described)
         return web.Response(body=body, content_type="application/json")

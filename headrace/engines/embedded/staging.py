@@ -54,8 +54,8 @@ class Shell:
     def __init__(self, config: PolicyConfig, numerics: Numerics) -> None:
         self.config = config
         self.model = Model(config, numerics, seed=None)
-        own = {name: parameter.data for name, parameter in self.model.named_parameters()}
-        self.tensors: dict[str, Tensor] = names.views(config, own)
+        parameters = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        self.tensors: dict[str, Tensor] = names.views(config, parameters)
         apart = [name for name, view in self.tensors.items() if not view.is_contiguous() or view.device.type != "cpu"]
         if apart:
             raise EngineError(f"{apart[0]} is not contiguous in this machine's memory: it cannot be staged")
@@ -146,21 +146,21 @@ class Staging:
 
     def _check(self, tensors: tuple[TensorInfo, ...]) -> None:
         """WeightError unless these are the model's tensors, in shapes and dtypes that it can serve exactly."""
-        wanted, known = self.shell.tensors, {info.name: info for info in tensors}
+        wanted, received = self.shell.tensors, {info.name: info for info in tensors}
         scales = {info.name + SCALE for info in tensors if info.dtype == _EIGHT_BITS}
-        extra = set(known) - set(wanted) - scales - ({"lm_head.weight"} if self.shell.config.tied else set())
-        missing = (set(wanted) | scales) - set(known)
+        extra = set(received) - set(wanted) - scales - ({"lm_head.weight"} if self.shell.config.tied else set())
+        missing = (set(wanted) | scales) - set(received)
         if extra or missing:
             first = sorted(extra or missing)[0]
             raise WeightError(
                 f"{len(missing)} tensors are missing and {len(extra)} are not of this model; the first is {first}"
             )
         for name, tensor in wanted.items():
-            info = known[name]
+            info = received[name]
             if info.shape != tuple(tensor.shape):
                 raise WeightError(f"{name}: expected shape {list(tensor.shape)}, got {list(info.shape)}")
             if info.dtype == _EIGHT_BITS:
-                scale = known[name + SCALE]
+                scale = received[name + SCALE]
                 blocks = (*info.shape[:-1], info.shape[-1] // mxfp8.BLOCK)
                 if scale.shape != blocks or state.itemsize(scale.dtype) != 1 or info.shape[-1] % mxfp8.BLOCK:
                     raise WeightError(f"{name}: expected one scale of one byte per {mxfp8.BLOCK} elements")

@@ -232,12 +232,12 @@ class Worker(threading.Thread):
         session = job.session
         self.recent[session.name] = session
         self.recent.move_to_end(session.name)
-        known = 0
+        shared = 0
         for have, want in zip(session.ids, job.context[:-1], strict=False):
             if have != want:
                 break
-            known += 1
-        self.store.trim(session, known, self.row)
+            shared += 1
+        self.store.trim(session, shared, self.row)
         job.report = session.report_from(job.context)
         if not session.ids:
             self.store.adopt(session, job.context, weights.key)

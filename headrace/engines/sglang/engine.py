@@ -281,11 +281,11 @@ class SglangEngine:
             self._in_flight[flight.rid] = flight
             self.counts["attempts"] += 1
             try:
-                found = self._life.terms
+                terms = self._life.terms
                 asked = body(
                     request, turn.ids, turn.left, rid=flight.rid, start=start, salt=self._life.salt(weights),
-                    sparse=bool(self._config.experts), seeded=found is not None and found.deterministic,
-                    priority=PRIORITY[request.lane] if found is not None and found.priorities else None,
+                    sparse=bool(self._config.experts), seeded=terms is not None and terms.deterministic,
+                    priority=PRIORITY[request.lane] if terms is not None and terms.priorities else None,
                 )  # fmt: skip
                 reply, late = await self._send(asked, flight, deadline)
             except ServerError as error:

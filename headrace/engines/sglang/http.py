@@ -125,13 +125,13 @@ class Wire:
                     seen = max(0, len(rest) - 1)
                     rest += part
                     while (end := rest.find(b"\n\n", seen)) >= 0:
-                        found, seen = self._event(bytes(rest[:end])), 0
+                        event, seen = self._event(bytes(rest[:end])), 0
                         del rest[: end + 2]
-                        if found is None:
+                        if event is None:
                             done = True
                         else:
-                            last = found
-                            on_event(found)
+                            last = event
+                            on_event(event)
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError("gone", f"{self.url} broke the connection: {error or type(error).__name__}") from None
         if not done or last is None:

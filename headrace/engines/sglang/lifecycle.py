@@ -127,15 +127,15 @@ class Life:
     async def _change(self, weights: VersionFile) -> None:
         """Make the server serve `weights`, in whatever state it is. NotServed, EngineError."""
         try:
-            found = await self._up(weights)
+            terms = await self._up(weights)
             if self._held is None:
                 await self._swapper.ready(weights)
-            if self._held is None and not self._strange and await self._swapper.holds(weights, found):
+            if self._held is None and not self._strange and await self._swapper.holds(weights, terms):
                 self._swapper.pause_ms = 0.0
             else:
                 if self._held is not None and self.gate.inside:
                     self._mixed[self._held.label] += 1
-                await self._swapper.change(weights, self._held, found, self._take_back)
+                await self._swapper.change(weights, self._held, terms, self._take_back)
             self._held, self._strange = weights, False
         except ServerError as error:
             self._held = None

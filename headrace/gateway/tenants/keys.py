@@ -82,10 +82,10 @@ class ApiKeys:
 
         The lookup is by hash, so its duration reveals nothing about existing keys.
         """
-        found = self._read()
+        entries = self._read()
         if key.startswith(self._inside):
-            return next((entry for entry in found.values() if entry.id == key.removeprefix(self._inside)), None)
-        return found.get(_digest(key))
+            return next((entry for entry in entries.values() if entry.id == key.removeprefix(self._inside)), None)
+        return entries.get(_digest(key))
 
     def inside(self, id: str) -> str:
         """Text that this process alone accepts in place of the key with an id: for callers that the broker has

@@ -91,19 +91,19 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     def keeps(self, criterion: Criterion) -> bool:
         """Whether a criterion counts; a criterion that is not on the card does not."""
-        known = self._of(criterion)
-        return known is not None and known.counts
+        measured = self._of(criterion)
+        return measured is not None and measured.counts
 
     def agreement(self, criterion: Criterion) -> Agreement | None:
         """The agreement with labels on a criterion; None where the card does not have it."""
-        known = self._of(criterion)
-        if known is None:
+        measured = self._of(criterion)
+        if measured is None:
             return None
-        return Agreement(kappa=known.kappa, low=known.kappa_low, high=known.kappa_high, pairs=known.pairs)
+        return Agreement(kappa=measured.kappa, low=measured.kappa_low, high=measured.kappa_high, pairs=measured.pairs)
 
     def _of(self, criterion: Criterion) -> CriterionCard | None:
-        known = {each.id: each for each in self.criteria}.get(criterion.id)
-        return known if known is not None and known.digest == digest(criterion.text) else None
+        measured = {each.id: each for each in self.criteria}.get(criterion.id)
+        return measured if measured is not None and measured.digest == digest(criterion.text) else None
 
     def require(self, judge: str, criteria: Sequence[Criterion], path: str) -> None:
         """RubricError when the card is about another judge, or lacks a criterion."""
@@ -112,9 +112,9 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
                 f"{path} is the card of {self.judge}, but [judge] uses {judge}: run `headrace judge "
                 f"card` for that judge"
             )
-        known = {each.id: each.digest for each in self.criteria}
+        digests = {each.id: each.digest for each in self.criteria}
         for criterion in criteria:
-            if known.get(criterion.id) != digest(criterion.text):
+            if digests.get(criterion.id) != digest(criterion.text):
                 raise RubricError(
                     f"{path} has no figures for the criterion {criterion.id!r} in its present wording: "
                     "add labels for it and run `headrace judge card` again"

@@ -62,14 +62,14 @@ class RubricJudge:
     @property
     def identity(self) -> str:
         """The subject of a card: the model, its settings, and the version of the instructions."""
-        own = self._section
-        return f"{self._model}/t{own.model_temperature:g}/v{own.model_votes}/q{VERSION}"
+        section = self._section
+        return f"{self._model}/t{section.model_temperature:g}/v{section.model_votes}/q{VERSION}"
 
     @property
     def _model(self) -> str:
         """The model's name, with the hash of its folder if that is configured: other weights are another model."""
-        own = self._section
-        return f"{own.model}@{self.model_hash}" if own.model_folder else own.model
+        section = self._section
+        return f"{section.model}@{self.model_hash}" if section.model_folder else section.model
 
     @property
     def plugin(self) -> Plugin:
@@ -89,12 +89,12 @@ class RubricJudge:
         check(criteria, f"task {candidate.task.ref.task} of {candidate.task.ref.suite}")
         usage, work = Usage(), work_of(candidate)
         scores = await asyncio.gather(*(self._criterion(each, candidate.task.prompt, work, usage) for each in criteria))
-        own = self._section
-        prices = own.model_prices
+        section = self._section
+        prices = section.model_prices
         return RubricScore(
             rubric=self.rubric.name,
             digest=digest(criteria, self.identity, self.card),
-            model=own.model,
+            model=section.model,
             model_hash=self.model_hash,
             value=value(scores),
             criteria=tuple(scores),
@@ -130,10 +130,10 @@ class RubricJudge:
         """One answer. EndpointFailed, EndpointRefused."""
         messages = question(statement, task, work, order)
         key = digest(messages, self._model, self._section.model_temperature, seed)
-        known = self._cache.get(key)
-        if known is not None:
+        cached = self._cache.get(key)
+        if cached is not None:
             usage.cached += 1
-            return known
+            return cached
         completion = await self._endpoint.complete(
             messages, schema(order), seed=seed, temperature=self._section.model_temperature
         )

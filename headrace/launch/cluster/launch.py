@@ -160,10 +160,10 @@ async def logs(path: Path, lines: int) -> int:
     """Print the last lines of every log of every host."""
     cluster = read(path)
     tail = f"tail -n {lines} -v *.log"
-    found = await everywhere(
+    outputs = await everywhere(
         cluster.hosts, lambda host: call(cluster, host, f"cd {shlex.quote(f'{host.folder}/{LOGS}')} && {tail}")
     )
     for host in cluster.hosts:
-        for line in found[host.name].splitlines():
+        for line in outputs[host.name].splitlines():
             say(f"{host.name}: {line}")
     return 0

@@ -75,7 +75,7 @@ async def benchmark(config: Config, wanted: Wanted, again: Again) -> int:
         if comparison is not None:
             say_report(comparison)
             write_card(runs.find(reports[-1].run, Path(config.run.dir)), reports, comparison)
-        return 1 if any(found.infra_lost for found in reports) else 0
+        return 1 if any(report.infra_lost for report in reports) else 0
 
     async def one(policy: str, stopping: Stopping, closing: AsyncExitStack) -> Report:
         async with AsyncExitStack() as processes:

@@ -26,7 +26,7 @@ def export(config: PolicyConfig, tensors: Mapping[str, Tensor], base: str, card:
         raise CheckpointError("the policy has no adapter ([trainer.lora] rank was 0): export it without --adapter")
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: expected a new folder")
-    own = {_HEAD + name: value.contiguous() for name, value in tensors.items() if low_rank.is_published(name)}
+    adapter = {_HEAD + name: value.contiguous() for name, value in tensors.items() if low_rank.is_published(name)}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -43,7 +43,7 @@ def export(config: PolicyConfig, tensors: Mapping[str, Tensor], base: str, card:
         "inference_mode": True,
     }
     target.mkdir(parents=True, exist_ok=True)
-    save_file(own, target / "adapter_model.safetensors", {"format": "pt"})
+    save_file(adapter, target / "adapter_model.safetensors", {"format": "pt"})
     (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (target / "README.md").write_text(card, encoding="utf-8")
-    return sum(value.nbytes for value in own.values())
+    return sum(value.nbytes for value in adapter.values())

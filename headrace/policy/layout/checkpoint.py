@@ -108,7 +108,7 @@ def load(folder: str | Path) -> tuple[PolicyConfig, dict[str, Tensor]]:
     if config.gpt_oss:
         tensors = mxfp4.inward(tensors, config.torch_dtype)
     layer = re.compile(r"model\.layers\.(\d+)\.")
-    beyond = [name for name in tensors if (found := layer.match(name)) and int(found[1]) >= config.layers]
+    beyond = [name for name in tensors if (match := layer.match(name)) and int(match[1]) >= config.layers]
     for name in beyond if config.scores == "sigmoid" else ():
         del tensors[name]
     return config, tensors

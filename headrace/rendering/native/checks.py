@@ -75,17 +75,17 @@ def traits(template: ChatTemplate, syntax: Syntax, tools: Sequence[ToolSchema], 
     def task(conversation: Conversation) -> list[Message]:
         return _opening(conversation, _AsItIs(), "task")
 
-    found = Traits(system=not shows(Traits(), task, system), tools=True, parallel=False)
+    observed = Traits(system=not shows(Traits(), task, system), tools=True, parallel=False)
     names = [tool.name for tool in tools]
-    if shows(found, task, *names):
-        found = msgspec.structs.replace(found, tools=False)
-    if why := shows(found, task, "task", *names):
+    if shows(observed, task, *names):
+        observed = msgspec.structs.replace(observed, tools=False)
+    if why := shows(observed, task, "task", *names):
         raise RendererError(f"the chat template does not show a task with its tools: {why}")
-    if why := shows(found, lambda conversation: _results(conversation, _AsItIs(), "result-1"), "result-1"):
+    if why := shows(observed, lambda conversation: _results(conversation, _AsItIs(), "result-1"), "result-1"):
         raise RendererError(f"the chat template does not show a call with its result: {why}")
     both = ("result-1", "result-2")
-    double = msgspec.structs.replace(found, parallel=True)
-    return found if shows(double, lambda conversation: _results(conversation, _AsItIs(), *both), *both) else double
+    double = msgspec.structs.replace(observed, parallel=True)
+    return observed if shows(double, lambda conversation: _results(conversation, _AsItIs(), *both), *both) else double
 
 
 def changes(conversation: Conversation) -> dict[Kind, Change]:

@@ -58,10 +58,10 @@ class NativeRenderer:
         self.tokenizer, self.bundle = tokenizer, bundle
         self._conversation, self._syntax, self._changes = conversation, syntax, changes
         self._types = {name: tool.properties for name, tool in conversation.tools.items()}
-        known = tokenizer.tags
-        eos = {token for token, id in known.items() if id in eos_ids}
-        self._stops = _either(eos | {stop for stop in syntax.stops if stop in known})
-        self._ends = eos | {end for end in (*syntax.stops, *syntax.ends) if end in known}
+        tags = tokenizer.tags
+        eos = {token for token, id in tags.items() if id in eos_ids}
+        self._stops = _either(eos | {stop for stop in syntax.stops if stop in tags})
+        self._ends = eos | {end for end in (*syntax.stops, *syntax.ends) if end in tags}
         self._closers = _either(self._ends)
         self.stop_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *self._cuts()}))
 

@@ -54,10 +54,10 @@ def segments(made: notes.Made, kept: int, answer: Answer) -> list[Segment]:
 
     first, second = ({"path": path} for path in (notes.START, made.name))
     edit = {"path": notes.ANSWER_FILE, "lines": "2", "text": notes.line(made.code, kept)}
-    found, coded = f"{made.name} {kept}", f" {made.code} {kept}"
+    first_note, coded = f"{made.name} {kept}", f" {made.code} {kept}"
     return [
-        Segment("", ("read_file", first), run("read_file", first), found),
-        Segment(found, ("read_file", second), run("read_file", second), coded),
+        Segment("", ("read_file", first), run("read_file", first), first_note),
+        Segment(first_note, ("read_file", second), run("read_file", second), coded),
         Segment(coded, ("edit_file", edit), (), ""),
     ]
 
@@ -68,8 +68,8 @@ def _plays(seed: int, quality: float, answer: Answer) -> Iterator[tuple[notes.Ma
     while True:
         made = notes.make("notes", rng.randrange(seeds.start, seeds.stop))
         fault: Fault = "" if rng.random() < quality else "random"
-        kept = made.values[notes.KEY] if not fault else rng.choice(made.values)
-        yield made, segments(made, kept, answer), fault
+        value = made.values[notes.KEY] if not fault else rng.choice(made.values)
+        yield made, segments(made, value, answer), fault
 
 
 def written(form: Summariser, text: str) -> list[int]:

@@ -67,9 +67,9 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[_Definition, str]]:
 
 
 def _once(body: list[ast.stmt]) -> Iterator[tuple[_Definition, str]]:
-    found = [node for node in body if isinstance(node, _Definition)]
-    names = [node.name for node in found]
-    for node in found:
+    definitions = [node for node in body if isinstance(node, _Definition)]
+    names = [node.name for node in definitions]
+    for node in definitions:
         if not node.name.startswith("_") and names.count(node.name) == 1:
             yield node, node.name
 

@@ -123,8 +123,8 @@ class _Finder(ast.NodeVisitor):
         """Positions inside f-strings can't be trusted before Python 3.12."""
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        if self._depth and len(node.ops) == 1 and (known := _COMPARE.get(type(node.ops[0]))):
-            self._swap("comparison", node, node.left, node.comparators[0], *known)
+        if self._depth and len(node.ops) == 1 and (swapped := _COMPARE.get(type(node.ops[0]))):
+            self._swap("comparison", node, node.left, node.comparators[0], *swapped)
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:

@@ -109,7 +109,7 @@ async def traced(lab: Lab, files: Mapping[str, bytes], plan: TestPlan) -> Reach:
         places = report.functions
         return Reach(
             frozenset(places[number] for number in report.outside),
-            {name: frozenset(places[number] for number in found) for name, found in report.tests.items()},
+            {name: frozenset(places[number] for number in numbers) for name, numbers in report.tests.items()},
         )
     except SandboxLost as error:
         raise SuiteError(f"the traced run lost its sandbox: {error}") from None

@@ -44,7 +44,7 @@ _MISSING = re.compile(r"No module named '([\w.]+)'")
 
 def missing(messages: Iterable[str]) -> tuple[str, ...]:
     """The modules whose absence these error messages name, sorted."""
-    return tuple(sorted({found.group(1) for message in messages for found in _MISSING.finditer(message)}))
+    return tuple(sorted({match.group(1) for message in messages for match in _MISSING.finditer(message)}))
 
 
 def named(root: Path) -> tuple[str, ...]:

@@ -92,14 +92,14 @@ async def build(
     reach = await _reach(lab, package, plan, say)
     rng = random.Random(f"headrace/{package.name}/{request.seed}")
     pairs: list[tuple[Task, Oracle]] = []
-    found = _candidates(package, rng)
-    near = [reach and reach.of(mutation, package.files[mutation.path]) for mutation in found]
-    candidates = [each for each in zip(found, near, strict=True) if each[1] is None or each[1] & {*expected}]
+    mutations = _candidates(package, rng)
+    near = [reach and reach.of(mutation, package.files[mutation.path]) for mutation in mutations]
+    candidates = [each for each in zip(mutations, near, strict=True) if each[1] is None or each[1] & {*expected}]
     if not candidates:
         say("no test calls a function of the package in its own process; all tests run for each change")
-        candidates = [(mutation, None) for mutation in found]
-    elif len(candidates) < len(found):
-        say(f"{len(found) - len(candidates)} of {len(found)} changes are in functions that no test calls")
+        candidates = [(mutation, None) for mutation in mutations]
+    elif len(candidates) < len(mutations):
+        say(f"{len(mutations) - len(candidates)} of {len(mutations)} changes are in functions that no test calls")
     tried = 0
     # In step and in order: which bugs enter the suite must not depend on which sandbox is faster.
     while len(pairs) < request.count and (batch := candidates[tried : tried + request.parallel]):
@@ -270,8 +270,8 @@ async def recorded(
     tried = msgspec.structs.replace(exam, answers=answers)
     if passed(await lab.judge(package.files, tried)) != exam.expected:
         tried = exam
-    known, both = sealing.pairs(seals, tried.answers)
-    say(f"{known} of {both} comparisons of two computed values have those of the untouched code as their answer")
+    answered, both = sealing.pairs(seals, tried.answers)
+    say(f"{answered} of {both} comparisons of two computed values have those of the untouched code as their answer")
     return tried
 
 

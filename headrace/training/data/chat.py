@@ -85,16 +85,16 @@ def rendered(client: ClientRenderer, conversation: Conversation) -> Document:
     messages = conversation.messages
     ids: list[int] = []
     weights: list[float] = []
-    known = 0
+    shown_before = 0
     for index, message in enumerate(messages):
         if message.role != "assistant":
             continue
         before = messages[:index]
-        shown = client.delta(before, known, stopped=ids[-1]) if known else client.start(before)
+        shown = client.delta(before, shown_before, stopped=ids[-1]) if shown_before else client.start(before)
         written = client.turn(messages[: index + 1])
         ids += [*shown, *written]
         weights += [0.0] * len(shown) + [conversation.weights[index]] * len(written)
-        known = index + 1
+        shown_before = index + 1
     return Document(ids=ids, weights=weights)
 
 

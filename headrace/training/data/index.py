@@ -113,8 +113,8 @@ def _records(path: Path, reader: Reader) -> Iterator[tuple[Record, bytes]]:
     line, offset = 1, 0
     try:
         with path.open("rb") as file:
-            while (found := reader.next(file, path, line)) is not None:
-                raw, lines = found
+            while (record := reader.next(file, path, line)) is not None:
+                raw, lines = record
                 if raw.strip():
                     yield Record(offset, len(raw), line), raw
                 line, offset = line + lines, offset + len(raw)

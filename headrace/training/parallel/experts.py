@@ -55,12 +55,12 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, groups: Groups) -> Tensor:
         ctx.groups, group = groups, groups.copies
-        own = shard.detach().to(dtype).contiguous()
+        local = shard.detach().to(dtype).contiguous()
         if group.size() == 1:
-            return own.clone() if own is shard else own
-        out = own.new_empty(group.size() * len(own), *own.shape[1:])
+            return local.clone() if local is shard else local
+        out = local.new_empty(group.size() * len(local), *local.shape[1:])
         with groups.clock.transfer():
-            dist.all_gather_single(out, own, group=group)
+            dist.all_gather_single(out, local, group=group)
         return out
 
     @staticmethod

@@ -40,7 +40,7 @@ def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: ProcessG
     mine = {run.name: run for run in runs}
     table = world.gathered([(run.name, run.start, run.items) for run in runs])
     spans: list[dict[str, tuple[int, int]]] = [{name: (start, count) for name, start, count in part} for part in table]
-    found: dict[int, bytes] = {}
+    digests: dict[int, bytes] = {}
     open_blocks: dict[int, xxhash.xxh3_128] = {}
     waiting: list[_Shared] = []
     number = 0
@@ -61,14 +61,14 @@ def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: ProcessG
                 if pieces and run is not None:
                     open_blocks[number].update(run.read(pieces[0][1] - run.start, pieces[0][2] - pieces[0][1]).data)
                 if len(pieces) < 2:
-                    found[number] = open_blocks.pop(number).digest()
+                    digests[number] = open_blocks.pop(number).digest()
             waiting += [_Shared(number, index, first, end - first, rank, owner) for rank, first, end in pieces[1:]]
             number += 1
     for part in _rounds(waiting, described):
         _pass_on(part, described, mine, open_blocks, world)
-    found |= {block: digest.digest() for block, digest in open_blocks.items()}
+    digests |= {block: digest.digest() for block, digest in open_blocks.items()}
     out = bytearray(number * HASH_BYTES)
-    for told in world.gathered(found):
+    for told in world.gathered(digests):
         for block, digest_ in told.items():
             out[block * HASH_BYTES : (block + 1) * HASH_BYTES] = digest_
     return bytes(out)
@@ -119,15 +119,15 @@ def _pass_on(
 
 def file_hashes(file: snapshot.Snapshot, world: ProcessGroup) -> bytes:
     """The hashes of all blocks of a file that every process can read, 16 bytes each; each process reads its share."""
-    found: dict[int, bytes] = {}
+    digests: dict[int, bytes] = {}
     number = 0
     for info in file.tensors:
         array = file.array(info)
         for start, count in state.blocks(info):
             if number % world.size == world.rank:
-                found[number] = state.block_hash(array[start : start + count])
+                digests[number] = state.block_hash(array[start : start + count])
             number += 1
-    every = {block: digest for told in world.gathered(found) for block, digest in told.items()}
+    every = {block: digest for told in world.gathered(digests) for block, digest in told.items()}
     return b"".join(every[block] for block in range(number))
 
 

@@ -71,8 +71,8 @@ class ShardedState(TrainerState):
     def gradient_norm(self) -> float:
         """Euclidean norm over all rows of all gradients; the same number in every process."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in self.gradients()]
-        own = sum((norm**2 for norm in torch.stack(norms).cpu().tolist()), 0.0) if norms else 0.0
-        total = sum(self.world.gathered(own))
+        local = sum((norm**2 for norm in torch.stack(norms).cpu().tolist()), 0.0) if norms else 0.0
+        total = sum(self.world.gathered(local))
         return math.sqrt(total) if math.isfinite(total) else math.nan
 
     @torch.no_grad()

@@ -149,16 +149,16 @@ class ShardedTrainer(PolicyTrainer):
             info, run = self._whole(name, parameter, tensor)
             described.append(info)
             parts += run
-        kept = {version: self.versions.rows(version) for version in self.versions.earlier}
+        earlier = {version: self.versions.rows(version) for version in self.versions.earlier}
         if self._reference is not None:
-            kept[-1] = {name: own.served(name, values) for name, values in self._reference.local.items()}
-        for version, served in kept.items():
+            earlier[-1] = {name: own.served(name, values) for name, values in self._reference.local.items()}
+        for version, served in earlier.items():
             head = f"kept.{version}."
             infos = published.infos(own.model.config, own.sharded.shapes)
             described += [msgspec.structs.replace(info, name=head + info.name) for info in infos]
             parts += [run._replace(name=head + run.name) for run in own.runs(served)]
         described.sort(key=lambda info: info.name)
-        about = checkpoint.facts(own, sorted(kept), position, guard)
+        about = checkpoint.facts(own, sorted(earlier), position, guard)
         about["hash"] = state.root(described, rows.hashes(described, parts, self.world))
         rows.write(self.folder / "checkpoint.safetensors", described, about, parts, self.world)
         self.versions.release()
@@ -302,21 +302,23 @@ def joined(config: Config, folder: Path, rank: int, store: Any = None) -> Sharde
 
 def _check(config: Config, policy: PolicyConfig) -> None:
     """TrainerError for what several ranks cannot do."""
-    own = config.trainer
-    if own.expert_ranks > 1 and (not policy.experts or policy.experts % own.ranks):
+    settings = config.trainer
+    if settings.expert_ranks > 1 and (not policy.experts or policy.experts % settings.ranks):
         raise TrainerError(
-            f"[trainer] expert_ranks: expected experts that {own.ranks} ranks can share evenly, the policy has "
+            f"[trainer] expert_ranks: expected experts that {settings.ranks} ranks can share evenly, the policy has "
             f"{policy.experts}; set expert_ranks = 1 or another number of ranks"
         )
-    if policy.kv_heads % own.context_ranks:
+    if policy.kv_heads % settings.context_ranks:
         raise TrainerError(
             f"[trainer] context_ranks: expected a divisor of the policy's {policy.kv_heads} key-value heads, got "
-            f"{own.context_ranks}"
+            f"{settings.context_ranks}"
         )
     rounded = config.weights.precision == "bf16" and policy.dtype == "float32"
-    if own.frozen or rounded:
-        key = "[trainer] frozen" if own.frozen else '[weights] precision = "bf16" of a float32 policy'
-        raise TrainerError(f"[trainer] ranks: expected 1 with {key}, got {own.ranks}; several ranks cannot do that yet")
+    if settings.frozen or rounded:
+        key = "[trainer] frozen" if settings.frozen else '[weights] precision = "bf16" of a float32 policy'
+        raise TrainerError(
+            f"[trainer] ranks: expected 1 with {key}, got {settings.ranks}; several ranks cannot do that yet"
+        )
 
 
 def open_ranks(
@@ -333,16 +335,18 @@ def open_ranks(
     resumed = (folder / "checkpoint.safetensors").exists()
     _check(config, hugging_face.of_run(config))
     PolicyTrainer.prepare_files(config, folder, tokenizer_json=tokenizer_json)
-    own = config.trainer
-    device = device_named(own.device)
-    if device.type == "cuda" and torch.cuda.device_count() < own.ranks:
-        raise TrainerError(f"[trainer] ranks: {own.ranks} need as many CUDA devices, got {torch.cuda.device_count()}")
+    settings = config.trainer
+    device = device_named(settings.device)
+    if device.type == "cuda" and torch.cuda.device_count() < settings.ranks:
+        raise TrainerError(
+            f"[trainer] ranks: {settings.ranks} need as many CUDA devices, got {torch.cuda.device_count()}"
+        )
     if not resumed:
-        tokens = -(-own.micro_tokens // own.context_ranks)  # for its memory plan: it takes no step
+        tokens = -(-settings.micro_tokens // settings.context_ranks)  # for its memory plan: it takes no step
         # One device may not hold all weights, and making version 0 without mid-training computes nothing on it.
-        place = own.device if config.mid_training.tokens and base is None else "cpu"
+        place = settings.device if config.mid_training.tokens and base is None else "cpu"
         alone = msgspec.structs.replace(
-            own, ranks=1, expert_ranks=1, context_ranks=1, micro_tokens=tokens, device=place
+            settings, ranks=1, expert_ranks=1, context_ranks=1, micro_tokens=tokens, device=place
         )
         first = msgspec.structs.replace(config, trainer=alone)
         PolicyTrainer.prepare(first, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)

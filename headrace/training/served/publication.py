@@ -209,7 +209,7 @@ def _places(described: Sequence[TensorInfo]) -> dict[str, tuple[int, int]]:
 
 def _read_back(file: snapshot.Rows, described: Sequence[TensorInfo], wanted: set[int]) -> dict[int, bytes]:
     """The hashes of these blocks of a file in which all rows are written."""
-    found: dict[int, bytes] = {}
+    hashes: dict[int, bytes] = {}
     buffer = np.empty(PIECE * 4, np.uint8)
     block = 0
     for index, info in enumerate(described):
@@ -221,6 +221,6 @@ def _read_back(file: snapshot.Rows, described: Sequence[TensorInfo], wanted: set
                     part = buffer[: min(PIECE, start + count - at) * kind.itemsize].view(kind)
                     file.read(index, at, part)
                     digest.update(part.data)
-                found[block] = digest.digest()
+                hashes[block] = digest.digest()
             block += 1
-    return found
+    return hashes

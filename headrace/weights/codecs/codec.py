@@ -239,13 +239,13 @@ def _changes(base: Sequence[Bits], target: Sequence[Bits]) -> tuple[Positions, B
     """Positions, old bits and new bits of a unit's changes; positions count through its blocks."""
     if len(target) == 1:
         return ulp_delta.changes(base[0], target[0])
-    found, offset = [], 0
+    changes, offset = [], 0
     for before, after in zip(base, target, strict=True):
         at, old, new = ulp_delta.changes(before, after)
         at += offset
-        found.append((at, old, new))
+        changes.append((at, old, new))
         offset += after.size
-    return tuple(np.concatenate(column) for column in zip(*found, strict=True))  # type: ignore[return-value]
+    return tuple(np.concatenate(column) for column in zip(*changes, strict=True))  # type: ignore[return-value]
 
 
 def _pack(

@@ -79,18 +79,21 @@ class ReadinessLedger:
     def hear(self, message: Message, time: float) -> bool:
         """Apply one message, stored at `time` (seconds since the epoch). True when the ledger changed."""
         if isinstance(message, WeightsStaged):
-            known = self.copies.get(message.node)
+            earlier = self.copies.get(message.node)
             # An evaluation may pin an old version, which is then staged again; the node still holds the newer one.
-            if known is not None and message.version < known.version:
+            if earlier is not None and message.version < earlier.version:
                 return False
-            same = known is not None and (known.version, known.state_hash) == (message.version, message.state_hash)
+            same = earlier is not None and (earlier.version, earlier.state_hash) == (
+                message.version,
+                message.state_hash,
+            )
             self.copies[message.node] = NodeCopy(
                 node=message.node,
                 region=message.region,
                 version=message.version,
                 state_hash=message.state_hash,
-                since=known.since if same and known is not None else time,
-                stage_s=known.stage_s if same and known is not None else message.stage_s,
+                since=earlier.since if same and earlier is not None else time,
+                stage_s=earlier.stage_s if same and earlier is not None else message.stage_s,
             )
             return not same
         if isinstance(message, WeightsSwapped):

@@ -45,11 +45,11 @@ class Stage:
         try:
             self._describe()
             self.written_bytes = _copy_differences(Path(path), self.model)
-            found = snapshot.file_hash(self.model)
+            written = snapshot.file_hash(self.model)
         except (OSError, WeightError) as error:
             raise EngineError(f"version {version} cannot be staged from {path}: {error}") from error
-        if found != state_hash:
-            raise EngineError(f"version {version} from {path} has state hash {found}, expected {state_hash}")
+        if written != state_hash:
+            raise EngineError(f"version {version} from {path} has state hash {written}, expected {state_hash}")
 
     def _describe(self) -> None:
         """Write config.json and the tokenizer files."""
@@ -79,15 +79,15 @@ def _copy_differences(source: Path, target: Path) -> int:
     with open(source, "rb", buffering=0) as new, open(target, "a+b", buffering=0) as old:
         descriptor = old.fileno()
         size = os.fstat(new.fileno()).st_size
-        kept = min(size, os.fstat(descriptor).st_size)
-        if kept < size:
+        common = min(size, os.fstat(descriptor).st_size)
+        if common < size:
             os.posix_fallocate(descriptor, 0, size)
         os.ftruncate(descriptor, size)
     # Opened again, because with O_APPEND every positioned write would append.
     with open(source, "rb", buffering=0) as new, open(target, "r+b", buffering=0) as old:
         at = 0
         while block := new.read(BLOCK):
-            if at + len(block) > kept or os.pread(old.fileno(), len(block), at) != block:
+            if at + len(block) > common or os.pread(old.fileno(), len(block), at) != block:
                 view = memoryview(block)
                 while view:
                     view = view[os.pwrite(old.fileno(), view, at + len(block) - len(view)) :]

@@ -150,9 +150,9 @@ class ContainerBackend(WithoutCopies):
     def _image(self, template: str) -> Image:
         image = imported.find(self._cache, template)
         if image is None:
-            known = ", ".join(imported.names(self._cache)) or "none"
+            images = ", ".join(imported.names(self._cache)) or "none"
             raise VmhostError(
-                f"the container backend runs images of the store, and {template!r} is none; known are {known}: "
+                f"the container backend runs images of the store, and {template!r} is none; known are {images}: "
                 "import one (`headrace images import`), or use backend = qemu for templates"
             )
         return image
