@@ -21,7 +21,10 @@ class Scratch:
         sweep()
         while True:
             self.path = tempfile.mkdtemp(prefix=f"headrace-{os.getpid()}-")
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:  # a sweep in another PID namespace has removed it already
+                continue
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:  # a sweep in another PID namespace came first and removes it

@@ -59,3 +59,21 @@ async def test_a_host_whose_folder_was_removed_says_so() -> None:
             await backend.machine("", SandboxLimits())
     finally:
         await backend.close()
+
+
+def test_a_folder_that_a_sweep_removed_at_once_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, removed = tempfile.mkdtemp, []
+
+    def swept(prefix: str) -> str:
+        path = make(prefix=prefix)
+        if not removed:
+            removed.append(path)
+            os.rmdir(path)
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", swept)
+    scratch = Scratch()
+    try:
+        assert scratch.exists() and removed and scratch.path != removed[0]
+    finally:
+        scratch.remove()
