@@ -62,7 +62,8 @@ async def test_a_host_whose_folder_was_removed_says_so() -> None:
 
 
 def test_a_folder_that_a_sweep_removed_at_once_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    make, removed = tempfile.mkdtemp, []
+    make = tempfile.mkdtemp
+    removed: list[str] = []
 
     def swept(prefix: str) -> str:
         path = make(prefix=prefix)
