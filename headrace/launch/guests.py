@@ -16,6 +16,9 @@ from headrace.config import Config, Environment
 from headrace.launch.output import say
 from headrace.parent_death import die_with
 
+END_S = 10.0
+"""Seconds for a build to end by SIGTERM; it is killed then."""
+
 
 async def prepare_host(config: Config) -> None:
     """Build image and templates unless they are cached. VmhostError when this machine cannot run VMs."""
@@ -53,6 +56,11 @@ async def prepare_host(config: Config) -> None:
         errors.cancel()
         with suppress(ProcessLookupError):
             os.killpg(maker.pid, signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await maker.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(maker.pid, signal.SIGKILL)
         await maker.wait()
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.algorithms.advantages import group_advantages
 from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
 from headrace.messages.judging import Score
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.rollout import Trajectory
@@ -156,15 +157,23 @@ class LiveScores:
     def __init__(self) -> None:
         self.found: dict[tuple[str, int, int], Score] = {}
         self._news = asyncio.Event()
+        self._failure: BusError | None = None
 
     async def follow(self, bus: Bus, run: str, judge: str) -> None:
-        """Collect the scores, without end."""
-        async for received in bus.follow("HR_SCORE", SCORE.where(run=scores_run(run, judge), judge=judge)):
-            if isinstance(score := received.message, Score):
-                self.found[score.group, score.slot, score.attempt] = score
-                self._news.set()
+        """Collect the scores, without end. A failure of the broker is raised by `more`."""
+        try:
+            async for received in bus.follow("HR_SCORE", SCORE.where(run=scores_run(run, judge), judge=judge)):
+                if isinstance(score := received.message, Score):
+                    self.found[score.group, score.slot, score.attempt] = score
+                    self._news.set()
+        except BusError as error:
+            self._failure = error
+            self._news.set()
 
     async def more(self) -> None:
-        """Wait for the next score."""
+        """Wait for the next score. BusError when `follow` has ended."""
         self._news.clear()
-        await self._news.wait()
+        if self._failure is None:
+            await self._news.wait()
+        if self._failure is not None:
+            raise self._failure

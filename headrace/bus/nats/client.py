@@ -13,6 +13,7 @@ a header block, end its read loop in the same way; the broker stores such messag
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
 
 PRIVATE: dict[type, tuple[str, ...]] = {
     Client: (
@@ -27,8 +28,10 @@ PRIVATE: dict[type, tuple[str, ...]] = {
         "_remove_sub",
         "_server_info",
         "_send_unsubscribe",
+        "_transport",
     ),
     Subscription: ("_id", "_pending_queue", "_stop_processing"),
+    TcpTransport: ("_io_writer",),
 }
 """Class of nats-py to the private members that are used here."""
 
@@ -80,6 +83,11 @@ class NatsClient(Client):
     async def write_pending(self) -> None:
         """Write all buffered commands to the socket and wait until that is done."""
         await self._flush_pending(force_flush=True)
+
+    def abort(self) -> None:
+        """Close the socket at once; what was not sent is lost."""
+        if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
+            self._transport._io_writer.transport.abort()
 
     async def announce_unsubscribe(self, subscription: Subscription) -> None:
         """Tell the broker to send nothing more on a subscription; deliveries under way still arrive."""

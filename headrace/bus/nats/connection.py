@@ -29,6 +29,8 @@ TRANSIENT = (Disconnected, BusTimeout, NoResponders)
 AWAY_S = 120.0
 """Seconds for which a request is repeated while the broker does not answer: longer than a host that pauses for a
 minute, because an actor that gives up earlier is only restarted and then waits for the same broker."""
+CLOSE_S = 5.0
+"""Seconds in which a connection closes in order; then it is cut."""
 T = TypeVar("T")
 PENDING_BYTES = 64 << 20
 """Bytes that may be buffered for sending on one connection; nats-py's default of 2 MiB stalls a chunked payload."""
@@ -143,7 +145,10 @@ class NatsConnection:
 
     async def _abandon(self) -> None:
         try:
-            await _faithfully(self.client.close())
+            async with asyncio.timeout(CLOSE_S):  # nats-py waits until a stopped broker has read all that was sent
+                await _faithfully(self.client.close())
+        except TimeoutError:
+            self.client.abort()
         except (OSError, nats.errors.Error, RuntimeError, Disconnected):
             pass
         self.closed.set()

@@ -20,6 +20,10 @@ _STAYS = (-32600, -32601, -32602, -32603)
 """JSON-RPC errors that refuse one request and leave the connection usable."""
 
 
+CLOSE_S = 15.0
+"""Seconds for a session to end in order, and as many after its cancellation. The SDK kills a command after 4 s."""
+
+
 class McpError(Exception):
     """A server cannot be used or does not answer; the text gives the reason in one sentence."""
 
@@ -154,10 +158,14 @@ class Connection:
         return _text(result), not result.is_error
 
     async def close(self) -> None:
-        """End the client, and the process of a command."""
+        """End the client, and the process of a command. A server that does not let go in CLOSE_S is left."""
         self._drop()
         if self._ending:
-            await asyncio.wait(self._ending)
+            _, late = await asyncio.wait(self._ending, timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=CLOSE_S)
         if self._stderr is not None:
             self._stderr.close()
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
 
 from headrace.bus.nats.client import PRIVATE, NatsClient, parse_headers
 from tests.conftest import Connect
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.anyio
 async def test_the_installed_nats_py_has_every_private_member() -> None:
     client = Client()
     await asyncio.sleep(0)
-    instances = {Client: client, Subscription: Subscription(client)}
+    instances = {Client: client, Subscription: Subscription(client), TcpTransport: TcpTransport()}
     # _public_nkey and _pongs are attributes of instances, so instances are asked and not the classes.
     missing = {
         cls.__name__: [name for name in names if not hasattr(instances[cls], name)] for cls, names in PRIVATE.items()

@@ -13,6 +13,8 @@ import pytest
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.errors import Disconnected
+from headrace.bus.nats import connection
+from headrace.bus.nats.client import NatsClient
 from headrace.bus.nats.received import Received
 from headrace.bus.nats.streams import declare
 from headrace.bus.runtime.actor import Actor
@@ -155,3 +157,24 @@ async def test_an_actor_that_is_cut_off(server: Server, seconds: float, caplog: 
 
     await goes_on(server, f"nats://127.0.0.1:{wire.port}", away, limit_of(seconds), caplog)
     await wire.cut()
+
+
+async def test_a_connection_closes_although_its_broker_reads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nats-py's close waits until the broker has read all that was sent."""
+    monkeypatch.setattr(connection, "CLOSE_S", 0.3)
+    cut: list[NatsClient] = []
+    abort = NatsClient.abort
+    monkeypatch.setattr(NatsClient, "abort", lambda client: (cut.append(client), abort(client)))
+    async with Server(tmp_path) as server:
+        bus = await Bus.connect(server.url, role="admin", credentials=server.credentials)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            for _ in range(16):
+                await bus.connection.client.publish("hr.r1.filler", b"x" * (1 << 20))
+            async with asyncio.timeout(PATIENCE_S):
+                await bus.close()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+    assert cut, "the broker has read everything: send more than the sockets hold"
