@@ -42,7 +42,7 @@ def headrace(place: Place, *words: str, codes: tuple[int, ...] = (0,)) -> str:
     """The output of a command of headrace. SystemExit when it fails."""
     command = [sys.executable, "-m", "headrace.cli", *words]
     done = subprocess.run(command, cwd=place.folder, capture_output=True, text=True, timeout=ENDS_S)
-    if done.returncode not in codes:
+    if done.returncode not in codes or (done.returncode and not done.stdout.strip()):
         raise SystemExit(f"headrace {' '.join(words)} ended with code {done.returncode}: {done.stdout}{done.stderr}")
     return done.stdout
 
