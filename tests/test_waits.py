@@ -98,7 +98,7 @@ REVIEWED: dict[str, str] = {
     "weights/chain.py: build": "the fetch of a chunk, which has the bus's deadline",
     "weights/publishing/release.py: store.finish_first": "the write of a chunk, which has the bus's deadline",
 }
-"""`file: function`, and why its waits end or may last. Whoever adds one reads the function that ends the wait."""
+"""`file: function`, and why its waits end or may last. Before you add one, read the function that ends the wait."""
 
 
 def name_of(call: ast.expr) -> str:

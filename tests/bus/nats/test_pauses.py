@@ -166,7 +166,12 @@ async def test_a_connection_closes_although_its_broker_reads_nothing(
     monkeypatch.setattr(connection, "CLOSE_S", 0.3)
     cut: list[NatsClient] = []
     abort = NatsClient.abort
-    monkeypatch.setattr(NatsClient, "abort", lambda client: (cut.append(client), abort(client)))
+
+    def noted(client: NatsClient) -> None:
+        cut.append(client)
+        abort(client)
+
+    monkeypatch.setattr(NatsClient, "abort", noted)
     async with Server(tmp_path) as server:
         bus = await Bus.connect(server.url, role="admin", credentials=server.credentials)
         os.kill(server.pid, signal.SIGSTOP)
