@@ -16,7 +16,8 @@ pytestmark = pytest.mark.anyio
 async def test_the_installed_nats_py_has_every_private_member() -> None:
     client = Client()
     await asyncio.sleep(0)
-    instances = {Client: client, Subscription: Subscription(client), TcpTransport: TcpTransport()}
+    transport = TcpTransport()  # type: ignore[no-untyped-call]
+    instances = {Client: client, Subscription: Subscription(client), TcpTransport: transport}
     # _public_nkey and _pongs are attributes of instances, so instances are asked and not the classes.
     missing = {
         cls.__name__: [name for name in names if not hasattr(instances[cls], name)] for cls, names in PRIVATE.items()
