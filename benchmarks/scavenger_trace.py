@@ -1,12 +1,13 @@
 """Users' time to first token with lending and without it, over days with a night, a peak and a sudden step.
 
-    python -m benchmarks.scavenger_trace [--pairs 3] [--day 180]
+    python -m benchmarks.scavenger_trace [--pairs 2] [--day 180]
     python -m benchmarks.scavenger_trace --make                        # benchmarks/traces/diurnal.json, seed 1
 
 A real run of a tiny Qwen3 with random weights (`headrace up`, processes as sandboxes) serves agents that bring their
 own tools, by HTTP; its one rollout actor belongs to the product, so training advances only while it is lent. Days with
-lending and days without it alternate, and each sends the same requests at the same times; so a pair is one request on
-both kinds of days. A request asks for one token, so its duration is the time to the first token. The clock is scaled:
+lending and days without it come in the order kept, lent, lent, kept, so that a slow drift hits both alike; the number of
+pairs is therefore even. Each day sends the same requests at the same times; so a pair is one request on both kinds of
+days. A request asks for one token, so its duration is the time to the first token. The clock is scaled:
 24 hours take `--day` seconds, and the scavenger's times shrink likewise, but not the second between two reports of a
 quiet gateway. At the end another rollout actor, for training alone, finishes the attempts that were handed back, and
 the run's ledger is audited.
@@ -320,10 +321,19 @@ def lent_time(day: Day) -> float:
     return total
 
 
+def even(text: str) -> int:
+    """A number of pairs. argparse.ArgumentTypeError unless it is even and at least 2."""
+    if not text.isdecimal() or int(text) < 2 or int(text) % 2:
+        raise argparse.ArgumentTypeError(
+            f"expected an even number >= 2, got {text!r}: the order kept, lent, lent, kept needs pairs of pairs"
+        )
+    return int(text)
+
+
 def main() -> None:
     """Run the benchmark and print one line of JSON."""
     parser = argparse.ArgumentParser(description="time to first token with and without lending")
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--pairs", type=even, default=2, help="an even number of pairs of days")
     parser.add_argument("--day", type=float, default=180.0)
     parser.add_argument("--make", action="store_true", help="write the trace anew")
     args = parser.parse_args()
