@@ -251,6 +251,12 @@ class Users:
             messages.append({"role": "assistant", "content": said["content"] or "", "tool_calls": calls})
             messages += [{"role": "tool", "tool_call_id": call["id"], "content": PASSED} for call in calls]
 
+    async def short_session(self, user: str, prompt: str) -> str:
+        """A session of one sampled token, still open: its id."""
+        body = {"model": "latest", "messages": [{"role": "user", "content": prompt}], "user": user, "max_tokens": 1}
+        _, session = await self._post("/v1/chat/completions", body, {"x-headrace-session": user})
+        return session
+
     async def rate(self, session: str, up: bool) -> None:
         """Send a rating of a session."""
         await self._post(f"/v1/client/sessions/{session}/feedback", {"thumb": "up" if up else "down"}, {})
