@@ -5,12 +5,12 @@
 
 A real run of a tiny Qwen3 with random weights (`headrace up`, processes as sandboxes) serves agents that bring their
 own tools, by HTTP; its one rollout actor belongs to the product, so training advances only while it is lent. Days with
-lending and days without it come in the order kept, lent, lent, kept, so that a slow drift hits both alike; the number of
-pairs is therefore even. Each day sends the same requests at the same times; so a pair is one request on both kinds of
-days. A request asks for one token, so its duration is the time to the first token. The clock is scaled:
-24 hours take `--day` seconds, and the scavenger's times shrink likewise, but not the second between two reports of a
-quiet gateway. At the end another rollout actor, for training alone, finishes the attempts that were handed back, and
-the run's ledger is audited.
+lending and days without it come in the order kept, lent, lent, kept, so that a slow drift hits both alike; the number
+of pairs is therefore even. Each day sends the same requests at the same times; so a pair is one request on both kinds
+of days. A request asks for one token, so its duration is the time to the first token. The clock is scaled: 24 hours
+take `--day` seconds, and the scavenger's times shrink likewise, but not the second between two reports of a quiet
+gateway. At the end another rollout actor, for training alone, finishes the attempts that were handed back, and the
+run's ledger is audited.
 """
 
 import argparse

@@ -7,7 +7,8 @@ queue. First every user holds one session of one token. Then the thumbs arrive a
 each is one POST to the gateway, which ends the session, has its trajectory stored and stores the rating. The feedback
 actor closes a batch for every 16 ratings. Two times are taken from the moment before the POST: to the answer, and to
 the GroupClosed in HR_SCORE from which the branch's trainer reads. The second includes the wait for the rest of the
-batch. The audit then proves the books.
+batch. The audit then proves that
+every rating has one end.
 """
 
 import argparse

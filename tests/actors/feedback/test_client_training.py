@@ -13,7 +13,7 @@ from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import CLOSE, STEP, TRAJ
-from headrace.messages.training import StepDone
+from headrace.messages.training import StepDone, StepFailed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -41,8 +41,9 @@ async def dialects(users: Users) -> list[str]:
 async def trained(running: Product) -> StepDone:
     """The branch's first step."""
     async for received in running.bus.follow("HR_STEP", STEP.at(run=running.branch)):
-        assert isinstance(received.message, StepDone), received.message
-        return received.message
+        if isinstance(received.message, StepDone | StepFailed):
+            assert isinstance(received.message, StepDone), received.message
+            return received.message
     raise AssertionError
 
 
