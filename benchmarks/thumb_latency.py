@@ -1,14 +1,13 @@
 """Seconds from a user's thumb to the outcome that waits for the trainer, over HTTP and the whole product.
 
-    python -m benchmarks.thumb_latency [--thumbs 1040] [--rate 25]
+    python -m benchmarks.thumb_latency [--thumbs 1040] [--rate 4]
 
 A small product with real parts (`benchmarks.feedback.world`), its branch's trainer switched off so that outcomes only
 queue. First every user holds one session of one token. Then the thumbs arrive at random (Poisson) at `--rate` a second;
 each is one POST to the gateway, which ends the session, has its trajectory stored and stores the rating. The feedback
 actor closes a batch for every 16 ratings. Two times are taken from the moment before the POST: to the answer, and to
 the GroupClosed in HR_SCORE from which the branch's trainer reads. The second includes the wait for the rest of the
-batch. The audit then proves that
-every rating has one end.
+batch. The audit then proves that every rating has one end.
 """
 
 import argparse
@@ -107,7 +106,7 @@ def main() -> None:
     """Run the benchmark and print one line of JSON."""
     parser = argparse.ArgumentParser(description="seconds from a thumb to the outcome that waits for the trainer")
     parser.add_argument("--thumbs", type=int, default=MOST, help=f"whole batches of {BATCH}, at most {MOST}")
-    parser.add_argument("--rate", type=float, default=25.0, help="thumbs a second")
+    parser.add_argument("--rate", type=float, default=4.0, help="thumbs a second")
     args = parser.parse_args()
     if args.thumbs % BATCH or not 0 < args.thumbs <= MOST:
         parser.error(f"--thumbs: expected a multiple of {BATCH} from {BATCH} to {MOST}, got {args.thumbs}")
