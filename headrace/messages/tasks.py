@@ -188,6 +188,11 @@ class Task(Message, frozen=True, kw_only=True):
     """Limits of its sandboxes, the agent's and the judge's. Unset it is not encoded, so certificates of tasks without
     limits stay valid."""
 
+    lint: tuple[str, ...] | UnsetType = UNSET
+    """The image's own linter for the tool `lint`: a program of the sandbox and its arguments, run in the repository. A
+    call that names a glob adds the matching paths. Unset: `[tools] lint`, and where that is empty ruff or the check in
+    harness/tools/process/lint.py. Unset it is not encoded, as with `limits`."""
+
     @property
     def sandbox_limits(self) -> SandboxLimits:
         """The limits of its sandboxes; no limits of its own where it sets none."""

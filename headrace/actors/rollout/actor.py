@@ -34,7 +34,7 @@ from headrace.engines.registry import ENGINES
 from headrace.harness.mcp.connection import McpError
 from headrace.harness.mcp.tools import open_servers
 from headrace.harness.tools.registry import TOOLS
-from headrace.harness.tools.toolbox import tools_of, with_search, with_tools
+from headrace.harness.tools.toolbox import tools_of, with_linter, with_search, with_tools
 from headrace.ledger.training import suites_during
 from headrace.messages.base import Message
 from headrace.messages.ledger import Admission, admission_key
@@ -44,7 +44,7 @@ from headrace.messages.rollout import AttemptControl, Lane, RolloutRequest, Traj
 from headrace.messages.sandbox import NoCapacity, SandboxLost
 from headrace.messages.search import SearchLost
 from headrace.messages.subjects import FAIL, RPC, TASK, token
-from headrace.messages.tasks import Oracle, Task
+from headrace.messages.tasks import Oracle, Task, TaskRef
 from headrace.messages.weights import WeightsSwapped
 from headrace.registry import PluginError, plugins
 from headrace.rendering.registry import RENDERERS
@@ -91,9 +91,14 @@ class Rollout(Actor):
         self._agreed = set(tools)
         self._suite = lru_cache(64)(partial(open_suite, root=tasks.dir))
         searching = self._searcher is not None
-        self._task = lru_cache(64)(
-            lambda ref: with_search(with_tools(self._suite(ref.suite).task(ref.task), tasks.tools), searching)
-        )
+        linter = self.config.tools.lint
+
+        def offered(ref: TaskRef) -> Task:
+            return with_linter(
+                with_search(with_tools(self._suite(ref.suite).task(ref.task), tasks.tools), searching), linter
+            )
+
+        self._task = lru_cache(64)(offered)
         self._running: dict[asyncio.Task[Trajectory | None], RolloutRequest] = {}
         self._cancelled: dict[asyncio.Task[Trajectory | None], str] = {}
         """Attempts that a user ended, with the reason: the turns of `CANCELLED` ones are published."""

@@ -48,7 +48,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     from headrace.harness.prompt import toolbox_for, whole_prompt
     from headrace.harness.rendered import differing
     from headrace.harness.tools.registry import schemas_of
-    from headrace.harness.tools.toolbox import tools_of, with_search, with_tools
+    from headrace.harness.tools.toolbox import tools_of, with_linter, with_search, with_tools
     from headrace.messages.rollout import RendererBundle
     from headrace.messages.sandbox import Acquire, NoCapacity, PullTree, SandboxLost
     from headrace.messages.search import SearchLost
@@ -75,7 +75,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     file = folder / initial_policy.BUNDLE  # a run with only scripted policies has none
     detailed, prompts_differ = False, None
     searching = offers_search(config)
-    task = with_search(with_tools(task, config.tasks.tools), searching)
+    task = with_linter(with_search(with_tools(task, config.tasks.tools), searching), config.tools.lint)
     if file.is_file():
         bundle = msgspec.json.decode(file.read_bytes(), type=RendererBundle)
         try:

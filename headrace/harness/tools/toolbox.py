@@ -37,6 +37,11 @@ def with_tools(task: Task, more: Sequence[str]) -> Task:
     return msgspec.structs.replace(task, tools=(*offered, *(name for name in more if name not in offered)))
 
 
+def with_linter(task: Task, argv: tuple[str, ...]) -> Task:
+    """The task with the run's linter `argv`; the same task if it has a linter of its own or the run has none."""
+    return msgspec.structs.replace(task, lint=argv) if argv and not task.lint else task
+
+
 class Toolbox:
     """The enabled tools. `details` adds test messages; `cap` is the most characters of a result."""
 

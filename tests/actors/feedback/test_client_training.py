@@ -87,8 +87,8 @@ async def test_a_step_on_clients_sessions_has_mismatch_zero(tmp_path: Path, monk
         assert len(turns) == len(taken[session]) > 0
         context: list[int] = []
         for turn, (request, result) in zip(turns, taken[session], strict=True):
-            context += turn.prompt_ids.tolist()
+            context += map(int, turn.prompt_ids.tolist())
             assert tuple(context) == request.ids, "the engine read what the record says"
             assert tuple(turn.ids.tolist()) == result.ids and turn.logprobs.tolist() == list(result.logprobs)
-            context += turn.ids.tolist()
+            context += map(int, turn.ids.tolist())
     assert sorted(len(ended[session].turns) for session in sessions) == [1, 1, 2]

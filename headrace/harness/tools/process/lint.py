@@ -1,7 +1,10 @@
-"""lint: runs ruff if the sandbox has it, otherwise a check in Python for syntax errors and unbound names."""
+"""lint: runs the linter that the task or `[tools] lint` names; otherwise ruff if the sandbox has it, otherwise a check
+in Python for syntax errors and unbound names."""
+
+from collections.abc import Sequence
 
 from headrace.harness.tools.base import Answer, Workspace, failed
-from headrace.messages.sandbox import Exec
+from headrace.messages.sandbox import Exec, OpResult
 from headrace.rendering.schemas import BY_NAME
 
 _LINT = """
@@ -46,6 +49,36 @@ for path in paths:
 sys.exit(bad > 0)
 """
 
+_MATCHING = """
+import glob, os, sys
+paths = [path for path in sorted(glob.glob(sys.argv[1], recursive=True)) if os.path.isfile(path)]
+if not paths:
+    sys.exit(f"no file matches {sys.argv[1]}")
+try:
+    os.execvp(sys.argv[2], [*sys.argv[2:], *paths])
+except OSError as error:
+    print(f"{sys.argv[2]}: {error.strerror}", file=sys.stderr)
+    sys.exit(127)
+"""
+LINT_S = 60.0
+"""Time limit of a linter that a task or the configuration names."""
+SHOWN = 50
+"""Most lines of its report that the policy reads; the rest is counted."""
+
+
+def report(result: OpResult, argv: Sequence[str]) -> Answer:
+    """The first lines of a linter's output, or ``no problems``. Exit codes from 126 are those of a program that could
+    not run; a linter that reports without a word says its exit code."""
+    lines = [line for text in (result.stdout, result.stderr) for line in text.strip().splitlines()]
+    shown = "\n".join([*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more lines"] if len(lines) > SHOWN else [])])
+    if result.timed_out:
+        return Answer(f"{argv[0]} was stopped after {LINT_S:g} s\n{shown}".strip(), ok=False)
+    if result.ok:
+        return Answer("no problems")
+    if not 0 < result.code < 126:
+        return Answer(f"the linter {argv[0]} could not run: {shown or result.error}", ok=False)
+    return Answer(shown or f"{argv[0]} ended with {result.code} and said nothing")
+
 
 class LintTool:
     """Reports syntax errors, unbound names and similar defects, with programs of the sandbox."""
@@ -53,7 +86,11 @@ class LintTool:
     schema, writes = BY_NAME["lint"], False
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """Problems as ``path:line: message``, or ``no problems``."""
+        """Problems as ``path:line: message`` or in the words of the named linter, or ``no problems``."""
+        if workspace.task.lint:
+            named = list(workspace.task.lint)
+            matching = ["python3", "-I", "-S", "-c", _MATCHING, arguments["glob"]] if "glob" in arguments else []
+            return report(await workspace.call(Exec(argv=(*matching, *named), timeout_s=LINT_S)), named)
         argv = ("python3", "-I", "-S", "-c", _LINT, arguments.get("glob", "**/*.py"))
         result = await workspace.call(Exec(argv=argv, timeout_s=30.0))
         if result.code == 1 and result.stdout.strip():
