@@ -5,9 +5,10 @@
 A small product with real parts (`benchmarks.feedback.world`), its branch's trainer switched off so that outcomes only
 queue. First every user holds one session of one token. Then the thumbs arrive at random (Poisson) at `--rate` a second;
 each is one POST to the gateway, which ends the session, has its trajectory stored and stores the rating. The feedback
-actor closes a batch for every 16 ratings. Two times are taken from the moment before the POST: to the answer, and to
-the GroupClosed in HR_SCORE from which the branch's trainer reads. The second includes the wait for the rest of the
-batch. The audit then proves that every rating has one end.
+actor closes a batch for every 16 ratings. The outcome is the GroupClosed in HR_SCORE from which the branch's trainer
+reads. `queued` runs to it from the moment before the POST of the batch's last thumb: before that a batch waits for
+other users, as `[feedback] batch` says. `filled` runs from the moment before the thumb's own POST and includes that
+wait; `answer` runs to the gateway's answer. The audit then proves that every rating has one end.
 """
 
 import argparse
@@ -88,13 +89,17 @@ async def measure(folder: Path, thumbs: int, rate: float) -> Figures:
         running.check()
         report, faults = await prove(running.bus, RUN)
         assert report.feedback is not None
-    queued = [closed[name] - sent[name] for name in names]
+    order = sorted(names, key=closed.__getitem__)
+    batches = [order[at : at + BATCH] for at in range(0, thumbs, BATCH)]
+    queued = [closed[name] - max(map(sent.__getitem__, batch)) for batch in batches for name in batch]
+    filled = [closed[name] - sent[name] for name in names]
     return {
         "thumbs": len(queued),
         "rate_per_s": round(thumbs / took, 2),
         "batch": BATCH,
         **{f"answer_p{p}_s": round(float(np.percentile(answered, p)), 4) for p in (50, 99)},
         **{f"queued_p{p}_s": round(float(np.percentile(queued, p)), 4) for p in (50, 99)},
+        **{f"filled_p{p}_s": round(float(np.percentile(filled, p)), 4) for p in (50, 99)},
         "queued_max_s": round(max(queued), 4),
         "received": report.feedback.received,
         "pending": report.feedback.ends["pending"],

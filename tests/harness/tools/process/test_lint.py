@@ -1,5 +1,6 @@
 """The tool `lint` with a linter that the task or the run names, over a real sandbox of the process backend."""
 
+import itertools
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -15,6 +16,7 @@ from headrace.vmhost.node.host import Host
 pytestmark = pytest.mark.anyio
 SHELL = b'for path in ${@:-*.sh}; do grep -Hn bad "$path"; done; test -z "$(cat ${@:-*.sh} | grep bad)"\n'
 FILES = {"check": SHELL, "a.sh": b"echo bad\n", "b.sh": b"echo good\n", "many.sh": b"bad\n" * 80}
+NUMBERS = itertools.count()
 TASK = Task(ref=TaskRef("s", "t"), family="f", prompt="", files=FILES, allowed=(), tests=TestPlan())
 
 
@@ -31,7 +33,8 @@ async def sandbox() -> AsyncIterator[Sandbox]:
 
 
 async def lint(sandbox: Sandbox, task: Task, **arguments: str) -> ToolResult:
-    return await Toolbox(("lint",)).run(ToolCall(id="0", name="lint", arguments=arguments), sandbox, task)
+    call = ToolCall(id=str(next(NUMBERS)), name="lint", arguments=arguments)
+    return await Toolbox(("lint",)).run(call, sandbox, task)
 
 
 async def test_the_runs_linter_takes_the_place_of_ours(sandbox: Sandbox) -> None:
