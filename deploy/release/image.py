@@ -16,6 +16,7 @@ import os
 import shlex
 import shutil
 import sys
+import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,16 @@ def root(tar: Path, wheelhouse: Path) -> None:
         raise SystemExit(f"image: {error}") from None
 
 
+def set_times(archive: Path, moment: int) -> None:
+    """Give every entry of an archive one time: buildah writes that of the build. Blobs keep their names and bytes."""
+    rewritten = archive.with_suffix(".new")
+    with tarfile.open(archive) as source, tarfile.open(rewritten, "w", format=tarfile.PAX_FORMAT) as target:
+        for entry in sorted(source.getmembers(), key=lambda entry: entry.name):
+            entry.mtime, entry.pax_headers = moment, {}
+            target.addfile(entry, source.extractfile(entry) if entry.isfile() else None)
+    rewritten.replace(archive)
+
+
 def build(out: Path, pip_args: Sequence[str], name: str = "HEAD", stock: Path | None = None) -> tuple[Path, str]:
     """Write the image of a commit into a folder; its archive and digest."""
     if os.geteuid() != 0 or shutil.which("buildah") is None:
@@ -85,6 +96,7 @@ def build(out: Path, pip_args: Sequence[str], name: str = "HEAD", stock: Path | 
         archive = out / f"headrace-{version}.oci.tar"
         archive.unlink(missing_ok=True)
         run(*buildah, "push", "--digestfile", f"{place}/digest", made, f"oci-archive:{archive}:headrace:{version}")
+        set_times(archive, int(moment))
         digest = (place / "digest").read_text().strip()
         run(*buildah, "rmi", "--all", "--force")
     return archive, digest
