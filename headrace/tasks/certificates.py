@@ -26,7 +26,9 @@ def task_hash(task: Task, oracle: Oracle) -> str:
     encoder = msgspec.msgpack.Encoder(order="deterministic")
     digest = sha256()
     for side in (task, oracle):
-        payload = encoder.encode(side)
+        # A map of more than 15 fields has a longer header, unset fields included. Written again from its entries, it
+        # has the same bytes when a later headrace adds a field that the task does not set.
+        payload = msgspec.msgpack.encode(msgspec.msgpack.decode(encoder.encode(side)))
         digest.update(len(payload).to_bytes(8, "big") + payload)
     return digest.hexdigest()
 
