@@ -11,8 +11,9 @@ import pytest
 
 from headrace import timed_commands
 
-# The grandchild does not hold the pipes, so nothing but a signal ends it. The child waits for it.
-COMMAND = "sleep 300 <&- >/dev/null 2>&1 & echo $! >{file}; wait"
+# The grandchild does not hold the pipes and outlasts the limit of a test: nothing but a signal ends it. The child waits
+# for it.
+COMMAND = "sleep 3600 <&- >/dev/null 2>&1 & echo $! >{file}; wait"
 
 PARENT = """
 import sys
