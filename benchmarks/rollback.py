@@ -137,11 +137,11 @@ async def branch_version(running: Product, users: Users) -> None:
 async def served(running: Product, sessions: list[Began]) -> dict[str, Trajectory]:
     """The trajectories of the sessions that were closed, by group."""
     groups = {session.group for session in sessions}
-    found: dict[str, Trajectory] = {}
+    by_group: dict[str, Trajectory] = {}
     async for received in running.bus.history("HR_TRAJ", TRAJ.where(run=RUN, group="*.*")):
         if isinstance(received.message, Trajectory) and received.message.group in groups:
-            found[received.message.group] = received.message
-    return found
+            by_group[received.message.group] = received.message
+    return by_group
 
 
 async def measure(folder: Path, clients: int, before_s: float, after_s: float) -> Figures:

@@ -77,20 +77,20 @@ class AdamW:
         for parameter in live:
             self._widened(parameter, self.moments[parameter], learning_rate)
 
-    def _widened(self, parameter: Tensor, kept: Moments, learning_rate: float) -> None:
+    def _widened(self, parameter: Tensor, moments: Moments, learning_rate: float) -> None:
         """One update of a parameter whose moments are not float32, piece by piece."""
         assert parameter.grad is not None
         flat, gradient = parameter.detach().view(-1), parameter.grad.reshape(-1)
-        first, second = kept.exp_avg.view(-1), kept.exp_avg_sq.view(-1)
+        first, second = moments.exp_avg.view(-1), moments.exp_avg_sq.view(-1)
         for start in range(0, len(flat), PIECE):
             part = slice(start, start + PIECE)
             piece = flat[part]
             piece.grad = gradient[part]
-            wide = Moments(kept.step.clone(), first[part].float(), second[part].float())
+            wide = Moments(moments.step.clone(), first[part].float(), second[part].float())
             self._update([piece], [wide], learning_rate)
             first[part].copy_(wide.exp_avg)
             second[part].copy_(wide.exp_avg_sq)
-        kept.step.add_(1.0)
+        moments.step.add_(1.0)
 
     def _update(self, parameters: list[Tensor], moments: list[Moments], learning_rate: float) -> None:
         if not parameters:

@@ -82,8 +82,8 @@ def _figures(one: Report) -> Rows:
     yield "pass@1 by family", ", ".join(f"{name} {share:.2f}" for name, share in one.families.items())
 
 
-def _quantiles(found: Quantiles) -> str:
-    return f"{number(found.p50)}, {number(found.p95)}"
+def _quantiles(quantiles: Quantiles) -> str:
+    return f"{number(quantiles.p50)}, {number(quantiles.p95)}"
 
 
 def _tasks(one: Report) -> str:

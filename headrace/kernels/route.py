@@ -55,8 +55,8 @@ def route(
     else:
         missing = replay[:, :1] < 0
         if rule.plausible > 0.0:
-            own = _live(scores, k, rule, correction)
-            experts = torch.where(missing, own, plausible(scores.detach(), own, replay.clamp(min=0), rule.plausible))
+            live = _live(scores, k, rule, correction)
+            experts = torch.where(missing, live, plausible(scores.detach(), live, replay.clamp(min=0), rule.plausible))
         elif bool(missing.any()):
             experts = torch.where(missing, _live(scores, k, rule, correction), replay)
         else:
@@ -105,19 +105,19 @@ def _live(scores: Tensor, k: int, rule: Rule, correction: Tensor | None) -> Tens
     if rule.kept < rule.groups:
         grouped = choice.view(len(choice), rule.groups, -1)
         strength = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
-        kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, best(strength, rule.kept), True)
-        choice = grouped.masked_fill(~kept[..., None], -torch.inf).view_as(choice)
+        in_best_groups = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, best(strength, rule.kept), True)
+        choice = grouped.masked_fill(~in_best_groups[..., None], -torch.inf).view_as(choice)
     return best(choice, k)
 
 
-def plausible(scores: Tensor, own: Tensor, replay: Tensor, share: float) -> Tensor:
-    """Replayed experts [N, k] without those whose score is below `share` of the weakest of `own` [N, k].
+def plausible(scores: Tensor, live: Tensor, replay: Tensor, share: float) -> Tensor:
+    """Replayed experts [N, k] without those whose score is below `share` of the weakest of `live` [N, k].
 
-    Freed slots take the best of `own` that are not replayed already. After the filter in prime-rl (#2703).
+    Freed slots take the best of `live` that are not replayed already. After the filter in prime-rl (#2703).
     """
-    floor = scores.gather(1, own).amin(-1, keepdim=True) * share
+    floor = scores.gather(1, live).amin(-1, keepdim=True) * share
     keep = scores.gather(1, replay) >= floor
     taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, replay, keep)
-    spare = own.gather(1, taken.gather(1, own).to(torch.int8).argsort(dim=-1, stable=True))
+    spare = live.gather(1, taken.gather(1, live).to(torch.int8).argsort(dim=-1, stable=True))
     slot = ((~keep).cumsum(-1) - 1).clamp(min=0)
     return torch.where(keep, replay, spare.gather(1, slot))

@@ -65,21 +65,21 @@ def _route_kernel(  # type: ignore[no-untyped-def]
         index = tl.min(tl.where(grouped == best[:, None], member[None, :], BE), 1)
         second = tl.max(tl.where(member[None, :] == index[:, None], float("-inf"), grouped), 1)
         strength, number = best + second, tl.arange(0, GROUPS)
-        kept = tl.zeros((GROUPS,), dtype=tl.int32)
+        best_groups = tl.zeros((GROUPS,), dtype=tl.int32)
         for _ in tl.static_range(KEPT):
-            found = _first(strength, number, GROUPS)
-            kept = tl.where(number == found, 1, kept)
-            strength = tl.where(number == found, float("-inf"), strength)
-        choice = tl.reshape(tl.where(kept[:, None] != 0, grouped, float("-inf")), (BE,))
+            largest = _first(strength, number, GROUPS)
+            best_groups = tl.where(number == largest, 1, best_groups)
+            strength = tl.where(number == largest, float("-inf"), strength)
+        choice = tl.reshape(tl.where(best_groups[:, None] != 0, grouped, float("-inf")), (BE,))
     chosen = tl.zeros((BK,), dtype=tl.int32)
     for place in tl.static_range(K):
-        found = _first(choice, at, BE)
-        chosen = tl.where(slot == place, found, chosen)
-        choice = tl.where(at == found, float("-inf"), choice)
+        largest = _first(choice, at, BE)
+        chosen = tl.where(slot == place, largest, chosen)
+        choice = tl.where(at == largest, float("-inf"), choice)
     if REPLAY:
         recorded = tl.load(replay + row * K + slot, mask=slot < K, other=0).to(tl.int32)
-        known = tl.load(replay + row * K) >= 0
-        chosen = tl.where(known, recorded, chosen)
+        recorded_row = tl.load(replay + row * K) >= 0
+        chosen = tl.where(recorded_row, recorded, chosen)
     picked = tl.sum(tl.where(chosen[:, None] == at[None, :], scores[None, :], 0.0), 1)
     if NORMALISE:
         total = tl.sum(tl.where(slot < K, picked, 0.0), 0)
@@ -135,10 +135,10 @@ def route_triton(
         raise ValueError(f"expected powers of two of experts and of experts per group, got {e} in {rule.groups} groups")
     if replay is not None and rule.plausible > 0.0:
         strict = rule._replace(plausible=0.0)
-        own = route_triton(logits, k, False, None, strict, correction)[1]
+        live = route_triton(logits, k, False, None, strict, correction)[1]
         scores = torch.sigmoid(logits.float()) if rule.sigmoid else torch.softmax(logits.float(), -1)
-        believed = plausible(scores, own, replay.clamp(min=0), rule.plausible)
-        mixed = torch.where(replay[:, :1] < 0, own, believed)
+        believed = plausible(scores, live, replay.clamp(min=0), rule.plausible)
+        mixed = torch.where(replay[:, :1] < 0, live, believed)
         return route_triton(logits, k, normalise, mixed, strict, correction)
     gates = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(rows, k, dtype=torch.int64, device=logits.device)

@@ -215,12 +215,12 @@ def _slope_kernel(  # type: ignore[no-untyped-def]
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     near = tl.program_id(1) * BV + tl.arange(0, BV)
     ids = first + near
-    live, known = rows < m, (near < count) & (ids < v)
+    live, in_range = rows < m, (near < count) & (ids < v)
     logits = tl.zeros((BM, BV), dtype=tl.float32)
     for start in range(0, d, BD):
         at = start + tl.arange(0, BD)
         x = tl.load(hidden + rows[:, None] * d + at[None, :], mask=live[:, None] & (at < d)[None, :], other=0.0)
-        w = tl.load(weight + ids[None, :] * d + at[:, None], mask=known[None, :] & (at < d)[:, None], other=0.0)
+        w = tl.load(weight + ids[None, :] * d + at[:, None], mask=in_range[None, :] & (at < d)[:, None], other=0.0)
         if WIDE:
             x, w = x.to(tl.float32), w.to(tl.float32)
         logits = tl.dot(x, w, logits, input_precision="ieee")
@@ -230,7 +230,7 @@ def _slope_kernel(  # type: ignore[no-untyped-def]
     chance = tl.exp(logits / warm[:, None] - tl.load(lse + rows, mask=live, other=0.0)[:, None])
     value = (tl.where(ids[None, :] == target[:, None], 1.0, 0.0) - chance) * slope[:, None]
     place = out + rows[:, None] * count + near[None, :]
-    tl.store(place, value.to(out.dtype.element_ty), mask=live[:, None] & known[None, :])
+    tl.store(place, value.to(out.dtype.element_ty), mask=live[:, None] & in_range[None, :])
 
 
 def selected_logprob_backward_triton(

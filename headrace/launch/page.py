@@ -56,17 +56,17 @@ def address_of(config: Config) -> "Address | None":
     return Address(config.dashboard.host, config.dashboard.port)
 
 
-def websocket_of(config: Config, own: str) -> str:
+def websocket_of(config: Config, started: str) -> str:
     """The broker's ws:// address. RunError when the operator's own broker has none configured."""
     named = config.dashboard.websocket
     if named:
         return named.replace("http", "ws", 1)
-    if not own:
+    if not started:
         raise RunError(
             "the page needs the broker's WebSocket: set [dashboard] websocket to its http:// address, and list the "
             "page's origin in `websocket { allowed_origins }` of the broker's configuration"
         )
-    return own
+    return started
 
 
 @asynccontextmanager

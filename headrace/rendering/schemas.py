@@ -86,8 +86,8 @@ class ToolSchema(msgspec.Struct, frozen=True):
 def _json_schema(tool: ToolSchema) -> dict[str, Any]:
     """The tool's own, or that of a struct with one text field per parameter."""
     if tool.json:
-        own: dict[str, Any] = msgspec.json.decode(tool.json)
-        return own
+        decoded: dict[str, Any] = msgspec.json.decode(tool.json)
+        return decoded
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for parameter in sorted(tool.parameters.values(), key=lambda parameter: not parameter.required):
         text = Annotated[str, msgspec.Meta(description=parameter.about)]

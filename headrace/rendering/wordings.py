@@ -243,14 +243,14 @@ def _number(wording: ToolWording, place: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{wording.seed}/{place}".encode()).digest()[:8], "little")
 
 
-def _drawn(own: str, column: Sequence[str], wording: ToolWording, place: str) -> str:
-    choices = (own, *column[:-1])
+def _drawn(plain: str, column: Sequence[str], wording: ToolWording, place: str) -> str:
+    choices = (plain, *column[:-1])
     return column[-1] if wording.words == "heldout" else choices[_number(wording, place) % len(choices)]
 
 
-def _parameter(own: Parameter, column: Sequence[str], wording: ToolWording, place: str) -> Parameter:
-    name, _, about = _drawn(f"{own.name}: {own.about}", column, wording, place).partition(": ")
-    return Parameter(name, about, own.required)
+def _parameter(parameter: Parameter, column: Sequence[str], wording: ToolWording, place: str) -> Parameter:
+    name, _, about = _drawn(f"{parameter.name}: {parameter.about}", column, wording, place).partition(": ")
+    return Parameter(name, about, parameter.required)
 
 
 class Worded:
@@ -300,7 +300,7 @@ class Worded:
         tool = self._words.get(name)
         if tool is None:
             return call
-        return tool.schema.name, {tool.arguments.get(own, own): value for own, value in arguments.items()}
+        return tool.schema.name, {tool.arguments.get(plain, plain): value for plain, value in arguments.items()}
 
 
 def _as_written(call: ToolCall) -> ToolCall:

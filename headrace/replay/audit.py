@@ -217,7 +217,7 @@ def _fates(state: RunState, train: Iterable[Group], seen: Mapping[int, Seen]) ->
 
 def _attempts(train: Iterable[Group]) -> Attempts:
     """Counts every attempt once: started, kept, running, or lost."""
-    started = kept = running = 0
+    started = trajectories = running = 0
     lost: Counter[str] = Counter()
     for group in train:
         closed = group.closed
@@ -228,14 +228,14 @@ def _attempts(train: Iterable[Group]) -> Attempts:
             live = any(attempt is one for one in slot.live)
             outrun = live and slot.scored and attempt is not slot.kept
             if (number, attempt.number) in named:
-                kept += 1
+                trajectories += 1
                 named.discard((number, attempt.number))
             elif group.open and live and not outrun and not attempt.failed:
                 running += 1
             else:
                 lost["outrun" if outrun and not attempt.failed else _why_lost(group, number, attempt, live)] += 1
-        kept += len(named)  # kept although it never started: the sums differ
-    return Attempts(started=started, kept=kept, lost=dict(sorted(lost.items())), running=running)
+        trajectories += len(named)  # kept although it never started: the sums differ
+    return Attempts(started=started, kept=trajectories, lost=dict(sorted(lost.items())), running=running)
 
 
 def _why_lost(group: Group, number: int, attempt: Attempt, last: bool) -> str:

@@ -110,10 +110,10 @@ def contents(
     about: Mapping[str, str], tensors: Mapping[str, Tensor], copy: Callable[[str, Tensor], Tensor]
 ) -> CheckpointContents:
     """The contents of a file besides the state. Tensors of kept versions stay mapped; copy: copies a guard's tensor."""
-    kept: dict[int, dict[str, Tensor]] = {}
+    by_version: dict[int, dict[str, Tensor]] = {}
     for version in json.loads(about["kept"]):
         head = f"kept.{version}."
-        kept[version] = {name[len(head) :]: value for name, value in tensors.items() if name.startswith(head)}
+        by_version[version] = {name[len(head) :]: value for name, value in tensors.items() if name.startswith(head)}
     guard = None
     if "guard" in about:
         copies = {
@@ -122,4 +122,4 @@ def contents(
             if name.startswith("guard.")
         }
         guard = Guard.load(json.loads(about["guard"]), copies)
-    return CheckpointContents(kept, json.loads(about["position"]), guard)
+    return CheckpointContents(by_version, json.loads(about["position"]), guard)

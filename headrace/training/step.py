@@ -150,15 +150,15 @@ class _Step:
         self.helpers.before_update()
         self.waited_s = time.perf_counter() - began
 
-    def _judge(self, gradient: Gradient, own: Mismatch, before: Mismatch | None) -> _Update:
-        """The update of a gradient, with the reason when it is refused. own: the mismatch of its part; before: the
+    def _judge(self, gradient: Gradient, mismatch: Mismatch, before: Mismatch | None) -> _Update:
+        """The update of a gradient, with the reason when it is refused. mismatch: that of its part; before: the
         mismatch of the batch before the step, given for the first update alone."""
         algorithm, norm = self.recipe.algorithm, self.state.gradient_norm()
-        k1 = (before or own).k1
+        k1 = (before or mismatch).k1
         limits = {"max_gradient_norm": algorithm.max_grad_norm, "max_k1": algorithm.max_k1}
         reason = refusal(gradient.loss, norm, k1, **limits)
         if self.watch is not None and before is not None and before.tokens and reason in ("", "mismatch_too_large"):
-            metrics = BatchMetrics(before.k1, self.batch.reward, gradient.entropy / max(1, own.tokens))
+            metrics = BatchMetrics(before.k1, self.batch.reward, gradient.entropy / max(1, mismatch.tokens))
             why = self.watch.look(self.state, metrics, algorithm, self.recipe.bound)
             if why:
                 restored = self.watch.roll_back(self.state, algorithm)

@@ -252,11 +252,11 @@ async def _search(
     raise gone or LookupError("no path of deltas and full snapshots leads to this version")
 
 
-def _agree(at: _Place, found: WeightManifest) -> None:
-    if (found.version, found.state_hash) == (at.version, at.state_hash):
+def _agree(at: _Place, manifest: WeightManifest) -> None:
+    if (manifest.version, manifest.state_hash) == (at.version, at.state_hash):
         return
     if not at.way:
-        raise BrokenVersion(f"the head of version {at.version} names a manifest of version {found.version}")
+        raise BrokenVersion(f"the head of version {at.version} names a manifest of version {manifest.version}")
     raise BrokenVersion(f"version {at.way[0].version} names a base that is not version {at.version}")
 
 

@@ -23,16 +23,16 @@ def _size(count: float) -> str:
     return f"{count:.4g} GiB"
 
 
-def _ratio(found: WeightManifest) -> str:
-    return f"{found.raw_bytes / found.wire_bytes:.1f}x" if found.wire_bytes else "empty"
+def _ratio(manifest: WeightManifest) -> str:
+    return f"{manifest.raw_bytes / manifest.wire_bytes:.1f}x" if manifest.wire_bytes else "empty"
 
 
-def _base(found: WeightManifest) -> str:
-    return "full snapshot" if found.base_version < 0 else f"{found.base_version} +"
+def _base(manifest: WeightManifest) -> str:
+    return "full snapshot" if manifest.base_version < 0 else f"{manifest.base_version} +"
 
 
-def _changed(found: WeightManifest) -> str:
-    return f"{100 * found.changed / max(1, found.elements):.3g} %"
+def _changed(manifest: WeightManifest) -> str:
+    return f"{100 * manifest.changed / max(1, manifest.elements):.3g} %"
 
 
 async def log(source: chain.StreamSource, run: str) -> str:

@@ -161,11 +161,11 @@ class AgentEndpoints:
         trajectory = await self._finished(agent, run)
         if not run.added:
             raise AgentRefused(409, "no_lines", "this run added no lines, so none can be counted")
-        kept, added = kept_lines(run.added, later.files.values()), len(run.added)
-        thumb: Literal["up", "down"] = "up" if 2 * kept >= added else "down"
-        comment = f"{kept} of {added} lines"
+        remaining, added = kept_lines(run.added, later.files.values()), len(run.added)
+        thumb: Literal["up", "down"] = "up" if 2 * remaining >= added else "down"
+        comment = f"{remaining} of {added} lines"
         await self._publish(agent, key.training, trajectory, thumb, "persistence", comment, later.at)
-        counted = {"id": run.id, "at": later.at, "added": added, "kept": kept, "thumb": thumb}
+        counted = {"id": run.id, "at": later.at, "added": added, "kept": remaining, "thumb": thumb}
         return web.json_response(counted, status=202)
 
     async def _judge_follow_up(self, agent: Agent, run: AgentRun, key: ApiKey) -> None:

@@ -102,17 +102,17 @@ async def _all(connections: list[Connection]) -> list[Listing]:
     return listed
 
 
-def offer(connections: list[Connection], known: dict[str, Listing]) -> dict[str, McpTool]:
+def offer(connections: list[Connection], by_server: dict[str, Listing]) -> dict[str, McpTool]:
     """Put the servers' tools into the registry; return them by the names that tasks use. McpError for an unusable
     schema."""
     tools: dict[str, McpTool] = {}
     for connection in connections:
-        listing = known[connection.name]
+        listing = by_server[connection.name]
         for offered in listing.tools:
             tools[f"{connection.name}/{offered.name}"] = McpTool(connection, offered)
     for name, tool in tools.items():
         source = blake2b(msgspec.json.encode(tool.schema), digest_size=32).hexdigest()
-        version = known[name.partition("/")[0]].version
+        version = by_server[name.partition("/")[0]].version
         TOOLS.offer(name, tool, Plugin(seam="tools", name=name, version=version, source=source))
     return tools
 

@@ -103,9 +103,9 @@ def _experts(
     cast = _cast(quantised)
     p = expert_mlp.plan(experts, gate_up.shape[0], pad, expert_mlp.least_part(down, x.dtype, pad))
     out, inner = expert_mlp.expert_forward(cast(x), gates, gate_up, down, p, cast)
-    kept = inner.new_zeros(_capacity(experts, down, x.dtype, pad), inner.shape[1])
-    kept[: p.rows] = inner
-    return out, kept
+    padded = inner.new_zeros(_capacity(experts, down, x.dtype, pad), inner.shape[1])
+    padded[: p.rows] = inner
+    return out, padded
 
 
 def experts_triton(
@@ -173,8 +173,8 @@ def _(
     grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
     quantised: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    own = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return own, torch.empty_like(gates), torch.empty_like(gate_up), torch.empty_like(down)
+    g_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return g_x, torch.empty_like(gates), torch.empty_like(gate_up), torch.empty_like(down)
 
 
 def _keep_experts(ctx: Any, inputs: Any, output: Any) -> None:

@@ -119,7 +119,7 @@ def _check(cluster: Cluster, config: Config, file: Path) -> None:
             raise ConfigError(f"host {name} runs rollout without weight_receiver, so no version reaches it; add it")
 
 
-def _host(host: Node, config: Config, toml: bytes, keys: Path, own: Path) -> HostPlan:
+def _host(host: Node, config: Config, toml: bytes, keys: Path, run_keys: Path) -> HostPlan:
     broker = any(process.broker for process in host.processes)
     page = site_of(config) if broker else None
     order = Order(
@@ -150,10 +150,10 @@ def _host(host: Node, config: Config, toml: bytes, keys: Path, own: Path) -> Hos
     if "gateway" in kinds and config.production.broker_tenants:
         for name in credentials.TENANTS:
             files[f"credentials/{name}"] = _key(keys / name, host.name, f"{keys} --tenants")
-        if account := credentials.account_of(own):
+        if account := credentials.account_of(run_keys):
             files[f"credentials/{credentials.ACCOUNT}"] = account.encode()
     for name in (*wanted, PUBLIC):
-        files[f"credentials/{name}"] = _key(own / name, host.name, str(keys))
+        files[f"credentials/{name}"] = _key(run_keys / name, host.name, str(keys))
     return HostPlan(host, order, files)
 
 

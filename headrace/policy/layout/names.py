@@ -24,14 +24,14 @@ _GPT_OSS = {
 """A folder has the experts transposed and under names without `.rows`: see `mxfp4`."""
 
 
-def views(c: PolicyConfig, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face name -> the part of a parameter that it names. own: parameters' data under our names."""
-    out = {"model.embed_tokens.weight": own["embedding"], "model.norm.weight": own["norm"]}
+def views(c: PolicyConfig, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face name -> the part of a parameter that it names. parameters: their data under our names."""
+    out = {"model.embed_tokens.weight": parameters["embedding"], "model.norm.weight": parameters["norm"]}
     if not c.tied:
-        out["lm_head.weight"] = own["head"]
+        out["lm_head.weight"] = parameters["head"]
     for index in range(c.layers):
         head = f"layers.{index}."
-        layer = {name[len(head) :]: value for name, value in own.items() if name.startswith(head)}
+        layer = {name[len(head) :]: value for name, value in parameters.items() if name.startswith(head)}
         at = f"model.{head}"
         out |= low_rank.views(c, layer, index, at)
         out[at + "input_layernorm.weight"] = layer["attention_norm"]

@@ -45,16 +45,16 @@ class Segment(NamedTuple):
     """Empty in the last segment."""
 
 
-def segments(made: notes.Made, kept: int, answer: Answer) -> list[Segment]:
-    """The three segments of an episode that keeps the value `kept`."""
+def segments(made: notes.Made, value: int, answer: Answer) -> list[Segment]:
+    """The three segments of an episode that keeps `value`."""
     sandbox = LocalFiles(made.task.files)
 
     def run(name: str, arguments: dict[str, str]) -> tuple[ToolResult, ...]:
         return tuple(answer(made.task, sandbox, (ToolCall(id="0.0", name=name, arguments=arguments),)))
 
     first, second = ({"path": path} for path in (notes.START, made.name))
-    edit = {"path": notes.ANSWER_FILE, "lines": "2", "text": notes.line(made.code, kept)}
-    first_note, coded = f"{made.name} {kept}", f" {made.code} {kept}"
+    edit = {"path": notes.ANSWER_FILE, "lines": "2", "text": notes.line(made.code, value)}
+    first_note, coded = f"{made.name} {value}", f" {made.code} {value}"
     return [
         Segment("", ("read_file", first), run("read_file", first), first_note),
         Segment(first_note, ("read_file", second), run("read_file", second), coded),

@@ -41,9 +41,11 @@ class Taskset:
         self._v1 = importlib.import_module("verifiers.v1")
         self._state = importlib.import_module("verifiers.v1.state")
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
-        own = loaders.environment_class(name)
-        if own is not self._v1.SingleAgentEnv:
-            raise ValueError(f"{name} has an environment of its own ({own.__name__}), which directs several agents")
+        environment = loaders.environment_class(name)
+        if environment is not self._v1.SingleAgentEnv:
+            raise ValueError(
+                f"{name} has an environment of its own ({environment.__name__}), which directs several agents"
+            )
         made = loaders.taskset_config_type(name).model_validate({**config, "id": name})
         self._taskset = loaders.load_taskset(made)
         self._type = self._taskset.task_type()

@@ -91,7 +91,7 @@ def _rounds(waiting: Sequence[_Shared], described: Sequence[TensorInfo]) -> Iter
 def _pass_on(
     part: Sequence[_Shared],
     described: Sequence[TensorInfo],
-    own: Mapping[str, Run],
+    runs: Mapping[str, Run],
     open_blocks: Mapping[int, xxhash.xxh3_128],
     world: ProcessGroup,
 ) -> None:
@@ -101,7 +101,7 @@ def _pass_on(
     for shared in part:
         info = described[shared.tensor]
         if shared.source == world.rank:
-            run = own[info.name]
+            run = runs[info.name]
             raw = run.read(shared.start - run.start, shared.items)
             send[shared.owner].append(torch.from_numpy(raw.view("u1").copy()))
         if shared.owner == world.rank:

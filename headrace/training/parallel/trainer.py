@@ -138,27 +138,27 @@ class ShardedTrainer(PolicyTrainer):
         self._guarded(lambda: self._save(position))
 
     def _save(self, position: Mapping[str, int | str]) -> None:
-        own = self.sharded
-        own.sharded.reshard()
+        shards = self.sharded
+        shards.sharded.reshard()
         guard = self.guard if self.guarded else None
         described: list[TensorInfo] = []
         parts: list[Run] = []
-        tensors = own.tensors() | {f"guard.{name}": value for name, value in (guard or Guard()).dump()[1].items()}
+        tensors = shards.tensors() | {f"guard.{name}": value for name, value in (guard or Guard()).dump()[1].items()}
         for name, tensor in tensors.items():
-            parameter = _parameter(name, own.sharded.shapes)
+            parameter = _parameter(name, shards.sharded.shapes)
             info, run = self._whole(name, parameter, tensor)
             described.append(info)
             parts += run
         earlier = {version: self.versions.rows(version) for version in self.versions.earlier}
         if self._reference is not None:
-            earlier[-1] = {name: own.served(name, values) for name, values in self._reference.local.items()}
+            earlier[-1] = {name: shards.served(name, values) for name, values in self._reference.local.items()}
         for version, served in earlier.items():
             head = f"kept.{version}."
-            infos = published.infos(own.model.config, own.sharded.shapes)
+            infos = published.infos(shards.model.config, shards.sharded.shapes)
             described += [msgspec.structs.replace(info, name=head + info.name) for info in infos]
-            parts += [run._replace(name=head + run.name) for run in own.runs(served)]
+            parts += [run._replace(name=head + run.name) for run in shards.runs(served)]
         described.sort(key=lambda info: info.name)
-        about = checkpoint.facts(own, sorted(earlier), position, guard)
+        about = checkpoint.facts(shards, sorted(earlier), position, guard)
         about["hash"] = state.root(described, rows.hashes(described, parts, self.world))
         rows.write(self.folder / "checkpoint.safetensors", described, about, parts, self.world)
         self.versions.release()
@@ -184,7 +184,7 @@ class ShardedTrainer(PolicyTrainer):
 
     def _load(self, file: Path) -> None:
         """Restore the trainer from a checkpoint; this process reads its own rows. CheckpointError, TrainerError."""
-        own = self.sharded
+        shards = self.sharded
         mapped = snapshot.Snapshot(file)
         checkpoint.check(file, mapped.metadata, state.root(mapped.tensors, rows.file_hashes(mapped, self.world)))
         tensors = snapshot.read(file)
@@ -192,14 +192,14 @@ class ShardedTrainer(PolicyTrainer):
         try:
             version, step = int(mapped.metadata["version"]), int(mapped.metadata["step"])
             plain = {name: self._cut(name, value) for name, value in tensors.items() if _own_state(name)}
-            own.restore(plain, version=version, step=step)
+            shards.restore(plain, version=version, step=step)
         except (KeyError, ValueError) as error:
             raise checkpoint.CheckpointError(f"{file} is of another model: {error}") from None
-        own.log = []
-        self.versions = ShardedVersions(own)
-        later = self.versions.rows(own.version)
+        shards.log = []
+        self.versions = ShardedVersions(shards)
+        later = self.versions.rows(shards.version)
         for version in sorted(contents.kept, reverse=True):
-            served = published.take(own.model.config, own.sharded, contents.kept[version])
+            served = published.take(shards.model.config, shards.sharded, contents.kept[version])
             if version < 0:
                 self._take_reference(served)
             else:
@@ -209,7 +209,7 @@ class ShardedTrainer(PolicyTrainer):
             raise TrainerError(f"{file} holds no reference policy, and kl_weight > 0 needs one")
         self.guard = contents.guard or Guard()
         self.position, self.resumed = contents.position, True
-        own.hash()
+        shards.hash()
 
     def _take_reference(self, served: Mapping[str, Tensor]) -> None:
         reference = sharding.build(self.state.model.config, self.numerics, self.world)

@@ -149,11 +149,11 @@ class Publisher:
         size = sum(map(state.nbytes, parts.described))
         if (got := sum(written for written, _, _ in told)) != size:
             raise state.WeightError(f"the processes hold {got} bytes of a version, expected {size}")
-        every = {block: digest for _, found, _ in told for block, digest in found.items()}
+        every = {block: digest for _, digests, _ in told for block, digest in digests.items()}
         count = sum(map(state.block_count, parts.described))
         shared = [block for block in range(count) if block not in every]
-        for found in peers.gathered(_read_back(file, parts.described, set(shared[peers.rank :: peers.size]))):
-            every |= found
+        for digests in peers.gathered(_read_back(file, parts.described, set(shared[peers.rank :: peers.size]))):
+            every |= digests
         return state.root(parts.described, b"".join(every[block] for block in range(count)))
 
     def _save(self, out: Publication, draft: snapshot.Draft, path: Path, digest: str) -> None:

@@ -99,9 +99,9 @@ Known = tuple[tuple[str, ...], tuple[str, ...]]
 class Builder:
     """Makes the segments of one image while its layers are applied to a tree."""
 
-    def __init__(self, store: Path, making: Path, tree: Tree, stack: ExitStack, known: Sequence[Known]) -> None:
-        """known: layers and boundaries of the stored images."""
-        self._store, self._making, self._tree, self._stack, self._known = store, making, tree, stack, known
+    def __init__(self, store: Path, making: Path, tree: Tree, stack: ExitStack, stored: Sequence[Known]) -> None:
+        """stored: layers and boundaries of the stored images."""
+        self._store, self._making, self._tree, self._stack, self._known = store, making, tree, stack, stored
         self._below: list[str] = []
         self._before: frozenset[str] = frozenset()
         self._first = 0

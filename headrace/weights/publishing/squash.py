@@ -204,18 +204,18 @@ class _Reader:
 
 
 def _squashed(
-    place: Place, found: Sequence[Frame], kind: np.dtype[np.unsignedinteger], size: int, method: int
+    place: Place, frames: Sequence[Frame], kind: np.dtype[np.unsignedinteger], size: int, method: int
 ) -> list[tuple[bytes, int]]:
     """The encoded frames of the sum of a unit's frames, each with the number of elements that it changes."""
-    at, differences = _sum(found, kind)
+    at, differences = _sum(frames, kind)
     summed = codec.encode_differences(place, at, ulp_delta.zigzag(differences), size, method)
     return [(codec.to_bytes(frame), items) for frame, items in summed]
 
 
-def _sum(found: Sequence[Frame], kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
+def _sum(frames: Sequence[Frame], kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
     """Ascending positions and the sum of all differences at each, without zeros. NotComposable."""
     try:
-        parts = [codec.differences(frame, kind) for frame in found]
+        parts = [codec.differences(frame, kind) for frame in frames]
     except WeightError as error:
         raise NotComposable(str(error)) from None
     at = np.concatenate([part[0] for part in parts])

@@ -72,11 +72,11 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(bits.data).digest()[:8].hex()
 
 
-def difference(wanted: Mapping[str, str], found: Mapping[str, str]) -> str:
+def difference(wanted: Mapping[str, str], served: Mapping[str, str]) -> str:
     """A text about the first difference; empty when every tensor is there with its bits."""
-    wrong = sorted(name for name in wanted if found.get(name) != wanted[name])
-    extra = sorted(name for name in found if name not in wanted and not name.endswith("_cache"))
+    wrong = sorted(name for name in wanted if served.get(name) != wanted[name])
+    extra = sorted(name for name in served if name not in wanted and not name.endswith("_cache"))
     if wrong:
-        state = "is missing" if wrong[0] not in found else "has other bits"
+        state = "is missing" if wrong[0] not in served else "has other bits"
         return f"{len(wrong)} of {len(wanted)} tensors in the server differ from the version's; {wrong[0]} {state}"
     return f"the server holds {len(extra)} tensors that the version has not, such as {extra[0]}" if extra else ""
