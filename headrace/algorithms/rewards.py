@@ -5,8 +5,9 @@ The penalty is that of Composer 2 (arXiv 2603.24477, section 4.1):
     C_{k,q}(x) = ((1 + kx)^(1-q) - 1) / (k (1-q)),   q = 1: log(1 + kx) / k
 
 It is concave and increasing with slope 1 at 0: the first tokens of an attempt cost the most, so a long attempt at a
-hard task is not discouraged. x is a weighted sum of sampled tokens, tool calls and turns. A turn costs more than a
-call, so parallel calls in one turn are cheaper than the same calls in several turns.
+hard task is not discouraged. x is a weighted sum of the sampled tokens of thinking, of calls and of text, of the calls
+and of the turns. By default a turn costs more than a call, so parallel calls in one turn are cheaper than the same
+calls in several turns.
 """
 
 import math
@@ -15,12 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping
 import msgspec
 
 from headrace.messages.judging import RubricScore, TurnRewards
-from headrace.messages.rollout import Trajectory
+from headrace.messages.rollout import TokenKinds, Trajectory
 from headrace.messages.sandbox import TestOutcome
 from headrace.registry import Registry
-
-TOKENS_PER_CALL = 4.0
-TOKENS_PER_TURN = 16.0
 
 Option = float | int | str | bool
 
@@ -40,11 +38,14 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """The answers of a rubric judge; None without one."""
     tokens: int
     """Sampled tokens of all turns."""
+    kinds: TokenKinds | None = None
+    """The sampled tokens of all turns by kind; None where a turn has no count, as in older records."""
     calls: int
     turns: int
     options: Mapping[str, Option]
-    """`[algorithm] reward_options`, and length_penalty, length_k, length_q, rubric_weight, overlong_penalty,
-    overlong_tokens, max_tokens, todo_penalty and broken_call_penalty."""
+    """`[algorithm] reward_options`, and length_penalty, length_k, length_q, the five weights of effort
+    (length_thinking_tokens, length_call_tokens, length_text_tokens, length_calls, length_turns), rubric_weight,
+    overlong_penalty, overlong_tokens, max_tokens, todo_penalty and broken_call_penalty."""
 
 
 Given = float | TurnRewards
@@ -66,18 +67,11 @@ def shaped_parts(judged: Judged) -> dict[str, float]:
     """The parts of the built-in reward by name. A cheating attempt gets no rubric reward."""
     options = judged.options
     verdict = earned(judged)
-    priced = shaped_reward(
-        verdict,
-        tokens=judged.tokens,
-        calls=judged.calls,
-        turns=judged.turns,
-        weight=float(options["length_penalty"]),
-        k=float(options["length_k"]),
-        q=float(options["length_q"]),
-    )
     parts = {"verdict": verdict}
-    if priced != verdict:
-        parts["effort"] = priced - verdict
+    if price := float(options["length_penalty"]):
+        priced = verdict - price * concave(effort(judged), float(options["length_k"]), float(options["length_q"]))
+        if priced != verdict:
+            parts["effort"] = priced - verdict
     over = overlong(judged.tokens, int(options.get("max_tokens", 0)), int(options.get("overlong_tokens", 0)))
     if over and options.get("overlong_penalty"):
         parts["overlong"] = -float(options["overlong_penalty"]) * over
@@ -131,14 +125,20 @@ def overlong(tokens: int, most: int, last: int) -> float:
     return min(1.0, max(0.0, (tokens - (most - last)) / last)) if last else 0.0
 
 
-def effort(tokens: int, calls: int, turns: int) -> float:
-    """x of the penalty in sampled tokens: a call counts as 4 tokens, a turn as 16."""
-    return tokens + TOKENS_PER_CALL * calls + TOKENS_PER_TURN * turns
+def effort(judged: Judged) -> float:
+    """x of the penalty: the attempt's tokens by kind, calls and turns, each times its weight (``length_...``).
 
-
-def shaped_reward(
-    passed: float, *, tokens: int, calls: int, turns: int, weight: float = 0.0, k: float = 0.01, q: float = 0.5
-) -> float:
-    """The value of the verdict (1 for a pass, 0 for none), minus weight x C_{k,q}(effort)."""
-    reward = float(passed)
-    return reward - weight * concave(effort(tokens, calls, turns), k, q) if weight else reward
+    ValueError where the kinds of tokens have different weights and the record does not count them.
+    """
+    options, kinds = judged.options, judged.kinds
+    thinking, calls, text = (float(options[f"length_{kind}_tokens"]) for kind in ("thinking", "call", "text"))
+    if kinds is not None:
+        tokens = thinking * kinds.thinking + calls * kinds.calls + text * (judged.tokens - kinds.thinking - kinds.calls)
+    elif thinking == calls == text:
+        tokens = text * judged.tokens
+    else:
+        raise ValueError(
+            f"{judged.trajectory.id} does not count its tokens by kind; set length_thinking_tokens, length_call_tokens "
+            "and length_text_tokens to one value"
+        )
+    return tokens + float(options["length_calls"]) * judged.calls + float(options["length_turns"]) * judged.turns

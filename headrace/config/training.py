@@ -23,6 +23,10 @@ Sequence = Annotated[int, Meta(ge=2, le=1 << 24)]
 """Number of tokens of a sequence; the first one is not a target."""
 
 
+Factor = Annotated[float, Meta(ge=0.0, le=1e6)]
+"""Weight of one kind of effort."""
+
+
 class Data(Section, frozen=True, kw_only=True):
     """One source of mid-training, a table [[mid_training.data]] (docs/data.md)."""
 
@@ -155,9 +159,19 @@ class Algorithm(Section, frozen=True, kw_only=True):
     reward_options: dict[str, float | int | str | bool] = {}
     """Options that a reward from outside the package reads."""
     length_penalty: Amount = 0.0
-    """Weight of the concave length penalty."""
+    """Weight of the concave penalty for effort, a weighted sum of tokens by kind, calls and turns."""
     length_k: Amount = 0.01
     length_q: Amount = 0.5
+    length_thinking_tokens: Factor = 1.0
+    """Effort of one sampled token of thinking; the kinds are counted by the policy's renderer."""
+    length_call_tokens: Factor = 1.0
+    """Effort of one sampled token of a tool call."""
+    length_text_tokens: Factor = 1.0
+    """Effort of every other sampled token: the final message, summaries, the ends of turns."""
+    length_calls: Factor = 4.0
+    """Effort of one tool call, beside its tokens."""
+    length_turns: Factor = 16.0
+    """Effort of one turn, beside its tokens."""
     constant_tokens: Count = 64
     """Dr. GRPO's constant divisor instead of each sequence's length; 0 divides by the batch's sampled tokens (DAPO),
     which suits long trajectories."""

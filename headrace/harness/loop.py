@@ -23,7 +23,7 @@ from headrace.messages.base import Array
 from headrace.messages.rollout import RolloutRequest, ToolCall, ToolResult, Turn
 from headrace.messages.sandbox import Sandbox
 from headrace.messages.tasks import Task
-from headrace.rendering.base import Renderer
+from headrace.rendering.base import Parsed, Renderer
 
 Outcome = Literal["finished", "max_turns", "max_tokens", "wall_time", "context", "cancelled"]
 """``cancelled`` is not the loop's: a rollout actor writes it for the turns of an attempt that its user ended."""
@@ -182,6 +182,7 @@ async def sample_turn(
     if sample.stop == "abort":
         raise EngineError(f"the engine gave up on {session}")
     index = len(turns)
+    parsed = renderer.parse(sample.ids, prompt=more)
     return Turn(
         index=index,
         segment=context.segment,
@@ -190,18 +191,17 @@ async def sample_turn(
         logprobs=Array.of(sample.logprobs, "<f4"),
         routed=sample.routed,
         spans=sample.spans,
-        calls=calls_of(renderer, more, sample.ids, index, request.limits.max_parallel_calls) if kind == "act" else (),
+        calls=calls_of(parsed, index, request.limits.max_parallel_calls) if kind == "act" else (),
         stop=sample.stop,
         kind=kind,
+        kinds=parsed.kinds,
     )
 
 
-def calls_of(
-    renderer: Renderer, prompt: Sequence[int], ids: Sequence[int], index: int, limit: int
-) -> tuple[ToolCall, ...]:
+def calls_of(parsed: Parsed, index: int, limit: int) -> tuple[ToolCall, ...]:
     """The calls of a turn, with ids that are unique in the trajectory; those over the limit are refused."""
     calls = []
-    for place, call in enumerate(renderer.parse(ids, prompt=prompt).calls):
+    for place, call in enumerate(parsed.calls):
         error = call.error or (f"more than {limit} calls in one turn" if place >= limit else "")
         calls.append(msgspec.structs.replace(call, id=f"{index}.{place}", error=error))
     return tuple(calls)

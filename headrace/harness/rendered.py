@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from msgspec import UNSET
+
 from headrace.harness.context import Context
 from headrace.harness.loop import calls_of
 from headrace.messages.rollout import Turn
@@ -9,7 +11,8 @@ from headrace.rendering.base import Renderer
 
 
 def differing(turns: Sequence[Turn], prompt: str, renderer: Renderer, max_parallel_calls: int) -> tuple[int, ...]:
-    """The turns whose prompt ids or calls are others than the recorded ones; none when the replay is equal.
+    """The turns whose prompt ids, calls or tokens by kind are others than the recorded ones; none when the replay is
+    equal.
 
     prompt: as `initial_prompt` gave it. renderer: of the recorded bundle, tools and wording. The whole context of every
     segment is then equal too, because it consists of prompt ids and recorded samples.
@@ -20,8 +23,10 @@ def differing(turns: Sequence[Turn], prompt: str, renderer: Renderer, max_parall
         asks = turn.kind == "summary" and bool(context.ids)
         ids = context.summary_ids() if asks else context.next_ids()
         sampled = [int(id) for id in turn.ids.tolist()]
-        calls = calls_of(renderer, ids, sampled, turn.index, max_parallel_calls) if turn.kind == "act" else ()
-        if ids != turn.prompt_ids.tolist() or calls != turn.calls:
+        parsed = renderer.parse(sampled, prompt=ids)
+        calls = calls_of(parsed, turn.index, max_parallel_calls) if turn.kind == "act" else ()
+        kinds = turn.kinds if turn.kinds is UNSET else parsed.kinds
+        if ids != turn.prompt_ids.tolist() or calls != turn.calls or kinds != turn.kinds:
             indices.append(turn.index)
         context.take(turn)
     return tuple(indices)

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from headrace.messages.base import Array, Count, Finite, Message, Name, Seconds, Seed, Version, message
 from headrace.messages.operations import BlobRef
@@ -163,6 +163,15 @@ class Span(msgspec.Struct, frozen=True):
     version: Version
 
 
+class TokenKinds(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampled tokens of a turn by kind. The others are text: the final message, a summary, the stop token."""
+
+    thinking: Count
+    """With the markers of the thinking, as far as they are sampled."""
+    calls: Count
+    """With the markers of the calls."""
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One generation and its calls.
 
@@ -186,6 +195,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     results: tuple[ToolResult, ...] = ()
     stop: Literal["stop", "length", "abort"] = "stop"
     kind: Literal["act", "summary"] = "act"
+    kinds: TokenKinds | UnsetType = UNSET
+    """Unset in older records, and where the renderer does not count them."""
 
 
 @message("turn_sampled")

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from headrace.messages.rollout import ToolCall, ToolResult
+from headrace.messages.rollout import TokenKinds, ToolCall, ToolResult
 from headrace.rendering.tokenizer import Tokenizer
 
 Call = tuple[str, dict[str, str]]
@@ -48,6 +49,8 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     """All text that is neither thinking nor a call."""
     thinking: str = ""
+    kinds: TokenKinds | UnsetType = UNSET
+    """The sampled tokens by kind; unset from a renderer that does not count them."""
 
 
 class Renderer(Protocol):

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from headrace.messages.rollout import RendererBundle, ToolCall, ToolResult
 from headrace.rendering import schemas
 from headrace.rendering.base import Call, Exchange, Parsed, RendererError
+from headrace.rendering.kinds import token_kinds
+from headrace.rendering.parsers.base import Part
 from headrace.rendering.schemas import ToolSchema
 from headrace.rendering.tokenizer import Piece, Tokenizer
 
@@ -135,6 +137,7 @@ class TerseRenderer(Format):
         """
         text = self.text(ids)
         calls: list[ToolCall] = []
+        parts: list[Part] = []
         at = 0
         while match := _NAME.search(text, at):
             name = match.group(1)
@@ -142,12 +145,15 @@ class TerseRenderer(Format):
                 closing = f"</{name}>"
                 end = text.find(closing, match.end()) if name.startswith("think") else -1
                 at = end + len(closing) if end >= 0 else match.end()
+                if end >= 0:
+                    parts.append(Part("thinking", match.start(), at))
                 continue
             call, at = self._call(text, match, str(len(calls)))
             calls.append(call)
+            parts.append(Part("call", match.start(), at))
         if not calls:
             calls.append(ToolCall(id="0", name="", error=f"no call; write one such as {self._example()}"))
-        return Parsed(calls=tuple(calls), text=text)
+        return Parsed(calls=tuple(calls), text=text, kinds=token_kinds(self.tokenizer, ids, parts))
 
     def _example(self) -> str:
         tool = next(iter(self._tools.values()))

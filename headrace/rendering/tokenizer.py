@@ -12,6 +12,7 @@ file ensure it: the full one matches added tokens, the plain one has none. The l
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -154,6 +155,14 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, tags spelled out; bytes that are not UTF-8 come back as U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def whole_within(self, ids: Sequence[int], characters: int) -> int:
+        """The number of leading ids whose text lies within the first `characters` of the text of `ids`."""
+        if not characters:
+            return 0
+        # An unfinished character decodes to U+FFFD, so the length never falls as ids are added.
+        counts = range(len(ids) + 1)
+        return bisect_right(counts, characters, key=lambda count: len(self.decode(ids[:count]))) - 1
 
     def tag(self, text: str) -> int | None:
         """The id of an added token, None when this tokenizer has none of that spelling."""

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.touched import overwrite, page_of
@@ -18,7 +19,7 @@ from headrace.config import Judge as JudgeSection
 from headrace.judging.examination import TRIES
 from headrace.messages import tasks
 from headrace.messages.operations import Event
-from headrace.messages.rollout import SlotFailed
+from headrace.messages.rollout import SlotFailed, TokenKinds
 from headrace.messages.sandbox import ANY_RUN, Acquire
 from headrace.messages.subjects import EVENT, FAIL, SCORE, TRAJ
 from headrace.sandboxes.client import Sandboxes
@@ -104,10 +105,21 @@ async def test_whoever_passes_a_canary_cheats(
 async def test_length_is_priced_and_the_verdict_is_not(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
 ) -> None:
-    rules = Algorithm(length_penalty=0.01, length_k=0.01, length_q=0.5)
+    rules = Algorithm(
+        length_penalty=0.001, length_k=0.01, length_q=0.5, length_thinking_tokens=10.0, length_call_tokens=20.0,
+        length_text_tokens=30.0, length_calls=40.0, length_turns=200.0,
+    )  # fmt: skip
+    plain = trajectory("j2", "g1", {PATH: FIXED}, slot=1)
+    (turn,) = plain.turns  # three tokens and one call
+    counted = msgspec.structs.replace(turn, kinds=TokenKinds(thinking=1, calls=1))
     async with living(Judge, config(tmp_path, algorithm=rules), await connect("judge"), "j2"):
-        score = await judged(observer, trajectory("j2", "g1", {PATH: FIXED}))
-    assert score.passed and 0.0 < score.reward < 1.0
+        priced, old = await asyncio.gather(
+            judged(observer, trajectory("j2", "g1", {PATH: FIXED}, turns=(counted,))), judged(observer, plain)
+        )
+    # x = 10 + 20 + 30 + 40 + 200 = 300, and the price is 0.001 x (sqrt(1 + 3) - 1) / 0.005.
+    assert priced.passed and priced.reward == pytest.approx(0.8)
+    assert priced.parts == {"verdict": 1.0, "effort": pytest.approx(-0.2)}
+    assert old.passed and old.reward == 0.0 and "does not count its tokens by kind" in old.reason
 
 
 async def test_a_candidate_that_kills_its_machine_twice_is_judged_and_its_siblings_are_not_harmed(

@@ -1,6 +1,7 @@
 import itertools
 import math
 
+import msgspec
 import pytest
 
 from headrace.algorithms.rewards import (
@@ -11,10 +12,10 @@ from headrace.algorithms.rewards import (
     open_todos,
     overlong,
     shaped,
-    shaped_reward,
+    shaped_parts,
 )
 from headrace.messages.base import Array
-from headrace.messages.rollout import PolicyRef, Sampling, ToolCall, ToolResult, Trajectory, Turn
+from headrace.messages.rollout import PolicyRef, Sampling, TokenKinds, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
 
 
@@ -38,16 +39,40 @@ def test_increasing_and_concave(q: float) -> None:
     assert all(later < earlier for earlier, later in itertools.pairwise(steps))
 
 
+def spent(tokens: int, calls: int, turns: int, kinds: TokenKinds | None = None, **options: float) -> Judged:
+    """A passed attempt with this effort."""
+    made = attempt()
+    return msgspec.structs.replace(
+        made, tokens=tokens, calls=calls, turns=turns, kinds=kinds, options={**made.options, **options}
+    )
+
+
 def test_calls_in_one_turn_are_cheaper_than_in_two() -> None:
-    assert effort(tokens=40, calls=2, turns=1) < effort(tokens=40, calls=2, turns=2)
-    assert effort(10, 2, 3) == 10 + 8 + 48
+    assert effort(spent(40, 2, 1)) < effort(spent(40, 2, 2))
+    assert effort(spent(10, 2, 3)) == 10 + 8 + 48
 
 
 def test_reward_is_the_verdict_minus_the_price() -> None:
-    assert shaped_reward(True, tokens=100, calls=3, turns=4) == 1.0
-    assert shaped_reward(False, tokens=100, calls=3, turns=4) == 0.0
-    price = concave(effort(100, 3, 4), 0.01, 0.5)
-    assert shaped_reward(True, tokens=100, calls=3, turns=4, weight=1e-3) == pytest.approx(1 - 1e-3 * price)
+    assert shaped(spent(100, 3, 4)) == 1.0
+    assert shaped(msgspec.structs.replace(spent(100, 3, 4), passed=False, verdict="failed")) == 0.0
+    price = concave(100 + 12 + 64, 0.01, 0.5)
+    assert shaped(spent(100, 3, 4, length_penalty=1e-3)) == pytest.approx(1 - 1e-3 * price)
+
+
+def test_each_kind_of_effort_has_its_weight_and_one_function_prices_the_sum() -> None:
+    weights = {"length_thinking_tokens": 0.5, "length_call_tokens": 2.0, "length_text_tokens": 3.0}
+    kinds = TokenKinds(thinking=40, calls=30)
+    judged = spent(100, 2, 1, kinds, **weights, length_calls=10.0, length_turns=70.0, length_penalty=1e-3)
+    assert effort(judged) == 0.5 * 40 + 2 * 30 + 3 * 30 + 10 * 2 + 70 * 1 == 260
+    assert shaped_parts(judged) == {"verdict": 1.0, "effort": pytest.approx(-1e-3 * 200 * (math.sqrt(3.6) - 1))}
+    free = spent(100, 2, 1, kinds, **dict.fromkeys(weights, 0.0), length_calls=0.0, length_turns=0.0)
+    assert effort(free) == 0.0
+
+
+def test_tokens_without_a_count_by_kind_have_one_weight_or_no_price() -> None:
+    assert effort(spent(100, 0, 0, None)) == effort(spent(100, 0, 0, TokenKinds(thinking=70, calls=20))) == 100
+    with pytest.raises(ValueError, match="g-0-0 does not count its tokens by kind"):
+        effort(spent(100, 0, 0, None, length_thinking_tokens=0.5))
 
 
 def test_refuses_what_is_outside() -> None:
@@ -95,6 +120,11 @@ def attempt(*turns: tuple[ToolCall, ...], refused: frozenset[str] = frozenset())
         "length_penalty": 0.0,
         "length_k": 0.01,
         "length_q": 0.5,
+        "length_thinking_tokens": 1.0,
+        "length_call_tokens": 1.0,
+        "length_text_tokens": 1.0,
+        "length_calls": 4.0,
+        "length_turns": 16.0,
         "todo_penalty": 0.2,
         "broken_call_penalty": 0.4,
     }

@@ -26,10 +26,11 @@ from headrace.messages.base import Array
 from headrace.messages.operations import Ack
 from headrace.messages.plugins import Plugin
 from headrace.messages.product import ClientCall, ClientSessionEnd, ClientTurn, ClientTurnDone, ClientUsage
-from headrace.messages.rollout import PolicyRef, Sampling, ToolCall, ToolResult, Trajectory, Turn
+from headrace.messages.rollout import PolicyRef, Sampling, TokenKinds, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import TaskRef
 from headrace.rendering.native.client import ClientRenderer, UnusableConversation
+from headrace.rendering.parsers.base import Completion
 
 SUITE = "client"
 """The suite in the Trajectory of a client's session; the task is the tenant."""
@@ -172,8 +173,10 @@ class ClientTurns:
         )
         if sample.stop == "abort":
             raise EngineError(f"the engine aborted a turn of {trajectory}")
-        text, calls = _answer(renderer, request.group, len(session.turns), sample.ids, more)
-        turn = _turn(len(session.turns), request.segment, more, sample, calls)
+        parsed = renderer.parse(sample.ids, prompt=more)
+        text, calls = _answer(parsed, request.group, len(session.turns))
+        kinds = renderer.kinds(sample.ids, parsed)
+        turn = _turn(len(session.turns), request.segment, more, sample, calls, kinds)
         await session.log.sampled(turn, "", "", engine.fingerprint)
         session.turns.append(turn)
         return ClientTurnDone(
@@ -227,11 +230,8 @@ def trajectory_of(group: str) -> str:
     return f"{group}-0-0"
 
 
-def _answer(
-    renderer: ClientRenderer, group: str, index: int, ids: Sequence[int], prompt: Sequence[int]
-) -> tuple[str, tuple[ClientCall, ...]]:
-    """The text and the calls that the client gets for the sampled ids of turn `index`."""
-    parsed = renderer.parse(ids, prompt=prompt)
+def _answer(parsed: Completion, group: str, index: int) -> tuple[str, tuple[ClientCall, ...]]:
+    """The text and the calls that the client gets for turn `index`."""
     calls = tuple(
         ClientCall(id=f"call_{trajectory_of(group)}_{index}_{at}", name=call.name, arguments=_json(call.arguments))
         for at, call in enumerate(parsed.calls)
@@ -247,7 +247,8 @@ def _is_behind(request: ClientTurn, last: Turn, renderer: ClientRenderer) -> boo
         return False
     if last.segment > request.segment or not request.known:
         return True
-    text, calls = _answer(renderer, request.group, last.index, _ids(last.ids), _ids(last.prompt_ids))
+    parsed = renderer.parse(_ids(last.ids), prompt=_ids(last.prompt_ids))
+    text, calls = _answer(parsed, request.group, last.index)
     answered = request.messages[request.known - 1]
     names = [(call.id, call.name) for call in calls]
     return (answered.text.strip(), [(call.id, call.name) for call in answered.calls]) != (text, names)
@@ -270,7 +271,9 @@ def _results(request: ClientTurn) -> tuple[ToolResult, ...]:
     )
 
 
-def _turn(index: int, segment: int, more: Sequence[int], sample: Sample, calls: Sequence[ClientCall]) -> Turn:
+def _turn(
+    index: int, segment: int, more: Sequence[int], sample: Sample, calls: Sequence[ClientCall], kinds: TokenKinds
+) -> Turn:
     return Turn(
         index=index,
         segment=segment,
@@ -281,6 +284,7 @@ def _turn(index: int, segment: int, more: Sequence[int], sample: Sample, calls: 
         spans=sample.spans,
         calls=tuple(ToolCall(id=call.id, name=call.name, arguments=_texts(call.arguments)) for call in calls),
         stop=sample.stop,
+        kinds=kinds,
     )
 
 

@@ -110,9 +110,8 @@ def with_rewards(config: "Config", entries: list[str]) -> "Config":
         section, _, key = entry.partition("=")[0].strip().partition(".")
         if not key.startswith(CHANGED.get(section, ("no key",))):
             raise RunError(
-                f"{section}.{key} does not change a reward; expected algorithm.reward, .reward_options, "
-                ".length_penalty, .length_k, .length_q, .todo_penalty or .broken_call_penalty, or a key of "
-                "judge.rubric or judge.model"
+                f"{section}.{key} does not change a reward; expected algorithm.reward, .reward_options, .length_*, "
+                ".todo_penalty or .broken_call_penalty, or a key of judge.rubric or judge.model"
             )
         changed = msgspec.structs.replace(getattr(config, section), **{key: getattr(getattr(parsed, section), key)})
         config = msgspec.structs.replace(config, **{section: changed})

@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+from headrace.messages.rollout import TokenKinds
 from headrace.rendering.base import RendererError
+from headrace.rendering.kinds import token_kinds
 from headrace.rendering.native.conversation import FILLER
 from headrace.rendering.native.renderer import NativeRenderer
 from headrace.rendering.native.slots import Kind, Slots
@@ -91,6 +93,10 @@ class ClientRenderer:
         """
         read = self._renderer.read(ids, self._types, prompt=prompt)
         return msgspec.structs.replace(read, calls=tuple(map(_usable, read.calls)))
+
+    def kinds(self, ids: Sequence[int], parsed: Completion) -> TokenKinds:
+        """The sampled tokens of a turn by kind. parsed: as `parse` gave it for `ids`."""
+        return token_kinds(self._renderer.tokenizer, ids, parsed.parts)
 
     def _render(self, messages: Sequence[Message], *, generation: bool = True) -> str:
         try:

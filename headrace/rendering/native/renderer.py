@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from headrace.messages.rollout import ToolCall
 from headrace.rendering.base import Call, Exchange, Parsed, RendererError
+from headrace.rendering.kinds import token_kinds
 from headrace.rendering.native.conversation import Conversation, Traits, answered
 from headrace.rendering.native.slots import Change, Kind, Slots
 from headrace.rendering.native.template import ChatTemplate
@@ -189,7 +190,8 @@ class NativeRenderer:
         if not calls:
             names = ", ".join(self._conversation.tools)
             calls = [ToolCall(id="0", name="", error=f"no tool was called; call one of {names}")]
-        return Parsed(calls=tuple(calls), text=completion.content, thinking=completion.thinking)
+        kinds = token_kinds(self.tokenizer, ids, completion.parts)
+        return Parsed(calls=tuple(calls), text=completion.content, thinking=completion.thinking, kinds=kinds)
 
     def read(self, ids: Sequence[int], types: Types, *, prompt: Sequence[int]) -> Completion:
         """A sampled turn as the syntax reads it. types: the properties of each tool's arguments."""

@@ -9,7 +9,7 @@ A value keeps the type that its tool's schema names: a string stays a string, wh
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -42,12 +42,22 @@ class Span(NamedTuple):
     call: WrittenCall
 
 
+class Part(NamedTuple):
+    """Characters start..end-1 of a completion are thinking or calls, markers included."""
+
+    kind: Literal["thinking", "call"]
+    start: int
+    end: int
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A completion in its parts."""
 
     thinking: str = ""
     content: str = ""
     calls: tuple[WrittenCall, ...] = ()
+    parts: tuple[Part, ...] = ()
+    """Where thinking and calls stand in the text, in order and without overlap; the rest is content."""
 
 
 class Syntax:
@@ -73,17 +83,24 @@ class Syntax:
     def read(self, text: str, types: Types, *, opened: bool = False) -> Completion:
         """A completion without its stop token. opened: the prompt ended inside the thinking."""
         thinking, rest = self.split_thinking(text, opened)
+        before = len(text) - len(rest)
+        parts = [Part("thinking", 0, before)] if before else []
         content: list[str] = []
         calls: list[WrittenCall] = []
         at = 0
         for start, end, call in self.find(rest, types):
             content.append(rest[at:start])
+            if end > at:  # several calls may share one span
+                parts.append(Part("call", before + max(at, start), before + end))
             at = max(at, end)
             calls.append(call)
-        return Completion(thinking=thinking, content="".join(content) + rest[at:], calls=tuple(calls))
+        return Completion(
+            thinking=thinking, content="".join(content) + rest[at:], calls=tuple(calls), parts=tuple(parts)
+        )
 
     def split_thinking(self, text: str, opened: bool) -> tuple[str, str]:
-        """Thinking and the rest. Thinking that is never closed is all of the text."""
+        """Thinking without its markers, and the rest, with which the text ends. Thinking that is never closed is all
+        of the text."""
         begin, end = self.thinking
         if text.lstrip().startswith(begin):
             text, opened = text.lstrip()[len(begin) :], True

@@ -6,7 +6,16 @@
 
 import re
 
-from headrace.rendering.parsers.base import Completion, Malformed, Syntax, Types, WrittenCall, json_object, skip_space
+from headrace.rendering.parsers.base import (
+    Completion,
+    Malformed,
+    Part,
+    Syntax,
+    Types,
+    WrittenCall,
+    json_object,
+    skip_space,
+)
 
 _END = re.compile(r"<\|(end|call|return)\|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([a-zA-Z]+)")
@@ -25,6 +34,7 @@ class Harmony(Syntax):
         thinking: list[str] = []
         content: list[str] = []
         calls: list[WrittenCall] = []
+        parts: list[Part] = []
         at = 0
         while at < len(text):
             middle = text.find("<|message|>", at)
@@ -33,15 +43,22 @@ class Harmony(Syntax):
                 if not _RECIPIENT.search(head) and not _CHANNEL.search(head):
                     content.append(head)
                 break
-            head, body = text[at:middle], middle + len("<|message|>")
+            start, head, body = at, text[at:middle], middle + len("<|message|>")
             channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
             if recipient and recipient.group(1) != "assistant":
                 call, at = _call(recipient.group(1), text, body)
                 calls.append(call)
+                parts.append(Part("call", start, at))
                 continue
             message, at = _message(text, body)
-            (thinking if channel and channel.group(1) == "analysis" else content).append(message)
-        return Completion(thinking="\n".join(thinking), content="".join(content), calls=tuple(calls))
+            if channel and channel.group(1) == "analysis":
+                thinking.append(message)
+                parts.append(Part("thinking", start, at))
+            else:
+                content.append(message)
+        return Completion(
+            thinking="\n".join(thinking), content="".join(content), calls=tuple(calls), parts=tuple(parts)
+        )
 
 
 def _message(text: str, at: int) -> tuple[str, int]:

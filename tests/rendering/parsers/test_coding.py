@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from headrace.rendering.parsers.base import Completion, Part
 from headrace.rendering.parsers.registry import SYNTAXES
 
 EDIT = {"path": {"type": "string"}, "text": {"type": "string"}, "line": {"type": "integer"}}
@@ -109,6 +110,27 @@ def test_code_in_calls(syntax: str, what: str, text: str, opened: bool, calls: C
     assert [(call.name, call.arguments) for call in completion.calls if not call.error] == calls
     if what == "cut":
         assert completion.calls[-1].error
+    assert outside(text, completion) == completion.content
+
+
+def outside(text: str, completion: Completion) -> str:
+    """The text without the characters of thinking and of calls."""
+    rest, at = "", 0
+    for part in completion.parts:
+        assert at <= part.start < part.end <= len(text)
+        rest, at = rest + text[at : part.start], part.end
+    return rest + text[at:]
+
+
+def test_harmony_names_the_characters_of_each_message() -> None:
+    thought = "<|channel|>analysis<|message|>look<|end|>"
+    call = '<|start|>assistant<|channel|>commentary to=functions.run<|message|>{"command": "ls"}<|call|>'
+    said = "<|start|>assistant<|channel|>final<|message|>done"
+    completion = SYNTAXES["harmony"].read(thought + call + said, TYPES)
+    assert completion.parts == (
+        Part("thinking", 0, len(thought)),
+        Part("call", len(thought), len(thought + call)),
+    )
 
 
 def test_there_are_22_cases() -> None:

@@ -1,0 +1,20 @@
+"""Counts a turn's sampled tokens by kind: thinking, calls, and the rest.
+
+The parser gives the characters of each kind. Prefixes of the sampled ids are decoded until the end of these characters
+is reached: no text is encoded again, because another encoding may have another length. A token with characters of two
+kinds counts for the later one.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from headrace.messages.rollout import TokenKinds
+from headrace.rendering.parsers.base import Part
+from headrace.rendering.tokenizer import Tokenizer
+
+
+def token_kinds(tokenizer: Tokenizer, ids: Sequence[int], parts: Iterable[Part]) -> TokenKinds:
+    """The sampled tokens of a turn by kind. parts: of the text of `ids`, in order and without overlap."""
+    counts = {"thinking": 0, "call": 0}
+    for kind, start, end in parts:
+        counts[kind] += tokenizer.whole_within(ids, end) - tokenizer.whole_within(ids, start)
+    return TokenKinds(thinking=counts["thinking"], calls=counts["call"])
