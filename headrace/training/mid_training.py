@@ -125,18 +125,18 @@ def run(
     recipe: MidTraining,
     progress: Callable[[Progress], None] = lambda _: None,
     every: int = 50,
-    resume_file: Path | None = None,
+    file: Path | None = None,
 ) -> int:
     """Train `model` in place on `recipe.tokens` tokens, or until `traces` end; returns the number of steps.
 
-    `progress` is called every `every` steps or REPORT_S and at the end, from this thread. `resume_file` is a file to
+    `progress` is called every `every` steps or REPORT_S and at the end, from this thread. `file` is the one to
     continue from, if it exists, and to write every KEEP_S or more (KEEP_SHARE); `traces` begin with the first one in
     either case. MidTrainingFailed when the numbers break or the file is of another recipe, CheckpointError when it is
     damaged.
     """
     state = TrainerState(model, settings=OptimizerSettings((recipe.beta1, recipe.beta2), recipe.weight_decay))
     started = time.perf_counter()
-    tokens, position = _resume(resume_file, state, recipe) if resume_file is not None else (0, "")
+    tokens, position = _resume(file, state, recipe) if file is not None else (0, "")
     saved = reported = started
     cost = 0.0
     seen: list[float] = []
@@ -170,10 +170,10 @@ def run(
                 progress(Progress(state.step, tokens, recipe.tokens, sum(seen) / len(seen), now - started, held_out))
                 reported = now
                 seen.clear()
-            if resume_file is not None and now - saved >= max(KEEP_S, cost / KEEP_SHARE):
+            if file is not None and now - saved >= max(KEEP_S, cost / KEEP_SHARE):
                 at = batch.position if batch is not None else stream.position()
                 about: dict[str, int | str] = {"tokens": tokens, "recipe": _words(recipe)}
-                checkpoint.save(resume_file, state, position=about | ({"data": at} if at else {}))
+                checkpoint.save(file, state, position=about | ({"data": at} if at else {}))
                 saved = time.perf_counter()
                 cost = saved - now
     return state.step
@@ -203,17 +203,15 @@ def _loss_sum(model: Model, texts: Sequence[Trace]) -> float:
     return 0.0 if loss is None else float(loss) * share.divisor
 
 
-def _resume(resume_file: Path, state: TrainerState, recipe: MidTraining) -> tuple[int, str]:
+def _resume(file: Path, state: TrainerState, recipe: MidTraining) -> tuple[int, str]:
     """Restore the saved file, if there is one. Returns the number of tokens that were read before it was written, and
     the position of the data."""
     try:
-        saved = checkpoint.load(resume_file, state)
+        saved = checkpoint.load(file, state)
     except FileNotFoundError:
         return 0, ""
     if not _same(str(saved.position["recipe"]), recipe):
-        raise MidTrainingFailed(
-            f"{resume_file} was begun under another [mid_training]: go back to that, or remove the file"
-        )
+        raise MidTrainingFailed(f"{file} was begun under another [mid_training]: go back to that, or remove the file")
     return int(saved.position["tokens"]), str(saved.position.get("data", ""))
 
 

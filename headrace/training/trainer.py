@@ -123,9 +123,7 @@ class PolicyTrainer:
         _freeze(model, config.trainer.frozen).to(device)
         if config.mid_training.tokens > 0 and base is None:
             model.numerics = probe(policy, exact=False)  # bits are not compared here, and this is a fifth faster
-            mid_training.run(
-                model, traces(), config.mid_training, progress, resume_file=folder / "mid-training.safetensors"
-            )
+            mid_training.run(model, traces(), config.mid_training, progress, file=folder / "mid-training.safetensors")
             model.numerics = numerics
         trainer = cls(config, folder, TrainerState(precision.served_as(config, model), settings=settings), numerics)
         trainer._hold_reference()

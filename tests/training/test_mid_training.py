@@ -69,9 +69,9 @@ def test_what_was_stopped_goes_on_to_the_same_bits(
     steps = run(whole, texts(), recipe)
     for traces in (stopping(60), stopping(100)):
         with pytest.raises(Stop):
-            run(model(), traces, recipe, resume_file=kept)
+            run(model(), traces, recipe, file=kept)
     again = model(seed=9)
-    assert run(again, texts(), recipe, seen.append, every=1, resume_file=kept) == steps
+    assert run(again, texts(), recipe, seen.append, every=1, file=kept) == steps
     assert 5 < seen[0].step < steps == seen[-1].step, "it did not begin again"
     assert all(torch.equal(value, again.state()[name]) for name, value in whole.state().items())
 
@@ -82,12 +82,12 @@ def test_what_was_kept_under_another_recipe_or_damaged_is_refused(
     monkeypatch.setattr("headrace.training.mid_training.KEEP_S", 0.0)
     monkeypatch.setattr("headrace.training.mid_training.KEEP_SHARE", math.inf)
     kept = tmp_path / "kept"
-    run(model(), texts(), msgspec.structs.replace(RECIPE, tokens=300), resume_file=kept)
+    run(model(), texts(), msgspec.structs.replace(RECIPE, tokens=300), file=kept)
     with pytest.raises(MidTrainingFailed, match=r"another \[mid_training\]"):
-        run(model(), texts(), RECIPE, resume_file=kept)
+        run(model(), texts(), RECIPE, file=kept)
     kept.write_bytes(kept.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="is damaged: its bits give hash"):
-        run(model(), texts(), RECIPE, resume_file=kept)
+        run(model(), texts(), RECIPE, file=kept)
 
 
 @pytest.mark.slow
@@ -100,10 +100,10 @@ def test_what_was_kept_before_a_key_existed_goes_on(tmp_path: Path, monkeypatch:
     del older["schedule"], older["min_rate"], older["beta1"]
     with monkeypatch.context() as then:
         then.setattr(mid_training, "_words", lambda _: msgspec.json.encode(older).decode())
-        run(model(), texts(), recipe, resume_file=kept)
-    assert run(model(), texts(), recipe, resume_file=kept)
+        run(model(), texts(), recipe, file=kept)
+    assert run(model(), texts(), recipe, file=kept)
     with pytest.raises(MidTrainingFailed, match=r"another \[mid_training\]"):
-        run(model(), texts(), msgspec.structs.replace(recipe, schedule="cosine"), resume_file=kept)
+        run(model(), texts(), msgspec.structs.replace(recipe, schedule="cosine"), file=kept)
 
 
 @pytest.mark.slow  # tests/training/parallel/test_shards.py compares the gradients of two processes and of one

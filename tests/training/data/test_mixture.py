@@ -124,12 +124,10 @@ def test_what_was_stopped_anywhere_goes_on_to_the_same_bits(tmp_path: Path, monk
 
         mixture = opening.mixture(config(tmp_path, **changes), BUNDLE, traces, between)
         with pytest.raises(Stop):
-            mid_training.run(model(), mixture, recipe, resume_file=kept)
+            mid_training.run(model(), mixture, recipe, file=kept)
     again = model(seed=9)
     first = list[mid_training.Progress]()
-    assert (
-        mid_training.run(again, opened(tmp_path, **changes), recipe, first.append, every=1, resume_file=kept) == steps
-    )
+    assert mid_training.run(again, opened(tmp_path, **changes), recipe, first.append, every=1, file=kept) == steps
     assert first[0].step > 3, "it did not begin again"
     assert all(torch.equal(value, again.state()[name]) for name, value in whole.state().items())
 
