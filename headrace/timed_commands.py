@@ -24,8 +24,10 @@ def run(
     cwd: str | Path | None = None,
     env: Mapping[str, str] | None = None,
     data: bytes = b"",
+    end_s: float = 0.0,
 ) -> "subprocess.CompletedProcess[bytes]":
-    """Run a command and return its exit code and output. data: its standard input.
+    """Run a command and return its exit code and output. data: its standard input; end_s: how long it may take to end
+    by SIGTERM, for a command that removes its own files; 0: it is killed at once.
 
     TimeoutExpired when it, or a child with its output, runs longer than `timeout_s`; OSError when it cannot be started.
     """
@@ -48,6 +50,10 @@ def run(
         try:
             output, errors = process.communicate(data, timeout_s)
         finally:
+            if end_s and process.poll() is None:
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signal.SIGTERM)
+                    process.wait(end_s)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(argv, process.returncode, output, errors)

@@ -44,6 +44,17 @@ def test_the_limit_counts_for_a_child_that_holds_the_output() -> None:
         timed_commands.run(["sh", "-c", "sleep 300 & exit 0"], 0.3)
 
 
+@pytest.mark.parametrize(("end_s", "traces"), [(0.0, ["file"]), (60.0, ["ended"])])
+def test_a_command_that_may_end_by_itself_removes_its_files(tmp_path: Path, end_s: float, traces: list[str]) -> None:
+    command = f"cd {tmp_path}; trap 'mv file ended; exit' TERM; touch file; sleep 3600 & wait"
+    limit_s = 0.3
+    while not list(tmp_path.iterdir()):  # a busy machine has not started the command at the first limit
+        with pytest.raises(subprocess.TimeoutExpired):
+            timed_commands.run(["sh", "-c", command], limit_s, end_s=end_s)
+        limit_s *= 4
+    assert [path.name for path in tmp_path.iterdir()] == traces
+
+
 def test_a_command_ends_with_a_killed_process(tmp_path: Path) -> None:
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace import timed_commands
 from headrace.archives import commits
 from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, files_of
 from headrace.tasks.importing.base import LARGEST_TREE, ImportRefused
@@ -111,7 +112,12 @@ def _git(arguments: list[str], data: bytes, folder: Path | None = None) -> "subp
     if folder is not None:
         environment["GIT_CEILING_DIRECTORIES"] = str(folder.parent)
     try:
-        return subprocess.run(["git", *arguments], cwd=folder, input=data, env=environment, capture_output=True)
+        return timed_commands.run(["git", *arguments], commits.GIT_S, cwd=folder, env=environment, data=data)
+    except subprocess.TimeoutExpired:
+        raise ImportRefused(
+            f"git {arguments[0]} did not end within {commits.GIT_S:g} s: leave this task out, or import it "
+            "on a machine with less load"
+        ) from None
     except FileNotFoundError:
         raise _no_git() from None
 

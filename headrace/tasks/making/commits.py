@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace import timed_commands
+from headrace.archives.commits import GIT_S
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef
 from headrace.tasks.importing import trees
 from headrace.tasks.importing.base import ImportRefused
@@ -52,9 +54,11 @@ def commits(repository: Path) -> Iterator[Commit]:
 
 
 def _git(repository: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-c", "core.quotePath=false", "-C", str(repository), *arguments], capture_output=True, check=False
-    )
+    argv = ["git", "-c", "core.quotePath=false", "-C", str(repository), *arguments]
+    try:
+        done = timed_commands.run(argv, GIT_S)
+    except subprocess.TimeoutExpired:
+        raise NoTask(f"git did not read {repository} within {GIT_S:g} s: name a clone on a local disk") from None
     if done.returncode:
         raise NoTask(f"git cannot read {repository}: {done.stderr.decode('utf-8', 'replace').strip()[:300]}")
     return done.stdout.decode("utf-8", "replace")

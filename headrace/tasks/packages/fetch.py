@@ -11,9 +11,10 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from headrace import timed_commands
 from headrace.archives import tars, zips
 from headrace.archives.members import ArchiveRefused, Limits, files_of
-from headrace.tasks.packages.requirements import named
+from headrace.tasks.packages.requirements import PIP_S, named
 
 _SKIP = frozenset(
     {"docs", "doc", "examples", "example", "build", "dist", "benchmarks", "scripts", "dev", "node_modules"}
@@ -64,9 +65,16 @@ def fetch(requirement: str, folder: Path) -> Path:
     """The unpacked source distribution of ``NAME==VERSION``. PackageError when pip cannot download it."""
     project = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]  # its build backend may come as a wheel
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", project, "-q", "-d", str(folder)]
-    done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
+    try:
+        done = timed_commands.run([*command, requirement], PIP_S)
+    except subprocess.TimeoutExpired:
+        raise PackageError(
+            f"pip did not download {requirement} within {PIP_S:g} s: check that the index that `pip config list` shows "
+            "answers, or unpack the source distribution and name its folder by --path"
+        ) from None
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        errors = done.stderr.decode("utf-8", "replace").splitlines()
+        lines = [line for line in errors if line.startswith("ERROR")] or ["pip failed"]
         raise PackageError(f"{requirement} cannot be downloaded as a source distribution: {lines[-1]}")
     return unpack(next(path for path in sorted(folder.iterdir()) if path.is_file()), folder / "unpacked")
 

@@ -19,9 +19,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from headrace import timed_commands
 from headrace.archives import zips
 from headrace.archives.members import ArchiveRefused, Limits
 from headrace.vmhost.errors import VmhostError
@@ -46,6 +47,10 @@ FLAVOURS = ("light", "debian")
 _DRIVE_FILES = frozenset(f"lib/modules/{module}.ko" for module in DRIVES)
 TOOL_UID, KEEPER_UID = 20100, 20200
 SLOTS_MAX = 16
+DOWNLOAD_S, COMPILE_S = 1800.0, 600.0
+"""Limits of the build's downloads, which take minutes on a slow line, and of its other commands."""
+END_S = 10.0
+"""How long mmdebstrap may take to remove its files after SIGTERM."""
 
 _PYTHON = "usr/lib/python3.11/"
 _NOWHERE = re.compile(
@@ -113,11 +118,11 @@ def download(tar: Path, packages: Sequence[str], *words: str) -> None:
     command = ["mmdebstrap", "--quiet", *words, f"--include={','.join(packages)}", "bookworm", str(tar)]
     sources = [p for p in ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list") if _has_bookworm(p)]
     for mirrors in ([], *([source] for source in sources)):
-        done = subprocess.run([*command, *mirrors], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = _run([*command, *mirrors], DOWNLOAD_S, "check that the mirrors in /etc/apt answer")
         if done.returncode == 0:
             return
         tar.unlink(missing_ok=True)
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
     raise VmhostError(f"the guest image could not be made: mmdebstrap: {' | '.join(lines[-3:])}")
 
 
@@ -125,10 +130,10 @@ def _linter(work: Path, tree: Path) -> None:
     """Put ruff into the tree. VmhostError."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
     command += ["--platform", "manylinux2014_x86_64", "-d", str(work), _RUFF]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = _run(command, DOWNLOAD_S, "check that the index that `pip config list` shows answers")
     wheels = list(work.glob("ruff-*.whl"))
     if done.returncode != 0 or not wheels:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
         raise VmhostError(f"the guest image could not be made: pip download {_RUFF}: {' | '.join(lines[-2:])}")
     target = tree / "usr/bin/ruff"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -186,16 +191,14 @@ def _compile(tree: Path) -> None:
     loader = tree / "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"
     python = [str(loader), "--library-path", libraries, str(tree / "usr/bin/python3.11"), "-S", "-B"]
     folders = [tree / _PYTHON.rstrip("/"), tree / "usr/lib/python3/dist-packages"]
-    done = subprocess.run(
-        # Never checked against the source: the root is read-only, and every check costs a stat under emulation.
-        [*python, "-m", "compileall", "-q", "-s", str(tree), "-p", "/", "--invalidation-mode", "unchecked-hash"]
-        + [str(folder) for folder in folders if folder.exists()],
-        env={"PYTHONHOME": str(tree / "usr"), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-    )
+    # Never checked against the source: the root is read-only, and every check costs a stat under emulation.
+    words = ["-m", "compileall", "-q", "-s", str(tree), "-p", "/", "--invalidation-mode", "unchecked-hash"]
+    words += [str(folder) for folder in folders if folder.exists()]
+    environment = {"PYTHONHOME": str(tree / "usr"), "PATH": "/usr/bin:/bin"}
+    done = _run([*python, *words], COMPILE_S, "build it while the machine has less load", env=environment)
     if done.returncode != 0 and not list((tree / _PYTHON).glob("__pycache__/os.*.pyc")):
-        raise VmhostError(f"the guest's Python does not run here: {(done.stderr or done.stdout)[-300:]}")
+        said = (done.stderr or done.stdout).decode("utf-8", "replace")
+        raise VmhostError(f"the guest's Python does not run here: {said[-300:]}")
 
 
 def _entries(tree: Path, flavour: str) -> Iterator[cpio.Entry]:
@@ -248,5 +251,19 @@ def _drives(tree: Path) -> Iterator[cpio.Entry]:
 
 def _applets(tree: Path) -> set[str]:
     """Names that the guest's busybox answers to."""
-    listed = subprocess.run([str(tree / "bin/busybox"), "--list"], capture_output=True, text=True, check=True)
-    return set(listed.stdout.split()) - {"busybox", "python3"}
+    listed = _run([str(tree / "bin/busybox"), "--list"], COMPILE_S, "build it while the machine has less load")
+    if listed.returncode:
+        raise VmhostError(f"the guest's busybox does not run here: it ended with code {listed.returncode}")
+    return set(listed.stdout.decode().split()) - {"busybox", "python3"}
+
+
+def _run(
+    argv: Sequence[str], limit_s: float, hint: str, env: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[bytes]":
+    """One command of the build. VmhostError with the hint when it takes longer than `limit_s` seconds."""
+    try:
+        return timed_commands.run(argv, limit_s, env=env, end_s=END_S)
+    except subprocess.TimeoutExpired:
+        raise VmhostError(
+            f"the guest image could not be made: {Path(argv[0]).name} did not end within {limit_s:g} s: {hint}"
+        ) from None

@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 import aiohttp
 import msgspec
 
+from headrace import timed_commands
 from headrace.backoff import Backoff
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import imported, oci, store
@@ -37,6 +38,8 @@ _PIECE = 1 << 20
 TRIES = 6
 """Consecutive requests without data after which a download is given up."""
 RETRY_S = (0.5, 8.0)
+HELPER_S = 60.0
+"""How long a credential helper may take; it may wait for somebody to unlock its store."""
 STALL_S = 60.0
 """Time limit for a connection without data."""
 
@@ -309,10 +312,15 @@ def _helped(helper: str, name: str) -> tuple[str, str]:
     program = f"docker-credential-{helper}"
     if shutil.which(program) is None:
         raise VmhostError(f"{program} is not installed, which docker's configuration names for {name}")
-    done = subprocess.run([program, "get"], input=name, capture_output=True, text=True)
+    try:
+        done = timed_commands.run([program, "get"], HELPER_S, data=name.encode())
+    except subprocess.TimeoutExpired:
+        raise VmhostError(
+            f"{program} gave no login for {name} within {HELPER_S:g} s: unlock its store, or run docker login again"
+        ) from None
     try:
         answer = json.loads(done.stdout)
         return str(answer["Username"]), str(answer["Secret"])
     except (ValueError, KeyError, TypeError):
-        text = (done.stdout or done.stderr).strip()[:200]
+        text = (done.stdout or done.stderr).decode("utf-8", "replace").strip()[:200]
         raise VmhostError(f"{program} has no login for {name}: {text}") from None

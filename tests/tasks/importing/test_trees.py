@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.archives import commits
 from headrace.tasks.importing import trees
 from headrace.tasks.importing.base import ImportRefused
 from tests.support import forged, rows
@@ -27,3 +28,9 @@ def test_a_checkout_with_ten_billion_folders_is_refused(tmp_path: Path) -> None:
     commit = forged.tower(repository, "40000", forged.empty_tree(repository))
     with pytest.raises(ImportRefused, match="files and folders; import the row with its image instead"):
         trees.archive(repository, commit)
+
+
+def test_a_git_that_does_not_end_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commits, "GIT_S", 1e-6)
+    with pytest.raises(ImportRefused, match=r"^git apply did not end within 1e-06 s: leave this task out"):
+        trees.apply({"a": b"1\n"}, "diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n+2\n", "the patch")

@@ -15,7 +15,7 @@ from headrace.config import Environment
 from headrace.messages.tasks import TestPlan
 from headrace.tasks import certificates, open_suite
 from headrace.tasks.leaks import remains
-from headrace.tasks.making import features, removal
+from headrace.tasks.making import commits, features, removal
 from headrace.tasks.packages.fetch import read
 from headrace.tasks.packages.lab import Exam, Lab
 from headrace.vmhost.node.host import Host
@@ -175,6 +175,15 @@ def test_no_feature_and_no_commit_is_said(tmp_path: Path, capsys: pytest.Capture
     assert "git cannot read" in capsys.readouterr().err
     assert make("features", tree, tmp_path / "suites") == 1
     assert "has no test files" in capsys.readouterr().err
+
+
+def test_a_repository_that_git_does_not_read_in_time_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    monkeypatch.setattr(commits, "GIT_S", 1e-6)
+    assert make("commits", tmp_path, tmp_path / "suites") == 1
+    assert f"git did not read {tmp_path} within 1e-06 s" in capsys.readouterr().err
 
 
 def test_a_test_names_a_feature_in_its_function_or_its_class(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
-"""Archives of packages: what is damaged, leaves its folder or would fill the disk is refused in one sentence."""
+"""Downloads and archives of packages: what takes too long, is damaged, leaves its folder or would fill the disk is
+refused in one sentence."""
 
 import io
+import os
+import socket
 import tarfile
 import zipfile
 from pathlib import Path
@@ -23,6 +26,15 @@ def packed(folder: Path, *members: tarfile.TarInfo) -> Path:
         for each in members:
             tar.addfile(each, io.BytesIO(bytes(each.size)))
     return archive
+
+
+def test_an_index_that_never_answers_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.getsockname()[1]}/simple")
+        monkeypatch.setattr(fetch, "PIP_S", 0.3)
+        with pytest.raises(PackageError, match=r"^pip did not download p==1 within 0\.3 s: .* --path$"):
+            fetch.fetch("p==1", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "p/../../x"])

@@ -210,6 +210,9 @@ def test_a_credential_helper_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
     assert registry.credentials("other.example") is None
     with pytest.raises(VmhostError, match="docker-credential-absent is not installed"):
         registry.credentials("no.example")
+    monkeypatch.setattr(registry, "HELPER_S", 1e-6)
+    with pytest.raises(VmhostError, match=r"^docker-credential-mine gave no login for reg\.example within 1e-06 s"):
+        registry.credentials("reg.example")
 
 
 @pytest.fixture
