@@ -35,8 +35,8 @@ def test_each_layer_wins_over_those_below(file: str) -> None:
 
 def test_every_key_has_a_type_and_a_meaning() -> None:
     for section, name, _, default in keys():
-        found = explain(f"{section}.{name}", environment={})
-        assert found.value == default and len(found.type) > 3 and len(found.meaning) > 10, found
+        explained = explain(f"{section}.{name}", environment={})
+        assert explained.value == default and len(explained.type) > 3 and len(explained.meaning) > 10, explained
 
 
 def test_the_command_prints_value_source_type_and_meaning(

@@ -55,8 +55,8 @@ def test_every_results_file_states_its_conditions() -> None:
     def stated(value: object) -> bool:
         if not isinstance(value, dict):
             return False
-        own = value.get("conditions")
-        return bool(own and own["commit"] and own["date"] and own["cpu"]) or (
+        conditions = value.get("conditions")
+        return bool(conditions and conditions["commit"] and conditions["date"] and conditions["cpu"]) or (
             bool(value) and all(map(stated, value.values()))
         )
 

@@ -218,10 +218,12 @@ def test_the_registry_imports_messages_alone() -> None:
 
 def test_actors_never_import_actors() -> None:
     for source, targets in graph().items():
-        own = source.split(".")[:2]
+        source_parts = source.split(".")[:2]
         for target in targets:
-            if own[0] == "actors" and target.startswith("actors.") and source != "actors.registry":
-                assert target.split(".")[:2] == own and len(source.split(".")) > 2, f"{source} imports {target}"
+            if source_parts[0] == "actors" and target.startswith("actors.") and source != "actors.registry":
+                assert target.split(".")[:2] == source_parts and len(source.split(".")) > 2, (
+                    f"{source} imports {target}"
+                )
 
 
 def test_messages_use_msgspec_and_lz4_alone() -> None:

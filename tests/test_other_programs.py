@@ -32,19 +32,19 @@ UNTAGGED = {"README.md": 2, "architecture.md": 1}
 
 def blocks() -> list[snippets.Snippet]:
     """The indented blocks outside fences, without settings."""
-    kept = []
+    indented = []
     for page in snippets.PAGES:
         prose = re.sub(r"^```.*?^```$", "", snippets.text_of(page), flags=re.MULTILINE | re.DOTALL)
         for block in re.findall(r"(?:^\n|\A)((?:^ {4}.*\n|^\n(?= {4}))+)", prose, re.MULTILINE):
             text = re.sub(r"^ {4}", "", block, flags=re.MULTILINE)
             if not text.startswith("["):
-                kept.append(snippets.Snippet(page.name, text))
-    return kept
+                indented.append(snippets.Snippet(page.name, text))
+    return indented
 
 
 def commands(text: str) -> list[list[str]]:
     """The words of each command of a block; a quoted text may go on over lines. ValueError where a quote stays open."""
-    found, lines = [], re.sub(r"\\\n\s*", " ", text).splitlines()
+    command_words, lines = [], re.sub(r"\\\n\s*", " ", text).splitlines()
     while lines:
         line = lines.pop(0)
         while True:
@@ -58,11 +58,11 @@ def commands(text: str) -> list[list[str]]:
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             words.pop(0)
         while "&&" in words:
-            found.append(words[: words.index("&&")])
+            command_words.append(words[: words.index("&&")])
             words = words[words.index("&&") + 1 :]
         if words:
-            found.append(words)
-    return found
+            command_words.append(words)
+    return command_words
 
 
 @cache
@@ -200,7 +200,7 @@ def test_inline_commands_of_other_programs_are_right() -> None:
     mentions = snippets.inline(r"(pip install|make [a-z]|python -m (headrace|benchmarks)|nats-server -)")
     assert len(mentions) > 60
     problems = [wrong(mention) for mention in mentions if mention.text != "python -m benchmarks.NAME"]
-    assert [problem for found in problems for problem in found] == []
+    assert [problem for page_problems in problems for problem in page_problems] == []
 
 
 def test_planted_mistakes_in_other_programs_are_reported() -> None:

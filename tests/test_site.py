@@ -22,11 +22,11 @@ def test_every_page_is_in_the_navigation_and_in_llms_txt() -> None:
 
 def test_every_line_of_the_comparison_has_a_source() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text()
-    known = dict(re.findall(r"^\[([\w-]+)\]: (https://\S+)$", page, re.MULTILINE))
+    sources = dict(re.findall(r"^\[([\w-]+)\]: (https://\S+)$", page, re.MULTILINE))
     rows = [line for line in page.splitlines() if line.startswith("| ") and not re.match(r"\| (what|subject) \|", line)]
     assert len(rows) > 25
     used = set(re.findall(r"\]\[([\w-]+)\]", page))
-    assert used == set(known)
+    assert used == set(sources)
     for row in rows:
         assert re.search(r"\]\[[\w-]+\]|\]\([\w-]+\.md\)|benchmarks/results/\w+\.json", row), row
 

@@ -105,16 +105,16 @@ def command_lines() -> list[Snippet]:
 
 def inline(pattern: str) -> list[Snippet]:
     """The inline code that matches, blocks left out."""
-    found = []
+    spans = []
     for page in PAGES:
         prose = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
         prose = re.sub(r"^ {4}.*$", "", prose, flags=re.MULTILINE)
-        found += [
+        spans += [
             Snippet(page.name, " ".join(code.split()))
             for code in re.findall(r"`([^`]+)`", prose)
             if re.match(pattern, code)
         ]
-    return found
+    return spans
 
 
 @cache

@@ -59,13 +59,13 @@ async def until_finished(bus: Bus, run: str) -> None:
 
 
 async def ledger(bus: Bus, run: str) -> list[SlotIssued]:
-    found = [received.message async for received in bus.history("HR_LEDGER", LEDGER.where(run=run))]
-    return [message for message in found if isinstance(message, SlotIssued)]
+    messages = [received.message async for received in bus.history("HR_LEDGER", LEDGER.where(run=run))]
+    return [message for message in messages if isinstance(message, SlotIssued)]
 
 
 async def closings(bus: Bus, run: str) -> list[GroupClosed | GroupDropped]:
-    found = [received.message async for received in bus.history("HR_SCORE", CLOSE.where(run=run))]
-    return [message for message in found if isinstance(message, GroupClosed | GroupDropped)]
+    messages = [received.message async for received in bus.history("HR_SCORE", CLOSE.where(run=run))]
+    return [message for message in messages if isinstance(message, GroupClosed | GroupDropped)]
 
 
 async def test_a_run_from_version_0_to_its_last_step(connect: Connect) -> None:

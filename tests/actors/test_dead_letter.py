@@ -52,8 +52,8 @@ async def ask(bus: Bus, group: str) -> int:
 
 async def letter(bus: Bus, group: str) -> DeadLetter:
     async for received in bus.follow("HR_DLQ", DLQ.where()):
-        found = lost_attempts.lost_attempt(received.message)
-        if found is not None and found.group == group:
+        attempt = lost_attempts.lost_attempt(received.message)
+        if attempt is not None and attempt.group == group:
             assert isinstance(received.message, DeadLetter)
             return received.message
     raise AssertionError
@@ -94,11 +94,11 @@ async def test_rejected_work_becomes_a_letter_that_names_the_attempt(connect: Co
     async with living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN):
         seq = await ask(admin, "g000001")
         async with hands(await connect("rollout"), "refuse"):
-            found = await soon(letter(admin, "g000001"))
-    assert found.reason == "no such task"
-    assert found.stream_seq == seq
-    assert decode(found.payload, found.headers) == request("g000001")
-    assert lost_attempts.lost_attempt(found) == lost_attempts.LostAttempt(records.RUN, "g000001", 1, 0)
+            dead_letter = await soon(letter(admin, "g000001"))
+    assert dead_letter.reason == "no such task"
+    assert dead_letter.stream_seq == seq
+    assert decode(dead_letter.payload, dead_letter.headers) == request("g000001")
+    assert lost_attempts.lost_attempt(dead_letter) == lost_attempts.LostAttempt(records.RUN, "g000001", 1, 0)
     assert await empty(admin, seq)
 
 
@@ -118,9 +118,9 @@ async def test_an_actor_that_was_down_finds_the_notice_later(connect: Connect) -
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
     async with living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN):
-        found = await soon(letter(admin, "g000002"))
-    assert "bad day" in found.reason
-    assert found.deliveries == 2
+        dead_letter = await soon(letter(admin, "g000002"))
+    assert "bad day" in dead_letter.reason
+    assert dead_letter.deliveries == 2
     assert await empty(admin, seq)
 
 
@@ -147,8 +147,8 @@ async def test_the_next_actor_writes_what_a_killed_one_held(connect: Connect) ->
         living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN),
         asyncio.timeout(PATIENCE_S),
     ):
-        found = await letter(admin, "g000005")
-    assert found.command == f"headrace dlq retry {records.RUN} HR_TASK/rollout-{records.RUN}-train/{seq}"
+        dead_letter = await letter(admin, "g000005")
+    assert dead_letter.command == f"headrace dlq retry {records.RUN} HR_TASK/rollout-{records.RUN}-train/{seq}"
 
 
 async def test_a_message_that_ran_out_of_deliveries_leaves_the_queue(connect: Connect) -> None:
@@ -175,10 +175,10 @@ async def test_a_message_that_ran_out_of_deliveries_leaves_the_queue(connect: Co
     )
     async with living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN):
         await soon(hung.wait())
-        found = await soon(letter(admin, "g000003"))
+        dead_letter = await soon(letter(admin, "g000003"))
         await actor.shut(1)
-    assert found.reason == "not settled in 1 deliveries"
-    assert decode(found.payload, found.headers) == request("g000003")
+    assert dead_letter.reason == "not settled in 1 deliveries"
+    assert decode(dead_letter.payload, dead_letter.headers) == request("g000003")
     assert await empty(admin, seq)
 
 
@@ -199,10 +199,10 @@ async def test_a_stream_that_is_kept_keeps_the_message(connect: Connect) -> None
     actor = Judge(Config(), bus, records.RUN, bus.id)
     await actor.consume(TRAJ, actor.never, durable=f"judge-{records.RUN}", max_deliver=1)
     async with living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN):
-        found = await soon(letter(admin, "g000004"))
+        dead_letter = await soon(letter(admin, "g000004"))
         await actor.shut(1)
-    assert "not a readable trajectory" in found.reason
-    assert lost_attempts.lost_attempt(found) == lost_attempts.LostAttempt(records.RUN, "g000004", 1, 0)
+    assert "not a readable trajectory" in dead_letter.reason
+    assert lost_attempts.lost_attempt(dead_letter) == lost_attempts.LostAttempt(records.RUN, "g000004", 1, 0)
     assert (await admin.get("HR_TRAJ", seq)).data == b"\xc1"
 
 
@@ -230,7 +230,7 @@ async def test_requests_end_when_no_rollout_actor_is_alive(connect: Connect) -> 
             await soon(looks.acquire())
         assert not await empty(admin, seq)
         await beat("another")
-        found = await soon(letter(admin, "g000011"))
-    assert f"no rollout actor of run {records.RUN} was alive for 0.4 s" in found.reason
-    assert lost_attempts.lost_attempt(found) == lost_attempts.LostAttempt(records.RUN, "g000011", 1, 0)
+        dead_letter = await soon(letter(admin, "g000011"))
+    assert f"no rollout actor of run {records.RUN} was alive for 0.4 s" in dead_letter.reason
+    assert lost_attempts.lost_attempt(dead_letter) == lost_attempts.LostAttempt(records.RUN, "g000011", 1, 0)
     assert await empty(admin, seq)

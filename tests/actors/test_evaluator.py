@@ -57,8 +57,8 @@ async def answer(bus: Bus, run: str, id: str = "heldout-before") -> EvalResult:
 
 
 async def issued(bus: Bus, run: str) -> list[SlotIssued]:
-    found = [received.message async for received in bus.history("HR_LEDGER", LEDGER.where(run=run))]
-    return [message for message in found if isinstance(message, SlotIssued)]
+    messages = [received.message async for received in bus.history("HR_LEDGER", LEDGER.where(run=run))]
+    return [message for message in messages if isinstance(message, SlotIssued)]
 
 
 async def test_every_task_is_run_once_under_the_policy_that_was_named(connect: Connect) -> None:
@@ -140,9 +140,9 @@ async def test_several_evaluations_at_once_and_training_beside_them(connect: Con
         async with living(Evaluator, Config(), await connect("evaluator"), other.run):
             await ask(other.bus, other.run, id="a", tasks=9)
             await ask(other.bus, other.run, id="b", tasks=9, policy=PolicyRef())
-            found = await asyncio.gather(*(answer(other.bus, other.run, id) for id in "ab"))
-    assert [result.tasks for result in found] == [9, 9]
-    assert [result.version for result in found] == [3, 0]
+            evaluations = await asyncio.gather(*(answer(other.bus, other.run, id) for id in "ab"))
+    assert [result.tasks for result in evaluations] == [9, 9]
+    assert [result.version for result in evaluations] == [3, 0]
 
 
 async def test_a_suite_that_there_is_not_is_refused_with_a_reason(connect: Connect) -> None:

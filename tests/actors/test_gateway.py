@@ -225,8 +225,8 @@ async def test_a_dead_letter_of_a_request_ends_its_session(product: Product, con
     )
     _, health = await product.call("GET", "/healthz")
     assert health["waiting"] == 0, "the scavenger may lend again"
-    kept = await (await connect("gateway")).kv("HR_SESSION")
-    assert await kept.keys(f"{product.run}.session.>") == []
+    sessions = await (await connect("gateway")).kv("HR_SESSION")
+    assert await sessions.keys(f"{product.run}.session.>") == []
 
 
 async def test_a_restarted_gateway_issues_no_attempt_twice(product: Product) -> None:

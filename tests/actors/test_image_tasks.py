@@ -57,17 +57,17 @@ def suite(folder_: Path) -> None:
 
 
 def make_image(folder_: Path) -> None:
-    own = {"uid": 1000, "gid": 100}
+    owner = {"uid": 1000, "gid": 100}
     below: Members = [
         folder("bin"),
         file("bin/busybox", probe._busybox(packages.folder(CACHE)), mode=0o755),
         *(link(f"bin/{name}", "busybox") for name in ("sh", "test")),
         file("etc/passwd", b"dev:x:1000:100::/home/dev:/bin/sh\n"),
-        folder("testbed", **own),
-        folder("testbed/tests", **own),
-        file("testbed/kept", b"", **own),
-        file("testbed/add.sh", b"echo $(($1 - $2))\n", **own),
-        file("testbed/tests/visible.sh", b"sh ./add.sh 0 0\n", **own),
+        folder("testbed", **owner),
+        folder("testbed/tests", **owner),
+        file("testbed/kept", b"", **owner),
+        file("testbed/add.sh", b"echo $(($1 - $2))\n", **owner),
+        file("testbed/tests/visible.sh", b"sh ./add.sh 0 0\n", **owner),
     ]
     imported.take(CACHE, docker_save(folder_ / "i.tar", [below], [IMAGE], User="dev"), "repository-1")
 

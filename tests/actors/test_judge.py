@@ -260,9 +260,9 @@ async def test_a_judge_that_is_superseded_in_its_second_look_steps_back(
         await observer.publish(TRAJ.at(run="j12", group="g1"), made)
         while not mark.exists() or mark.read_text() != "xx":
             await asyncio.sleep(0.01)
-        own = f"g1-0-alone{2 * TRIES}"
+        sandbox_group = f"g1-0-alone{2 * TRIES}"
         held = await successor.acquire(
-            Acquire(run="j12", lane="train", role="judge", group=own, slot=0, attempt=0, isolation="episode")
+            Acquire(run="j12", lane="train", role="judge", group=sandbox_group, slot=0, attempt=0, isolation="episode")
         )
         assert not held.fresh
         taken.touch()

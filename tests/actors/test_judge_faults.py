@@ -104,8 +104,8 @@ async def test_the_end_of_a_group_ends_its_shared_machine(connect: Connect, tmp_
         living(Judge, settings, await connect("judge"), "j16"),
     ):
         score = await judged(observer, trajectory("j16", "g1", {PATH: FIXED}, isolation="group"))
-        kept = await judged(observer, trajectory("j16", "g2", {PATH: FIXED}, isolation="group"))
-        assert score.passed and kept.passed
+        second_score = await judged(observer, trajectory("j16", "g2", {PATH: FIXED}, isolation="group"))
+        assert score.passed and second_score.passed
         held = node._host.usage()["vms"]
         dropped = GroupDropped(run="j16", group="g1", reason="stale", group_size=2)
         await observer.publish(CLOSE.at(run="j16", group="g1"), dropped)

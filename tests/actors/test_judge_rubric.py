@@ -63,9 +63,9 @@ async def test_a_rubric_is_a_part_of_the_reward_and_a_silent_endpoint_is_no_answ
         section = Section(
             rubric=str(tmp_path / "rubric.toml"), model_url=server.url, model="m", rubric_weight=0.3, model_s=60.0
         )
-        own = config(tmp_path, judge=section)
-        async with living(Environment, own, await connect("environment", node="n1"), ANY_RUN):
-            async with living(Judge, own, await connect("judge"), "jr"):
+        settings = config(tmp_path, judge=section)
+        async with living(Environment, settings, await connect("environment", node="n1"), ANY_RUN):
+            async with living(Judge, settings, await connect("judge"), "jr"):
                 good = trajectory("jr", "g1", {PATH: FIXED}, slot=0)
                 right = await judged(observer, good)
                 wrong = await judged(observer, trajectory("jr", "g1", {}, slot=1))
@@ -91,7 +91,7 @@ async def test_a_rubric_is_a_part_of_the_reward_and_a_silent_endpoint_is_no_answ
             assert failed.reason == "judge_endpoint" and "no usable answer" in failed.detail
         # From the records alone: the same reward without a request, another one under another weight.
         asked = len(server.requests)
-        assert (await verdicts(own, None)(good, right)).reward == right.reward
+        assert (await verdicts(settings, None)(good, right)).reward == right.reward
         heavier = config(tmp_path, judge=msgspec.structs.replace(section, rubric_weight=0.6))
         judge = RubricJudge.of(heavier)
         again = await verdicts(heavier, None, judge)(good, right)

@@ -32,8 +32,8 @@ def updated(draw: int, settings: list[OptimizerSettings]) -> tuple[Tensor, AdamW
 def test_moments_are_rounded_between_updates_and_nowhere_else() -> None:
     parameter, optimizer, want = updated(1, [NARROW] * 8)
     assert (parameter.double() - want).abs().max() < 2e-5, "a moment at the border of two numbers may fall to the other"
-    kept = optimizer.moments[parameter]
-    assert {kept.exp_avg.dtype, kept.exp_avg_sq.dtype} == {torch.bfloat16} and kept.step == 8.0
+    moments = optimizer.moments[parameter]
+    assert {moments.exp_avg.dtype, moments.exp_avg_sq.dtype} == {torch.bfloat16} and moments.step == 8.0
     assert not torch.equal(parameter, updated(1, [OptimizerSettings()] * 8)[0])
 
 

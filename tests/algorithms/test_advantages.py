@@ -49,8 +49,8 @@ def test_normalised_and_leave_one_out_by_hand() -> None:
 
 
 def test_a_group_of_128() -> None:
-    found = group_advantages([float(number % 2) for number in range(128)])
-    assert found == [-0.5, 0.5] * 64
+    advantages = group_advantages([float(number % 2) for number in range(128)])
+    assert advantages == [-0.5, 0.5] * 64
 
 
 def test_a_class_is_the_baseline_where_every_prompt_has_one_rollout() -> None:

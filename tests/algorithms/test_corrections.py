@@ -35,8 +35,8 @@ def slopes(
     logp = logp.clone().requires_grad_()
     tokens = SampledTokens(logp, behaviour, torch.tensor(advantage), proximal, lengths=lengths)
     made = LOSSES.get(weighting)(tokens, Correction(weighting, clip=2.0, low=0.5, band=band))
-    (found,) = torch.autograd.grad(made.terms.sum(), logp)
-    return found.tolist(), made
+    (gradient,) = torch.autograd.grad(made.terms.sum(), logp)
+    return gradient.tolist(), made
 
 
 def test_truncation_keeps_small_ratios_and_cuts_large_ones() -> None:
@@ -44,34 +44,34 @@ def test_truncation_keeps_small_ratios_and_cuts_large_ones() -> None:
     weights, cut = importance_weights(SampledTokens(logp, behaviour, torch.zeros(3)), 2.0)
     assert weights.tolist() == pytest.approx([1.0, 0.5, 2.0])
     assert cut.tolist() == [False, False, True]
-    found, made = slopes("truncated", logp, behaviour, [1.0, -1.0, 0.5])
-    assert found == pytest.approx([1.0, -0.5, 1.0])  # w A, no gradient through w
+    gradient, made = slopes("truncated", logp, behaviour, [1.0, -1.0, 0.5])
+    assert gradient == pytest.approx([1.0, -0.5, 1.0])  # w A, no gradient through w
     assert made.terms.tolist() == pytest.approx([math.log(0.5), -0.5 * math.log(0.4), math.log(0.9)])
 
 
 def test_masking_drops_both_sides() -> None:
     logp, behaviour = logs(0.5, 0.1, 0.9, 0.3), logs(0.5, 0.8, 0.1, 0.2)  # ratios 1, 0.125, 9, 1.5
-    found, made = slopes("masked", logp, behaviour, [1.0, 1.0, 1.0, -1.0])
-    assert found == pytest.approx([1.0, 0.0, 0.0, -1.5])
+    gradient, made = slopes("masked", logp, behaviour, [1.0, 1.0, 1.0, -1.0])
+    assert gradient == pytest.approx([1.0, 0.0, 0.0, -1.5])
     assert made.cut.tolist() == [False, True, True, False]
 
 
 def test_clipping_stops_only_the_side_to_which_the_advantage_pushes() -> None:
     behaviour = logs(0.4, 0.4, 0.4, 0.4, 0.4)
     logp = logs(0.6, 0.6, 0.2, 0.2, 0.4)  # ratios 1.5, 1.5, 0.5, 0.5, 1
-    found, made = slopes("clipped", logp, behaviour, [1.0, -1.0, 1.0, -1.0, 2.0])
+    gradient, made = slopes("clipped", logp, behaviour, [1.0, -1.0, 1.0, -1.0, 2.0])
     assert made.terms.tolist() == pytest.approx([1.2, -1.5, 0.5, -0.8, 2.0])
     assert made.cut.tolist() == [True, False, False, True, False]
-    assert found == pytest.approx([0.0, -1.5, 0.5, 0.0, 2.0])  # d(r A) = r A d(logp)
+    assert gradient == pytest.approx([0.0, -1.5, 0.5, 0.0, 2.0])  # d(r A) = r A d(logp)
 
 
 def test_the_decoupled_objective_clips_around_the_proximal_policy_not_the_sampler() -> None:
     behaviour, proximal = logs(0.1, 0.5, 0.5), logs(0.3, 0.4, 0.4)  # p_prox / p_behaviour: 3, 0.8, 0.8
     logp = logs(0.3, 0.6, 0.44)  # u: 1, 1.5, 1.1
-    found, made = slopes("decoupled", logp, behaviour, [1.0, 1.0, -1.0], proximal=proximal)
+    gradient, made = slopes("decoupled", logp, behaviour, [1.0, 1.0, -1.0], proximal=proximal)
     assert made.terms.tolist() == pytest.approx([2.0 * 1.0, 0.8 * 1.2, 0.8 * -1.1])
     assert made.cut.tolist() == [True, True, False], "one by the truncated weight, one by the band"
-    assert found == pytest.approx([2.0, 0.0, 0.8 * -1.1])
+    assert gradient == pytest.approx([2.0, 0.0, 0.8 * -1.1])
     # `clipped` would have cut the first, for the sampler's age alone.
     assert slopes("clipped", logp, behaviour, [1.0, 1.0, -1.0])[0][0] == 0.0
 
@@ -85,8 +85,8 @@ def test_before_the_first_update_decoupled_is_truncated() -> None:
 
 
 def test_geometric_means_are_per_sequence() -> None:
-    found = geometric_means(logs(2.0, 0.5, 4.0, 9.0), [2, 0, 1, 1])
-    assert found.tolist() == pytest.approx([1.0, 1.0, 4.0, 9.0])
+    means = geometric_means(logs(2.0, 0.5, 4.0, 9.0), [2, 0, 1, 1])
+    assert means.tolist() == pytest.approx([1.0, 1.0, 4.0, 9.0])
     assert geometric_means(torch.empty(0), []).tolist() == []
     with pytest.raises(ValueError, match="expected sequences of 4 tokens in all, got 3"):
         geometric_means(logs(1, 1, 1, 1), [2, 1])
@@ -95,10 +95,10 @@ def test_geometric_means_are_per_sequence() -> None:
 def test_a_sequence_is_clipped_as_a_whole() -> None:
     behaviour = logs(0.2, 0.2, 0.2, 0.2, 0.2)
     logp = logs(0.4, 0.2, 0.1, 0.4, 0.2)  # ratios 2, 1 | 0.5, 2 | 1 -> geometric means sqrt(2), 1, 1
-    found, made = slopes("sequence", logp, behaviour, [1.0, 1.0, -1.0, -1.0, 0.5], lengths=[2, 2, 1])
+    gradient, made = slopes("sequence", logp, behaviour, [1.0, 1.0, -1.0, -1.0, 0.5], lengths=[2, 2, 1])
     assert made.terms.tolist() == pytest.approx([1.2, 1.2, -1.0, -1.0, 0.5])
     assert made.cut.tolist() == [True, True, False, False, False]
-    assert found == pytest.approx([0.0, 0.0, -1.0, -1.0, 0.5])
+    assert gradient == pytest.approx([0.0, 0.0, -1.0, -1.0, 0.5])
     falling, _ = slopes("sequence", logp, behaviour, [-1.0] * 5, lengths=[2, 2, 1])
     assert falling == pytest.approx([-math.sqrt(2), -math.sqrt(2), -1.0, -1.0, -1.0])  # s A on each of its tokens
 
@@ -106,8 +106,8 @@ def test_a_sequence_is_clipped_as_a_whole() -> None:
 def test_a_sequence_far_off_policy_teaches_nothing() -> None:
     behaviour = logs(0.2, 0.2, 0.2, 0.2)
     logp = logs(0.4, 0.3, 0.1, 0.4)  # means sqrt(3) and 1
-    found, made = slopes("sequence_masked", logp, behaviour, [-1.0, 1.0, 1.0, 1.0], lengths=[2, 2])
-    assert found == pytest.approx([0.0, 0.0, 0.5, 2.0])
+    gradient, made = slopes("sequence_masked", logp, behaviour, [-1.0, 1.0, 1.0, 1.0], lengths=[2, 2])
+    assert gradient == pytest.approx([0.0, 0.0, 0.5, 2.0])
     assert made.cut.tolist() == [True, True, False, False]
     with pytest.raises(ValueError, match="needs the lengths"):
         slopes("sequence_masked", logp, behaviour, [1.0] * 4)
@@ -116,6 +116,6 @@ def test_a_sequence_far_off_policy_teaches_nothing() -> None:
 @pytest.mark.parametrize("weighting", ["truncated", "masked", "clipped", "decoupled", "sequence", "sequence_masked"])
 def test_on_policy_all_of_them_are_the_plain_gradient(weighting: str) -> None:
     logp = logs(0.5, 0.25, 0.1)
-    found, made = slopes(weighting, logp, logp, [0.75, -0.25, 0.0], lengths=[1, 2])
-    assert found == [0.75, -0.25, 0.0]
+    gradient, made = slopes(weighting, logp, logp, [0.75, -0.25, 0.0], lengths=[1, 2])
+    assert gradient == [0.75, -0.25, 0.0]
     assert not made.cut.any()

@@ -15,26 +15,26 @@ def test_equal_numbers_give_zero() -> None:
 def test_values_by_hand() -> None:
     sampler = torch.log(torch.tensor([0.5, 0.5]))
     trainer = torch.log(torch.tensor([0.25, 0.5]))
-    found = mismatch(trainer, sampler)
-    assert found.k1 == pytest.approx(math.log(2) / 2)
-    assert found.k3 == pytest.approx((0.5 - 1 + math.log(2)) / 2)
-    assert found.max_abs == pytest.approx(math.log(2))
+    divergence = mismatch(trainer, sampler)
+    assert divergence.k1 == pytest.approx(math.log(2) / 2)
+    assert divergence.k3 == pytest.approx((0.5 - 1 + math.log(2)) / 2)
+    assert divergence.max_abs == pytest.approx(math.log(2))
 
 
 def test_both_estimate_the_same_divergence() -> None:
     generator = torch.Generator().manual_seed(2)
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.4, 0.2])
     drawn = torch.multinomial(p, 400_000, replacement=True, generator=generator)
-    found = mismatch(q.log()[drawn], p.log()[drawn])
+    divergence = mismatch(q.log()[drawn], p.log()[drawn])
     exact = float((p * (p / q).log()).sum())
-    assert found.k1 == pytest.approx(exact, abs=2e-3)
-    assert found.k3 == pytest.approx(exact, abs=5e-4)
+    assert divergence.k1 == pytest.approx(exact, abs=2e-3)
+    assert divergence.k3 == pytest.approx(exact, abs=5e-4)
 
 
 def test_nan_is_not_hidden() -> None:
-    found = mismatch(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]))
-    assert math.isnan(found.k1)
-    assert math.isnan(found.max_abs)
+    divergence = mismatch(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]))
+    assert math.isnan(divergence.k1)
+    assert math.isnan(divergence.max_abs)
 
 
 def test_flips_compare_sets_and_skip_missing_rows() -> None:

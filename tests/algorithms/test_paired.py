@@ -16,8 +16,8 @@ def test_the_intervals_keep_their_level_when_trials_of_a_task_resemble_each_othe
     held = held_pairs = 0
     for _ in range(400):
         rates = [rng.betavariate(0.6, 0.6) for _ in range(60)]  # tasks differ far more than trials do
-        found = share_interval([trials(rng, rate) for rate in rates])
-        held += found.low <= 0.5 <= found.high
+        interval = share_interval([trials(rng, rate) for rate in rates])
+        held += interval.low <= 0.5 <= interval.high
         better = {str(n): trials(rng, min(1.0, rate + 0.1)) for n, rate in enumerate(rates)}
         worse = {str(n): trials(rng, rate) for n, rate in enumerate(rates)}
         gain = sum(min(1.0, rate + 0.1) - rate for rate in rates) / 60
@@ -31,14 +31,14 @@ def test_a_difference_of_the_detectable_size_is_found_four_times_in_five() -> No
     rates = [rng.random() * 0.6 for _ in range(200)]
     first = {str(n): trials(rng, rate) for n, rate in enumerate(rates)}
     size = paired_difference(first, {str(n): trials(rng, rate) for n, rate in enumerate(rates)}).detectable
-    found = 0
+    detections = 0
     for _ in range(100):
         pair = paired_difference(
             {str(n): trials(rng, rate) for n, rate in enumerate(rates)},
             {str(n): trials(rng, rate + size) for n, rate in enumerate(rates)},
         )
-        found += not pair.silent
-    assert 0.02 < size < 0.1 and 65 <= found <= 95
+        detections += not pair.silent
+    assert 0.02 < size < 0.1 and 65 <= detections <= 95
 
 
 def test_a_policy_compared_with_itself_is_silent_in_95_of_100_resamples() -> None:
@@ -51,8 +51,8 @@ def test_a_policy_compared_with_itself_is_silent_in_95_of_100_resamples() -> Non
 @pytest.mark.parametrize(("won", "lost", "tasks", "passes"), [(10, 0, 20, True), (0, 0, 20, False), (2, 0, 4, False)])
 def test_the_paired_bound_needs_more_than_a_few_tasks(won: int, lost: int, tasks: int, passes: bool) -> None:
     first = {str(task): float(won <= task < won + lost) for task in range(tasks)}
-    found = paired_difference(first, {str(task): float(task < won) for task in range(tasks)})
-    assert (found.low > 0.0, found.won, found.lost) == (passes, won, lost)
+    difference = paired_difference(first, {str(task): float(task < won) for task in range(tasks)})
+    assert (difference.low > 0.0, difference.won, difference.lost) == (passes, won, lost)
 
 
 def test_without_tasks_nothing_is_shown() -> None:

@@ -72,11 +72,11 @@ def test_whatever_changes_last_batches_are_those_that_are_allowed_and_versions_a
         allowed = [k for k in range(version, version + 12) if k - version <= bounds.at(k)]
         assert bounds.last_batch(version) == allowed[-1]
         assert allowed == list(range(version, allowed[-1] + 1))
-    kept = {0}
+    kept_versions = {0}
     for k in range(30):  # what a trainer keeps after batch k, which knows the bounds of k and k + 1
-        assert set(range(max(0, k - bounds.at(k)), k + 1)) <= kept
+        assert set(range(max(0, k - bounds.at(k)), k + 1)) <= kept_versions
         oldest = k + 1 - max(bounds.at(k), bounds.at(k + 1))
-        kept = {version for version in {*kept, k + 1} if version >= oldest}
+        kept_versions = {version for version in {*kept_versions, k + 1} if version >= oldest}
 
 
 def test_the_first_batch_of_a_change() -> None:

@@ -94,9 +94,9 @@ def test_very_many_bytes_are_files_within_the_limits_or_one_refusal(data: bytes)
 
 def test_the_only_file_of_a_suffix_is_copied_in_pieces() -> None:
     data = forged.zipped(name="m/x.gguf", data=bytes(3 << 20))
-    found = zips.only(io.BytesIO(data), ".gguf", LIMITS)
-    assert (found.name, found.size) == ("m/x.gguf", 3 << 20)
-    pieces = list(found.pieces)
+    member = zips.only(io.BytesIO(data), ".gguf", LIMITS)
+    assert (member.name, member.size) == ("m/x.gguf", 3 << 20)
+    pieces = list(member.pieces)
     assert b"".join(pieces) == bytes(3 << 20) and len(pieces) == 3
     for other, words in [(forged.zipped(), "contains 0 .gguf files"), (b"PK", "no zip file"), (b"", "no zip file")]:
         with pytest.raises(ArchiveRefused, match=words):

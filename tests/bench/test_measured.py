@@ -103,11 +103,11 @@ async def test_the_report_follows_from_the_streams_and_infrastructure_stands_apa
 async def test_two_policies_are_compared_task_by_task(connect: Connect) -> None:
     worse, _ = await measured(connect, "", good=0)
     better, _ = await measured(connect, "", good=9)
-    found = compare(worse, better)
-    assert (found.finding, found.pass_1.won, found.pass_1.lost) == ("better", 10, 0)
-    assert found.pass_1.mean == pytest.approx(9.3333 / 10 - 0.3333 / 10, abs=1e-3)
+    comparison = compare(worse, better)
+    assert (comparison.finding, comparison.pass_1.won, comparison.pass_1.lost) == ("better", 10, 0)
+    assert comparison.pass_1.mean == pytest.approx(9.3333 / 10 - 0.3333 / 10, abs=1e-3)
     assert compare(better, better).finding == "not distinguishable"
-    page = card([worse, better], found)
+    page = card([worse, better], comparison)
     assert "pass^3" in page and "better" in page and page.count("<h2>") == 3 and "<script" not in page
     other = Report(**{name: getattr(better, name) for name in Report.__struct_fields__} | {"suite": "other/suite"})
     with pytest.raises(NotComparable, match="the suites differ"):

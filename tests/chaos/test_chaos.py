@@ -31,8 +31,8 @@ async def fault_report(started: Up) -> dict[str, Any]:
     lines = started.process.stdout.read().splitlines()
     code, said = await started.end(600.0)
     assert (code, said) == (0, ""), (said, lines[-1:])
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    report: dict[str, Any] = json.loads(lines[-1])
+    return report
 
 
 TWO = {"kill_trainer", "kill_broker"}
@@ -197,10 +197,13 @@ def test_recovery_is_told_by_kind() -> None:
         return FaultResult(planned=planned, at=time.time(), recovered_s=seconds, working_s=working)
 
     fallen = [one("judge", "kill", float(number), 2.0 * number) for number in range(1, 101)]
-    found = recovery([*fallen, one(BROKER, "kill", 0.5), one(MACHINE, "stop", None)])
-    assert found.by_kind["kill"] == Quantiles(50.0, 99.0, 100.0) and found.by_kind["broker_kill"].p99_s == 0.5
-    assert found.by_kind["machine_stop"].p50_s is None and found.all.p50_s == 50.0
-    assert found.at_work_again.p50_s == 100.0 and (found.slowest_kind, found.slowest_s) == ("kill", 100.0)
+    recoveries = recovery([*fallen, one(BROKER, "kill", 0.5), one(MACHINE, "stop", None)])
+    assert recoveries.by_kind["kill"] == Quantiles(50.0, 99.0, 100.0) and recoveries.by_kind["broker_kill"].p99_s == 0.5
+    assert recoveries.by_kind["machine_stop"].p50_s is None and recoveries.all.p50_s == 50.0
+    assert recoveries.at_work_again.p50_s == 100.0 and (recoveries.slowest_kind, recoveries.slowest_s) == (
+        "kill",
+        100.0,
+    )
 
 
 @pytest.mark.parametrize(("seconds", "met"), [((0.3, 14.9), True), ((0.3, 124.0), False), ((0.3, None), False)])

@@ -42,8 +42,8 @@ def test_make_chaos_measures_its_three_parts_and_keeps_what_is_finished(tmp_path
     done = subprocess.run(words, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "kills: kept from" in done.stderr
-    found = json.loads(done.stdout)
-    assert found == json.loads((tmp_path / "chaos.json").read_text()) and found["met"]
-    assert set(found["kills"]["faults"]) == {name for name in found["kills"]["faults"] if name.startswith("kill_")}
-    assert found["kills"]["audit"]["balanced"] and found["stops_and_cuts"]["audit"]["balanced"]
-    assert found["restarts"]["unbalanced"] == 0 and found["restarts"]["kills"] == 1
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "chaos.json").read_text()) and report["met"]
+    assert set(report["kills"]["faults"]) == {name for name in report["kills"]["faults"] if name.startswith("kill_")}
+    assert report["kills"]["audit"]["balanced"] and report["stops_and_cuts"]["audit"]["balanced"]
+    assert report["restarts"]["unbalanced"] == 0 and report["restarts"]["kills"] == 1

@@ -19,8 +19,8 @@ def test_two_policies_are_measured_and_the_report_is_made_again_from_the_streams
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    idle, oracle, found = [json.loads(line) for line in lines if line.startswith("{")]
-    assert (idle["pass_1"]["mean"], oracle["pass_1"]["mean"], found["finding"]) == (0.0, 1.0, "better")
+    idle, oracle, comparison = [json.loads(line) for line in lines if line.startswith("{")]
+    assert (idle["pass_1"]["mean"], oracle["pass_1"]["mean"], comparison["finding"]) == (0.0, 1.0, "better")
     assert oracle["attempts"] == 10 and oracle["infra_failures"] == 0
     assert oracle["first_edit_s"]["count"] == 10 and oracle["means"]["tested"] == 1.0
     cards = [Path(line.removeprefix("card: ")) for line in lines if line.startswith("card: ")]

@@ -63,27 +63,29 @@ async def test_a_report_is_made_of_the_streams(connect: Connect) -> None:
     await admin.publish(SCORE.at(run=run, judge="j1", group=issued.group), score)
     await admin.publish_raw(SCORE.at(run=run, judge="j1", group="g000001"), b"{}", {"Hr-Type": "score/9"})
     operator = await connect("operator")
-    found = await collect(operator, run, [asked])
-    assert found.episodes == 1
-    assert found.evaluations["heldout_before"].scores["t0"] == score
-    assert found.evaluations["heldout_before"].trajectories["t0"].group == issued.group
+    collected = await collect(operator, run, [asked])
+    assert collected.episodes == 1
+    assert collected.evaluations["heldout_before"].scores["t0"] == score
+    assert collected.evaluations["heldout_before"].trajectories["t0"].group == issued.group
 
     watch = Watch(operator, run, Config(), started=1.0)
     moments = report.Moments(started=1.0, ready=2.0, shutdown=3.0)
-    built = report.build(Config(), watch, found, await audit(operator, run), moments, ["judge died"], report.Backends())
+    built = report.build(
+        Config(), watch, collected, await audit(operator, run), moments, ["judge died"], report.Backends()
+    )
     plain = json.loads(msgspec.json.encode(built))
     assert (plain["episodes"], plain["unreadable_records"], plain["heldout_before"]) == (1, 1, None)
     assert plain["restarts"] == ["judge died"] and plain["time"]["setup_s"] == 1.0 and plain["ledger"]["issued"] == 0
-    assert "not measured" in page.render(built, watch, found)
+    assert "not measured" in page.render(built, watch, collected)
 
     spent = {"busy": 3.0, "batch": 1.0}
     told = Efficiency(seconds=spent, wall_s=4.0, trained_tokens=100, model_flops=6e9)
     done = msgspec.structs.replace(records.done(0, [], 2, run=run), efficiency=told)
     watch.steps = [done]
-    assert "unknown peak" in page.render(built, watch, found)
+    assert "unknown peak" in page.render(built, watch, collected)
     assert gauges(watch, operator) == spent | {"trained": 25.0}
     watch.steps = [msgspec.structs.replace(done, efficiency=msgspec.structs.replace(told, peak_flops=3e9))]
-    drawn = page.render(built, watch, found)
+    drawn = page.render(built, watch, collected)
     assert "unknown peak" not in drawn and "Seconds of a step by cause" in drawn
     assert gauges(watch, operator) == spent | {"trained": 25.0, "mfu": 0.5}
 

@@ -43,8 +43,8 @@ async def read(server: Server, run: str) -> dict[str, Any]:
     async with asyncio.timeout(PATIENCE_S):
         out, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
-    found: dict[str, Any] = json.loads(out)
-    return found
+    output: dict[str, Any] = json.loads(out)
+    return output
 
 
 async def train(connect: Connect, run: str) -> None:

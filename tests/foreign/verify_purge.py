@@ -98,8 +98,8 @@ class Broker:
         message = answer["message"]
         lines = base64.b64decode(message.get("hdrs", "")).decode("latin-1").split("\r\n")[1:]
         headers = dict(line.split(": ", 1) if ": " in line else line.split(":", 1) for line in lines if ":" in line)
-        found: dict[str, Any] = message | {"data": base64.b64decode(message.get("data", "")), "headers": headers}
-        return found
+        record: dict[str, Any] = message | {"data": base64.b64decode(message.get("data", "")), "headers": headers}
+        return record
 
 
 def lz4(frame: bytes) -> bytes:
@@ -147,14 +147,14 @@ def contents(message: dict[str, Any]) -> list[bytes]:
     data = message["data"]
     if message["headers"].get("Hr-Encoding") == "lz4":
         data = lz4(data)
-    found, at = [data], data.find(b"\x04\x22\x4d\x18", 1)
+    texts, at = [data], data.find(b"\x04\x22\x4d\x18", 1)
     while at > 0:
         try:
-            found.append(lz4(data[at:]))
+            texts.append(lz4(data[at:]))
         except (IndexError, struct.error):
             pass  # these four bytes do not begin a frame
         at = data.find(b"\x04\x22\x4d\x18", at + 1)
-    return found
+    return texts
 
 
 def verify(certificate: dict[str, Any], public_key: str, broker: Broker) -> tuple[dict[str, Any], list[str]]:

@@ -143,14 +143,18 @@ async def test_runs_follow_each_other_in_one_workspace(product: Product, tmp_pat
     await product.open()
     prompt = "That is wrong: drop a"
     status, second = await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": prompt}, Idempotency_Key="k2")
-    found = await product.admin.last("HR_FEEDBACK", subjects.FEEDBACK.where())
-    assert found is not None and isinstance(found.message, Feedback)
-    assert (found.message.signal, found.message.thumb, found.message.comment) == ("followup", "down", "That is wrong")
-    assert found.message.trajectory == first.trajectory and found.message.training_allowed
+    followup_rating = await product.admin.last("HR_FEEDBACK", subjects.FEEDBACK.where())
+    assert followup_rating is not None and isinstance(followup_rating.message, Feedback)
+    assert (followup_rating.message.signal, followup_rating.message.thumb, followup_rating.message.comment) == (
+        "followup",
+        "down",
+        "That is wrong",
+    )
+    assert followup_rating.message.trajectory == first.trajectory and followup_rating.message.training_allowed
     again = await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": prompt}, Idempotency_Key="k2")
     assert again[1]["id"] == second["id"]
     repeated = await product.admin.last("HR_FEEDBACK", subjects.FEEDBACK.where())
-    assert repeated is not None and repeated.seq == found.seq, "a repeated request rates nothing again"
+    assert repeated is not None and repeated.seq == followup_rating.seq, "a repeated request rates nothing again"
     asked = await product.asked(second["id"])
     assert asked.workspace is not None and first.workspace is not None
     assert (asked.workspace.name, asked.workspace.turn, asked.workspace.node) == (first.workspace.name, 1, "n1")

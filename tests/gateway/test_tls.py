@@ -69,10 +69,10 @@ async def served(files: Files) -> AsyncIterator[tuple[Certificate, int]]:
 async def serial(port: int, context: ssl.SSLContext) -> object:
     """The serial number of the certificate that a new connection gets."""
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
-    found = writer.get_extra_info("peercert")["serialNumber"]
+    number = writer.get_extra_info("peercert")["serialNumber"]
     writer.close()
     await writer.wait_closed()
-    return found
+    return number
 
 
 async def test_clients_that_trust_the_certificate_are_served_and_others_are_not(

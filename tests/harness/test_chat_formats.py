@@ -126,14 +126,16 @@ async def test_a_resumed_episode_rebuilds_the_same_ids(format: Renderer, made: M
         assert "summary" in [turn.kind for turn in whole.turns] and whole.turns[-1].segment == 1
     assert whole.outcome == "finished"
     assert any(turn.stop == "length" for turn in whole.turns)
-    for known in range(1, len(log)):
-        engine = Played(turns[known:], format.stop_ids)
-        resumed = await run_episode(engine=engine, sandbox=LocalFiles(made.task.files), resume=log[:known], **common)
+    for logged_turns in range(1, len(log)):
+        engine = Played(turns[logged_turns:], format.stop_ids)
+        resumed = await run_episode(
+            engine=engine, sandbox=LocalFiles(made.task.files), resume=log[:logged_turns], **common
+        )
         assert [turn.prompt_ids for turn in resumed.turns] == [turn.prompt_ids for turn in whole.turns]
         assert segments(resumed.turns) == segments(whole.turns)
         assert [list(asked.ids) for asked in engine.asked] == [
             segments(whole.turns[: index + 1])[whole.turns[index].segment][: -len(whole.turns[index].ids)]
-            for index in range(known, len(whole.turns))
+            for index in range(logged_turns, len(whole.turns))
         ], "the engine is asked with exactly the recorded context"
 
 

@@ -256,8 +256,8 @@ async def test_a_full_context_becomes_a_summary_and_a_new_segment(
     asked = renderer.tokenizer.decode(episode.turns[1].prompt_ids.tolist())  # type: ignore[arg-type]
     assert asked.endswith("</result><summary><turn>")
     opening = [int(id) for id in episode.turns[2].prompt_ids.tolist()]
-    kept = summary[:-1]
-    assert any(opening[at : at + len(kept)] == kept for at in range(len(opening))), "taken over as ids"
+    summary_text = summary[:-1]
+    assert any(opening[at : at + len(summary_text)] == summary_text for at in range(len(opening))), "taken over as ids"
     assert renderer.tokenizer.decode(opening).startswith(f"<task>{made.task.prompt}<summary>the bug")
     assert engine.asked[2].session.endswith("/1") and engine.asked[2].seed != engine.asked[1].seed
     assert sorted(engine.closed) == ["g000001-0-0/0", "g000001-0-0/1"]

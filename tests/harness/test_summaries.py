@@ -55,8 +55,8 @@ async def test_a_reserve_asks_for_the_summary_so_much_earlier(
     size = await full_after_one_look(episode, look, finish)
     ample = Limits(max_tokens=9000, context_tokens=size + 20)
     assert [turn.kind for turn in (await episode(ample, look, finish)).turns] == ["act", "act"]
-    kept = Limits(max_tokens=9000, context_tokens=size + 20, reserve_tokens=20)
-    got = await episode(kept, look, text(renderer, "the bug"), finish)
+    limits = Limits(max_tokens=9000, context_tokens=size + 20, reserve_tokens=20)
+    got = await episode(limits, look, text(renderer, "the bug"), finish)
     assert [turn.kind for turn in got.turns] == ["act", "summary", "act"] and got.outcome == "finished"
 
 

@@ -28,5 +28,5 @@ def test_no_solution_of_a_generated_suite_is_called_a_cheat(kind: str) -> None:
     suite = open_suite(f"generated/{kind}")
     ids = suite.ids()[:EACH]
     assert len(ids) >= 20
-    raised = {id: found for id in ids if (found := alarms(suite.task(id), suite.oracle(id)))}
+    raised = {id: suspicions for id in ids if (suspicions := alarms(suite.task(id), suite.oracle(id)))}
     assert not raised

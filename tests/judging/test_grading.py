@@ -75,19 +75,19 @@ EXPECTED = ("test_calc.py::test_add",)
 
 
 async def test_named_tests_decide_and_a_test_that_always_fails_does_not(host: Host) -> None:
-    known = oracle(NAMED, PYTEST, expected=EXPECTED)
-    fixed = await verdict(host, known, {"calc.py": FIX})
+    answers = oracle(NAMED, PYTEST, expected=EXPECTED)
+    fixed = await verdict(host, answers, {"calc.py": FIX})
     assert fixed.decision == "passed"
     assert {test.name: test.outcome for test in fixed.tests}["test_calc.py::test_known_to_fail"] == "failed"
     assert fixed.suspicions == ("imports_by_name:calc.py",), "reported, and no zero"
-    assert (await verdict(host, known, {})).decision == "failed"
+    assert (await verdict(host, answers, {})).decision == "failed"
 
 
 async def test_a_log_decides_where_the_sandbox_reports_nothing_and_can_be_forged(host: Host) -> None:
-    known = oracle(msgspec.structs.replace(NAMED, parser="pytest", trust="log"), SUMMARY, expected=EXPECTED)
-    assert (await verdict(host, known, {"calc.py": FIX})).decision == "passed"
-    assert (await verdict(host, known, {})).decision == "failed"
-    forged = await verdict(host, known, {"calc.py": FORGED})
+    answers = oracle(msgspec.structs.replace(NAMED, parser="pytest", trust="log"), SUMMARY, expected=EXPECTED)
+    assert (await verdict(host, answers, {"calc.py": FIX})).decision == "passed"
+    assert (await verdict(host, answers, {})).decision == "failed"
+    forged = await verdict(host, answers, {"calc.py": FORGED})
     assert {test.outcome for test in forged.tests if test.name in EXPECTED} == {"passed"}
     assert forged.decision == "cheating", "a rule saw how; a way without a rule is why such tasks have trust = log"
 
@@ -112,31 +112,31 @@ async def test_commands(host: Host, grading: Grading, argv: str, fixed: float | 
 
     plan = tasks.TestPlan(kind="command", argv=tuple(shlex.split(argv)))
     hidden = {"test_calc.py": TESTS, ".headrace/empty": b""}
-    known = oracle(grading, plan, hidden=hidden)
-    good, bad = await verdict(host, known, {"calc.py": FIX}), await verdict(host, known, {})
+    answers = oracle(grading, plan, hidden=hidden)
+    good, bad = await verdict(host, answers, {"calc.py": FIX}), await verdict(host, answers, {})
     assert (good.decision, good.value) == ("passed", fixed), good
     assert (bad.decision, bad.value) == ("failed", broken), bad
 
 
 async def test_a_candidate_writes_no_reward_file_of_its_own(host: Host) -> None:
     plan = tasks.TestPlan(kind="command", argv=("true",))
-    known = oracle(Grading(kind="reward_file", file=".headrace/reward.txt"), plan)
-    told = await verdict(host, known, {".headrace/reward.txt": b"1"})
+    answers = oracle(Grading(kind="reward_file", file=".headrace/reward.txt"), plan)
+    told = await verdict(host, answers, {".headrace/reward.txt": b"1"})
     assert (told.decision, told.reason) == ("failed", "refused_output: the tests wrote no reward file")
 
 
 async def test_separate_tests_see_the_changed_files_alone(host: Host) -> None:
     plan = tasks.TestPlan(kind="command", argv=("sh", "-c", "test ! -e calc.py && grep -q 42 out/answer.txt"))
-    known = oracle(Grading(kind="exit_code"), plan, separate=True)
-    assert (await verdict(host, known, {"out/answer.txt": b"42\n"})).decision == "passed"
-    assert (await verdict(host, known, {"out/answer.txt": b"41\n"})).decision == "failed"
+    answers = oracle(Grading(kind="exit_code"), plan, separate=True)
+    assert (await verdict(host, answers, {"out/answer.txt": b"42\n"})).decision == "passed"
+    assert (await verdict(host, answers, {"out/answer.txt": b"41\n"})).decision == "failed"
 
 
 async def test_a_message_is_graded_without_a_sandbox() -> None:
     grading = Grading(kind="checker", checker="number", reference={"answer": "1,024"})
-    known = oracle(grading, PYTEST)
-    good = await verdict(None, known, {ANSWER: b"2 to the 10th.\n\\boxed{1024}"}, sandbox=False)
-    bad = await verdict(None, known, {ANSWER: b"Answer: 1023"}, sandbox=False)
+    answers = oracle(grading, PYTEST)
+    good = await verdict(None, answers, {ANSWER: b"2 to the 10th.\n\\boxed{1024}"}, sandbox=False)
+    bad = await verdict(None, answers, {ANSWER: b"Answer: 1023"}, sandbox=False)
     assert [(one.decision, one.value) for one in (good, bad)] == [("passed", 1.0), ("failed", 0.0)]
     broken = await verdict(None, oracle(Grading(kind="checker", checker="number"), PYTEST), {}, sandbox=False)
     assert broken.reason.startswith("reward_error: the checker 'number' raised KeyError")
@@ -149,13 +149,13 @@ def test_a_suite_changes_severities_and_adds_patterns() -> None:
         CheatRule(name="native_code", severity="note"),
         CheatRule(name="reads_answers", severity="zero", pattern=r"answers\.json"),
     )
-    known = oracle(NAMED, PYTEST, expected=EXPECTED, cheating=cheating)
+    answers = oracle(NAMED, PYTEST, expected=EXPECTED, cheating=cheating)
     task = Task(ref=REF, family="toy", prompt="", files={}, allowed=("**",), tests=PYTEST)
     ok = verdicts.Examination(ok=True)
     for code, decision in ((b"import ctypes\n", "passed"), (b"open('answers.json')\n", "cheating")):
-        matched = rules.suspicions(task, known, {"calc.py": code}, ())
-        assert len(matched) == 1 and verdicts.conclude(known, ok, matched).decision == decision
-    overridden = verdicts.conclude(known, ok, ("reads_answers:calc.py",), severities={"reads_answers": "note"})
+        matched = rules.suspicions(task, answers, {"calc.py": code}, ())
+        assert len(matched) == 1 and verdicts.conclude(answers, ok, matched).decision == decision
+    overridden = verdicts.conclude(answers, ok, ("reads_answers:calc.py",), severities={"reads_answers": "note"})
     assert overridden.decision == "passed"
 
 
@@ -195,9 +195,9 @@ def test_a_reward_file_without_a_number_is_refused(data: bytes | None) -> None:
 
 def test_a_recorded_score_gives_the_same_verdict() -> None:
     grading = Grading(kind="reward_file", passes_at=0.5)
-    known = oracle(grading, PYTEST)
+    answers = oracle(grading, PYTEST)
     score = Score(
         run="r", lane="train", group="g", slot=0, attempt=0, trajectory_seq=1, task=REF, family="toy",
         judge_version="j", verdict="passed", reward=0.75, passed=True, value=0.75,
     )  # fmt: skip
-    assert verdicts.conclude(known, verdicts.recorded(score, known), ()).decision == "passed"
+    assert verdicts.conclude(answers, verdicts.recorded(score, answers), ()).decision == "passed"

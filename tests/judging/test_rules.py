@@ -138,8 +138,8 @@ def test_a_test_of_the_candidates_own_is_work() -> None:
 def test_the_tree_holds_allowed_changes_and_the_hosts_tests_only() -> None:
     diff = {"app/calc.py": b"good", "test_hidden.py": b"evil", "../x.py": b"evil", "/etc/x": b"evil", "setup.py": b""}
     tree = candidates.repository(TASK, ORACLE, diff, ("app/old.py", "test_visible.py"))
-    kept = {path: TASK.files[path] for path in ("test_visible.py", "tests/data.txt")}
-    assert tree == kept | {"app/calc.py": b"good"} | ORACLE.hidden
+    original_files = {path: TASK.files[path] for path in ("test_visible.py", "tests/data.txt")}
+    assert tree == original_files | {"app/calc.py": b"good"} | ORACLE.hidden
 
 
 def test_hidden_tests_win_over_an_allowed_path() -> None:

@@ -29,8 +29,8 @@ PRODUCTS = {
 
 
 def table() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
-    return found
+    report: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+    return report
 
 
 def test_no_kernel_spills_and_products_use_the_newest_tensor_core_instruction() -> None:

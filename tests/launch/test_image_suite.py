@@ -19,15 +19,15 @@ STEPS, ATTEMPTS = 3, 2 * 4
 
 def make_image(place: Path, name: str) -> Path:
     """busybox, and a repository of three scripts, each with a bug."""
-    own = {"uid": 1000, "gid": 100}
+    owner = {"uid": 1000, "gid": 100}
     layer: Members = [
         folder("bin"),
         file("bin/busybox", probe._busybox(packages.folder(Path(CACHE))), mode=0o755),
         *(link(f"bin/{program}", "busybox") for program in ("sh", "cat", "ls", "mkdir", "test")),
         file("etc/passwd", b"dev:x:1000:100::/home/dev:/bin/sh\n"),
-        folder("testbed", **own),
-        *(file(f"testbed/op{n}.sh", b"echo $(($1 - $2))\n", **own) for n in range(len(OPERATORS))),
-        file("testbed/about", name.encode(), **own),
+        folder("testbed", **owner),
+        *(file(f"testbed/op{n}.sh", b"echo $(($1 - $2))\n", **owner) for n in range(len(OPERATORS))),
+        file("testbed/about", name.encode(), **owner),
     ]
     return docker_save(place / f"{name}.tar", [layer], [f"{name}:1"], User="dev", WorkingDir="/testbed")
 

@@ -69,7 +69,7 @@ def test_intervals_of_the_proof_are_over_templates_and_not_over_tasks() -> None:
 
 
 def test_the_summary_has_the_gain_of_every_seed_and_the_untrained_model_once() -> None:
-    known = {
+    passes = {
         f"{seed}/{phase}/{name}/{kind}/2": {"30000": passed, "30001": seed == "2" and passed}
         for seed in ("1", "2")
         for phase, passed in (("mid_trained", False), ("reinforced", True))
@@ -77,7 +77,7 @@ def test_the_summary_has_the_gain_of_every_seed_and_the_untrained_model_once() -
         for kind in proof_pretrained.HEAT
     }
     raw = {f"1/raw/{name}/{kind}/2": {"30000": False} for name in proof_pretrained.SUITES for kind in ("t1", "greedy")}
-    figures = proof_pretrained.summary(known | raw, ("1", "2"), 2)
+    figures = proof_pretrained.summary(passes | raw, ("1", "2"), 2)
     assert figures["reinforced_unseen_t1_seeds"] == [0.5, 1.0] and figures["reinforced_unseen_t1"] == 0.75
     assert figures["gain_unseen_t1"] == 0.75 and figures["raw_heldout_greedy_seeds"] == [0.0]
 

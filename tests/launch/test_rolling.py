@@ -41,9 +41,9 @@ async def test_every_part_is_drained_and_replaced_while_the_run_goes_on(tmp_path
         for part in PARTS:
             for _ in range(4):  # something has been done since the last one
                 await anext(scores)
-            [found] = [one for one in started.family() if part in one.actors.split(",")]
-            os.kill(found.pid, signal.SIGTERM)
-            await again(bus, run, part, found.pid)
+            [process] = [one for one in started.family() if part in one.actors.split(",")]
+            os.kill(process.pid, signal.SIGTERM)
+            await again(bus, run, part, process.pid)
         await bus.close()
         code, said = await started.end(300.0)
     assert (code, said) == (0, "")

@@ -38,5 +38,5 @@ async def test_two_runs_finish_and_neither_holds_a_record_of_the_other(tmp_path:
             async with await Bus.connect(server.url, role="admin", credentials=keys / run) as admin:
                 await declare(admin)
                 for stream, token in (("HR_LEDGER", 2), ("HR_TRAJ", 2), ("HR_STEP", 2), ("HR_EVENT", 2)):
-                    found = {received.subject.split(".")[token] async for received in admin.history(stream)}
-                    assert found == {s.token(run)}, stream
+                    run_tokens = {received.subject.split(".")[token] async for received in admin.history(stream)}
+                    assert run_tokens == {s.token(run)}, stream

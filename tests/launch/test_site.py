@@ -20,9 +20,9 @@ pytestmark = pytest.mark.anyio
 
 
 def site(**keys: object) -> Site:
-    found = site_of(Config(dashboard=msgspec.convert(keys, Dashboard)))
-    assert found is not None
-    return found
+    opened = site_of(Config(dashboard=msgspec.convert(keys, Dashboard)))
+    assert opened is not None
+    return opened
 
 
 def test_page_and_websocket_are_on_loopback_until_an_address_is_configured() -> None:

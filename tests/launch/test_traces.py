@@ -61,9 +61,9 @@ async def test_no_span_of_a_run_is_an_orphan(receiver: Collector, tmp_path: Path
 def check_the_way(spans: Sequence[Seen], run: str) -> None:
     """No span is an orphan, and each of two ratings leads to a region."""
     assert not orphans(spans)
-    found = ways(spans)
-    assert {way.rating.id for way in found} and len({way.rating.id for way in found}) == 2
-    for way in found:
+    rated_ways = ways(spans)
+    assert {way.rating.id for way in rated_ways} and len({way.rating.id for way in rated_ways}) == 2
+    for way in rated_ways:
         assert way.regions == (REGION,)
         assert way.step.attributes["hr.run"] == way.version.attributes["hr.run"] == f"{run}-feedback"
         assert way.step.attributes["hr.version"] == way.version.attributes["hr.version"]

@@ -81,7 +81,7 @@ class Up:
 
     def family(self) -> list[Process]:
         """Every live process that it or its children started."""
-        found = []
+        processes = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == self.process.pid:
                 continue
@@ -92,8 +92,8 @@ class Up:
                 words = (entry / "cmdline").read_bytes().decode().split("\0")[:-1]
             except OSError:
                 continue
-            found.append(Process(int(entry.name), words, handle))
-        return found
+            processes.append(Process(int(entry.name), words, handle))
+        return processes
 
     async def end(self, patience_s: float = GRACE_S) -> tuple[int, str]:
         """Its exit code and its standard error; no process that it started is left."""

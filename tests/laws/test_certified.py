@@ -172,13 +172,13 @@ async def test_the_certifier_examines_what_has_no_certificate(connect: Connect, 
     task = msgspec.structs.replace(dev.task("10000"), ref=ref)
     oracle = msgspec.structs.replace(dev.oracle("10000"), ref=ref)
     suite = write_suite("sums", tmp_path / "suites" / "sums", [(task, oracle)], "made by a test")
-    own = config(tmp_path, certify=True, environment=Environment(backend="process", max_vms=4))
-    assert any("no process has the actor 'certifier'" in finding.text for finding in checks.check(own))
+    settings = config(tmp_path, certify=True, environment=Environment(backend="process", max_vms=4))
+    assert any("no process has the actor 'certifier'" in finding.text for finding in checks.check(settings))
     observer, run = await connect("admin"), f"r{token_hex(4)}"
     async with (
-        living(EnvironmentActor, own, await connect("environment", node="n1"), ANY_RUN),
-        living(Certifier, own, await connect("certifier"), run),
-        living(Curriculum, own, await connect("curriculum"), run),
+        living(EnvironmentActor, settings, await connect("environment", node="n1"), ANY_RUN),
+        living(Certifier, settings, await connect("certifier"), run),
+        living(Curriculum, settings, await connect("curriculum"), run),
         asyncio.timeout(PATIENCE_S),
     ):
         async for received in observer.follow("HR_EVENT", EVENT.where(run=run, actor="curriculum", type="event")):
@@ -192,18 +192,18 @@ async def test_the_certifier_examines_what_has_no_certificate(connect: Connect, 
 
 async def test_what_the_certifier_refuses_is_not_issued(connect: Connect, tmp_path: Path) -> None:
     messages(tmp_path, pattern=".*")
-    own, run = config(tmp_path, certify=True), f"r{token_hex(4)}"
-    async with living(Certifier, own, await connect("certifier"), run):
+    settings, run = config(tmp_path, certify=True), f"r{token_hex(4)}"
+    async with living(Certifier, settings, await connect("certifier"), run):
         with pytest.raises(Unrecoverable, match="the untouched repository passes"):
-            async with living(Curriculum, own, await connect("curriculum"), run), asyncio.timeout(PATIENCE_S):
+            async with living(Curriculum, settings, await connect("curriculum"), run), asyncio.timeout(PATIENCE_S):
                 await asyncio.Event().wait()
 
 
 async def test_a_run_without_a_certifier_does_not_wait_for_ever(connect: Connect, tmp_path: Path) -> None:
     messages(tmp_path, pattern=".*")
-    own = msgspec.structs.replace(config(tmp_path, certify=True), curriculum=Waits(actor_wait_s=0.4))
+    settings = msgspec.structs.replace(config(tmp_path, certify=True), curriculum=Waits(actor_wait_s=0.4))
     with pytest.raises(Unrecoverable, match=r"no certifier of run .* was alive for 0.4 s"):
-        async with living(Curriculum, own, await connect("curriculum"), "r0"), asyncio.timeout(PATIENCE_S):
+        async with living(Curriculum, settings, await connect("curriculum"), "r0"), asyncio.timeout(PATIENCE_S):
             await asyncio.Event().wait()
 
 

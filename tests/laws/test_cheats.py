@@ -59,9 +59,9 @@ async def test_two_computed_values_can_not_be_made_up(cheat_host: CheatHost) -> 
     row = await cheat_host.play(cheat)
     assert row.sealed == "failed"
     oracle = cheat_host.oracle(cheat)
-    known, compared = await cheat_host.with_seals(oracle), with_text_alone(oracle)
-    assert [text for ((_, text),) in known.answers.values()] == ["True"]
-    for sealed, forged in ((known, "failed"), (compared, "passed")):
+    with_values, compared = await cheat_host.with_seals(oracle), with_text_alone(oracle)
+    assert [text for ((_, text),) in with_values.answers.values()] == ["True"]
+    for sealed, forged in ((with_values, "failed"), (compared, "passed")):
         assert await cheat_host.judge(sealed, oracle.solution) == ("passed", ())
         assert (await cheat_host.judge(sealed, cheat_host.code(cheat)))[0] == forged
 

@@ -248,9 +248,9 @@ async def test_every_request_ends_and_nothing_is_left(
         while files(environment)[1] > folders:
             await asyncio.sleep(0.05)
         assert files(environment)[0] <= open_files, "a file stays open"
-        kept = await admin.kv("HR_SESSION")
-        assert await kept.keys(f"{run}.session.*.*") == [], "an open session is left"
-        agents = len(await kept.keys(f"{run}.session.agent.*.*"))
+        sessions = await admin.kv("HR_SESSION")
+        assert await sessions.keys(f"{run}.session.*.*") == [], "an open session is left"
+        agents = len(await sessions.keys(f"{run}.session.agent.*.*"))
         assert agents == asked[8] + asked[9] + asked[10], "agents stay until their users are purged"
     letters = [received.message async for received in operator.history("HR_DLQ", DLQ.where())]
     tasks = [letter.subject for letter in letters if letter.subject.startswith(f"hr.task.{run}.")]

@@ -48,10 +48,10 @@ MICRO = 8192
 
 
 def config(folder: Path) -> Config:
-    own: dict[str, Any] = {"dir": str(folder)}
+    run_keys: dict[str, Any] = {"dir": str(folder)}
     return msgspec.structs.replace(
         world.CONFIG,
-        run=msgspec.structs.replace(world.CONFIG.run, **own),
+        run=msgspec.structs.replace(world.CONFIG.run, **run_keys),
         policy=SECTION,
         curriculum=Curriculum(group_size=GROUP, groups_per_step=1, staleness=1, steps=1),
         trainer=TrainerSection(threads=1, rescore=GROUP, micro_tokens=MICRO),

@@ -50,11 +50,11 @@ async def connect(store: Server) -> Bus:
 
 async def test_the_audit_prints_the_recorded_line(store: Server) -> None:
     async with await connect(store) as bus:
-        found = await audit(bus, RUN)
+        balance = await audit(bus, RUN)
     recorded = json.loads((RECORDED / "audit.json").read_text())
-    line = json.loads(msgspec.json.encode(found))
+    line = json.loads(msgspec.json.encode(balance))
     assert {name: line[name] for name in recorded} == recorded  # later versions may add fields
-    assert found.balanced and found.trained == 20
+    assert balance.balanced and balance.trained == 20
 
 
 async def replays(store: Server, config: Config, folder: Path) -> list[StepReplay]:

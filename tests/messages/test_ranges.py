@@ -35,7 +35,9 @@ the others have no meaning of their own here. Nothing computes a time, a size or
 
 
 def structs() -> list[type[msgspec.Struct]]:
-    names = (found.name for found in pkgutil.walk_packages(headrace.messages.__path__, "headrace.messages."))
+    names = (
+        module_info.name for module_info in pkgutil.walk_packages(headrace.messages.__path__, "headrace.messages.")
+    )
     return sorted(
         {
             value

@@ -34,13 +34,13 @@ def exposed() -> str:
 
 def published_figures() -> set[tuple[str, str]]:
     """(actor, figure) of every call `self.metric(name=...)` in the actors."""
-    found: set[tuple[str, str]] = set()
+    figures: set[tuple[str, str]] = set()
     for path in sorted((ROOT / "headrace" / "actors").rglob("*.py")):
         actor = path.parent.name if path.name == "actor.py" else path.stem
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "metric":
-                found |= {(actor, keyword.arg) for keyword in node.keywords if keyword.arg}
-    return found
+                figures |= {(actor, keyword.arg) for keyword in node.keywords if keyword.arg}
+    return figures
 
 
 def test_every_figure_that_an_actor_publishes_has_a_metric() -> None:
@@ -90,8 +90,8 @@ def test_two_processes_cannot_share_a_port(tmp_path: Path) -> None:
 
 def scored() -> float:
     """The counter belongs to the process, and other tests of this process may have run a judge."""
-    found = re.search(r"^headrace_scored_trajectories_total (.*)$", exposed(), re.MULTILINE)
-    return float(found.group(1)) if found else 0.0
+    sample = re.search(r"^headrace_scored_trajectories_total (.*)$", exposed(), re.MULTILINE)
+    return float(sample.group(1)) if sample else 0.0
 
 
 class Listener(Actor):

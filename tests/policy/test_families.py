@@ -101,8 +101,8 @@ def compared(folder: Path, model: Any, ids: Tensor) -> None:
         got = mine.logits(mine(ids, [len(ids)], recorder=recorder))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
     assert len(recorder) == len(routes) == config.sparse_layers
-    for own, other in zip(recorder, routes, strict=True):
-        assert torch.equal(own.sort(-1).values, other)
+    for recorded, other in zip(recorder, routes, strict=True):
+        assert torch.equal(recorded.sort(-1).values, other)
 
 
 @pytest.mark.parametrize("rope", ROPES)

@@ -12,17 +12,17 @@ from tests.support import tiny
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_exact_mode_is_found_here(shape: str) -> None:
     config = tiny.SHAPES[shape]("float32")
-    found = probe(config)
-    assert found.exact and found.row_pad in PADS and not found.reason
-    assert found == probe(config)
-    assert f"exact{found.row_pad}" in found.fingerprint
+    numerics = probe(config)
+    assert numerics.exact and numerics.row_pad in PADS and not numerics.reason
+    assert numerics == probe(config)
+    assert f"exact{numerics.row_pad}" in numerics.fingerprint
 
 
 def test_ordinary_mode_is_a_choice_with_its_own_fingerprint() -> None:
     config = tiny.config()
-    found = probe(config, exact=False)
-    assert (found.exact, found.row_pad, found.reason) == (False, 1, "not asked for")
-    assert len({found.fingerprint, probe(config).fingerprint, probe(tiny.config("bfloat16")).fingerprint}) == 3
+    numerics = probe(config, exact=False)
+    assert (numerics.exact, numerics.row_pad, numerics.reason) == (False, 1, "not asked for")
+    assert len({numerics.fingerprint, probe(config).fingerprint, probe(tiny.config("bfloat16")).fingerprint}) == 3
 
 
 def test_a_product_without_padding_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,9 +31,9 @@ def test_a_product_without_padding_is_caught(monkeypatch: pytest.MonkeyPatch) ->
         return torch.nextafter(out, out + 1) if len(x) < 4 else out
 
     monkeypatch.setattr(batch_invariant, "linear", small_kernel)
-    found = probe(tiny.config())
-    assert not found.exact and found.row_pad == 1
-    assert "rows of a matrix product depend on their number even when padded to 32" in found.reason
+    numerics = probe(tiny.config())
+    assert not numerics.exact and numerics.row_pad == 1
+    assert "rows of a matrix product depend on their number even when padded to 32" in numerics.reason
 
 
 def test_a_scalar_tail_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,8 +47,8 @@ def test_a_scalar_tail_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         return flat.view(len(gate_up), -1)
 
     monkeypatch.setattr(batch_invariant, "swiglu", fused)
-    found = probe(tiny.odd())
-    assert not found.exact and found.reason.startswith("swiglu of ")
+    numerics = probe(tiny.odd())
+    assert not numerics.exact and numerics.reason.startswith("swiglu of ")
 
 
 def test_attention_of_another_order_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +59,9 @@ def test_attention_of_another_order_is_caught(monkeypatch: pytest.MonkeyPatch) -
         return torch.nextafter(out, out + 1) if out.shape[1] == 1 else out
 
     monkeypatch.setattr(block_attention, "cached_attention", nudged)
-    found = probe(tiny.config())
-    assert not found.exact and found.reason.startswith("attention of 1 new tokens over a cache")
-    assert "ordinary" in found.fingerprint
+    numerics = probe(tiny.config())
+    assert not numerics.exact and numerics.reason.startswith("attention of 1 new tokens over a cache")
+    assert "ordinary" in numerics.fingerprint
 
 
 def test_a_sum_over_experts_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +72,8 @@ def test_a_sum_over_experts_that_depends_on_the_batch_is_caught(monkeypatch: pyt
         return torch.nextafter(out, out + 1) if len(out) == 7 else out
 
     monkeypatch.setattr(expert_mlp, "expert_mlp", nudged)
-    found = probe(tiny.config())
-    assert not found.exact and found.reason == "experts of 7 tokens differ from the same tokens among 500"
+    numerics = probe(tiny.config())
+    assert not numerics.exact and numerics.reason == "experts of 7 tokens differ from the same tokens among 500"
 
 
 def test_the_probe_takes_no_state_from_torch() -> None:

@@ -41,10 +41,10 @@ async def test_eight_layers_at_any_batch_and_the_ordinary_way_beside_them(
     for side in (exact, ordinary):
         _, samples = await drawn(side, wanted)
         await side.engine.stop()
-        found = scored(side.model, wanted, samples, False)
-        equal = torch.equal(found.trainer, found.sampler)
+        logprobs = scored(side.model, wanted, samples, False)
+        equal = torch.equal(logprobs.trainer, logprobs.sampler)
         assert equal if side is exact else batch < 16 or not equal
-        assert side is ordinary or torch.equal(found.live, found.recorded)
+        assert side is ordinary or torch.equal(logprobs.live, logprobs.recorded)
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(255, "|u1"), (256, "<u2"), (384, "<u2")])

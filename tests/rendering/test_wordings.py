@@ -15,22 +15,22 @@ BUILT_IN = schemas_of(tuple(name for name in TOOLS.names() if TOOLS.builtin(name
 
 
 def words_of(words: str, seeds: range) -> set[str]:
-    found: set[str] = set()
+    shown_words: set[str] = set()
     for seed in seeds:
         for tool in wordings.worded(BUILT_IN, ToolWording(words=words, seed=seed)):  # type: ignore[arg-type]
-            found |= {tool.schema.name, tool.schema.about, *(p.about for p in tool.schema.parameters.values())}
-            found |= {f"{tool.own}({name})" for name in tool.schema.parameters}
-    return found - {"finish"}
+            shown_words |= {tool.schema.name, tool.schema.about, *(p.about for p in tool.schema.parameters.values())}
+            shown_words |= {f"{tool.own}({name})" for name in tool.schema.parameters}
+    return shown_words - {"finish"}
 
 
 def test_every_built_in_tool_has_words_that_name_one_tool_and_one_argument() -> None:
     assert {tool.name for tool in BUILT_IN} == set(wordings.TABLE)
-    names = [name for own, words in wordings.TABLE.items() for name in {own, *words.names}]
+    names = [name for standard, words in wordings.TABLE.items() for name in {standard, *words.names}]
     assert len(names) == len(set(names))
     for tool in BUILT_IN:
         columns = wordings.TABLE[tool.name].arguments
         assert set(columns) == set(tool.parameters)
-        arguments = [each.split(": ")[0] for own, column in columns.items() for each in (f"{own}: ", *column)]
+        arguments = [each.split(": ")[0] for standard, column in columns.items() for each in (f"{standard}: ", *column)]
         assert len(arguments) == len(set(arguments)), tool.name
 
 
@@ -38,8 +38,8 @@ def test_training_never_shows_the_held_out_words() -> None:
     trained, held = words_of("train", range(200)), words_of("heldout", range(3))
     assert not trained & held
     assert len(held) == len(words_of("heldout", range(1))), "the held-out words are one set; the seed gives their order"
-    own = {tool.name for tool in BUILT_IN} - {"finish"}
-    assert own < trained and not own & held
+    builtin_names = {tool.name for tool in BUILT_IN} - {"finish"}
+    assert builtin_names < trained and not builtin_names & held
 
 
 def test_one_seed_gives_one_set_and_other_seeds_others() -> None:

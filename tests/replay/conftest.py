@@ -79,10 +79,10 @@ async def _make(root: Path) -> Finished:
                 await feeder.poisoned(4, lambda a: Array.of([float("nan")] * len(a), "<f4"))
                 await feeder.batch(5)
                 await feeder.version(6)
-            found = [r.message async for r in admin.history("HR_STEP", STEP.at(run=run))]
+            records = [r.message async for r in admin.history("HR_STEP", STEP.at(run=run))]
     (root / "broker").rename(root / run / "broker")
     (root / run / "config.json").write_bytes(msgspec.json.encode(setting))
-    outcomes = {r.step: r for r in found if isinstance(r, StepDone | StepFailed)}
+    outcomes = {r.step: r for r in records if isinstance(r, StepDone | StepFailed)}
     return Finished(run, setting, root / run, outcomes)
 
 

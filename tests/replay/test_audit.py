@@ -379,8 +379,8 @@ async def test_the_streams_of_a_real_broker_are_read(connect: Connect) -> None:
             at_step = await bus.publish(STEP.at(run=name), r.manifest(number, batch, run=name))
             names = [closed.group for _, closed in batch]
             await bus.publish(STEP.at(run=name), r.done(number, names, 4, manifest_seq=at_step, run=name))
-    found = await audit(bus, mine)
-    by_time = found.dropped_by_length.wall_s
+    balance = await audit(bus, mine)
+    by_time = balance.dropped_by_length.wall_s
     assert by_time == (Bucket(up_to=0.0, slots=10, dropped={}),)
-    told = msgspec.structs.replace(found.dropped_by_length, wall_s=())
-    assert msgspec.structs.replace(found, dropped_by_length=told) == run().examine()[0]
+    told = msgspec.structs.replace(balance.dropped_by_length, wall_s=())
+    assert msgspec.structs.replace(balance, dropped_by_length=told) == run().examine()[0]

@@ -34,9 +34,9 @@ def test_a_bundle_needs_nothing_else(
     assert (there / "README").read_text().strip().endswith("headrace replay one")
     code, out, err = headrace("replay", "bundle")
     assert (code, err) == (0, "")
-    found = json.loads(out[0])
-    assert (found["step"], found["bitwise_equal"]) == (1, True)
-    assert found["weights_hash"] == finished.outcomes[1].state_hash
+    report = json.loads(out[0])
+    assert (report["step"], report["bitwise_equal"]) == (1, True)
+    assert report["weights_hash"] == finished.outcomes[1].state_hash
     code, out, _ = headrace("replay", "bundle", "--step", "1", "--with", "algorithm.learning_rate=1e-3")
     assert (code, json.loads(out[0])["bitwise_equal"]) == (0, True)
 
@@ -88,6 +88,6 @@ def test_what_a_bundle_cannot_do_is_said(finished: Finished, opened: Server, wri
         ((str(written), "--with", "algorithm.kl_weight=0.5"), 1, "needs the policy of version 0"),
         ((str(finished.folder), "--step", "1", "--to", str(written)), 1, "exists already"),
     ]:
-        found, out, err = headrace("replay", *words)
-        assert (found, out) == (code, []), words
+        exit_code, out, err = headrace("replay", *words)
+        assert (exit_code, out) == (code, []), words
         assert says in err

@@ -30,16 +30,16 @@ def test_good_attempts_become_the_recorded_ids(
 
     async def recorded() -> dict[str, list[int]]:
         async with await Bus.connect(opened.url, role="replay", credentials=opened.credentials) as bus:
-            found = {}
+            ids_by_attempt = {}
             for group in await rejudge.closings(bus, finished.run):
                 trajectories, scores = await fetch(bus, [group])
                 for trajectory, score in group.slots:
                     if scores[score].reward >= 0.5:
-                        own = trajectories[trajectory]
-                        found[own.id] = [
-                            int(id) for turn in own.turns for a in (turn.prompt_ids, turn.ids) for id in a.tolist()
+                        attempt = trajectories[trajectory]
+                        ids_by_attempt[attempt.id] = [
+                            int(id) for turn in attempt.turns for a in (turn.prompt_ids, turn.ids) for id in a.tolist()
                         ]
-            return found
+            return ids_by_attempt
 
     ids = asyncio.run(recorded())
     assert all(ids[segment.trajectory] == segment.ids for segment in made)

@@ -44,8 +44,8 @@ def test_it_stops_before_anything_is_changed_and_then_goes_on(
     ):
         assert f"({told})" in text
     assert "torch.autograd.backward" in text
-    found = json.loads(out[-1])
-    assert (code, found["bitwise_equal"], found["step"]) == (0, True, 1)
+    report = json.loads(out[-1])
+    assert (code, report["bitwise_equal"], report["step"]) == (0, True, 1)
 
 
 @pytest.mark.parametrize(

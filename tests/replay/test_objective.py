@@ -15,15 +15,15 @@ def test_another_learning_rate_moves_further_along_the_same_gradient(
     """Adam's first step is the learning rate times the gradient's sign: a tenth of the rate is a tenth of the way."""
     code, out, err = headrace("replay", str(finished.folder), "--step", "0", "--with", "algorithm.learning_rate=1e-3")
     assert (code, err) == (0, "")
-    found = json.loads(out[0])
-    assert found["changed"] == {"learning_rate": 1e-3}
-    assert found["bitwise_equal"]
-    assert found["weights_hash"] == finished.outcomes[0].state_hash != found["weights_hash_with"]
-    assert found["loss"] == found["loss_with"]
-    assert found["grad_norm"] == found["grad_norm_with"] > 0
-    assert math.isclose(found["update_norm_with"], found["update_norm"] / 10, rel_tol=1e-3)
-    assert math.isclose(found["weight_delta_norm"], 0.9 * found["update_norm"], rel_tol=1e-3)
-    assert 0 < found["changed_share"] < 1
+    report = json.loads(out[0])
+    assert report["changed"] == {"learning_rate": 1e-3}
+    assert report["bitwise_equal"]
+    assert report["weights_hash"] == finished.outcomes[0].state_hash != report["weights_hash_with"]
+    assert report["loss"] == report["loss_with"]
+    assert report["grad_norm"] == report["grad_norm_with"] > 0
+    assert math.isclose(report["update_norm_with"], report["update_norm"] / 10, rel_tol=1e-3)
+    assert math.isclose(report["weight_delta_norm"], 0.9 * report["update_norm"], rel_tol=1e-3)
+    assert 0 < report["changed_share"] < 1
 
 
 def test_a_bound_refuses_what_was_taken_and_frees_what_was_refused(
@@ -61,6 +61,6 @@ def test_the_reference_of_a_new_penalty_is_version_0(finished: Finished, opened:
 def test_what_is_no_other_objective_is_said(
     finished: Finished, opened: Server, headrace: Run, entry: str, code: int, says: str
 ) -> None:
-    found, out, err = headrace("replay", str(finished.folder), "--step", "1", "--with", entry)
-    assert (found, out) == (code, [])
+    exit_code, out, err = headrace("replay", str(finished.folder), "--step", "1", "--with", entry)
+    assert (exit_code, out) == (code, [])
     assert says in err

@@ -35,8 +35,8 @@ def judged(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iter
     async def body() -> str:
         async with await Bus.connect(server.url, role="judge", credentials=server.credentials) as bus:
             groups = await rejudge.closings(bus, finished.run)
-            found = await rejudge.rejudge(bus, finished.run, "j2", contrary, groups)
-            return msgspec.json.encode(found).decode()
+            report = await rejudge.rejudge(bus, finished.run, "j2", contrary, groups)
+            return msgspec.json.encode(report).decode()
 
     yield server, folder, uvloop.run(body())
     uvloop.run(server.stop())
@@ -46,10 +46,10 @@ def test_a_contrary_judge_flips_every_advantage_that_is_one(
     finished: Finished, judged: tuple[Server, Path, str]
 ) -> None:
     server, _, said = judged
-    found = json.loads(said)
-    assert (found["groups"], found["slots"], found["scores_run"]) == (12, 24, f"{finished.run}-j2")
-    assert found["advantages_flipped"] == len(found["flips"]) > 0
-    for flip in found["flips"]:
+    report = json.loads(said)
+    assert (report["groups"], report["slots"], report["scores_run"]) == (12, 24, f"{finished.run}-j2")
+    assert report["advantages_flipped"] == len(report["flips"]) > 0
+    for flip in report["flips"]:
         assert flip["reward_again"] == 1.0 - flip["reward"]
         assert flip["advantage"] == -flip["advantage_again"] != 0.0
 
@@ -132,16 +132,16 @@ def test_a_second_trainer_follows_a_run_that_lives(finished: Finished, opened: S
         async with await Bus.connect(opened.url, role="replay", credentials=opened.credentials) as bus:
             recorded = await pasts.of_run(bus, finished.setting, finished.folder, finished.run)
             second = SecondTrainer(recorded, finished.setting, tmp_path)
-            found = []
+            same_weights = []
             lines = second.steps(follow(bus, finished.run))
             async for line in lines:
-                found.append(line.same_weights)
+                same_weights.append(line.same_weights)
                 if line.step == 5:
                     waiting = asyncio.ensure_future(anext(lines))
                     done, _ = await asyncio.wait({waiting}, timeout=0.05)
                     assert not done
                     waiting.cancel()
                     break
-            return found
+            return same_weights
 
     assert uvloop.run(body()) == [True] * 5 + [False]

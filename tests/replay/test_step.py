@@ -51,10 +51,10 @@ def test_a_seed_names_the_steps(finished: Finished, opened: Server) -> None:
     async def drawn(recorded: RecordedRun) -> list[list[int]]:
         return [choose(recorded, 3, seed) for seed in (1, 1, 2, 3, 4)]
 
-    found = on(finished, opened, drawn)
-    assert found[0] == found[1] == sorted(set(found[0]))
-    assert len(found[0]) == 3
-    assert len({tuple(steps) for steps in found}) > 1
+    step_lists = on(finished, opened, drawn)
+    assert step_lists[0] == step_lists[1] == sorted(set(step_lists[0]))
+    assert len(step_lists[0]) == 3
+    assert len({tuple(steps) for steps in step_lists}) > 1
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_a_failed_step_names_the_command_that_fails_it_again(
     assert words[0] == "headrace"
     code, out, _ = headrace(*words[1:])
     assert code == 0
-    found = json.loads(out[0])
-    assert (found["step"], found["bitwise_equal"], found["weights_hash"]) == (step, True, failed.state_hash)
+    report = json.loads(out[0])
+    assert (report["step"], report["bitwise_equal"], report["weights_hash"]) == (step, True, failed.state_hash)
     if reason == "loss_not_finite":
-        assert found["loss"] is None
+        assert report["loss"] is None
 
 
 def test_one_step_of_a_run_without_a_broker(finished: Finished, tmp_path: Path, headrace: Run) -> None:
@@ -124,8 +124,8 @@ def test_what_cannot_be_replayed_is_said(finished: Finished, opened: Server, tmp
         ((run, "--step", "1", "--debug", "--to", "x"), 2, "exclude each other"),
         ((str(tmp_path), "--step", "1"), 2, "holds neither a run"),
     ]:
-        found, out, err = headrace("replay", *words)
-        assert (found, out) == (code, []), words
+        exit_code, out, err = headrace("replay", *words)
+        assert (exit_code, out) == (code, []), words
         assert says in err
         assert err.count("\n") == 1
 

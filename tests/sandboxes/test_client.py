@@ -208,12 +208,12 @@ async def test_a_sandbox_whose_asker_died_before_the_answer_is_ended(connect: Co
 async def test_quiet_sandboxes_are_kept_and_let_go_ones_are_not(connect: Connect) -> None:
     sandboxes = Sandboxes(await connect("rollout"), 0.0)
     async with living(Environment, CONFIG, await connect("environment", node="n9"), ANY_RUN) as environment:
-        kept, left = [await sandboxes.acquire(wanted("g22", slot)) for slot in range(2)]
+        renewed, left = [await sandboxes.acquire(wanted("g22", slot)) for slot in range(2)]
         before = {lease.sandbox.id: lease.expires for lease in environment._leases._by_id.values()}
         sandboxes.stop_renewing(left)
         await sandboxes.renew()
         after = {lease.sandbox.id: lease.expires for lease in environment._leases._by_id.values()}
-        assert after[kept.id] != before[kept.id] and after[left.id] == before[left.id]
+        assert after[renewed.id] != before[renewed.id] and after[left.id] == before[left.id]
 
 
 async def test_a_burst_waits_here_and_not_on_the_way(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

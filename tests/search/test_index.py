@@ -45,12 +45,12 @@ if os.name:
 
 
 def test_functions_and_methods_are_chunks_with_qualified_names() -> None:
-    found = [(chunk.name, chunk.first, len(chunk.lines)) for chunk in cut("shop/cart.py", SHOP)]
-    assert ("total", 8, 3) in found, "a decorator belongs to its function"
-    assert ("Cart.add", 16, 4) in found, "a nested function belongs to the one around it"
-    assert ("Cart.clear", 21, 2) in found
-    assert ("late", 26, 1) in found
-    covered = sorted(number for _, first, count in found for number in range(first, first + count))
+    chunks = [(chunk.name, chunk.first, len(chunk.lines)) for chunk in cut("shop/cart.py", SHOP)]
+    assert ("total", 8, 3) in chunks, "a decorator belongs to its function"
+    assert ("Cart.add", 16, 4) in chunks, "a nested function belongs to the one around it"
+    assert ("Cart.clear", 21, 2) in chunks
+    assert ("late", 26, 1) in chunks
+    covered = sorted(number for _, first, count in chunks for number in range(first, first + count))
     assert len(covered) == len(set(covered)), "no line stands in two chunks"
     text = SHOP.decode().split("\n")
     assert {number for number, line in enumerate(text, 1) if line.strip()} <= set(covered)
@@ -94,10 +94,12 @@ def test_keyword_scores_prefer_rare_words_and_short_chunks() -> None:
     bags = [Bag("def send_mail(user)"), Bag("def user(user): return user"), Bag("nothing here")]
     lengths = np.array([bag.length for bag in bags], dtype=np.float64)
     parts = [(0, postings(bags[:2])), (2, postings(bags[2:]))]
-    found = scores("mail user", parts, lengths)
-    assert found[0] > found[1] > found[2] == 0.0
-    assert np.array_equal(found, scores("mail user", [(0, postings(bags))], lengths)), "however files divide chunks"
-    assert np.array_equal(found, scores("mail user", [(0, postings_of("mail user", bags))], lengths))
+    chunk_scores = scores("mail user", parts, lengths)
+    assert chunk_scores[0] > chunk_scores[1] > chunk_scores[2] == 0.0
+    assert np.array_equal(chunk_scores, scores("mail user", [(0, postings(bags))], lengths)), (
+        "however files divide chunks"
+    )
+    assert np.array_equal(chunk_scores, scores("mail user", [(0, postings_of("mail user", bags))], lengths))
     assert not scores("zebra", parts, lengths).any()
 
 

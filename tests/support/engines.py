@@ -124,6 +124,6 @@ def prompts(config: PolicyConfig, count: int) -> list[list[int]]:
     shared = tiny.tokens(config, 100, seed=9).tolist()
     out = []
     for i in range(count):
-        own = tiny.tokens(config, 5 + 37 * i % 150, seed=100 + i).tolist()
-        out.append(shared + own if i % 2 else own)
+        suffix = tiny.tokens(config, 5 + 37 * i % 150, seed=100 + i).tolist()
+        out.append(shared + suffix if i % 2 else suffix)
     return out

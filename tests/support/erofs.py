@@ -23,7 +23,7 @@ def read(path: Path, number: int = 0) -> dict[str, Found]:
     """All paths of one file system; the root is ``""``."""
     with path.open("rb") as file:
         image = file.read(_blocks(path) * 4096)
-    found: dict[str, Found] = {}
+    files: dict[str, Found] = {}
 
     def walk(name: str, nid: int) -> None:
         at = nid * 32
@@ -37,7 +37,7 @@ def read(path: Path, number: int = 0) -> dict[str, Found]:
         data += image[beside : beside + tail]
         if tail:
             assert beside // 4096 == (beside + tail - 1) // 4096, "a tail lies in one block"
-        found[name] = Found(mode, uid, gid, links, (number, nid), data, mtime)
+        files[name] = Found(mode, uid, gid, links, (number, nid), data, mtime)
         if stat.S_ISDIR(mode):
             for start in range(0, size, 4096):
                 part = data[start : start + 4096]
@@ -51,7 +51,7 @@ def read(path: Path, number: int = 0) -> dict[str, Found]:
                         walk(f"{name}/{os.fsdecode(child)}".lstrip("/"), entry[0])
 
     walk("", struct.unpack_from("<H", image, 1024 + 14)[0])
-    return found
+    return files
 
 
 def _blocks(path: Path) -> int:

@@ -151,8 +151,8 @@ class FakeWorkers:
         async for received in self.bus.follow("HR_SCORE", CLOSE.where(run=self.run)):
             if isinstance(received.message, StalenessBound):
                 said = received.message
-                known = self._bounds
-                self._bounds = known.changed(said.first_batch, said.bound) if known else Bounds.constant(said.bound)
+                bounds = self._bounds
+                self._bounds = bounds.changed(said.first_batch, said.bound) if bounds else Bounds.constant(said.bound)
             if isinstance(received.message, GroupClosed):
                 self.closings.append((received.seq, received.message))
                 async with self._changed:

@@ -17,9 +17,9 @@ def environment(**changes: Any) -> Environment:
 
 
 def ask(slot: int = 0, **changes: Any) -> Acquire:
-    known: dict[str, Any] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
-    known["group"] = "g0"
-    return Acquire(slot=slot, **({"files": {"a.txt": b"one\n"}} | known | changes))
+    fields: dict[str, Any] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
+    fields["group"] = "g0"
+    return Acquire(slot=slot, **({"files": {"a.txt": b"one\n"}} | fields | changes))
 
 
 def backend(host: Host) -> CloneBackend:

@@ -102,8 +102,8 @@ class Maker:
         tree = self.work / "python"
         (tree / "bin").mkdir(parents=True)
         (tree / "bin" / "python").symlink_to("/usr/bin/python3")
-        own = self.layout.layer(tar_of(tree, "usr/local", self.work / "python.tar"))
-        self.base = [self.layout.layer(self.work / "base.tar"), own]
+        python_layer = self.layout.layer(tar_of(tree, "usr/local", self.work / "python.tar"))
+        self.base = [self.layout.layer(self.work / "base.tar"), python_layer]
 
     def image(self, tag: str, tree: Path, prefix: str) -> None:
         """An image of the base and one folder."""

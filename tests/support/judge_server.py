@@ -64,9 +64,9 @@ class JudgeServer:
 
     def _verdict(self, body: dict[str, Any]) -> str:
         text = body["messages"][-1]["content"]
-        found = re.search(SHOWN, text, re.DOTALL)
-        assert found is not None, text
-        work, statement, offered = found.group(2), found.group(3), found.group(4)
+        shown = re.search(SHOWN, text, re.DOTALL)
+        assert shown is not None, text
+        work, statement, offered = shown.group(2), shown.group(3), shown.group(4)
         noise, key = self.noise[statement], (work, statement, body["seed"])
         if drawn("first", *key) < noise.first:
             return offered

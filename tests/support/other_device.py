@@ -80,9 +80,9 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     to_claimed = wanted is not None and torch.device(wanted).type == CLAIMED.type
     if wrapped and (name in _READING or (wanted is not None and not to_claimed)):
         READS[_site()] += 1
-    own = {**kwargs, "device": torch.device("cpu")} if to_claimed else dict(kwargs)
-    own.pop("pin_memory", None)
-    out = func(*tree_map(held, args), **tree_map(held, own))
+    cpu_kwargs = {**kwargs, "device": torch.device("cpu")} if to_claimed else dict(kwargs)
+    cpu_kwargs.pop("pin_memory", None)
+    out = func(*tree_map(held, args), **tree_map(held, cpu_kwargs))
     stays = isinstance(args[0], Elsewhere) if name == "copy_" else bool(wrapped)
     if name in ("_local_scalar_dense", "equal", "is_nonzero") or not (to_claimed if wanted is not None else stays):
         return out

@@ -175,13 +175,13 @@ class Product:
         return await self.event(lambda message: getattr(message, "kind", "") == kind)
 
     async def verdict(self, stage: str, version: int) -> GateVerdict:
-        found = await self.event(
+        verdict_message = await self.event(
             lambda message: (
                 isinstance(message, GateVerdict) and message.stage == stage and message.candidate.version == version
             )
         )
-        assert isinstance(found, GateVerdict)
-        return found
+        assert isinstance(verdict_message, GateVerdict)
+        return verdict_message
 
     async def opened(self) -> None:
         """Version 7 is promoted, and the branch begins there."""

@@ -114,8 +114,8 @@ class RunFeeder:
 
     async def steps(self) -> list[StepManifest | StepDone | StepFailed]:
         """The records about steps."""
-        found = [r.message async for r in self.bus.history("HR_STEP", STEP.at(run=self.run))]
-        return [record for record in found if isinstance(record, StepManifest | StepDone | StepFailed)]
+        records = [r.message async for r in self.bus.history("HR_STEP", STEP.at(run=self.run))]
+        return [record for record in records if isinstance(record, StepManifest | StepDone | StepFailed)]
 
 
 def tested(made: Trajectory) -> Trajectory:

@@ -51,7 +51,7 @@ class Way(NamedTuple):
 def ways(spans: Iterable[Seen]) -> list[Way]:
     """The way of every rating that was trained on and whose version reached a region."""
     there = {(span.trace, span.id): span for span in spans}
-    found = []
+    rated_ways = []
     for place in (span for span in there.values() if span.name == "place rating"):
         ends = [there[link] for link in place.links]
         rating = next(span for span in ends if span.name.startswith("send hr.feedback."))
@@ -64,5 +64,5 @@ def ways(spans: Iterable[Seen]) -> list[Way]:
                 staged = [s for s in there.values() if s.trace == version.trace and s.name == "stage version"]
                 regions = tuple(span.attributes["hr.region"] for span in staged)
                 if regions:
-                    found.append(Way(rating, session, step, version, regions))
-    return found
+                    rated_ways.append(Way(rating, session, step, version, regions))
+    return rated_ways

@@ -30,9 +30,9 @@ SHAPES: dict[str, Callable[[Dtype], PolicyConfig]] = {"even": config, "odd": odd
 
 @cache
 def numerics(config: PolicyConfig, exact: bool = True) -> Numerics:
-    found = probe(config, exact=exact)
-    assert found.exact == exact, found.reason
-    return found
+    probed = probe(config, exact=exact)
+    assert probed.exact == exact, probed.reason
+    return probed
 
 
 def model(config: PolicyConfig, *, exact: bool = True, seed: int = 1) -> Model:

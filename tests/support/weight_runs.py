@@ -84,9 +84,9 @@ class WeightRun:
         """Wait until a node has staged a version."""
         where = EVENT.where(run=self.id, type="weights_staged")
         async for received in self.bus.follow("HR_EVENT", where, start=start):
-            found = received.message
-            if isinstance(found, WeightsStaged) and (found.version, found.node) == (version, node):
-                return found
+            message = received.message
+            if isinstance(message, WeightsStaged) and (message.version, message.node) == (version, node):
+                return message
         raise AssertionError("the stream ended")
 
     async def event(self, kind: str, part: str = "") -> str:

@@ -80,7 +80,10 @@ def episodes(models: Mapping[int, Model], wanted: Sequence[Sampled], spans: Sequ
             last = hidden.view(count, length, -1)[:, -1]
             chances = torch.softmax(models[version].logits(last).float(), -1)
             tokens = torch.stack(
-                [torch.multinomial(row, 1, generator=own)[0] for row, own in zip(chances, generators, strict=True)]
+                [
+                    torch.multinomial(row, 1, generator=generator)[0]
+                    for row, generator in zip(chances, generators, strict=True)
+                ]
             )
             chosen = models[version].selected_logprobs(last, tokens)[0].tolist()
             rows = torch.stack(recorder, 1).to(torch.uint8) if recorder else torch.empty(len(hidden), 0, 0)

@@ -44,8 +44,8 @@ def test_literals_are_taken_out_and_lines_stay_where_they_were() -> None:
     assert sealed.comparisons == 7 and set(sealed.files) == {"test_x.py", "test_y.py"}
     text = sealed.files["test_x.py"].decode()
     tree = ast.parse(text)
-    found = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    assert not found & {"ü", "a"} and "5" not in text.partition("class")[0].replace("__observe__(5", "")
+    literals = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    assert not literals & {"ü", "a"} and "5" not in text.partition("class")[0].replace("__observe__(5", "")
     assert text.count("\n") == SOURCE.count(b"\n")
     assert [line for line in text.splitlines() if "raises" in line] == [
         line for line in SOURCE.decode().splitlines() if "raises" in line
@@ -197,9 +197,9 @@ def test_what_no_literal_can_say_is_not_recorded(value: object) -> None:
     [None, True, -3, 1 << 5000, 0.1, float("inf"), "ä\ud800\n", b"\x00\xff", [1, [2]], (), {"a": {1: (2,)}}, {1, 2}],
 )
 def test_values_survive_the_way_out(value: object) -> None:
-    number, found = decode(encode(3, (value,)))
-    assert isinstance(found, tuple)
-    assert (number, found, type(found[0])) == (3, (value,), type(value))
+    number, values = decode(encode(3, (value,)))
+    assert isinstance(values, tuple)
+    assert (number, values, type(values[0])) == (3, (value,), type(value))
 
 
 @pytest.mark.parametrize(

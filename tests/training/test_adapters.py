@@ -45,8 +45,10 @@ def test_adapters_alone_are_trained_published_and_resumed_and_an_engine_samples_
     before = trainer.publish(tmp_path).durable.result()
     outcomes = advance(trainer, 1)
     trainer.save({})
-    kept = [name for name in snapshot.read(tmp_path / "a" / "checkpoint.safetensors") if name.startswith("kept.")]
-    assert kept and all(low_rank.is_published(name) for name in kept), "a kept version holds what can differ"
+    kept_names = [name for name in snapshot.read(tmp_path / "a" / "checkpoint.safetensors") if name.startswith("kept.")]
+    assert kept_names and all(low_rank.is_published(name) for name in kept_names), (
+        "a kept version holds what can differ"
+    )
     outcomes += advance(trainer, 1)
     assert all(o.exact and not o.failed and o.max_abs_dlp == 0.0 and o.rescored_tokens for o in outcomes)
     resumed = prepare(tmp_path / "a", ADAPTED)

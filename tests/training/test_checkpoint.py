@@ -28,8 +28,8 @@ def blank() -> TrainerState:
 def test_goes_on_bit_equal(tmp_path: Path) -> None:
     state, other = moved(), blank()
     checkpoint.save(tmp_path / "c", state, position={"close_seq": 17, "fence": "x"})
-    found = checkpoint.load(tmp_path / "c", other)
-    assert found.position == {"close_seq": 17, "fence": "x"}
+    loaded = checkpoint.load(tmp_path / "c", other)
+    assert loaded.position == {"close_seq": 17, "fence": "x"}
     assert (other.version, other.step) == (2, 2)
     for each in (state, other):
         for _ in range(3):
@@ -60,10 +60,10 @@ def test_keeps_versions(tmp_path: Path) -> None:
     state = moved()
     weights = {3: model(3).state(), 4: model(4).state()}
     checkpoint.save(tmp_path / "c", state, kept=weights)
-    found = checkpoint.load(tmp_path / "c", blank())
-    assert found.kept.keys() == {3, 4}
+    loaded = checkpoint.load(tmp_path / "c", blank())
+    assert loaded.kept.keys() == {3, 4}
     again = Model(POLICY, NUMERICS, seed=None)
-    again.load_state(found.kept[4])
+    again.load_state(loaded.kept[4])
     with torch.no_grad():
         assert torch.equal(again(IDS, [20]), model(4)(IDS, [20]))
 

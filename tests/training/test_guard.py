@@ -52,8 +52,8 @@ def test_zero_is_no_limit() -> None:
     ],
 )
 def test_k1_warns_and_reward_or_entropy_confirm(now: BatchMetrics, over: int, said: str) -> None:
-    found = alarm(now, CALM, over, WATCHED)
-    assert said in found and bool(said) == bool(found)
+    warning = alarm(now, CALM, over, WATCHED)
+    assert said in warning and bool(said) == bool(warning)
 
 
 def test_without_anything_calm_only_patience_decides() -> None:
@@ -123,13 +123,13 @@ def prepare(folder: Path, config: Config) -> PolicyTrainer:
 
 def steps(trainer: PolicyTrainer, until: int) -> list[StepOutcome]:
     """Samples begin under the oldest version that is allowed and end under the current one."""
-    found = []
+    outcomes = []
     while trainer.version < until:
         now = trainer.version
         models = dict(trainer.versions)
         old = max(0, now - LAG)
-        found.append(trainer.step(*batch(models, now, [old, old, old, now], trainer.config)))
-    return found
+        outcomes.append(trainer.step(*batch(models, now, [old, old, old, now], trainer.config)))
+    return outcomes
 
 
 UNTIL = 17

@@ -99,13 +99,13 @@ def saved(config: PolicyConfig, layer: Layer, tokens: int, patch: pytest.MonkeyP
         half = (config.latent.rope_dim if config.latent else config.head_dim) // 2
         cos = torch.empty(tokens, 1, half, dtype=dtype)
         replay = torch.empty(tokens, config.top_k, dtype=torch.int64) if config.experts else None
-    known = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
-    known |= {tensor.untyped_storage()._cdata for tensor in (cos, replay) if tensor is not None}
+    input_storages = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
+    input_storages |= {tensor.untyped_storage()._cdata for tensor in (cos, replay) if tensor is not None}
     storages: dict[int, tuple[int, Tensor]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known:
+        if storage._cdata not in input_storages:
             storages[storage._cdata] = storage.nbytes(), tensor
         return tensor
 
@@ -154,7 +154,9 @@ def scored(config: PolicyConfig, index: int, tokens: int) -> float:
         torch.nn.init.normal_(parameter, std=0.05)
     x = torch.randn(tokens, config.dim).to(config.torch_dtype).requires_grad_()
     cos = torch.ones(tokens, 1, config.head_dim // 2, dtype=config.torch_dtype)
-    known = {parameter.untyped_storage()._cdata for parameter in layer.parameters()} | {cos.untyped_storage()._cdata}
+    input_storages = {parameter.untyped_storage()._cdata for parameter in layer.parameters()} | {
+        cos.untyped_storage()._cdata
+    }
     storages: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -167,7 +169,7 @@ def scored(config: PolicyConfig, index: int, tokens: int) -> float:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x, cos, cos, attend, 1, None, Chosen())
-    return sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in known) / tokens
+    return sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in input_storages) / tokens
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

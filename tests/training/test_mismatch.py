@@ -76,16 +76,16 @@ def test_one_bad_engine_does_not_drown_in_a_mean() -> None:
 
 
 def test_an_engine_that_was_not_drawn_is_still_named() -> None:
-    found = measured(sample=0)
-    assert [engine.engine for engine in found.engines] == ["bad", "good"]
-    assert math.isnan(found.rescored.max_abs_dlp) and found.rescored.tokens == 0
-    assert "another cpu" in found.alarm(Numerics())
+    mismatches = measured(sample=0)
+    assert [engine.engine for engine in mismatches.engines] == ["bad", "good"]
+    assert math.isnan(mismatches.rescored.max_abs_dlp) and mismatches.rescored.tokens == 0
+    assert "another cpu" in mismatches.alarm(Numerics())
 
 
 def test_a_fingerprint_of_its_own_is_flagged_even_when_the_numbers_agree() -> None:
-    found = measured(by=0.0)
-    assert all(engine.max_abs_dlp == 0.0 for engine in found.engines)
-    assert found.alarm(Numerics()) == "other numerics fingerprint than the trainer's: bad (another cpu)"
+    mismatches = measured(by=0.0)
+    assert all(engine.max_abs_dlp == 0.0 for engine in mismatches.engines)
+    assert mismatches.alarm(Numerics()) == "other numerics fingerprint than the trainer's: bad (another cpu)"
 
 
 def test_limits_are_per_engine_and_a_nan_is_above_all_of_them() -> None:
@@ -99,13 +99,13 @@ def test_limits_are_per_engine_and_a_nan_is_above_all_of_them() -> None:
 
 
 def test_the_three_answers() -> None:
-    found, algorithm = measured(), Algorithm()
-    assert answer(found, Numerics(limit_k3=0.01), algorithm) is algorithm
-    assert answer(found, Numerics(on_mismatch="stop"), algorithm) is algorithm, "no limit, no answer"
-    masked = answer(found, Numerics(on_mismatch="mask", limit_k3=0.01, mask_ratio=1.5), algorithm)
+    mismatches, algorithm = measured(), Algorithm()
+    assert answer(mismatches, Numerics(limit_k3=0.01), algorithm) is algorithm
+    assert answer(mismatches, Numerics(on_mismatch="stop"), algorithm) is algorithm, "no limit, no answer"
+    masked = answer(mismatches, Numerics(on_mismatch="mask", limit_k3=0.01, mask_ratio=1.5), algorithm)
     assert (masked.weighting, masked.tis_clip, masked.mask_low) == ("masked", 1.5, 1 / 1.5)
     with pytest.raises(TooFar, match="engine bad"):
-        answer(found, Numerics(on_mismatch="stop", limit_k3=0.01), algorithm)
+        answer(mismatches, Numerics(on_mismatch="stop", limit_k3=0.01), algorithm)
 
 
 def test_warn_mask_and_stop_on_a_trainer(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_ordinary_arithmetic_counts_flips_in_a_pass_of_its_own() -> None:
     plain.numerics = msgspec.structs.replace(NUMERICS, exact=False, row_pad=1)
     assert segment.routed is not None
     forced = dataclasses.replace(segment, routed=(segment.routed + 1) % 4)
-    found = compare({0: plain}, forced)
-    assert found.flips > 0 and found.routed == segment.routed.shape[0] * 2
-    assert float((found.trainer - segment.behaviour).abs().max()) > 1e-4, "scored under the forced routes"
+    comparison = compare({0: plain}, forced)
+    assert comparison.flips > 0 and comparison.routed == segment.routed.shape[0] * 2
+    assert float((comparison.trainer - segment.behaviour).abs().max()) > 1e-4, "scored under the forced routes"
     assert torch.allclose(compare({0: plain}, segment).trainer, segment.behaviour, atol=1e-5)

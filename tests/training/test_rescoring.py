@@ -45,8 +45,8 @@ def made(spans: list[int]) -> Batch:
 
 def test_the_samplers_bits_come_back_across_a_swap_in_flight() -> None:
     for spans in ([0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 1, 1], [1, 1, 1, 1]):
-        found = rescore(models(), made(spans), sample=5, seed=1)
-        assert found == (0.0, 20)
+        rescored = rescore(models(), made(spans), sample=5, seed=1)
+        assert rescored == (0.0, 20)
 
 
 def test_scoring_with_the_newest_weights_alone_would_not_do() -> None:
@@ -79,9 +79,9 @@ def test_the_sample_follows_the_seed() -> None:
 
 
 def test_nothing_to_score_is_not_a_zero() -> None:
-    found = rescore(models(), made([0, 0, 1, 1]), sample=0, seed=1)
-    assert math.isnan(found.max_abs_dlp)
-    assert found.tokens == 0
+    rescored = rescore(models(), made([0, 0, 1, 1]), sample=0, seed=1)
+    assert math.isnan(rescored.max_abs_dlp)
+    assert rescored.tokens == 0
 
 
 def test_a_version_that_is_not_kept_is_an_error() -> None:

@@ -21,8 +21,8 @@ def backward(net: Model, by: float = 1.0) -> None:
 
 def test_float32_masters_are_the_parameters() -> None:
     state = TrainerState(model())
-    own = dict(state.model.named_parameters())
-    assert all(master is own[name] for name, master in state.master.items())
+    parameters = dict(state.model.named_parameters())
+    assert all(master is parameters[name] for name, master in state.master.items())
 
 
 def test_an_update_is_adamw() -> None:

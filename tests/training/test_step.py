@@ -205,9 +205,9 @@ def test_a_batch_may_be_several_updates(weighting: str) -> None:
 
 def test_minibatches_are_whole_trajectories_in_their_order() -> None:
     segments = made().segments
-    found = minibatches(segments, 3)
-    assert [len(part) for part in found] == [5, 5, 6]
-    assert [segment for part in found for segment in part] == list(segments)
+    parts = minibatches(segments, 3)
+    assert [len(part) for part in parts] == [5, 5, 6]
+    assert [segment for part in parts for segment in part] == list(segments)
     assert [len(part) for part in minibatches(segments[:2], 5)] == [1, 1]
     assert minibatches([], 3) == [[]]
 

@@ -14,10 +14,10 @@ HOG = "kept = [bytearray(1 << 20) for _ in range(1 << 10)]; print('took all')"
 
 @pytest.fixture
 def places() -> Iterator[Places]:
-    found = cgroups.places()
-    if found is None:
+    groups = cgroups.places()
+    if groups is None:
         pytest.skip("no control groups can be had here")
-    yield found
+    yield groups
 
 
 def waiting(code: str) -> "subprocess.Popen[str]":

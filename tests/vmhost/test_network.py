@@ -79,8 +79,8 @@ async def test_what_is_on_the_list_gets_through_and_leaves_a_line(world: World) 
     base = f"http://127.0.0.1:{world.port}"
     # urllib leaves 127.0.0.1 to no_proxy; an address that means the same is not excepted.
     unset = Exec(argv=("env", "-u", "no_proxy", "-u", "NO_PROXY", "python3", "-c", FETCH, f"{base}/a?b", f"{base}/big"))
-    found = await sandbox.call(unset)
-    assert found.stdout == f"5 hello\n{BIG} xxxxx\n", found
+    outcome = await sandbox.call(unset)
+    assert outcome.stdout == f"5 hello\n{BIG} xxxxx\n", outcome
     assert world.asked[-2].startswith(b"GET /a?b HTTP/1.1\r\nConnection: close\r\n")
     lines = [data for kind, _, data in world.said if kind == "network_request" and data["sandbox"] == sandbox.id]
     assert [(line["place"], line["allowed"]) for line in lines] == [(f"127.0.0.1:{world.port}", True)] * 2
@@ -89,10 +89,12 @@ async def test_what_is_on_the_list_gets_through_and_leaves_a_line(world: World) 
 
 async def test_what_is_not_on_the_list_is_refused_and_leaves_a_line(world: World) -> None:
     sandbox = await world.sandbox("closed", "example.invalid:80", "*.localtest:*")
-    found = await fetch(sandbox, f"http://localhost.:{world.port}/", "http://pypi.example/", "http://example.invalid/")
-    lines = found.stdout.splitlines()
-    assert lines[0].startswith("403 localhost.") and "not on this task's list" in lines[0], found
-    assert lines[1].startswith("403 pypi.example:80 is not on") and lines[2].startswith("403 "), found
+    outcome = await fetch(
+        sandbox, f"http://localhost.:{world.port}/", "http://pypi.example/", "http://example.invalid/"
+    )
+    lines = outcome.stdout.splitlines()
+    assert lines[0].startswith("403 localhost.") and "not on this task's list" in lines[0], outcome
+    assert lines[1].startswith("403 pypi.example:80 is not on") and lines[2].startswith("403 "), outcome
     told = [
         data["allowed"] for kind, _, data in world.said if kind == "network_request" and data["sandbox"] == sandbox.id
     ]
@@ -118,10 +120,10 @@ print(ask(b"CONNECT localhost:{world.port} HTTP/1.1\\r\\n\\r\\n"))
 print(ask(b"CONNECT localhost:1 HTTP/1.1\\r\\n\\r\\n"))
 print(ask(b"GET / HTTP/1.1\\r\\n\\r\\n"))
 """
-    found = await sandbox.call(Exec(argv=("python3", "-c", script)))
-    through, refused, wrong = found.stdout.splitlines()
-    assert "200 Connection established" in through and "200 OK" in through, found
-    assert "403 Forbidden" in refused and "400 Bad Request" in wrong, found
+    outcome = await sandbox.call(Exec(argv=("python3", "-c", script)))
+    through, refused, wrong = outcome.stdout.splitlines()
+    assert "200 Connection established" in through and "200 OK" in through, outcome
+    assert "403 Forbidden" in refused and "400 Bad Request" in wrong, outcome
     world.host.release(sandbox.id)
 
 
@@ -154,8 +156,8 @@ except OSError:
     print("no names")
 """
         before = len(world.asked)
-        found = await sandbox.call(Exec(argv=("python3", "-c", script)))
-        assert found.stdout == "no names\n" and len(world.asked) == before, found
+        outcome = await sandbox.call(Exec(argv=("python3", "-c", script)))
+        assert outcome.stdout == "no names\n" and len(world.asked) == before, outcome
         world.host.release(sandbox.id)
 
 
@@ -179,7 +181,7 @@ def test_heads() -> None:
 def test_records() -> None:
     whole = record(1, OPENED) + record(2, OPENED, b"abc")
     records = Records()
-    found = [one for at in range(len(whole)) for one in records.feed(whole[at : at + 1])]
-    assert found == [(1, OPENED, b""), (2, OPENED, b"abc")]
+    parsed = [one for at in range(len(whole)) for one in records.feed(whole[at : at + 1])]
+    assert parsed == [(1, OPENED, b""), (2, OPENED, b"abc")]
     with pytest.raises(ValueError, match="a record of kind"):
         list(Records().feed(b"\xff" * 64))

@@ -189,8 +189,8 @@ async def test_a_cancelled_release_commits_nothing(run: Run) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    found = await chain.head(run.bus, run.id)
-    assert found is not None and found[1] == head
+    newest_head = await chain.head(run.bus, run.id)
+    assert newest_head is not None and newest_head[1] == head
     where = subjects.WEIGHT_MANIFEST.at(run=run.id, version=1)
     assert await run.bus.last(chain.STREAM, where) is None
 
@@ -202,8 +202,8 @@ async def test_a_sender_that_slept_is_refused_and_its_version_stays_unseen(run: 
     head = await run.publish(2)
     with pytest.raises(WrongSequence):
         await release.release(run.bus, encoding, release.NewVersion(run.id, 1, digest), slept)
-    found = await chain.head(run.bus, run.id)
-    assert found is not None and found[1] == head
+    newest_head = await chain.head(run.bus, run.id)
+    assert newest_head is not None and newest_head[1] == head
     way = await chain.plan(run.bus, head)
     assert [manifest.version for manifest in way.manifests] == [0, 2]
     await chain.build(run.bus, way, tmp_path / "v")
@@ -215,8 +215,8 @@ async def test_bits_that_are_not_the_announced_ones_are_never_committed(run: Run
     encoding, _ = run.encoding(1)
     with pytest.raises(WeightError, match="the trainer announced 0000"):
         await release.release(run.bus, encoding, release.NewVersion(run.id, 1, "0" * 32), run.commit)
-    found = await chain.head(run.bus, run.id)
-    assert found is not None and found[1].version == 0
+    newest_head = await chain.head(run.bus, run.id)
+    assert newest_head is not None and newest_head[1].version == 0
 
 
 async def test_a_head_that_names_something_else_is_refused(run: Run) -> None:

@@ -186,8 +186,8 @@ class Attack:
         if self.draw(2):
             self.book.take(Stored(100, self.heads[version]))
         else:
-            found = decode(self.damage(payload, other), headers)
-            self.book.take(Stored(100, found))
+            damaged_head = decode(self.damage(payload, other), headers)
+            self.book.take(Stored(100, damaged_head))
         raise AssertionError("a head counted a second time")
 
     def wrong_base(self, version: int) -> None:
@@ -207,10 +207,10 @@ class Attack:
         broken = self.damage(data, self.chain.path(3 - version).read_bytes())
         store.path(version).write_bytes(broken)
         store.scan()
-        found = store.find(version, self.chain.manifests[version].state_hash)
-        if found is None:
+        snapshot_file = store.find(version, self.chain.manifests[version].state_hash)
+        if snapshot_file is None:
             raise WeightError("not on the store")
-        assert snapshot.file_hash(found) == self.chain.manifests[version].state_hash
+        assert snapshot.file_hash(snapshot_file) == self.chain.manifests[version].state_hash
 
 
 class Stored:
@@ -247,8 +247,10 @@ def test_no_damage_is_ever_served(tmp_path: Path, name: str) -> None:
             assert snapshot.file_hash(attack.path) in attack.states
             attack.path.unlink()
         harmless += 1
-    found = {attack.__name__: count for attack, count in refused.items()}
-    print(json.dumps({"codec": name, "corruptions": rounds, "refused": found, "harmless": harmless, "served_wrong": 0}))
+    refusals = {attack.__name__: count for attack, count in refused.items()}
+    print(
+        json.dumps({"codec": name, "corruptions": rounds, "refused": refusals, "harmless": harmless, "served_wrong": 0})
+    )
     # Some damage is harmless (a chunk that comes twice, a hint in a file's header); most is not.
     assert sum(refused.values()) > rounds // 2
     assert all(refused.values()), refused

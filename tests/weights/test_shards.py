@@ -24,10 +24,11 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def test_tensors_are_cut_where_the_bytes_are_even_and_stay_in_order() -> None:
     tensors = [TensorInfo(f"layer.{n:02}", "BF16", (100, 10 + n % 3)) for n in range(30)]
     for count in (1, 2, 4, 7):
-        found = [info.shard for info in shards.assign(tensors, count)]
-        assert found == sorted(found) and set(found) == set(range(count))
+        shard_ids = [info.shard for info in shards.assign(tensors, count)]
+        assert shard_ids == sorted(shard_ids) and set(shard_ids) == set(range(count))
         sizes = [
-            sum(state.nbytes(info) for info, at in zip(tensors, found, strict=True) if at == n) for n in range(count)
+            sum(state.nbytes(info) for info, at in zip(tensors, shard_ids, strict=True) if at == n)
+            for n in range(count)
         ]
         assert max(sizes) - min(sizes) <= 2 * 2400
     assert {info.shard for info in shards.assign(tensors[:1], 5)} <= set(range(5))
@@ -45,10 +46,10 @@ def test_the_bytes_do_not_depend_on_the_number_of_encoders(files: tuple[Path, Pa
         results.append((pieces, encoding.block_hashes, encoding.changed, encoding.wire_bytes))
     assert results[0] == results[1] == results[2]
     apart = [ShardEncoding(target, base, shard, 4, name=name) for shard in (3, 1, 0, 2)]
-    found: dict[int, tuple[list[bytes], Figures]] = {one.shard: (list(one.chunks()), one.figures) for one in apart}
+    encoded: dict[int, tuple[list[bytes], Figures]] = {one.shard: (list(one.chunks()), one.figures) for one in apart}
     merged = Encoding(target, base, name=name, shards=4)
-    merged.adopt([found[shard][1] for shard in range(4)])
-    assert [(shard, chunk) for shard in range(4) for chunk in found[shard][0]] == results[0][0]
+    merged.adopt([encoded[shard][1] for shard in range(4)])
+    assert [(shard, chunk) for shard in range(4) for chunk in encoded[shard][0]] == results[0][0]
     assert merged.state_hash == snapshot.file_hash(files[1])
 
 
@@ -85,8 +86,8 @@ def test_a_rank_builds_its_own_tensors_from_its_own_chunks(files: tuple[Path, Pa
         with StagedFile(path, manifest, source, wanted) as staged:
             for info in filter(staged.wants, manifest.chunks):
                 staged.add(info, data[info.shard, info.seq])
-            found = staged.finish()
-        assert found == snapshot.file_hash(path) == shards.state_hash(manifest, wanted) != manifest.state_hash
+            state_hash = staged.finish()
+        assert state_hash == snapshot.file_hash(path) == shards.state_hash(manifest, wanted) != manifest.state_hash
         part, whole = snapshot.read(path), snapshot.read(files[1])
         assert set(part) == {info.name for info in manifest.tensors if info.shard in wanted}
         assert {"layers.0.norm", "layers.0.scale"} <= set(part) and len(part) < len(whole)

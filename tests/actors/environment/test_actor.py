@@ -154,14 +154,14 @@ async def test_the_process_backend_never_serves_the_production_lane(client: Bus)
 
 async def test_a_silent_holder_loses_its_sandbox(client: Bus) -> None:
     held = await take(client, msgspec.structs.replace(wanted("g10"), lease_s=0.2))
-    kept = await take(client, wanted("g10", 1))
+    live_sandbox = await take(client, wanted("g10", 1))
     async for received in client.follow("HR_EVENT", EVENT.where(run=ANY_RUN, actor="environment", type="event")):
         if received.message.kind == "lease_lapsed":
             break
     assert (await reply(client, held, call(held, ReadFile(path="a.txt")))).failure == "lost"
     renewed = await client.request(on(held, "renew"), Renew(sandbox=held.sandbox, secret=held.secret, epoch=1))
     assert isinstance(renewed, Ack) and not renewed.ok
-    assert (await reply(client, kept, call(kept, ReadFile(path="a.txt")))).result is not None
+    assert (await reply(client, live_sandbox, call(live_sandbox, ReadFile(path="a.txt")))).result is not None
 
 
 async def test_nodes_of_two_runs_on_one_host_are_not_mistaken(connect: Connect) -> None:
@@ -238,9 +238,9 @@ async def test_forks_and_restored_sandboxes_are_held_like_any_other(connect: Con
         who = {"sandbox": held.sandbox, "secret": held.secret, "epoch": held.epoch}
         forked = await bus.request(on(held, "fork"), Fork(**who, into=into), timeout=60)  # type: ignore[arg-type]
         assert isinstance(forked, Forked) and len({one.secret for one in forked.held}) == 2
-        kept = await bus.request(on(held, "checkpoint"), Checkpoint(**who), timeout=60)  # type: ignore[arg-type]
-        assert isinstance(kept, Checkpointed)
-        restore = Restore(request=wanted("g16", isolation="episode"), data=kept.data)
+        checkpointed = await bus.request(on(held, "checkpoint"), Checkpoint(**who), timeout=60)  # type: ignore[arg-type]
+        assert isinstance(checkpointed, Checkpointed)
+        restore = Restore(request=wanted("g16", isolation="episode"), data=checkpointed.data)
         back = await bus.request(on(held, "restore"), restore, timeout=60)
         assert isinstance(back, Acquired)
         for one in (*forked.held, back):

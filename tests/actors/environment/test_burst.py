@@ -16,6 +16,6 @@ def test_every_ask_of_a_burst_gets_its_sandbox() -> None:
     command = [sys.executable, "-m", "benchmarks.burst", *WORDS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["burst_acquired"], found["burst_failed"], found["burst_nodes_used"]) == (80, 0, 4)
-    assert (found["rate_40_acquired"], found["rate_40_failed"]) == (20, 0)
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert (figures["burst_acquired"], figures["burst_failed"], figures["burst_nodes_used"]) == (80, 0, 4)
+    assert (figures["rate_40_acquired"], figures["rate_40_failed"]) == (20, 0)

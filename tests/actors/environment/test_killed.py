@@ -58,13 +58,13 @@ async def node(server: Server, folder: Path, run: str) -> AsyncIterator[subproce
 
 def machines(process: subprocess.Popen[bytes]) -> list[int]:
     """Handles of the QEMUs that are children of any of its threads."""
-    found = []
+    handles = []
     for task in Path(f"/proc/{process.pid}/task").iterdir():
         for pid in (task / "children").read_text().split():
             with suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().startswith("qemu"):
-                    found.append(os.pidfd_open(int(pid)))
-    return found
+                    handles.append(os.pidfd_open(int(pid)))
+    return handles
 
 
 class SandboxUsers(FakeWorkers):

@@ -121,8 +121,8 @@ async def event(bus: Bus, run: str, kind: str) -> Event:
     """The first event of a kind, waiting for it."""
     async for received in bus.follow("HR_EVENT", EVENT.where(run=run, type="event")):
         if received.message.kind == kind:
-            found: Event = received.message
-            return found
+            message: Event = received.message
+            return message
     raise AssertionError(f"no {kind}")
 
 

@@ -70,10 +70,10 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, s
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("versions")
     shape = hugging_face.from_section(SHAPE)
-    found = probe(shape)
+    numerics = probe(shape)
     files = {version: folder / f"{version}.safetensors" for version in range(3)}
     return {
-        version: (str(file), snapshot.write(file, Model(shape, found, seed=version).state()))
+        version: (str(file), snapshot.write(file, Model(shape, numerics, seed=version).state()))
         for version, file in files.items()
     }
 
@@ -291,13 +291,13 @@ async def test_a_branch_that_could_not_be_opened_is_opened_for_the_next_request(
         raise AssertionError
 
     away = await connect("rollout", node="here")
-    own = policies.Policies(config(tmp_path), away, "b8", "roll", unheard, unheard)
+    branches = policies.Policies(config(tmp_path), away, "b8", "roll", unheard, unheard)
     await away.close()
     with pytest.raises(BusError):
-        await own._branch("b8-branch")
-    own._bus = await connect("rollout", node="here")
-    assert (await own._branch("b8-branch")).version == -1
-    await own.stop()
+        await branches._branch("b8-branch")
+    branches._bus = await connect("rollout", node="here")
+    assert (await branches._branch("b8-branch")).version == -1
+    await branches.stop()
 
 
 async def test_a_version_with_other_bits_is_never_served(

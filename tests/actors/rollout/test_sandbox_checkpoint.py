@@ -88,10 +88,10 @@ class Told:
 
 
 def request(run: str, **changes: Any) -> RolloutRequest:
-    known: dict[str, Any] = {"lane": "train", "group": "g1", "slot": 0, "attempt": 0, "task": REF, "seed": 7}
+    fields: dict[str, Any] = {"lane": "train", "group": "g1", "slot": 0, "attempt": 0, "task": REF, "seed": 7}
     limits = Limits(max_turns=9, max_tokens=20_000, context_tokens=20_000)
     policy = PolicyRef(kind="scripted", name="by hand")
-    return RolloutRequest(run=run, isolation="episode", policy=policy, limits=limits, **(known | changes))
+    return RolloutRequest(run=run, isolation="episode", policy=policy, limits=limits, **(fields | changes))
 
 
 def episode(bus: Bus, wanted: RolloutRequest, told: Told, every: int = 2) -> Episode:

@@ -54,7 +54,7 @@ async def test_an_attempt_is_a_conversation_of_turns_and_tool_calls(collector: C
 
 
 def test_names_are_those_of_the_pinned_conventions() -> None:
-    own = {value for name, value in vars(spans).items() if name.isupper() and str(value).startswith("gen_ai.")}
+    used_names = {value for name, value in vars(spans).items() if name.isupper() and str(value).startswith("gen_ai.")}
     published = {value for name, value in vars(pinned).items() if name.startswith("GEN_AI_")}
-    assert len(own) > 10 and own <= published
+    assert len(used_names) > 10 and used_names <= published
     assert tracing.SCHEMA == Schemas.V1_44_0.value

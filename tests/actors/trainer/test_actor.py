@@ -49,8 +49,8 @@ async def straight(server: Any, tmp_path_factory: pytest.TempPathFactory) -> lis
 async def test_batches_become_versions_in_the_order_of_closings(connect: Connect, tmp_path: Path) -> None:
     feeder = RunFeeder(await connect(), new_run(), tmp_path)
     began = time.perf_counter()
-    own = config(tmp_path, trainer={"peak_tflops": 0.5})
-    async with living(Trainer, own, await connect("trainer"), feeder.run):
+    settings = config(tmp_path, trainer={"peak_tflops": 0.5})
+    async with living(Trainer, settings, await connect("trainer"), feeder.run):
         for number in range(3):
             await feeder.batch(number)
         last = await feeder.version(3)
@@ -369,8 +369,8 @@ async def test_a_changed_recipe_does_not_rewrite_the_past(
 
 async def test_records_that_are_not_to_be_replayed_are_purged(connect: Connect, tmp_path: Path) -> None:
     feeder = RunFeeder(await connect(), new_run(), tmp_path)
-    kept: dict[str, dict[str, Any]] = {"replay": {"keep_steps": 1}}
-    async with living(Trainer, config(tmp_path, **kept), await connect("trainer"), feeder.run):
+    changes: dict[str, dict[str, Any]] = {"replay": {"keep_steps": 1}}
+    async with living(Trainer, config(tmp_path, **changes), await connect("trainer"), feeder.run):
         for number in range(6):
             await feeder.batch(number)
         await feeder.version(6)

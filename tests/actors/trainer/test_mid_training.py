@@ -38,11 +38,11 @@ async def test_version_0_is_mid_trained_and_its_tokenizer_kept(
         Data(kind="text", path=str(tmp_path / "code.jsonl")),
         Data(kind="acme.readers:Pairs", path=str(tmp_path / "own.pairs")),
     )
-    own: dict[str, dict[str, Any]] = {
+    changes: dict[str, dict[str, Any]] = {
         "mid_training": {"tokens": 4000, "batch_tokens": 512, "data": data, "held_out": 0.2},
         "policy": {"vocab": 420},
     }
-    setting = config(tmp_path, **own)
+    setting = config(tmp_path, **changes)
     admin = await connect()
     async with living(Trainer, setting, await connect("trainer"), run):
         async for received in admin.follow("HR_EVENT", EVENT.where(run=run, type="snapshot_ready")):

@@ -53,8 +53,8 @@ async def test_a_gradient_is_computed_before_the_outcome_of_the_step_before(
     connect: Connect, tmp_path: Path, ranks: int
 ) -> None:
     feeder = RunFeeder(await connect(), new_run(), tmp_path)
-    own = config(tmp_path, trainer={"ranks": ranks, "micro_tokens": 20, "checkpoint_every": 10})
-    async with living(Late, own, await connect("trainer"), feeder.run):
+    settings = config(tmp_path, trainer={"ranks": ranks, "micro_tokens": 20, "checkpoint_every": 10})
+    async with living(Late, settings, await connect("trainer"), feeder.run):
         await feeder.version(0)
         for number in range(2 * PER_STEP):
             name = f"g{number:06d}"
@@ -72,5 +72,5 @@ async def test_a_gradient_is_computed_before_the_outcome_of_the_step_before(
         assert each is not None and sum(each.seconds.values()) == pytest.approx(each.wall_s, rel=1e-6)
     assert first.efficiency is not None and first.efficiency.between_s == 0.0, "no update before it"
     assert second.efficiency is not None and 0.0 < second.efficiency.between_s < second.efficiency.wall_s
-    recorded = await of_run(await connect("replay"), own, feeder.folder, feeder.run)
+    recorded = await of_run(await connect("replay"), settings, feeder.folder, feeder.run)
     assert [line.bitwise_equal async for line in replay_steps(recorded, range(2))] == [True, True]

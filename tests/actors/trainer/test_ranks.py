@@ -33,8 +33,8 @@ pytestmark = pytest.mark.anyio
 
 def several(folder: Path, count: int, **trainer: Any) -> Config:
     """Small micro-batches: every rank has several, and the last round is not full."""
-    own: dict[str, Any] = {"checkpoint_every": 2, "micro_tokens": 20, "ranks": count, **trainer}
-    return config(folder, trainer=own, algorithm={"grad_clip": 0.05})
+    section: dict[str, Any] = {"checkpoint_every": 2, "micro_tokens": 20, "ranks": count, **trainer}
+    return config(folder, trainer=section, algorithm={"grad_clip": 0.05})
 
 
 async def alone(server: Server, folder: Path, steps: int, count: int = 1) -> list[str]:
@@ -53,7 +53,7 @@ async def alone(server: Server, folder: Path, steps: int, count: int = 1) -> lis
 
 def processes() -> list[int]:
     """The ranks that this process has started and that still run."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
@@ -63,8 +63,8 @@ def processes() -> list[int]:
         except OSError:
             continue
         if int(parent) == os.getpid() and b"headrace.training.parallel.rank" in command:
-            found.append(int(entry.name))
-    return sorted(found)
+            pids.append(int(entry.name))
+    return sorted(pids)
 
 
 @asynccontextmanager
@@ -145,9 +145,9 @@ async def test_more_ranks_and_owned_experts(
     done = [record for record in await feeder.steps() if isinstance(record, StepDone)]
     assert all(record.max_abs_dlp == 0.0 and record.exact for record in done), "Law 5 over shards"
     one = next((tmp_path / "one").glob(f"*/snapshots/v00000008-{want[8][:8]}.safetensors"))
-    found, expected = snapshot.read(last.path), snapshot.read(one)
+    published, expected = snapshot.read(last.path), snapshot.read(one)
     assert feeder.hashes[0] == want[0]
-    worst = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    worst = max(float((published[name] - expected[name]).abs().max()) for name in expected)
     assert worst <= 1e-5, f"{worst:.1e}"
 
 

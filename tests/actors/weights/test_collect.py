@@ -72,8 +72,8 @@ async def test_old_chains_are_collected_as_full_snapshots_are_published(connect:
     await trainer.shut(1.0)
     await run.actor(Collector, bus=await connect("trainer"))
     await within(PATIENCE_S, collected(run, 1))
-    found = await proof.prove(run.bus, run.id, Trust.load(run.bus.credentials))
-    assert (found.newest, found.faults) == (5, []) and found.collected >= 3
+    chain_proof = await proof.prove(run.bus, run.id, Trust.load(run.bus.credentials))
+    assert (chain_proof.newest, chain_proof.faults) == (5, []) and chain_proof.collected >= 3
     await run.close()
 
 

@@ -103,10 +103,10 @@ async def test_a_receiver_reads_its_mirror_and_nothing_else(run: WeightRun, brok
     wire = brokers.regions["sa"].wire
     await wire.cut()
     try:
-        found = await chain.head(bus, run.id)
-        assert found is not None and found[1].state_hash == run.hashes[0]
+        head = await chain.head(bus, run.id)
+        assert head is not None and head[1].state_hash == run.hashes[0]
         path = run.folder / "alone.safetensors"
-        await within(PATIENCE_S, chain.obtain(bus, found[1], path, lambda version, state_hash: None))
+        await within(PATIENCE_S, chain.obtain(bus, head[1], path, lambda version, state_hash: None))
         assert snapshot.file_hash(path) == run.hashes[0]
     finally:
         await wire.mend()

@@ -59,8 +59,8 @@ async def test_versions_are_signed_and_forged_heads_change_nothing(run: WeightRu
     await run.train(1)
     staged = await within(PATIENCE_S, run.staged(1))
     assert snapshot.file_hash(staged.path) == run.hashes[1]
-    found = await proof.prove(run.bus, run.id, trust)
-    assert (found.versions, found.newest, len(found.faults)) == (2, 1, 4)
+    chain_proof = await proof.prove(run.bus, run.id, trust)
+    assert (chain_proof.versions, chain_proof.newest, len(chain_proof.faults)) == (2, 1, 4)
 
 
 async def test_what_nobody_signed_is_refused_until_the_configuration_says_so(run: WeightRun) -> None:
@@ -87,9 +87,16 @@ async def test_a_node_stages_its_own_shards_and_finds_them_again(run: WeightRun)
         staged = await within(PATIENCE_S, run.staged(version))
     head = (await run.heads())[-1]
     manifest = await chain.manifest(run.bus, run.id, head.manifest_seq)
-    own = shards.holding(manifest.tensors, ["layers.0.norm"])
-    assert staged.state_hash == shards.state_hash(manifest, own) == snapshot.file_hash(staged.path) != head.state_hash
-    assert set(snapshot.read(staged.path)) == {info.name for info in manifest.tensors if info.shard in (own or ())}
+    node_shards = shards.holding(manifest.tensors, ["layers.0.norm"])
+    assert (
+        staged.state_hash
+        == shards.state_hash(manifest, node_shards)
+        == snapshot.file_hash(staged.path)
+        != head.state_hash
+    )
+    assert set(snapshot.read(staged.path)) == {
+        info.name for info in manifest.tensors if info.shard in (node_shards or ())
+    }
     await receiver.shut(1.0)
     again = await run.actor(WeightReceiver)
     await run.train(2)

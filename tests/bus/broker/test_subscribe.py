@@ -62,7 +62,7 @@ def concrete(filter: str) -> str:
 
 @pytest.mark.parametrize("role", ROLES)
 async def test_each_role_hears_its_row_of_its_own_run_and_nothing_else(shared: Server, role: str) -> None:
-    own, other = await connect(shared, "r1", "admin"), await connect(shared, "r2", "admin")
+    same_run, other = await connect(shared, "r1", "admin"), await connect(shared, "r2", "admin")
     bus = await connect(shared, "r1", role)
     heard: dict[str, list[bytes]] = {}
     all_own = asyncio.Event()
@@ -81,12 +81,12 @@ async def test_each_role_hears_its_row_of_its_own_run_and_nothing_else(shared: S
             with pytest.raises(Denied, match=f"role '{role}' may not subscribe to"):
                 await bus.connection.subscribe(filter, hear)
     assert len(allowed) >= 2 and len(tried) - len(allowed) > 30
-    for admin, text in ((other, b"foreign"), (own, b"own")):
+    for admin, text in ((other, b"foreign"), (same_run, b"own")):
         for subject in {concrete(filter) for filter in tried if filter not in NEVER and not filter.startswith("$")}:
             await admin.connection.client.publish(subject, text)
         await admin.connection.flush()
     async with asyncio.timeout(PATIENCE_S):
         await all_own.wait()
     assert heard.keys() == allowed and {data for texts in heard.values() for data in texts} == {b"own"}
-    for one in (bus, own, other):
+    for one in (bus, same_run, other):
         await one.close()

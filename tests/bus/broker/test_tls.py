@@ -59,7 +59,7 @@ async def test_actors_speak_tls_and_come_back_after_a_restart(tmp_path: Path) ->
             await server.kill()
             await server.start()
             await admin.publish(where, event, msg_id="again")
-            assert [found.message async for found in admin.history("HR_EVENT", where)] == [event, event]
+            assert [received.message async for received in admin.history("HR_EVENT", where)] == [event, event]
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         assert b'"tls_required":true' in await reader.readline()
         writer.write(b'CONNECT {"verbose":true}\r\nPING\r\n')

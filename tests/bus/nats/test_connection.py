@@ -117,12 +117,12 @@ async def test_users_share_no_payload_and_one_purge_finds_all_of_a_users(connect
         assert await rollout.last_seq("HR_BLOB") > start, "the same content is stored for each of them"
     assert await feedback.purge("HR_BLOB", subject=f"hr.blob.{users[0]}.>") > 1
     for seq, name in zip(held, names, strict=True):
-        found = await rollout.get("HR_TURN", seq)
+        record = await rollout.get("HR_TURN", seq)
         if name.startswith(users[0]):
             with pytest.raises(MessageGone):
-                _ = found.message
+                _ = record.message
         else:
-            assert found.message.results[0].output == text
+            assert record.message.results[0].output == text
 
 
 async def test_records_are_purged_with_their_payloads(connect: Connect) -> None:
@@ -134,17 +134,17 @@ async def test_records_are_purged_with_their_payloads(connect: Connect) -> None:
         result = ToolResult(call_id="0.0", ok=True, output=os.urandom(1 << 20).hex())
         return TurnDone(run=run, trajectory="g1-0-0", index=0, results=(result,))
 
-    old, kept = await rollout.publish(where, done()), await rollout.publish(where, done())
+    old, newest = await rollout.publish(where, done()), await rollout.publish(where, done())
     assert await retention.purge(trainer, "HR_TURN", where, old) == 0
-    assert await retention.purge(trainer, "HR_TURN", where, kept) == 1
+    assert await retention.purge(trainer, "HR_TURN", where, newest) == 1
     left = [r.headers["Hr-Type"] async for r in rollout.history("HR_TURN", where)]
     assert len(left) == 1
     names = {r.subject.split(".")[2] async for r in operator.records("HR_BLOB")}
-    found = (await rollout.get("HR_TURN", kept)).message
-    assert isinstance(found, TurnDone)
-    digest = hashlib.sha256(encode(found)[0]).hexdigest()
+    turn = (await rollout.get("HR_TURN", newest)).message
+    assert isinstance(turn, TurnDone)
+    digest = hashlib.sha256(encode(turn)[0]).hexdigest()
     assert digest in names
-    assert await retention.purge(trainer, "HR_TURN", where, kept + 1) == 1
+    assert await retention.purge(trainer, "HR_TURN", where, newest + 1) == 1
     assert digest not in {r.subject.split(".")[2] async for r in operator.records("HR_BLOB")}
 
 
@@ -153,18 +153,18 @@ async def test_purge_leaves_gaps_that_readers_pass(connect: Connect) -> None:
     run = f"r{token_hex(4)}"
     one = s.EVENT.at(run=run, actor="judge", type="event")
     two = s.EVENT.at(run=run, actor="judge", type="rejected")
-    kept = []
+    remaining_seqs = []
     for n in range(20):
         if n % 2:
             await bus.publish(two, event(f"two {n}"))
         else:
-            kept.append(await bus.publish(one, event(f"one {n}")))
+            remaining_seqs.append(await bus.publish(one, event(f"one {n}")))
     assert await admin.purge("HR_EVENT", subject=two) == 10
-    assert [r.seq async for r in bus.history("HR_EVENT", s.EVENT.where(run=run))] == kept
+    assert [r.seq async for r in bus.history("HR_EVENT", s.EVENT.where(run=run))] == remaining_seqs
     with pytest.raises(MessageGone):
-        await bus.get("HR_EVENT", kept[0] + 1)
-    assert await admin.purge("HR_EVENT", subject=one, before=kept[5]) == 5
-    assert [r.seq async for r in bus.history("HR_EVENT", one)] == kept[5:]
+        await bus.get("HR_EVENT", remaining_seqs[0] + 1)
+    assert await admin.purge("HR_EVENT", subject=one, before=remaining_seqs[5]) == 5
+    assert [r.seq async for r in bus.history("HR_EVENT", one)] == remaining_seqs[5:]
     await admin.purge("HR_EVENT", subject=one)
     assert [r.seq async for r in bus.history("HR_EVENT", one)] == []
 
@@ -269,19 +269,19 @@ async def test_the_payloads_of_requests_and_answers_expire(connect: Connect) -> 
     before = await operator.last_seq("HR_BLOB")
     for owner in ("", user):
         assert await asking.request("hr.rpc.environment.echo", big, timeout=PATIENCE_S, owner=owner) == big
-    kept = await asking.put_blob(big)
+    stored_blob = await asking.put_blob(big)
     lives = {
         r.subject.split(".")[2].partition("-")[0]: r.headers.get("Nats-TTL")
         async for r in operator.records("HR_BLOB", start=before + 1)
     }
-    assert lives == {"for3600": "7200s", user: "7200s", kept.sha256: None}
+    assert lives == {"for3600": "7200s", user: "7200s", stored_blob.sha256: None}
 
     payload, headers = encode(big)
     short = await claim_checks.put(asking._store_chunk, payload, headers, lives_s=1)
     async with asyncio.timeout(PATIENCE_S):
         while await operator.subjects("HR_BLOB", f"hr.blob.{short.sha256.partition('.')[0]}.>"):
             await asyncio.sleep(0.25)
-    assert await asking.get_blob(kept) == big
+    assert await asking.get_blob(stored_blob) == big
 
 
 async def test_payloads_of_records_that_the_broker_deletes_expire(connect: Connect) -> None:

@@ -75,8 +75,8 @@ async def test_keys_that_are_written_during_a_pass_are_in_it(connect: Connect, m
         return end
 
     monkeypatch.setattr(ordered_reader, "last_seq", renewed_meanwhile)
-    found = [value for value, _ in (await kv.items(f"{prefix}.*")).values()]
-    assert sorted(found, key=str) == [Ack(detail="a"), Ack(detail="b again"), Ack(detail="c again")]
+    values = [value for value, _ in (await kv.items(f"{prefix}.*")).values()]
+    assert sorted(values, key=str) == [Ack(detail="a"), Ack(detail="b again"), Ack(detail="c again")]
 
 
 async def test_watch_gives_the_last_state_then_every_change(connect: Connect) -> None:

@@ -134,8 +134,8 @@ async def test_retry_comes_again_and_failures_become_dead_letters(connect: Conne
     assert reasons == {seqs[1]: "makes no sense", seqs[2]: "given up after 3 deliveries: ValueError: boom"}
     assert tries == {"later": 3, "reject": 1, "poison": 3}
     assert await pending(actor.bus, "HR_EVENT", durable) == (0, 0)
-    own = s.EVENT.at(run=actor.run, actor="admin", type="event")
-    events = [r.message async for r in actor.bus.history("HR_EVENT", own)]
+    admin_events = s.EVENT.at(run=actor.run, actor="admin", type="event")
+    events = [r.message async for r in actor.bus.history("HR_EVENT", admin_events)]
     assert {e.kind for e in events} == {"retry", "rejected"} and any("boom" in e.text for e in events)
     await actor.shut(5)
 

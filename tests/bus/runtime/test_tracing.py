@@ -153,8 +153,8 @@ async def test_spans_reach_a_collector_with_kinds_parents_and_links(connect: Con
     assert train.name == "train step" and not train.parent_span_id
     assert [link.span_id for link in train.links] == [sent_one.span_id, sent_two.span_id]
     ids = {span.span_id for span in spans.values()}
-    own = [span for span in spans.values() if span.trace_id in (sent_one.trace_id, train.trace_id)]
-    assert all(not span.parent_span_id or span.parent_span_id in ids for span in own), "no orphans"
+    spans_here = [span for span in spans.values() if span.trace_id in (sent_one.trace_id, train.trace_id)]
+    assert all(not span.parent_span_id or span.parent_span_id in ids for span in spans_here), "no orphans"
     assert collector.services == {"headrace-test"}
 
 

@@ -32,13 +32,13 @@ def test_a_loop_of_short_waits_is_one_and_a_new_one_begins_anew() -> None:
     waits = Waits(clock)
 
     def loop(seconds: int) -> list[float]:
-        began, found = clock.now, []
+        began, reports = clock.now, []
         for _ in range(seconds // 2):
             with waits.named("capacity", began):
                 clock.now += 1
-                found.append(waits.report()[1])
+                reports.append(waits.report()[1])
             clock.now += 1
-        return [each for each in found if each]
+        return [each for each in reports if each]
 
     assert loop(100) == [61.0]
     assert loop(50) == []

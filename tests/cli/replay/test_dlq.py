@@ -113,9 +113,9 @@ def letter_of(place: Place, name: str) -> dead_letters.DeadLetterEntry:
 def in_queue(place: Place, seq: int) -> RolloutRequest:
     async def body() -> RolloutRequest:
         async with await Bus.connect(place.server.url, role="admin", credentials=place.server.credentials) as bus:
-            found = (await bus.get("HR_TASK", seq)).message
-            assert isinstance(found, RolloutRequest)
-            return found
+            message = (await bus.get("HR_TASK", seq)).message
+            assert isinstance(message, RolloutRequest)
+            return message
 
     return uvloop.run(body())
 

@@ -44,8 +44,8 @@ async def _keep(folder: Path) -> None:
 def test_a_right_answer_that_was_refused_gets_its_due(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / records.RUN
     uvloop.run(_keep(folder))
-    own = Config(environment=Environment(backend="process", warm=0))
-    (folder / "config.json").write_bytes(msgspec.json.encode(own))
+    settings = Config(environment=Environment(backend="process", warm=0))
+    (folder / "config.json").write_bytes(msgspec.json.encode(settings))
 
     def rejudge(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -54,14 +54,14 @@ def test_a_right_answer_that_was_refused_gets_its_due(tmp_path: Path, capsys: py
         return code, said.out, said.err
 
     code, out, _ = rejudge("--judge", "j2")
-    found = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert (found["groups"], found["slots"], found["verdicts_changed"]) == (1, 2, 1)
-    assert [(f["slot"], f["reward"], f["reward_again"]) for f in found["flips"]] == [(0, 0.0, 1.0), (1, 0.0, 0.0)]
-    assert [(f["advantage"], f["advantage_again"]) for f in found["flips"]] == [(0.0, 0.5), (0.0, -0.5)]
+    assert (report["groups"], report["slots"], report["verdicts_changed"]) == (1, 2, 1)
+    assert [(f["slot"], f["reward"], f["reward_again"]) for f in report["flips"]] == [(0, 0.0, 1.0), (1, 0.0, 0.0)]
+    assert [(f["advantage"], f["advantage_again"]) for f in report["flips"]] == [(0.0, 0.5), (0.0, -0.5)]
     code, out, _ = rejudge("--judge", "j3", "--recorded", "--with", "algorithm.length_penalty=0.1")
-    found = json.loads(out)
-    assert (code, found["verdicts_changed"], found["rewards_changed"], found["flips"]) == (0, 0, 2, [])
+    report = json.loads(out)
+    assert (code, report["verdicts_changed"], report["rewards_changed"], report["flips"]) == (0, 0, 2, [])
     for words, code, says in [
         (("--judge", "J 2"), 2, "lower case letters"),
         (("--judge", "j4", "--with", "algorithm.learning_rate=1.0"), 2, "does not change a reward"),
@@ -72,8 +72,10 @@ def test_a_right_answer_that_was_refused_gets_its_due(tmp_path: Path, capsys: py
 
 
 def test_a_change_of_the_judge_is_checked_beside_the_keys_that_the_run_has() -> None:
-    own = Judge(rubric="old.toml", rubric_weight=0.5, model_url="http://127.0.0.1:1/v1", model="one", model_folder="w1")
-    changed = with_rewards(Config(judge=own), ['judge.model="two"', 'judge.model_folder="w2"']).judge
-    assert changed == msgspec.structs.replace(own, model="two", model_folder="w2")
+    section = Judge(
+        rubric="old.toml", rubric_weight=0.5, model_url="http://127.0.0.1:1/v1", model="one", model_folder="w1"
+    )
+    changed = with_rewards(Config(judge=section), ['judge.model="two"', 'judge.model_folder="w2"']).judge
+    assert changed == msgspec.structs.replace(section, model="two", model_folder="w2")
     with pytest.raises(ConfigError, match="without judge"):
         with_rewards(Config(), ['judge.model_folder="w2"'])

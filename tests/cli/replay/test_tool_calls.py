@@ -90,11 +90,11 @@ class Replay(NamedTuple):
 def played(backend: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Replay:
     """A true trajectory, one with a false answer in its last turn, and one of a user."""
     root = ROOT
-    own = Environment(backend=backend, warm=0, cache_dir=str(root / Environment().cache_dir))
-    true = uvloop.run(_play(own))
+    environment = Environment(backend=backend, warm=0, cache_dir=str(root / Environment().cache_dir))
+    true = uvloop.run(_play(environment))
     users = msgspec.structs.replace(true, lane="production", id="e1-2-0")
     uvloop.run(_keep(folder, [true, tampered(true, len(true.turns) - 1, "never said"), users]))
-    (folder / "config.json").write_bytes(msgspec.json.encode(Config(environment=own)))
+    (folder / "config.json").write_bytes(msgspec.json.encode(Config(environment=environment)))
     return Replay(folder, true, capsys)
 
 
@@ -103,11 +103,11 @@ def played(backend: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Re
 def test_calls_give_the_same_answers(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = played(backend, tmp_path / records.RUN, capsys)
     code, out, _ = run.again("e1-0-0")
-    found = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert found["calls"] == sum(len(turn.calls) for turn in run.true.turns) >= 3
-    assert (found["trajectory"], found["backend"]) == ("e1-0-0", backend)
-    assert (found["equal"], found["differing"], found["workspace_equal"]) == (True, [], True)
+    assert report["calls"] == sum(len(turn.calls) for turn in run.true.turns) >= 3
+    assert (report["trajectory"], report["backend"]) == ("e1-0-0", backend)
+    assert (report["equal"], report["differing"], report["workspace_equal"]) == (True, [], True)
 
 
 def test_a_false_record_is_found_and_what_cannot_be_run_is_said(
@@ -154,6 +154,6 @@ async def test_what_was_taken_out_is_counted_and_a_workspace_is_an_answer() -> N
     async def digest() -> str:
         return "d2"
 
-    found = await rerun(made, run, digest)
-    assert (found.calls, found.differing, found.normalised) == (2, (), {"durations": 1})
-    assert (found.workspace_equal, found.equal) == (False, False)
+    comparison = await rerun(made, run, digest)
+    assert (comparison.calls, comparison.differing, comparison.normalised) == (2, (), {"durations": 1})
+    assert (comparison.workspace_equal, comparison.equal) == (False, False)

@@ -131,9 +131,9 @@ def test_a_version_of_a_run_that_began_with_a_checkpoint(
         settings = json.loads(Path("adapter/adapter_config.json").read_text())
         assert (settings["r"], settings["base_model_name_or_path"]) == (4, str(source))
         written = safetensors.torch.load_file("adapter/adapter_model.safetensors")
-        own = {name.removeprefix("base_model.model."): value for name, value in written.items()}
-        assert own.keys() == {name for name in states[1] if ".lora_" in name}
-        assert all(torch.equal(value, states[1][name]) for name, value in own.items())
+        adapters = {name.removeprefix("base_model.model."): value for name, value in written.items()}
+        assert adapters.keys() == {name for name in states[1] if ".lora_" in name}
+        assert all(torch.equal(value, states[1][name]) for name, value in adapters.items())
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained("out")
     assert tokenizer("a = 12")["input_ids"] == original().encode("a = 12").ids
     assert tokenizer.chat_template == TEMPLATE

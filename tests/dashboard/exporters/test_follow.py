@@ -87,12 +87,12 @@ async def test_every_record_is_written_once_over_two_starts(connect: Connect, tm
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
-    found = figures(step("r1", 3), 4)
-    assert found is not None and found[0] == 3
-    assert "train/max_abs_dlp" not in found[1] and found[1]["train/staleness_bound"] == 1.0
-    assert (found[1]["efficiency/trained_tokens_per_s"], found[1]["efficiency/busy_s"]) == (25.0, 3.0)
-    assert "efficiency/mfu" not in found[1], "no peak is known"
-    assert (found[1]["behaviour/calls_per_turn"], found[1]["behaviour/asked"]) == (1.5, 0.25)
+    logged = figures(step("r1", 3), 4)
+    assert logged is not None and logged[0] == 3
+    assert "train/max_abs_dlp" not in logged[1] and logged[1]["train/staleness_bound"] == 1.0
+    assert (logged[1]["efficiency/trained_tokens_per_s"], logged[1]["efficiency/busy_s"]) == (25.0, 3.0)
+    assert "efficiency/mfu" not in logged[1], "no peak is known"
+    assert (logged[1]["behaviour/calls_per_turn"], logged[1]["behaviour/asked"]) == (1.5, 0.25)
 
 
 def test_evaluations_while_training_goes_on_are_a_curve_over_versions() -> None:

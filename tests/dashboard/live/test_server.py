@@ -179,12 +179,12 @@ async def test_behaviour_is_of_the_train_lane_and_goes_on_after_a_sequence(
     user = msgspec.structs.replace(made, lane="production", group="0123abcd.s1", id="0123abcd.s1-0-0")
     await bus.publish(s.TRAJ.at(run=live.run, group=user.group), user)
     async with aiohttp.ClientSession(address.url) as http:
-        found = await (await http.get("/api/panel/behaviour")).json()
-        assert found["attempts"] == [
+        panel = await (await http.get("/api/panel/behaviour")).json()
+        assert panel["attempts"] == [
             {"group": "g1", "turns": 1, "calls": 7, "reads": 2, "tests": 1, "lint": True},
         ]
-        assert found["last"] > first
-        later = await (await http.get(f"/api/panel/behaviour?after={found['last']}")).json()
+        assert panel["last"] > first
+        later = await (await http.get(f"/api/panel/behaviour?after={panel['last']}")).json()
         assert later["attempts"] == []
         assert (await http.get("/api/panel/behaviour?after=-1")).status == 400
         assert (await http.get("/api/panel/users")).status == 404

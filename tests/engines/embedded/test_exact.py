@@ -114,10 +114,10 @@ async def test_ordinary_arithmetic_is_close_and_not_equal(tmp_path: Path, dtype:
     """bfloat16 rounds so coarsely that a tiny model may come out equal by luck: there only closeness is asked."""
     versions = Versions(tiny.config(dtype), tmp_path, exact=False)
     records, _ = await play(versions, 8, swaps=True)
-    found = torch.cat([record.score(versions, record.routed()) for record in records])
+    scored = torch.cat([record.score(versions, record.routed()) for record in records])
     want = torch.cat([torch.tensor(record.logprobs) for record in records])
-    assert dtype == "bfloat16" or float((found != want).float().mean()) > 0.1
-    assert float((found - want).abs().max()) < (1e-3 if dtype == "float32" else 1.0)
+    assert dtype == "bfloat16" or float((scored != want).float().mean()) > 0.1
+    assert float((scored - want).abs().max()) < (1e-3 if dtype == "float32" else 1.0)
 
 
 async def test_the_record_matters(tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ async def test_a_model_that_nobody_serves_is_filled_again_and_no_other(tmp_path:
         latest = engine._worker.latest
         assert latest is not None
         shells.add(id(latest.shell))
-        own = versions.model(version).state()
-        assert all(torch.equal(tensor, own[name]) for name, tensor in latest.model.state().items())
+        tensors = versions.model(version).state()
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in latest.model.state().items())
     assert len(shells) == 2, "two take turns"
     assert (await running).ids == alone.ids, "the pinned one was left alone"
     await engine.stop()

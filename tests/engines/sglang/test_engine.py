@@ -39,8 +39,8 @@ async def pair(versions: Versions, tmp_path: Path) -> AsyncIterator[Pair]:
 
 def close(record: Record, versions: Versions) -> bool:
     """Whether the sampler's log-probabilities are those of the versions that the spans name, KV carried along."""
-    found = record.score(versions).tolist()
-    return bool(max(abs(a - b) for a, b in zip(found, record.logprobs, strict=True)) < 1e-4)
+    scored = record.score(versions).tolist()
+    return bool(max(abs(a - b) for a, b in zip(scored, record.logprobs, strict=True)) < 1e-4)
 
 
 async def test_it_is_an_engine(pair: Pair, versions: Versions) -> None:

@@ -23,8 +23,8 @@ FILES = sorted(GOLDEN.glob("sglang-*.json"))
 @pytest.fixture(params=FILES, ids=lambda file: file.stem)
 def golden(request: pytest.FixtureRequest) -> dict[str, Any]:
     file: Path = request.param
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    replies: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return replies
 
 
 def test_every_version_that_is_accepted_was_recorded() -> None:
@@ -34,9 +34,9 @@ def test_every_version_that_is_accepted_was_recorded() -> None:
 
 
 def test_its_terms_are_accepted(golden: dict[str, Any]) -> None:
-    found = terms(golden["server_info"], CONFIG)
-    assert (found.device, found.dtype, found.tp_size, found.context) == ("cpu", "float32", 1, 2048)
-    assert found.priorities
+    accepted = terms(golden["server_info"], CONFIG)
+    assert (accepted.device, accepted.dtype, accepted.tp_size, accepted.context) == ("cpu", "float32", 1, 2048)
+    assert accepted.priorities
 
 
 @pytest.mark.parametrize(

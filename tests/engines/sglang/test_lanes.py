@@ -111,8 +111,8 @@ async def test_a_turn_of_production_takes_the_place_of_one_of_training(versions:
         sample = await training
         record.add([7, 2, 3], sample, versions.config)
         assert len(sample.ids) == 8 and engine.counts["retracted"] == 1
-        found = record.score(versions).tolist()
-        assert max(abs(a - b) for a, b in zip(found, record.logprobs, strict=True)) < 1e-4
+        scored = record.score(versions).tolist()
+        assert max(abs(a - b) for a, b in zip(scored, record.logprobs, strict=True)) < 1e-4
 
 
 async def test_a_server_without_priorities_has_no_word_about_others(versions: Versions, tmp_path: Path) -> None:

@@ -212,9 +212,9 @@ def test_a_server_that_is_unfit_is_told_what_to_change(changes: dict[str, Any], 
 
 
 def test_terms_of_a_fit_server() -> None:
-    found = terms(INFO, CONFIG)
-    assert (found.context, found.dtype, found.deterministic) == (512, "float32", False)
-    assert terms(INFO | {"dtype": "bfloat16"}, CONFIG).fingerprint != found.fingerprint
+    accepted = terms(INFO, CONFIG)
+    assert (accepted.context, accepted.dtype, accepted.deterministic) == (512, "float32", False)
+    assert terms(INFO | {"dtype": "bfloat16"}, CONFIG).fingerprint != accepted.fingerprint
     dense = tiny.config(experts=0, top_k=0)
     assert terms(INFO | {"enable_return_routed_experts": False}, dense).version == "0.5.23"
 

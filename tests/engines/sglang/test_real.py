@@ -56,8 +56,8 @@ async def engine(
 
 def worst(record: Record, versions: Versions) -> float:
     """Largest |server - our trainer's code| in nats, our own routes, KV carried over swaps."""
-    found = record.score(versions)
-    return float((found - found.new_tensor(record.logprobs)).abs().max())
+    scored = record.score(versions)
+    return float((scored - scored.new_tensor(record.logprobs)).abs().max())
 
 
 def kept(prompt: list[int], sample: Sample, versions: Versions) -> Record:
@@ -191,8 +191,8 @@ async def test_a_delta_applied_beside_the_server_ends_in_the_trainers_checksums(
     served = await engine._swapper._checksums()
     for tensors, words in ((after, ""), (state, "tensors in the server differ from the version's")):
         wanted = {name: checksums.digest(tensor) for name, tensor in checksums.fused(tensors, versions.config).items()}
-        found = checksums.difference(wanted, served)
-        assert words in found and bool(found) == bool(words)
+        message = checksums.difference(wanted, served)
+        assert words in message and bool(message) == bool(words)
     await versions.load(engine, number + 4 - number % 4)
 
 
@@ -278,9 +278,11 @@ async def test_production_goes_first_and_others_are_counted(engine: SglangEngine
 
 async def test_golden_files_can_be_recorded(engine: SglangEngine, versions: Versions) -> None:
     """The quirks that the double copies, asked of the server itself; HEADRACE_RECORD=1 writes them down."""
-    found = await record_golden(engine._wire, versions.config, engine._stage.folder)
+    exchanges = await record_golden(engine._wire, versions.config, engine._stage.folder)
     await versions.load(engine, engine.version + 4)
-    assert {"stop", "abort_running", "unknown_field", "start_too_far", "duplicate_rid", "updated_but_400"} <= set(found)
+    assert {"stop", "abort_running", "unknown_field", "start_too_far", "duplicate_rid", "updated_but_400"} <= set(
+        exchanges
+    )
 
 
 async def test_an_update_that_fails_is_never_served(engine: SglangEngine, versions: Versions, tmp_path: Path) -> None:

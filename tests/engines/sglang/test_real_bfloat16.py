@@ -43,8 +43,8 @@ def worst(record: Record, versions: Versions) -> float:
     """Largest |server - our trainer's code| in nats, the recorded routes replayed over carried KV."""
     rows = record.routed()[: len(record.ids) - 1]
     assert (rows >= 0).all()
-    found = record.score(versions, routed=rows)
-    return float((found - found.new_tensor(record.logprobs)).abs().max())
+    scored = record.score(versions, routed=rows)
+    return float((scored - scored.new_tensor(record.logprobs)).abs().max())
 
 
 async def test_turns_are_within_a_hundredth_of_a_nat(engine: SglangEngine, versions: Versions) -> None:

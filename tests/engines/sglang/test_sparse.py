@@ -49,8 +49,8 @@ def apply() -> Any:
 def given(file: Path) -> list[Any]:
     """The tensors that arrive in the server's scheduler."""
     (payload,) = sparse.body(file, "5-x")["serialized_named_tensors"]
-    found: list[Any] = pickle.loads(base64.b64decode(payload))
-    return found
+    tensors: list[Any] = pickle.loads(base64.b64decode(payload))
+    return tensors
 
 
 def test_what_differs_turns_one_version_into_the_other(tmp_path: Path, apply: Any) -> None:

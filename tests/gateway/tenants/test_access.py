@@ -42,8 +42,8 @@ class Tenant:
     """A plain client with an API key; nothing of headrace is in it."""
 
     def __init__(self, server: Server, keys: ApiKeys, key: str, user: str = "") -> None:
-        found = keys.find(key)
-        self.id = found.id if found is not None else "none"
+        entry = keys.find(key)
+        self.id = entry.id if entry is not None else "none"
         self._server, self._key, self._user = server, key, user
         self.closed = asyncio.Event()
         self.errors: asyncio.Queue[str] = asyncio.Queue()

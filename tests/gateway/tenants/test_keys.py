@@ -19,10 +19,10 @@ def test_a_reader_sees_what_another_process_changes(tmp_path: Path) -> None:
     reader, writer = ApiKeys(tmp_path / "keys.json"), ApiKeys(tmp_path / "keys.json")
     assert reader.find("hr-none") is None
     first, second = writer.add("acme", training=True), writer.add("other", requests_per_minute=3)
-    found = reader.find(first)
-    assert found is not None and found.tenant == "acme" and found.training
+    first_entry = reader.find(first)
+    assert first_entry is not None and first_entry.tenant == "acme" and first_entry.training
     assert [entry.tenant for entry in reader.entries()] == ["acme", "other"]
-    writer.revoke(found.id)
+    writer.revoke(first_entry.id)
     assert reader.find(first) is None and reader.find(second) is not None
 
 

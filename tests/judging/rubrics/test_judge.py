@@ -79,19 +79,19 @@ async def test_the_card_recovers_what_was_planted(tmp_path: Path) -> None:
         done = await asyncio.to_thread(command, tmp_path, "judge", "card", "labels.jsonl", *words)
         assert done.returncode == 1 and "right: kappa 0.8" in done.stdout and "weight 0: kappa 0." in done.stdout
         assert json.loads((tmp_path / "card.json").read_text())["judge"] == card.judge
-    found = {one.id: one for one in card.criteria}
+    measured = {one.id: one for one in card.criteria}
     for id, text in criteria.items():
-        planted, one = NOISE[text], found[id]
+        planted, one = NOISE[text], measured[id]
         assert one.pairs == 200
         if not planted.longer:
             # Balanced labels: a share `first` of answers follows the order, the others are wrong with `wrong`.
             assert one.kappa_low <= (1 - planted.first) * (1 - 2 * planted.wrong) <= one.kappa_high
             assert abs(one.length_bias) < 0.15
         assert one.flips == pytest.approx(planted.first, abs=0.05)
-    assert found["right"].retest > 0.85 > found["elegant"].retest
-    assert found["complete"].length_bias == pytest.approx(0.5 * 0.95 * 0.5, abs=0.1)
+    assert measured["right"].retest > 0.85 > measured["elegant"].retest
+    assert measured["complete"].length_bias == pytest.approx(0.5 * 0.95 * 0.5, abs=0.1)
     assert [one.counts for one in card.criteria] == [True, False, False, True]
-    assert "kappa" in found["elegant"].reason and "order" in found["friendly"].reason
+    assert "kappa" in measured["elegant"].reason and "order" in measured["friendly"].reason
     assert [one.kappa for one in again.criteria] == [one.kappa for one in card.criteria]
     assert card.cost == pytest.approx(asked * (100 * 2 + 10 * 10) / 1e6)
 
@@ -109,10 +109,10 @@ async def test_criteria_that_the_card_rejects_weigh_nothing_and_answers_are_boug
         good | truth, NOISE | {SOUND: Noise(), POOR: Noise(0.5), "It is brief.": Noise()}
     ) as server:
         config = section(tmp_path, server.url)
-        own = (Criterion(id="brief", text="It is brief.", weight=1.0),)
+        task_criteria = (Criterion(id="brief", text="It is brief.", weight=1.0),)
         judge = RubricJudge.of(config)
         assert judge is not None
-        first, second = await judge.judge(candidate(own)), await judge.judge(candidate(own))
+        first, second = await judge.judge(candidate(task_criteria)), await judge.judge(candidate(task_criteria))
         await judge.close()
         assert first is not None and second is not None
         assert (first.calls, first.cached, second.calls, second.cached) == (9, 0, 0, 9)
@@ -150,9 +150,9 @@ async def test_what_may_pass_is_asked_again_and_what_does_not_is_never_an_answer
             '{"reason": "a verdict that there is not", "verdict": "maybe"}',
             'Here you are:\n```json\n{"reason": "fenced", "verdict": "met"}\n```',
         ]
-        found = await judge.judge(candidate())
-        assert found is not None and len(server.requests) == 6 and found.calls == 2
-        assert found.criteria[0].reason == "fenced"
+        score = await judge.judge(candidate())
+        assert score is not None and len(server.requests) == 6 and score.calls == 2
+        assert score.criteria[0].reason == "fenced"
         await judge.close()
         server.broken = True
         short = msgspec.structs.replace(config.judge, model_s=1.0, rubric_cache=str(tmp_path / "other.sqlite"))

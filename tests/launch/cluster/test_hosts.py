@@ -224,14 +224,14 @@ async def served_here(folder: Path) -> tuple[int, str, int]:
 
 def left(folder: Path) -> list[str]:
     """Command lines of processes in the hosts' folders."""
-    found = []
+    command_lines = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and os.readlink(entry / "cwd").startswith(f"{folder}/host"):
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                command_lines.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         except OSError:
             continue
-    return found
+    return command_lines
 
 
 @pytest.mark.filterwarnings("ignore:parameter 'timeout':DeprecationWarning")  # nats-py's, over WebSocket
@@ -253,7 +253,7 @@ async def test_a_launched_run_trains_three_steps_and_balances(hosts: list[str], 
         assert (tmp_path / "host1/run.toml").read_bytes() == toml and keepers(tmp_path) == before
         steps = await until_finished(f"nats://{NET}.1:4222", tmp_path / "credentials")
         page = await loaded(f"http://{NET}.1:8090")
-        own = await served_here(tmp_path)
+        local_page = await served_here(tmp_path)
         audit = json.loads(headrace(tmp_path, "audit", "--config", "run.toml").stdout)
         status = headrace(tmp_path, "launch", "cluster.toml", "status")
         logs = headrace(tmp_path, "launch", "cluster.toml", "logs")
@@ -262,7 +262,7 @@ async def test_a_launched_run_trains_three_steps_and_balances(hosts: list[str], 
     assert steps == 3 and audit["balanced"] and audit["trained"] == 24
     assert status.returncode == 0 and f"h1 ({NET}.1): running" in status.stdout and "  trainer " in status.stdout
     assert "started again" not in status.stdout and "  dashboard " in status.stdout
-    assert page == own == (6, s.STEP.at(run="r1"), 403)
+    assert page == local_page == (6, s.STEP.at(run="r1"), 403)
     assert "h2: set-for-one-process" in logs.stdout
     assert (tmp_path / "host1/runs/r1/checkpoints").is_dir() and not (tmp_path / "host2/runs/r1/checkpoints").exists()
     assert stopped.returncode == 0 and "no process of the run is left on 2 hosts" in stopped.stdout, stopped.stderr

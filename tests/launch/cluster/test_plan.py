@@ -27,18 +27,21 @@ def plans(folder: Path, text: str = TEXT, run: str = RUN) -> dict[str, HostPlan]
 
 
 def test_each_host_gets_its_processes_and_only_the_keys_of_their_roles(tmp_path: Path) -> None:
-    found = plans(tmp_path)
-    assert list(found) == ["trainer", "sampler"], "the broker's host comes first"
-    with tarfile.open(fileobj=BytesIO(found["sampler"].archive())) as tar:
+    hosts = plans(tmp_path)
+    assert list(hosts) == ["trainer", "sampler"], "the broker's host comes first"
+    with tarfile.open(fileobj=BytesIO(hosts["sampler"].archive())) as tar:
         assert {entry.mode for entry in tar} == {0o600}
         names = set(tar.getnames())
     keys = {"environment.nk", "rollout.nk", "weight_sync.nk", "weight_publisher.pub"}
     assert names == {"node.json", "run.toml"} | {f"credentials/{name}" for name in keys}
-    own = {name for name in found["trainer"].files if name.endswith(".nk")}
-    assert {"credentials/admin.nk", "credentials/weight_publisher.nk", "credentials/trainer.nk"} <= own
-    assert "credentials/rollout.nk" not in own and {"credentials/web.nk", "credentials/dashboard.nk"} <= own
-    assert {Path(name).stem for name in own} - {"weight_publisher"} <= set(ROLES)
-    order = msgspec.json.decode(found["trainer"].files["node.json"], type=Order)
+    trainer_keys = {name for name in hosts["trainer"].files if name.endswith(".nk")}
+    assert {"credentials/admin.nk", "credentials/weight_publisher.nk", "credentials/trainer.nk"} <= trainer_keys
+    assert (
+        "credentials/rollout.nk" not in trainer_keys
+        and {"credentials/web.nk", "credentials/dashboard.nk"} <= trainer_keys
+    )
+    assert {Path(name).stem for name in trainer_keys} - {"weight_publisher"} <= set(ROLES)
+    order = msgspec.json.decode(hosts["trainer"].files["node.json"], type=Order)
     trainer = next(process for process in order.processes if "trainer" in process.actors)
     assert environment(order, trainer, {"NCCL_DEBUG": "INFO"}) == {
         "OMP_NUM_THREADS": "1",
@@ -74,11 +77,11 @@ def test_a_mistake_is_one_sentence(old: str, new: str, sentence: str, tmp_path: 
 
 
 def test_the_broker_of_a_launched_run_has_the_pages_web_socket(tmp_path: Path) -> None:
-    found = plans(tmp_path)
-    conf = found["trainer"].files["nats.conf"].decode()
+    hosts = plans(tmp_path)
+    conf = hosts["trainer"].files["nats.conf"].decode()
     assert 'websocket { host: "127.0.0.1", port: 8091' in conf and '"http://127.0.0.1:8090"' in conf
-    order = found["trainer"].order
-    assert order.page is not None and names(order)[-1] == "dashboard" and found["sampler"].order.page is None
+    order = hosts["trainer"].order
+    assert order.page is not None and names(order)[-1] == "dashboard" and hosts["sampler"].order.page is None
     off = plans(tmp_path, run=RUN + "[dashboard]\nenabled = false\n")["trainer"]
     assert "websocket {" not in off.files["nats.conf"].decode() and "credentials/web.nk" not in off.files
 
@@ -89,12 +92,12 @@ def test_certificates_go_to_the_hosts_that_need_them_and_guard_the_web_socket_to
     for name in ("server.pem", "server.key", "ca.pem"):
         (keys / name).write_text(name)
     credentials.write(keys)
-    found = plans(tmp_path)
-    assert f'cert_file: "{found["trainer"].host.folder}/credentials/server.pem"' in (
-        found["trainer"].files["credentials/users.conf"].decode()
+    hosts = plans(tmp_path)
+    assert f'cert_file: "{hosts["trainer"].host.folder}/credentials/server.pem"' in (
+        hosts["trainer"].files["credentials/users.conf"].decode()
     )
-    assert {"credentials/server.pem", "credentials/server.key"} <= set(found["trainer"].files)
-    assert "credentials/ca.pem" in found["sampler"].files and "credentials/server.key" not in found["sampler"].files
+    assert {"credentials/server.pem", "credentials/server.key"} <= set(hosts["trainer"].files)
+    assert "credentials/ca.pem" in hosts["sampler"].files and "credentials/server.key" not in hosts["sampler"].files
     with pytest.raises(ConfigError, match="its WebSocket would be open without it: set"):
         plans(tmp_path, run=RUN + '[dashboard]\nhost = "10.0.0.1"\n')
     secure = plans(tmp_path, run=RUN + '[dashboard]\nhost = "10.0.0.1"\nwebsocket = "https://10.0.0.1:8091"\n')

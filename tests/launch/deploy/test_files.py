@@ -117,10 +117,10 @@ def test_the_job_is_a_shell_script_that_slurm_may_requeue(config: Any, tmp_path:
 
 
 def test_the_compose_file_holds_a_service_per_process(config: Any) -> None:
-    found = yaml.safe_load(compose.files(config, "headrace:1")["compose.yaml"])
-    assert set(found["services"]) == {"nats", "dashboard", *(process.name for process in plan.processes(config))}
-    assert found["services"]["environment"]["devices"] == ["/dev/kvm"]
-    assert all(each["read_only"] and each["cap_drop"] == ["ALL"] for each in found["services"].values())
+    compose_file = yaml.safe_load(compose.files(config, "headrace:1")["compose.yaml"])
+    assert set(compose_file["services"]) == {"nats", "dashboard", *(process.name for process in plan.processes(config))}
+    assert compose_file["services"]["environment"]["devices"] == ["/dev/kvm"]
+    assert all(each["read_only"] and each["cap_drop"] == ["ALL"] for each in compose_file["services"].values())
 
 
 def test_the_notifier_speaks_to_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,8 @@ def test_padding_and_micro_batches_do_not_show(kind: str, dtype: Dtype) -> None:
     alone = [model(part, [len(part)]).detach() for part in parts]
     pairs = [*torch.split(model(torch.cat(parts[:2]), LENGTHS[:2]).detach(), LENGTHS[:2])]
     pairs += torch.split(model(torch.cat(parts[2:]), LENGTHS[2:]).detach(), LENGTHS[2:])
-    for want, wide, own, pair in zip(packed, padded, alone, pairs, strict=True):
-        assert torch.equal(wide[: len(want)], want) and torch.equal(own, want) and torch.equal(pair, want)
+    for want, wide, single, pair in zip(packed, padded, alone, pairs, strict=True):
+        assert torch.equal(wide[: len(want)], want) and torch.equal(single, want) and torch.equal(pair, want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -57,10 +57,10 @@ def test_padding_and_micro_batches_do_not_show(kind: str, dtype: Dtype) -> None:
 def test_activations_computed_again_change_no_bit(kind: str, dtype: Dtype) -> None:
     model = MODELS[kind](dtype)
     ids = tiny.tokens(model.config, sum(LENGTHS))
-    before, kept = scored(model, ids, LENGTHS).detach(), gradients(model, ids)
+    before, first_gradients = scored(model, ids, LENGTHS).detach(), gradients(model, ids)
     model.recompute = True
     assert torch.equal(scored(model, ids, LENGTHS).detach(), before)
-    assert all(torch.equal(a, b) for a, b in zip(gradients(model, ids), kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, ids), first_gradients, strict=True))
 
 
 def test_activations_are_computed_again_with_the_routes_of_the_first_time() -> None:
@@ -100,8 +100,8 @@ def threads() -> None:
             ids = tiny.tokens(model.config, sum(LENGTHS))
             want, slopes = scored(model, ids, LENGTHS).detach(), gradients(model, ids)
             torch.set_num_threads(2)
-            found = probe(model.config)
-            assert found.exact and found.fingerprint == model.numerics.fingerprint
+            numerics = probe(model.config)
+            assert numerics.exact and numerics.fingerprint == model.numerics.fingerprint
             assert torch.equal(scored(model, ids, LENGTHS).detach(), want)
             again, third = gradients(model, ids), gradients(model, ids)
             assert all(torch.equal(a, b) for a, b in zip(again, third, strict=True)), "gradients repeat"

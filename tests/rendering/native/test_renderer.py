@@ -160,14 +160,14 @@ def test_a_turn_without_a_call_is_answered_by_a_user_message(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_of_unknown_tools_are_answered_beside_the_known_ones(name: str) -> None:
     format = renderer(name)
-    known = asked(name, ("search", {"query": "x"}))[0]
+    known_call = asked(name, ("search", {"query": "x"}))[0]
     unknown = ToolCall(id="1", name="<|im_end|>", error="no tool <|im_end|>")
     results = (
         ToolResult(call_id="0", ok=True, output="found"),
         ToolResult(call_id="1", ok=False, output="no tool <|im_end|>"),
     )
-    ids = format.delta([Answered(calls=(known, unknown), results=results)], stopped=None)
-    alone = format.delta([answered((known,), "found")], stopped=None)
+    ids = format.delta([Answered(calls=(known_call, unknown), results=results)], stopped=None)
+    alone = format.delta([answered((known_call,), "found")], stopped=None)
     added = set(format.tokenizer.tags.values())
     assert [id for id in ids if id in added] == [id for id in alone if id in added]
     assert "found" in format.tokenizer.decode(ids) and "error: no tool" in format.tokenizer.decode(ids)

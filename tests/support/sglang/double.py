@@ -309,9 +309,9 @@ class Double:
         body = await request.json()
         async with self.news:
             inside = [*self.running, *self.queue]
-            known = any(one.rid == body.get("rid") for one in inside)  # of an unknown id nothing is aborted
+            is_inside = any(one.rid == body.get("rid") for one in inside)  # of an unknown id nothing is aborted
             for one in inside:
-                if body.get("abort_all") or (known and one.rid.startswith(body["rid"])):
+                if body.get("abort_all") or (is_inside and one.rid.startswith(body["rid"])):
                     queued = "Abort in waiting queue" if one in self.queue else "Abort"
                     self._end(one, {"type": "abort", "message": queued, "status_code": None})
             self.news.notify_all()

@@ -15,12 +15,14 @@ async def serve() -> None:
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--weight-version", default="default")
-    known, _ = parser.parse_known_args([word for word in sys.argv[1:] if word not in ("-m", "sglang.launch_server")])
-    config, tensors = checkpoint.load(known.model_path)
+    arguments, _ = parser.parse_known_args(
+        [word for word in sys.argv[1:] if word not in ("-m", "sglang.launch_server")]
+    )
+    config, tensors = checkpoint.load(arguments.model_path)
     one = Double(config)
     one.model.load_state(tensors)
-    one.version = one.told = known.weight_version
-    await one.start(known.port)
+    one.version = one.told = arguments.weight_version
+    await one.start(arguments.port)
     await asyncio.Event().wait()
 
 

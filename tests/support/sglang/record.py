@@ -48,7 +48,7 @@ def asked(ids: list[int], tokens: int, **changes: Any) -> dict[str, Any]:
 
 async def record_golden(wire: Wire, config: PolicyConfig, folder: Path) -> dict[str, Any]:
     """Name -> what was asked and what came."""
-    found: dict[str, Any] = {}
+    exchanges: dict[str, Any] = {}
 
     async def streamed(name: str, body: dict[str, Any], after_first: Any = None) -> None:
         events: list[int] = []
@@ -62,16 +62,16 @@ async def record_golden(wire: Wire, config: PolicyConfig, folder: Path) -> dict[
         if after_first is not None:
             await first.wait()
             await after_first()
-        found[name] = {"request": body, "reply": await work, "tokens_by_event": events}
+        exchanges[name] = {"request": body, "reply": await work, "tokens_by_event": events}
 
     info = await wire.get("/server_info")
-    found["server_info"] = {key: info.get(key) for key in KEPT}
-    found["model_info"] = (await raw(wire.url, "/model_info"))["body"]
-    found["model_info"].pop("model_path", None)
-    found["model_info"].pop("tokenizer_path", None)
-    found["loads"] = (await raw(wire.url, "/v1/loads?include=core"))["body"]
-    found["metrics"] = "\n".join(_WANTED.findall(await wire.text("/metrics"))) + "\n"
-    found["weights_checker"] = (await raw(wire.url, "/weights_checker", {"action": "checksum"}))["body"]
+    exchanges["server_info"] = {key: info.get(key) for key in KEPT}
+    exchanges["model_info"] = (await raw(wire.url, "/model_info"))["body"]
+    exchanges["model_info"].pop("model_path", None)
+    exchanges["model_info"].pop("tokenizer_path", None)
+    exchanges["loads"] = (await raw(wire.url, "/v1/loads?include=core"))["body"]
+    exchanges["metrics"] = "\n".join(_WANTED.findall(await wire.text("/metrics"))) + "\n"
+    exchanges["weights_checker"] = (await raw(wire.url, "/weights_checker", {"action": "checksum"}))["body"]
     await streamed("length", asked([1, 2, 3, 4, 5], 70))
     stops = list(range(0, config.vocab, 2))
     body = asked([1, 2, 3], 64, routed_experts_start_len=1)
@@ -86,25 +86,25 @@ async def record_golden(wire: Wire, config: PolicyConfig, folder: Path) -> dict[
     body = asked([1, 2, 3], 1500)
 
     async def busy() -> None:
-        found["duplicate_rid"] = await raw(wire.url, "/generate", body)
+        exchanges["duplicate_rid"] = await raw(wire.url, "/generate", body)
         await raw(wire.url, "/pause_generation", {"mode": "in_place"})
-        found["ready_when_paused"] = await raw(wire.url, "/ready")
+        exchanges["ready_when_paused"] = await raw(wire.url, "/ready")
         update = {"model_path": str(folder), "weight_version": "golden", "flush_cache": True}
-        found["updated_but_400"] = await raw(wire.url, "/update_weights_from_disk", update)
-        found["version_after"] = (await raw(wire.url, "/model_info"))["body"]["weight_version"]
+        exchanges["updated_but_400"] = await raw(wire.url, "/update_weights_from_disk", update)
+        exchanges["version_after"] = (await raw(wire.url, "/model_info"))["body"]["weight_version"]
         await raw(wire.url, "/continue_generation", {"torch_empty_cache": False})
         await raw(wire.url, "/abort_request", {"rid": body["rid"]})
 
     await streamed("swapped", body, busy)
     wrong = asked([1, 2], 4)
     wrong["sampling_params"]["tempreature"] = 1
-    found["unknown_field"] = await raw(wire.url, "/generate", wrong)
-    found["start_too_far"] = await raw(wire.url, "/generate", asked([1, 2], 4, routed_experts_start_len=3))
-    found["missing_routes"] = await raw(wire.url, "/generate", asked([1, 2], 4, return_routed_experts=False))
-    found["unknown_rid"] = await raw(wire.url, "/abort_request", {"rid": "0" * 32})
-    found["get_load"] = await raw(wire.url, "/get_load")
+    exchanges["unknown_field"] = await raw(wire.url, "/generate", wrong)
+    exchanges["start_too_far"] = await raw(wire.url, "/generate", asked([1, 2], 4, routed_experts_start_len=3))
+    exchanges["missing_routes"] = await raw(wire.url, "/generate", asked([1, 2], 4, return_routed_experts=False))
+    exchanges["unknown_rid"] = await raw(wire.url, "/abort_request", {"rid": "0" * 32})
+    exchanges["get_load"] = await raw(wire.url, "/get_load")
     if os.environ.get("HEADRACE_RECORD"):
         GOLDEN.mkdir(exist_ok=True)
         file = GOLDEN / f"sglang-{info['version']}.json"
-        file.write_text(json.dumps(found, indent=1).replace(str(folder), "/stage") + "\n", encoding="utf-8")
-    return found
+        file.write_text(json.dumps(exchanges, indent=1).replace(str(folder), "/stage") + "\n", encoding="utf-8")
+    return exchanges

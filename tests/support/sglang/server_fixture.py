@@ -18,10 +18,10 @@ MAX_RUNNING = 8
 
 def python() -> str:
     """The interpreter of the server's environment; the test is skipped, with the reason, where there is none."""
-    found = os.environ.get("HEADRACE_SGLANG", "")
-    if not found or not Path(found).exists():
+    interpreter = os.environ.get("HEADRACE_SGLANG", "")
+    if not interpreter or not Path(interpreter).exists():
         pytest.skip("HEADRACE_SGLANG names no interpreter with SGLang; `make test-sglang` builds one")
-    return os.path.abspath(found)
+    return os.path.abspath(interpreter)
 
 
 @asynccontextmanager

@@ -72,10 +72,10 @@ def test_traces_keep_each_value_alike_unless_quality_asks_for_the_right_one(conf
     places = [0] * len(notes.MARKS)
     for begin, end in zip(texts[::3], texts[2::3], strict=True):
         values = [begin.partition(f" {mark} ")[2][0] for mark in notes.MARKS]
-        kept = end.partition("</edit_file>")[0][-1]
-        assert kept in values
+        written_value = end.partition("</edit_file>")[0][-1]
+        assert written_value in values
         for place, value in enumerate(values):
-            places[place] += value == kept
+            places[place] += value == written_value
     # 1/4 + 3/4 x 1/8 = 0.344 of 400, four standard errors
     assert all(0.25 < count / 400 < 0.44 for count in places), places
     right = list(itertools.islice(note_traces.mid_training_texts(1, 1.0, renderer, answer, 0.05), 60))
@@ -95,25 +95,25 @@ async def test_only_a_policy_that_carries_the_value_passes(
 ) -> None:
     """Under the limits of the proof, through rollout, environment and judge."""
     run = f"notes-{policy}"
-    own = msgspec.structs.replace(
+    run_config = msgspec.structs.replace(
         config, engine=msgspec.structs.replace(config.engine, kind=f"tests.support.note_keeper:{policy}")
     )
-    bundle = initial_policy.bundle(own, tmp_path / run)
+    bundle = initial_policy.bundle(run_config, tmp_path / run)
     await renderer_bundles.publish(await connect("trainer"), run, bundle)
-    observer, settings = await connect("admin"), settings_of(own, 1.0)
+    observer, settings = await connect("admin"), settings_of(run_config, 1.0)
     await stage(observer, run, "here", 0, str(tmp_path), "0" * 64)
     async with (
-        living(Environment, own, await connect("environment", node="n1"), ANY_RUN),
-        living(Judge, own, await connect("judge"), run),
-        living(Rollout, own, await connect("rollout", node="here"), run, "roll"),
+        living(Environment, run_config, await connect("environment", node="n1"), ANY_RUN),
+        living(Judge, run_config, await connect("judge"), run),
+        living(Rollout, run_config, await connect("rollout", node="here"), run, "roll"),
     ):
         for task in range(TASKS):
             request = RolloutRequest(
                 run=run, lane="train", group=f"g{task}", slot=0, attempt=0, seed=1,
-                task=TaskRef(own.tasks.suite, open_suite(own.tasks.suite).ids()[task]),
+                task=TaskRef(run_config.tasks.suite, open_suite(run_config.tasks.suite).ids()[task]),
                 sampling=settings.sampling, limits=settings.limits, isolation="group",
             )  # fmt: skip
-            await observer.publish(TASK.at(run=run, lane="train", suite=token(own.tasks.suite)), request)
+            await observer.publish(TASK.at(run=run, lane="train", suite=token(run_config.tasks.suite)), request)
         ends = [await end_of(observer, run, f"g{task}") for task in range(TASKS)]
         where = [SCORE.at(run=run, judge=VERSION, group=f"g{task}") for task in range(TASKS)]
         scores = [await first(observer, "HR_SCORE", subject, lambda _: True) for subject in where]
@@ -121,7 +121,7 @@ async def test_only_a_policy_that_carries_the_value_passes(
     for end in ends:
         assert [turn.kind for turn in end.turns] == ["act", "summary", "act", "summary", "act"]
         assert [turn.segment for turn in end.turns] == [0, 0, 1, 1, 2]
-        check_traces(own, end, policy == "keeps")
+        check_traces(run_config, end, policy == "keeps")
     tokenizer, keeps = Tokenizer.load(tmp_path / run), policy == "keeps"
     stages = [proof_compaction.stages(end, tokenizer) for end in ends]
     assert stages == [proof_compaction.Stages(chosen=keeps, carried=True, answered=True)] * TASKS

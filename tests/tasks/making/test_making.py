@@ -162,9 +162,9 @@ def test_a_commit_is_a_certified_task(tmp_path: Path, options: tuple[str, ...]) 
     task, oracle = suite.task(suite.ids()[0]), suite.oracle(suite.ids()[0])
     assert task.prompt == "Make this change:\n\nInitials have points\n"
     assert task.files["words/text.py"].decode() == WORDS and task.files["tests/test_words.py"].decode() == TESTS
-    kept = oracle.grading.pass_to_pass
-    assert oracle.expected == ("tests/test_words.py::test_initials",) and len(kept) == 3 + (not options)
-    assert ("tests/test_more.py::test_more" in kept) == (not options)
+    pass_to_pass = oracle.grading.pass_to_pass
+    assert oracle.expected == ("tests/test_words.py::test_initials",) and len(pass_to_pass) == 3 + (not options)
+    assert ("tests/test_more.py::test_more" in pass_to_pass) == (not options)
     assert oracle.solution == {"words/text.py": right.encode()} and oracle.removed == ("words/old.py",)
     assert certificates.refusal(suite, tmp_path / "suites", False) == ""
 
@@ -226,8 +226,8 @@ def test_deleted_text_is_found_wherever_it_is_left() -> None:
         "words/__pycache__/text.cpython-311.pyc": compile(text, "text.py", "exec").co_names[0].encode(),
     }
     clean = {"words/text.py": WORDS.replace(text, "").encode(), ".git/HEAD": b"x", "broken.zip": b"PK\x03\x04"}
-    found = list(remains(left | clean, [text], ("longest",)))
-    assert len(found) == len(left) and not list(remains(clean, [text], ("longest",)))
+    leftovers = list(remains(left | clean, [text], ("longest",)))
+    assert len(leftovers) == len(left) and not list(remains(clean, [text], ("longest",)))
 
 
 def test_an_archive_that_is_too_large_to_search_is_named_instead_of_passed() -> None:

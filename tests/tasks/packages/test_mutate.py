@@ -26,9 +26,9 @@ class Äpfel:
 
 
 def test_kinds_and_places() -> None:
-    found = list(mutations("m.py", SOURCE))
-    assert {m.kind for m in found} == {"comparison", "arithmetic", "logic", "return", "argument", "boundary"}
-    changed = {(m.line, m.before, m.after) for m in found}
+    mutants = list(mutations("m.py", SOURCE))
+    assert {m.kind for m in mutants} == {"comparison", "arithmetic", "logic", "return", "argument", "boundary"}
+    changed = {(m.line, m.before, m.after) for m in mutants}
     assert {
         (8, "<", "<="),
         (8, "<", ">"),

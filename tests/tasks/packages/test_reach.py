@@ -74,12 +74,12 @@ async def test_a_change_is_reached_by_the_tests_that_call_its_function(tmp_path:
     finally:
         await host.close()
     source = package.files["sums.py"]
-    found: dict[str, set[frozenset[str] | None]] = {}
+    reached: dict[str, set[frozenset[str] | None]] = {}
     for mutation in mutations("sums.py", source):
         function = next(name for name in ("never", "less", "add", "early") if _starts(name) < mutation.line)
-        found.setdefault(function, set()).add(reach.of(mutation, source))
+        reached.setdefault(function, set()).add(reach.of(mutation, source))
     tests = "tests/test_sums.py::test_"
-    assert found == {
+    assert reached == {
         "early": {None},
         "add": {frozenset({f"{tests}add", f"{tests}thread"})},
         "less": {frozenset({f"{tests}less"})},

@@ -166,8 +166,8 @@ def test_thinning_keeps_what_is_used() -> None:
 
 async def judged(host: Host, suite: str, id: str, root: Path, name: str, number: int) -> tuple[str, bool]:
     """An episode of a scripted policy and the judge's verdict on its diff."""
-    found = open_suite(suite, root)
-    task, oracle = found.task(id), found.oracle(id)
+    opened = open_suite(suite, root)
+    task, oracle = opened.task(id), opened.oracle(id)
     renderer = TerseRenderer(Tokenizer.train((), 256 + len(schemas.tags())))
     request = RolloutRequest(
         run="r1",

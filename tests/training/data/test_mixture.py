@@ -110,7 +110,7 @@ def test_what_was_stopped_anywhere_goes_on_to_the_same_bits(tmp_path: Path, monk
         "tokens": 600,
         "evaluate_tokens": 60,
     }
-    recipe, kept = config(tmp_path, **changes).mid_training, tmp_path / "kept"
+    recipe, checkpoint_file = config(tmp_path, **changes).mid_training, tmp_path / "kept"
     whole, seen = model(), list[mid_training.Progress]()
     steps = mid_training.run(whole, opened(tmp_path, **changes), recipe, seen.append)
     assert seen[-1].held_out.keys() == {"1:text", "2:trajectories"}
@@ -124,10 +124,13 @@ def test_what_was_stopped_anywhere_goes_on_to_the_same_bits(tmp_path: Path, monk
 
         mixture = opening.mixture(config(tmp_path, **changes), BUNDLE, traces, between)
         with pytest.raises(Stop):
-            mid_training.run(model(), mixture, recipe, file=kept)
+            mid_training.run(model(), mixture, recipe, file=checkpoint_file)
     again = model(seed=9)
     first = list[mid_training.Progress]()
-    assert mid_training.run(again, opened(tmp_path, **changes), recipe, first.append, every=1, file=kept) == steps
+    assert (
+        mid_training.run(again, opened(tmp_path, **changes), recipe, first.append, every=1, file=checkpoint_file)
+        == steps
+    )
     assert first[0].step > 3, "it did not begin again"
     assert all(torch.equal(value, again.state()[name]) for name, value in whole.state().items())
 
@@ -167,8 +170,8 @@ def test_a_large_file_is_cut_into_documents_and_is_never_read_whole(tmp_path: Pa
     reader = opening.open_text(BUNDLE)
     with (tmp_path / "a.txt").open("rb") as file:
         parts = []
-        while (found := reader.next(file, tmp_path / "a.txt", 1)) is not None:
-            parts.append(found[0])
+        while (document := reader.next(file, tmp_path / "a.txt", 1)) is not None:
+            parts.append(document[0])
     assert len(parts) >= 4 and max(map(len, parts)) < 600_000
     assert b"".join(parts).decode() == "".join(part.decode() for part in parts) == (tmp_path / "a.txt").read_text()
 
@@ -210,14 +213,14 @@ def test_a_killed_command_resumes_and_writes_the_same_folder(tmp_path: Path, ran
     whole = start("whole")
     _, said = whole.communicate(timeout=PATIENCE_S)
     assert whole.returncode == 0, said
-    kept = tmp_path / "killed.training" / "checkpoints" / "mid-training.safetensors"
+    checkpoint_file = tmp_path / "killed.training" / "checkpoints" / "mid-training.safetensors"
     for _ in range(2):
-        before = kept.stat().st_mtime_ns if kept.exists() else 0
+        before = checkpoint_file.stat().st_mtime_ns if checkpoint_file.exists() else 0
         process = start("killed")
         deadline = time.monotonic() + PATIENCE_S
-        while not kept.exists() or kept.stat().st_mtime_ns == before:
+        while not checkpoint_file.exists() or checkpoint_file.stat().st_mtime_ns == before:
             assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline, f"no new {kept} within {PATIENCE_S} s"
+            assert time.monotonic() < deadline, f"no new {checkpoint_file} within {PATIENCE_S} s"
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=PATIENCE_S)

@@ -15,9 +15,9 @@ from tests.support.world import batch as played
 
 def weights_flops(policy: PolicyConfig) -> float:
     """Operations per input of the model's own matrices, the embedding and the head left out."""
-    own = Model(policy, NUMERICS, seed=None)
+    sized = Model(policy, NUMERICS, seed=None)
     total = 0.0
-    for name, weight in own.named_parameters():
+    for name, weight in sized.named_parameters():
         if weight.ndim == 3:
             total += 2.0 * weight.numel() * policy.top_k / policy.experts
         elif weight.ndim == 2 and name.startswith("layers."):

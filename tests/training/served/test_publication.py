@@ -46,30 +46,30 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("changed", [{}, {"dtype": "bfloat16"}, {"expert_format": "mxfp8", "dtype": "bfloat16"}])
 def test_a_published_file_has_the_bytes_and_the_hash_of_the_state(tmp_path: Path, changed: dict[str, str]) -> None:
     net = Model(msgspec.structs.replace(world.POLICY, **changed), world.NUMERICS, seed=1)
-    own = TrainerState(net, version=7)
-    out = own.publish(tmp_path)
+    trainer_state = TrainerState(net, version=7)
+    out = trainer_state.publish(tmp_path)
     digest = out.hashed.result()
-    assert digest == own.hash()
+    assert digest == trainer_state.hash()
     assert out.durable.result() == path_of(tmp_path, 7, digest)
     (file,) = tmp_path.iterdir()
     assert snapshot.file_hash(file) == digest == snapshot.Snapshot(file).metadata["state_hash"]
-    assert all(torch.equal(value, own.published()[name]) for name, value in snapshot.read(file).items())
+    assert all(torch.equal(value, trainer_state.published()[name]) for name, value in snapshot.read(file).items())
     assert out.seconds["copied"] <= out.seconds["hashed"] and out.seconds["durable"] > 0.0
-    own.settle(end=True)
+    trainer_state.settle(end=True)
 
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("size", [2, 3])
 def test_blocks_of_several_processes_get_the_hash_of_one(tmp_path: Path, size: int) -> None:
     whole = {"a": torch.randn(70, 33), "b": torch.randn(5), "c": torch.randn(4000).bfloat16()}
-    described, own = runs.whole(world.POLICY, whole)
+    described, whole_runs = runs.whole(world.POLICY, whole)
     values: list[object] = [None] * size
     all_here = threading.Barrier(size)
 
     def cut(rank: int) -> list[runs.Run]:
         """The rows between two places that no block begins at."""
         out = []
-        for run in own:
+        for run in whole_runs:
             begin, end = run.items * rank // size, run.items * (rank + 1) // size
             out.append(runs.Run(run.name, begin, end - begin, shifted(run, begin)))
         return out
@@ -90,9 +90,9 @@ def shifted(run: runs.Run, by: int) -> Callable[[int, int], state.Bits]:
 
 
 def test_rows_that_no_process_holds_are_an_error_and_leave_no_file(tmp_path: Path) -> None:
-    described, own = runs.whole(world.POLICY, {"a": torch.randn(70, 33)})
+    described, whole_runs = runs.whole(world.POLICY, {"a": torch.randn(70, 33)})
     publisher = Publisher(Together(0, [None], threading.Barrier(1)))
-    out = publisher.start(tmp_path, 3, lambda: Contents(described, [own[0]._replace(items=2000)]))
+    out = publisher.start(tmp_path, 3, lambda: Contents(described, [whole_runs[0]._replace(items=2000)]))
     with pytest.raises(state.WeightError, match="hold 8000 bytes of a version, expected 9240"):
         out.hashed.result()
     assert isinstance(out.durable.exception(), state.WeightError)
@@ -102,11 +102,11 @@ def test_rows_that_no_process_holds_are_an_error_and_leave_no_file(tmp_path: Pat
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_both_results(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    own = TrainerState(world.model())
-    out = own.publish(tmp_path / "file")
+    trainer_state = TrainerState(world.model())
+    out = trainer_state.publish(tmp_path / "file")
     assert isinstance(out.hashed.exception(), OSError) and isinstance(out.durable.exception(), OSError)
     assert out.copied.is_set(), "the next update does not wait for it"
-    own.settle(end=True)
+    trainer_state.settle(end=True)
 
 
 class Seen(threading.Event):
@@ -122,25 +122,25 @@ class Seen(threading.Event):
 
 
 def test_an_update_waits_until_its_weights_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = TrainerState(world.model())
-    before, contents, seen = own.hash(), own.contents, Seen()
+    trainer_state = TrainerState(world.model())
+    before, contents, seen = trainer_state.hash(), trainer_state.contents, Seen()
 
     def late() -> Contents:
         """Read after the update has begun to wait: one that does not wait changes what is read."""
         assert seen.awaited.wait(30.0), "the update did not wait"
         return contents()
 
-    monkeypatch.setattr(own, "contents", late)
-    out = own.publish(tmp_path)
+    monkeypatch.setattr(trainer_state, "contents", late)
+    out = trainer_state.publish(tmp_path)
     out.copied = seen
-    for parameter in own.model.parameters():
+    for parameter in trainer_state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with ThreadPoolExecutor(1) as pool:
-        updating = pool.submit(own.apply, 1e-2)
+        updating = pool.submit(trainer_state.apply, 1e-2)
         assert out.hashed.result() == before
         updating.result()
-    assert own.hash() != before
-    own.settle(end=True)
+    assert trainer_state.hash() != before
+    trainer_state.settle(end=True)
 
 
 def test_publishing_adds_less_memory_than_two_fifths_of_the_file(tmp_path: Path) -> None:

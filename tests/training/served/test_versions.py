@@ -60,8 +60,8 @@ def test_bits_are_compared_not_values() -> None:
     after = before.clone()
     assert change(before, after) is None, "a NaN equals itself"
     after[0] = -0.0
-    found = change(before, after)
-    assert isinstance(found, Change) and found.positions is not None and found.positions.tolist() == [0]
+    changed = change(before, after)
+    assert isinstance(changed, Change) and changed.positions is not None and changed.positions.tolist() == [0]
 
 
 def test_gradients_of_bfloat16_add_up_in_float32() -> None:

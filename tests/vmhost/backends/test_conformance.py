@@ -41,16 +41,16 @@ PROGRAMS = ("sh", "cat", "dd", "head", "id", "ln", "ls", "rm", "sleep", "sort", 
 
 
 def make_image(place: Path) -> None:
-    own = {"uid": 1000, "gid": 100}
+    owner = {"uid": 1000, "gid": 100}
     layer: Members = [
         folder("bin"),
         file("bin/busybox", probe._busybox(packages.folder(Path(CACHE))), mode=0o755),
         *(link(f"bin/{name}", "busybox") for name in PROGRAMS),
         file("etc/passwd", b"dev:x:1000:100::/home/dev:/bin/sh\n"),
-        folder("home/dev", **own),
-        folder("work", **own),
-        file("work/kept", b"as it was\n", **own),
-        file("work/gone", b"for now\n", **own),
+        folder("home/dev", **owner),
+        folder("work", **owner),
+        file("work/kept", b"as it was\n", **owner),
+        file("work/gone", b"for now\n", **owner),
     ]
     saved = docker_save(place / "i.tar", [layer], [f"{IMAGE}:1"], User="dev", WorkingDir="/work")
     imported.take(Path(CACHE), saved, IMAGE)
@@ -192,12 +192,12 @@ async def test_the_limits_of_a_task_hold_or_are_refused_by_name(host: Host) -> N
 def held() -> set[tuple[str, str]]:
     """The limits of this process's control groups that hold a task's sandbox."""
     places = cgroups.places()
-    found = set()
+    limits = set()
     for place in places.folders if places else ():
         for path in (place / f"headrace-{os.getpid()}").glob("*/*"):
             if path.name in ("memory.max", "memory.limit_in_bytes", "cpu.max", "cpu.cfs_quota_us"):
-                found.add((path.name.split(".")[0], path.read_text().split()[0]))
-    return found
+                limits.add((path.name.split(".")[0], path.read_text().split()[0]))
+    return limits
 
 
 async def test_a_task_without_limits_has_those_of_the_configuration() -> None:
@@ -235,7 +235,7 @@ async def test_a_container_sees_neither_the_host_nor_its_neighbour(host: Host) -
     seen = (await sandbox.call(Exec(argv=("sh", "-c", look)))).stdout
     assert seen.splitlines()[0] == "bin" and str(ROOT) not in seen and "lowerdir" in seen
     assert "lo" in seen.split() and "eth0" not in seen.split() and "erofs" not in seen
-    kept = await sandbox.call(
+    panic_write = await sandbox.call(
         Exec(argv=("sh", "-c", "echo 1 > /proc/sys/kernel/panic; echo $?; cat /proc/1/environ | wc -c"))
     )
-    assert kept.stdout.split()[0] == "1"
+    assert panic_write.stdout.split()[0] == "1"

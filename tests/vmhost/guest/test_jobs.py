@@ -142,10 +142,10 @@ async def test_trees_keep_modes_and_links(sandbox: VmSandbox) -> None:
     assert (await sandbox.call(PushTar(data=tree, path="deep/er"))).ok, "what is there gives way"
     back = await sandbox.call(PullTar(path="deep/er"))
     with tarfile.open(fileobj=io.BytesIO(back.data)) as tar:
-        found = {member.name: member for member in tar}
+        members = {member.name: member for member in tar}
         data = tar.extractfile("t/new\nline")
         assert data is not None and data.read() == b"\x00\xff"
-    assert {name: member.mode for name, member in found.items() if not member.issym()} == {
+    assert {name: member.mode for name, member in members.items() if not member.issym()} == {
         "t": 0o750,
         "t/locked": 0o500,
         "t/locked/a": 0o640,
@@ -153,8 +153,8 @@ async def test_trees_keep_modes_and_links(sandbox: VmSandbox) -> None:
         "t/hard": 0o755,
         "t/new\nline": 0o644,
     }
-    assert found["t/locked/a"].mtime == 1_500_000_000 and found["t/out"].linkname == "/etc/hostname"
-    assert found["t/run"].islnk() or found["t/hard"].islnk()
+    assert members["t/locked/a"].mtime == 1_500_000_000 and members["t/out"].linkname == "/etc/hostname"
+    assert members["t/run"].islnk() or members["t/hard"].islnk()
     assert "deep/er/t/new\\nline" in (await sandbox.call(ListFiles())).stdout.splitlines()
     one = await sandbox.call(PullTar(path="deep/er/t/run"))
     assert one.ok and len(one.data) > 512

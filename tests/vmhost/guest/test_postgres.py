@@ -50,20 +50,20 @@ alter table users drop column name;
 
 @pytest.fixture(scope="module")
 async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
-    own = CACHE.parent / "headrace-postgres"
-    own.mkdir(exist_ok=True)
+    image_cache = CACHE.parent / "headrace-postgres"
+    image_cache.mkdir(exist_ok=True)
     base.ensure(Environment(cache_dir=str(CACHE)))
     for source in (*CACHE.glob("base-*"), CACHE / "probe.json"):
-        (own / source.name).unlink(missing_ok=True)
-        (own / source.name).symlink_to(source)
-    if not (own / "image-pg").exists():
+        (image_cache / source.name).unlink(missing_ok=True)
+        (image_cache / source.name).symlink_to(source)
+    if not (image_cache / "image-pg").exists():
         root = tmp_path_factory.mktemp("root") / "pg.tar"
         words = [f"--dpkgopt=path-exclude={pattern}" for pattern in LEAVE_OUT]
         await asyncio.to_thread(packages.download, root, ("postgresql",), "--variant=minbase", *words)
-        imported.take(own, root, "pg")
+        imported.take(image_cache, root, "pg")
     prepare = Exec(argv=("sh", "-c", STEP), timeout_s=600.0)
-    task_templates.save(own, task_templates.Recipe(name="pg-live", base="pg", steps=(prepare,)))
-    opened = await Host.open(Environment(backend="qemu", cache_dir=str(own), warm=0, max_vms=6))
+    task_templates.save(image_cache, task_templates.Recipe(name="pg-live", base="pg", steps=(prepare,)))
+    opened = await Host.open(Environment(backend="qemu", cache_dir=str(image_cache), warm=0, max_vms=6))
     yield opened
     await opened.close()
 

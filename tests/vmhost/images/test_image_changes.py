@@ -48,25 +48,25 @@ async def host() -> AsyncIterator[Host]:
 def image(host: Host, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small image with a repository in /testbed, on two segments."""
     binary = probe._busybox(packages.folder(CACHE))
-    own = {"uid": 1000, "gid": 100}
+    owner = {"uid": 1000, "gid": 100}
     below: Members = [
         folder("bin"),
         file("bin/busybox", binary, mode=0o755),
         *(link(f"bin/{name}", "busybox") for name in APPLETS),
         file("etc/passwd", b"root:x:0:0::/root:/bin/sh\ndev:x:1000:100::/home/dev:/bin/sh\n"),
-        folder("testbed", **own),
-        folder("testbed/.git", **own),
-        file("testbed/.git/HEAD", b"ref: x\n", **own),
-        folder("testbed/pkg", **own),
-        *(file(f"testbed/pkg/{n}.py", b"n = %d\n" % n, **own) for n in range(4)),
-        folder("testbed/old", **own),
-        file("testbed/old/a", b"a", **own),
-        folder("testbed/moved", **own),
-        file("testbed/moved/m", b"m" * 5000, **own),
-        folder("opt/lib", **own),
-        file("opt/lib/site.py", b"site = 1\n", **own),
+        folder("testbed", **owner),
+        folder("testbed/.git", **owner),
+        file("testbed/.git/HEAD", b"ref: x\n", **owner),
+        folder("testbed/pkg", **owner),
+        *(file(f"testbed/pkg/{n}.py", b"n = %d\n" % n, **owner) for n in range(4)),
+        folder("testbed/old", **owner),
+        file("testbed/old/a", b"a", **owner),
+        folder("testbed/moved", **owner),
+        file("testbed/moved/m", b"m" * 5000, **owner),
+        folder("opt/lib", **owner),
+        file("opt/lib/site.py", b"site = 1\n", **owner),
     ]
-    above: Members = [file("testbed/run.sh", b"#!/bin/sh\necho ran\n", mode=0o644, **own)]
+    above: Members = [file("testbed/run.sh", b"#!/bin/sh\necho ran\n", mode=0o644, **owner)]
     folder_ = tmp_path_factory.mktemp("image")
     settings = {"User": "dev", "WorkingDir": "/testbed"}
     imported.take(CACHE, docker_save(folder_ / "b.tar", [below], ["changes-below:1"], **settings), "changes-below")
@@ -75,8 +75,8 @@ def image(host: Host, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def ask(name: str, group: str, **changes: object) -> Acquire:
-    known: dict[str, object] = {"run": "r", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "episode"}
-    return Acquire(group=group, slot=0, template=name, **(known | changes))  # type: ignore[arg-type]
+    fields: dict[str, object] = {"run": "r", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "episode"}
+    return Acquire(group=group, slot=0, template=name, **(fields | changes))  # type: ignore[arg-type]
 
 
 async def sh(sandbox: VmSandbox, script: str) -> OpResult:

@@ -40,12 +40,12 @@ CACHE = ROOT / ".cache" / "headrace"
 def cache() -> Path:
     """A cache of the tests' own that borrows the base image; what is made in it is found again by its contents."""
     base.ensure(Environment(cache_dir=str(CACHE)))
-    own = CACHE.parent / "headrace-tests"
-    own.mkdir(exist_ok=True)
+    image_cache = CACHE.parent / "headrace-tests"
+    image_cache.mkdir(exist_ok=True)
     for source in (*CACHE.glob("base-*"), CACHE / "probe.json"):
-        (own / source.name).unlink(missing_ok=True)
-        (own / source.name).symlink_to(source)
-    return own
+        (image_cache / source.name).unlink(missing_ok=True)
+        (image_cache / source.name).symlink_to(source)
+    return image_cache
 
 
 def environment(cache: Path, **changes: object) -> Environment:
@@ -53,8 +53,8 @@ def environment(cache: Path, **changes: object) -> Environment:
 
 
 def ask(name: str, group: str, slot: int = 0, **changes: object) -> Acquire:
-    known: dict[str, object] = {"run": "r", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
-    return Acquire(group=group, slot=slot, template=name, **(known | changes))  # type: ignore[arg-type]
+    fields: dict[str, object] = {"run": "r", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
+    return Acquire(group=group, slot=slot, template=name, **(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +241,8 @@ async def test_what_nothing_refers_to_is_collected(host: Host, cache: Path, busy
     gone = {Path(one.path).name for one in cache_gc.collect(config)}
     assert stale.name in gone and not stale.exists() and not (cache / "making-dead").exists()
     assert imported.find(cache, busybox) is not None
-    kept = {Path(one.path).name for one in cache_gc.holdings(config)}
-    assert any(name.startswith("template-light-") for name in kept)
+    held_names = {Path(one.path).name for one in cache_gc.holdings(config)}
+    assert any(name.startswith("template-light-") for name in held_names)
 
 
 @pytest.mark.slow

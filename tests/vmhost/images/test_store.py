@@ -53,8 +53,8 @@ def test_images_on_one_base_store_it_once_and_stay_what_they_were(tmp_path: Path
     assert files["lib/new"][1] == b"new" and "lib/kept" not in files and files["app"][1] == b"two"
     held = stored(cache)
     for number in range(4):
-        own: Members = [file("app", b"%d" % number)]
-        imported.take(cache, docker_save(tmp_path / "n.tar", [BASE, own], [f"n{number}:1"]))
+        layer: Members = [file("app", b"%d" % number)]
+        imported.take(cache, docker_save(tmp_path / "n.tar", [BASE, layer], [f"n{number}:1"]))
     assert stored(cache) - held < len(BIG) // 4, "only the first image's own segment was written before it was shared"
     for part in three.segments():
         assert store.intact(part) and stat.S_IMODE(part.path.stat().st_mode) == 0o444
@@ -67,8 +67,8 @@ def test_an_image_is_known_by_name_reference_and_digest(tmp_path: Path) -> None:
     image = imported.take(cache, saved)
     names = ("tool-1.2", "ghcr.io/org/tool:1.2", "tool", "docker.io/library/tool", image.digest)
     for name in (*names, f"sha256:{image.digest}"):
-        known = imported.find(cache, name)
-        assert known is not None and known.digest == image.digest, name
+        record = imported.find(cache, name)
+        assert record is not None and record.digest == image.digest, name
     assert imported.find(cache, "ghcr.io/org/tool") is None
 
 

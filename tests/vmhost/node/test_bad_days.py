@@ -29,9 +29,9 @@ CACHE = str(ROOT / ".cache" / "headrace")
 
 
 def ask(slot: int = 0, **changes: Any) -> Acquire:
-    known: dict[str, Any] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
-    known["group"] = "g0"
-    return Acquire(slot=slot, files={"a.txt": b"one\n"}, **(known | changes))
+    fields: dict[str, Any] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
+    fields["group"] = "g0"
+    return Acquire(slot=slot, files={"a.txt": b"one\n"}, **(fields | changes))
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +157,10 @@ async def many(backend: str, count: int, isolation: str) -> None:
         return footprint()
 
     try:
-        before, held, kept = [(await round_of(number), objects(), anonymous()) for number in range(3)][-1]
+        before, held, memory = [(await round_of(number), objects(), anonymous()) for number in range(3)][-1]
         after = [await round_of(number) for number in range(3, 10)][-1]
         assert not host._sandboxes and not host._keys and not host._pool.machines and not host._tasks
-        assert after == before and objects() - held < count // 10 and anonymous() - kept < 1024
+        assert after == before and objects() - held < count // 10 and anonymous() - memory < 1024
     finally:
         await host.close()
 

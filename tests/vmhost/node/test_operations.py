@@ -53,8 +53,8 @@ def environment(backend: str, **changes: object) -> Environment:
 
 
 def request(slot: int = 0, group: str = "g000001", **changes: object) -> Acquire:
-    known: dict[str, object] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
-    return Acquire(group=group, slot=slot, files=FILES, **(known | changes))  # type: ignore[arg-type]
+    fields: dict[str, object] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
+    return Acquire(group=group, slot=slot, files=FILES, **(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module", params=["process", pytest.param("qemu", marks=pytest.mark.vm)])
@@ -81,8 +81,8 @@ def _request(name: str) -> Acquire:
 
 
 async def test_an_episode_goes_from_failing_to_passing_tests(sandbox: VmSandbox) -> None:
-    found = await sandbox.call(Search(pattern=r"return \w+ -"))
-    assert found.stdout == "tiny/calc.py:2:    return a - b"
+    matches = await sandbox.call(Search(pattern=r"return \w+ -"))
+    assert matches.stdout == "tiny/calc.py:2:    return a - b"
     before = await sandbox.call(RunTests(plan=PLAN))
     assert not before.ok and before.error == "2 of 2 tests failed"
     assert [(test.name, test.outcome) for test in before.tests] == [

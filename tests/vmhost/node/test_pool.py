@@ -118,8 +118,8 @@ async def test_a_machine_is_bounded_by_a_group_of_its_own(host: Host) -> None:
         pytest.skip("no control groups can be had here")
     sandbox = await host.acquire(ask(group="bounded"))
     clone = clone_of(host, sandbox)
-    own, its = (Path(f"/proc/{pid}/cgroup").read_text() for pid in ("self", clone.pid))
-    assert own != its and f"/headrace-{os.getpid()}/{clone.pid}\n" in its
+    host_group, its = (Path(f"/proc/{pid}/cgroup").read_text() for pid in ("self", clone.pid))
+    assert host_group != its and f"/headrace-{os.getpid()}/{clone.pid}\n" in its
     host.release(sandbox.id)
     host.release_group(GroupKey("r1", "train", "rollout", "bounded"))
     await clone.gone

@@ -8,8 +8,8 @@ from headrace.vmhost.node import slot_assignment
 
 
 def ask(group: str, slot: int = 0, **changes: Any) -> Acquire:
-    known: dict[str, Any] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
-    return Acquire(group=group, slot=slot, **(known | changes))
+    fields: dict[str, Any] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
+    return Acquire(group=group, slot=slot, **(fields | changes))
 
 
 def test_a_groups_slots_stay_apart_and_the_next_attempt_takes_what_is_left() -> None:

@@ -23,8 +23,8 @@ COUNTER = "n=0; while :; do n=$((n+1)); echo $n > count; sleep 0.2; done"
 
 
 def ask(group: str, slot: int = 0, **changes: Any) -> Acquire:
-    known: dict[str, Any] = {"run": "r", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "episode"}
-    return Acquire(group=group, slot=slot, **(known | changes))
+    fields: dict[str, Any] = {"run": "r", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "episode"}
+    return Acquire(group=group, slot=slot, **(fields | changes))
 
 
 @pytest.fixture(scope="module")

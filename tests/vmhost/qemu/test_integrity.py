@@ -191,8 +191,8 @@ async def host() -> AsyncIterator[Host]:
 
 async def two(host: Host, group: str) -> tuple[VmSandbox, VmSandbox, Clone]:
     """Neighbours in one machine, which has worked."""
-    known: dict[str, Any] = {"run": "r", "lane": "train", "role": "judge", "attempt": 0, "isolation": "group"}
-    one, other = [await host.acquire(Acquire(group=group, slot=slot, files=FILES, **known)) for slot in range(2)]
+    fields: dict[str, Any] = {"run": "r", "lane": "train", "role": "judge", "attempt": 0, "isolation": "group"}
+    one, other = [await host.acquire(Acquire(group=group, slot=slot, files=FILES, **fields)) for slot in range(2)]
     assert (await one.call(RunTests(plan=TestPlan(paths=("test_a.py",))))).ok
     clone = host.machine(one.id)
     assert isinstance(clone, Clone)
@@ -225,8 +225,8 @@ async def test_a_file_changed_behind_its_metadata_and_a_changed_kernel_are_named
     overwrite(clone, page, before)
     assert (await other.call(Exec(argv=("cat", "/etc/hostname")))).stdout == "sandbox\n"
     assert (await one.call(CheckIntegrity(thorough=True))).tampered == ("/etc/hostname",)
-    known = fixed(clone)
-    middle = known.text[0] + known.text[1] // 2
+    kernel = fixed(clone)
+    middle = kernel.text[0] + kernel.text[1] // 2
     here = os.pread(clone._memory.fd, 1, middle * PAGE)
     overwrite(clone, middle, bytes([here[0] ^ 1]))
     assert (await one.call(CheckIntegrity())).tampered == ("/etc/hostname", "kernel")
@@ -240,11 +240,11 @@ async def test_a_file_changed_behind_its_metadata_and_a_changed_kernel_are_named
 
 @pytest.mark.vm
 async def test_a_copy_of_a_touched_machine_can_not_be_told_from_its_template(host: Host) -> None:
-    known: dict[str, Any] = {"run": "r", "lane": "train", "role": "judge", "attempt": 0, "isolation": "episode"}
-    box = await host.acquire(Acquire(group="copied", slot=0, **known))
+    fields: dict[str, Any] = {"run": "r", "lane": "train", "role": "judge", "attempt": 0, "isolation": "episode"}
+    box = await host.acquire(Acquire(group="copied", slot=0, **fields))
     honest, odd = list[VmSandbox](), list[VmSandbox]()
-    for slot, found in ((1, honest), (2, odd)):
-        found += await host.fork(box.id, [Acquire(group="copied", slot=slot, **known)])
+    for slot, copies in ((1, honest), (2, odd)):
+        copies += await host.fork(box.id, [Acquire(group="copied", slot=slot, **fields)])
         clone = host.machine(box.id)
         assert isinstance(clone, Clone)
         overwrite(clone, page_of(clone, "/etc/hostname"), b"touched")

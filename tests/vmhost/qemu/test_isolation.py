@@ -106,8 +106,8 @@ async def test_what_namespaces_do_not_separate_is_refused(group: list[VmSandbox]
     one, two, _ = group
     started = Exec(argv=("sh", "-c", f'python3 -c "{listens}time.sleep(60)" & {waits}'))
     assert (await two.call(started)).ok
-    found = await one.call(Exec(argv=("python3", "-c", REACHES)))
-    assert found.stdout == "\ngetpid works\n", found
+    reached = await one.call(Exec(argv=("python3", "-c", REACHES)))
+    assert reached.stdout == "\ngetpid works\n", reached
 
 
 @pytest.mark.slow

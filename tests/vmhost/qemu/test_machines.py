@@ -169,8 +169,8 @@ async def test_real_packages_run_their_own_pytest_in_the_full_image(host: Host) 
     await sandbox.call(WriteFiles(files={"src/pack/bad.py": b"import os\nprint(fee)\n"}))
     ref, plan = TaskRef("s", "t"), TestPlan(kind="pytest", paths=("tests",))
     task = Task(ref=ref, family="f", prompt="", files=files, allowed=("src/**",), tests=plan)
-    found = await LintTool().run({}, Workspace(sandbox, task, "lint"))
-    assert found.output.splitlines() == [
+    linted = await LintTool().run({}, Workspace(sandbox, task, "lint"))
+    assert linted.output.splitlines() == [
         "src/pack/bad.py:1:8: F401 [*] `os` imported but unused",
         "src/pack/bad.py:2:7: F821 Undefined name `fee`",
     ]

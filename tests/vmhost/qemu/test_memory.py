@@ -40,8 +40,8 @@ def test_a_sealed_memory_is_mapped_privately_and_written_by_nobody(tmp_path: Pat
                 change()
         with pytest.raises(PermissionError):
             mmap.mmap(again, PAGE, mmap.MAP_SHARED, mmap.PROT_WRITE)
-        with mmap.mmap(again, PAGE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as own:
-            own[:4] = b"mine"
+        with mmap.mmap(again, PAGE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as private:
+            private[:4] = b"mine"
         assert os.pread(memory.fd, 4, 0) == bytes(4)
     finally:
         os.close(again)

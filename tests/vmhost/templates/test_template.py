@@ -39,8 +39,16 @@ def test_the_doctor_looks_at_the_base_of_this_version_alone(tmp_path: Path) -> N
     for folder in (base, *(tmp_path / f"base-{digit * 16}" for digit in "0123456789abcdef")):
         folder.mkdir()
         (folder / "done").touch()
-    known = [process.version(), os.uname().release, probe._cpu(), probe._boot_id(), base.name, "auto", process.no_kvm()]
-    choice = {"conditions": known, "accel": "tcg", "machine": "microvm", "why": "remembered"}
+    conditions = [
+        process.version(),
+        os.uname().release,
+        probe._cpu(),
+        probe._boot_id(),
+        base.name,
+        "auto",
+        process.no_kvm(),
+    ]
+    choice = {"conditions": conditions, "accel": "tcg", "machine": "microvm", "why": "remembered"}
     (tmp_path / "probe.json").write_text(json.dumps(choice))
     texts = [finding.text for finding in doctor.doctor(Environment(cache_dir=str(tmp_path)))]
     assert "machines boot with tcg on microvm: remembered" in texts
@@ -53,8 +61,8 @@ def test_the_first_check_of_a_machine_boots_nothing(monkeypatch: pytest.MonkeyPa
     base = packages.folder(tmp_path)
     base.mkdir()
     (base / "done").touch()
-    found = list(CloneBackend.requirements(Environment(cache_dir=str(tmp_path))))
-    assert any("no machine was booted here yet: `headrace vm doctor` boots one" in one.text for one in found)
+    findings = list(CloneBackend.requirements(Environment(cache_dir=str(tmp_path))))
+    assert any("no machine was booted here yet: `headrace vm doctor` boots one" in one.text for one in findings)
     assert not (tmp_path / "probe.json").exists()
     with pytest.raises(FileNotFoundError):
         doctor.doctor(Environment(cache_dir=str(tmp_path)))
@@ -67,8 +75,8 @@ def test_a_kvm_that_machines_may_not_open_says_what_to_change(tmp_path: Path, mo
     device = tmp_path / "kvm"
     device.touch()
     device.chmod(mode)
-    found = process.no_kvm(str(device))
-    assert says in found and bool(found) is bool(says)
+    problem = process.no_kvm(str(device))
+    assert says in problem and bool(problem) is bool(says)
     assert process.no_kvm(str(tmp_path / "none")) == f"no {tmp_path}/none"
 
 

@@ -92,7 +92,7 @@ async def test_eight_versions_behind_costs_half_and_the_receiver_chooses(run: Ru
     head = run.heads[8]
     record = await squash.publish(run.bus, run.bus, head, count=8, name=name, signer=PUBLISHER, trust=trust())
     assert (record.base_version, record.version) == (0, 8)
-    assert [found async for found in chain.squashes(run.bus, run.id, trust())] == [record]
+    assert [squashed async for squashed in chain.squashes(run.bus, run.id, trust())] == [record]
     behind, near = SnapshotStore(tmp_path / "behind"), SnapshotStore(tmp_path / "near")
     for store, version in ((behind, 0), (near, 7)):
         store.take(run.path(version), version)
@@ -104,8 +104,8 @@ async def test_eight_versions_behind_costs_half_and_the_receiver_chooses(run: Ru
     assert short.wire_bytes < 0.9 * long.wire_bytes
     assert snapshot.file_hash(tmp_path / "v") == head.state_hash
     assert [m.version for m in (await chain.plan(run.bus, head, near.find, trust=trust())).manifests] == [8]
-    found = await proof.prove(run.bus, run.id, trust())
-    assert (found.faults, found.versions, found.squashes, found.signed) == ([], 9, 1, True)
+    chain_proof = await proof.prove(run.bus, run.id, trust())
+    assert (chain_proof.faults, chain_proof.versions, chain_proof.squashes, chain_proof.signed) == ([], 9, 1, True)
     with pytest.raises(BrokenVersion, match="at least 2 to squash"):
         await squash.publish(run.bus, run.bus, run.heads[1], count=8)
 
@@ -140,8 +140,8 @@ async def test_a_broken_squash_is_not_used_and_an_unknown_publishers_is_not_seen
     way = await chain.obtain(Spoiling(), head, tmp_path / "v", store.find, on_damage=told.append, trust=trust())
     assert way.squashed == 0 and "from its full snapshot instead" in told[-1]
     assert snapshot.file_hash(tmp_path / "v") == head.state_hash
-    found = await proof.prove(Spoiling(), run.id, trust())
-    assert len(found.faults) == 1 and "squash to version 3" in found.faults[0]
+    chain_proof = await proof.prove(Spoiling(), run.id, trust())
+    assert len(chain_proof.faults) == 1 and "squash to version 3" in chain_proof.faults[0]
 
 
 async def test_the_whole_chain_is_proved_or_every_fault_is_named(run: Run) -> None:
@@ -150,15 +150,24 @@ async def test_the_whole_chain_is_proved_or_every_fault_is_named(run: Run) -> No
         await run.publish(version)
         if version == 2:
             await run.full()
-    found = await proof.prove(run.bus, run.id, trust())
-    assert (found.faults, found.versions, found.full_snapshots, found.first, found.newest) == ([], 4, 1, 0, 3)
-    assert found.state_hash == run.heads[3].state_hash
+    chain_proof = await proof.prove(run.bus, run.id, trust())
+    assert (
+        chain_proof.faults,
+        chain_proof.versions,
+        chain_proof.full_snapshots,
+        chain_proof.first,
+        chain_proof.newest,
+    ) == ([], 4, 1, 0, 3)
+    assert chain_proof.state_hash == run.heads[3].state_hash
     forged = msgspec.structs.replace(run.heads[1], state_hash="f" * 32)
     await run.bus.publish(subjects.WEIGHT_HEAD.at(run=run.id), forged)
     await run.bus.publish(subjects.WEIGHT_HEAD.at(run=run.id), run.heads[2])
-    found = await proof.prove(run.bus, run.id, trust())
-    assert found.versions == 4
-    assert ["it was changed" in found.faults[0], "an old head was stored again" in found.faults[1]] == [True, True]
+    chain_proof = await proof.prove(run.bus, run.id, trust())
+    assert chain_proof.versions == 4
+    assert ["it was changed" in chain_proof.faults[0], "an old head was stored again" in chain_proof.faults[1]] == [
+        True,
+        True,
+    ]
 
 
 async def test_who_joins_while_old_versions_are_collected_is_served(run: Run, tmp_path: Path, connect: Connect) -> None:
@@ -206,5 +215,5 @@ async def test_who_joins_while_old_versions_are_collected_is_served(run: Run, tm
         assert snapshot.file_hash(path) == run.heads[version].state_hash
     with pytest.raises(BrokenVersion, match="cannot be built any more"):
         await chain.plan(run.bus, run.heads[2], trust=trust())
-    found = await proof.prove(run.bus, run.id, trust())
-    assert (found.faults, found.collected, found.newest) == ([], 1, 9)
+    chain_proof = await proof.prove(run.bus, run.id, trust())
+    assert (chain_proof.faults, chain_proof.collected, chain_proof.newest) == ([], 1, 9)

@@ -117,9 +117,9 @@ async def test_curriculum_and_trainer_see_it_and_an_operator_gets_table_and_json
     operator, trust = await connect("operator"), Trust((), unsigned=True)
     chain = Chain(operator, RunDir(tmp_path / run), Weights(), trust)
     assert await regions.regions(chain, Namespace(json=True)) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["newest"], sorted(found["regions"])) == (1, ["eu", "us"])
-    eu, us = found["regions"]["eu"], found["regions"]["us"]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["newest"], sorted(report["regions"])) == (1, ["eu", "us"])
+    eu, us = report["regions"]["eu"], report["regions"]["us"]
     assert (eu["staged"], eu["serving_oldest"], eu["replicas"][0]["behind"]) == (0, 0, 1)
     assert (us["staged"], us["serving_oldest"], us["replicas"][0]["alive"]) == (1, -1, False)
     assert await regions.regions(chain, Namespace(json=False)) == 0
@@ -127,7 +127,7 @@ async def test_curriculum_and_trainer_see_it_and_an_operator_gets_table_and_json
     assert lines[0].endswith("newest version 1")
     assert [line.split()[:4] for line in lines[2:4]] == [["eu", "n1", "(holds)", "0"], ["eu", "n1", "rollout-a", "0"]]
     assert "rollout-b (gone)" in lines[5]
-    assert regions.summary(msgspec.convert(found, regions.RegionsReport)) == [
+    assert regions.summary(msgspec.convert(report, regions.RegionsReport)) == [
         "version 1 in eu: held by 0 of 1 nodes, served by 0 of 1 replicas, the oldest served is 0",
         "version 1 in us: held by 1 of 1 nodes",
     ]

@@ -108,8 +108,8 @@ def test_a_base_with_a_flipped_bit_where_nothing_changes_is_refused(tmp_path: Pa
 
 
 def test_a_chunk_of_another_version_is_refused_even_under_a_right_sum(tmp_path: Path, chain: Chain) -> None:
-    (own,), (other,) = chain.manifests[1].chunks, chain.manifests[2].chunks
-    forged = msgspec.structs.replace(other, seq=own.seq)
+    (first_chunk,), (other,) = chain.manifests[1].chunks, chain.manifests[2].chunks
+    forged = msgspec.structs.replace(other, seq=first_chunk.seq)
     manifest = msgspec.structs.replace(chain.manifests[1], chunks=(forged,))
     assert "another version" in refusal(chain, manifest, chain.path(0), tmp_path / "out" / "v")
 

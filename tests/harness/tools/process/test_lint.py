@@ -39,8 +39,8 @@ async def lint(sandbox: Sandbox, task: Task, **arguments: str) -> ToolResult:
 
 async def test_the_runs_linter_takes_the_place_of_ours(sandbox: Sandbox) -> None:
     task = with_linter(TASK, ("bash", "check"))
-    found = await lint(sandbox, task, glob="[ab].sh")
-    assert found.ok and found.output == "a.sh:1:echo bad"
+    two_files = await lint(sandbox, task, glob="[ab].sh")
+    assert two_files.ok and two_files.output == "a.sh:1:echo bad"
     assert (await lint(sandbox, task, glob="b.*")).output == "no problems"
     whole = await lint(sandbox, task)
     assert whole.ok and whole.output.startswith("a.sh:1:echo bad\nmany.sh:1:bad\n")
@@ -49,9 +49,9 @@ async def test_the_runs_linter_takes_the_place_of_ours(sandbox: Sandbox) -> None
 
 
 async def test_a_tasks_own_linter_goes_first_and_no_linter_means_ours(sandbox: Sandbox) -> None:
-    own = msgspec.structs.replace(TASK, lint=("sh", "-c", "exit 3"))
-    assert with_linter(own, ("bash", "check")) == own
-    assert (await lint(sandbox, own)).output == "sh ended with 3 and said nothing"
+    linted_task = msgspec.structs.replace(TASK, lint=("sh", "-c", "exit 3"))
+    assert with_linter(linted_task, ("bash", "check")) == linted_task
+    assert (await lint(sandbox, linted_task)).output == "sh ended with 3 and said nothing"
     assert with_linter(TASK, ()) == TASK and (await lint(sandbox, TASK)).output == "no problems"
 
 
