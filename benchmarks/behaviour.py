@@ -96,7 +96,7 @@ async def read(own: RunDir) -> Seed:
 
 
 def calls_by_tool(attempts: Iterable[Trajectory]) -> dict[str, float]:
-    """Calls of each tool per attempt, broken calls under the name that they have."""
+    """Calls of each tool per attempt; a broken call counts under the name that it gives."""
     found = list(attempts)
     counts = Counter(call.name or "(none)" for each in found for turn in each.turns for call in turn.calls)
     return {name: round(count / len(found), 3) for name, count in counts.most_common()}

@@ -2,12 +2,12 @@
 
     python -m benchmarks.context_parallel [--tokens 65536] [--sequence 8192]
 
-A small mixture samples sequences of mostly given tokens, as a tool's output is. The trainer actor takes one step on all
-of them as one micro-batch: once alone and once with `[trainer] ranks = 2`, `context_ranks = 2`, each in a new process
-with its own broker. Compared are the figures of the step, the update, and the peak of each process's memory above what
-it had before the step, beside the plan of `headrace trainer plan`. Allocations are mapped one by one
-(MALLOC_MMAP_THRESHOLD_), so that freed tensors leave the resident memory. It holds temporary tensors too, which a plan
-does not count.
+A small mixture samples sequences whose tokens are mostly given, as they are with long outputs of tools. The trainer
+actor takes one step on all of them as one micro-batch: once alone and once with `[trainer] ranks = 2`,
+`context_ranks = 2`, each in a new process with its own broker. The benchmark compares the figures of the step, the
+update, and how far each process's memory grows in the step, beside the plan of `headrace trainer plan`. Allocations are
+mapped one by one (MALLOC_MMAP_THRESHOLD_), so that freed tensors leave the resident memory. The measured memory
+includes temporary tensors, which a plan does not count.
 """
 
 import argparse

@@ -2,11 +2,12 @@
 
     python -m benchmarks.gateway_abuse [--connections 10000] [--seconds 30]
 
-The gateway runs in a process of its own behind a real broker. At once there are: so many connections that are silent,
-send half a header, or send a body of which a byte a second comes, each opened again when the gateway closes it; bodies
-of 100 MB; paths that leave their folder; user ids with dots, wildcards and line ends; another tenant's ids. Meanwhile
-well-behaved clients with a key list and read agents, a connection each and one request after another. Their latencies
-are compared with the same clients before and after the misuse. Clients and gateway share the machine's cores.
+The gateway runs in a process of its own behind a real broker. The misuse, all at the same time: `--connections`
+connections that are silent, send half a header, or send a body at one byte a second, each opened again when the gateway
+closes it; bodies of 100 MB; paths that leave their folder; user ids with dots, wildcards and line ends; ids of another
+tenant. Meanwhile well-behaved clients with a key list and read agents, each over one connection and one request after
+another. Their latencies are compared with those of the same clients before and after the misuse. Clients and gateway
+share the machine's cores.
 """
 
 import argparse
@@ -166,7 +167,7 @@ async def large(gateway: Gateway, key: str, over: asyncio.Event, ends: Counter[s
 
 
 async def hostile(gateway: Gateway, keys: dict[str, str], agent: str) -> dict[str, list[int]]:
-    """Status of every attempt that no answer but an error may have, and of those with strange users."""
+    """Statuses by kind of request: hostile paths, strange user ids, and requests for another tenant's agent."""
     found: dict[str, list[int]] = {"paths": [], "users": [], "foreign": []}
     async with aiohttp.ClientSession(headers={"x-api-key": keys["own"]}) as http:
         for path in PATHS:

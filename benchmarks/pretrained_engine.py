@@ -4,9 +4,9 @@
 
 The checkpoint comes from `headrace policy from-gguf` (docs/models.md). `Plain` below is the comparison: the least torch
 code that samples from this architecture and trains it, with one contiguous cache of a slot per sequence and no
-requests, sessions, versions, prefix reuse or promise about bits. One thread, processor time of the whole process, which
-other load distorts least; the sides take turns within a repeat, figures are medians, and a ratio is the median of the
-ratios of the repeats.
+requests, sessions, versions, prefix reuse or promise about bits. It measures one thread by the processor time of the
+whole process, which other load distorts least. The sides take turns within a repeat. Figures are medians; a ratio is
+the median of the repeats' ratios.
 
  - prefill: contexts of 256 tokens, 8 at once, and the first token drawn at temperature 1;
  - decode: `tokens` further tokens of each of these contexts in every repeat, drawn at temperature 1, through

@@ -10,8 +10,8 @@ before.
 
 Then the trainer actor with two ranks, a broker and batches that are all closed before they are needed: the time from an
 update to the next forward pass, and the time until a version is durable. Its batches have drawn tokens and routes: it
-measures time, not learning. Nine layers are 1.03 GiB in
-bfloat16, and so are six with a head of their own, as the actor's policy has.
+measures time, not learning. Nine layers are 1.03 GiB in bfloat16; so are the six layers of the actor's policy, which
+has an output head of its own.
 """
 
 import argparse

@@ -85,7 +85,7 @@ def gathered(folder: Path, layers: int) -> Callable[[], str]:
 
 
 def sharded(layers: int) -> Any:
-    """A state of this tree, or of the one before, of which every process holds its rows."""
+    """A state of this tree, or of the earlier one; every process holds its rows of it."""
     from headrace.policy.config import PolicyConfig
     from headrace.policy.numerics import Numerics
     from headrace.training.parallel import group, sharding

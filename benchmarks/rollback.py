@@ -4,7 +4,7 @@
 
 A small product with real parts (`benchmarks.feedback.world`): three gateways and two rollout actors. Two ratings make
 version 1 of the branch, and the operator promotes it with `headrace promote`. Clients then hold sessions of up to two
-turns and close them, each at its own gateway, without a pause and without a second try. In the midst of it
+turns and close them, each at its own gateway, without a pause and without a second try. Meanwhile
 `headrace rollback` runs as a process of its own. Trajectories say which version and which rollout actor served a
 session. A gateway is reached when no session that begins there later gets the version that was rolled back; a session
 that began before keeps its version.
@@ -207,7 +207,7 @@ def reached(sessions: list[Began], trajectories: dict[str, Trajectory], asked: f
 
 
 def targets(figures: Figures) -> dict[str, Target]:
-    """The line of the design: every replica within 30 s, no failed request."""
+    """The targets: every replica within 30 s, no failed request."""
     return {
         "reached_s": at_most(figures["reached_s"], 30.0),
         "first_served_s": at_most(figures["first_served_s"], 30.0),

@@ -3,14 +3,14 @@
     python -m benchmarks.search_adapter [--pairs 120] [--functions 250] [--queries 40]
 
 A repository is an installed package. A pair is the first line of a docstring and the function that it describes,
-without its docstring: what a trace holds as a query and the function that was edited later, in a form of which there is
-enough. The adapter is a linear map of the query's vector, the identity plus a matrix that is learnt with a softmax over
-the functions of the same repository; vectors of chunks stay as they are, so no index is computed again. The number of
-passes is the one with the lowest loss on the last quarter of the repositories for training.
+without its docstring. Such pairs stand for those of a trace, a query and the function that was edited later, because
+there are enough of them. The adapter is a linear map of the query's vector: the identity plus a matrix that is learnt
+with a softmax over the functions of the same repository. Vectors of chunks stay as they are, so no index is computed
+again. The number of passes is the one with the lowest loss on the last quarter of the repositories for training.
 
-Measured is R@5 of the search actor's own hybrid rank on the repositories held out, with and without the adapter. The
-interval is a bootstrap over repositories and, within each, over queries. The adapter is worth shipping where its low
-end is above 0 (`ship`).
+The benchmark measures R@5 of the search actor's own hybrid rank on the repositories held out, with and without the
+adapter. The interval is a bootstrap over repositories and, within each, over queries. The adapter is worth shipping if
+the interval's low end is above 0 (`ship`).
 """
 
 import argparse

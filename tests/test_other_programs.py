@@ -1,6 +1,6 @@
 """Commands of other programs in the documents, and SGLang's image recipe, name files, flags and packages that exist.
 
-tests/test_snippets.py holds the commands of headrace; here every other line of a block is a program that a checker
+tests/test_snippets.py checks the commands of headrace. Here every other line of a block is a program that a checker
 knows, or it is listed as text.
 """
 

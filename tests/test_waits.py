@@ -1,4 +1,4 @@
-"""Every wait has a deadline where it is made, or is listed here with the reason for which it cannot last for ever.
+"""Every wait has a deadline where it is made, or is listed here with the reason why it ends or may last.
 
 The scan finds awaits of futures, tasks, events, queues and locks by their syntax: a bare name, `x.wait()`, `x.get()`,
 `x.join()`, `x.acquire()`, `x.receive()` without arguments, `x.wait_for(condition)`, `asyncio.shield(x)`, and
@@ -108,7 +108,7 @@ def name_of(call: ast.expr) -> str:
 
 
 def lasts(awaited: ast.expr) -> bool:
-    """Whether this is a wait for somebody else without a deadline of its own."""
+    """Whether this is a wait for another task, thread or process without a deadline of its own."""
     if not isinstance(awaited, ast.Call):
         return True
     name = name_of(awaited)

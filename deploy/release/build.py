@@ -1,8 +1,8 @@
-"""Builds a release into dist/: wheel, sdist, SBOM (CycloneDX) and SHA256SUMS, equal in every bit when built again.
+"""Builds a release into dist/: wheel, sdist, SBOM (CycloneDX) and SHA256SUMS, bit-identical when built again.
 
 `make release` runs it. It builds an export of a commit, HEAD unless `--commit` names another, so files that are not
 committed stay out. Times in the archives are the commit's (SOURCE_DATE_EPOCH). The SBOM lists the packages of the
-environment that runs this, so equal bits need the same packages (constraints.txt).
+environment that runs this, so identical files need the same packages (constraints.txt).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The commit that a release is built from: where it lies, its time, and the commands that build it."""
+"""The commit that a release is built from: its hash, the check of its tag, and its time. `run` runs commands."""
 
 import os
 import re
@@ -18,8 +18,8 @@ def run(*words: str, cwd: Path = ROOT, **env: str) -> bytes:
 
 
 def resolved(name: str) -> str:
-    """The full hash of a commit. It is resolved once, so that every part of a release is of the same commit although
-    HEAD moves meanwhile."""
+    """The full hash of a commit. It is resolved once: every part of a release comes from one commit, also when HEAD
+    moves meanwhile."""
     return run("git", "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").decode().strip()
 
 

@@ -6,8 +6,8 @@ is the commit's (SOURCE_DATE_EPOCH), and modules are compiled with the hashes of
 bits need equal packages: constraints.txt pins every Python package, and `--wheels` keeps them in a folder and installs
 from it alone the next time. Debian's packages are those of its archive on that day.
 
-Trade-off: one layer of 1.5 GB, most of it torch, so that nothing but this file has to be right. A node with GPUs needs
-torch's CUDA build in it: `--pip-args` names the index. SGLang keeps an image of its own (docs/sglang.md).
+Trade-off: one layer of 1.5 GB, most of it torch, which keeps the recipe in this one file. Nodes with GPUs need torch's
+CUDA build in it: `--pip-args` names the index. SGLang has an image of its own (docs/sglang.md).
 """
 
 import argparse
@@ -43,9 +43,11 @@ useradd --uid {USER} --user-group --home-dir /var/lib/headrace --create-home --s
 
 
 def wheels(folder: Path, commit: str, pip_args: Sequence[str], stock: Path | None) -> str:
-    """Put headrace's wheel and all that it needs into a folder; its version. An existing folder `stock` is all that
-    pip may take packages from; one that is missing is made with the packages of this build. SystemExit when the stock
-    lacks one."""
+    """Put headrace's wheel and all that it needs into a folder. Returns headrace's version.
+
+    stock: if this folder exists, pip takes packages from it alone; otherwise it is created with the packages of this
+    build. SystemExit when the stock lacks a package.
+    """
     release = folder.parent / "release"
     run(sys.executable, str(HERE / "build.py"), "--out", str(release), "--commit", commit)
     (wheel,) = release.glob("headrace-*.whl")
@@ -68,7 +70,7 @@ def root(tar: Path, wheelhouse: Path) -> None:
 
 
 def set_times(archive: Path, moment: int) -> None:
-    """Give every entry of an archive one time: buildah writes that of the build. Blobs keep their names and bytes."""
+    """Set the time of every entry of an archive: buildah writes the build's time. Blobs keep their names and bytes."""
     rewritten = archive.with_suffix(".new")
     with tarfile.open(archive) as source, tarfile.open(rewritten, "w", format=tarfile.PAX_FORMAT) as target:
         for entry in sorted(source.getmembers(), key=lambda entry: entry.name):
@@ -78,7 +80,7 @@ def set_times(archive: Path, moment: int) -> None:
 
 
 def build(out: Path, pip_args: Sequence[str], name: str = "HEAD", stock: Path | None = None) -> tuple[Path, str]:
-    """Write the image of a commit into a folder; its archive and digest."""
+    """Write the image of a commit into a folder. Returns its archive and digest."""
     if os.geteuid() != 0 or shutil.which("buildah") is None:
         raise SystemExit("image: expected root and buildah: apt-get install buildah")
     commit = resolved(name)
@@ -107,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="a container image of a commit")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--pip-args", default="", help="further arguments for pip, for example an index")
-    parser.add_argument("--wheels", type=Path, help="packages of an earlier build; made where it is missing")
+    parser.add_argument("--wheels", type=Path, help="folder of an earlier build's packages; may be new")
     parser.add_argument("--commit", default="HEAD")
     args = parser.parse_args()
     archive, digest = build(args.out.resolve(), shlex.split(args.pip_args), args.commit, args.wheels)

@@ -1,4 +1,4 @@
-"""One's own client: a small agent with a tool of its own, over plain HTTP. It needs nothing of headrace.
+"""Your own client: a small agent with a tool of its own, over plain HTTP. It needs nothing of headrace.
 
     OWN_KEY=... python examples/own/client.py URL TURNS
 

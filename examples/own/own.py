@@ -1,4 +1,4 @@
-"""One's own image tasks and reward.
+"""Your own image tasks and reward.
 
 `[tasks] suite = "own:open_tasks/words"` and `[algorithm] reward = "own:frugal"` name them; the module is found by
 PYTHONPATH on every host that has an actor of `own.toml`.

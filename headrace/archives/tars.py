@@ -97,7 +97,7 @@ class _Plain:
 
     @contextmanager
     def headers(self) -> Iterator[None]:
-        """Inside, the reads are those of one member's headers."""
+        """A context: the reads inside it are those of one member's headers."""
         self._budget = _HEADERS
         yield
         self._budget = None

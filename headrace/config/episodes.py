@@ -259,7 +259,7 @@ class Production(Section, frozen=True, kw_only=True):
     lend_again_s: Seconds = 600.0
     """Seconds after a reclaim before the same capacity is lent again: users meet lent capacity once in this time."""
     forecast_s: Seconds = 300.0
-    """Capacity is lent when neither the mean load of this time nor its trend, drawn on over the same time, is above
+    """Capacity is lent when neither the mean load of this time nor its trend, extended over the same time, is above
     `reclaim_above`; so not within this time of the scavenger's start. 0: the present load alone counts."""
     simulate: bool = False
     """Run simulated users against the gateway, with a day-and-night rhythm."""

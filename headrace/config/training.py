@@ -76,10 +76,10 @@ class MidTraining(Section, frozen=True, kw_only=True):
     """Share of repairs whose broken function has several lines; the suites have 0.5."""
     broad: Share = 0.0
     """Share of repairs on function templates that no suite has (headrace/tasks/generated/broad_templates.py): a
-    pretrained policy then learns to repair, and less the suites' functions by heart."""
+    pretrained policy then learns to repair instead of memorising the suites' functions."""
     retries: Share = 0.25
-    """Share of repairs without a fault that first go wrong, see a test fail, and look again; the wrong turn is read and
-    not taught."""
+    """Share of the faultless repairs that first make a wrong edit, see a test fail, and look again. The wrong turn is
+    context and has no loss."""
     context_weight: Share = 0.05
     """Loss weight of the tokens that a policy reads; those that it writes have 1. A pretrained policy needs 0."""
     processes: Threads = 2

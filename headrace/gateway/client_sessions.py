@@ -82,7 +82,7 @@ class ClientSessions:
         self._sessions: dict[str, ClientSession] = {}
         self._of_user: dict[str, dict[str, None]] = {}
         self._of_past: dict[Past, dict[str, None]] = {}
-        """Groups of the sessions of a user, and of those with a past; dicts as ordered sets."""
+        """The groups of the sessions of each user, and of the sessions with each past; dicts as ordered sets."""
         self._of_name: dict[Name, str] = {}
         for session in sessions:
             self._put(session)

@@ -167,7 +167,7 @@ class Connections:
         return True
 
     def closed(self, transport: asyncio.Transport) -> None:
-        """Count a connection no more."""
+        """Remove a connection from the count."""
         for place in (self.deadlines, self._new, self._reading, self._idle):
             place.pop(transport, None)
 

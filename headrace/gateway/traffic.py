@@ -1,8 +1,9 @@
 """Reports of a gateway's load, by which the scavenger lends and reclaims capacity.
 
-A report goes out every second and at once when a session or a client's turn begins after a report of less, at most
-`MOST_PER_S` times a second: capacity is reclaimed on the first request, not a second later. Turns of clients may be
-shorter than the time between two reports, so a report has the most turns at once since the one before.
+A report is sent every second. It is sent at once, at most `MOST_PER_S` times a second, when a session begins or when
+more clients' turns run than the last report gave: capacity is reclaimed on the first request, not a second later. A
+turn may be shorter than the time between two reports, so a report gives the highest number of concurrent turns since
+the last one.
 """
 
 import asyncio

@@ -33,8 +33,8 @@ def _allowed(task: Task, path: str) -> bool:
 
 
 def repository(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: Sequence[str]) -> dict[str, bytes]:
-    """The files to be tested: the task's, the allowed changes, and the hidden tests on top of all. Of a task with
-    separate tests, without the rest of the repository."""
+    """The files to be tested: the task's, the allowed changes, and the hidden tests on top of all. For a task with
+    separate tests the task's own files are left out."""
     changed, gone = allowed_part(task, diff, deleted)
     given = {} if oracle.separate else task.files
     files = {path: content for path, content in given.items() if path not in gone}
@@ -44,8 +44,8 @@ def repository(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: S
 def image_changes(task: Task, trajectory: Trajectory) -> ApplyChanges:
     """The allowed changes of an image, for a fresh sandbox of it. The trajectory's own claim is not trusted.
 
-    No real walk finds an entry below a link: such a path is forged, and would be written where the link points, which
-    may be outside the allowed paths.
+    The walk of a sandbox finds no entry below a link, so such a path is forged. It would be written where the link
+    points, perhaps outside the allowed paths.
     """
     links = {PurePosixPath(change.path) for change in trajectory.changes if change.kind == "link"}
     changes = tuple(

@@ -1,13 +1,13 @@
 """Certifies a task: the judge examines its known solution, no change, an empty solution and broken solutions.
 
 Every examination is `examination.examine`, as for a policy's attempt. A task is certified when the known solution
-passes every time, no change and empty functions fail, and the agent's side does not hold the solution
-or the hidden tests. A task without a known solution is uncertifiable: no examination can show whether its tests can be
-passed.
+passes every time, no change and empty functions fail, and the agent's side does not hold the solution or the hidden
+tests. A task without a known solution is uncertifiable: no examination can show whether its tests can be passed.
 
-A broken solution is one mutation (packages/mutate.py) in a function that the solution changes. A suite that compares
-behaviour says which mutations behave like the solution, and those do not count; elsewhere the share of mutations
-that pass is an upper bound of what the tests accept wrongly. A low share of refused ones is a note of the certificate.
+A broken solution is one mutation (tasks/packages/mutate.py) in a function that the solution changes. Some suites can
+tell that a mutation behaves like the solution (method `equivalent`); such mutations do not count. In other suites some
+mutations that pass may be equivalent to the solution, so their share is an upper bound of the tests' false acceptances.
+A low share of refused mutations is a note in the certificate.
 """
 
 import ast
@@ -109,7 +109,7 @@ def _reasons(made: Certificate) -> tuple[str, ...]:
 
 
 def _no_solution(task: Task, oracle: Oracle) -> str:
-    """Why the task cannot be examined; empty where it can."""
+    """The reason why the task cannot be examined; empty if it can."""
     if task.image:
         return "the repository lies in a container image, whose solution is not examined"
     if oracle.script:

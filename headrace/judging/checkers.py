@@ -1,7 +1,7 @@
 """Checkers: functions that grade the last message of an episode without a sandbox, found by name.
 
 A checker from outside is an entry point of the group ``headrace.checkers`` or ``module:attribute``, as a reward is.
-It has `TIMEOUT_S` for one message. A checker that needs a process of its own has `waits_for`, so that the process's
+It has `TIMEOUT_S` for one message. A checker that needs a process of its own uses `waits_for`, so that the process's
 start does not count.
 """
 
@@ -52,8 +52,8 @@ class CheckerError(Exception):
 
 
 def waits_for(ready: Ready) -> Callable[[Checker], Checker]:
-    """Gives a checker something to wait for before each message, outside its time limit. What ``ready`` raises is
-    a fault of the installation: a PluginError."""
+    """Decorates a checker with `ready`, a context that is entered for each message before the checker's time limit
+    begins. `ready` raises PluginError, because its failure is a fault of the installation."""
 
     def decorate(checker: Checker) -> Checker:
         setattr(checker, _READY, ready)

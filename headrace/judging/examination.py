@@ -10,8 +10,8 @@ changes a machine of its own has cheated.
 
 Every candidate gets a verdict. A checker that raises or exceeds its time limit gives reward 0 (`reward_error`). Output
 outside the bounds is the candidate's (judging/outcomes.py); a machine that dies twice under a candidate is a crash of
-the candidate; an exception while its data is processed is a fault of the judge: reward 0 as well, with the traceback in
-an event. Only sandboxes that our own parts lose are infrastructure.
+the candidate. An exception while the judge processes its data is a fault of the judge and gives reward 0 too, with the
+traceback in an event. Only sandboxes that our own parts lose are infrastructure failures.
 """
 
 import asyncio
@@ -152,8 +152,7 @@ class _Examiner:
     async def _examination(
         self, files: dict[str, bytes], isolation: Isolation, *, thorough: bool, second: bool = False
     ) -> Examination:
-        """Run the hidden tests and check the machine. A candidate that takes its machine down
-        twice has crashed.
+        """Run the hidden tests and check the machine. A candidate whose machine dies twice has crashed.
 
         The first death may have been a neighbour's in the group's shared machine, so the second try runs alone.
         Failures of our own parts are tried `TRIES` times and then raised: SandboxLost, NoCapacity.

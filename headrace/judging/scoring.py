@@ -84,7 +84,7 @@ class Rewarder:
         return value
 
     def parts(self, trajectory: Trajectory, verdict: Verdict, reward: Given) -> dict[str, float]:
-        """The parts of a reward that was given; one from outside the package is one part, and its turns another."""
+        """The parts of a given reward. A plugin's reward is one part, and the rewards of its turns are another."""
         if isinstance(reward, TurnRewards):
             return {self.name: reward.final, "turns": reward.total - reward.final}
         if not REWARDS.builtin(self.name):

@@ -25,18 +25,18 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the hidden tests in one sandbox."""
 
     ok: bool = False
-    """It passed by the task's grading."""
+    """Whether it passed by the task's grading."""
     tests: tuple[TestOutcome, ...] = ()
     value: float | None = None
     """The number of a reward file or a checker."""
     crashed: bool = False
-    """The candidate took its machine down twice."""
+    """Whether the machine died twice under the candidate."""
     refused: str = ""
     """Why the report of the candidate's process was not read (judging/outcomes.py)."""
     touched: tuple[str, ...] = ()
     """Parts of the machine that the integrity check found changed."""
     alone: bool = False
-    """The machine held no other candidate."""
+    """Whether the machine held no other candidate."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,11 +48,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The number of a reward file or a checker; None where tests decide."""
     suspicions: tuple[str, ...] = ()
     again: Literal["", "same", "other"] = ""
-    """Examined a second time, alone in a machine: whether that gave the same."""
+    """Whether a second examination, alone in a machine, gave the same; empty without one."""
     rubric: RubricScore | None = None
     """Of a rubric judge, beside the tests; it decides nothing here."""
     reason: str = ""
-    """Why the reward is 0 whatever the tests say: refused output, or a fault of the judge."""
+    """The reason why the reward is 0 without regard to the tests: refused output, or a fault of the judge."""
     plugins: tuple[Plugin, ...] = ()
     """Sandbox backends of its examinations that come from outside of headrace."""
 

@@ -1,8 +1,8 @@
 """The checker of tasks that come from verifiers: the taskset's own rewards, computed in its own environment.
 
 One worker per taskset stays open and scores one message at a time. The start of the worker and the wait for a free one
-do not count towards the checker's time limit (`ready`); a reward that exceeds it costs the worker, and the next verdict
-starts another. The worker runs the taskset's code on the judge's machine, as a plugin does.
+do not count towards the checker's time limit (`ready`). A reward that exceeds the limit ends the worker, and the next
+verdict starts another. The worker runs the taskset's code on the judge's machine, as a plugin does.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from headrace.registry import PluginError
 from headrace.tasks.verifiers.process import Source, VerifiersError, Worker
 
 _SHARE = 0.8
-"""Of the checker's time limit: the worker is closed before the judge gives up, so its thread has ended by then."""
+"""Share of the checker's time limit after which the worker is closed: its thread ends before the judge gives up."""
 _workers: dict[Source, Worker] = {}
 _locks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Source, asyncio.Lock]] = WeakKeyDictionary()
 
 
 @asynccontextmanager
 async def ready(message: Message) -> AsyncIterator[None]:
-    """Hold the taskset's worker; start it if none runs. PluginError when it cannot start or its taskset is another."""
+    """Hold the taskset's worker; start it if none runs. PluginError when it cannot start or its source has changed."""
     source = _source(message)
     async with _locks.setdefault(asyncio.get_running_loop(), {}).setdefault(source, asyncio.Lock()):
         worker = _workers.get(source)
@@ -33,7 +33,7 @@ async def ready(message: Message) -> AsyncIterator[None]:
                 raise PluginError(f"the taskset {source.taskset} in {source.python}: {error}") from error
         if worker.digest != message.reference["source"]:
             raise PluginError(
-                f"the taskset {source.taskset} in {source.python} is another than the one that was imported; "
+                f"the taskset {source.taskset} in {source.python} differs from the one that was imported; "
                 "import the suite again"
             )
         yield

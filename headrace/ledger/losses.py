@@ -18,7 +18,7 @@ class Losses:
         self._lost = 0
 
     def count(self, end: GroupClosed | GroupDropped, state: RunState) -> str:
-        """Count the end of a group. The sentence with which the run has to end at the limit, empty before."""
+        """Count the end of a group. Returns the reason why the run has to end; empty below the limit."""
         if isinstance(end, GroupClosed):
             self._lost = 0
             return ""

@@ -20,7 +20,7 @@ Version = Annotated[int, Meta(ge=-1, le=2**53)]
 Integer = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
-"""A duration that may reach a timer; neither NaN nor infinite, as are the next three."""
+"""A duration that may reach a timer. Neither NaN nor infinity is read here, nor in the next three types."""
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 """A measured number that is not negative, or a moment in seconds since 1970."""

@@ -48,11 +48,11 @@ class Renderers:
         self._opened: dict[tuple[ToolSchema, ...], Renderer] = {}
 
     def open(self, tools: Sequence[ToolSchema], wording: ToolWording | None = None) -> Renderer:
-        """The renderer for a task that offers these tools, under other words if there is a `wording`. RendererError
-        when a tool or the table of words differs from the run's, and for words in the terse format.
+        """The renderer for a task that offers these tools; with `wording` they have other words. RendererError when a
+        tool or the table of words differs from the run's, and for a `wording` in the terse format.
         """
         for name, schema in schemas.functions_json(tools).items():
-            if self.bundle.tools.get(name, schema) != schema:  # a plugin's tool may be known to this node alone
+            if self.bundle.tools.get(name, schema) != schema:  # only this node may have a plugin's tool
                 raise RendererError(f"this node's tool {name} differs from the run's: install the run's version")
         if wording is None or not tools:
             return self._open(tuple(tools))
@@ -72,7 +72,7 @@ class Renderers:
                 del self._opened[next(iter(self._opened))]
             if key:
                 self._opened[key] = self._build(self.bundle, self._tokenizer, key)
-            else:  # the system text tells how to use tools; the format is the run's all the same
+            else:  # the system text explains tools, so it is left out; the bundle's hash stays the run's
                 bare = self._build(msgspec.structs.replace(self.bundle, system=""), self._tokenizer, key)
                 bare.bundle = self.bundle.sha256
                 self._opened[key] = bare

@@ -63,8 +63,8 @@ class Format:
         return [*pieces, (_TASK[1], True), (_TURN[0], True)]
 
     def result_pieces(self, results: Sequence[ToolResult], closed: bool = True) -> list[Piece]:
-        """Results in call order, then the opening of the next turn. closed: the policy wrote the end of its turn; else
-        it is written here."""
+        """Results in call order, then the opening of the next turn. closed: whether the policy wrote the
+        end of its turn; if not, it is added here."""
         pieces: list[Piece] = [] if closed else [(_TURN[1], True)]
         for result in results:
             frame = schemas.RESULT if result.ok else schemas.ERROR
@@ -98,7 +98,7 @@ class TerseRenderer(Format):
         self.stop_ids: tuple[int, ...] = (stop,)
 
     def encode(self, pieces: Sequence[Piece]) -> list[int]:
-        """Ids of pieces: a tag is its own id where the tokenizer has one, content never is."""
+        """Ids of pieces. A tag becomes its own id if the tokenizer has one; content never becomes a tag's id."""
         ids: list[int] = []
         for text, is_tag in pieces:
             tag = self.tokenizer.tag(text) if is_tag else None

@@ -35,7 +35,7 @@ _CACHED_CHARACTERS, _CACHED_TEXTS = 32, 16384
 
 
 def _plain(backend: _Backend) -> _Backend:
-    """The same tokenizer without any added token: nothing that a text spells can match one."""
+    """The same tokenizer without added tokens, so that no text can match one."""
     fields = json.loads(backend.to_str())
     names = {token["content"] for token in fields["added_tokens"]}
     fields["added_tokens"], fields["post_processor"] = [], None
@@ -106,7 +106,7 @@ class Tokenizer:
         return int(self._backend.get_vocab_size())
 
     def encode(self, text: str) -> list[int]:
-        """Plain ids of any text; no added token comes out, whatever the text spells."""
+        """Plain ids of any text; none of them is an added token."""
         ids = self._cache.get(text)
         if ids is None:
             ids = list(self._plain.encode(text, add_special_tokens=False).ids)
@@ -118,8 +118,8 @@ class Tokenizer:
         """Ids of a rendered conversation: added tokens come from the format's pieces only.
 
         Where no content spells (part of) an added token, the ids are those of the joined text under the full backend,
-        as Hugging Face gives them: encoding frame and content apart would change the merges at their seams. Elsewhere
-        the text is split at the format's added tokens, and what lies between is joined and encoded as plain text.
+        as Hugging Face gives them: encoding frame and content apart would change the merges where they meet. Elsewhere
+        the text is split at the format's added tokens, and the text between two of them is encoded as plain text.
         """
         text = "".join(part for part, _ in pieces)
         spans: list[tuple[int, int]] = []

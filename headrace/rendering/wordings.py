@@ -19,7 +19,7 @@ from headrace.rendering.base import Answered, Call, Exchange, Parsed, Renderer
 from headrace.rendering.schemas import Parameter, ToolSchema
 
 KEY = "*"
-"""Where a bundle's tools have the hash of `TABLE`: no tool can have this name."""
+"""The key of `TABLE`'s hash among a bundle's tools: no tool can have this name."""
 
 
 class Words(NamedTuple):
@@ -239,7 +239,7 @@ def worded(tools: Sequence[ToolSchema], wording: ToolWording) -> tuple[Mapping, 
 
 
 def _number(wording: ToolWording, place: str) -> int:
-    """A number that depends on the seed and the place alone, whatever other tools there are."""
+    """A number that depends on the seed and the place alone, not on the other tools."""
     return int.from_bytes(hashlib.sha256(f"{wording.seed}/{place}".encode()).digest()[:8], "little")
 
 
@@ -254,7 +254,7 @@ def _parameter(parameter: Parameter, column: Sequence[str], wording: ToolWording
 
 
 class Worded:
-    """A renderer whose tools have other words. Calls have the tools' own names on this side, the words in the text."""
+    """A renderer whose tools have other words. Callers use the tools' own names; prompts and turns have the words."""
 
     def __init__(self, renderer: Renderer, tools: Sequence[Mapping]) -> None:
         """renderer: that of the schemas in `tools`."""

@@ -50,8 +50,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 @lru_cache(1)
 def identity() -> str:
-    """Identifies everything besides the files that chunks depend on: the rules of this module and the versions of the
-    parsers."""
+    """Identifies the inputs of chunks besides the files: the rules of this module and the versions of the parsers."""
     versions = [importlib.metadata.version(name) for name in ("tree-sitter", "tree-sitter-python")]
     return f"chunks-1 {MOST_LINES} {' '.join(versions)}"
 
@@ -108,7 +107,7 @@ def _parser(grammar: str) -> Any:
 
 def _definitions(grammar: str, data: bytes, count: int) -> list[tuple[str, int, int]]:
     """(qualified name, first line, line behind the last), 0-based, covering the file; the name of text outside every
-    definition is empty. Nested functions belong to the function around them, methods do not to their class."""
+    definition is empty. A nested function is part of the function around it; a method is not part of its class."""
     pieces: list[tuple[str, int, int]] = []
     at = 0
 

@@ -40,7 +40,7 @@ class Vectors:
         return self._rows[chunk]
 
     def put(self, template: str, chunks: list[str], vectors: NDArray[np.float32]) -> None:
-        """Keep new vectors, here and in the template's file."""
+        """Store new vectors in memory and in the template's file."""
         packed = bytearray()
         for chunk, vector in zip(chunks, vectors, strict=True):
             scale = float(np.float32(max(float(np.abs(vector).max()), 1e-12) / 127.0))

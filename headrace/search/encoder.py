@@ -2,8 +2,8 @@
 
 Texts become unit vectors by mean pooling over their tokens. Weights are int8 per output channel, activations int8 per
 row, sums int32: the products are exact, and on a processor without bfloat16 three times as fast as float32. Every batch
-has one of a few fixed shapes, padded where there are fewer or shorter texts: the vector of a text then does not depend
-on the texts beside it, so an index that was built in another order holds the same bits.
+has one of a few fixed shapes, padded if there are fewer or shorter texts. So the vector of a text does not depend on
+the other texts of the batch, and an index that was built in another order holds the same bits.
 """
 
 import itertools

@@ -57,7 +57,7 @@ class Index:
         return cls({}, {}, tree({})).changed(hashes, contents)
 
     def changed(self, hashes: Mapping[str, str], contents: Mapping[str, bytes]) -> "Index":
-        """The workspace with these files alone. contents: of the new and changed files."""
+        """The next state: a workspace with exactly these files. contents: of the new and changed files."""
         folder = tree(hashes)
         new, gone = changes(self.tree, folder)
         by_path = {path: part for path, part in self._by_path.items() if path not in gone}

@@ -48,7 +48,7 @@ class Indexes:
     _embedder: Embedder | None
 
     def update(self, request: SearchRequest) -> Index | None:
-        """The index of the request's workspace; None when its base is not known (any more)."""
+        """The index of the request's workspace; None when this node does not hold its base (any more)."""
         with self._lock:
             base = self._indexes.get(request.base)
         if request.base and base is None:

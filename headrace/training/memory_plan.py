@@ -120,8 +120,10 @@ def element_bytes(config: PolicyConfig) -> int:
 
 
 def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1) -> int:
-    """Bytes per token that one layer saves for backward, without `score_bytes`; with `context` devices per token of one
-    device, whose attention's output is kept by heads and by tokens.
+    """Bytes per token that one layer saves for backward, without `score_bytes`.
+
+    context: devices that share a sequence. The bytes are then per token of one device, and attention's output counts
+    twice, because it is kept by heads and by tokens.
 
     Each term is a saved tensor: inputs of norms and products, rotated queries and keys, values, attention's output and
     log-sum-exp, the MLP's inner width, and in float32 what norms and routing keep per row. An adapter saves the outputs

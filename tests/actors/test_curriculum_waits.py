@@ -47,7 +47,7 @@ async def test_a_run_without_an_actor_that_it_needs_ends_and_names_it(connect: C
 
 
 async def test_a_run_that_only_loses_groups_ends_and_names_the_causes(connect: Connect) -> None:
-    """Sandboxes that all fail at once were asked for without end: thousands of groups in minutes, and no step."""
+    """Without the limit, sandboxes that all fail at once gave thousands of groups in minutes and no step."""
     run = f"r{token_hex(4)}"
     settings = c.Config(
         curriculum=c.Curriculum(group_size=2, groups_per_step=2, attempts=1, lost_groups=3),

@@ -30,8 +30,8 @@ FIGURES = {
     "RendererBundle.template_kwargs",
     "RendererBundle.generation",
 }
-"""Numbers without a range. A step's figures may honestly be NaN or infinite, and its record must be read all the same;
-the others have no meaning of their own here. Nothing computes a time, a size or a count from them."""
+"""Numbers without a range. A step's figures may legitimately be NaN or infinite, and its record must still be read;
+the other numbers have no meaning of their own here. Nothing computes a time, a size or a count from them."""
 
 
 def structs() -> list[type[msgspec.Struct]]:

@@ -1,4 +1,4 @@
-"""Archives as nobody's program writes them: any header, any number, any name, and trees that share one object."""
+"""Archives that no ordinary program writes: any header, any number, any name, and trees that share one object."""
 
 import gzip
 import hashlib

@@ -1,7 +1,7 @@
 """Scripted engines that play the tasks of generated/notes from the text of the context alone.
 
-They are parts of the seam `headrace.engines`, so that the real rollout actor runs them: what a context no longer shows,
-they do not know. `keeps` summarises the right value, `loses` another one.
+They are parts of the seam `headrace.engines`, so the real rollout actor runs them, and they know nothing that the
+context does not show. `keeps` summarises the right value, `loses` another one.
 """
 
 import re

@@ -137,7 +137,7 @@ def kill(actor: Trainer) -> None:
         task.cancel()
     if actor._turn is not None:
         for promise in (actor._turn.base, actor._turn.announced):
-            promise.fail(RuntimeError("killed"))  # its thread does not wait for what is not written any more
+            promise.fail(RuntimeError("killed"))  # its thread does not wait for records that nobody writes any more
     actor._pool.shutdown(wait=True, cancel_futures=True)
 
 

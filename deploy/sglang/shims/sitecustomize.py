@@ -1,7 +1,7 @@
 """Shim 1 of 3: torchvision imports although its CUDA library can't be loaded here.
 
-The wheel declares its operators in that library and registers fakes for them in Python; the declarations alone are
-enough for the import, and nothing in a language model ever calls them.
+The wheel declares its operators in that library and registers fake implementations of them in Python. The declarations
+alone are enough for the import, and a language model calls none of these operators.
 """
 
 import importlib.abc

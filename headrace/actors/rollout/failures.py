@@ -11,7 +11,7 @@ CANCELLED, PURGED = "the user cancelled the run", "the user's data is purged"
 
 
 class Cancelled(Exception):
-    """The user ended the attempt before its first turn, or had the data of it purged."""
+    """The user ended the attempt before its first turn, or had the attempt's data purged."""
 
 
 class NoEnvironment(Exception):

@@ -85,7 +85,7 @@ class TracedToolbox(Toolbox):
     """Tools whose calls are spans."""
 
     async def run(self, call: ToolCall, sandbox: Sandbox, task: Task, prefix: str = "") -> ToolResult:
-        """`Toolbox.run`. A name that is not a tool's is the policy's text, so it is in no span."""
+        """`Toolbox.run`. A call of an unknown tool has no span, because its name is the policy's text."""
         name = call.name if call.name in self.names else "unknown"
         attributes = {
             OPERATION: "execute_tool",

@@ -89,7 +89,7 @@ class Scavenger(Actor):
 
     async def grant(self, rollout: str, lanes: tuple[str, ...], reason: str) -> bool:
         """Write a lease on top of its newest revision. After a concurrent write it tries again, three times in all;
-        False when each of them met another one."""
+        False when every try met a concurrent write."""
         lease = CapacityLease(rollout=rollout, lanes=lanes, reason=reason, since=time.time())
         key = lease_key(self.run, rollout)
         for _ in range(3):

@@ -3,8 +3,9 @@
 The idea: users must not notice lending. The first request above `reclaim_above` reclaims. The actor is lent when three
 things hold: the load has been low for `lend_after_s`; a reclaim is at least `lend_again_s` ago, so that users meet a
 lent actor at most once in this time; and neither the mean load of the last `forecast_s` nor the line through these
-loads, drawn on over the same time, is above `reclaim_above`. The mean sees a trickle of short requests between which
-the load is low, the line a morning that comes. Trade-off: capacity stays idle for a while that could have been lent.
+loads, extended over the same time, is above `reclaim_above`. The mean detects short requests with pauses between them;
+the line detects a load that rises slowly, as in the morning. Trade-off: capacity that could be lent stays idle for a
+while.
 """
 
 from collections import deque
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from headrace.config import Production
 
 ROUNDING = 1e-6
-"""Requests; the line through equal loads differs from them by less."""
+"""In requests. Rounding moves the line through equal loads by less than this."""
 
 
 class Point(NamedTuple):

@@ -31,8 +31,8 @@ class CheckpointStore:
         self._name_checkpoint()
 
     def publish(self, state_hash: str = "") -> Publication:
-        """Begin to write the current version's bytes, once. state_hash: where it is known, a file that exists is
-        used."""
+        """Begin to write the current version's bytes, once. state_hash: if it is given, an existing file with that hash
+        is used."""
         path = path_of(self.snapshots, self.trainer.version, state_hash)
         if state_hash and path.exists():
             return Publication.existing(path, state_hash)

@@ -14,7 +14,7 @@ AGAIN_S = 30.0
 
 
 async def forget(actor: Actor) -> None:
-    """Follow the versions of the actor's run and remove old chains for ever. A failed removal is repeated."""
+    """Follow the versions of the actor's run without end and remove old chains. A failed removal is repeated."""
     section = actor.config.weights
     trust = Trust.load(actor.bus.credentials, section.publishers, unsigned=section.unsigned)
 

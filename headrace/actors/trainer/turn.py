@@ -55,7 +55,7 @@ class Turn:
         self.ended: Promise[bool] = Promise()
 
     def wait(self, clock: Clock) -> None:
-        """In the worker thread: wait for the records that precede the update. Raises what made one of them fail."""
+        """In the worker thread: wait for the records that precede the update. Raises the error of a failed record."""
         with clock.spent("publish"):
             self.base.result()
         with clock.spent("records"):

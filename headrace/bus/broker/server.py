@@ -87,7 +87,7 @@ class Server:
         tenants: bool = False,
     ) -> None:
         """prepared: the folder has its nats.conf and credentials already, as `regions` and `cluster` make them.
-        origins: pages that may connect over WebSocket; none opens no WebSocket. tenants: open to API keys."""
+        origins: of pages that may connect over WebSocket; it is not opened without any. tenants: open to API keys."""
         self.folder = Path(folder).resolve()
         self.host, self.port, self.need_free = host, port, need_free
         self.credentials = self.folder / "credentials"

@@ -221,15 +221,14 @@ class Actor:
     def waiting(self, what: What = "", since: float | None = None) -> Iterator[None]:
         """A context around waiting for input or credit: that time does not count as busy.
 
-        what: the reason, where work stands still meanwhile: a wait that lasts is reported with it. since: as of
-        `Waits.named`.
+        what: the reason, for a wait that stops work: a long wait is reported with it. since: as in `Waits.named`.
         """
         named = self._waits.named(what, since) if what else contextlib.nullcontext()
         with self._utilization.waiting(), named:
             yield
 
     async def news(self, event: asyncio.Event, what: What = "") -> None:
-        """Wait for an event and clear it; the wait does not count as busy. what: as of `waiting`."""
+        """Wait for an event and clear it; the wait does not count as busy. what: as in `waiting`."""
         with self.waiting(what):
             await event.wait()
         event.clear()

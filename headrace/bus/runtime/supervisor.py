@@ -1,10 +1,10 @@
 """Run actors in one process until they are told to end, and start again those that fail.
 
 Supervision as in Erlang/OTP, one for one: an actor that fails is started again on a connection of its own, after a
-short pause; more than `restarts` failures within `period` seconds mean that starting again does not help, and so do
-three failures in a row with one text, however long each life was. Then the supervisor gives up: an event, every actor
-of the process is drained, and the exit code says so to the parent of the process. SIGTERM and SIGINT drain; a second
-signal ends at once.
+short pause. More than `restarts` failures within `period` seconds mean that starting again does not help. So do `ALIKE`
+failures in a row with one text that take longer than `period`, unless `STEADY_S` lies between two of them. Then the
+supervisor gives up: it publishes an event, drains every actor of the process, and its exit code tells the parent of the
+process. SIGTERM and SIGINT drain; a second signal ends at once.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ EXIT_NO_BROKER = 4
 ALIKE = 3
 """Failures in a row with one text that mean that a restart would fail in the same way."""
 STEADY_S = 3600.0
-"""After a life as long as this a failure is the first of its kind again."""
+"""A failure this long after the last one is the first of its row again."""
 State = Literal["starting", "running", "draining", "stopped"]
 
 
@@ -56,7 +56,7 @@ class _Life:
         """The decision about the latest failure: start again, or give up because it would fail again."""
 
     def failed(self, error: BaseException, now: float) -> None:
-        """Count a failure among those in a row that had one text."""
+        """Count a failure among those in a row that had one text. An absent broker or process begins the row anew."""
         passes = isinstance(error, ConnectionError | TimeoutError) or (
             isinstance(error, BusError) and not isinstance(error, Denied | CorruptPayload)
         )
@@ -130,9 +130,11 @@ class Supervisor:
                     await self._stop.wait()
 
     def _count(self, life: _Life, error: BaseException) -> None:
-        """Count a failure, once, and decide what follows: a restart would fail in the same way when the actor says so,
-        or when it has happened over more than `period`. Failures that follow each other faster are too many when they
-        are more than `restarts`."""
+        """Count a failure once and decide what follows.
+
+        ``for good``: the actor says that a restart would fail in the same way, or `ALIKE` failures with one text took
+        longer than `period`. ``too often``: more than `restarts` failures within `period`. Otherwise ``again``.
+        """
         now = time.monotonic()
         life.failed(error, now)
         self._failures.append(now)

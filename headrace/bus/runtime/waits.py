@@ -1,7 +1,7 @@
 """Finds waits that last: after a minute, and each time the wait has doubled, it is reported with its reason.
 
-A wait has a deadline of its own where it is made, often of hours, because a sandbox or a version may be late for good
-reasons. An operator learns of it after a minute. Only waits with a name are watched: an actor without work waits too.
+Waits have deadlines where they are made, often hours ahead, because a sandbox or a version may be late for good
+reasons; an operator learns of the wait after a minute. Only named waits are watched: an actor without work waits too.
 """
 
 import contextlib

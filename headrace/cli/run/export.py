@@ -83,7 +83,7 @@ def shape_of(folder: "RunDir", config: "Config") -> "PolicyConfig":
 def base_of(config: "Config") -> str:
     """The checkpoint that an adapter belongs on. RunError when the run began without one."""
     if not config.policy.checkpoint:
-        raise RunError("--adapter: the run began with weights that nobody else has; export it without --adapter", 2)
+        raise RunError("--adapter: the run began with weights of no other checkpoint; export it without --adapter", 2)
     return config.policy.checkpoint
 
 

@@ -43,7 +43,7 @@ def launch(args: argparse.Namespace) -> int:
         if args.action == "start":
             stopping.effect = "the hosts that this launch started are stopped again"
             return await cluster.start(path)
-        stopping.effect = "the hosts go on with what they were asked"
+        stopping.effect = "the hosts complete the command that they received"
         return await {"status": cluster.status, "stop": cluster.stop}[args.action](path)
 
     return uvloop.run(interruptible(body))

@@ -158,7 +158,7 @@ class Connection:
         return _text(result), not result.is_error
 
     async def close(self) -> None:
-        """End the client, and the process of a command. A server that does not let go in CLOSE_S is left."""
+        """End the client, and the process of a command. After CLOSE_S the end is cancelled, after as many more left."""
         self._drop()
         if self._ending:
             _, late = await asyncio.wait(self._ending, timeout=CLOSE_S)

@@ -1,1 +1,1 @@
-"""Test logs of ten frameworks as outcomes. A log is text that the candidate's process wrote: it can be forged."""
+"""Parsers of test logs, by format. A log is text that the candidate's process wrote: it can be forged."""

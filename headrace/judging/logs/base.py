@@ -1,7 +1,8 @@
 """A log parser: from the text that a test command wrote to test names with their outcomes.
 
-The text may be chosen to be slow: a pattern here takes time in proportion to its line, also where it does not match. So
-no two parts of a pattern that repeat may match the same characters, and no pattern is searched for from every place.
+A candidate can choose a text on which a careless pattern is slow. A pattern here therefore takes time in proportion to
+its line, also where it does not match: two repeated parts of a pattern never match the same characters, and a search
+does not read the same characters again from every position.
 """
 
 import re
@@ -42,5 +43,5 @@ def matched(log: str, pattern: re.Pattern[str], words: dict[str, Outcome]) -> Ou
 
 
 def first_word(line: str, words: Iterable[str]) -> str:
-    """The one of these words that a line begins with; empty for another line."""
+    """The first of these words with which the line begins; empty if there is none."""
     return next((word for word in words if line.startswith(word)), "")

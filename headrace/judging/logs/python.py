@@ -126,8 +126,8 @@ def unittest(log: str) -> Outcomes:
 
 
 def django(log: str) -> Outcomes:
-    """Django's runner (``--verbosity 2``): as unittest prints, a docstring in place of a name where there is one, and
-    output between a name and its ``ok``."""
+    """Django's runner (``--verbosity 2``): the lines of unittest, where a test's docstring may replace its name and
+    output may stand between the name and its ``ok``."""
     outcomes: Outcomes = {}
     last = ""
     for line in lines(log):

@@ -30,7 +30,7 @@ class Cache:
         self._store.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB NOT NULL)")
 
     def get(self, key: str) -> Answer | None:
-        """The answer to a question."""
+        """The answer to a question; None if it was never asked."""
         row = self._store.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
         return msgspec.json.decode(row[0], type=Answer) if row is not None else None
 

@@ -44,7 +44,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     again: bool
     """The same question with another seed."""
     longer: bool
-    """The longer work of its pair."""
+    """Whether it is the longer work of its pair."""
 
     @property
     def verdict(self) -> bool:
@@ -71,8 +71,8 @@ class CriterionCard(msgspec.Struct, frozen=True, kw_only=True):
     retest: float
     """Share of answers that another seed repeats."""
     length_bias: float
-    """Length bias: how much more often than its label the longer work of a pair is judged as met, minus the same
-    number for the shorter work: 0 without bias, at most 2."""
+    """Length bias: the mean of verdict minus label over the longer works of the pairs, minus the same mean over the
+    shorter works. 0 without bias, from -2 to 2."""
     counts: bool
     reason: str = ""
     """Why the criterion does not count; empty when it counts."""

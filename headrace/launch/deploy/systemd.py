@@ -35,7 +35,7 @@ def unit(process: Process, binary: str) -> str:
     """The unit of one process of actors."""
     hardened, devices = HARDENED, "PrivateDevices=yes"
     if process.machines:
-        # QEMU opens /dev/kvm, and the environment actor reads the host's capacity in /proc, outside of the PIDs.
+        # QEMU opens /dev/kvm, and the environment actor reads files of /proc that ProcSubset=pid hides.
         hardened = hardened.replace("ProcSubset=pid\n", "")
         devices = "DevicePolicy=closed\nDeviceAllow=/dev/kvm rw\nSupplementaryGroups=kvm"
     elif process.device:

@@ -52,7 +52,7 @@ PLACES: dict[Kind, Build] = {"user": _opening, "result": _results, "argument": _
 
 
 def sentinel(conversation: Conversation, text: str) -> Call:
-    """A call of the first tool that takes an argument; this text is the value of all that it needs."""
+    """A call of the first tool that takes an argument; `text` is the value of every required argument."""
     tool = next((tool for tool in conversation.tools.values() if tool.parameters), None)
     if tool is None:
         raise RendererError("a chat format can be checked only with a tool that takes an argument")
@@ -101,7 +101,7 @@ def changes(conversation: Conversation) -> dict[Kind, Change]:
 
 
 def _explains(conversation: Conversation, kind: Kind, build: Build, change: Change) -> bool:
-    """Whether filling placeholders through the change gives what the template renders for the texts themselves."""
+    """Whether placeholders that are filled through `change` give the text that the template renders without them."""
     verbatim = CHANGES["verbatim"]
     every: dict[Kind, Change] = dict.fromkeys(("system", "user", "result", "argument", "thought"), verbatim)
     for text in TELLING:

@@ -33,7 +33,7 @@ class ClientRenderer:
     """One policy's format with the tools of one client."""
 
     def __init__(self, renderer: NativeRenderer, tools: Sequence[ClientTool]) -> None:
-        """UnusableConversation when the tools cannot stand in a prompt."""
+        """UnusableConversation when a prompt cannot contain the tools."""
         self._renderer, self._format = renderer, renderer.format
         self._functions = [_function(tool) for tool in tools]
         self._types = {tool.name: _properties(tool) for tool in tools}
@@ -67,8 +67,8 @@ class ClientRenderer:
         return ids[1:] if stopped is not None and ids[:1] == [stopped] else ids
 
     def turn(self, messages: Sequence[ClientMessage]) -> list[int]:
-        """The last message, an assistant's, as the policy writes it: from behind the opening in which `start` and
-        `delta` end to its stop. UnusableConversation."""
+        """The ids of the last message, an assistant's, as the policy writes it. They follow the opening with which
+        `start` and `delta` end, and the stop id is the last. UnusableConversation."""
         slots = Slots()
         written = self._messages(slots, messages)
         if len(messages[-1].calls) > 1 and not self._format.traits.parallel:
@@ -89,7 +89,7 @@ class ClientRenderer:
     def parse(self, ids: Sequence[int], *, prompt: Sequence[int]) -> Completion:
         """Thinking, text and calls of a sampled turn. prompt: the ids before it.
 
-        A call with a name that could not stand in the next prompt has its `error` set: its client would send it back.
+        A call whose name is not allowed in a prompt has its `error` set, because the client would send it back.
         """
         read = self._renderer.read(ids, self._types, prompt=prompt)
         return msgspec.structs.replace(read, calls=tuple(map(_usable, read.calls)))
@@ -141,7 +141,7 @@ class ClientRenderer:
         return written
 
     def _turn(self, message: ClientMessage, count: int, text_of: Any, anchor: str) -> Message:
-        """An assistant's message. count: calls before it. anchor: what stands in the place of its last text."""
+        """An assistant's message. count: calls before it. anchor: the text that replaces its last text."""
         if not message.calls:
             return {"role": "assistant", "content": anchor or text_of("thought", message.text)}
         calls: list[Message] = []

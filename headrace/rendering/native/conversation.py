@@ -70,8 +70,8 @@ class Conversation:
         ]
 
     def history(self, slots: Inserter, history: Sequence[Exchange], anchor: str, request: str = "") -> list[Message]:
-        """The turns with their answers. anchor: a word that stands in the last turn's text, behind which its end
-        follows; request: text after its last result."""
+        """The turns with their answers. anchor: a word in the last turn's text, before the
+        turn's end; request: text after its last result."""
         messages: list[Message] = []
         count = 0
         for exchange in history[:-1]:
@@ -124,7 +124,7 @@ class Conversation:
         return next(iter(self.tools[name].parameters), None) or "x"
 
     def before(self, calls: int) -> list[Message]:
-        """`count` earlier turns with one call each."""
+        """`calls` earlier turns with one call each."""
         name = next(iter(self.tools))
         messages: list[Message] = []
         for index in range(calls):
@@ -139,7 +139,7 @@ class Conversation:
         return messages
 
     def written(self, slots: Inserter, calls: Sequence[Call], thought: str, before: int, field: str) -> list[Message]:
-        """A turn as a message, and an answer to it. field: of the message, that holds the thought."""
+        """A turn as a message, and an answer to it. field: the message's field for the thought."""
         if not calls:
             return [{"role": "assistant", "content": slots.add("thought", thought)}, _user(FILLER)]
         turn: Message = {"role": "assistant", "content": ""}

@@ -55,7 +55,7 @@ class NativeRenderer:
         eos_ids: Sequence[int],
         bundle: str = "",
     ) -> None:
-        """changes: what the template does to each kind of content. eos_ids: of generation_config.json."""
+        """changes: the template's change of each kind of content. eos_ids: of generation_config.json."""
         self.tokenizer, self.bundle = tokenizer, bundle
         self._conversation, self._syntax, self._changes = conversation, syntax, changes
         self._types = {name: tool.properties for name, tool in conversation.tools.items()}
@@ -137,7 +137,7 @@ class NativeRenderer:
         return self.tokenizer.encode_pieces(slots.fill(text, self._changes))
 
     def turn(self, calls: Sequence[Call], thought: str = "", *, before: int = 0) -> list[int]:
-        """A turn as the template renders it, from behind the opening that `prompt` and `delta` end in to its stop."""
+        """A turn as the template renders it: it follows the opening with which `prompt` and `delta` end."""
         conversation = self._conversation
         if len(calls) > 1 and not self.parallel:
             raise RendererError("the chat template takes one call per turn")
@@ -153,8 +153,8 @@ class NativeRenderer:
         raise RendererError("the chat template shows no thought of a turn with calls")
 
     def written(self, slots: Slots, opened: str, whole: str, thought: str = "") -> list[int]:
-        """The ids of a turn: the text of `whole` behind the opening in which `opened` ends, up to the turn's stop.
-        Empty when a thought does not show in it."""
+        """The ids of a turn, its stop included. opened: a rendering that ends with the turn's opening; whole: one that
+        contains the turn. Empty when the turn has a thought that `whole` does not show."""
         start = self._common(opened, whole)
         body, rest = whole[start:], opened[start:]
         end = self._stops.search(body) or self._closers.search(body)

@@ -1,8 +1,8 @@
 """A chat template as Hugging Face runs it: Jinja in a sandbox, with the same extensions and filters.
 
 Templates come from outside, so the environment is immutable and sandboxed. Jinja's own ``tojson`` escapes HTML and
-sorts keys; the override writes plain JSON. ``strftime_now`` gives the bundle's date, so that
-a prompt does not depend on the day.
+sorts keys; the override writes plain JSON. ``strftime_now`` gives the bundle's date, so
+that a prompt does not depend on the day.
 """
 
 import datetime
@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 
 class TemplateRefused(Exception):
-    """The template cannot render these messages; the text is its own error."""
+    """The template cannot render these messages; the text is the template's error."""
 
 
 class _Generation(Extension):

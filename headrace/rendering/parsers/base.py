@@ -35,7 +35,7 @@ class WrittenCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Span(NamedTuple):
-    """Characters start..end-1 of a text are this call; what lies outside of all spans is content."""
+    """Characters start..end-1 of a text are this call; the text outside of all spans is content."""
 
     start: int
     end: int
@@ -73,7 +73,7 @@ class Syntax:
 
     def wire_id(self, name: str, index: int, written: str = "") -> str:
         """The id under which a call stands in the messages of a template. index: of the call in its segment; written:
-        what the model wrote itself, which syntaxes that show ids take over where it is well formed."""
+        the model's own id, which syntaxes that show ids use if it is well formed."""
         return f"call_{index}"
 
     def find(self, text: str, types: Types) -> Iterator[Span]:
@@ -148,7 +148,7 @@ def call_of(value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def after(text: str, at: int, closing: str) -> int:
-    """Where `closing` ends, which follows at `at` after white space. Malformed when it does not."""
+    """The end of `closing`, which must follow at `at`, white space aside. Malformed otherwise."""
     at = skip_space(text, at)
     if not text.startswith(closing, at):
         raise Malformed(f"the call is not closed by {closing}")
@@ -158,7 +158,7 @@ def after(text: str, at: int, closing: str) -> int:
 def between_tokens(
     text: str, begin: str, end: str, section: tuple[str, str], read: Callable[[str, int], tuple[WrittenCall, int]]
 ) -> Iterator[Span]:
-    """The calls that stand between two tokens, in order; one that cannot be read goes up to its end token.
+    """The calls that stand between two tokens, in order; a call that cannot be read ends at its end token.
 
     section: the markers around all calls of a turn. read: a call from the position behind `begin`, and where it ends;
     it may raise Malformed.
@@ -189,7 +189,7 @@ def with_section(text: str, span: Span, since: int, begin: str, end: str) -> Spa
 
 
 def coerce(value: str, schema: Any) -> Any:
-    """A value that was written as plain text, in the type that its schema names; text where it has no other reading."""
+    """A value that was written as plain text, in the type that its schema names; the text itself if it has none."""
     types = _types(schema)
     word = value.strip()
     if "null" in types and word == "null":

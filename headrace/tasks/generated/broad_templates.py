@@ -1,9 +1,9 @@
 """Function templates for broad traces alone: no suite draws from them, so no task is one of theirs.
 
-Idea: a cold start on the templates of the suites teaches them by heart. The same number of tokens, half of them from
-these templates, cost no held-out tasks and gave many more of the templates without training. None of these shares its
-description or its body with a template of a suite (a test checks it). They were written before those of `generated/
-unseen-final`, and not changed after.
+Idea: a cold start on the suites' templates alone makes the policy memorise them. In the runs of docs/models.md broad
+cold starts passed no fewer tasks on templates of training than a narrow one, and more on templates without training;
+token counts and learning rates differed too. No template here shares its description or its body with a template of a
+suite (a test checks it). They were written before those of `generated/unseen-final`, and not changed after.
 """
 
 from headrace.tasks.generated.templates import AGGREGATES, FILTERS, Template, aggregated, multi_line, one_line

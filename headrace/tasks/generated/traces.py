@@ -33,7 +33,7 @@ _LATE = 0.2
 """Share of quitters that have at least searched; the others are the shortest of traces."""
 
 RETRIES = 0.25
-"""Share of good traces that first go wrong, see a test fail, and look again. The wrong turn itself is not taught.
+"""Share of good traces that first make a wrong edit, see a test fail, and look again. The wrong turn has no loss.
 `[mid_training] retries` by default."""
 
 CONTEXT = 0.05

@@ -47,7 +47,7 @@ class Publication:
         self.hashed: Future[str] = Future()
         """The state hash, when all rows of all processes are in the file."""
         self.durable: Future[Path] = Future()
-        """The file's path, when a loss of power keeps it; in the other processes when all rows are in it."""
+        """The file's path, once the file survives a loss of power; in the other processes, once all rows are in it."""
         for future in (self.hashed, self.durable):
             future.set_running_or_notify_cancel()  # a task that waits for it and is cancelled does not cancel it
         self.copied = threading.Event()

@@ -9,7 +9,7 @@ from headrace.messages.sandbox import Acquire
 
 
 def test_a_node_that_stood_still_ends_no_lease_before_it_has_read_the_renewals() -> None:
-    """The reaper ran before the renewals that had arrived meanwhile, and the attempt lost its sandbox."""
+    """An earlier reaper ran before the renewals that had arrived meanwhile, so the attempt lost its sandbox."""
     request = Acquire(
         run="r", lane="train", role="rollout", group="g", slot=0, attempt=0, isolation="episode", lease_s=20.0
     )

@@ -217,7 +217,7 @@ async def test_another_rollout_actor_goes_on(connect: Connect, client: Client, r
 async def test_turns_of_two_actors_end_in_one_trajectory_and_in_no_cache(
     connect: Connect, client: Client, run: str, tmp_path: Path
 ) -> None:
-    """The broker gives each request to any of the actors: also the end of a session whose last turn another sampled."""
+    """The broker gives each request to any actor, also the end of a session whose last turn another actor sampled."""
     observer = await connect("admin")
     one, two = [await connect("rollout", node="n1") for _ in range(2)]
     settings, opening = config(tmp_path), [*client.messages]
@@ -293,7 +293,7 @@ def _reply(answer: dict[str, Any]) -> ClientMessage:
 async def test_an_actor_reads_the_turns_of_another_before_it_samples(
     connect: Connect, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the turns of its cache it would sample a whole turn on an old context, and answer by what it says there."""
+    """An actor that used its cached turns would sample a whole turn on an old context and answer from it."""
     contexts: list[int] = []
     sample = spans.sample
 

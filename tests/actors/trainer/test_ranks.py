@@ -253,4 +253,4 @@ async def test_killed_between_an_update_and_its_outcome_it_makes_the_same_versio
     assert [(type(r).__name__, r.step, r.incarnation) for r in records] == [
         (kind, step, 0) for step in range(3) for kind in ("StepManifest", "StepDone")
     ]
-    assert not list((feeder.folder / "snapshots").glob(".*.part")), "what the killed one was writing is deleted"
+    assert not list((feeder.folder / "snapshots").glob(".*.part")), "the killed process's unfinished file is deleted"

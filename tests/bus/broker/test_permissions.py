@@ -177,7 +177,7 @@ async def test_nobody_hears_what_is_not_for_him(connect: Connect) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 async def test_no_sibling_answers_for_an_environment(connect: Connect, role: str) -> None:
-    """An observation is a node's answer: other roles neither take its calls nor write into the inbox of who asked."""
+    """An observation is a node's answer: other roles neither take its calls nor write into the caller's inbox."""
     bus = await connect(role)
     for asker in ("rollout", "judge", role):
         with pytest.raises(Denied, match="may not publish on _INBOX"):

@@ -285,7 +285,7 @@ async def test_the_payloads_of_requests_and_answers_expire(connect: Connect) -> 
 
 
 async def test_payloads_of_records_that_the_broker_deletes_expire(connect: Connect) -> None:
-    """A record goes by its age or once it is handled, without a purge that would find its payload."""
+    """The broker deletes a record by age or once it is handled; no purge then finds its payload."""
     admin = await connect()
     big = Event(kind="test", text=os.urandom(1 << 20).hex(), run="r1", actor="a", id="a-1")
     event = s.EVENT.at(run="r1", actor="a", type="event")

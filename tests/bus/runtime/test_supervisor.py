@@ -107,7 +107,7 @@ class FailsAlike(Lively):
 
 
 async def test_three_slow_failures_alike_end_the_process_for_good(server: Server, connect: Connect) -> None:
-    """Failures that were further apart than `period` were repeated for ever."""
+    """Without this rule an actor whose failures are further apart than `period` was started again without end."""
     run, FailsAlike.lives = f"r{token_hex(4)}", 0
     life = supervisor(server, run, period=0.0)
     assert await asyncio.wait_for(life.run([(FailsAlike, "j5")]), PATIENCE_S) == EXIT_FOR_GOOD

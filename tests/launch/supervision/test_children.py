@@ -48,7 +48,7 @@ async def test_a_process_that_cannot_start_is_given_up_with_its_log(tmp_path: Pa
 
 
 async def test_a_process_without_memory_is_given_up_at_its_third_end(tmp_path: Path) -> None:
-    """It was started twenty times in two minutes, and for ever where each life was longer."""
+    """Without this limit it was started twenty times in two minutes, and without end when each life was longer."""
     if why := cgroups.lacks(SandboxLimits(memory_mib=64)):
         pytest.skip(why)
     group = cgroups.create("starved", processes=8, memory_mb=64)

@@ -16,7 +16,7 @@ from headrace.training.parallel.ranks import Ranks
 
 
 def test_a_process_that_ends_before_it_joins_ends_the_group(tmp_path: Path) -> None:
-    """The first process waited for it in the rendezvous, for thirty days."""
+    """Without this check the first process waited thirty days for it in the rendezvous."""
     unreadable = msgspec.structs.replace(Policy(), experts=0)  # the other process refuses to read it
     others = Ranks(Config(policy=unreadable, trainer=Trainer(ranks=2)), tmp_path)
     with pytest.raises(GroupError, match=r"rank 1 .* ended with code 1: .*policy.experts"):
@@ -25,7 +25,7 @@ def test_a_process_that_ends_before_it_joins_ends_the_group(tmp_path: Path) -> N
 
 
 def test_a_process_that_never_comes_ends_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first process waited for it for thirty days."""
+    """Without this limit the first process waited thirty days for it."""
     monkeypatch.setattr(group, "JOIN", timedelta(seconds=0.3))
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False, timeout=group.PATIENCE)
     with pytest.raises(RuntimeError, match="timeout after 300ms"):

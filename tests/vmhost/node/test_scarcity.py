@@ -125,7 +125,7 @@ def test_a_sandbox_that_writes_without_end_fills_what_is_its_own() -> None:
             one, two = [await host.acquire(request) for request in asked]
             for place in ("/workspace", "/tmp"):
                 assert "No space left on device" in await text(one, f"cat /dev/zero > {place}/big")
-            # What is full leaves memory for a command, in whichever template was built.
+            # Full file systems leave memory for a command, in every template.
             some = "/dev/shm/some"
             assert await text(one, f"cat a; head -c 3000000 /dev/zero > {some} && rm {some}; ls /tmp") == "1big"
             assert "No space left" in (await one.call(WriteFiles(files={"more": bytes(5000)}))).error

@@ -57,7 +57,7 @@ def test_the_doctor_looks_at_the_base_of_this_version_alone(tmp_path: Path) -> N
 
 @pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed")
 def test_the_first_check_of_a_machine_boots_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its `light.cpio` is missing, so that a boot would be an error."""
+    """Its `light.cpio` is missing, so a boot would fail."""
     base = packages.folder(tmp_path)
     base.mkdir()
     (base / "done").touch()

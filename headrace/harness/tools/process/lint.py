@@ -67,8 +67,8 @@ SHOWN = 50
 
 
 def report(result: OpResult, argv: Sequence[str]) -> Answer:
-    """The first lines of a linter's output, or ``no problems``. Exit codes from 126 are those of a program that could
-    not run; a linter that reports without a word says its exit code."""
+    """The first lines of a linter's output, or ``no problems``. An exit code above 125 or a signal means that the
+    linter could not run. A linter that finds problems and writes nothing is reported with its exit code."""
     lines = [line for text in (result.stdout, result.stderr) for line in text.strip().splitlines()]
     shown = "\n".join([*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more lines"] if len(lines) > SHOWN else [])])
     if result.timed_out:
