@@ -73,8 +73,7 @@ class PolicyTrainer:
         self.reference: Model | None = None
         """Version 0, held only while `algorithm.kl_weight` > 0."""
         self.guard = Guard()
-        """Detects a collapse while `algorithm.guard_k1` > 0, and rolls back when engines exceed a limit; see
-        `guarded`."""
+        """Detects a collapse while `algorithm.guard_k1` > 0; rolls back when engines exceed a limit (`guarded`)."""
         self.position: Mapping[str, int | str] = {}
         """The argument of the last `save`: the trainer's position in the streams."""
         self.resumed = False
@@ -144,8 +143,7 @@ class PolicyTrainer:
 
     @property
     def lost(self) -> str:
-        """The reason for which another process of this trainer has ended; empty while all run, or without other
-        processes."""
+        """The reason why another process of this trainer has ended; empty while all run."""
         return ""
 
     def close(self) -> None:
@@ -170,10 +168,9 @@ class PolicyTrainer:
         before_update: Callable[[], None] = nothing,
         hashed: bool = True,
     ) -> StepOutcome:
-        """Take the step of a manifest; records are keyed by stream sequence. The result depends on state and arguments
-        alone.
+        """Take a manifest's step; records are keyed by stream sequence. The result depends on state and arguments only.
 
-        before_update: called before anything that the next version depends on is changed; what it raises ends the step.
+        before_update: called before any change of the state that the next version depends on; its errors end the step.
         hashed: False leaves the outcome's state hash empty; `publish` computes it while it copies.
         A batch that cannot be trained on gives an outcome with `failed`; the version still grows by one, with the old
         bytes. ValueError when the manifest updates another version than the current one. TrainerError when a plugin
@@ -267,7 +264,7 @@ class PolicyTrainer:
         return self.state.publish(folder)
 
     def explained(self, error: Exception) -> Exception:
-        """The error to report for one of a publication; waits for its cause."""
+        """The error to report when a publication failed with this one. Waits until its cause is known."""
         return error
 
     def save(self, position: Mapping[str, int | str]) -> None:
