@@ -113,8 +113,12 @@ class Lab:
 
     async def judge(self, files: dict[str, bytes], exam: Exam, lane: int = 0) -> OpResult:
         """The exam over a repository, with the outcomes that the judge would see."""
-        result = await self.run(files | exam.sealed, exam.plan, lane)
-        return msgspec.structs.replace(result, tests=sealing.compare_answers(result.tests, exam.answers))
+        return judged(await self.run(files | exam.sealed, exam.plan, lane), exam)
+
+
+def judged(result: OpResult, exam: Exam) -> OpResult:
+    """A run of the exam's tests with the outcomes that the judge would see."""
+    return msgspec.structs.replace(result, tests=sealing.compare_answers(result.tests, exam.answers))
 
 
 def passed(result: OpResult) -> tuple[str, ...]:

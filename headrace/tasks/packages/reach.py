@@ -97,12 +97,12 @@ def _around(source: bytes, line: int) -> tuple[int, int] | None:
     return extent
 
 
-async def traced(lab: Lab, files: Mapping[str, bytes], plan: TestPlan) -> Reach:
+async def traced(lab: Lab, files: Mapping[str, bytes], plan: TestPlan, lane: int = 0) -> Reach:
     """The calls of every test over the untouched package. SuiteError where the run gives no report."""
     tree = {**files, f"{_FOLDER}/run.py": _RUN.encode()}
     argv = ("python3", "-B", f"{_FOLDER}/run.py", *plan.paths)
     try:
-        async with lab.sandbox(tree, 0, False) as sandbox:
+        async with lab.sandbox(tree, lane, False) as sandbox:
             ran = await sandbox.call(Exec(argv=argv, timeout_s=plan.timeout_s))
             answer = await sandbox.call(ReadFile(path=f"{_FOLDER}/report", limit=_ROOM))
         report = msgspec.json.decode(answer.data, type=_Report)

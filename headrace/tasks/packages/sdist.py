@@ -9,32 +9,28 @@ with those that call it, and the whole suite runs only where one of them fails.
 
 import asyncio
 import random
-import re
 import shlex
 import tempfile
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
 
 from headrace.messages.sandbox import OpResult, TestOutcome
-from headrace.messages.tasks import LONGEST_TEST_S, Oracle, Task, TaskRef, TestPlan
+from headrace.messages.tasks import LONGEST_TEST_S, Oracle, Task, TestPlan
 from headrace.tasks import sealing
+from headrace.tasks.packages.attempts import attempt, in_order
 from headrace.tasks.packages.fetch import Package, PackageError, fetch, read
-from headrace.tasks.packages.lab import FIRST_RUN_S, Exam, Lab, Sandboxes, SuiteError, passed
+from headrace.tasks.packages.lab import FIRST_RUN_S, Exam, Lab, Sandboxes, SuiteError, judged, passed
 from headrace.tasks.packages.mutate import Mutation, mutations
 from headrace.tasks.packages.reach import Reach, traced
 from headrace.tasks.packages.recording import everything, record
 from headrace.tasks.packages.requirements import install, missing
-from headrace.tasks.packages.visible import choose, thin
 from headrace.tasks.suites import FolderSuite, write_suite
 
 _UNSTEADY_RUNS = 4
 """Runs of a package's tests, beside those that have to agree, in which tests may still turn out to be unsteady."""
-_FEW = 0.5
-"""Largest share of the tests that run before the whole: of more, the whole runs at once."""
-_PROMPT = 300
-"""Characters of a prompt: it has to fit into the smallest context in use."""
 
 
 def limit(seconds: float) -> float:
@@ -84,14 +80,14 @@ async def build(
     package = await with_requirements(lab, package, request.test_command, say)
     plan, expected, seconds = await baseline(lab, package, request.test_command, request.repeats, say)
     plan = msgspec.structs.replace(plan, timeout_s=limit(seconds))
-    exam = await sealed(lab, package, Exam(plan=plan, expected=expected), say)
+    exam, reach = await asyncio.gather(
+        sealed(lab, package, Exam(plan=plan, expected=expected), say), _reach(lab, package, plan, say)
+    )
     say(
         f"{len(expected)} tests of {package.name} pass in {seconds:.1f} s; looking for {request.count} bugs they notice"
     )
 
-    reach = await _reach(lab, package, plan, say)
     rng = random.Random(f"headrace/{package.name}/{request.seed}")
-    pairs: list[tuple[Task, Oracle]] = []
     mutations = _candidates(package, rng)
     near = [reach and reach.of(mutation, package.files[mutation.path]) for mutation in mutations]
     candidates = [each for each in zip(mutations, near, strict=True) if each[1] is None or each[1] & {*expected}]
@@ -100,18 +96,21 @@ async def build(
         candidates = [(mutation, None) for mutation in mutations]
     elif len(candidates) < len(mutations):
         say(f"{len(mutations) - len(candidates)} of {len(mutations)} changes are in functions that no test calls")
+    pairs: list[tuple[Task, Oracle]] = []
     tried = 0
-    # In step and in order: which bugs enter the suite must not depend on which sandbox is faster.
-    while len(pairs) < request.count and (batch := candidates[tried : tried + request.parallel]):
-        tried += len(batch)
-        tasks = [
-            attempt(lab, package, mutation, exam, request.repeats, request.seed, lane, tests)
-            for lane, (mutation, tests) in enumerate(batch)
-        ]
-        for (mutation, _), made in zip(batch, await asyncio.gather(*tasks), strict=True):
-            if made is not None and len(pairs) < request.count:
+
+    async def one(candidate: tuple[Mutation, frozenset[str] | None], lane: int) -> tuple[Task, Oracle] | None:
+        return await attempt(lab, package, candidate[0], exam, request.repeats, request.seed, lane, candidate[1])
+
+    # In order: which bugs enter the suite must not depend on which sandbox is faster.
+    async with aclosing(in_order(candidates, one, request.parallel)) as attempts:
+        async for (mutation, _), made in attempts:
+            tried += 1
+            if made is not None:
                 pairs.append(made)
                 say(f"{len(pairs)}/{request.count}: {mutation.kind} in {mutation.path}:{mutation.line} ({tried} tried)")
+            if len(pairs) == request.count:
+                break
     if not pairs:
         raise SuiteError(f"no change of {package.name} was noticed by its tests ({tried} tried)")
     pairs.sort(key=lambda pair: pair[0].ref.task)
@@ -123,7 +122,7 @@ async def _reach(lab: Lab, package: Package, plan: TestPlan, say: Callable[[str]
     if plan.kind != "pytest":
         return None
     try:
-        return await traced(lab, package.files, plan)
+        return await traced(lab, package.files, plan, 1)
     except SuiteError as error:
         say(f"{error}; all tests run for each change")
         return None
@@ -186,6 +185,7 @@ async def baseline(
     if not names:
         raise SuiteError(f"no test of {package.name} passes in a sandbox: {first_error(result)[:300]}")
     seen, seconds, steady = {test.name for test in result.tests}, result.wall_ms / 1e3, 0
+    ahead: list[OpResult] = []
     for repeat in range(1 + repeats + _UNSTEADY_RUNS):
         bad = seen - set(names)
         if bad and test_command:
@@ -193,8 +193,13 @@ async def baseline(
                 f"{len(bad)} tests of {package.name} do not pass every time in a sandbox, such as {min(bad)}"
             )
         if bad and repeat:  # a name of one run alone cannot be asked for: the second run has the whole files too
-            plan = msgspec.structs.replace(plan, paths=_without(bad, names, package.tests))
-        again = await lab.run(package.files, plan)
+            narrower = msgspec.structs.replace(plan, paths=_without(bad, names, package.tests))
+            if narrower != plan:
+                plan, ahead = narrower, []
+        if not ahead:
+            runs = (lab.run(package.files, plan, lane) for lane in range(1 + repeats - steady))
+            ahead = list(await asyncio.gather(*runs))
+        again = ahead.pop(0)
         if not again.tests:
             raise SuiteError(f"a repeated run of the tests of {package.name} failed: {first_error(again)[:300]}")
         same = tuple(sorted(set(names) & set(passed(again))))
@@ -237,19 +242,21 @@ async def sealed(lab: Lab, package: Package, exam: Exam, say: Callable[[str], No
             leave |= more
             continue
         # The judge's runs return a limited number of observed values and drop the others without an error.
-        tests = await everything(lab, package.files | seals.files, exam.plan) or result.tests
+        tree = package.files | seals.files
+        cold, again = await asyncio.gather(everything(lab, tree, exam.plan), lab.run(tree, exam.plan))
+        tests = cold or result.tests
         if bad := sealing.unequal(seals, tests) | sealing.too_much(tests):
             leave |= bad
             continue
         tried = msgspec.structs.replace(exam, sealed=seals.files, answers=sealing.recorded(seals, result.tests))
-        judged = passed(await lab.judge(package.files, tried))
-        if judged != exam.expected:
-            if not (more := sealing.seen_by(seals, {*exam.expected} - {*judged}) - leave):
+        right = passed(judged(again, tried))
+        if right != exam.expected:
+            if not (more := sealing.seen_by(seals, {*exam.expected} - {*right}) - leave):
                 break
             leave |= more
             continue
         say(f"{len(seals.literals)} of {seals.comparisons} assertions are sealed: their answers stay with the judge")
-        return await recorded(lab, package, tried, seals, result.tests, say)
+        return await recorded(lab, package, tried, seals, result.tests, say, cold)
     say("the tests can't be sealed: what they expect goes into the sandbox")
     return exam
 
@@ -261,138 +268,18 @@ async def recorded(
     seals: sealing.Sealed,
     tests: Sequence[TestOutcome],
     say: Callable[[str], None],
+    cold: Sequence[TestOutcome] | None = None,
 ) -> Exam:
     """The exam with the values of the untouched code where two computed ones are compared, as far as they are always
-    the same."""
+    the same. cold: what `everything` gave for these sealed tests."""
     if not sealing.pairs(seals, exam.answers)[1]:
         return exam
-    answers = await record(lab, package.files, exam.plan, seals, tests)
+    answers, again = await asyncio.gather(
+        record(lab, package.files, exam.plan, seals, tests, cold), lab.run(package.files | exam.sealed, exam.plan)
+    )
     tried = msgspec.structs.replace(exam, answers=answers)
-    if passed(await lab.judge(package.files, tried)) != exam.expected:
+    if passed(judged(again, tried)) != exam.expected:
         tried = exam
     answered, both = sealing.pairs(seals, tried.answers)
     say(f"{answered} of {both} comparisons of two computed values have those of the untouched code as their answer")
     return tried
-
-
-async def attempt(
-    lab: Lab,
-    package: Package,
-    mutation: Mutation,
-    exam: Exam,
-    repeats: int,
-    seed: int,
-    lane: int,
-    near: Set[str] | None = None,
-) -> tuple[Task, Oracle] | None:
-    """A verified task of a mutation, None when the tests don't notice it, can't run with it, or waver.
-
-    What runs is what agent and judge will run: the judge's tree before and after the fix, the agent's before and after.
-    near: the tests that can notice it, where that is known: they run first, and count as one repetition.
-    """
-    broken = package.files | {mutation.path: mutation.apply(package.files[mutation.path])}
-    first: tuple[str, ...] | None = None
-    few = sorted({*exam.expected} & near) if near is not None else []
-    if near is not None and len(few) <= _FEW * len(exam.expected):
-        if not few:
-            return None
-        first = _noticed(_only(await lab.judge(broken, _narrow(exam, few), lane), few), few)
-        if not first:
-            return None
-    failing = _noticed(await lab.judge(broken, exam, lane), exam.expected)
-    if not failing or (first is not None and {*first} != {*failing} & {*few}):
-        return None
-    task, oracle = assemble(package, mutation, exam, failing, seed)
-    right = task.files | oracle.solution | oracle.hidden
-    for repeat in range(repeats):
-        again = first is None or repeat
-        if again and _noticed(await lab.judge(task.files | oracle.hidden, exam, lane), exam.expected) != failing:
-            return None
-        # The untouched package has passed this exam: baseline() and sealed() ran it.
-        if right != package.files and passed(await lab.judge(right, exam, lane)) != exam.expected:
-            return None
-    after = await lab.run(task.files | oracle.solution, task.tests, lane)
-    shown = {*passed(after)} & {*failing}
-    if not after.ok or not shown:
-        return None
-    before = await lab.run(task.files, _of(task.tests, shown), lane)
-    bad = {test.name for test in before.tests if test.outcome in ("failed", "error")}
-    return (task, oracle) if bad & shown and not before.timed_out else None
-
-
-def _of(plan: TestPlan, names: Collection[str]) -> TestPlan:
-    """A plan of the test functions of these names alone, with all their parameters; a command stays as it is."""
-    if plan.kind != "pytest":
-        return plan
-    return msgspec.structs.replace(plan, paths=tuple(sorted({name.partition("[")[0] for name in names})))
-
-
-def _narrow(exam: Exam, names: Sequence[str]) -> Exam:
-    return msgspec.structs.replace(exam, plan=_of(exam.plan, names), expected=tuple(names))
-
-
-def _only(result: OpResult, names: Sequence[str]) -> OpResult:
-    """Without other parameters of the functions that ran."""
-    tests = tuple(test for test in result.tests if test.name in set(names))
-    return msgspec.structs.replace(result, tests=tests)
-
-
-def _noticed(result: OpResult, expected: Sequence[str]) -> tuple[str, ...]:
-    """The failed tests of a run in which every expected test ran."""
-    if result.timed_out or sorted(test.name for test in result.tests) != list(expected):
-        return ()
-    return tuple(sorted(set(expected) - set(passed(result))))
-
-
-def assemble(
-    package: Package,
-    mutation: Mutation,
-    exam: Exam,
-    failing: Sequence[str],
-    seed: int,
-) -> tuple[Task, Oracle]:
-    """Both sides of a task."""
-    plan = exam.plan
-    right = package.files[mutation.path]
-    hidden_paths = {*package.tests, *package.support}
-    open_files = {path: data for path, data in package.files.items() if path not in package.tests}
-    if plan.kind == "pytest":
-        used = {path.partition("::")[0] for path in plan.paths}
-        keep = choose(exam.expected, failing, random.Random(f"headrace/{package.name}/{seed}/{mutation.start}"))
-        visible = {}
-        for path in sorted(used):
-            functions = {name.partition("::")[2] for name in keep if name.partition("::")[0] == path}
-            if functions:
-                visible[path] = thin(package.files[path], functions)
-        paths = tuple(p for p in plan.paths if p in visible or p.partition("[")[0] in keep)
-        shown = [name for name in failing if name.partition("[")[0] in keep]
-    else:
-        visible, paths, shown = {path: package.files[path] for path in package.tests}, plan.paths, list(failing)
-    ref = TaskRef(package.name, f"{mutation.path.removesuffix('.py').replace('/', '-')}-{mutation.start}")
-    return (
-        Task(
-            ref=ref,
-            family=f"mutation:{re.sub(r'-[0-9][^-]*$', '', package.name)}",
-            prompt=_prompt(shown),
-            files=open_files | visible | {mutation.path: mutation.apply(right)},
-            allowed=package.sources,
-            tests=msgspec.structs.replace(plan, paths=paths),
-            template="debian",
-        ),
-        Oracle(
-            ref=ref,
-            hidden={path: package.files[path] for path in sorted(hidden_paths)},
-            tests=plan,
-            expected=exam.expected,
-            sealed=exam.sealed,
-            answers=exam.answers,
-            solution={mutation.path: right},
-        ),
-    )
-
-
-def _prompt(failing: Sequence[str]) -> str:
-    few = [name for name in sorted(failing, key=len)[:2] if len(name) < 100]
-    such = f", such as {' and '.join(few)}" if few and few != ["command"] else ""
-    count = "A test fails" if len(failing) == 1 else f"{len(failing)} tests fail"
-    return f"{count}{such}. Find the bug in the code and fix it."[:_PROMPT]

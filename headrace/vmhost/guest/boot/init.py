@@ -131,6 +131,8 @@ class Control:
 
     def _open_slots(self, count: int, size_mb: int, disks: int) -> dict[str, Any]:
         has_pytest = not disks and pytests.available()
+        if has_pytest:
+            pytests.load()
         if disks:
             return self._open_image_slot(size_mb, disks)
         share = confine.share(count)
