@@ -139,16 +139,16 @@ def _measured(compiled: Any) -> Row:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+).*?STACK:(\d+)", usage.stdout + usage.stderr)
-    if found is None:
+    usage_line = re.search(r"REG:(\d+).*?STACK:(\d+)", usage.stdout + usage.stderr)
+    if usage_line is None:
         raise RuntimeError(f"cuobjdump says neither registers nor stack: {usage.stdout}{usage.stderr}")
     code = compiled.asm["ptx"]
-    known = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma.sync": "mma.sync"}
+    instructions = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma.sync": "mma.sync"}
     return {
-        "registers": int(found[1]),
-        "spilled_bytes": int(found[2]),
+        "registers": int(usage_line[1]),
+        "spilled_bytes": int(usage_line[2]),
         "shared_bytes": compiled.metadata.shared,
-        "tensor_core": "+".join(name for name, text in known.items() if text in code),
+        "tensor_core": "+".join(name for name, text in instructions.items() if text in code),
     }
 
 
@@ -192,14 +192,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="replace the committed table")
     args = parser.parse_args()
     rows = compiled(args.names)
-    found = {
+    report = {
         "command": "python -m benchmarks.ahead_of_time --write",
         "conditions": msgspec.to_builtins(conditions("torch", "triton")),
         "note": "compiled without a GPU; nothing was executed",
         "kernels": rows,
     }
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-    text = json.dumps(found | {"kernels": []}, indent=2).replace('"kernels": []', f'"kernels": [\n{lines}\n  ]')
+    text = json.dumps(report | {"kernels": []}, indent=2).replace('"kernels": []', f'"kernels": [\n{lines}\n  ]')
     if args.write:
         RESULT.write_text(text + "\n", encoding="utf-8")
     else:

@@ -135,9 +135,9 @@ def run_cell(
     environ = {WAITS: f"{args.median if cell.waits else 0.0} {args.sigma} {args.longest}"}
     if tag == "evaluated":
         environ[EVALUATE] = str(args.steps // 3)
-    own = [f"run.id={folder.name}", f"trainer.rescore={args.groups * args.group_size}"]
-    own.append(f"trainer.micro_tokens={args.micro_tokens}")
-    seen = whole_run(folder, start, [*settings(args, cell, root), *own, *more], helper, environ, args.limit_s)
+    overrides = [f"run.id={folder.name}", f"trainer.rescore={args.groups * args.group_size}"]
+    overrides.append(f"trainer.micro_tokens={args.micro_tokens}")
+    seen = whole_run(folder, start, [*settings(args, cell, root), *overrides, *more], helper, environ, args.limit_s)
     print(f"{folder.name}: {seen.tokens_per_s:.0f} tokens/s, {seen.wall_s:.1f} s", file=sys.stderr, flush=True)
     return seen
 

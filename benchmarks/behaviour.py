@@ -97,9 +97,9 @@ async def read(own: RunDir) -> Seed:
 
 def calls_by_tool(attempts: Iterable[Trajectory]) -> dict[str, float]:
     """Calls of each tool per attempt; a broken call counts under the name that it gives."""
-    found = list(attempts)
-    counts = Counter(call.name or "(none)" for each in found for turn in each.turns for call in turn.calls)
-    return {name: round(count / len(found), 3) for name, count in counts.most_common()}
+    counted = list(attempts)
+    counts = Counter(call.name or "(none)" for each in counted for turn in each.turns for call in turn.calls)
+    return {name: round(count / len(counted), 3) for name, count in counts.most_common()}
 
 
 def means(rows: Iterable[Values]) -> Values:
@@ -146,8 +146,8 @@ def warm_start(args: argparse.Namespace) -> Path:
     if not (folder / "config.json").is_file():
         small = {"curriculum.steps": 1, "curriculum.groups_per_step": 1, "curriculum.group_size": 2}
         quiet = {"evaluation.heldout_tasks": 0, "evaluation.before": "false", "evaluation.after": "false"}
-        own = up(args.folder, "behaviour-base", args, **small, **quiet)
-        export = [sys.executable, "-m", "headrace.cli", "export", str(own.path), str(folder), "--version", "0"]
+        base_run = up(args.folder, "behaviour-base", args, **small, **quiet)
+        export = [sys.executable, "-m", "headrace.cli", "export", str(base_run.path), str(folder), "--version", "0"]
         subprocess.run(export, check=True)
     return folder
 

@@ -297,8 +297,8 @@ class Child:
         self.process.stdin.write(f"{text}\n".encode())
         while not (answer := await self.line()).startswith("{"):
             assert answer, "a process of the benchmark ended"
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        reply: dict[str, Any] = json.loads(answer)
+        return reply
 
 
 async def measure(args: argparse.Namespace) -> tuple[Figures, Figures]:
@@ -320,10 +320,10 @@ async def measure(args: argparse.Namespace) -> tuple[Figures, Figures]:
                 count = int(rate * args.seconds) if rate else args.burst
                 before = sum(map(_cpu_of, pids)), _cpu_of(broker.pid)
                 line = f"{count / PROCESSES} {rate / PROCESSES} {0 if rate else 1}"
-                found = await asyncio.gather(*(client.ask(line) for client in clients))
+                replies = await asyncio.gather(*(client.ask(line) for client in clients))
                 after = sum(map(_cpu_of, pids)), _cpu_of(broker.pid)
                 name = f"rate_{rate:g}" if rate else "burst"
-                whole = seen(found, count)
+                whole = seen(replies, count)
                 whole["nodes_cpu_ms_per_acquire"] = round(1e3 * (after[0] - before[0]) / count, 3)
                 whole["broker_cpu_ms_per_acquire"] = round(1e3 * (after[1] - before[1]) / count, 3)
                 figures |= {f"{name}_{key}": value for key, value in whole.items()}

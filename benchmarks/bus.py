@@ -65,8 +65,8 @@ class Side:
 
     async def child(self, kind: str, id: str) -> Child:
         """One of its processes."""
-        own = (self.server.url, str(self.server.credentials), self.run, self.folder, self.upload, kind, id)
-        return await Child.start(sys.executable, "-m", "benchmarks.bus_workers", *own)
+        arguments = (self.server.url, str(self.server.credentials), self.run, self.folder, self.upload, kind, id)
+        return await Child.start(sys.executable, "-m", "benchmarks.bus_workers", *arguments)
 
     async def flow(self, count: int) -> float:
         """Seconds until `count` of each producer are acknowledged."""
@@ -144,9 +144,9 @@ async def blob(side: Side, mib: int) -> Figures:
     put = time.perf_counter() - since
     since = time.perf_counter()
     received = await side.bus.get("HR_TURN", seq)
-    found = received.message
+    decoded = received.message
     got = time.perf_counter() - since
-    assert found == message
+    assert decoded == message
     return {f"{side.name}_blob_{way}_mib_per_s": round(mib / s_, 1) for way, s_ in (("put", put), ("get", got))}
 
 
@@ -191,8 +191,8 @@ def family(roots: Iterable[int]) -> float:
             used[int(entry.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     members, more = set(roots), True
     while more:
-        found = {pid for pid, parent in parents.items() if parent in members} - members
-        members, more = members | found, bool(found)
+        children = {pid for pid, parent in parents.items() if parent in members} - members
+        members, more = members | children, bool(children)
     return sum(used.get(pid, 0.0) for pid in members)
 
 
@@ -209,8 +209,8 @@ class Rounds:
     def ratio(self, above: str, below: str) -> float | None:
         """Median over rounds of one figure over another."""
         pairs = zip(self.values.get(above, ()), self.values.get(below, ()), strict=False)
-        found = [a / b for a, b in pairs]
-        return round(statistics.median(found), 3) if found else None
+        ratios = [a / b for a, b in pairs]
+        return round(statistics.median(ratios), 3) if ratios else None
 
     def figures(self) -> Figures:
         """Medians."""
@@ -244,10 +244,10 @@ async def measured(args: argparse.Namespace, server: Server, sides: list[Side], 
                 quantiles(rounds, "call", await small_calls(server, args.calls))
                 rounds.add("call_pipelined_per_s", await pipelined(server, args.calls))
             quantiles(rounds, f"{side.name}_one_1mb", await side.one(ones))
-            own = [server.pid, side.sink.process.pid, *(child.process.pid for child in side.producers)]
-            before, since = family(own), time.perf_counter()
+            pids = [server.pid, side.sink.process.pid, *(child.process.pid for child in side.producers)]
+            before, since = family(pids), time.perf_counter()
             rounds.add(f"{side.name}_flow_mb_per_s", flows * MEGABYTES / await side.flow(args.trajectories))
-            rounds.add(f"{side.name}_flow_cpu_ms", (family(own) - before) / flows * 1e3)
+            rounds.add(f"{side.name}_flow_cpu_ms", (family(pids) - before) / flows * 1e3)
             waited = await side.clear()
             if side.upload == "after":
                 rounds.add("upload_flow_and_stored_mb_per_s", flows * MEGABYTES / (time.perf_counter() - since))

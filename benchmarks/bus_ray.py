@@ -64,12 +64,12 @@ def actors(ray: Any, numpy: Any) -> tuple[Any, Any]:
 
 def times_ms(count: int, once: Any) -> list[float]:
     """Seconds of each of several calls."""
-    found = []
+    milliseconds = []
     for _ in range(count):
         since = time.perf_counter()
         once()
-        found.append((time.perf_counter() - since) * 1e3)
-    return found
+        milliseconds.append((time.perf_counter() - since) * 1e3)
+    return milliseconds
 
 
 def main() -> None:
@@ -103,10 +103,10 @@ def main() -> None:
         elif name == "blob":
             blob = numpy.frombuffer(os.urandom(count << 20), numpy.uint8)
             since = time.perf_counter()
-            kept = ray.put(blob)
+            reference = ray.put(blob)
             answer["put_s"] = time.perf_counter() - since
             since = time.perf_counter()
-            assert ray.get(kept).nbytes == count << 20
+            assert ray.get(reference).nbytes == count << 20
             answer["get_s"] = time.perf_counter() - since
         print(json.dumps(answer), flush=True)
 

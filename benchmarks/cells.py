@@ -115,8 +115,8 @@ class Seen(msgspec.Struct, kw_only=True):
 
     def at_samples(self, steps: int = 5) -> float:
         """Mean reward of the last batches."""
-        found = [reward for _, reward in self.rewards[-steps:]]
-        return sum(found) / len(found)
+        rewards = [reward for _, reward in self.rewards[-steps:]]
+        return sum(rewards) / len(rewards)
 
     def at_wall(self, limit: float, steps: int = 5) -> float:
         """Mean reward of the last batches that were trained on before a moment."""
@@ -126,13 +126,13 @@ class Seen(msgspec.Struct, kw_only=True):
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The union of intervals: without overlaps, ascending."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif end > begin:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def length(intervals: Iterable[Interval]) -> float:
@@ -187,10 +187,10 @@ async def beside(folder: Path, actors: Sequence[Any]) -> int:
     import asyncio
 
     async with asyncio.timeout(120):
-        while (found := running(folder / "broker")) is None:
+        while (server := running(folder / "broker")) is None:
             await asyncio.sleep(0.05)
     config = load(folder / "config.json")
-    return await run_actors(actors, config, folder.name, url=found.url, credentials=folder / "broker/credentials")
+    return await run_actors(actors, config, folder.name, url=server.url, credentials=folder / "broker/credentials")
 
 
 def whole_run(
@@ -200,19 +200,19 @@ def whole_run(
     told = folder.with_suffix(".seen")
     setting = [*overrides, *(f"{name}={value}" for name, value in sorted(environ.items()))]
     if told.exists():
-        kept, found = msgspec.msgpack.decode(told.read_bytes(), type=tuple[list[str], Seen])
-        if kept == setting:
-            return found
+        cached_setting, cached = msgspec.msgpack.decode(told.read_bytes(), type=tuple[list[str], Seen])
+        if cached_setting == setting:
+            return cached
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(start, folder)
     entries = [part for entry in overrides for part in ("--set", entry)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the child ends with this process
     with folder.with_suffix(".log").open("wb") as log:
         command = ["-m", "headrace.cli", "up", "deploy/demo.toml", *entries]
-        own = os.environ | environ | {"OMP_NUM_THREADS": "1"}
+        helper_environ = os.environ | environ | {"OMP_NUM_THREADS": "1"}
         children = [
             subprocess.Popen([sys.executable, *argv], env=env, stdout=log, stderr=log)
-            for argv, env in ((command, os.environ), (["-m", *helper], own))
+            for argv, env in ((command, os.environ), (["-m", *helper], helper_environ))
         ]
         try:
             code = children[0].wait(timeout=limit_s)

@@ -77,21 +77,21 @@ def main() -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     reports: dict[str, Any] = {}
     for name, command in parts(args).items():
-        kept = args.folder / f"{name}.json"
-        earlier = json.loads(kept.read_text()) if kept.exists() and not args.again else {}
+        part_file = args.folder / f"{name}.json"
+        earlier = json.loads(part_file.read_text()) if part_file.exists() and not args.again else {}
         if earlier.get("command") == list(command[1:]):
-            print(f"{name}: kept from {kept}", file=sys.stderr)
+            print(f"{name}: kept from {part_file}", file=sys.stderr)
             reports[name] = earlier["report"]
             continue
         reports[name] = measure(command)
         if reports[name]["exit_code"] == 0:
-            kept.write_text(json.dumps({"command": command[1:], "report": reports[name]}))
+            part_file.write_text(json.dumps({"command": command[1:], "report": reports[name]}))
     met = all(report["exit_code"] == 0 for report in reports.values())
-    found = {**reports, "met": met, "conditions": msgspec.to_builtins(conditions("nats-py", "torch"))}
-    args.out.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found))
-    for kept in args.folder.glob("*.json") if met else ():
-        kept.unlink()
+    results = {**reports, "met": met, "conditions": msgspec.to_builtins(conditions("nats-py", "torch"))}
+    args.out.write_text(json.dumps(results, indent=2) + "\n")
+    print(json.dumps(results))
+    for part_file in args.folder.glob("*.json") if met else ():
+        part_file.unlink()
     return 0 if met else 1
 
 

@@ -259,9 +259,9 @@ class CheatHost:
                 changed = {}  # the cheat has killed its own sandbox: such an episode is run again
         oracle = self.oracle(cheat)
         plain, _ = await self.judge(oracle, changed, deleted, touched)
-        sealed, found = await self.judge(await self.with_seals(oracle), changed, deleted, touched)
-        found += tuple(f"{rule}:command" for rule in rules.command_rules(cheat.script))
-        return Row(name=cheat.name, plain=plain, sealed=sealed, suspicions=found, leak=leak)
+        sealed, suspicions = await self.judge(await self.with_seals(oracle), changed, deleted, touched)
+        suspicions += tuple(f"{rule}:command" for rule in rules.command_rules(cheat.script))
+        return Row(name=cheat.name, plain=plain, sealed=sealed, suspicions=suspicions, leak=leak)
 
     async def with_seals(self, oracle: Oracle) -> Oracle:
         """The oracle with its hidden tests sealed. Where tests compare two computed values, the values of the right
@@ -289,9 +289,9 @@ class CheatHost:
             result = await held.call(RunTests(plan=oracle.tests))
             looked = await held.call(CheckIntegrity())
         tests = compare_answers(result.tests, oracle.answers)
-        found = rules.suspicions(self.made.task, oracle, changed, touched)
-        found += tuple(f"machine_touched:{what}" for what in looked.tampered)
-        return decide(all_passed(tests, oracle.expected), found), found
+        suspicions = rules.suspicions(self.made.task, oracle, changed, touched)
+        suspicions += tuple(f"machine_touched:{what}" for what in looked.tampered)
+        return decide(all_passed(tests, oracle.expected), suspicions), suspicions
 
 
 async def honest(host: Host, pairs: int) -> Figures:

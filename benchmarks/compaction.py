@@ -159,12 +159,12 @@ async def played(
         )
         for group in range(groups) for slot in range(SLOTS)
     ]  # fmt: skip
-    found = await asyncio.gather(
+    episodes = await asyncio.gather(
         *(episode(world, engine, request, tasks[number // SLOTS], arm) for number, request in enumerate(requests))
     )
     trajectories: dict[int, Trajectory] = {}
     scores: dict[int, Score] = {}
-    for number, (request, turns) in enumerate(zip(requests, found, strict=True)):
+    for number, (request, turns) in enumerate(zip(requests, episodes, strict=True)):
         right = turns[-1].ids.tolist() == [world.digits[tasks[number // SLOTS][KEY]]]
         trajectories[number] = Trajectory(
             run=request.run, lane="train", group=request.group, slot=request.slot, attempt=0, id=request.trajectory,
@@ -289,9 +289,9 @@ def measure(args: argparse.Namespace) -> Figures:
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:
-                found = future.result()
-                print(found, flush=True)
-                figures |= found
+                part = future.result()
+                print(part, flush=True)
+                figures |= part
                 if future in begins:
                     waiting |= {pool.submit(arm_of, begins[future], arm, args, folder) for arm in arms}
     figures["processes"] = args.processes

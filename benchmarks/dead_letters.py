@@ -93,25 +93,25 @@ async def started(bus: Bus, count: int) -> float:
 
 async def letters(bus: Bus, count: int) -> dict[tuple[str, str, int], float]:
     """Wait for `count` dead letters: key to the time at which each was stored."""
-    found: dict[tuple[str, str, int], float] = {}
+    times: dict[tuple[str, str, int], float] = {}
     async for received in bus.follow("HR_DLQ", DLQ.where()):
         letter = received.message
         if isinstance(letter, DeadLetter):
-            found.setdefault((letter.stream, letter.consumer, letter.stream_seq), received.time)
-            if len(found) == count:
+            times.setdefault((letter.stream, letter.consumer, letter.stream_seq), received.time)
+            if len(times) == count:
                 break
-    return found
+    return times
 
 
 async def advisories(bus: Bus, count: int) -> dict[tuple[str, str, int], float]:
     """Wait for `count` advisories: key to the time at which each was stored."""
-    found: dict[tuple[str, str, int], float] = {}
+    times: dict[tuple[str, str, int], float] = {}
     async for received in bus.follow("HR_ADVISORY"):
         advisory = received.message
-        found.setdefault((advisory.stream, advisory.consumer, advisory.stream_seq), received.time)
-        if len(found) == count:
+        times.setdefault((advisory.stream, advisory.consumer, advisory.stream_seq), received.time)
+        if len(times) == count:
             break
-    return found
+    return times
 
 
 async def measure(folder: Path, count: int) -> Figures:

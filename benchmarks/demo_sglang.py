@@ -33,13 +33,13 @@ TRAINS = "| step "
 
 def servers(run: str) -> list[int]:
     """Process groups of SGLang servers that serve this run's staged folder."""
-    found = []
+    groups = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
             if b"sglang.launch_server" in words and any(f"headrace-{run}-".encode() in word for word in words):
-                found.append(os.getpgid(int(entry.name)))
-    return sorted(set(found))
+                groups.append(os.getpgid(int(entry.name)))
+    return sorted(set(groups))
 
 
 def killed(run: str) -> bool:

@@ -100,8 +100,8 @@ def gap(model: Model, context: tuple[int, ...], sample: Sample) -> float:
     ids = (*context, *sample.ids)
     rows = moe.from_array(sample.routed, model.config.sparse_layers, model.config.top_k)
     spans = sample.spans
-    found = score({span.version: model for span in spans}, ids, spans, range(len(context), len(ids)), 1.0, rows)
-    return float((found - torch.tensor(sample.logprobs)).abs().max())
+    scored = score({span.version: model for span in spans}, ids, spans, range(len(context), len(ids)), 1.0, rows)
+    return float((scored - torch.tensor(sample.logprobs)).abs().max())
 
 
 def plain_gap(model: Model, context: tuple[int, ...], ids: list[int], logprobs: torch.Tensor) -> float:
@@ -109,8 +109,8 @@ def plain_gap(model: Model, context: tuple[int, ...], ids: list[int], logprobs: 
     whole = torch.tensor((*context, *ids))
     with torch.no_grad():
         hidden = model(whole[:-1], [len(whole) - 1])[PROMPT - 1 :]
-        found, _ = model.selected_logprobs(hidden, whole[PROMPT:])
-    return float((found - logprobs).abs().max())
+        scored, _ = model.selected_logprobs(hidden, whole[PROMPT:])
+    return float((scored - logprobs).abs().max())
 
 
 def neighbour(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

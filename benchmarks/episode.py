@@ -90,8 +90,8 @@ async def _episode(host: Host, group: str, slot: int, isolation: Isolation) -> d
     """The agent's part; returns the diff."""
     sandbox = await host.acquire(_request(group, slot, "rollout", isolation, FILES))
     plan = TestPlan(paths=("test_visible.py",))
-    found = await sandbox.call(Search(pattern="def add"))
-    assert found.stdout == "tiny/calc.py:1:def add(a, b):", found
+    matches = await sandbox.call(Search(pattern="def add"))
+    assert matches.stdout == "tiny/calc.py:1:def add(a, b):", matches
     await asyncio.gather(sandbox.call(ReadFile(path="tiny/calc.py")), sandbox.call(ReadFile(path="test_visible.py")))
     before = await sandbox.call(RunTests(plan=plan))
     assert [test.outcome for test in before.tests] == ["failed", "passed", "passed"], before
@@ -176,12 +176,12 @@ async def measure(environment: Environment, isolation: Isolation | None, rounds:
 
     await one("warm")
     await host.settle()
-    before, own, started = host.usage()["vm_cpu_ms"], time.process_time(), time.perf_counter()
+    before, driver_before, started = host.usage()["vm_cpu_ms"], time.process_time(), time.perf_counter()
     for number in range(rounds):
         await one(f"g{number}")
     await host.settle()
     wall = time.perf_counter() - started
-    clones, driver = host.usage()["vm_cpu_ms"] - before, (time.process_time() - own) * 1000
+    clones, driver = host.usage()["vm_cpu_ms"] - before, (time.process_time() - driver_before) * 1000
     await host.close()
     return Cost(*(value / (rounds * size) for value in (clones + driver, driver, wall * 1000)))
 

@@ -33,8 +33,8 @@ def mismatch(model: Model, wanted: list[SampleRequest], samples: list[Sample]) -
     worst, other, count = 0.0, 0, 0
     for request, sample in zip(wanted, samples, strict=True):
         ids = (*request.ids, *sample.ids)
-        found = score({0: model}, ids, sample.spans, range(PROMPT, len(ids)), 1.0)
-        gap = (found - torch.tensor(sample.logprobs)).abs()
+        scored = score({0: model}, ids, sample.spans, range(PROMPT, len(ids)), 1.0)
+        gap = (scored - torch.tensor(sample.logprobs)).abs()
         worst, other, count = max(worst, float(gap.max())), other + int((gap > 0).sum()), count + len(gap)
     return worst, other / count
 

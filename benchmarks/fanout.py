@@ -186,24 +186,26 @@ class Fleet:
     async def announce(self, version: int, tensors: dict[str, torch.Tensor]) -> float:
         """Write the trainer's file and announce it; the time at which the hub stored the announcement."""
         path = self.folder / "snapshots" / f"{version}.safetensors"
-        found = snapshot.write(path, tensors)
-        ready = SnapshotReady(run=RUN, version=version, path=str(path), state_hash=found, bytes=path.stat().st_size)
+        state_hash = snapshot.write(path, tensors)
+        ready = SnapshotReady(
+            run=RUN, version=version, path=str(path), state_hash=state_hash, bytes=path.stat().st_size
+        )
         where = EVENT.at(run=RUN, actor="trainer", type=ready.type_name)
         return (await self.admin.get("HR_EVENT", await self.trainer.publish(where, ready))).time
 
     async def staged(self, version: int, names: set[str]) -> tuple[dict[str, WeightsStaged], dict[str, float]]:
         """Wait until these regions have staged a version: their messages, and the times at which the hub stored
         them."""
-        found: dict[str, WeightsStaged] = {}
+        staged: dict[str, WeightsStaged] = {}
         at: dict[str, float] = {}
         async with asyncio.timeout(PATIENCE_S):
             async for received in self.admin.follow("HR_EVENT", EVENT.where(run=RUN, type="weights_staged")):
                 message = received.message
-                if message.version == version and message.region in names and message.region not in found:
-                    found[message.region], at[message.region] = message, received.time
-                if len(found) == len(names):
+                if message.version == version and message.region in names and message.region not in staged:
+                    staged[message.region], at[message.region] = message, received.time
+                if len(staged) == len(names):
                     break
-        return found, at
+        return staged, at
 
     async def has_staged(self, version: int, name: str) -> bool:
         """Whether a region has published WeightsStaged for a version."""
@@ -314,12 +316,12 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
     finally:
         fleet.stop()
         await fleet.hub.stop()
-    out |= {f"{kind}_{key}": value for kind, found in pushes.items() for key, value in found.items()}
+    out |= {f"{kind}_{key}": value for kind, values in pushes.items() for key, value in values.items()}
     fraction = pushes["delta"]["fraction_of_link"]
     out |= {f"at_0p94_pct_{key}": alone[key] for key in ("ratio", "encode_gb_s", "stage_gb_s")}
     for mbit in (args.mbit, 1e3, 1e4):
-        found = projection(alone, fraction, mbit, args.cores)
-        out |= {f"projected_1tb_{mbit:.0f}mbit_{key}": value for key, value in found.items()}
+        values = projection(alone, fraction, mbit, args.cores)
+        out |= {f"projected_1tb_{mbit:.0f}mbit_{key}": value for key, value in values.items()}
     targets = {
         "fraction_of_link": at_least(fraction, 0.7),
         "done_after_return_s": at_most(pushes["cut"]["done_after_return_s"], 10),

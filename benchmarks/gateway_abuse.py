@@ -75,9 +75,9 @@ class Gateway:
     def mib(self) -> float:
         """Resident memory now."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        found = pages * os.sysconf("SC_PAGESIZE") / (1 << 20)
-        self.most_mib = max(self.most_mib, found)
-        return round(found, 1)
+        resident_mib = pages * os.sysconf("SC_PAGESIZE") / (1 << 20)
+        self.most_mib = max(self.most_mib, resident_mib)
+        return round(resident_mib, 1)
 
     def files(self) -> int:
         """Open files now."""
@@ -168,16 +168,16 @@ async def large(gateway: Gateway, key: str, over: asyncio.Event, ends: Counter[s
 
 async def hostile(gateway: Gateway, keys: dict[str, str], agent: str) -> dict[str, list[int]]:
     """Statuses by kind of request: hostile paths, strange user ids, and requests for another tenant's agent."""
-    found: dict[str, list[int]] = {"paths": [], "users": [], "foreign": []}
+    statuses: dict[str, list[int]] = {"paths": [], "users": [], "foreign": []}
     async with aiohttp.ClientSession(headers={"x-api-key": keys["own"]}) as http:
         for path in PATHS:
             async with http.get(gateway.url + path.format(agent=agent)) as answer:
                 body = await answer.read()
                 assert b"root:" not in body, path
-                found["paths"].append(answer.status)
+                statuses["paths"].append(answer.status)
         for user in USERS:
             async with http.post(gateway.url + "/v1/agents", json={"prompt": "x", "user": user}) as answer:
-                found["users"].append(answer.status)
+                statuses["users"].append(answer.status)
     async with aiohttp.ClientSession(headers={"x-api-key": keys["other"]}) as http:
         for method, path in (
             ("GET", f"/v1/agents/{agent}"),
@@ -187,18 +187,18 @@ async def hostile(gateway: Gateway, keys: dict[str, str], agent: str) -> dict[st
             ("POST", f"/v1/agents/{agent}/runs"),
         ):
             async with http.request(method, gateway.url + path, json={"prompt": "x"}) as answer:
-                found["foreign"].append(answer.status)
+                statuses["foreign"].append(answer.status)
         async with http.get(gateway.url + "/v1/agents") as answer:
             assert agent not in await answer.text(), "another tenant's agent is listed"
-    return found
+    return statuses
 
 
 async def settled(gateway: Gateway, before: int) -> int:
     """The gateway's open files, once they are as few as before, or after a minute."""
     until = time.monotonic() + 60
-    while (found := gateway.files()) > before and time.monotonic() < until:
+    while (open_files := gateway.files()) > before and time.monotonic() < until:
         await asyncio.sleep(0.25)
-    return found
+    return open_files
 
 
 async def opened(folder: Path, broker: Server) -> tuple[Gateway, dict[str, str], str]:
@@ -242,7 +242,7 @@ async def run(connections: int, seconds: float, folder: Path) -> Figures:
             while not during_task.done():
                 gateway.mib()
                 await asyncio.sleep(0.2)
-            (during, wrong), found = await during_task, await attacks
+            (during, wrong), statuses = await during_task, await attacks
             over.set()
             await asyncio.gather(*abusers)
             after, wrong_after = await measured(gateway, keys["own"], agent, 5.0)
@@ -264,9 +264,11 @@ async def run(connections: int, seconds: float, folder: Path) -> Figures:
         "rss_most_mib": round(gateway.most_mib, 1),
         "rss_after_mib": rss_after,
         "files_left": max(0, files_after - files_before),
-        "statuses": found,
-        "served_wrongly": sum(status < 400 or status >= 500 for name in ("paths", "foreign") for status in found[name]),
-        "users_with_server_error": sum(status >= 500 for status in found["users"]),
+        "statuses": statuses,
+        "served_wrongly": sum(
+            status < 400 or status >= 500 for name in ("paths", "foreign") for status in statuses[name]
+        ),
+        "users_with_server_error": sum(status >= 500 for status in statuses["users"]),
     }
 
 

@@ -39,28 +39,28 @@ def summary(cells: dict[Cell, Seen]) -> Figures:
     for waits in sorted({cell.waits for cell in cells}):
         mine = {cell: seen for cell, seen in cells.items() if cell.waits == waits}
         for bound in sorted({cell.bound for cell in mine}):
-            found = [seen for cell, seen in mine.items() if cell.bound == bound]
+            runs = [seen for cell, seen in mine.items() if cell.bound == bound]
             name = f"{'waits' if waits else 'plain'}_{f'async{bound}' if bound else 'sync'}"
             walls = {c.seed: min(s.wall_s for d, s in mine.items() if d.seed == c.seed) for c in mine}
             equal = [seen.at_wall(walls[cell.seed]) for cell, seen in mine.items() if cell.bound == bound]
-            reward, error = spread([seen.at_samples() for seen in found])
+            reward, error = spread([seen.at_samples() for seen in runs])
             figures |= {
-                f"{name}_runs": len(found),
-                f"{name}_trained_tokens_per_s": mean(found, lambda seen: seen.tokens_per_s, 1),
-                f"{name}_wall_s": mean(found, lambda seen: seen.wall_s, 1),
-                f"{name}_step_s": mean(found, lambda seen: statistics.median(d.seconds for _, d in seen.steps), 3),
-                f"{name}_trainer_busy_ratio": mean(found, lambda seen: seen.trainer_busy),
-                f"{name}_rollout_busy_ratio": mean(found, lambda seen: seen.rollout_busy),
-                f"{name}_trainer_busy_within_ratio": mean(found, lambda seen: seen.trainer_busy_within()),
-                f"{name}_rollout_busy_within_ratio": mean(found, lambda seen: seen.rollout_busy_within()),
-                f"{name}_episodes_in_flight": mean(found, lambda seen: seen.in_flight(), 1),
-                f"{name}_sampling_under_training_ratio": mean(found, lambda seen: under_training(seen, seen.episodes)),
-                f"{name}_weights_to_engine_s": mean(found, weights_s),
-                f"{name}_weights_under_training_ratio": mean(found, weights_overlap),
-                f"{name}_snapshot_write_s": mean(found, lambda seen: statistics.median(seen.written_s), 4),
-                f"{name}_dropped_ratio": round(sum(s.dropped for s in found) / sum(s.issued for s in found), 4),
-                f"{name}_staleness_max_versions": max(done.staleness_max for seen in found for _, done in seen.steps),
-                f"{name}_reward_first": mean(found, lambda seen: statistics.fmean(r for _, r in seen.rewards[:5])),
+                f"{name}_runs": len(runs),
+                f"{name}_trained_tokens_per_s": mean(runs, lambda seen: seen.tokens_per_s, 1),
+                f"{name}_wall_s": mean(runs, lambda seen: seen.wall_s, 1),
+                f"{name}_step_s": mean(runs, lambda seen: statistics.median(d.seconds for _, d in seen.steps), 3),
+                f"{name}_trainer_busy_ratio": mean(runs, lambda seen: seen.trainer_busy),
+                f"{name}_rollout_busy_ratio": mean(runs, lambda seen: seen.rollout_busy),
+                f"{name}_trainer_busy_within_ratio": mean(runs, lambda seen: seen.trainer_busy_within()),
+                f"{name}_rollout_busy_within_ratio": mean(runs, lambda seen: seen.rollout_busy_within()),
+                f"{name}_episodes_in_flight": mean(runs, lambda seen: seen.in_flight(), 1),
+                f"{name}_sampling_under_training_ratio": mean(runs, lambda seen: under_training(seen, seen.episodes)),
+                f"{name}_weights_to_engine_s": mean(runs, weights_s),
+                f"{name}_weights_under_training_ratio": mean(runs, weights_overlap),
+                f"{name}_snapshot_write_s": mean(runs, lambda seen: statistics.median(seen.written_s), 4),
+                f"{name}_dropped_ratio": round(sum(s.dropped for s in runs) / sum(s.issued for s in runs), 4),
+                f"{name}_staleness_max_versions": max(done.staleness_max for seen in runs for _, done in seen.steps),
+                f"{name}_reward_first": mean(runs, lambda seen: statistics.fmean(r for _, r in seen.rewards[:5])),
                 f"{name}_reward_at_equal_samples_mean": round(reward, 4),
                 f"{name}_reward_at_equal_samples_error": None if error is None else round(error, 4),
                 f"{name}_reward_at_equal_wall_mean": round(statistics.fmean(equal), 4),
@@ -103,10 +103,10 @@ def compared(figures: Figures, cells: dict[Cell, Seen], bounds: Iterable[int]) -
     for waits in sorted({cell.waits for cell in cells}):
         kind = "waits" if waits else "plain"
         for bound in bounds:
-            found = ratios(cells, bound, waits)
-            if bound and found:
-                figures[f"{kind}_async{bound}_over_sync_ratio"] = round(statistics.fmean(found), 3)
-                figures[f"{kind}_async{bound}_over_sync_ratio_by_seed"] = [round(value, 3) for value in found]
+            speedups = ratios(cells, bound, waits)
+            if bound and speedups:
+                figures[f"{kind}_async{bound}_over_sync_ratio"] = round(statistics.fmean(speedups), 3)
+                figures[f"{kind}_async{bound}_over_sync_ratio_by_seed"] = [round(value, 3) for value in speedups]
         cost = lost(cells, waits)
         if cost is not None:
             reward, error = cost

@@ -180,12 +180,12 @@ async def clones(bench: Bench, count: int) -> Figures:
     """Clones with their image and clones in memory, alternating; then all alive at once."""
     cpu: dict[str, list[float]] = {"large": [], "light": []}
     wall: dict[str, list[float]] = {"large": [], "light": []}
-    own: dict[str, list[float]] = {"large": [], "light": []}
+    host_ms: dict[str, list[float]] = {"large": [], "light": []}
     for _ in range(count):
         for name in cpu:
             started, before = time.perf_counter(), time.process_time()
             sandbox = await bench.begin(name)
-            own[name].append((time.process_time() - before) * 1000)
+            host_ms[name].append((time.process_time() - before) * 1000)
             wall[name].append((time.perf_counter() - started) * 1000)
             cpu[name].append(cpu_ms(bench.pid(sandbox)))
             bench.host.release(sandbox.id)
@@ -198,8 +198,8 @@ async def clones(bench: Bench, count: int) -> Figures:
     return {
         "clone_attached_cpu_p50_ms": median(cpu["large"]),
         "clone_attached_first_cpu_ms": round(cpu["large"][0], 1),
-        "clone_attached_host_cpu_p50_ms": median(own["large"]),
-        "clone_in_memory_host_cpu_p50_ms": median(own["light"]),
+        "clone_attached_host_cpu_p50_ms": median(host_ms["large"]),
+        "clone_in_memory_host_cpu_p50_ms": median(host_ms["light"]),
         "clone_attached_wall_p50_ms": median(wall["large"]),
         "clone_in_memory_cpu_p50_ms": median(cpu["light"]),
         "clone_in_memory_wall_p50_ms": median(wall["light"]),
@@ -309,7 +309,7 @@ async def measure(args: argparse.Namespace, cache: Path, work: Path) -> Figures:
     path = large_image(layout, base, work, args.filler)
     started, wall = time.process_time(), time.perf_counter()
     image = imported.take(cache, path, "large")
-    found: Figures = {
+    figures: Figures = {
         "image_mib": round(image.bytes / (1 << 20), 1),
         "image_entries": image.entries,
         "import_cpu_s": round(time.process_time() - started, 1),
@@ -322,12 +322,12 @@ async def measure(args: argparse.Namespace, cache: Path, work: Path) -> Figures:
     host = await Host.open(environment)
     bench = Bench(host)
     try:
-        found |= await clones(bench, args.clones)
-        found |= await diffs(bench)
-        found |= await in_turn(bench, cache, layout, base, args.images, work)
+        figures |= await clones(bench, args.clones)
+        figures |= await diffs(bench)
+        figures |= await in_turn(bench, cache, layout, base, args.images, work)
     finally:
         await host.close()
-    return found
+    return figures
 
 
 def main() -> None:
@@ -341,23 +341,23 @@ def main() -> None:
     cache = Path(args.cache or Environment().cache_dir).absolute()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache.parent, prefix="bench-images-") as name:
-        own = Path(name) / "cache"
-        own.mkdir()
+        temporary_cache = Path(name) / "cache"
+        temporary_cache.mkdir()
         for entry in (*cache.glob("base-*"), *cache.glob("probe.json")):
-            (own / entry.name).symlink_to(entry)
+            (temporary_cache / entry.name).symlink_to(entry)
         try:
-            found = uvloop.run(measure(args, own, Path(name)))
+            figures = uvloop.run(measure(args, temporary_cache, Path(name)))
         except VmhostError as error:
             cannot_run(str(error))
     finish(
-        found,
+        figures,
         {
-            "clone_attached_cpu": at_most(found["clone_attached_cpu_p50_ms"], 300.0),
-            "attached_over_in_memory": at_most(found["attached_over_in_memory_cpu_ratio"], 1.5),
-            "diff_cpu": at_most(found["diff_first_cpu_ms"], 250.0),
-            "anon_per_clone": at_most(found["twelve_clones_anon_max_mib"], 70.0),
-            "resident_growth": at_most(found["resident_growth_ratio"], 1.05),
-            "storage": at_most(found["storage_over_base_and_layers_ratio"], 1.3),
+            "clone_attached_cpu": at_most(figures["clone_attached_cpu_p50_ms"], 300.0),
+            "attached_over_in_memory": at_most(figures["attached_over_in_memory_cpu_ratio"], 1.5),
+            "diff_cpu": at_most(figures["diff_first_cpu_ms"], 250.0),
+            "anon_per_clone": at_most(figures["twelve_clones_anon_max_mib"], 70.0),
+            "resident_growth": at_most(figures["resident_growth_ratio"], 1.05),
+            "storage": at_most(figures["storage_over_base_and_layers_ratio"], 1.3),
         },
     )
 

@@ -138,9 +138,11 @@ def attention() -> Figures:
         for n in (1, 2, 3, 8, 31)
     )
     keys, values = (x[:length].view(blocks, BLOCK, kv_heads, d).transpose(1, 2).contiguous() for x in (k, v))
-    own = torch.arange(blocks, device="cuda")[None]
+    whole_table = torch.arange(blocks, device="cuda")[None]
     out["attention_decode_is_prefill"] = all(
-        torch.equal(cached_attention_triton(q[None, p : p + 1], keys, values, own, [p], scale)[0], whole[p : p + 1])
+        torch.equal(
+            cached_attention_triton(q[None, p : p + 1], keys, values, whole_table, [p], scale)[0], whole[p : p + 1]
+        )
         for p in (0, 1, 63, 64, 511, 512, 1000, length - 1)
     )
     return out

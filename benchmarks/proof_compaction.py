@@ -58,8 +58,8 @@ def stages(trajectory: Trajectory, tokenizer: Tokenizer) -> Stages:
     """The stages of an attempt; one that is missing, because the attempt has no such summary or edit, is False."""
 
     def value(turn: Turn | None, pattern: re.Pattern[str]) -> int | None:
-        found = pattern.search(tokenizer.decode([int(id) for id in turn.ids.tolist()])) if turn is not None else None
-        return int(found[1]) if found else None
+        match = pattern.search(tokenizer.decode([int(id) for id in turn.ids.tolist()])) if turn is not None else None
+        return int(match[1]) if match else None
 
     summaries = [turn for turn in trajectory.turns if turn.kind == "summary"]
     first, second, *_ = (*(value(turn, _VALUE) for turn in summaries), None, None)
@@ -99,10 +99,10 @@ async def curve(own: runs.RunDir) -> list[dict[str, float]]:
                 steps.append(done)
     points = []
     for step in steps:
-        found = [each for group in step.groups for each in by_group[group]]
-        point = {"step": step.step, "pass_rate": step.pass_rate, "attempts": len(found)}
+        attempts = [each for group in step.groups for each in by_group[group]]
+        point = {"step": step.step, "pass_rate": step.pass_rate, "attempts": len(attempts)}
         for name in Stages._fields:
-            point[name] = statistics.fmean(getattr(each, name) for each in found)
+            point[name] = statistics.fmean(getattr(each, name) for each in attempts)
         points.append({name: round(value, 4) for name, value in point.items()})
     return points
 
@@ -142,9 +142,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another key of the recipe")
     parser.add_argument("--run", default="", help="id of the run; default: compaction-BACKEND-sSEED")
     args = parser.parse_args()
-    own = trained(args.run or f"compaction-{args.backend}-s{args.seed}", args)
-    points = uvloop.run(curve(own))
-    report = json.loads((own.path / "report.json").read_text())
+    run = trained(args.run or f"compaction-{args.backend}-s{args.seed}", args)
+    points = uvloop.run(curve(run))
+    report = json.loads((run.path / "report.json").read_text())
     print(" | ".join(points[0]))
     for point in points:
         print(" | ".join(f"{value:g}" for value in point.values()))

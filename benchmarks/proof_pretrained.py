@@ -120,16 +120,16 @@ def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
             f"{partial} was made with another configuration: remove it and runs/pretrained-s*, or use that "
             f"configuration"
         )
-    known: dict[str, Passes] = begun["passes"]
+    passes: dict[str, Passes] = begun["passes"]
 
     def measured(seed: str, phase: str, run: str, version: int) -> None:
         for name, suite in SUITES.items():
             for kind, heat in HEAT.items():
                 key = f"{seed}/{phase}/{name}/{kind}/{args.tasks}"
-                if key not in known:
-                    known[key] = evaluated(run, version, suite, heat, args)
+                if key not in passes:
+                    passes[key] = evaluated(run, version, suite, heat, args)
                     partial.write_text(json.dumps(begun) + "\n")
-                print(f"{key}: {rate([known[key]])}", flush=True)
+                print(f"{key}: {rate([passes[key]])}", flush=True)
 
     def settings(seed: str) -> list[str]:
         return [f"run.seed={seed}", "evaluation.before=false", "evaluation.after=false", *args.set]
@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
     raw = f"pretrained-s{seeds[0]}-raw"
     trained(raw, args.config, [*settings(seeds[0]), "mid_training.tokens=0", "curriculum.steps=0"])
     measured(seeds[0], "raw", raw, 0)
-    return known
+    return passes
 
 
 def summary(known: Mapping[str, Passes], seeds: Sequence[str], tasks: int) -> Figures:
@@ -173,8 +173,8 @@ def main() -> None:
     args = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
     partial = RESULTS / "proof_pretrained.partial.json"
-    known = measure(args, partial)
-    figures = summary(known, args.seeds.split(","), args.tasks)
+    passes = measure(args, partial)
+    figures = summary(passes, args.seeds.split(","), args.tasks)
     (RESULTS / "proof_pretrained.json").write_text(json.dumps(figures, indent=2) + "\n")
     targets = {
         "heldout_greedy": at_least(figures["reinforced_heldout_greedy"], 0.60),

@@ -275,8 +275,8 @@ def judged_again(folder: Path, judge: str, *changes: str) -> tuple[Figures, floa
         code = headrace(("rejudge", str(folder), "--judge", judge, "--recorded", *words))
     if code:
         raise RuntimeError(f"headrace rejudge ended with code {code}")
-    found: Figures = json.loads(printed.getvalue())
-    return found, time.monotonic() - started
+    report: Figures = json.loads(printed.getvalue())
+    return report, time.monotonic() - started
 
 
 def measure(groups: int, size: int) -> Figures:
@@ -286,25 +286,25 @@ def measure(groups: int, size: int) -> Figures:
         folder.mkdir()
         models = Models(Path(root))
         with models.serving() as url:
-            attempts, own = Attempts(models, size), config(folder, models, url)
-            (folder / "config.json").write_bytes(msgspec.json.encode(own))
+            attempts, settings = Attempts(models, size), config(folder, models, url)
+            (folder / "config.json").write_bytes(msgspec.json.encode(settings))
             started = time.monotonic()
-            outcomes = uvloop.run(record(folder, attempts, groups, size, own))
+            outcomes = uvloop.run(record(folder, attempts, groups, size, settings))
             record_s, asked = time.monotonic() - started, models.requests
             second = models.folders["second"]
-            found, again_s = judged_again(folder, "second", 'judge.model="second"', f'judge.model_folder="{second}"')
+            report, again_s = judged_again(folder, "second", 'judge.model="second"', f'judge.model_folder="{second}"')
             asked_again = models.requests - asked
             same, same_s = judged_again(folder, "first", 'judge.model="first"')
             asked_same = models.requests - asked - asked_again
-    listed = {(flip["group"], flip["slot"]) for flip in found["flips"]}
+    listed = {(flip["group"], flip["slot"]) for flip in report["flips"]}
     expected = true_flips(models, attempts, outcomes)
     return {
-        "groups": found["groups"],
-        "trajectories": found["slots"],
+        "groups": report["groups"],
+        "trajectories": report["slots"],
         "passed": sum(passed for group in outcomes for _, passed in group),
         "cheating": sum(not honest for group in outcomes for honest, _ in group),
-        "rewards_changed": found["rewards_changed"],
-        "advantages_flipped": found["advantages_flipped"],
+        "rewards_changed": report["rewards_changed"],
+        "advantages_flipped": report["advantages_flipped"],
         "expected_flips": len(expected),
         "missing": len(expected - listed),
         "wrong": len(listed - expected),

@@ -31,14 +31,14 @@ MARK = "HEADRACE_RESTARTS"
 
 def family(mark: str) -> list[int]:
     """The processes that have the run's mark in their environment."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def until_gone(mark: str, limit_s: float) -> float:

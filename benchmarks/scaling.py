@@ -111,11 +111,11 @@ async def points_of(own: RunDir) -> list[Point]:
             if isinstance(done := received.message, StepDone):
                 steps[done.version] = done.tokens
     active = active_parameters(own)
-    found = []
+    points = []
     for version, rate in sorted(rates.items()):
         tokens = sum(count for made, count in steps.items() if made <= version)
-        found.append(Point(version, tokens, 6.0 * active * tokens, rate))
-    return found
+        points.append(Point(version, tokens, 6.0 * active * tokens, rate))
+    return points
 
 
 def active_parameters(own: RunDir) -> int:
@@ -146,10 +146,10 @@ def main() -> None:
     fewest = math.inf
     seeds = list(map(int, args.seeds.split(",")))
     for seed in seeds:
-        own = ended(args.folder, seed)
-        if own is None and args.only_fit:
+        finished = ended(args.folder, seed)
+        if finished is None and args.only_fit:
             continue
-        points = uvloop.run(points_of(own or run(args.folder, seed, args)))
+        points = uvloop.run(points_of(finished or run(args.folder, seed, args)))
         line = fitted(points)
         figures[f"points_{seed}"] = [
             {"version": each.version, "tokens": each.tokens, "flop": each.flop, "rate": each.rate} for each in points

@@ -284,8 +284,8 @@ async def measure(pairs: int, day_s: float, folder: Path) -> Figures:
     finally:
         served.process.terminate()
         served.process.wait(120)
-    lent, kept = ([day for day in days if day.lending == which] for which in (True, False))
-    both = [[took for day in which for took in day.seconds] for which in (lent, kept)]
+    lent, unlent = ([day for day in days if day.lending == which] for which in (True, False))
+    both = [[took for day in which for took in day.seconds] for which in (lent, unlent)]
     middle, low, high = ratio(both[0], both[1])
     return {
         "requests": len(both[0]),

@@ -87,7 +87,7 @@ def make_set(functions: int, queries: int) -> tuple[dict[str, bytes], list[Query
     paths = [path for path in sorted(root.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(root).parts)]
     random.Random(7).shuffle(paths)
     files: dict[str, bytes] = {}
-    found: list[Query] = []
+    candidates: list[Query] = []
     count = 0
     for path in paths:
         made = without_docstrings(path.read_text(encoding="utf-8", errors="replace"))
@@ -97,15 +97,15 @@ def make_set(functions: int, queries: int) -> tuple[dict[str, bytes], list[Query
         files[name] = made[0].encode("utf-8", "replace")
         count += len(made[1])
         names = [function for function, _ in made[1]]
-        found += [
+        candidates += [
             Query(text, name, function)
             for function, text in made[1]
             if len(text.split()) >= 4 and names.count(function) == 1
         ]
         if count == functions:
             break
-    texts = [query.text for query in found]
-    unique = [query for query in found if texts.count(query.text) == 1]
+    texts = [query.text for query in candidates]
+    unique = [query for query in candidates if texts.count(query.text) == 1]
     random.Random(8).shuffle(unique)
     return files, unique[:queries], count
 

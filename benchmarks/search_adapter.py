@@ -109,11 +109,11 @@ def pairs_of(index: Index, indexes: Indexes, queries: list[Query], vectors: Floa
     at: dict[tuple[str, str], int] = {}
     for row, piece in enumerate(index.pieces):
         at.setdefault((piece.chunk.path, piece.chunk.name), row)
-    kept = [(row, at[query.path, query.name]) for row, query in enumerate(queries) if (query.path, query.name) in at]
+    pairs = [(row, at[query.path, query.name]) for row, query in enumerate(queries) if (query.path, query.name) in at]
     return Pairs(
-        torch.from_numpy(vectors[[row for row, _ in kept]]),
+        torch.from_numpy(vectors[[row for row, _ in pairs]]),
         torch.from_numpy(chunks),
-        torch.tensor([chunk for _, chunk in kept]),
+        torch.tensor([chunk for _, chunk in pairs]),
     )
 
 
@@ -144,19 +144,19 @@ def hits(index: Index, queries: list[Query], vectors: Floats) -> NDArray[np.floa
     """Per query, 1 where its function is among the first five."""
     out: list[bool] = []
     for query, vector in zip(queries, vectors, strict=True):
-        found = [(piece.chunk.path, piece.chunk.name) for _, piece in index.hybrid(query.text, vector, DEEP)]
-        out.append((query.path, query.name) in list(dict.fromkeys(found))[:5])
+        places = [(piece.chunk.path, piece.chunk.name) for _, piece in index.hybrid(query.text, vector, DEEP)]
+        out.append((query.path, query.name) in list(dict.fromkeys(places))[:5])
     return np.array(out, dtype=np.float64)
 
 
 def interval(gains: list[NDArray[np.float64]], draws: int = 5000) -> tuple[float, float]:
     """95 % of the mean over repositories, drawn with replacement, and of the queries in each."""
     rng = np.random.default_rng(9)
-    found = []
+    means = []
     for _ in range(draws):
         chosen = rng.integers(0, len(gains), len(gains))
-        found.append(np.mean([gains[at][rng.integers(0, len(gains[at]), len(gains[at]))].mean() for at in chosen]))
-    low, high = np.percentile(found, (2.5, 97.5))
+        means.append(np.mean([gains[at][rng.integers(0, len(gains[at]), len(gains[at]))].mean() for at in chosen]))
+    low, high = np.percentile(means, (2.5, 97.5))
     return float(low), float(high)
 
 

@@ -142,9 +142,9 @@ def proof(load: Load, models: list[Model], most: int) -> Figures:
     wrong = tokens = 0
     for request, sample in swapped[:: max(1, len(swapped) // most)][:most]:
         ids = (*request.ids, *sample.ids)
-        known = {span.version: models[span.version % FILES] for span in sample.spans}
-        found = score(known, ids, sample.spans, range(PROMPT, len(ids)), 1.0)
-        wrong += int((found != torch.tensor(sample.logprobs)).sum())
+        served = {span.version: models[span.version % FILES] for span in sample.spans}
+        scored = score(served, ids, sample.spans, range(PROMPT, len(ids)), 1.0)
+        wrong += int((scored != torch.tensor(sample.logprobs)).sum())
         tokens += len(sample.ids)
     return {
         "requests": len(load.done),

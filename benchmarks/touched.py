@@ -139,8 +139,8 @@ def work(template: str) -> list[tuple[str, Op]]:
 
 def request(template: str, group: str, slot: int = 0) -> Acquire:
     """A sandbox of its own machine, or one of a machine's eight."""
-    known: dict[str, Any] = {"run": "touched", "lane": "train", "role": "judge", "attempt": 0, "isolation": "group"}
-    return Acquire(group=group, slot=slot, template=template, files=FILES, **known)
+    fields: dict[str, Any] = {"run": "touched", "lane": "train", "role": "judge", "attempt": 0, "isolation": "group"}
+    return Acquire(group=group, slot=slot, template=template, files=FILES, **fields)
 
 
 async def alarms(host: Host, template: str) -> Figures:
@@ -221,13 +221,13 @@ async def pages(host: Host, template: str, count: int) -> Figures:
 async def measure(templates: list[str], count: int) -> Figures:
     """Detection and false alarms, for each template."""
     host = await Host.open(Environment(backend="qemu", warm=0))
-    found: Figures = {}
+    by_template: Figures = {}
     try:
         for template in templates:
             figures = await alarms(host, template) | await pages(host, template, count)
-            found |= {f"{template}_{name}": value for name, value in figures.items()}
+            by_template |= {f"{template}_{name}": value for name, value in figures.items()}
             await host.settle()
-        return found
+        return by_template
     finally:
         await host.close()
 

@@ -161,14 +161,14 @@ async def boots_and_clones(made: Template, boots: int, clones: int, prefix: str)
 async def at_once(made: Template, clones: int, prefix: str) -> Figures:
     """Clones per second at one, two and four at a time."""
     book = Book()
-    found: Figures = {}
+    burst_figures: Figures = {}
     for width in (1, 2, 4):
         started = time.perf_counter()
         for _ in range(max(1, clones // width)):
             await end(*(clone for _, clone in await asyncio.gather(*(start(book, made) for _ in range(width)))))
         done = max(1, clones // width) * width
-        found[f"{prefix}clones_per_s_{width}_at_once"] = round(done / (time.perf_counter() - started), 2)
-    return found
+        burst_figures[f"{prefix}clones_per_s_{width}_at_once"] = round(done / (time.perf_counter() - started), 2)
+    return burst_figures
 
 
 async def timed(sandbox: VmSandbox, op: Exec | RunTests | ReadFile | WriteFiles | PullTar) -> tuple[float, OpResult]:
@@ -181,16 +181,16 @@ async def timed(sandbox: VmSandbox, op: Exec | RunTests | ReadFile | WriteFiles 
 async def in_use(environment: Environment, name: str, calls: int, has_pytest: bool) -> Figures:
     """Round trips, push and pull, tools on a fresh and on a used clone, memory after tests, fork, checkpoint."""
     host = await Host.open(msgspec.structs.replace(environment, warm=0, max_vms=8, judge_share=0))
-    found: Figures = {}
+    guest_figures: Figures = {}
     try:
         sandbox = await host.acquire(figures.request(name, 0))
         await sandbox.call(WriteFiles(files=TESTS | {"small": b"x"}))
         trips = [(await timed(sandbox, ReadFile(path="small")))[0] for _ in range(calls)][calls // 10 :]
-        found |= {"round_trip_p50_ms": median(trips), "round_trip_p99_ms": centile(trips, 0.99)}
+        guest_figures |= {"round_trip_p50_ms": median(trips), "round_trip_p99_ms": centile(trips, 0.99)}
         blob = os.urandom(8 << 20)
         for way, op in (("push", WriteFiles(files={"blob": blob})), ("pull", ReadFile(path="blob", limit=16 << 20))):
             best = min([(await timed(sandbox, op))[0] for _ in range(3)])
-            found[f"{way}_mib_per_s"] = round(8000 / best, 1)
+            guest_figures[f"{way}_mib_per_s"] = round(8000 / best, 1)
         host.release(sandbox.id)
 
         tested = await host.acquire(figures.request(name, 1))
@@ -199,11 +199,11 @@ async def in_use(environment: Environment, name: str, calls: int, has_pytest: bo
         for age in ("fresh", "used") if has_pytest else ():
             wall, result = await timed(tested, plan)
             assert result.ok, result
-            found[f"tool_pytest_worker_{age}_ms"] = round(wall, 1)
+            guest_figures[f"tool_pytest_worker_{age}_ms"] = round(wall, 1)
             if age == "fresh":
                 machine = host.machine(tested.id)
                 assert isinstance(machine, Clone)
-                found["private_after_pytest_mib"] = round(machine.private_mb(), 1)
+                guest_figures["private_after_pytest_mib"] = round(machine.private_mb(), 1)
         host.release(tested.id)
 
         tools = await host.acquire(figures.request(name, 2))
@@ -211,30 +211,33 @@ async def in_use(environment: Environment, name: str, calls: int, has_pytest: bo
         for age in ("fresh", "used"):
             for tool, script in TOOLS.items():
                 wall, result = await timed(tools, Exec(argv=("sh", "-c", script), timeout_s=120.0))
-                found[f"tool_{tool}_{age}_ms"] = round(wall, 1) if result.ok else None
+                guest_figures[f"tool_{tool}_{age}_ms"] = round(wall, 1) if result.ok else None
         machine = host.machine(tools.id)
         assert isinstance(machine, Clone)
         started = time.perf_counter()
         taken = await machine.freeze()
-        found |= {"freeze_wall_ms": round((time.perf_counter() - started) * 1000, 1), "freeze_mib": round(taken.mib, 1)}
+        guest_figures |= {
+            "freeze_wall_ms": round((time.perf_counter() - started) * 1000, 1),
+            "freeze_mib": round(taken.mib, 1),
+        }
         started = time.perf_counter()
         forks = await host.fork(tools.id, [figures.request(name, 10 + slot) for slot in range(2)])
-        found["fork_two_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
+        guest_figures["fork_two_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
         for fork in forks:
             host.release(fork.id)
         for kind, whole in (("delta", False), ("whole", True)):
             started = time.perf_counter()
             blob = await host.checkpoint(tools.id, whole)
-            found[f"checkpoint_{kind}_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
-            found[f"checkpoint_{kind}_mib"] = round(len(blob) / (1 << 20), 2)
+            guest_figures[f"checkpoint_{kind}_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
+            guest_figures[f"checkpoint_{kind}_mib"] = round(len(blob) / (1 << 20), 2)
             started = time.perf_counter()
             back = await host.restore(blob, figures.request(name, 20 + whole))
-            found[f"restore_{kind}_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
+            guest_figures[f"restore_{kind}_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
             assert (await back.call(ReadFile(path="src/pack.py"))).ok
             host.release(back.id)
     finally:
         await host.close()
-    return found
+    return guest_figures
 
 
 async def measure(environment: Environment, small: bool, light_only: bool) -> Figures:
@@ -242,25 +245,25 @@ async def measure(environment: Environment, small: bool, light_only: bool) -> Fi
     boots, clones, warm, calls = (2, 10, 4, 100) if small else (5, 100, 50, 2000)
     names = ("light",) if light_only else ("debian", "light")
     made = await asyncio.to_thread(image.ensure, environment, print, names)
-    found: Figures = {}
+    clone_figures: Figures = {}
     for name in names:
         prefix = "" if name == names[0] else f"{name}_"
-        found |= await boots_and_clones(made[name], boots, clones, prefix)
-        found |= await at_once(made[name], 4 if small else 20, prefix)
+        clone_figures |= await boots_and_clones(made[name], boots, clones, prefix)
+        clone_figures |= await at_once(made[name], 4 if small else 20, prefix)
         for key, files in (("warm_acquire", None), ("warm_acquire_with_files", PUSHED)):
             taken: list[figures.Measured] = []
             for _ in range(-(-warm // 10)):
                 taken += await figures.warm(environment, name, min(warm, 10), files)
-            found[f"{prefix}{key}_p50_ms"] = median([one.wall_ms for one in taken])
-            found[f"{prefix}{key}_p99_ms"] = centile([one.wall_ms for one in taken], 0.99)
-        found[f"{prefix}private_parked_mib"] = median([one.private_mib for one in taken])
-        ratio = found[f"{prefix}boot_wall_p50_ms"] / found[f"{prefix}warm_acquire_p50_ms"]
-        found[f"{prefix}boot_over_warm_acquire_wall_ratio"] = round(ratio, 1)
+            clone_figures[f"{prefix}{key}_p50_ms"] = median([one.wall_ms for one in taken])
+            clone_figures[f"{prefix}{key}_p99_ms"] = centile([one.wall_ms for one in taken], 0.99)
+        clone_figures[f"{prefix}private_parked_mib"] = median([one.private_mib for one in taken])
+        ratio = clone_figures[f"{prefix}boot_wall_p50_ms"] / clone_figures[f"{prefix}warm_acquire_p50_ms"]
+        clone_figures[f"{prefix}boot_over_warm_acquire_wall_ratio"] = round(ratio, 1)
     manifest = made[names[0]].manifest
     facts: Figures = {"template": names[0], "accel": manifest.hardware.accel, "machine": manifest.hardware.machine}
     facts |= {"memory_mb": manifest.hardware.memory_mb, "qemu": manifest.qemu, "page_bytes": snapshot.PAGE}
     return (
-        found
+        clone_figures
         | await in_use(environment, names[0], calls, manifest.has_pytest)
         | {f"vm_{name}": value for name, value in facts.items()}
     )
@@ -274,22 +277,22 @@ def main() -> None:
     arguments = parser.parse_args()
     environment = Environment()
     try:
-        found = uvloop.run(measure(environment, arguments.small, arguments.light))
+        clone_figures = uvloop.run(measure(environment, arguments.small, arguments.light))
     except (VmhostError, SandboxLost) as error:
         cannot_run(str(error))
-    collisions = found["entropy_collisions"] + found.get("light_entropy_collisions", 0)
+    collisions = clone_figures["entropy_collisions"] + clone_figures.get("light_entropy_collisions", 0)
     targets = {
-        "boot_over_clone_wall_ratio": at_least(found["boot_over_clone_wall_ratio"], 25.0),
-        "boot_over_clone_cpu_ratio": at_least(found["boot_over_clone_cpu_ratio"], 40.0),
-        "clone_cpu_p50_ms": at_most(found["clone_cpu_p50_ms"], 70.0),
-        "warm_acquire_p50_ms": at_most(found["warm_acquire_p50_ms"], 6.0),
-        "private_parked_mib": at_most(found["private_parked_mib"], 28.0),
-        "private_after_pytest_mib": at_most(found.get("private_after_pytest_mib"), 75.0),
-        "round_trip_p50_ms": at_most(found["round_trip_p50_ms"], 1.0),
-        "clock_rate_error": at_most(found["clock_rate_error"], 1e-3),
+        "boot_over_clone_wall_ratio": at_least(clone_figures["boot_over_clone_wall_ratio"], 25.0),
+        "boot_over_clone_cpu_ratio": at_least(clone_figures["boot_over_clone_cpu_ratio"], 40.0),
+        "clone_cpu_p50_ms": at_most(clone_figures["clone_cpu_p50_ms"], 70.0),
+        "warm_acquire_p50_ms": at_most(clone_figures["warm_acquire_p50_ms"], 6.0),
+        "private_parked_mib": at_most(clone_figures["private_parked_mib"], 28.0),
+        "private_after_pytest_mib": at_most(clone_figures.get("private_after_pytest_mib"), 75.0),
+        "round_trip_p50_ms": at_most(clone_figures["round_trip_p50_ms"], 1.0),
+        "clock_rate_error": at_most(clone_figures["clock_rate_error"], 1e-3),
         "entropy_collisions": at_most(collisions, 0),
     }
-    finish(found, targets, "headrace")
+    finish(clone_figures, targets, "headrace")
 
 
 if __name__ == "__main__":

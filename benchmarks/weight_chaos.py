@@ -176,15 +176,15 @@ class Arena:
         """Every file that has a version's name is that version, whole."""
         for file in (self.folder / "runs" / RUN / "nodes").glob("*/weights/*.safetensors"):
             try:
-                found = snapshot.file_hash(file)
+                state_hash = snapshot.file_hash(file)
             except FileNotFoundError:
                 continue  # the receiver has just removed the file
             except WeightError as error:
                 self.wrong.append(f"{file.name} cannot be read: {error}")
                 continue
             self.counts["files"] += 1
-            if found != self.hashes.get(int(file.stem)):
-                self.wrong.append(f"{file.name} has state {found}")
+            if state_hash != self.hashes.get(int(file.stem)):
+                self.wrong.append(f"{file.name} has state {state_hash}")
 
     async def round(self, version: int, victim: str, fault: signal.Signals, stage: str) -> None:
         """Publish one version and inject its fault."""
@@ -273,7 +273,7 @@ async def chaos(folder: Path, rounds: int, seed: int) -> Figures:
                 raise
             print(name, f"{arena.recovery_s[-1]:.1f} s", flush=True)
         trust = Trust.load(arena.server.credentials)
-        found = await proof.prove(arena.looker, RUN, trust)
+        chain_proof = await proof.prove(arena.looker, RUN, trust)
     finally:
         await arena.close()
     ordered = sorted(arena.recovery_s)
@@ -284,9 +284,9 @@ async def chaos(folder: Path, rounds: int, seed: int) -> Figures:
         "files_hashed": arena.counts["files"],
         "partial_or_wrong": len(arena.wrong),
         "wrong": arena.wrong[:5],
-        "chain_faults": len(found.faults),
-        "chain_versions": found.versions,
-        "equal_to_trainer": found.state_hash == arena.hashes[rounds - 1],
+        "chain_faults": len(chain_proof.faults),
+        "chain_versions": chain_proof.versions,
+        "equal_to_trainer": chain_proof.state_hash == arena.hashes[rounds - 1],
         "recovery_p50_s": round(ordered[len(ordered) // 2], 3),
         "recovery_max_s": round(ordered[-1], 3),
         **{name: arena.counts[name] for name in sorted(arena.counts) if "_sig" in name},

@@ -138,10 +138,10 @@ def rate_for(trained: Trained, wanted: float, *, tolerance: float = 0.03) -> tup
     for _ in range(30):
         rate = (low * high) ** 0.5
         after = trained.step(rate)
-        found = density(trained.before, after)
-        if abs(found - wanted) <= tolerance * wanted:
+        share = density(trained.before, after)
+        if abs(share - wanted) <= tolerance * wanted:
             break
-        low, high = (rate, high) if found < wanted else (low, rate)
+        low, high = (rate, high) if share < wanted else (low, rate)
     return rate, after
 
 

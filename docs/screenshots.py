@@ -38,8 +38,8 @@ def main(run: str, out: Path) -> None:
     command = [sys.executable, "-u", "-m", "headrace.cli", "dashboard", run]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    found = re.search(r"http://\S+", server.stdout.readline())
-    assert found is not None, "headrace dashboard printed no address"
+    address = re.search(r"http://\S+", server.stdout.readline())
+    assert address is not None, "headrace dashboard printed no address"
     options = Options()
     for word in (
         "--headless=new",
@@ -51,10 +51,10 @@ def main(run: str, out: Path) -> None:
         options.add_argument(word)
     driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
     try:
-        for view in (*VIEWS, passed_attempt(found[0])):
+        for view in (*VIEWS, passed_attempt(address[0])):
             if view:
                 driver.get("about:blank")
-                driver.get(f"{found[0]}#/{view}")
+                driver.get(f"{address[0]}#/{view}")
                 WebDriverWait(driver, 60).until(lambda page: page.execute_script(READY))
                 driver.execute_async_script("setTimeout(arguments[0], 800)")  # the charts' first frame
                 name = "attempt" if view.startswith("t/") else view

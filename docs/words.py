@@ -108,11 +108,11 @@ def allowed() -> set[str]:
 
 def main(arguments: list[str]) -> int:
     """Print what is forbidden outside the allowed files; 1 if there is any."""
-    unclean = {str(path.relative_to(ROOT)): found for path in files() if (found := findings(path))}
+    unclean = {str(path.relative_to(ROOT)): hits for path in files() if (hits := findings(path))}
     if "--shrink" in arguments:
         ALLOWED.write_text("".join(f"{name}\n" for name in sorted(allowed() & set(unclean))), encoding="utf-8")
     wrong = [
-        finding for name, found in unclean.items() if name in arguments or name not in allowed() for finding in found
+        finding for name, hits in unclean.items() if name in arguments or name not in allowed() for finding in hits
     ]
     for finding in wrong:
         sys.stdout.write(f"{finding.path}:{finding.line}: {finding.text!r}: write {finding.instead}\n")

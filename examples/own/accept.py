@@ -60,9 +60,9 @@ def write(place: Place) -> None:
     """own.toml with the broker's address, cluster.toml, checkpoint and image."""
     bus = f'[run]\nid = "{RUN}"\nmin_free_mb = 64\n[bus]\nurl = "nats://{place.addresses[0]}:4222"\n'
     bus += 'credentials = "credentials"\n'
-    own = (HERE / "own.toml").read_text()
-    own = own.replace("[production]\n", f'[production]\nhost = "{place.addresses[1]}"\n')
-    (place.folder / "run.toml").write_text(bus + own)
+    own_toml = (HERE / "own.toml").read_text()
+    own_toml = own_toml.replace("[production]\n", f'[production]\nhost = "{place.addresses[1]}"\n')
+    (place.folder / "run.toml").write_text(bus + own_toml)
     text = f'run = "run.toml"\nssh = {json.dumps(place.ssh)}\n'
     paths = os.environ.get("PYTHONPATH", "")
     for number, (address, groups) in enumerate(zip(place.addresses, GROUPS, strict=True), 1):

@@ -64,14 +64,14 @@ def test_what_was_stopped_goes_on_to_the_same_bits(
 ) -> None:
     monkeypatch.setattr("headrace.training.mid_training.KEEP_S", 0.0)
     monkeypatch.setattr("headrace.training.mid_training.KEEP_SHARE", math.inf)
-    recipe, kept = msgspec.structs.replace(RECIPE, tokens=2000, processes=processes), tmp_path / "kept"
+    recipe, checkpoint_file = msgspec.structs.replace(RECIPE, tokens=2000, processes=processes), tmp_path / "kept"
     whole, seen = model(), list[Progress]()
     steps = run(whole, texts(), recipe)
     for traces in (stopping(60), stopping(100)):
         with pytest.raises(Stop):
-            run(model(), traces, recipe, file=kept)
+            run(model(), traces, recipe, file=checkpoint_file)
     again = model(seed=9)
-    assert run(again, texts(), recipe, seen.append, every=1, file=kept) == steps
+    assert run(again, texts(), recipe, seen.append, every=1, file=checkpoint_file) == steps
     assert 5 < seen[0].step < steps == seen[-1].step, "it did not begin again"
     assert all(torch.equal(value, again.state()[name]) for name, value in whole.state().items())
 
@@ -81,13 +81,13 @@ def test_what_was_kept_under_another_recipe_or_damaged_is_refused(
 ) -> None:
     monkeypatch.setattr("headrace.training.mid_training.KEEP_S", 0.0)
     monkeypatch.setattr("headrace.training.mid_training.KEEP_SHARE", math.inf)
-    kept = tmp_path / "kept"
-    run(model(), texts(), msgspec.structs.replace(RECIPE, tokens=300), file=kept)
+    checkpoint_file = tmp_path / "kept"
+    run(model(), texts(), msgspec.structs.replace(RECIPE, tokens=300), file=checkpoint_file)
     with pytest.raises(MidTrainingFailed, match=r"another \[mid_training\]"):
-        run(model(), texts(), RECIPE, file=kept)
-    kept.write_bytes(kept.read_bytes()[:-1] + b"x")
+        run(model(), texts(), RECIPE, file=checkpoint_file)
+    checkpoint_file.write_bytes(checkpoint_file.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="is damaged: its bits give hash"):
-        run(model(), texts(), RECIPE, file=kept)
+        run(model(), texts(), RECIPE, file=checkpoint_file)
 
 
 @pytest.mark.slow
@@ -95,15 +95,15 @@ def test_what_was_kept_before_a_key_existed_goes_on(tmp_path: Path, monkeypatch:
     """The key had its default then: only another value is another recipe."""
     monkeypatch.setattr(mid_training, "KEEP_S", 0.0)
     monkeypatch.setattr(mid_training, "KEEP_SHARE", math.inf)
-    recipe, kept = msgspec.structs.replace(RECIPE, tokens=300), tmp_path / "kept"
+    recipe, checkpoint_file = msgspec.structs.replace(RECIPE, tokens=300), tmp_path / "kept"
     older = msgspec.to_builtins(recipe)
     del older["schedule"], older["min_rate"], older["beta1"]
     with monkeypatch.context() as then:
         then.setattr(mid_training, "_words", lambda _: msgspec.json.encode(older).decode())
-        run(model(), texts(), recipe, file=kept)
-    assert run(model(), texts(), recipe, file=kept)
+        run(model(), texts(), recipe, file=checkpoint_file)
+    assert run(model(), texts(), recipe, file=checkpoint_file)
     with pytest.raises(MidTrainingFailed, match=r"another \[mid_training\]"):
-        run(model(), texts(), msgspec.structs.replace(recipe, schedule="cosine"), file=kept)
+        run(model(), texts(), msgspec.structs.replace(recipe, schedule="cosine"), file=checkpoint_file)
 
 
 @pytest.mark.slow  # tests/training/parallel/test_shards.py compares the gradients of two processes and of one
