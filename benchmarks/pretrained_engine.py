@@ -243,10 +243,10 @@ class EngineSide:
 def segments(vocab: int) -> tuple[Segment, ...]:
     """Random sequences with every fourth token sampled, half of them with each sign of the advantage."""
     generator, positions = torch.Generator().manual_seed(0), torch.arange(3, CONTEXT, 4)
-    made = []
+    sequences = []
     for index in range(SEQUENCES):
         ids = torch.randint(0, vocab, (CONTEXT + 1,), generator=generator)
-        made.append(
+        sequences.append(
             Segment(
                 trajectory=str(index),
                 ids=ids[:-1],
@@ -261,7 +261,7 @@ def segments(vocab: int) -> tuple[Segment, ...]:
                 index=index,
             )
         )
-    return tuple(made)
+    return tuple(sequences)
 
 
 def plain_training(plain: Plain, sums: list[Tensor], parts: tuple[Segment, ...]) -> None:

@@ -98,10 +98,10 @@ class AdamW:
         adamw(
             parameters,
             [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [one.exp_avg for one in moments],
-            [one.exp_avg_sq for one in moments],
+            [moment.exp_avg for moment in moments],
+            [moment.exp_avg_sq for moment in moments],
             [],
-            [one.step for one in moments],
+            [moment.step for moment in moments],
             foreach=False,
             fused=True,
             amsgrad=False,

@@ -128,7 +128,7 @@ async def measure(bus: Bus, trials: Sequence[EvalRequest]) -> Measured:
 
 def _agreements(score: Score) -> dict[str, Agreement]:
     criteria = score.rubric.criteria if score.rubric is not None else ()
-    return {one.id: one.agreement for one in criteria if one.agreement is not None}
+    return {criterion.id: criterion.agreement for criterion in criteria if criterion.agreement is not None}
 
 
 async def _slots(bus: Bus, request: EvalRequest) -> dict[tuple[str, int], _Slot]:
@@ -190,7 +190,7 @@ def _attempt(trial: int, seq: int, score: Score, episode: Trajectory, began: flo
         passed=score.passed,
         verdict=score.verdict,
         reward=score.reward,
-        rubric={one.id: one.met for one in score.rubric.criteria} if score.rubric is not None else {},
+        rubric={criterion.id: criterion.met for criterion in score.rubric.criteria} if score.rubric is not None else {},
         version=score.oldest_version,
         tokens=tokens_of(episode.turns),
         turns=len(episode.turns),

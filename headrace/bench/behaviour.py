@@ -76,9 +76,11 @@ def behaviour_of(trajectories: Iterable[Trajectory]) -> Behaviour | None:
     if not acts:
         return None
     return Behaviour(
-        calls_per_turn=round(sum(one.calls for one in acts) / sum(one.calling_turns for one in acts), 4),
-        reads_before_edit=round(fmean(one.reads_before_edit for one in acts), 4),
-        tested=round(fmean(one.tested for one in acts), 4),
-        lint_fixed=round(fmean(one.lint_fixed for one in acts), 4),
-        asked=round(fmean(one.asked for one in acts), 4),
+        calls_per_turn=round(
+            sum(attempt.calls for attempt in acts) / sum(attempt.calling_turns for attempt in acts), 4
+        ),
+        reads_before_edit=round(fmean(attempt.reads_before_edit for attempt in acts), 4),
+        tested=round(fmean(attempt.tested for attempt in acts), 4),
+        lint_fixed=round(fmean(attempt.lint_fixed for attempt in acts), 4),
+        asked=round(fmean(attempt.asked for attempt in acts), 4),
     )

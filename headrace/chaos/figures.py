@@ -103,15 +103,15 @@ async def collect(folder: RunDir, results: Sequence[FaultResult], kills: int, se
         outcomes = [received async for received in bus.history("HR_STEP", s.STEP.at(run=folder.id))]
         letters = [received.message async for received in bus.history("HR_DLQ", s.DLQ.where())]
     steps = [entry for entry in outcomes if isinstance(entry.message, StepDone | StepFailed)]
-    counted = Counter(f"{one.planned.fault}_{one.planned.target.replace('-', '_')}" for one in results)
+    counted = Counter(f"{result.planned.fault}_{result.planned.target.replace('-', '_')}" for result in results)
     lost = losses(report)
     return ChaosReport(
         run=folder.id,
         seed=seed,
         kills_asked=kills,
         kills=len(results),
-        not_recovered=sum(one.recovered_s is None for one in results),
-        connections_cut=sum(one.connections for one in results),
+        not_recovered=sum(result.recovered_s is None for result in results),
+        connections_cut=sum(result.connections for result in results),
         faults=dict(sorted(counted.items())),
         recovery=recovery(results),
         sandboxes_lost=len(reissued),
@@ -138,7 +138,7 @@ async def collect(folder: RunDir, results: Sequence[FaultResult], kills: int, se
 
 def machine_target(results: Sequence[FaultResult]) -> dict[str, Target]:
     """The target for killed machines, where any were killed. A machine that was never replaced misses it."""
-    seconds = [one.recovered_s for one in results if one.kind == f"{MACHINE}_kill"]
+    seconds = [result.recovered_s for result in results if result.kind == f"{MACHINE}_kill"]
     if not seconds:
         return {}
     slowest = None if None in seconds else max(value for value in seconds if value is not None)
@@ -172,7 +172,10 @@ async def _reissued(bus: Bus, run: str) -> list[float | None]:
 
 def recovery(results: Sequence[FaultResult]) -> Recovery:
     """Quantiles over all faults and by kind of fault, and the slowest kind."""
-    kinds = {kind: [one.recovered_s for one in results if one.kind == kind] for kind in {one.kind for one in results}}
+    kinds = {
+        kind: [result.recovered_s for result in results if result.kind == kind]
+        for kind in {result.kind for result in results}
+    }
     longest = {
         kind: max(value for value in seconds if value is not None)
         for kind, seconds in kinds.items()
@@ -180,11 +183,11 @@ def recovery(results: Sequence[FaultResult]) -> Recovery:
     }
     slowest = max(longest, key=lambda kind: (longest[kind], kind), default="")
     return Recovery(
-        all=_quantiles([one.recovered_s for one in results]),
+        all=_quantiles([result.recovered_s for result in results]),
         by_kind={kind: _quantiles(kinds[kind]) for kind in sorted(kinds)},
         slowest_kind=slowest,
         slowest_s=round(longest.get(slowest, 0.0), 2),
-        at_work_again=_quantiles([one.working_s for one in results]),
+        at_work_again=_quantiles([result.working_s for result in results]),
     )
 
 

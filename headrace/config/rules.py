@@ -223,9 +223,9 @@ def _processes(config: Config) -> Iterator[Problem]:
     if any(not group for group in config.processes.groups):
         yield "processes.groups", "expected at least one actor in every group, got an empty group"
     named = sorted(name for group in config.processes.groups for name in group if ":" in name)
-    for one, other in pairwise(named):
-        if one == other:
-            yield "processes.groups", f"expected every name:id once, got {one} twice"
+    for earlier, other in pairwise(named):
+        if earlier == other:
+            yield "processes.groups", f"expected every name:id once, got {earlier} twice"
             return
 
 

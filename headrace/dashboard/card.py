@@ -17,9 +17,11 @@ def card(reports: list[Report], comparison: Comparison | None) -> str:
         parts.append(
             f"<h2>{escape(comparison.second)} against {escape(comparison.first)}</h2>{_table(_compared(comparison))}"
         )
-    for one in reports:
-        parts.append(f"<h2>{escape(one.policy)}</h2><p>{escape(_origin(one))}</p>{_table(_figures(one))}")
-        parts.append(f"<h3>Tasks</h3>{_tasks(one)}")
+    for measured in reports:
+        parts.append(
+            f"<h2>{escape(measured.policy)}</h2><p>{escape(_origin(measured))}</p>{_table(_figures(measured))}"
+        )
+        parts.append(f"<h3>Tasks</h3>{_tasks(measured)}")
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
     return f"{head}<style>{STYLE}</style>{''.join(parts)}</html>\n"
 

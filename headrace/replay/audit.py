@@ -225,7 +225,7 @@ def _attempts(train: Iterable[Group]) -> Attempts:
         for number, attempt in group.attempts():
             started += 1
             slot = group.slots[number]
-            live = any(attempt is one for one in slot.live)
+            live = any(attempt is live_attempt for live_attempt in slot.live)
             outrun = live and slot.scored and attempt is not slot.kept
             if (number, attempt.number) in named:
                 trajectories += 1

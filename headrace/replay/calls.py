@@ -68,7 +68,7 @@ def normal(text: str, counts: Counter[str] | None = None) -> str:
 
 def same(recorded: ToolResult, again: ToolResult) -> bool:
     """Whether two answers are equal, apart from times and addresses."""
-    old, new = ((normal(one.output), one.ok, one.truncated, one.retrieved) for one in (recorded, again))
+    old, new = ((normal(result.output), result.ok, result.truncated, result.retrieved) for result in (recorded, again))
     return old == new
 
 
@@ -88,7 +88,7 @@ async def rerun(
         for call, recorded in zip(turn.calls, turn.results, strict=False):  # the last turn may have no answers
             calls += 1
             again = await run(call)
-            old, new = (_shown(one) for one in (recorded, again))
+            old, new = (_shown(result) for result in (recorded, again))
             normal(recorded.output, counts)
             if not same(recorded, again):
                 differing.append(_difference(turn.index, call, recorded, again, old, new))

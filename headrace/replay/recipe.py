@@ -34,8 +34,8 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
 
 def alone(config: Config) -> Config:
     """The configuration with one rank: a replay runs in one process, which computes the same gradient bits as ranks."""
-    one = msgspec.structs.replace(config.trainer, ranks=1, expert_ranks=1, context_ranks=1)
-    return msgspec.structs.replace(config, trainer=one)
+    trainer = msgspec.structs.replace(config.trainer, ranks=1, expert_ranks=1, context_ranks=1)
+    return msgspec.structs.replace(config, trainer=trainer)
 
 
 def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:

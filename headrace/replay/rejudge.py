@@ -128,11 +128,11 @@ def flipped(group: Sequence[Judged]) -> list[Flip]:
             slot=pair.old.slot,
             reward=pair.old.reward,
             reward_again=pair.new.reward,
-            advantage=one,
-            advantage_again=two,
+            advantage=advantage,
+            advantage_again=advantage_again,
         )
-        for pair, one, two in zip(group, before, after, strict=True)
-        if _sign(one) != _sign(two)
+        for pair, advantage, advantage_again in zip(group, before, after, strict=True)
+        if _sign(advantage) != _sign(advantage_again)
     ]
 
 

@@ -76,12 +76,12 @@ def _comparison(node: ast.stmt) -> _Comparison | None:
     compared = sides(node)
     if compared is None or any(isinstance(part, ast.Await | ast.Starred | ast.Yield) for part in ast.walk(node)):
         return None
-    one, other = compared
-    if not _literal(one) and not _literal(other):
-        return _Comparison((one, other), "")
-    if _literal(one) and _literal(other):
+    left, right = compared
+    if not _literal(left) and not _literal(right):
+        return _Comparison((left, right), "")
+    if _literal(left) and _literal(right):
         return None
-    value, literal = (one, other) if _literal(other) else (other, one)
+    value, literal = (left, right) if _literal(right) else (right, left)
     return _Comparison((value,), ast.unparse(literal))
 
 

@@ -44,7 +44,7 @@ def holding(tensors: Iterable[TensorInfo], patterns: Sequence[str]) -> frozenset
     """
     if not patterns:
         return None
-    shards = frozenset(info.shard for info in tensors if any(fnmatchcase(info.name, one) for one in patterns))
+    shards = frozenset(info.shard for info in tensors if any(fnmatchcase(info.name, pattern) for pattern in patterns))
     if not shards:
         raise WeightError(f"no published tensor matches {', '.join(patterns)}")
     return shards

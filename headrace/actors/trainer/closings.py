@@ -33,10 +33,10 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, ready: list[Ready]) -> "Batch":
         """The batch of these groups."""
-        trajectories = {seq: record for one in ready for seq, record in one.records[0].items()}
-        scores = {seq: record for one in ready for seq, record in one.records[1].items()}
-        links = [link for one in ready for link in one.links]
-        return cls(tuple(one.group for one in ready), (trajectories, scores), links)
+        trajectories = {seq: record for ready_group in ready for seq, record in ready_group.records[0].items()}
+        scores = {seq: record for ready_group in ready for seq, record in ready_group.records[1].items()}
+        links = [link for ready_group in ready for link in ready_group.links]
+        return cls(tuple(ready_group.group for ready_group in ready), (trajectories, scores), links)
 
 
 class Closings:

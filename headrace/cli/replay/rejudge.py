@@ -80,8 +80,8 @@ async def rejudge(args: argparse.Namespace) -> int:
         try:
             if args.follow:
                 async for group in rejudging.ending(bus, folder.id):
-                    one = await rejudging.rejudge(bus, folder.id, args.judge, judge, [group])
-                    say(msgspec.json.encode(one).decode())
+                    group_report = await rejudging.rejudge(bus, folder.id, args.judge, judge, [group])
+                    say(msgspec.json.encode(group_report).decode())
             groups = await rejudging.closings(bus, folder.id)
             report = await rejudging.rejudge(bus, folder.id, args.judge, judge, groups[: args.groups or None])
         except (ReplayError, RubricError, EndpointFailed, EndpointRefused) as error:

@@ -56,10 +56,10 @@ def outside(page: str) -> Requests:
     """The requests of other clients in a server with priority scheduling."""
     counts = by_priority(page)
     ours = [counts.get(str(priority), Requests()) for priority in set(PRIORITY.values())]
-    others = [one for label, one in counts.items() if label and label not in map(str, PRIORITY.values())]
+    others = [requests for label, requests in counts.items() if label and label not in map(str, PRIORITY.values())]
     whole = counts.get("", Requests())
     return Requests(
-        max(0, whole.running - sum(one.running for one in ours)),
-        max(0, whole.queued - sum(one.queued for one in ours)),
-        sum(one.done for one in others),
+        max(0, whole.running - sum(requests.running for requests in ours)),
+        max(0, whole.queued - sum(requests.queued for requests in ours)),
+        sum(requests.done for requests in others),
     )

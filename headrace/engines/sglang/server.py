@@ -43,9 +43,9 @@ def arguments() -> list[str]:
 
 def free_port() -> int:
     """A free port on loopback."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 class Server:

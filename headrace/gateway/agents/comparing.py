@@ -94,18 +94,18 @@ def overlaps(diffs: Mapping[str, list[FileDiff]], files: Mapping[str, Files]) ->
     """For each pair of agents: the files that both changed, those of them with equal content, and the line ranges of
     the base that both changed."""
     pairs = []
-    for one, other in combinations(diffs, 2):
-        mine = {each.path: each for each in diffs[one]}
+    for agent, other in combinations(diffs, 2):
+        mine = {each.path: each for each in diffs[agent]}
         theirs = {each.path: each for each in diffs[other]}
         both = sorted(mine.keys() & theirs.keys())
         lines = [
             {"path": path, "firstLine": max(a[0], b[0]), "lastLine": min(a[1], b[1])}
             for path in both
-            if files[one].get(path) != files[other].get(path)
+            if files[agent].get(path) != files[other].get(path)
             for a in mine[path].hunks
             for b in theirs[path].hunks
             if a[0] <= b[1] and b[0] <= a[1]
         ]
-        identical = [path for path in both if files[one].get(path) == files[other].get(path)]
-        pairs.append({"agents": [one, other], "files": both, "identicalFiles": identical, "overlappingHunks": lines})
+        identical = [path for path in both if files[agent].get(path) == files[other].get(path)]
+        pairs.append({"agents": [agent, other], "files": both, "identicalFiles": identical, "overlappingHunks": lines})
     return pairs

@@ -21,14 +21,14 @@ def folder_hash(folder: Path) -> str:
         )
     whole = hashlib.sha256()
     for name, path in sorted(shown.items()):
-        one = hashlib.sha256()
+        file_digest = hashlib.sha256()
         try:
             with path.open("rb") as file:
                 while data := file.read(_CHUNK):
-                    one.update(data)
+                    file_digest.update(data)
         except OSError as error:
             raise RubricError(f"[judge] model_folder {path} cannot be read: {error.strerror}") from None
-        whole.update(f"{name}\0{one.hexdigest()}\0".encode())
+        whole.update(f"{name}\0{file_digest.hexdigest()}\0".encode())
     return whole.hexdigest()
 
 

@@ -49,7 +49,7 @@ async def start(path: Path) -> int:
     plans = plan(cluster, path.parent)
     await everywhere(cluster.hosts, lambda host: call(cluster, host, _checking(host)))
     say(_page(plans))
-    by_name = {one.host.name: one for one in plans}
+    by_name = {host_plan.host.name: host_plan for host_plan in plans}
     begun: list[Node] = []
 
     async def begin(host: Node) -> str:
@@ -75,23 +75,23 @@ async def start(path: Path) -> int:
         except RunError as error:
             raise RunError(f"{failure or 'interrupted'}\nheadrace: {error}", 3) from None
         raise
-    for one in plans:
-        taken = f" ({TAKEN}: it ran already, with the same files)" if answers[one.host.name] == TAKEN else ""
-        place = f"{one.host.address}:{one.host.folder}/{LOGS}/"
-        say(f"{one.host.name}: {', '.join(names(one.order))}; logs in {place}{taken}")
+    for host_plan in plans:
+        taken = f" ({TAKEN}: it ran already, with the same files)" if answers[host_plan.host.name] == TAKEN else ""
+        place = f"{host_plan.host.address}:{host_plan.host.folder}/{LOGS}/"
+        say(f"{host_plan.host.name}: {', '.join(names(host_plan.order))}; logs in {place}{taken}")
     say(f"run {plans[0].order.run} is started; `headrace launch {path} status` shows it, `... stop` ends it")
     return 0
 
 
 def _page(plans: Sequence[HostPlan]) -> str:
     """The address of the live page, or why there is none."""
-    for one in plans:
-        if one.order.page is not None:
-            host = one.host
+    for host_plan in plans:
+        if host_plan.order.page is not None:
+            host = host_plan.host
             port = f"-p {host.port} " if host.port != 22 else ""
             target = f"{host.user}@{host.address}" if host.user else host.address
-            return f"live page: {one.order.page.reached(port + target)}"
-    if not any(one.broker for one in plans):
+            return f"live page: {host_plan.order.page.reached(port + target)}"
+    if not any(host_plan.broker for host_plan in plans):
         return "no live page: no host has the broker; `headrace dashboard --config run.toml` serves it from here"
     return "no live page: [dashboard] enabled = false"
 

@@ -131,7 +131,7 @@ class ExpertParallel:
         sent, got = counts.tolist(), coming.tolist()
         arrived: Tensor = _Exchange.apply(operators.permute(x, order // k, slots), sent, got, self.groups)  # type: ignore[no-untyped-call]
         local = _swap((flat - owner * own_up.shape[0])[order], sent, got, self.groups)
-        one = torch.ones(len(arrived), 1, device=x.device)
-        done = self.function(arrived, one, local[:, None], own_up, own_down, pad)
+        gate = torch.ones(len(arrived), 1, device=x.device)
+        done = self.function(arrived, gate, local[:, None], own_up, own_down, pad)
         back: Tensor = _Exchange.apply(done, got, sent, self.groups)  # type: ignore[no-untyped-call]
         return operators.unpermute(back, slots, gates)

@@ -91,13 +91,13 @@ class Publisher:
     def start(self, folder: Path, version: int, contents: Callable[[], Contents]) -> Publication:
         """Begin to write a version. contents: called in the copying thread; what it returns reads the weights."""
         out = Publication()
-        self._open = [one for one in self._open if not one.durable.done()] + [out]
+        self._open = [publication for publication in self._open if not publication.durable.done()] + [out]
         self._copying.submit(self._run, out, folder, version, contents)
         return out
 
     def settle(self) -> None:
         """Wait until every publication has ended, with a file or an error."""
-        wait([one.durable for one in self._open])
+        wait([publication.durable for publication in self._open])
 
     def close(self) -> None:
         """End the threads when all publications have ended."""

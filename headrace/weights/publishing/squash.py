@@ -157,7 +157,7 @@ async def compose(
             if not frames:
                 continue
             dtype = last.tensors[unit[0].tensor].dtype
-            before, after = (state.unit_hash(unit, one.block_hashes) for one in (base, last))
+            before, after = (state.unit_hash(unit, manifest.block_hashes) for manifest in (base, last))
             place, kind = Place(index, dtype, before, after), state.unsigned(dtype)
             size = sum(part.items for part in unit)
             for data, items in await asyncio.to_thread(_squashed, place, frames, kind, size, CODECS[name].method):

@@ -143,12 +143,12 @@ class Laggards:
     def overdue(self, ledger: ReadinessLedger, alive: Container[str], wanted: int, now: float) -> list[Replica]:
         """The replicas to report now, of those in `alive`. wanted: the required version; now: seconds on any one
         clock."""
-        behind = [one for one in ledger.replicas() if one.version < wanted and one.replica in alive]
-        self._since = {one.replica: self._since.get(one.replica, now) for one in behind}
+        behind = [replica for replica in ledger.replicas() if replica.version < wanted and replica.replica in alive]
+        self._since = {replica.replica: self._since.get(replica.replica, now) for replica in behind}
         self._told.intersection_update(self._since)
-        late = [one for one in behind if now - self._since[one.replica] >= self._patience_s]
-        late = [one for one in late if one.replica not in self._told]
-        self._told.update(one.replica for one in late)
+        late = [replica for replica in behind if now - self._since[replica.replica] >= self._patience_s]
+        late = [replica for replica in late if replica.replica not in self._told]
+        self._told.update(replica.replica for replica in late)
         return late
 
 
