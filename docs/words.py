@@ -1,10 +1,11 @@
-"""Finds words and sentence forms that docs/style.md forbids (`make lint`).
+"""Finds words, sentence forms and names of locals that docs/style.md forbids (`make lint`).
 
-A short list catches the worst: private metaphors for which the field has a term, and sentences whose subject is "who"
-or "what". `words_allowed.txt` names the files that are not yet cleaned; it only ever gets shorter, and
-`python docs/words.py --shrink` removes the entries of files that are clean now.
+A short list catches the worst: private metaphors for which the field has a term, sentences whose subject is "who" or
+"what", and locals whose name does not say what they hold. `words_allowed.txt` names the files that are not yet cleaned;
+it only ever gets shorter, and `python docs/words.py --shrink` removes the entries of files that are clean now.
 """
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,12 @@ CANDIDATE = re.compile(rf"\b(?:{'|'.join(WORDS)})(?![\w-])")
 SUBJECT = re.compile(r'(?:"""|[.:;!] )(?:Who|What|Whatever) [a-z][^?"]*?(?:[.:;]|$)')
 """A sentence with "who" or "what" as its subject. Questions are fine."""
 
+VAGUE = frozenset({"found", "known", "own", "kept"})
+"""Names that no local may have. Parameters and fields are interfaces and may; inside the package `one` is vague too."""
+
+BINDING = re.compile(r"(?<!\.)\b(?:found|known|own|kept|one)\s*(?:[:=,)\]}]|in\b)")
+"""What follows one of these names where it is bound: only a file that has a match is parsed."""
+
 
 class Finding(NamedTuple):
     """One forbidden word."""
@@ -82,6 +89,23 @@ def files() -> Iterator[Path]:
             yield from sorted((ROOT / folder).rglob(f"*.{ending}"))
 
 
+def vague_locals(text: str, names: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of every place in a module's source where a variable with one of these names gets its value."""
+    pending: list[tuple[ast.AST, frozenset[str]]] = [(ast.parse(text), names)]
+    while pending:
+        node, vague = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            vague -= {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+        for child in ast.iter_child_nodes(node):
+            if isinstance(node, ast.ClassDef) and isinstance(child, ast.Assign | ast.AnnAssign):
+                continue  # a field
+            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store) and child.id in vague:
+                yield child.lineno, child.id
+            elif isinstance(child, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and child.name in vague:
+                yield child.lineno, child.name
+            pending.append((child, vague))
+
+
 def findings(path: Path) -> list[Finding]:
     """The forbidden words of a file."""
     name = str(path.relative_to(ROOT))
@@ -89,6 +113,12 @@ def findings(path: Path) -> list[Finding]:
         return []
     out: list[Finding] = []
     text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py" and BINDING.search(text):
+        names = VAGUE | {"one"} if name.startswith("headrace/") else VAGUE
+        out += [
+            Finding(name, line, local, "a name that says what the local holds (docs/style.md, rule 5)")
+            for line, local in sorted(vague_locals(text, names))
+        ]
     has_words = CANDIDATE.search(text.lower()) is not None
     if not has_words and "Wh" not in text:
         return []
