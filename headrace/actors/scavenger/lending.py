@@ -76,7 +76,7 @@ class Lending:
             if not self.lent:
                 return False
             self._reclaimed_at = now
-            return self._set(False, f"{load} sessions or requests of the product")
+            return self._set(False, f"load {load}, more than {self._rules.reclaim_above}")
         if self._quiet_since is None:
             self._quiet_since = now
         quiet_s = now - self._quiet_since

@@ -27,4 +27,6 @@ export const span = (seconds) => {
   if (seconds < 5400) return `${Math.floor(seconds / 60)} min ${String(Math.floor(seconds % 60)).padStart(2, "0")} s`;
   return `${Math.floor(seconds / 3600)} h ${String(Math.floor((seconds % 3600) / 60)).padStart(2, "0")} min`;
 };
+// A duration in at most seven characters.
+export const brief = (seconds) => (seconds < 90 ? span(seconds) : seconds < 5400 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`);
 export const clock = (time) => new Date(time * 1000).toLocaleTimeString([], { hour12: false });

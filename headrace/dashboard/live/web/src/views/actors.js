@@ -38,6 +38,6 @@ export function actors(view) {
       <p class="what">${text}</p>
       <div class="load">${spark(a.history)}<b>${percent(a.beat.busy ?? 0)}</b></div>
       <p class="figures">${figures(a)}</p>
-      <footer>${a.beat.node} · pid ${a.beat.pid}${kind === "dead" ? "" : html` · ${a.beat.status ?? ""}`}</footer></article>`;
+      <footer>${a.beat.node} · pid ${a.beat.pid}${kind === "dead" || !a.beat.status ? "" : html` · ${a.beat.status}`}</footer></article>`;
   })}</div>${all.length ? "" : html`<p class="empty">${state.connected ? "No actor has been heard of. A finished run has none." : "Not connected."}</p>`}`);
 }

@@ -2,6 +2,7 @@
 import uPlot from "uplot";
 import { html } from "../html.js";
 
+const tick = (v) => (v && Math.abs(v) < 0.1 ? String(Number(v.toPrecision(2))) : v.toLocaleString(undefined, { maximumFractionDigits: 3 }));
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export function charts(parent) {
@@ -22,13 +23,14 @@ export function charts(parent) {
         const plot = new uPlot({
           width: box.clientWidth || 400, height: 190, scales: { x: { time: false } }, legend: { live: true },
           cursor: { points: { size: 6 } },
-          axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], size: 30 }, { ...axis, size: 56 }],
+          axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], size: 30 }, { ...axis, size: 56, values: (_, ticks) => ticks.map((v) => (v === null ? "" : tick(v))) }],
           series: [{ label: "step" }, ...series.map(({ name, stroke, dash, fill }) => ({ label: name, stroke: colour(stroke), width: 1.6, dash, fill: fill ? `${colour(stroke)}22` : undefined, points: { show: xs.length < 2 } , value: (_, v) => (v === null || v === undefined ? "–" : Number(v.toPrecision(4))) }))],
         }, [xs, ...series.map((s) => s.values)], box);
-        entry = { plot, box };
+        entry = { plot, box, figure };
         made.set(id, entry);
         resize();
       } else entry.plot.setData([xs, ...series.map((s) => s.values)]);
+      entry.figure.classList.toggle("none", series.every((s) => s.values.every((v) => v === null || v === undefined)));
     },
     end() { watcher.disconnect(); made.forEach(({ plot }) => plot.destroy()); },
   };

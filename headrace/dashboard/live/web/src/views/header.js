@@ -1,5 +1,5 @@
 // The line that is always there: step, version, reward with its interval, tokens per second, staleness, use, cost, alarms.
-import { count, html, number, percent, span } from "../html.js";
+import { brief, count, html, number, percent, span } from "../html.js";
 import { state, stepsInOrder, tokensPerSecond, total } from "../state.js";
 
 export const SILENT_S = 10;
@@ -55,11 +55,11 @@ export function header() {
   <div class="tiles">
     ${tile("step", last ? `${last.step + 1}` : "–", s.steps ? `of ${s.steps}` : "")}
     ${tile("version", last ? last.version : "–", total("rollout", "version") !== null ? `served ${Math.min(...[...state.metrics.values()].filter((m) => m.actor === "rollout" && m.values.version !== undefined).map((m) => m.values.version))}` : "")}
-    ${tile("reward", number(mean), wide === null ? "" : `± ${number(wide)}`)}
+    ${tile("reward", number(mean), wide === null ? "" : `± ${number(wide)}, newest ${rewards.length}`)}
     ${tile("pass rate", percent(last?.pass_rate), last ? "newest step" : "")}
     ${tile("tokens/s", count(tokensPerSecond()), count(total("rollout", "sampled_tokens")) + " sampled")}
-    ${tile("stale p50 / p99", last ? `${quantile(last.staleness, 0.5) ?? 0} / ${quantile(last.staleness, 0.99) ?? 0}` : "–", last ? `bound ${last.staleness_bound}` : "", last && last.staleness_max > last.staleness_bound ? "bad" : "")}
-    ${tile("step time", last ? span(last.seconds + last.waited_s) : "–", last ? `${span(last.waited_s)} waiting` : "")}
+    ${tile("staleness", last ? `${quantile(last.staleness, 0.5) ?? 0} / ${quantile(last.staleness, 0.99) ?? 0}` : "–", last ? `p50 / p99, bound ${last.staleness_bound}` : "", last && last.staleness_max > last.staleness_bound ? "bad" : "")}
+    ${tile("step time", last ? brief(last.seconds + last.waited_s) : "–", last ? `${span(last.waited_s)} waiting` : "")}
     ${tile("actors", `${live.length}`, busy === null ? "" : `${percent(busy)} busy`)}
     ${tile("sandboxes", count(total("environment", "sandboxes")), `${count(total("environment", "vms"))} machines`)}
     ${price > 0 ? tile("cost", (price * hours).toFixed(2), `${price.toFixed(2)} per hour`) : ""}
