@@ -1,4 +1,4 @@
-"""Where the live page of a run is whose processes others start: `headrace launch`, or the files of `headrace deploy`.
+"""The addresses of the live page of a run that `headrace launch` or the files of `headrace deploy` start.
 
 Page and WebSocket listen on the broker's host, at ports that are known before anything starts: the broker admits the
 page's origin, and the operator forwards both ports by ssh while they listen on loopback, as they do by default.

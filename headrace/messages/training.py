@@ -93,8 +93,8 @@ class StepFigures(Message, frozen=True, kw_only=True):
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of a step went, and the work that was done in it. The step's time runs from the end of the step
-    before it to its own end, so it holds the checkpoint of the version before and what it waited for its publishing. In
-    a group of processes these are the seconds of the first one."""
+    before it to its own end, so it includes the checkpoint of the version before and the wait for that version's
+    publication. In a group of processes these are the seconds of the first one."""
 
     seconds: dict[str, Finite]
     """Seconds by cause; their sum is the step's wall time. busy: computing; batch: waiting for the batch; rescore:

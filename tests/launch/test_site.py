@@ -1,4 +1,4 @@
-"""The live page of a run whose processes others start: its addresses, and a real broker that admits its origins."""
+"""The live page of a launched or deployed run: its addresses, and a real broker that admits its origins."""
 
 import re
 import ssl

@@ -75,7 +75,7 @@ async def _here(args: argparse.Namespace, closing: "AsyncExitStack") -> int:
 
 
 async def _elsewhere(args: argparse.Namespace, closing: "AsyncExitStack") -> int:
-    """The page of a run whose processes others started: its broker admits only the ports of `launch.site`."""
+    """The page of a launched or deployed run, whose broker admits only the ports of `launch.site`."""
     from pathlib import Path
 
     from headrace.bus.broker.credentials import of_run

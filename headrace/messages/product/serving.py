@@ -56,7 +56,7 @@ class Traffic(Message, frozen=True, kw_only=True):
 
     region: str
     active: Count
-    """Sessions that are running, and the most turns of clients at once since the report before."""
+    """Running sessions, plus the highest number of concurrent client turns since the last report."""
     waiting: Count
     requests_per_s: Amount
     capacity: Count

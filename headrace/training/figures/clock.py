@@ -1,8 +1,8 @@
 """Where a trainer's time goes: each moment belongs to one cause, so the causes of a step add up to its wall time.
 
 The idea: the clock is always in one phase. Entering an inner phase stops the outer one, and leaving it lets the outer
-one go on. A step's time runs from the end of the step before it to its own, so it holds the checkpoint between them and
-what it waited for the version before. Copies and fsync behind the step's own work are in no cause.
+one go on. A step's time runs from the end of the step before it to its own, so it includes the checkpoint between them
+and the wait for the version before. Copies and fsync behind the step's own work are in no cause.
 
 On CUDA a collective ends on the device after the host has gone on, so `communication` there holds only what the host
 waited for, and the rest is in `busy`.
