@@ -1,4 +1,4 @@
-"""Runs the example on two hosts, uses it, and prints what came of it as JSON.
+"""Runs the example on two hosts, uses it, and prints the results as one JSON object.
 
     python examples/own/accept.py FOLDER ADDRESS ADDRESS --key KEY --busybox BUSYBOX
 

@@ -1,4 +1,4 @@
-"""Makes one's own checkpoint: a tiny Qwen3 with random weights, as transformers saves it, with its own tokenizer.
+"""Makes your own checkpoint: a tiny Qwen3 with random weights, as transformers saves it, with its own tokenizer.
 
 python examples/own/model.py FOLDER
 """
