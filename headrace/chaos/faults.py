@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from headrace import process_stat
 from headrace.config import Config
 from headrace.launch.guests import has_machines
 from headrace.launch.processes import process_groups
@@ -81,13 +82,8 @@ def plan(config: Config, kills: int, seed: int, kinds: Collection[Fault] = ACTOR
 def machines(pid: int) -> list[int]:
     """The virtual machines among a process's descendants."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            except OSError:
-                continue
-            children.setdefault(int(parent), []).append(int(entry.name))
+    for child, stat in process_stat.everything():
+        children.setdefault(stat.parent, []).append(child)
     pids = []
     waiting = list(children.get(pid, ()))
     while waiting:

@@ -1,12 +1,12 @@
 """The end of a run: its audit, its report, and the table that the terminal shows."""
 
 import asyncio
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace import process_stat
 from headrace.launch.output import say
 
 if TYPE_CHECKING:
@@ -15,16 +15,11 @@ if TYPE_CHECKING:
     from headrace.dashboard.watch import Watch
     from headrace.launch.processes import Run
 
-_TICK = os.sysconf("SC_CLK_TCK")
-
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process and of its reaped children, in seconds; 0 when there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(int(value) for value in fields[11:15]) / _TICK
+    stat = process_stat.read(pid)
+    return 0.0 if stat is None else stat.cpu_s + stat.reaped_cpu_s
 
 
 async def meter(run: "Run", watch: "Watch") -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from headrace import process_stat
 from headrace.launch.supervision.causes import cause, oom_kills
 from headrace.parent_death import die_with
 
@@ -165,12 +166,7 @@ class Child:
 
 def _session(leader: int) -> Iterator[int]:
     """The processes of a session."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                if int(fields[3]) == leader:
-                    yield int(entry.name)
+    return (pid for pid, stat in process_stat.everything() if stat.session == leader)
 
 
 def actor_command(names: Sequence[str], *, config: Path, run: str, url: str, credentials: str) -> list[str]:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from headrace import process_stat
 from headrace.messages.sandbox import SandboxLost
 from headrace.vmhost import cgroups
 from headrace.vmhost.channel import Channel
@@ -287,11 +288,8 @@ class Clone:
 
     def cpu_ms(self) -> float:
         """CPU time of the process so far."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) * 1000.0 / os.sysconf("SC_CLK_TCK")
+        stat = process_stat.read(self.pid)
+        return 0.0 if stat is None else stat.cpu_s * 1000.0
 
     def private_mb(self) -> float:
         """Anonymous memory of the process: the clone's memory beyond its template's."""
