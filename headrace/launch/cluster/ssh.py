@@ -3,8 +3,10 @@
 import asyncio
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from headrace.launch.cluster.file import Cluster, Node
@@ -30,7 +32,8 @@ class HostError(Exception):
 async def call(cluster: Cluster, host: Node, command: str, stdin: bytes = b"") -> str:
     """Standard output of a shell command on a host. HostError when it cannot be reached or the command fails.
 
-    The kernel ends the client with this process; the command on the host goes on."""
+    The kernel ends the client with this process; the command on the host goes on. When no answer comes in time or the
+    call is cancelled, the client's children are ended too, such as the command of a `ProxyCommand`."""
     target = f"{host.user}@{host.address}" if host.user else host.address
     argv = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *cluster.ssh]
     argv += ["-p", str(host.port), "--", target, "sh", "-c", shlex.quote(command)]
@@ -40,6 +43,7 @@ async def call(cluster: Cluster, host: Node, command: str, stdin: bytes = b"") -
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            start_new_session=True,
             preexec_fn=partial(die_with, os.getpid()),
         )
     except FileNotFoundError:
@@ -52,9 +56,9 @@ async def call(cluster: Cluster, host: Node, command: str, stdin: bytes = b"") -
     except TimeoutError:
         raise HostError(f"no answer within {ANSWER_S:g} s") from None
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
     if process.returncode:
         lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
         text = (lines or [f"code {process.returncode} without a message"])[-1].removeprefix("headrace: ")
