@@ -14,6 +14,8 @@ from headrace.messages.tasks import LONGEST_TEST_S, Oracle, SandboxLimits, Task,
 
 LARGEST_TREE = 32 << 20
 """Bytes of a repository that travels with its task; a larger one belongs into an image."""
+LARGEST_ROW = 128 << 20
+"""Bytes of a line of JSONL: a tree of `LARGEST_TREE` with its escapes fits."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -83,21 +85,41 @@ def rows(path: Path) -> Iterator[tuple[int, bytes, Any]]:
     """The rows of a JSONL file (or of one JSON list): number from 1, bytes, and the value; an unreadable row is a
     ValueError in place of its value. SourceError."""
     try:
+        if path.exists() and not path.is_file():  # a pipe may never be written to, a device never end
+            raise SourceError(f"{path} cannot be read: expected a file, it is a folder, a pipe or a device")
         with path.open("rb") as file:
             head = file.read(1)
             file.seek(0)
             if head == b"[":
-                for number, row in enumerate(json.load(file), 1):
+                for number, row in enumerate(_value(file.read()), 1):
                     yield number, json.dumps(row, sort_keys=True).encode(), row
                 return
-            for number, line in enumerate(file, 1):
+            number = 0
+            while line := file.readline(LARGEST_ROW + 1):
+                number += 1
+                if len(line) > LARGEST_ROW:
+                    raise SourceError(f"{path}, line {number}: expected at most {LARGEST_ROW >> 20} MiB, it has more")
                 if line.strip():
                     try:
-                        yield number, line, json.loads(line)
+                        yield number, line, _value(line)
                     except ValueError as error:
                         yield number, line, error
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} cannot be read: {error}") from None
+
+
+def _value(data: bytes) -> Any:
+    """The value of a JSON text. ValueError also where it is nested too deep, or where a string holds half of a pair of
+    surrogates, which no task can store."""
+    try:
+        value = json.loads(data)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("its lists and objects are nested too deep") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a string holds half of a surrogate pair, {error.object[error.start]!a}") from None
+    return value
 
 
 def digest(*parts: bytes) -> str:

@@ -10,6 +10,7 @@ steps, several services, GPUs or tools behind MCP are refused by name.
 
 import json
 import math
+import os
 import re
 import shlex
 import tomllib
@@ -51,11 +52,22 @@ def read(options: ImportOptions) -> Iterator[Entry]:
     folders = [root] if (root / "task.toml").exists() else sorted(path.parent for path in root.glob("*/task.toml"))
     if not folders:
         raise SourceError(f"{root} has no task.toml, and no folder in it has one; expected Harbor tasks")
-    for folder in folders:
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        parts = [part for path in files for part in (path.relative_to(folder).as_posix().encode(), path.read_bytes())]
+    for number, folder in enumerate(folders, 1):
         settings = json.dumps([options.template, options.system, *options.tools]).encode()
-        yield Entry(clean_id(folder.resolve().name), digest(settings, *parts), _maker(folder, options))
+        try:
+            files = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+            parts = [part for path in files for part in (os.fsencode(path.relative_to(folder)), _bytes(path))]
+        except OSError as error:
+            raise SourceError(f"{folder} cannot be read: {error}") from None
+        try:
+            id = clean_id(folder.resolve().name)
+        except ImportRefused:
+            id = f"{number:06d}"  # `_made` refuses it
+        yield Entry(id, digest(settings, *parts), _maker(folder, options))
+
+
+def _bytes(path: Path) -> bytes:
+    return os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes()
 
 
 def _maker(folder: Path, options: ImportOptions) -> Any:
@@ -63,14 +75,18 @@ def _maker(folder: Path, options: ImportOptions) -> Any:
 
 
 def _made(folder: Path, options: ImportOptions) -> Made:
+    ref, root = options.ref(clean_id(folder.resolve().name)), folder.resolve()
+    # A task from elsewhere must not carry this machine's files to the policy.
+    if outside := next((path for path in folder.rglob("*") if not _resolved(path).is_relative_to(root)), None):
+        raise ImportRefused(f"{outside.relative_to(folder)} is a link out of the task's folder")
     config = _config(folder)
     environment, verifier = _table(config, "environment"), _table(config, "verifier")
     notes = _refuse(folder, config, environment, verifier)
     instruction = folder / "instruction.md"
-    if not instruction.exists() or not (folder / "tests" / "test.sh").exists():
+    if not instruction.is_file() or not (folder / "tests" / "test.sh").is_file():
         raise ImportRefused("expected instruction.md and tests/test.sh")
     dockerfile = folder / "environment" / "Dockerfile"
-    docker = dockerfile.read_text() if dockerfile.exists() else ""
+    docker = _text(dockerfile)
     workdirs = _WORKDIR.findall(docker)
     workdir = str(environment.get("workdir") or (workdirs[-1] if workdirs else "/app"))
     separate = verifier.get("environment_mode", "separate" if "environment" in verifier else "shared") == "separate"
@@ -82,7 +98,6 @@ def _made(folder: Path, options: ImportOptions) -> Made:
     hidden = tests | {VERIFY: _verify(workdir, mapped, _variables(verifier)).encode()}
     timeout = test_seconds("verifier.timeout_sec", verifier.get("timeout_sec", 600.0))
     solve = folder / "solution" / "solve.sh"
-    ref = options.ref(clean_id(folder.resolve().name))
     reward = f"{LOGS}reward"
     oracle = Oracle(
         ref=ref,
@@ -90,7 +105,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
         tests=TestPlan(kind="command", argv=("bash", VERIFY), timeout_s=timeout),
         expected=(),
         solution={},
-        script=_moved(solve.read_text(), workdir) if mapped and solve.exists() else _text(solve),
+        script=_moved(_text(solve), workdir) if mapped else _text(solve),
         grading=Grading(kind="reward_file", file=reward),
         separate=separate,
     )
@@ -99,7 +114,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
     task = Task(
         ref=ref,
         family=f"harbor:{metadata.get('category', 'task')}",
-        prompt=_moved(instruction.read_text(), workdir) if mapped else instruction.read_text(),
+        prompt=_moved(_text(instruction), workdir) if mapped else _text(instruction),
         files=files,
         allowed=_artifacts(config, workdir) if separate else ("**",),
         tests=TestPlan(kind="command", argv=("true",)),
@@ -116,7 +131,9 @@ def _made(folder: Path, options: ImportOptions) -> Made:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = tomllib.loads((folder / "task.toml").read_text())
+        config = tomllib.loads(_text(folder / "task.toml"))
+    except RecursionError:
+        raise ImportRefused("task.toml: its lists and tables are nested too deep") from None
     except ValueError as error:  # also of a number with more digits than Python reads
         raise ImportRefused(f"task.toml: {error}") from None
     version = str(config.get("schema_version", config.get("version", "1.0")))
@@ -132,10 +149,24 @@ def _table(config: dict[str, Any], key: str) -> dict[str, Any]:
     return table
 
 
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise ImportRefused(f"{path.name}: {error}") from None
+
+
+def _list(table: dict[str, Any], key: str, where: str = "") -> list[Any]:
+    value = table.get(key) or []
+    if not isinstance(value, list):
+        raise ImportRefused(f"task.toml: expected a list {where}{key}, got {value!r:.80}")
+    return value
+
+
 def _refuse(folder: Path, config: dict[str, Any], environment: dict[str, Any], verifier: dict[str, Any]) -> list[str]:
     """Settings that are left out of this task. ImportRefused for one that is not possible here."""
-    if config.get("steps"):
-        raise ImportRefused(f"the task has {len(config['steps'])} steps; a task here has one instruction")
+    if steps := _list(config, "steps"):
+        raise ImportRefused(f"the task has {len(steps)} steps; a task here has one instruction")
     if services := next((name for name in _SERVICES if (folder / "environment" / name).exists()), ""):
         raise ImportRefused(f"environment/{services}: a task here has one machine")
     for key, what in _MISSING.items():
@@ -193,7 +224,7 @@ def _public(environment: dict[str, Any]) -> bool:
 
 def _hosts(environment: dict[str, Any]) -> tuple[str, ...]:
     """The listed hosts, at the ports of HTTP."""
-    hosts = environment.get("allowed_hosts") or []
+    hosts = _list(environment, "allowed_hosts", "environment.")
     return tuple(f"{host}:{port}" for host in hosts for port in (80, 443))
 
 
@@ -222,6 +253,8 @@ def _copied(context: Path, docker: str, workdir: str) -> dict[str, bytes]:
     """The files that a Dockerfile copies into its work folder."""
     files: dict[str, bytes] = {}
     for source, target in _COPY.findall(docker):
+        if ".." in source.split("/"):
+            raise ImportRefused(f"environment/Dockerfile copies {source}, expected a path below the folder environment")
         place = target if target.startswith("/") else f"{workdir}/{target}"
         place = re.sub(r"/(?:\./)+|/\.$|//+", "/", place + ("/" if target in (".", "./") else ""))
         if place.rstrip("/") != workdir.rstrip("/") and not place.startswith(f"{workdir.rstrip('/')}/"):
@@ -246,8 +279,10 @@ def _copied(context: Path, docker: str, workdir: str) -> dict[str, bytes]:
 def _artifacts(config: dict[str, Any], workdir: str) -> tuple[str, ...]:
     """Globs of the files that a separate verifier gets. ImportRefused without any."""
     globs: list[str] = []
-    for entry in config.get("artifacts", []):
-        source = entry["source"] if isinstance(entry, dict) else str(entry)
+    for entry in _list(config, "artifacts"):
+        source = entry.get("source") if isinstance(entry, dict) else entry
+        if not isinstance(source, str):
+            raise ImportRefused(f"task.toml: expected artifacts that name a path, got {entry!r:.80}")
         inner = source.removeprefix(workdir.rstrip("/") + "/")
         if inner.startswith("/"):
             raise ImportRefused(f"the artifact {source} lies outside of {workdir}")
@@ -260,7 +295,7 @@ def _artifacts(config: dict[str, Any], workdir: str) -> tuple[str, ...]:
 def _variables(verifier: dict[str, Any]) -> str:
     """Exports of the verifier's variables. ImportRefused for one that the host has to fill in."""
     lines = []
-    for name, value in verifier.get("env", {}).items():
+    for name, value in _table(verifier, "env").items():
         if "${" in str(value):
             raise ImportRefused(f"verifier.env.{name} is filled in from the host's environment")
         lines.append(f"export {name}={shlex.quote(str(value))}\n")
@@ -274,7 +309,13 @@ def _moved(text: str, workdir: str) -> str:
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    """The text of a file; empty where there is none. ImportRefused for bytes that are no UTF-8."""
+    if not path.is_file():  # also a pipe, which may never be written to
+        return ""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ImportRefused(f"{path.name}: expected UTF-8") from None
 
 
 def _verify(workdir: str, mapped: bool, variables: str) -> str:

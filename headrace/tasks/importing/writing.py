@@ -15,6 +15,8 @@ from headrace.tasks.suites import write_index, write_task
 from headrace.tasks.trust import Trust
 
 JOURNAL, REPORT = "import.jsonl", "import.json"
+LONGEST_REASON = 1000
+"""Characters of a refusal's reason that are stored and shown."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,9 +93,15 @@ def _import(folder: Path, entry: Entry) -> Line:
     try:
         made: Made = entry.make()
     except ImportRefused as error:
-        return Line(id=entry.id, digest=entry.digest, refused=str(error))
+        return Line(id=entry.id, digest=entry.digest, refused=_shown(str(error)))
     write_task(folder, made.task, made.oracle)
     return Line(id=entry.id, digest=entry.digest, notes=made.notes, trust=made.oracle.grading.trust)
+
+
+def _shown(reason: str) -> str:
+    """A reason that fits a terminal: it quotes its source, which may be megabytes long or move the cursor."""
+    short = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ..."
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in short)
 
 
 def _complete(folder: Path, line: Line) -> bool:
