@@ -15,6 +15,8 @@ from headrace.messages.rollout import RolloutRequest, Trajectory
 
 REASON = "dead_letter"
 """The reason with which such an attempt counts as failed."""
+_TRAJECTORY = re.compile(r"(.*)-([0-9]{1,9})-([0-9]{1,9})", re.DOTALL)
+"""Group, slot and attempt. Other digits of Unicode are no numbers for `int`, or stand for the same ones."""
 
 
 class LostAttempt(NamedTuple):
@@ -37,7 +39,5 @@ def lost_attempt(letter: DeadLetter) -> LostAttempt | None:
     if isinstance(message, RolloutRequest | Trajectory):
         return LostAttempt(message.run, message.group, message.slot, message.attempt)
     run, _, trajectory = letter.headers.get("Nats-Msg-Id", "").partition(".")
-    group, *numbers = re.sub(r"(\.[hr]\d+)+$", "", trajectory).rsplit("-", 2)
-    if len(numbers) == 2 and all(number.isdigit() for number in numbers):
-        return LostAttempt(run, group, int(numbers[0]), int(numbers[1]))
-    return None
+    match = _TRAJECTORY.fullmatch(re.sub(r"(\.[hr]\d+)+$", "", trajectory))
+    return LostAttempt(run, match[1], int(match[2]), int(match[3])) if match else None

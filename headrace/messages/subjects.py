@@ -12,6 +12,8 @@ import msgspec
 from headrace.messages.base import Count, Seconds
 
 PREFIX = "hr"
+LONGEST_TOKEN = 200
+"""Characters; nats-server closes a connection that publishes on a subject of 4 KiB."""
 _TOKEN = re.compile(r"^[a-z0-9_-]+$")
 
 
@@ -371,8 +373,8 @@ def covers(pattern: str, subject: str) -> bool:
 
 
 def token(text: str) -> str:
-    """Any text as one legal subject token."""
-    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-") or "none"
+    """Any text as one legal subject token of at most `LONGEST_TOKEN` characters."""
+    return re.sub(r"[^a-z0-9_-]+", "-", text[:LONGEST_TOKEN].lower()).strip("-")[:LONGEST_TOKEN] or "none"
 
 
 def table() -> str:

@@ -89,8 +89,9 @@ class MixedSuite:
     def find(self, id: str) -> tuple[Suite, str]:
         """The suite that a task comes from, and its id there. UnknownSuite."""
         number, tilde, inner = id.partition("~")
-        if not tilde or not number.isdigit() or int(number) >= len(self._suites):
-            raise UnknownSuite(f"{self.name} has no task {id!r}")
+        digits = number.isascii() and number.isdigit() and len(number) < 7
+        if not tilde or not digits or int(number) >= len(self._suites):
+            raise UnknownSuite(f"{self.name} has no task {id!r:.200}")
         return self._suites[int(number)], inner
 
     def task(self, id: str) -> Task:

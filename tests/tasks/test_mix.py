@@ -44,3 +44,10 @@ def test_what_is_no_mix_is_refused(name: str, tmp_path: Path) -> None:
 def test_an_id_of_no_part_is_refused() -> None:
     with pytest.raises(UnknownSuite, match="has no task '7~1'"):
         open_suite("mix/generated/train").task("7~1")
+
+
+@pytest.mark.parametrize("id", ["²~1", "٠~1", "-1~1", f"{'9' * 5000}~1", "00000000000~1", "~1", ""])
+def test_an_id_is_a_number_of_ascii_digits(id: str) -> None:
+    """Ids come from clients: any other digit was an error inside `int`, or a second name of a task."""
+    with pytest.raises(UnknownSuite, match="has no task"):
+        open_suite("mix/generated/train").task(id)

@@ -19,7 +19,7 @@ from headrace.ledger.lost_attempts import LostAttempt, lost_attempt
 from headrace.messages.codec import TYPE_HEADER, UnreadableMessage, decode, plain
 from headrace.messages.operations import DeadLetter, Rejected
 from headrace.messages.product import PurgedRecords
-from headrace.messages.subjects import DLQ, EVENT, TASK, token
+from headrace.messages.subjects import DLQ, EVENT, TASK
 
 BY_SUBJECT = (
     ("HR_FEEDBACK", "hr.feedback.*.{user}"),
@@ -112,8 +112,7 @@ class Eraser:
             return
         if isinstance(letter, DeadLetter):
             bare = msgspec.structs.replace(letter, payload=b"", reason="the content was purged with its user")
-            where = DLQ.at(stream=token(letter.stream), consumer=token(letter.consumer))
-            await self._bus.publish(where, bare, msg_id=f"purged-{record.seq}")
+            await self._bus.publish(record.subject, bare, msg_id=f"purged-{record.seq}")
 
     async def queued(self) -> list[tuple[Stored, LostAttempt | None]]:
         """The user's requests in HR_TASK, also those that a rollout actor has taken, and their attempts."""
@@ -178,14 +177,22 @@ class _Found:
 def mentions(data: bytes, headers: dict[str, str], user: str) -> bool:
     """Whether a stored record has a user's hash in its content. A dead letter without content does not count, because
     it only names an attempt."""
-    try:
-        contents = [plain(data, headers)]
-        if headers.get(TYPE_HEADER, "").partition("/")[0] in ("dead_letter", "rejected"):
+    contents = [_content(data, headers)]
+    if headers.get(TYPE_HEADER, "").partition("/")[0] in ("dead_letter", "rejected"):
+        try:
             letter = decode(data, headers)
-            assert isinstance(letter, DeadLetter | Rejected)
+        except UnreadableMessage:
+            letter = None
+        if isinstance(letter, DeadLetter | Rejected):
             if not letter.payload:
                 return False
-            contents.append(plain(letter.payload, letter.headers))
-    except UnreadableMessage:
-        contents = [data]
+            contents.append(_content(letter.payload, letter.headers))
     return any(user.encode() in content for content in contents)
+
+
+def _content(data: bytes, headers: dict[str, str]) -> bytes:
+    """The bytes of a record without their compression; as they are stored where they cannot be decompressed."""
+    try:
+        return plain(data, headers)
+    except UnreadableMessage:
+        return data

@@ -32,6 +32,8 @@ minute, because an actor that gives up earlier is only restarted and then waits 
 CLOSE_S = 5.0
 """Seconds in which a connection closes in order; then it is cut."""
 T = TypeVar("T")
+LONGEST_SUBJECT = 3000
+"""Characters; the broker closes a connection that sends a line of more than 4 KiB, or one that it cannot parse."""
 PENDING_BYTES = 64 << 20
 """Bytes that may be buffered for sending on one connection; nats-py's default of 2 MiB stalls a chunked payload."""
 
@@ -226,6 +228,10 @@ class NatsConnection:
         return True
 
     async def _send(self, subject: str, payload: bytes, reply: str, headers: Mapping[str, str] | None) -> None:
+        if len(subject) > LONGEST_SUBJECT or " " in subject or not subject.isprintable():
+            raise BusError(
+                f"cannot send on {subject!r:.200}: expected at most {LONGEST_SUBJECT} characters without spaces"
+            )
         try:
             await _faithfully(
                 self.client.publish(subject, payload, reply=reply, headers=dict(headers) if headers else None)

@@ -77,7 +77,7 @@ def policy_of(text: str) -> Measurable:
         return Measurable("", PolicyRef(kind="scripted", name=rest))
     if (Path(text) / "config.json").is_file() and not (Path(text) / "broker").exists():
         return Measurable("", PolicyRef(kind="pinned", version=0), str(Path(text).resolve()))
-    if rest and not rest.isdigit():
+    if rest and not (rest.isascii() and rest.isdigit() and len(rest) < 16):
         raise RunError(f"expected a policy scripted:NAME, a checkpoint folder, RUN or RUN:VERSION, got {text!r}")
     return Measurable(first, PolicyRef(kind="pinned", version=int(rest) if rest else -1))
 

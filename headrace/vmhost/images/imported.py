@@ -258,23 +258,27 @@ def _user(tree: Tree, user: str) -> tuple[int, int, tuple[int, ...], str]:
     name, _, group = user.partition(":")
     accounts = [line.split(":") for line in (tree.read("etc/passwd") or b"").decode("utf-8", "replace").splitlines()]
     teams = [line.split(":") for line in (tree.read("etc/group") or b"").decode("utf-8", "replace").splitlines()]
-    accounts = [row for row in accounts if len(row) >= 7 and row[2].isdigit() and row[3].isdigit()]
-    teams = [row for row in teams if len(row) >= 4 and row[2].isdigit()]
+    accounts = [row for row in accounts if len(row) >= 7 and _is_id(row[2]) and _is_id(row[3])]
+    teams = [row for row in teams if len(row) >= 4 and _is_id(row[2])]
     account = next((row for row in accounts if row[0] == name), None)
     account = account or next((row for row in accounts if row[2] == (name or "0")), None)
-    if account is None and name and not name.isdigit():
+    if account is None and name and not _is_id(name):
         raise BadImage(f"it runs as {name!r}, and its /etc/passwd has no such user")
     uid = int(account[2]) if account else int(name or 0)
     gid = int(account[3]) if account else 0
     further = tuple(int(row[2]) for row in teams if account and account[0] in row[3].split(","))
     if group:
         team = next((row for row in teams if group in (row[0], row[2])), None)
-        if team is None and not group.isdigit():
+        if team is None and not _is_id(group):
             raise BadImage(f"it runs in group {group!r}, and its /etc/group has no such group")
         gid, further = int(team[2]) if team else int(group), ()
     if max(uid, gid) >= 1 << 32:
         raise BadImage(f"it runs as {user!r}, expected numbers below {1 << 32}")
     return uid, gid, further, account[5] if account and account[5] else "/"
+
+
+def _is_id(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 10
 
 
 def name_of(text: str) -> str:

@@ -28,7 +28,7 @@ class SnapshotStore:
         for part in self.folder.glob(".*.part"):
             part.unlink()
         for file in self.folder.glob("*.safetensors"):
-            if file.stem.isdigit():
+            if file.stem.isascii() and file.stem.isdigit() and len(file.stem) < 16:
                 try:
                     self._hashes[int(file.stem)] = snapshot.file_hash(file)
                 except WeightError:
