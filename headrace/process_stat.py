@@ -1,4 +1,4 @@
-"""What the kernel says about a process in /proc/PID/stat (proc(5)).
+"""Reads the state of processes from /proc/PID/stat (proc(5)).
 
 The name of a process stands in parentheses in the line, and it may hold spaces, parentheses, line ends and bytes that
 are no UTF-8; so the other fields are read behind the last closing parenthesis.

@@ -37,8 +37,8 @@ async def call(cluster: Cluster, host: Node, command: str, stdin: bytes = b"") -
     target = f"{host.user}@{host.address}" if host.user else host.address
     argv = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *cluster.ssh]
     argv += ["-p", str(host.port), "--", target, "sh", "-c", shlex.quote(command)]
-    try:
-        process = await asyncio.create_subprocess_exec(
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
             *argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -46,24 +46,33 @@ async def call(cluster: Cluster, host: Node, command: str, stdin: bytes = b"") -
             start_new_session=True,
             preexec_fn=partial(die_with, os.getpid()),
         )
+    )
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            process = await asyncio.shield(starting)
+            out, said = await process.communicate(stdin)
     except FileNotFoundError:
         raise RunError(
             "there is no ssh on this machine; install OpenSSH's client (Debian: openssh-client)", 3
         ) from None
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            out, said = await process.communicate(stdin)
     except TimeoutError:
         raise HostError(f"no answer within {ANSWER_S:g} s") from None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        await _end(starting)
     if process.returncode:
         lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
         text = (lines or [f"code {process.returncode} without a message"])[-1].removeprefix("headrace: ")
         raise HostError(f"ssh cannot reach it: {text}" if process.returncode == _LOST else text, process.returncode)
     return out.decode("utf-8", "replace")
+
+
+async def _end(starting: "asyncio.Future[asyncio.subprocess.Process]") -> None:
+    """End a client with its children. A start that was interrupted is awaited: the client may have children already."""
+    with suppress(OSError):
+        process = await starting
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 async def everywhere(hosts: Sequence[Node], body: Callable[[Node], Awaitable[str]]) -> dict[str, str]:

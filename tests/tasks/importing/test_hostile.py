@@ -1,4 +1,4 @@
-"""Whatever a source holds, an import ends with tasks and refusals, or with one sentence about the source."""
+"""An import ends with tasks and refusals, or with one sentence about the source, whatever the source holds."""
 
 import json
 import os
