@@ -15,6 +15,9 @@ from headrace.rendering.tokenizer import Tokenizer
 def token_kinds(tokenizer: Tokenizer, ids: Sequence[int], parts: Iterable[Part]) -> TokenKinds:
     """The sampled tokens of a turn by kind. parts: of the text of `ids`, in order and without overlap."""
     counts = {"thinking": 0, "call": 0}
+    at = before = 0  # characters, and the ids within them, up to the end of the last part
     for kind, start, end in parts:
-        counts[kind] += tokenizer.whole_within(ids, end) - tokenizer.whole_within(ids, start)
+        first = before if start == at else tokenizer.whole_within(ids, start, before)
+        at, before = end, tokenizer.whole_within(ids, end, first)
+        counts[kind] += before - first
     return TokenKinds(thinking=counts["thinking"], calls=counts["call"])

@@ -156,13 +156,14 @@ class Tokenizer:
         """The text of ids, tags spelled out; bytes that are not UTF-8 come back as U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
-    def whole_within(self, ids: Sequence[int], characters: int) -> int:
-        """The number of leading ids whose text lies within the first `characters` of the text of `ids`."""
+    def whole_within(self, ids: Sequence[int], characters: int, known: int = 0) -> int:
+        """The number of leading ids whose text lies within the first `characters` of the text of `ids`. known: leading
+        ids that do, from an earlier call with fewer characters."""
         if not characters:
             return 0
         # An unfinished character decodes to U+FFFD, so the length never falls as ids are added.
         counts = range(len(ids) + 1)
-        return bisect_right(counts, characters, key=lambda count: len(self.decode(ids[:count]))) - 1
+        return bisect_right(counts, characters, lo=known, key=lambda count: len(self.decode(ids[:count]))) - 1
 
     def tag(self, text: str) -> int | None:
         """The id of an added token, None when this tokenizer has none of that spelling."""
