@@ -126,7 +126,7 @@ TABLE: tuple[ToolSchema, ...] = (
     ToolSchema("write_file", "create or replace a file", (_PATH,), Parameter("text", "its whole content")),
     ToolSchema("run_tests", "run the tests", (Parameter("path", "only this test file", required=False),)),
     ToolSchema("terminal", "run a shell command", (), Parameter("command", "what sh -c runs")),
-    ToolSchema("lint", "check Python files for errors", (Parameter("glob", "which files", required=False),)),
+    ToolSchema("lint", "check files with the linter", (Parameter("glob", "which files", required=False),)),
     ToolSchema(
         "keyword_search", "rank pieces of the repository by a description", (Parameter("query", "words to look for"),)
     ),

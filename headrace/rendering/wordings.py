@@ -169,7 +169,7 @@ TABLE: dict[str, Words] = {
     ),
     "lint": Words(
         ("lints", "check_style", "diagnostics", "inspect"),
-        ("errors that a linter finds", "static checks of the Python files", "inspect files without running them"),
+        ("errors that a linter finds", "static checks of the source files", "inspect files without running them"),
         {"glob": _GLOB},
     ),
     "keyword_search": Words(
