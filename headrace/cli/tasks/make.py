@@ -34,6 +34,13 @@ def add(commands: "Commands") -> None:
         action="store_true",
         help="commits: run only the test files that a commit adds or changes, for repositories with long test runs",
     )
+    parser.add_argument(
+        "--only-tests",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="commits: with --changed-tests, only test files that match decide, such as 'tests/parsing/*'; repeatable",
+    )
     add_config(parser)
     parser.set_defaults(handler=make)
 
@@ -44,6 +51,8 @@ def make(args: argparse.Namespace) -> int:
 
     if "/" in args.name or args.name.startswith("."):
         raise RunError(f"expected a suite name without a slash, got {args.name!r}")
+    if args.only_tests and not (args.kind == "commits" and args.changed_tests):
+        raise RunError("--only-tests needs `make commits` with --changed-tests: otherwise all tests decide")
     return looped(build(args))
 
 
@@ -136,7 +145,7 @@ async def _commits(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncI
     from headrace.tasks.making import commits
 
     name = Path(source).resolve().name
-    for commit in commits.commits(Path(source)):
+    for commit in commits.commits(Path(source), args.only_tests):
 
         async def attempt(commit: commits.Commit = commit) -> "tuple[Task, Oracle]":
             return await commits.attempt(lab, Path(source), commit, args.name, say, args.changed_tests)

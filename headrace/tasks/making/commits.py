@@ -8,8 +8,9 @@ that pass over both. Files are read from git's objects: nothing is checked out, 
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import msgspec
@@ -37,20 +38,21 @@ class Commit(NamedTuple):
     parent: str
     message: str
     tests: tuple[str, ...]
-    """Paths of the tests that it adds, changes or removes."""
+    """Paths of the tests that it adds, changes or removes, as far as they count."""
 
 
-def commits(repository: Path) -> Iterator[Commit]:
-    """Commits with one parent that change Python source and Python tests, the newest first. NoTask where git cannot
-    read the repository."""
+def commits(repository: Path, only: Sequence[str] = ()) -> Iterator[Commit]:
+    """Commits with one parent that change Python source and Python tests, the newest first. only: globs of the tests
+    that count; all of them without any. NoTask where git cannot read the repository."""
     log = _git(repository, "log", "--no-merges", "--format=%x01%H %P", "--name-only", "--diff-filter=ACDMR")
     for entry in log.split("\1")[1:]:
         head, *paths = entry.split("\n")
         id, *parents = head.split()
         code = [path for path in paths if path.endswith(".py")]
         tests = [path for path in code if is_test(path)]
-        if len(parents) == 1 and tests and 0 < len(code) - len(tests) <= _FILES:
-            yield Commit(id, parents[0], _git(repository, "log", "-1", "--format=%B", id).strip(), tuple(tests))
+        counting = tuple(path for path in tests if not only or any(fnmatchcase(path, glob) for glob in only))
+        if len(parents) == 1 and counting and 0 < len(code) - len(tests) <= _FILES:
+            yield Commit(id, parents[0], _git(repository, "log", "-1", "--format=%B", id).strip(), counting)
 
 
 def _git(repository: Path, *arguments: str) -> str:
@@ -82,7 +84,7 @@ async def attempt(
     lab: Lab, repository: Path, commit: Commit, suite: str, say: Callable[[str], None], changed: bool = False
 ) -> tuple[Task, Oracle]:
     """Both sides of a commit's task. changed: only the test files that the commit adds or changes decide, as in
-    SWE-bench (arXiv 2310.06770); the others do not run. NoTask."""
+    SWE-bench (arXiv 2310.06770), and of those the ones that count; the others do not run. NoTask."""
     name = repository.resolve().name
     before, after = tree(repository, commit.parent, name), tree(repository, commit.id, name)
     if changed:
@@ -108,7 +110,7 @@ async def attempt(
         prompt=_prompt(commit.message),
         files=before.files,
         allowed=tuple(sorted({*before.sources, *after.sources})),
-        tests=msgspec.structs.replace(plan, paths=before.tests),
+        tests=msgspec.structs.replace(plan, paths=visible(before.tests, after.tests) if changed else before.tests),
         template="debian",
     )
     oracle = Oracle(
@@ -123,6 +125,17 @@ async def attempt(
         removed=tuple(sorted(path for path in before.sources if path not in after.files)),
     )
     return task, oracle
+
+
+def visible(tests: tuple[str, ...], deciding: tuple[str, ...]) -> tuple[str, ...]:
+    """The parent's tests that the agent runs where only the changed ones decide: the changed ones among them; where a
+    commit adds them all, those in the nearest folder that has tests."""
+    if known := tuple(path for path in tests if path in deciding):
+        return known
+    for folder in PurePosixPath(deciding[0]).parents:
+        if beside := tuple(path for path in tests if PurePosixPath(path).parent == folder):
+            return beside
+    return tests
 
 
 def _code(package: Package) -> dict[str, bytes]:

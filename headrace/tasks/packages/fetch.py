@@ -20,6 +20,8 @@ _SKIP = frozenset(
     {"docs", "doc", "examples", "example", "build", "dist", "benchmarks", "scripts", "dev", "node_modules"}
 )
 _FILE_LIMIT, _TREE_LIMIT = 1 << 20, 6 << 20
+_PYTHON_LIMIT = 16 << 20
+"""Bytes of Python in a tree; one with more than `_TREE_LIMIT` bytes keeps its Python alone."""
 _UNPACKED_LIMIT = 512 << 20
 _MOST_FILES = 100_000
 
@@ -113,8 +115,8 @@ def read(root: Path, name: str) -> Package:
             files[relative.as_posix()] = path.read_bytes()
     if sum(map(len, files.values())) > _TREE_LIMIT:
         files = {path: data for path, data in files.items() if path.endswith(".py")}
-    if sum(map(len, files.values())) > _TREE_LIMIT:
-        raise PackageError(f"{name} is larger than {_TREE_LIMIT >> 20} MiB of Python")
+    if sum(map(len, files.values())) > _PYTHON_LIMIT:
+        raise PackageError(f"{name} is larger than {_PYTHON_LIMIT >> 20} MiB of Python")
     tests = tuple(path for path in files if _is_test_file(PurePosixPath(path).name))
     sources = tuple(path for path in files if path.endswith(".py") and not is_test(path))
     if not tests:

@@ -133,19 +133,21 @@ def test_the_command_makes_certified_tasks_and_goes_on(tmp_path: Path, capsys: p
     assert "must pass" not in capsys.readouterr().out
 
 
+def commit(tree: Path, message: str) -> str:
+    """Commit all files of a tree, which becomes a repository, and return the id."""
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    done = subprocess.run(["git", "init", "-q"], cwd=tree, check=True, capture_output=True, text=True)
+    for arguments in (["add", "."], [*who, "commit", "-q", "-m", message], ["rev-parse", "HEAD"]):
+        done = subprocess.run(["git", *arguments], cwd=tree, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--changed-tests",)], ids=["all", "changed"])
 def test_a_commit_is_a_certified_task(tmp_path: Path, options: tuple[str, ...]) -> None:
-    def commit(message: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        for arguments in (["add", "."], [*who, "commit", "-q", "-m", message], ["rev-parse", "HEAD"]):
-            done = subprocess.run(["git", *arguments], cwd=tree, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
     more = {"words/old.py": "x = 1\n", "tests/test_more.py": "def test_more():\n    assert True\n"}
     tree = write(tmp_path / "words", FILES | more)
-    subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
-    commit("Words")
+    commit(tree, "Words")
     right = WORDS.replace('text.split()]\n    joined = "".join', 'text.split("-")]\n    joined = ".".join')
     new = TESTS.replace('initials("ab cd") == "AC"', 'initials("ab-cd") == "A.C"').replace(
         'initials("")', 'initials("a")'
@@ -153,20 +155,44 @@ def test_a_commit_is_a_certified_task(tmp_path: Path, options: tuple[str, ...]) 
     new = new.replace('initials("a") == ""', 'initials("a") == "A"')
     write(tree, {"words/text.py": right, "tests/test_words.py": new})
     (tree / "words/old.py").unlink()
-    wanted = commit("Initials have points\n\nSigned-off-by: a <a@b.c>")
+    wanted = commit(tree, "Initials have points\n\nSigned-off-by: a <a@b.c>")
     write(tree, {"words/text.py": right + "\n\nx = 1\n"})
-    commit("Without tests")
+    commit(tree, "Without tests")
     assert make("commits", tree, tmp_path / "suites", *options) == 0
     suite = open_suite("made", tmp_path / "suites")
     assert list(suite.ids()) == [f"words--{wanted[:12]}"]
     task, oracle = suite.task(suite.ids()[0]), suite.oracle(suite.ids()[0])
     assert task.prompt == "Make this change:\n\nInitials have points\n"
+    assert task.tests.paths == ("tests/test_words.py",) if options else ("tests/test_more.py", "tests/test_words.py")
     assert task.files["words/text.py"].decode() == WORDS and task.files["tests/test_words.py"].decode() == TESTS
     pass_to_pass = oracle.grading.pass_to_pass
     assert oracle.expected == ("tests/test_words.py::test_initials",) and len(pass_to_pass) == 3 + (not options)
     assert ("tests/test_more.py::test_more" in pass_to_pass) == (not options)
     assert oracle.solution == {"words/text.py": right.encode()} and oracle.removed == ("words/old.py",)
     assert certificates.refusal(suite, tmp_path / "suites", False) == ""
+
+
+def test_globs_choose_the_tests_that_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = write(tmp_path / "words", FILES)
+    commit(tree, "Words")
+    write(tree, {"words/text.py": WORDS + "x = 1\n", "tests/fast/test_x.py": "", "tests/slow/test_y.py": ""})
+    both = commit(tree, "More")
+    assert [(one.id, one.tests) for one in commits.commits(tree)] == [
+        (both, ("tests/fast/test_x.py", "tests/slow/test_y.py"))
+    ]
+    assert [one.tests for one in commits.commits(tree, ["tests/fast/*", "*/test_z.py"])] == [("tests/fast/test_x.py",)]
+    assert list(commits.commits(tree, ["*/test_z.py"])) == []
+    assert make("commits", tree, tmp_path / "suites", "--only-tests", "tests/fast/*") == 2
+    assert make("features", tree, tmp_path / "suites", "--changed-tests", "--only-tests", "tests/fast/*") == 2
+    assert capsys.readouterr().err.count("--only-tests needs `make commits` with --changed-tests") == 2
+
+
+def test_the_agent_runs_the_changed_tests_or_the_nearest_ones() -> None:
+    tests = ("tests/a/test_one.py", "tests/a/test_two.py", "tests/test_top.py")
+    assert commits.visible(tests, ("tests/a/test_two.py", "tests/b/test_new.py")) == ("tests/a/test_two.py",)
+    assert commits.visible(tests, ("tests/a/deep/test_new.py",)) == ("tests/a/test_one.py", "tests/a/test_two.py")
+    assert commits.visible(tests, ("tests/b/test_new.py",)) == ("tests/test_top.py",)
+    assert commits.visible(tests, ("more/test_new.py",)) == tests
 
 
 def test_no_feature_and_no_commit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
