@@ -12,7 +12,7 @@ A low share of refused mutations is a note in the certificate.
 
 import ast
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -25,7 +25,7 @@ from headrace.judging.machines import Machines
 from headrace.messages.judging import Certificate
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
-from headrace.messages.sandbox import Isolation
+from headrace.messages.sandbox import Isolation, TestOutcome
 from headrace.messages.tasks import ANSWER, Oracle, Task
 from headrace.registry import merged
 from headrace.tasks import leaks as scan
@@ -63,8 +63,10 @@ async def certify(
     exam = _Exam(task, oracle, machines, report, isolation)
     solution = {ANSWER: oracle.answer.encode()} if not task.sandbox else oracle.solution
     gold = [await exam.decision(solution, oracle.removed) for _ in range(GOLD_RUNS)]
-    await exam.prepare(solution, oracle.removed)
+    await exam.prepare(_required(oracle), solution, oracle.removed)
     noop = await exam.rejection({})
+    if oracle.grading.kind == "exact" and noop != "passed":
+        await exam.prepare(_noticing(oracle, exam.tests), solution, oracle.removed)
     broken = stubs(task.files, oracle.solution) if task.sandbox else {}
     stub = await exam.rejection(broken) if broken else ""
     drawn = mutants(task, oracle) if task.sandbox else []
@@ -130,18 +132,19 @@ class _Exam:
         self._count = 0
         self.plugins: tuple[Plugin, ...] = ()
         """Sandbox backends of the examinations that come from outside of headrace."""
+        self.tests: tuple[TestOutcome, ...] = ()
+        """The outcomes of the latest examination."""
         self._few: Oracle | None = None
 
-    async def prepare(self, solution: Mapping[str, bytes], deleted: tuple[str, ...]) -> None:
-        """Check whether the required tests are enough for a decision: the known solution passes them without the other
-        tests."""
-        few = _required(self._oracle)
+    async def prepare(self, few: Oracle | None, solution: Mapping[str, bytes], deleted: tuple[str, ...]) -> None:
+        """Check whether these required tests are enough for a decision: the known solution passes them without the
+        other tests."""
         if few is not None and await self._decide(few, solution, deleted) == "passed":
             self._few = few
 
     async def rejection(self, files: Mapping[str, bytes], deleted: tuple[str, ...] = ()) -> str:
-        """The judge's decision on changes that should fail. One failed required test decides, so the required tests run
-        first, and all tests run only where those pass."""
+        """The judge's decision on changes that should fail. One failed required test decides, so the few of `prepare`
+        run first, and all tests run only where those pass."""
         if self._few is not None and (early := await self._decide(self._few, files, deleted)) != "passed":
             return early
         return await self.decision(files, deleted)
@@ -173,6 +176,7 @@ class _Exam:
         candidate = Candidate(trajectory=trajectory, task=self._task, oracle=oracle)
         verdict = await examine(candidate, self._machines, self._report, Options())
         self.plugins = merged(self.plugins, verdict.plugins)
+        self.tests = verdict.tests
         return verdict.decision
 
 
@@ -189,6 +193,20 @@ def _required(oracle: Oracle) -> Oracle | None:
         tests=msgspec.structs.replace(oracle.tests, paths=functions),
         grading=msgspec.structs.replace(oracle.grading, pass_to_pass=()),
     )
+
+
+def _noticing(oracle: Oracle, tests: Sequence[TestOutcome]) -> Oracle | None:
+    """The oracle with the test functions alone that fail over the untouched repository, for a task that requires every
+    test: a broken solution most likely fails one of them as well. None where pytest cannot select them, or where they
+    hold most of the tests."""
+    if oracle.tests.kind != "pytest" or oracle.grading.parser:
+        return None
+    functions = {test.name.partition("[")[0] for test in tests if test.outcome in ("failed", "error")}
+    expected = tuple(name for name in oracle.expected if name.partition("[")[0] in functions)
+    if not expected or 2 * len(expected) > len(oracle.expected):
+        return None
+    paths = tuple(sorted({name.partition("[")[0] for name in expected}))
+    return msgspec.structs.replace(oracle, tests=msgspec.structs.replace(oracle.tests, paths=paths), expected=expected)
 
 
 def _changed_functions(before: bytes, after: bytes) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
