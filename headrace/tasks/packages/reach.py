@@ -2,7 +2,8 @@
 
 A change of a function that no test calls cannot be noticed, and one that few tests call is tried with those first
 (sdist.py). Calls outside of any test (imports, collection) belong to all tests. The calls of a fixture of a module or
-session belong to the test that set it up, and calls in processes that tests start are not seen: a change may then look
+session belong to the test that set it up. Calls in processes that tests start are not seen, nor those of pytest's hooks
+between the set-up, call and tear-down of tests, where most of the time goes into pytest itself: a change may then look
 unnoticed and is not used, but no task is wrong, because whole runs decide about every task.
 """
 
@@ -37,10 +38,17 @@ class Reach:
     def pytest_runtest_protocol(self, item, nextitem):
         global now
         now = tests.setdefault(item.nodeid, set())
+        yield
+        now = outside
+    def pytest_collection_finish(self):
+        sys.settrace(None)
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_runtest_setup(self):
         threading.settrace(trace)
         sys.settrace(trace)
         yield
-        now = outside
+        sys.settrace(None)
+    pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 sys.settrace(trace)
 pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]], plugins=[Reach()])
 sys.settrace(None)
