@@ -83,13 +83,17 @@ class RunMetrics(Collector):
 
     async def _poll(self) -> None:
         while True:
-            for stream in s.STREAMS:
-                try:
-                    reply = await self._bus.connection.api(f"STREAM.INFO.{stream.name}", {})
-                    self._streams[stream.name] = msgspec.json.decode(reply, type=_Info).state
-                except BusError:
-                    break  # the broker restarts; the last figures stay until the next round
+            await self.read_streams()
             await asyncio.sleep(POLL_S)
+
+    async def read_streams(self) -> None:
+        """Read the size of every stream once; the last figures stay while the broker restarts."""
+        for stream in s.STREAMS:
+            try:
+                reply = await self._bus.connection.api(f"STREAM.INFO.{stream.name}", {})
+            except BusError:
+                return
+            self._streams[stream.name] = msgspec.json.decode(reply, type=_Info).state
 
     def collect(self) -> Iterable[Metric]:
         """Every family that has a value."""

@@ -1,18 +1,24 @@
-"""A run that is killed at random moments trains every step once; one that has ended trains more, or refuses."""
+"""A run that is killed at random moments, or whose disk fills up, trains every step once.
+
+One that has ended trains more, or refuses.
+"""
 
 import asyncio
 import json
+import os
 import random
 import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from headrace.bus.broker.server import open_store
 from headrace.bus.connection import Bus
 from headrace.messages import subjects as s
 from headrace.messages.training import StepDone
-from tests.launch.test_up import DEMO, FEW, Up, command, headrace, one_sentence, up
+from tests.launch.test_up import DEMO, FEW, Up, command, headrace, one_sentence, steps_in, up
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(900)]
 RUN, STEPS, KILLS, RECORDS = "r1", 4, 3, 60
@@ -36,10 +42,7 @@ async def steps_of(folder: Path, steps: int) -> list[int]:
         assert code == 0, said
     audit = headrace(folder, "audit", RUN)
     assert audit[0] == 0 and audit[1]["balanced"] and audit[1]["in_flight"] == 0
-    async with await open_store(folder / "runs" / RUN / "broker") as store:
-        async with await Bus.connect(store.url, role="operator", credentials=store.credentials) as bus:
-            records = [record.message async for record in bus.history("HR_STEP", s.STEP.at(run=RUN))]
-    return [message.step for message in records if isinstance(message, StepDone)]
+    return await steps_in(folder / "runs" / RUN)
 
 
 async def test_every_step_is_trained_once_after_kills_at_random_moments(tmp_path: Path) -> None:
@@ -67,3 +70,36 @@ async def test_every_step_is_trained_once_after_kills_at_random_moments(tmp_path
     assert done.returncode == 2 and one_sentence(done.stderr) and "would train nothing" in done.stderr
     assert await steps_of(tmp_path, STEPS + 1) == list(range(STEPS + 1))
     assert json.loads((tmp_path / "runs" / RUN / "report.json").read_text())["steps"] == STEPS + 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs root and a kernel that mounts tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+async def test_a_run_ends_in_order_before_its_disk_is_full(small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    async with up(small_disk, **FEW, **{"curriculum.steps": 500, "run.id": RUN}) as started:
+        await started.line("run r")
+        bus = await started.operator()
+        async for record in bus.follow("HR_STEP", s.STEP.at(run=RUN)):
+            if isinstance(record.message, StepDone):
+                break
+        await bus.close()
+        with ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free - (7 << 20))
+        code, said = await started.end(120.0)
+    assert code == 3 and one_sentence(said) and "is nearly full" in said and f"run.id={RUN}" in said
+    audit = headrace(small_disk, "audit", RUN)
+    assert audit[0] == 0 and audit[1]["balanced"]
+    ballast.unlink()
+    before = await steps_in(small_disk / "runs" / RUN)
+    assert before == list(range(len(before)))
+    assert await steps_of(small_disk, len(before) + 1) == list(range(len(before) + 1))

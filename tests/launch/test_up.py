@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks import tiny_run
-from headrace.bus.broker.server import running
+from headrace.bus.broker.server import open_store, running
 from headrace.bus.connection import Bus
 from headrace.cli.main import main
 from headrace.messages import subjects as s
@@ -118,6 +118,14 @@ class Up:
         return await Bus.connect(broker.url, role="operator", credentials=self.run / "broker" / "credentials")
 
 
+async def steps_in(folder: Path) -> list[int]:
+    """The numbers of the steps that a run has trained, in the order of its stream. No broker may serve the run."""
+    async with await open_store(folder / "broker") as store:
+        async with await Bus.connect(store.url, role="operator", credentials=store.credentials) as bus:
+            records = [record.message async for record in bus.history("HR_STEP", s.STEP.at(run=folder.name))]
+    return [message.step for message in records if isinstance(message, StepDone)]
+
+
 @asynccontextmanager
 async def up(folder: Path, *words: str, **changes: Any) -> AsyncIterator[Up]:
     """A running `headrace up`, killed when the test fails in between."""
@@ -186,6 +194,8 @@ async def test_an_interrupted_run_keeps_its_books_and_goes_on(tmp_path: Path) ->
     code, after = headrace(tmp_path, "audit", run)
     assert code == 0 and after["in_flight"] > 0 and after["trained"] > before["trained"]
     assert after["issued"] > before["issued"]
+    trained = await steps_in(tmp_path / "runs" / run)
+    assert trained and trained == list(range(len(trained)))  # each step once, without a gap
 
 
 @pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])

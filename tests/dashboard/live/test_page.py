@@ -196,6 +196,8 @@ async def test_history_and_live_records_are_on_the_page(site: Site, browser: "we
         await bus.publish(s.EVENT.at(run=RUN, actor="judge", type="event"), event)
     await shows(browser, "a live <b>event</b>", "2\nof 40")
     assert browser.find_elements("css selector", "#curves canvas")
+    cut = "return [...document.querySelectorAll('.tile *')].filter(e => e.scrollWidth > e.clientWidth).length"
+    assert browser.execute_script(cut) == 0
     assert browser.execute_script("return headrace.state.counts.unreadable + headrace.state.counts.refused") == 0
 
 

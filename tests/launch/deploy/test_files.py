@@ -3,16 +3,19 @@
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import headrace
 from headrace.bus.broker.server import CONF
 from headrace.cli.main import main, parser
 from headrace.config import ConfigError, load
 from headrace.launch.deploy import compose, kubernetes, plan, slurm, systemd
+from tests.support.paths import ROOT
 
 ANALYZE = shutil.which("systemd-analyze")
 TOML = """
@@ -41,6 +44,18 @@ def test_the_command_writes_what_it_names(kind: str, tmp_path: Path, capsys: pyt
     assert main(["deploy", kind, str(tmp_path / "out"), "--config", str(tmp_path / "run.toml")]) == 0
     named = capsys.readouterr().out.splitlines()
     assert sorted(named) == sorted(str(path) for path in (tmp_path / "out").iterdir()) and named
+
+
+@pytest.mark.parametrize("kind", ["k8s", "compose"])
+def test_every_generated_file_names_the_image_of_this_version(kind: str, tmp_path: Path) -> None:
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert package["project"]["dynamic"] == ["version"]  # so a wheel has the version of the package, and no other
+    assert package["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "headrace.__version__"}
+    (tmp_path / "run.toml").write_text(TOML)
+    assert main(["deploy", kind, str(tmp_path / "out"), "--config", str(tmp_path / "run.toml")]) == 0
+    text = "".join(path.read_text() for path in (tmp_path / "out").glob("*.yaml"))
+    images = re.findall(r"^\s*(?:- )?image: \"?([^\s\"]+)\"?$", text, re.MULTILINE)
+    assert len(images) > 5 and set(images) == {f"headrace:{headrace.__version__}"}
 
 
 def test_a_configuration_that_processes_cannot_share_is_refused(tmp_path: Path) -> None:
