@@ -19,6 +19,7 @@ from headrace.dashboard.live.server import Address, LivePage
 from headrace.messages import sandbox
 from headrace.messages import subjects as s
 from headrace.messages.base import Array
+from headrace.messages.evaluation import EvalResult
 from headrace.messages.judging import Score
 from headrace.messages.operations import Event
 from headrace.messages.product import CapacityLease, GateVerdict, lease_key
@@ -192,9 +193,16 @@ async def test_history_and_live_records_are_on_the_page(site: Site, browser: "we
     await until(lambda: browser.execute_script("return headrace.state.users !== null"))
     async with await admin(site) as bus:
         await bus.publish(s.STEP.at(run=RUN), step(1))
+        measured = EvalResult(
+            id="e1", run=RUN, suite="generated/" + "held" * 9, policy=PolicyRef(), version=1, tasks=2, passed=1,
+            rate=0.5, infra_failures=0, reason="heldout_after_greedy",
+        )  # fmt: skip
+        await bus.publish(s.EVENT.at(run=RUN, actor="evaluator", type="eval_result"), measured)
         event = Event(actor="judge", id="j", run=RUN, kind="greeting", text="a live <b>event</b>")
         await bus.publish(s.EVENT.at(run=RUN, actor="judge", type="event"), event)
-    await shows(browser, "a live <b>event</b>", "2\nof 40")
+    await shows(browser, "a live <b>event</b>", "2\nof 40", "heldout after greedy")
+    wide = "return document.documentElement.scrollWidth > document.documentElement.clientWidth"
+    assert not browser.execute_script(wide)
     assert browser.find_elements("css selector", "#curves canvas")
     cut = "return [...document.querySelectorAll('.tile *')].filter(e => e.scrollWidth > e.clientWidth).length"
     assert browser.execute_script(cut) == 0

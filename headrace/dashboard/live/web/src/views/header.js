@@ -57,11 +57,11 @@ export function header() {
     ${tile("version", last ? last.version : "–", total("rollout", "version") !== null ? `served ${Math.min(...[...state.metrics.values()].filter((m) => m.actor === "rollout" && m.values.version !== undefined).map((m) => m.values.version))}` : "")}
     ${tile("reward", number(mean), wide === null ? "" : `± ${number(wide)}, newest ${rewards.length}`)}
     ${tile("pass rate", percent(last?.pass_rate), last ? "newest step" : "")}
-    ${tile("tokens/s", count(tokensPerSecond()), count(total("rollout", "sampled_tokens")) + " sampled")}
+    ${tile("tokens/s", count(tokensPerSecond()), total("rollout", "sampled_tokens") === null ? "" : `${count(total("rollout", "sampled_tokens"))} sampled`)}
     ${tile("staleness", last ? `${quantile(last.staleness, 0.5) ?? 0} / ${quantile(last.staleness, 0.99) ?? 0}` : "–", last ? `p50 / p99, bound ${last.staleness_bound}` : "", last && last.staleness_max > last.staleness_bound ? "bad" : "")}
     ${tile("step time", last ? brief(last.seconds + last.waited_s) : "–", last ? `${span(last.waited_s)} waiting` : "")}
     ${tile("actors", `${live.length}`, busy === null ? "" : `${percent(busy)} busy`)}
-    ${tile("sandboxes", count(total("environment", "sandboxes")), `${count(total("environment", "vms"))} machines`)}
+    ${tile("sandboxes", count(total("environment", "sandboxes")), total("environment", "vms") === null ? "" : `${count(total("environment", "vms"))} machines`)}
     ${price > 0 ? tile("cost", (price * hours).toFixed(2), `${price.toFixed(2)} per hour`) : ""}
   </div>
   ${list.length ? html`<ul class="alarms">${list.map(([kind, text]) => html`<li class="${kind}">${text}</li>`)}</ul>` : ""}`;

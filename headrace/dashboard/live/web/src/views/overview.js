@@ -1,5 +1,5 @@
 // Curves over the steps, the staleness of tokens against the bound, evaluations, the newest events.
-import { clock, html, number, percent, put, span } from "../html.js";
+import { brief, clock, html, number, percent, put, span } from "../html.js";
 import { state, stepsInOrder } from "../state.js";
 import { bars, charts } from "./chart.js";
 
@@ -31,7 +31,7 @@ export function overview(view) {
   const bound = last?.staleness_bound ?? 0, ages = last ? Array.from({ length: Math.max(bound, ...sums.keys(), 0) + 1 }, (_, age) => age) : [];
   put(part("staleness"), html`<h2>Staleness of tokens</h2>${last ? bars(ages.map((age) => [age === bound ? html`${age} <small>bound</small>` : age, sums.get(age) ?? 0, age > bound ? "bad" : ""]), { mark: "Versions between sampling and training, tokens of the last 20 steps." }) : html`<p class="empty">No token was trained yet.</p>`}`);
   const evals = [...state.evals.values()];
-  put(part("evals"), html`<h2>Evaluations</h2>${evals.length ? html`<table><thead><tr><th>why</th><th>suite</th><th class="n">version</th><th class="n">passed</th><th class="n">rate</th><th class="n">took</th></tr></thead><tbody>${evals.map((e) => html`<tr><td>${e.reason || e.id}</td><td>${e.suite}</td><td class="n">${e.version}</td><td class="n">${e.passed} of ${e.tasks}</td><td class="n">${percent(e.rate)}</td><td class="n">${span(e.seconds)}</td></tr>`)}</tbody></table>` : html`<p class="empty">None yet.</p>`}`);
+  put(part("evals"), html`<h2>Evaluations</h2>${evals.length ? html`<table><thead><tr><th>why</th><th>suite</th><th class="n">version</th><th class="n">passed</th><th class="n">rate</th><th class="n">took</th></tr></thead><tbody>${evals.map((e) => html`<tr><td>${(e.reason || e.id).replaceAll("_", " ")}</td><td>${e.suite}</td><td class="n">${e.version}</td><td class="n">${e.passed} of ${e.tasks}</td><td class="n">${percent(e.rate)}</td><td class="n">${brief(e.seconds)}</td></tr>`)}</tbody></table>` : html`<p class="empty">None yet.</p>`}`);
   put(part("events"), html`<h2>Events</h2><table class="events"><tbody>${state.events.slice(-40).reverse().map((e) => html`<tr class="${e.level}"><td class="n">${clock(e.time)}</td><td>${e.actor}</td><td>${e.kind}</td><td class="wide">${e.text}</td></tr>`)}</tbody></table>${state.events.length ? "" : html`<p class="empty">None yet.</p>`}`);
   return () => { plots?.end(); plots = null; };
 }
