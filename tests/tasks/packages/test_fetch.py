@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.tasks.packages import fetch
-from headrace.tasks.packages.fetch import PackageError, unpack
+from headrace.tasks.packages.fetch import PackageError, read, unpack
 
 
 def member(name: str, size: int = 1, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
@@ -83,3 +83,18 @@ def test_damaged_archives_are_refused(tmp_path: Path) -> None:
         (tmp_path / f"d{number}.zip").write_bytes(data)
         with pytest.raises(PackageError, match=f"d{number}.zip cannot be unpacked"):
             unpack(tmp_path / f"d{number}.zip", tmp_path / f"zip{number}")
+
+
+def test_a_large_tree_keeps_its_python_up_to_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_bytes(b"")
+    (tmp_path / "tests" / "data.bin").write_bytes(b"x")
+    for number in range(6):
+        (tmp_path / f"m{number}.py").write_bytes(bytes(1 << 20))
+    assert "tests/data.bin" not in read(tmp_path, "p").files, "over 6 MiB"
+    (tmp_path / "m0.py").write_bytes(b"")
+    assert "tests/data.bin" in read(tmp_path, "p").files
+    for number in range(17):
+        (tmp_path / f"m{number}.py").write_bytes(bytes(1 << 20))
+    with pytest.raises(PackageError, match="p is larger than 16 MiB of Python"):
+        read(tmp_path, "p")
