@@ -56,7 +56,7 @@ def measure(command: tuple[str, ...]) -> dict[str, Any]:
             if process.poll() is None:
                 process.terminate()
     report = json.loads(last) if last.startswith("{") else {}
-    return {"exit_code": code, "minutes": round((time.monotonic() - started) / 60, 1), **report}
+    return {**report, "exit_code": code, "minutes": round((time.monotonic() - started) / 60, 1)}
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=150, help="kill -9 of processes, broker and machines")
     parser.add_argument("--others", type=int, default=30, help="SIGSTOP and cut connections")
     parser.add_argument("--restarts", type=int, default=20, help="kill -9 of `headrace up`")
-    parser.add_argument("--restart-steps", type=int, default=60, help="steps of the run that is started again")
+    parser.add_argument("--restart-steps", type=int, default=60, help="steps of each run that is started again")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")

@@ -22,6 +22,11 @@ MACHINE_S = 15.0
 """A node replaces a killed machine within this many seconds; until then its slots wait."""
 
 
+LATE_S = 60.0
+"""The end of a run that comes this soon after a fault (for a stop: after the target continued) may precede the
+recovery."""
+
+
 class FaultResult(msgspec.Struct, kw_only=True):
     """A fault that was injected, and how long its target took to recover."""
 
@@ -70,6 +75,9 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     kills: int
     """Faults that were injected, of every kind."""
     not_recovered: int
+    """Faults whose target did not recover, those apart that were injected less than `LATE_S` before the end."""
+    late: int
+    """Faults whose target had no time to recover before the run ended."""
     connections_cut: int
     faults: dict[str, int]
     """``<fault>_<target>`` to the number of times that it was injected."""
@@ -95,8 +103,11 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     """`headrace chaos` ends with 1 unless all of them are met."""
 
 
-async def collect(folder: RunDir, results: Sequence[FaultResult], kills: int, seed: int, ended: str) -> ChaosReport:
-    """The report of a finished run. ended: the sentence with which it ended too early."""
+async def collect(
+    folder: RunDir, results: Sequence[FaultResult], kills: int, seed: int, ended: str, end: float
+) -> ChaosReport:
+    """The report of a finished run. ended: the sentence with which it ended too early; end: the time of its end, in
+    seconds since the epoch."""
     async with bus_of(folder) as bus:
         report, wrong = await prove(bus, folder.id)
         reissued = await _reissued(bus, folder.id)
@@ -105,12 +116,15 @@ async def collect(folder: RunDir, results: Sequence[FaultResult], kills: int, se
     steps = [entry for entry in outcomes if isinstance(entry.message, StepDone | StepFailed)]
     counted = Counter(f"{result.planned.fault}_{result.planned.target.replace('-', '_')}" for result in results)
     lost = losses(report)
+    failed = [result for result in results if result.recovered_s is None]
+    late = sum(end - result.at - result.planned.asleep_s < LATE_S for result in failed)
     return ChaosReport(
         run=folder.id,
         seed=seed,
         kills_asked=kills,
         kills=len(results),
-        not_recovered=sum(result.recovered_s is None for result in results),
+        not_recovered=len(failed) - late,
+        late=late,
         connections_cut=sum(result.connections for result in results),
         faults=dict(sorted(counted.items())),
         recovery=recovery(results),
@@ -131,6 +145,7 @@ async def collect(folder: RunDir, results: Sequence[FaultResult], kills: int, se
             "unbalanced": at_most(int(not report.balanced), 0),
             "duplicates": at_most(report.duplicates, 0),
             "losses": at_most(lost, 0),
+            "not_recovered": at_most(len(failed) - late, 0),
             **machine_target(results),
         },
     )

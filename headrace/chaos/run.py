@@ -302,8 +302,9 @@ async def chaos(args: argparse.Namespace) -> int:
         if injector.folder is None:
             raise
         complain(ended)
+    end = time.time()
     if injector.folder is None or code == INTERRUPTED:
         return code
-    report = await figures.collect(injector.folder, injector.results, args.kills, args.seed, ended)
+    report = await figures.collect(injector.folder, injector.results, args.kills, args.seed, ended, end)
     say_report(report)
     return 0 if code == 0 and all(target.met for target in report.targets.values()) else 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos import measure
 from benchmarks.tiny_run import TINY
 from tests.support.paths import ROOT
 
@@ -19,9 +20,15 @@ def test_a_run_survives_the_death_of_up_again_and_again() -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
-    assert (figures["kills"], figures["unbalanced"], figures["duplicates"], figures["exit_code"]) == (3, 0, 0, 0)
+    assert (figures["kills"], figures["unbalanced"], figures["duplicates"], figures["up_exit_code"]) == (3, 0, 0, 0)
     assert figures["gone_max_s"] <= 5.0
     assert figures["issued_slots"] == figures["trained_slots"] > 0
+
+
+def test_a_part_that_misses_a_target_is_not_met() -> None:
+    """Its own exit code counts, whatever its report calls by that name."""
+    report = measure((sys.executable, "-c", "print('{\"exit_code\": 0}'); raise SystemExit(1)"))
+    assert report["exit_code"] == 1
 
 
 @pytest.mark.slow
