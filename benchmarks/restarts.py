@@ -65,7 +65,7 @@ class RunEnd(NamedTuple):
     gone_s: list[float]
     """Per kill."""
     unbalanced: list[str]
-    """What the audit said where it did not balance."""
+    """The text of each audit that did not balance."""
     exit_code: int
     """Of the last `headrace up`."""
     ledger: dict[str, Any]

@@ -206,8 +206,8 @@ class Paging(NamedTuple):
     """bool [B, n, 1, rows, 64]: the keys that lie after a query. Only where T is 1; otherwise each block gets a mask of
     its own."""
     parts: list[tuple[int, int]]
-    """Per block, where T is not 1: the first row that sees any of its keys in any sequence, rounded down so that
-    products keep their padding, and the row from which on all queries see all of its keys."""
+    """For more than one new token, per block: the first row that sees one of its keys in any sequence (rounded down so
+    that products keep their padding), and the first row from which all queries see all of its keys."""
 
 
 def paging(table: Tensor, positions: Tensor, group: int, pad: int, least: int = 1) -> Paging:

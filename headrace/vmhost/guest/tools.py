@@ -1,4 +1,4 @@
-"""The processes that a slot has started, as one thing that is counted and killed.
+"""The processes that a slot has started: a group that is counted and killed as a whole.
 
 In a machine they are a control group (boot/confine.py), in the process backend the agent's descendants (local.py).
 """

@@ -60,10 +60,10 @@ class Slot:
 
     @property
     def tmp_mb(self) -> int:
-        """Capacity of /tmp in MiB: what the tools' memory holds beside a full workspace and a running command.
+        """Capacity of /tmp in MiB: the part of the tools' memory that a full workspace and a running command leave.
 
-        How much memory is free when the slots are opened differs by a few hundred kilobytes from one template to the
-        next. With a fixed capacity two full file systems took all of the memory in some of them, and no command ran.
+        The memory that is free when the slots are opened differs by a few hundred kilobytes from one template to the
+        next. With a fixed capacity, two full file systems took all the memory of some templates, and no command ran.
         """
         free = self.memory - confine.AGENT - confine.WORKING - (self.size << 20)
         return max(1, min(self.size, free >> 20))

@@ -34,7 +34,7 @@ def available() -> bool:
 def load() -> None:
     """Run pytest over an empty folder, so that every later fork has it and its plugins imported.
 
-    Its own import of the plugins is the only one after which it does not warn that it cannot rewrite their assertions.
+    pytest must import its plugins itself, or it warns that it cannot rewrite their assertions.
     """
     try:
         import pytest
