@@ -86,6 +86,20 @@ def add_changes(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--with", dest="changes", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
 
 
+def text_of(option: str, path: Path) -> str:
+    """The text of a file that an option names. ConfigError when there is none or its bytes are no UTF-8."""
+    from headrace.config import ConfigError
+
+    try:
+        if path.exists() and not path.is_file():  # a pipe may never be written to
+            raise ConfigError(f"{option}: expected a file, {path} is a folder, a pipe or a device")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option}: expected UTF-8, byte {error.start} of {path} is none") from None
+
+
 def add_key(parser: argparse.ArgumentParser) -> None:
     """The option `--key-file` of a client of the gateway; `key_of` reads it."""
     parser.add_argument("--key-file", type=Path, metavar="FILE", help=f"file with the API key; default: ${KEY}")
@@ -95,10 +109,7 @@ def key_of(args: argparse.Namespace) -> str:
     """The API key. ConfigError."""
     from headrace.config import ConfigError
 
-    try:
-        key = args.key_file.read_text().strip() if args.key_file else os.environ.get(KEY, "")
-    except OSError as error:
-        raise ConfigError(f"--key-file: {error}") from None
+    key = text_of("--key-file", args.key_file).strip() if args.key_file else os.environ.get(KEY, "")
     if not key:
         raise ConfigError(f"expected an API key: --key-file FILE or ${KEY} (headrace keys add TENANT)")
-    return str(key)
+    return key

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from headrace.cli.arguments import text_of
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
@@ -36,7 +37,7 @@ def from_gguf(args: argparse.Namespace) -> int:
     from headrace.policy.gguf.source import locate
 
     try:
-        template = Path(args.chat_template).read_text(encoding="utf-8") if args.chat_template else ""
+        template = text_of("--chat-template", Path(args.chat_template)) if args.chat_template else ""
         file = locate(args.source, Path(args.cache))
         dtype = fast_dtype() if args.dtype == "auto" else args.dtype
         done = convert(file, args.dir, dtype, template)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_config, integer
+from headrace.cli.arguments import add_config, integer, text_of
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
@@ -56,7 +56,7 @@ def handle(args: argparse.Namespace) -> int:
         source=args.source,
         repos=args.repos,
         template=args.template,
-        system=args.system.read_text(encoding="utf-8").strip() if args.system else "",
+        system=text_of("--system", args.system).strip() if args.system else "",
         tools=tuple(tool for tool in args.tools.split(",") if tool),
         python=args.python,
         taskset_config=args.taskset_config,

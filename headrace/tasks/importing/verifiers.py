@@ -39,7 +39,7 @@ def read(options: ImportOptions) -> Iterator[Entry]:
         raise SourceError("--repos, --template and --tools do not apply to verifiers: its tasks are one message")
     try:
         config = json.loads(options.taskset_config or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(f"--taskset-config: expected JSON, {error}") from None
     if not isinstance(config, dict):
         raise SourceError(f"--taskset-config: expected an object, got {type(config).__name__}")

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,31 @@ def test_a_pipe_that_nobody_writes_is_refused(tmp_path: Path, capsys: pytest.Cap
         words = ("tasks", "import", "jsonl", str(source), "--name", "s", "--set", f"tasks.dir={tmp_path}/suites")
         assert main(words) == 2
         assert "expected a file, it is a folder, a pipe or a device" in capsys.readouterr().err
+
+
+def test_options_that_name_unreadable_text_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "answer": "1"}')
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    os.mkfifo(tmp_path / "pipe")
+    rows = ("tasks", "import", "jsonl", str(tmp_path / "rows.jsonl"), "--set", f"tasks.dir={tmp_path}/suites")
+    client = ("acp", "--url", "http://127.0.0.1:1", "--key-file")
+    taskset = ("tasks", "import", "verifiers", "x", "--python", sys.executable, "--taskset-config")
+    for words, sentence in (
+        ((*rows, "--system", f"{tmp_path}/latin"), "--system: expected UTF-8, byte 3 of "),
+        ((*rows, "--system", f"{tmp_path}/pipe"), "--system: expected a file, "),
+        ((*rows, "--system", f"{tmp_path}/none"), "--system: [Errno 2] "),
+        (
+            ("acp", "--url", "http://127.0.0.1:1", "--key-file", f"{tmp_path}/latin"),
+            "--key-file: expected UTF-8, byte 3",
+        ),
+        (
+            ("tasks", "import", "verifiers", "x", "--python", sys.executable, "--taskset-config", DEEP),
+            "--taskset-config: ",
+        ),
+    ):
+        assert main(words) == 2
+        complaint = capsys.readouterr().err
+        assert complaint.startswith(f"headrace: {sentence}") and len(complaint) < 500
 
 
 IMAGE = 'environment.docker_image = "debian"'
