@@ -68,14 +68,8 @@ def test_options_that_name_unreadable_text_are_one_sentence(tmp_path: Path, caps
         ((*rows, "--system", f"{tmp_path}/latin"), "--system: expected UTF-8, byte 3 of "),
         ((*rows, "--system", f"{tmp_path}/pipe"), "--system: expected a file, "),
         ((*rows, "--system", f"{tmp_path}/none"), "--system: [Errno 2] "),
-        (
-            ("acp", "--url", "http://127.0.0.1:1", "--key-file", f"{tmp_path}/latin"),
-            "--key-file: expected UTF-8, byte 3",
-        ),
-        (
-            ("tasks", "import", "verifiers", "x", "--python", sys.executable, "--taskset-config", DEEP),
-            "--taskset-config: ",
-        ),
+        ((*client, f"{tmp_path}/latin"), "--key-file: expected UTF-8, byte 3"),
+        ((*taskset, DEEP), "--taskset-config: "),
     ):
         assert main(words) == 2
         complaint = capsys.readouterr().err
