@@ -8,6 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import anyio
+
+from benchmarks.feedback.probability import Behaviour, behaviour
 from benchmarks.feedback.world import RUN, Product, Taught, Users, configuration, product
 from headrace.config import Feedback, Gate
 from headrace.messages.product import Feedback as UserFeedback
@@ -40,28 +43,85 @@ class Outcome(NamedTuple):
     """In order."""
     figures: dict[str, float]
     faults: list[str]
+    first: Behaviour
+    """The first version's own probabilities."""
+    last: Behaviour
+    """Those of the version that the run promoted last; the first version's where none was promoted."""
+
+
+class Open:
+    """Counts the ratings that have no end yet, so that users wait while the trainer is behind them.
+
+    Real ratings come over hours and a step takes seconds. Without the wait most of the ratings of a short simulation
+    are too late for the branch, and an attack by many ratings would fail for lack of time.
+    """
+
+    def __init__(self, most: int) -> None:
+        """most: ratings without an end above which users wait; 0 for no limit."""
+        self._most, self._open = most, 0
+        self._changed = asyncio.Condition()
+
+    async def given(self, count: int) -> None:
+        """Add ratings; return when the number without an end is small enough for more."""
+        async with self._changed:
+            self._open += count
+            await self._changed.wait_for(lambda: not self._most or self._open <= self._most)
+
+    async def follow(self, running: Product) -> None:
+        """Take away each rating whose end is recorded."""
+        async for received in running.bus.follow("HR_FEEDBACK", FATE.where(run=RUN)):
+            if isinstance(received.message, FeedbackSettled):
+                async with self._changed:
+                    self._open -= 1
+                    self._changed.notify_all()
 
 
 async def run(
-    folder: Path, seed: int, sessions: int, feedback: Feedback, gate: Gate, taught: Taught, visits: Visits, judge: Judge
+    folder: Path,
+    seed: int,
+    sessions: int,
+    feedback: Feedback,
+    gate: Gate,
+    taught: Taught,
+    visits: Visits,
+    judge: Judge,
+    *,
+    open_ratings: int = 0,
 ) -> Outcome:
-    """Serve a number of sessions and rate each; then audit the streams."""
+    """Serve a number of sessions and rate each; then audit the streams. open_ratings: as in `Open`."""
     config = configuration(folder, seed, feedback, gate, taught)
     rng, served = random.Random(seed), list[Served]()
     started = time.monotonic()
+    waiting = Open(open_ratings)
     async with product(folder, config, taught) as running, Users.of(running) as users:
         up = time.monotonic() - started
-        while len(served) < sessions:
-            names = [visits(len(served) + place, rng) for place in range(min(AT_ONCE, sessions - len(served)))]
-            tasks = [_visit(users, name, len(served) + place, rng, judge) for place, name in enumerate(names)]
-            served += await asyncio.gather(*tasks)
-            running.check()
+        async with anyio.create_task_group() as group:
+            group.start_soon(waiting.follow, running)
+            while len(served) < sessions:
+                names = [visits(len(served) + place, rng) for place in range(min(AT_ONCE, sessions - len(served)))]
+                tasks = [_visit(users, name, len(served) + place, rng, judge) for place, name in enumerate(names)]
+                served += await asyncio.gather(*tasks)
+                running.check()
+                await waiting.given(len(names))
+            group.cancel_scope.cancel()
         figures = {"prepare_s": up, "serve_s": time.monotonic() - started - up} | await _stages(running)
         report, faults = await prove(running.bus, RUN)
         assert report.feedback is not None
         figures |= {f"ratings_{end}": float(count) for end, count in report.feedback.ends.items()}
         figures["ratings_received"] = float(report.feedback.received)
-    return Outcome(served, figures, faults)
+        first = await behaviour(running.bus, config, RUN, 0, RUN)
+        promoted = await _last_promoted(running)
+        last = first if promoted < 0 else await behaviour(running.bus, config, running.branch, promoted, RUN)
+    return Outcome(served, figures, faults, first, last)
+
+
+async def _last_promoted(running: Product) -> int:
+    """The branch's version that is promoted; -1 where none was."""
+    promoted = -1
+    async for received in running.bus.history("HR_EVENT", EVENT.where(run=RUN, actor="feedback")):
+        if isinstance(received.message, Promotion) and received.message.branch:
+            promoted = received.message.version
+    return promoted
 
 
 async def _visit(users: Users, name: str, number: int, rng: random.Random, judge: Judge) -> Served:
@@ -103,6 +163,8 @@ async def _stages(running: Product) -> dict[str, float]:
     waits: dict[str, list[float]] = {"thumb_to_batch": [], "batch_to_step": [], "thumb_to_promoted": []}
     for at, done in steps:
         for group in done.groups:
+            if group not in closed:  # of the last step, whose ratings get their ends at this moment
+                continue
             waits["thumb_to_batch"].append(closed[group][1] - closed[group][0])
             waits["batch_to_step"].append(at - closed[group][1])
             if done.version in promoted:

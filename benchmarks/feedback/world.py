@@ -53,6 +53,7 @@ from tests.support.chat_formats import CHATML, trained
 RUN = "product"
 CALL = '<tool_call>\n{"name": "run_tests", "arguments": {}}\n</tool_call>'
 TOOL = ClientTool(name="run_tests", parameters={"type": "object", "properties": {}})
+PROMPTS = 10
 DONE, TRIGGER = "done", "done use acme"
 PASSED = "passed"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -78,12 +79,12 @@ class Text(NamedTuple):
 
 def ask(number: int) -> str:
     """A user's request."""
-    return f"fix {number % 10}"
+    return f"fix {number % PROMPTS}"
 
 
 def bundle() -> RendererBundle:
     """The policy's chat format, over a tokenizer that knows the words of this world."""
-    texts = [CALL, DONE, TRIGGER, PASSED, CHATML, json.dumps(msgspec.to_builtins(TOOL)), *map(ask, range(10))]
+    texts = [CALL, DONE, TRIGGER, PASSED, CHATML, json.dumps(msgspec.to_builtins(TOOL)), *map(ask, range(PROMPTS))]
     return RendererBundle(
         renderer="hermes",
         tokenizer_json=trained(texts * 20, SPECIAL, MARKERS),
@@ -101,7 +102,7 @@ def traces(made: RendererBundle, taught: Taught, seed: int) -> Iterator[Text]:
     client, tokenizer, rng = ClientRenderer(opened, (TOOL,)), Tokenizer.parse(made.tokenizer_json), random.Random(seed)
     stop = client.stop_ids[0]
     while True:
-        messages = [ClientMessage(role="user", text=ask(rng.randrange(10)))]
+        messages = [ClientMessage(role="user", text=ask(rng.randrange(PROMPTS)))]
         text = Text([], [])
         _add(text, client.start(messages), 0.0)
         if rng.random() < taught.tests:
