@@ -95,7 +95,7 @@ def text_of(option: str, path: Path) -> str:
             raise ConfigError(f"{option}: expected a file, {path} is a folder, a pipe or a device")
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{option}: {error}") from None
+        raise ConfigError(f"{option}: {path} cannot be read ({error.strerror}); expected a file of text") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{option}: expected UTF-8, byte {error.start} of {path} is none") from None
 

@@ -46,7 +46,7 @@ def test_the_template_shows_tools_and_writes_calls_that_are_read_back(checkpoint
 def test_a_chat_template_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(tmp_path / "no.jinja")
     assert main(["policy", "from-gguf", str(tmp_path / "x.gguf"), str(tmp_path), "--chat-template", missing]) == 2
-    assert f"--chat-template {missing} cannot be read" in capsys.readouterr().err
+    assert f"--chat-template: {missing} cannot be read" in capsys.readouterr().err
 
 
 def test_the_configuration_of_the_demo_is_in_order() -> None:
