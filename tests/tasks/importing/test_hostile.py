@@ -67,7 +67,7 @@ def test_options_that_name_unreadable_text_are_one_sentence(tmp_path: Path, caps
     for words, sentence in (
         ((*rows, "--system", f"{tmp_path}/latin"), "--system: expected UTF-8, byte 3 of "),
         ((*rows, "--system", f"{tmp_path}/pipe"), "--system: expected a file, "),
-        ((*rows, "--system", f"{tmp_path}/none"), "--system: [Errno 2] "),
+        ((*rows, "--system", f"{tmp_path}/none"), f"--system: {tmp_path}/none cannot be read (No such file"),
         ((*client, f"{tmp_path}/latin"), "--key-file: expected UTF-8, byte 3"),
         ((*taskset, DEEP), "--taskset-config: "),
     ):
