@@ -25,6 +25,8 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 """A measured number that is not negative, or a moment in seconds since 1970."""
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
+Token = Annotated[str, Meta(pattern=r"^[a-z0-9_-]+$", max_length=200)]
+"""One token of a subject."""
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9_-]+(\.[a-z0-9_-]+)*$", max_length=200)]
 """The name of a group or trajectory: legal at the end of a subject. Groups of users are ``<user hash>.<id>``."""
 

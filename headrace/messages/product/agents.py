@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.messages.base import Amount, Integer, Message, Name, Seconds, message
+from headrace.messages.base import Amount, Integer, Message, Name, Seconds, Token, message
 from headrace.messages.rollout import PolicyRef
 
 
@@ -36,7 +36,7 @@ class Agent(Message, frozen=True, kw_only=True):
     """An agent of the product: a workspace and the runs in it; a value in HR_SESSION."""
 
     id: str
-    user: str
+    user: Token
     tenant: str
     training_allowed: bool
     policy: PolicyRef
@@ -60,7 +60,7 @@ class AgentSet(Message, frozen=True, kw_only=True):
     """Agents that work side by side on one codebase, each in a copy of one prepared sandbox; a value in HR_SESSION."""
 
     id: str
-    user: str
+    user: Token
     tenant: str
     agents: tuple[str, ...]
     files: dict[str, bytes] = {}

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.messages.base import Amount, Count, Finite, Message, Share, Version, message
+from headrace.messages.base import Amount, Count, Finite, Message, Share, Token, Version, message
 from headrace.messages.rollout import PolicyRef
 
 Fate = Literal["late", "capped", "opted_out", "unattributed", "superseded", "discarded", "closed"]
@@ -34,7 +34,7 @@ class Feedback(Message, frozen=True, kw_only=True):
     """A user's rating of one production trajectory."""
 
     tenant: str
-    user: str
+    user: Token
     """Keyed hash of the user id; the id itself never reaches the bus."""
     run: str
     trajectory: str
