@@ -300,7 +300,8 @@ class NatsConnection:
                 await _faithfully(self.client.write_pending())
                 await _faithfully(self.client.flush(timeout=10))
         except (TimeoutError, nats.errors.Error) as error:
-            raise Disconnected(f"the broker at {self.url} does not confirm: {error}") from None
+            reason = str(error) or f"no answer within {timeout:g} s"
+            raise Disconnected(f"the broker at {self.url} does not confirm: {reason}") from None
 
     async def close(self) -> None:
         """Flush what was sent, then close."""
