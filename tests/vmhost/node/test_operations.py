@@ -242,6 +242,20 @@ async def test_a_sandbox_of_the_process_backend_has_pytest_imported_once_one_ran
     assert first != second == third
 
 
+async def test_a_package_that_a_plugin_of_pytest_needs_is_tested_itself() -> None:
+    """The agent has idna imported, for a plugin; a workspace's own idna has to take its place."""
+    tests = b"from idna import MARK\n\n\ndef test_a():\n    assert MARK\n"
+    files = {"src/idna/__init__.py": b"MARK = 1\n", "test_a.py": tests}
+    host = await Host.open(environment("process"))
+    try:
+        for slot in range(2):  # the first run imports pytest for the later sandboxes
+            sandbox = await host.acquire(msgspec.structs.replace(request(slot), files=files))
+            done = await sandbox.call(RunTests(plan=TestPlan(kind="pytest", paths=("test_a.py",))))
+            assert done.ok, done
+    finally:
+        await host.close()
+
+
 async def test_acquire_is_idempotent_and_a_released_sandbox_refuses(host: Host) -> None:
     asked = request(slot=1, group="idem")
     one = await host.acquire(asked)

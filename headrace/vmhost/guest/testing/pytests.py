@@ -93,6 +93,21 @@ def body(root: str, paths: list[str], environment: dict[str, str], seed: int, be
     return run
 
 
+def _forget(folder: str) -> None:
+    """Forget the imported modules that a folder has too: the agent imported plugins of pytest, and what they need, from
+    elsewhere, and the tests of such a package would run against that copy. The standard library's stay, as in a process
+    that has started."""
+    names = {entry.removesuffix(".py") for entry in os.listdir(folder)} - {
+        "pytest",
+        "_pytest",
+        *sys.stdlib_module_names,
+    }
+    for name in [*sys.modules]:
+        file = getattr(sys.modules[name], "__file__", None)
+        if name.partition(".")[0] in names and file and not file.startswith(folder + "/"):
+            del sys.modules[name]
+
+
 def _run(root: str, paths: list[str], report: int) -> None:
     """In a fork: run pytest over the paths and write rows as JSON to the descriptor. Does not return."""
     import pytest
@@ -101,6 +116,7 @@ def _run(root: str, paths: list[str], report: int) -> None:
     for folder in (f"{root}/src", root):
         if os.path.isdir(folder):
             sys.path.insert(0, folder)
+            _forget(folder)
     collector = Collector()
     vars(builtins)["__observe__"] = collector.observations.observe
     arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", *paths]
