@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 import uvloop
 
 from benchmarks.conditions import Figures, at_least, at_most, finish
+from headrace import process_stat
 from headrace.actors.environment import actor as environment
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
@@ -263,8 +264,9 @@ def _cpu() -> float:
 
 
 def _cpu_of(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    stat = process_stat.read(pid)
+    assert stat is not None, f"process {pid} has ended"
+    return stat.cpu_s
 
 
 class Child:

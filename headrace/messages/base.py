@@ -25,7 +25,9 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 """A measured number that is not negative, or a moment in seconds since 1970."""
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
-Token = Annotated[str, Meta(pattern=r"^[a-z0-9_-]+$", max_length=200)]
+LONGEST_TOKEN = 200
+"""Characters of a subject's token; nats-server closes a connection that publishes on a subject of 4 KiB."""
+Token = Annotated[str, Meta(pattern=r"^[a-z0-9_-]+$", max_length=LONGEST_TOKEN)]
 """One token of a subject."""
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9_-]+(\.[a-z0-9_-]+)*$", max_length=200)]
 """The name of a group or trajectory: legal at the end of a subject. Groups of users are ``<user hash>.<id>``."""

@@ -9,11 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from headrace.messages.base import Count, Seconds
+from headrace.messages.base import LONGEST_TOKEN, Count, Seconds
 
 PREFIX = "hr"
-LONGEST_TOKEN = 200
-"""Characters; nats-server closes a connection that publishes on a subject of 4 KiB."""
 _TOKEN = re.compile(r"^[a-z0-9_-]+$")
 
 

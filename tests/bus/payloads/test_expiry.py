@@ -14,8 +14,8 @@ from headrace.bus.nats.ordered_reader import OrderedReader
 from headrace.bus.nats.streams import config_of
 from headrace.bus.runtime import dead_letters
 from headrace.messages import subjects as s
-from headrace.messages.operations import DeadLetter
 from tests.conftest import CONNECT_S
+from tests.support import records
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
@@ -45,17 +45,8 @@ async def admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 @pytest.mark.slow  # waits 2 s for the broker's clock
 async def test_the_payload_of_a_dead_letter_expires_after_the_letter(admin: Bus) -> None:
-    letter = DeadLetter(
-        stream="HR_FEEDBACK",
-        consumer="c",
-        stream_seq=1,
-        subject="hr.feedback.t.u",
-        type="feedback",
-        reason="unusable",
-        deliveries=5,
-        headers={},
-        payload=os.urandom(3 << 19),
-    )
+    large = os.urandom(3 << 19)
+    letter = msgspec.structs.replace(records.letter("m"), stream="HR_FEEDBACK", consumer="c", payload=large)
     await dead_letters.publish(admin, letter)
     assert [entry.letter for entry in await dead_letters.entries(admin)] == [letter]
     chunks = await admin.subjects("HR_BLOB", "hr.blob.>")
