@@ -193,6 +193,7 @@ def _write(file: snapshot.Rows, parts: Contents, hashes: dict[int, bytes]) -> in
                 file.write(tensor, at, part)
                 digest.update(part.data)
                 written += part.nbytes
+                del part  # two pieces at a time scatter the free memory: in one of ten versions 27 MiB more stayed
             if (begin, end) == (start, start + count):
                 hashes[first + number] = digest.digest()
     return written
