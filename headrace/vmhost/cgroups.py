@@ -2,8 +2,10 @@
 
 A QEMU gets limits for its memory (guest and emulator) and its threads, so that a guest that escaped its emulator's own
 limits is killed alone. A sandbox of the process backend gets a limit for its number of processes, and a sandbox whose
-task limits its processors or memory gets those limits too. Otherwise the processor is not divided: machines and actors
-compete as processes do.
+task limits its processors or memory gets those limits too. Otherwise the processor is not divided. The folder that
+holds a process's groups has the weight of as many processes as it holds groups, so a hundred machines and an actor
+compete as a hundred and one processes. With the kernel's own weight all machines of a node together would count as one
+process, and would starve as soon as other processes are busy.
 
 Groups are made under version 2, inside or beside the group of this process, if controllers can be enabled there (as
 root of the machine, or in a systemd unit with ``Delegate=yes`` and ``DelegateSubgroup=actors``), or under version 1
@@ -27,6 +29,8 @@ _log = logging.getLogger("headrace.vmhost")
 THREADS = 64
 """Limit of a QEMU with one virtual processor; it has 4 to 10."""
 _MEMORY, _PROCESSES = ("memory.max", "memory.limit_in_bytes"), ("pids.max",)
+_WEIGHTS = {"cpu.weight": (100, 10_000), "cpu.shares": (1024, 262_144)}
+"""The weight of one process in version 2 and in version 1, and the largest weight that the kernel takes."""
 _PERIOD_US = 100_000
 """A group with N processors may run N times this long in each such period (the kernel's default)."""
 
@@ -63,6 +67,7 @@ class Group:
         for folder in self._folders:
             with suppress(OSError):
                 folder.rmdir()
+            _weigh(folder.parent)
             with suppress(OSError):
                 folder.parent.rmdir()  # succeeds with the last group of this process
         return not any(folder.exists() for folder in self._folders)
@@ -111,6 +116,7 @@ def create(name: str, *, processes: int, memory_mb: int = 0, vcpus: int = 0) -> 
             refused.append(f"a group below {place}: {error.strerror}")
             continue
         made.append(folder)
+        _weigh(folder.parent)
         for files, value in limits:
             for file in files:
                 if value and (folder / file).exists():
@@ -183,6 +189,17 @@ def _folder_of_this_process(place: Path) -> Path:
             with suppress(OSError):
                 (folder / "cgroup.subtree_control").write_text("+cpu")
     return folder
+
+
+def _weigh(folder: Path) -> None:
+    """Give the folder of a process's groups the weight of as many processes as it holds groups.
+
+    Without a controller for processors there is nothing to weigh. The kernel counts a folder's subfolders in its links.
+    """
+    for name, (of_one, most) in _WEIGHTS.items():
+        with suppress(OSError):  # the folder has no such file, or was removed
+            if (folder / name).exists():
+                (folder / name).write_text(str(min(of_one * max(folder.stat().st_nlink - 2, 1), most)))
 
 
 def _mount_point(kind: str, controller: str) -> Path | None:

@@ -48,6 +48,24 @@ def test_one_that_is_gone_already_leaves_no_folder(places: Places) -> None:
     assert not [path for place in places.folders for path in place.glob(f"headrace-*/{gone.pid}")]
 
 
+def test_groups_of_a_process_weigh_as_many_processes(places: Places) -> None:
+    """All machines of a node once weighed as one process: 40 busy processes beside ten machines starved them."""
+    if "cpu" not in places.limits:
+        pytest.skip("no control groups for processors can be had here")
+    of_one = {"cpu.weight": 100, "cpu.shares": 1024}
+
+    def weight() -> float:
+        files = [place / f"headrace-{os.getpid()}" / name for place in places.folders for name in of_one]
+        return sum(int(path.read_text()) / of_one[path.name] for path in files if path.exists())
+
+    before = weight()  # other tests of this process may hold machines
+    groups = [cgroups.create(f"weight-{number}", processes=4) for number in range(3)]
+    assert weight() == before + 3
+    for left, group in zip((2, 1, 0), groups, strict=True):
+        assert group is not None and group.close()
+        assert weight() == before + left
+
+
 def test_a_limit_that_the_kernel_refuses_is_named(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two files, of version 2 and of version 1, can only be read."""
     monkeypatch.setattr(cgroups, "_MEMORY", ("memory.current", "memory.stat"))
