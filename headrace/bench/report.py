@@ -33,6 +33,12 @@ class Means(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: float
     observed_tokens: float
     acting_tokens: float
+    thinking_tokens: float | None = None
+    """Of the acting tokens. None where an attempt does not count its tokens by kind, as in older records."""
+    call_tokens: float | None = None
+    """Of the acting tokens. None as above."""
+    text_tokens: float | None = None
+    """Of the acting tokens, neither thinking nor calls. None as above."""
     summary_tokens: float
     dropped_tokens: float = 0.0
     """Of all tokens, those of ended segments that no later one sees."""
@@ -145,6 +151,9 @@ def report(id: str, run: str, policy: str, suite: str, trials: int, measured: Me
             prompt_tokens=_mean(row.tokens.prompt for row in rows),
             observed_tokens=_mean(row.tokens.observed for row in rows),
             acting_tokens=_mean(row.tokens.acting for row in rows),
+            thinking_tokens=_mean_of_all(row.tokens.thinking for row in rows),
+            call_tokens=_mean_of_all(row.tokens.calls for row in rows),
+            text_tokens=_mean_of_all(row.tokens.text for row in rows),
             summary_tokens=_mean(row.tokens.summary for row in rows),
             dropped_tokens=_mean(row.tokens.dropped for row in rows),
             turns=_mean(row.turns for row in rows),
@@ -213,6 +222,13 @@ def _ratio(above: float, below: float) -> float | None:
 
 def _mean(values: Iterable[float]) -> float:
     return fmean(listed) if (listed := list(values)) else 0.0
+
+
+def _mean_of_all(values: Iterable[float | None]) -> float | None:
+    """The mean; None where a value is missing, because the mean of the others is another figure."""
+    listed = list(values)
+    present = [value for value in listed if value is not None]
+    return _mean(present) if len(present) == len(listed) else None
 
 
 def _by_family(rows: Sequence[Attempt]) -> dict[str, float]:

@@ -1,10 +1,13 @@
-"""Counts the tokens of one attempt by kind. Every token of every segment is counted once."""
+"""Counts the tokens of one attempt by kind. Every token of every segment is counted once.
+
+The kinds of sampled tokens are those that the policy's renderer counted from the sampled ids (`Turn.kinds`).
+"""
 
 from collections.abc import Sequence
 
 import msgspec
 
-from headrace.messages.rollout import Turn
+from headrace.messages.rollout import Turn, kinds_of
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,10 +19,19 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the calls' results, with their frames and the requests for summaries."""
     acting: int = 0
     """Sampled in turns with calls or text."""
+    thinking: int | None = None
+    """Of `acting`, with its markers. None where a turn does not count its tokens by kind, as in older records."""
+    calls: int | None = None
+    """Of `acting`, with their markers. None as above."""
     summary: int = 0
     """Sampled in summaries."""
     dropped: int = 0
     """Of all these, the tokens of ended segments that no later segment sees: all but the summaries."""
+
+    @property
+    def text(self) -> int | None:
+        """Of `acting`, neither thinking nor calls: the final message, the stop tokens. None as above."""
+        return None if self.thinking is None or self.calls is None else self.acting - self.thinking - self.calls
 
     @property
     def sampled(self) -> int:
@@ -43,4 +55,10 @@ def tokens_of(turns: Sequence[Turn]) -> Tokens:
         kinds["summary" if turn.kind == "summary" else "acting"] += len(turn.ids)
         if turn.segment != last:
             dropped += len(turn.prompt_ids) + (0 if turn.kind == "summary" else len(turn.ids))
-    return Tokens(**kinds, dropped=dropped)
+    acting = kinds_of(turn for turn in turns if turn.kind != "summary")
+    return Tokens(
+        **kinds,
+        thinking=acting.thinking if acting is not None else None,
+        calls=acting.calls if acting is not None else None,
+        dropped=dropped,
+    )

@@ -64,6 +64,7 @@ def _figures(one: Report) -> Rows:
         )
     yield "Infrastructure: attempts failed, trials without a verdict", f"{one.infra_failures}, {one.infra_lost}"
     yield "Tokens: sampled in turns, in summaries", f"{number(means.acting_tokens)}, {number(means.summary_tokens)}"
+    yield "Tokens sampled in turns: thinking, calls, text", _by_kind(one)
     yield "Tokens: prompts, results of calls", f"{number(means.prompt_tokens)}, {number(means.observed_tokens)}"
     yield "Tokens that self-summarisation dropped", number(means.dropped_tokens)
     yield "Sampled tokens per passed attempt", number(one.sampled_tokens_per_pass)
@@ -82,6 +83,14 @@ def _figures(one: Report) -> Rows:
     yield "Seconds per passed attempt", number(one.attempt_s_per_pass)
     yield "Compared with itself: silent resamples", f"{one.silent:.1%}"
     yield "pass@1 by family", ", ".join(f"{name} {share:.2f}" for name, share in one.families.items())
+
+
+def _by_kind(measured: Report) -> str:
+    means = measured.means
+    if means.thinking_tokens is None:
+        uncounted = sum(row.tokens.thinking is None for row in measured.rows)
+        return f"not counted in {uncounted} of {measured.attempts} attempts"
+    return ", ".join(map(number, (means.thinking_tokens, means.call_tokens, means.text_tokens)))
 
 
 def _quantiles(quantiles: Quantiles) -> str:

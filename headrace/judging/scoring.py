@@ -21,7 +21,7 @@ from headrace.judging.candidates import Candidate
 from headrace.judging.verdicts import Verdict
 from headrace.messages.judging import Score, TurnRewards
 from headrace.messages.plugins import Plugin
-from headrace.messages.rollout import TokenKinds, Trajectory
+from headrace.messages.rollout import Trajectory, kinds_of
 from headrace.registry import merged, plugins
 from headrace.tasks.suites import suite_plugins
 
@@ -101,7 +101,7 @@ class Rewarder:
             suspicions=verdict.suspicions,
             rubric=verdict.rubric,
             tokens=sum(len(turn.ids) for turn in trajectory.turns),
-            kinds=_kinds(trajectory),
+            kinds=kinds_of(trajectory.turns),
             calls=sum(len(turn.calls) for turn in trajectory.turns),
             turns=len(trajectory.turns),
             options=self._options,
@@ -135,14 +135,6 @@ def _checked(value: TurnRewards, turns: int) -> TurnRewards:
     if not math.isfinite(value.total):
         raise ValueError(f"expected finite numbers, got {value!r}")
     return value
-
-
-def _kinds(trajectory: Trajectory) -> TokenKinds | None:
-    """The tokens of all turns by kind; None where a turn does not count them."""
-    counted = [turn.kinds for turn in trajectory.turns if isinstance(turn.kinds, TokenKinds)]
-    if len(counted) < len(trajectory.turns):
-        return None
-    return TokenKinds(thinking=sum(each.thinking for each in counted), calls=sum(each.calls for each in counted))
 
 
 def _fields(reward: Given) -> dict[str, Any]:

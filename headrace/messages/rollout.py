@@ -1,6 +1,7 @@
 """A trajectory and what leads to it: renderer bundle, request, turns, outcome."""
 
 import hashlib
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -197,6 +198,16 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["act", "summary"] = "act"
     kinds: TokenKinds | UnsetType = UNSET
     """Unset in older records, and where the renderer does not count them."""
+
+
+def kinds_of(turns: Iterable[Turn]) -> TokenKinds | None:
+    """The sampled tokens of several turns by kind; None where a turn does not count them."""
+    thinking = calls = 0
+    for turn in turns:
+        if not isinstance(turn.kinds, TokenKinds):
+            return None
+        thinking, calls = thinking + turn.kinds.thinking, calls + turn.kinds.calls
+    return TokenKinds(thinking=thinking, calls=calls)
 
 
 @message("turn_sampled")

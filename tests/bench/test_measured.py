@@ -4,6 +4,7 @@ import asyncio
 from secrets import token_hex
 
 import pytest
+from msgspec import UNSET
 
 from headrace.actors.evaluator import Evaluator
 from headrace.bench.attempts import measure
@@ -13,7 +14,7 @@ from headrace.config import Config
 from headrace.dashboard.card import card
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.judging import Agreement, CriterionScore, RubricScore
-from headrace.messages.rollout import PolicyRef, RolloutRequest
+from headrace.messages.rollout import PolicyRef, RolloutRequest, TokenKinds
 from headrace.messages.subjects import EVENT
 from tests.conftest import Connect
 from tests.support import mutations
@@ -42,9 +43,10 @@ RUBRIC = RubricScore(
 """The answers about every attempt; the second criterion is on no card."""
 
 
-async def measured(connect: Connect, unlucky: str, good: int) -> tuple[Report, list[EvalResult]]:
+async def measured(connect: Connect, unlucky: str, good: int, uncounted: int = 0) -> tuple[Report, list[EvalResult]]:
     """Three trials of ten tasks: the first `good` pass always, the next in the first trial only. One attempt at
-    `unlucky` fails in trial 0, and all of them in trial 1."""
+    `unlucky` fails in trial 0, and all of them in trial 1. Attempts at the first `uncounted` tasks do not count their
+    tokens by kind."""
     other = FakeWorkers(await connect(), f"r{token_hex(4)}", groups_per_step=1)
     other.rubric = RUBRIC
     await other.start()
@@ -55,7 +57,8 @@ async def measured(connect: Connect, unlucky: str, good: int) -> tuple[Report, l
             await other.fail(request, "sandbox_lost")
             return
         place = int(request.task.task)
-        await other.solve(request, passed=place < good or (place == good and trial == 0))
+        kinds = TokenKinds(thinking=2, calls=1) if place >= uncounted else UNSET
+        await other.solve(request, passed=place < good or (place == good and trial == 0), kinds=kinds)
 
     other.answer = answer
     first = EvalRequest(
@@ -95,6 +98,9 @@ async def test_the_report_follows_from_the_streams_and_infrastructure_stands_apa
     assert made.pass_1.mean == pytest.approx((4 + 1 / 3) / TASKS) and made.pass_1.tasks == TASKS
     assert made.pass_k.mean == pytest.approx(4 / 9), "the task without all of its trials is left out"
     assert made.sampled_tokens_per_pass == pytest.approx(3 * made.attempts / 13)
+    means = made.means
+    assert (means.acting_tokens, means.thinking_tokens, means.call_tokens, means.text_tokens) == (3.0, 2.0, 1.0, 0.0)
+    assert 'thinking, calls, text<td class="number">2, 1, 0' in card([made], None)
     assert made.silent >= 0.95
     assert made.adherence == {"scope": 0.5, "brief": 1.0} and made.agreements == {"scope": AGREEMENT}
     assert "brief 1.00 (not measured), scope 0.50 (0.71 [0.60, 0.80])" in card([made], None)
@@ -102,13 +108,18 @@ async def test_the_report_follows_from_the_streams_and_infrastructure_stands_apa
 
 async def test_two_policies_are_compared_task_by_task(connect: Connect) -> None:
     worse, _ = await measured(connect, "", good=0)
-    better, _ = await measured(connect, "", good=9)
+    better, _ = await measured(connect, "", good=9, uncounted=1)
     comparison = compare(worse, better)
     assert (comparison.finding, comparison.pass_1.won, comparison.pass_1.lost) == ("better", 10, 0)
     assert comparison.pass_1.mean == pytest.approx(9.3333 / 10 - 0.3333 / 10, abs=1e-3)
     assert compare(better, better).finding == "not distinguishable"
     page = card([worse, better], comparison)
     assert "pass^3" in page and "better" in page and page.count("<h2>") == 3 and "<script" not in page
+    means = better.means
+    assert (means.acting_tokens, means.thinking_tokens, means.call_tokens, means.text_tokens) == (3.0, None, None, None)
+    assert f"not counted in {TRIALS} of {TASKS * TRIALS} attempts" in page, (
+        "the mean of the others is not given for all"
+    )
     other = Report(**{name: getattr(better, name) for name in Report.__struct_fields__} | {"suite": "other/suite"})
     with pytest.raises(NotComparable, match="the suites differ"):
         compare(worse, other)

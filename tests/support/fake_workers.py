@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.algorithms.staleness import Bounds
 from headrace.bus.connection import Bus
@@ -12,7 +13,7 @@ from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.messages.judging import RubricScore
 from headrace.messages.ledger import GroupClosed, StalenessBound
-from headrace.messages.rollout import RolloutRequest
+from headrace.messages.rollout import RolloutRequest, TokenKinds
 from headrace.messages.subjects import CLOSE, EVENT, FAIL, SCORE, STEP, TASK, TRAJ
 from headrace.messages.weights import WeightsSwapped
 from tests.support import records
@@ -82,10 +83,19 @@ class FakeWorkers:
             if (request.group, request.slot, request.attempt) == (group, slot, attempt):
                 return request
 
-    async def solve(self, request: RolloutRequest, passed: bool | None = None, version: int | None = None) -> None:
-        """Write the Trajectory and the Score of an attempt, under a version: the one that is served now."""
+    async def solve(
+        self,
+        request: RolloutRequest,
+        passed: bool | None = None,
+        version: int | None = None,
+        kinds: TokenKinds | UnsetType = UNSET,
+    ) -> None:
+        """Write the Trajectory and the Score of an attempt, under a version: the one that is served now. kinds: of its
+        turn's sampled tokens."""
         version = max(self.version, request.min_version) if version is None else version
         made = records.trajectory(request, [version] * 3)
+        turns = tuple(msgspec.structs.replace(turn, kinds=kinds) for turn in made.turns)
+        made = msgspec.structs.replace(made, turns=turns)
         where = TRAJ.at(run=self.run, group=request.group)
         seq = await self.bus.publish(where, made, msg_id=f"{self.run}.{made.id}")
         self._passed += 1

@@ -101,7 +101,7 @@ async def recomputed(run: str, root: Path, id: str, again: Again) -> int:
     if not path.is_file():
         ids = sorted(each.stem for each in (folder.path / FOLDER).glob("*.json"))
         raise RunError(f"run {folder.id} has no benchmark {id!r}; it has {', '.join(ids) or 'none'}")
-    before = path.read_bytes()
+    before = _with_defaults(path.read_bytes())
     await recompute(folder, id, again)
     equal = path.read_bytes() == before
     say("the report is equal" if equal else "the report DIFFERS from the stored one")
@@ -119,7 +119,7 @@ async def recompute(folder: RunDir, id: str, again: Again) -> Report:
         raise RunError(f"benchmark {id} differs from its streams: {'; '.join(wrong[:3])}", 1)
     path = folder.path / FOLDER / f"{id}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(made)))
+    path.write_bytes(_encoded(made))
     say_report(msgspec.structs.replace(made, rows=(), shares={}))
     write_card(folder, [made], None)
     return made
@@ -139,6 +139,18 @@ def stored(path: str) -> Report:
         return msgspec.json.decode(Path(path).read_bytes(), type=Report)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RunError(f"{path} is not the report of a benchmark: {error}") from None
+
+
+def _encoded(made: Report) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(made))
+
+
+def _with_defaults(data: bytes) -> bytes:
+    """A stored report with the defaults of figures that an earlier headrace did not write; other bytes unchanged."""
+    try:
+        return _encoded(msgspec.json.decode(data, type=Report))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return data
 
 
 def _compared(reports: Sequence[Report]) -> Comparison | None:
