@@ -84,6 +84,12 @@ class NatsClient(Client):
         """Write all buffered commands to the socket and wait until that is done."""
         await self._flush_pending(force_flush=True)
 
+    def expect_no_pongs(self) -> None:
+        """Cancel the flushes that wait for a pong: on a broken connection none arrives, and nats-py forgets them at a
+        reconnect, so that each would wait for its time limit."""
+        for pong in self._pongs:
+            pong.cancel()
+
     def abort(self) -> None:
         """Close the socket at once; what was not sent is lost."""
         if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:

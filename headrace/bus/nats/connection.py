@@ -248,13 +248,17 @@ class NatsConnection:
     async def subscribe(
         self, subject: str, callback: Callable[[Msg], Awaitable[None]], *, queue: str = "", unbounded: bool = False
     ) -> Subscription:
-        """A core subscription, confirmed by the broker. Denied when the role may not read there."""
-        await self.wait_connected(5.0)
+        """A core subscription, confirmed by the broker. Denied when the role may not read there.
+
+        nats-py subscribes again at a reconnect. So when the broker restarts in between, only the confirmation is
+        asked for again, for `AWAY_S`; then Disconnected.
+        """
+        await self.wait_connected(AWAY_S)
         limits: dict[str, Any] = {"pending_bytes_limit": 0} if unbounded else {}
         subscription = await _faithfully(self.client.subscribe(subject, queue=queue, cb=callback, **limits))
         try:
-            await self.flush()
-        except Disconnected:
+            await self.patiently(self.flush)
+        except BaseException:
             self.client.forget(subscription)
             raise
         if self._denied.pop(f"subscription {subject.lower()}", None):
@@ -292,13 +296,17 @@ class NatsConnection:
     async def flush(self, timeout: float = 5.0) -> None:
         """Return when everything sent so far has reached the broker and its refusals have arrived here.
 
-        nats-py writes its PING straight to the socket, before commands that still wait for its flusher, so those are
-        flushed first.
+        Disconnected after `timeout` seconds, and at once when the connection is broken or breaks. nats-py writes its
+        PING straight to the socket, before commands that still wait for its flusher, so those are flushed first.
         """
+        incarnation = self.incarnation
         try:
             async with asyncio.timeout(timeout):
                 await _faithfully(self.client.write_pending())
                 await _faithfully(self.client.flush(timeout=10))
+            # While it reconnects nats-py returns without a confirmation.
+            if not (self.connected and self.client.is_connected) or self.incarnation != incarnation:
+                raise Disconnected(f"the connection to {self.url} broke")
         except (TimeoutError, nats.errors.Error) as error:
             reason = str(error) or f"no answer within {timeout:g} s"
             raise Disconnected(f"the broker at {self.url} does not confirm: {reason}") from None
@@ -362,6 +370,7 @@ class NatsConnection:
 
     async def _on_disconnected(self) -> None:
         self._connected.clear()
+        self.client.expect_no_pongs()
         self._end_all(Disconnected(f"the connection to {self.url} broke"))
 
     async def _on_reconnected(self) -> None:

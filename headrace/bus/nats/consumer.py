@@ -137,29 +137,22 @@ class Consumer:
             config["filter_subjects"] = list(self.filters)
         name = f"CONSUMER.CREATE.{self.stream}.{self.durable}{tail}"
         request = {"stream_name": self.stream, "config": config}
-        pause = 0.05
-        while True:
-            try:
-                await self.bus.connection.api(name, request)
-                return
-            except ApiError as error:
-                if error.code != 503:
-                    if await self._keep_position(config, name):
-                        return
-                    raise BusError(f"consumer {self.durable} on {self.stream} is refused: {error}") from error
-            except TRANSIENT:
-                if self.bus.connection.closed.is_set() or pause > 5:
-                    raise
-            await asyncio.sleep(pause)
-            pause *= 2
+        try:
+            await self._api(name, request)
+        except ApiError as error:
+            if not await self._keep_position(config, name):
+                raise BusError(f"consumer {self.durable} on {self.stream} is refused: {error}") from error
+
+    async def _api(self, name: str, request: object = None) -> bytes:
+        return await self.bus.connection.patiently(lambda: self.bus.connection.api(name, request))
 
     async def _keep_position(self, config: dict[str, Any], name: str) -> bool:
         """A durable that exists keeps the start with which it was made: only the rest of its settings is updated."""
         try:
-            info = msgspec.json.decode(await self.bus.connection.api(f"CONSUMER.INFO.{self.stream}.{self.durable}"))
+            info = msgspec.json.decode(await self._api(f"CONSUMER.INFO.{self.stream}.{self.durable}"))
             same = {key: info["config"][key] for key in ("deliver_policy", "opt_start_seq") if key in info["config"]}
             config.pop("opt_start_seq", None)
-            await self.bus.connection.api(name, {"stream_name": self.stream, "config": config | same})
+            await self._api(name, {"stream_name": self.stream, "config": config | same})
         except ApiError:
             return False
         return True

@@ -2,15 +2,17 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from secrets import token_hex
+from typing import Any, TypeVar
 
 import pytest
 
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.errors import Disconnected, NoResponders
+from headrace.bus.errors import Denied, Disconnected, NoResponders
 from headrace.bus.nats.connection import NatsConnection
 from headrace.bus.nats.received import Received
 from headrace.bus.nats.streams import declare
@@ -22,6 +24,7 @@ from headrace.messages.operations import Ack, Event, Heartbeat, Ping
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
+T = TypeVar("T")
 
 
 class Broker:
@@ -34,6 +37,23 @@ class Broker:
         port = self.server.port
         await self.server.kill()
         self.server = await Server(self.server.folder, port=port).start()
+
+    async def die_before_it_confirms(self, connection: NatsConnection, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that waits for a confirmation (a PONG), during which the broker dies and comes back."""
+        asked = asyncio.Event()
+        send_ping = connection.client._send_ping
+
+        async def sending(pong: asyncio.Future[bool] | None = None) -> None:
+            await send_ping(pong)
+            asked.set()
+
+        os.kill(self.server.pid, signal.SIGSTOP)
+        connection.client._send_ping = sending  # type: ignore[method-assign]
+        task = asyncio.create_task(work)
+        await asked.wait()
+        await self.restart()
+        async with asyncio.timeout(PATIENCE_S):
+            return await task
 
     async def connect(self, role: str = "admin") -> Bus:
         return await Bus.connect(self.server.url, role=role, credentials=self.server.credentials)
@@ -238,6 +258,48 @@ async def test_actors_live_through_it(broker: Broker) -> None:
     assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert Judge.starts == 1
     await operator.close()
+
+
+async def test_an_actor_whose_confirmation_is_lost_during_its_start_goes_on(broker: Broker) -> None:
+    subject = "hr.rpc.judge.test"
+
+    class Judge(Actor):
+        role = "judge"
+        starts = 0
+
+        async def start(self) -> None:
+            type(self).starts += 1
+            await broker.die_before_it_confirms(self.bus.connection, self.serve(subject, _answer))
+
+    run = f"r{token_hex(4)}"
+    life = Supervisor(Config(), run, url=broker.server.url, credentials=broker.server.credentials)
+    task = asyncio.create_task(life.run([(Judge, "j1")]))
+    operator = await broker.connect("admin")
+    kinds: list[str] = []
+    async with asyncio.timeout(PATIENCE_S):
+        async for received in operator.follow("HR_EVENT", s.EVENT.where(run=run, type="event")):
+            kinds.append(received.message.kind)
+            if kinds[-1] == "started":
+                break
+    assert (Judge.starts, kinds) == (1, ["started"]), "it was not started again, and reported no failure"
+    assert await operator.request(subject, Ping(note="x")) == Ack(detail="x")
+    life.stop()
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
+    await operator.close()
+
+
+async def test_a_lost_confirmation_ends_its_wait_at_the_break_and_a_refusal_is_not_missed(broker: Broker) -> None:
+    bus = await broker.connect("judge")
+    with pytest.raises(Disconnected, match="broke"):  # its own limit gives another sentence
+        await broker.die_before_it_confirms(bus.connection, bus.connection.flush(3600.0))
+    await bus.connection.wait_connected(PATIENCE_S)
+    with pytest.raises(Denied, match=r"may not subscribe to hr\.task"):
+        await broker.die_before_it_confirms(bus.connection, bus.listen("hr.task.>", _ignore))
+    await bus.close()
+
+
+async def _ignore(_: object) -> None:
+    """Takes a message and does nothing with it."""
 
 
 async def test_a_reconnection_that_is_cancelled_while_its_attempt_fails_ends(
