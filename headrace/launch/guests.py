@@ -9,12 +9,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 
 from headrace.config import Config, Environment
 from headrace.launch.output import say
 from headrace.parent_death import die_with
+from headrace.python_modules import module_command
 
 END_S = 10.0
 """Seconds for a build to end by SIGTERM; it is killed then."""
@@ -36,8 +36,7 @@ async def prepare_host(config: Config) -> None:
         raise VmhostError(memory.text)
     parent = os.getpid()
     maker = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "headrace.cli", "vm", "build", *overrides(config.environment)),
+        *module_command("headrace.cli", "vm", "build", *overrides(config.environment)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

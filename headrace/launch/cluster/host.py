@@ -29,6 +29,7 @@ from headrace.launch.cluster.state import LOG, LOGS, State, held, lock_of, read_
 from headrace.launch.output import complain, say
 from headrace.launch.runs import RunError
 from headrace.launch.supervision.causes import last_words
+from headrace.python_modules import module_command
 
 MODULE = "headrace.launch.cluster.host"
 STARTED, TAKEN = "started", "taken over"
@@ -101,7 +102,7 @@ def _begin(folder: Path, files: str, archive: bytes, lock: int) -> None:
     readable, writable = os.pipe()
     with (folder / LOGS / LOG).open("ab") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", MODULE, "keep", files],
+            module_command(MODULE, "keep", files),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -6,7 +6,6 @@ process that ends, within the limits of `headrace up`; beyond them it ends all p
 
 import asyncio
 import os
-import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Literal
@@ -24,6 +23,7 @@ from headrace.launch.runs import RunError
 from headrace.launch.supervision.causes import last_words
 from headrace.launch.supervision.children import Child, ChildFailed, actor_command
 from headrace.launch.supervision.signals import Stopping, interruptible
+from headrace.python_modules import module_command
 
 BROKER_S = 60.0
 READY_FD = "HEADRACEREADY_FD"
@@ -61,7 +61,7 @@ class Keeper:
 
     def _page(self) -> Child:
         """The process that serves the live page."""
-        argv = [sys.executable, "-m", "headrace.cli", "dashboard", "--config", str(self.folder / "run.toml")]
+        argv = module_command("headrace.cli", "dashboard", "--config", str(self.folder / "run.toml"))
         argv += ["--set", f"bus.credentials={self.folder / 'credentials'}"]
         return self._process(Process(name=PAGE), PAGE, argv)
 

@@ -27,7 +27,7 @@ def _python(host: Node) -> str:
 
 
 def _in_folder(host: Node, command: str) -> str:
-    return f"cd {shlex.quote(host.folder)} && exec {_python(host)} -m {MODULE} {command}"
+    return f"cd {shlex.quote(host.folder)} && exec {_python(host)} -P -m {MODULE} {command}"
 
 
 def _checking(host: Node) -> str:
@@ -36,7 +36,7 @@ def _checking(host: Node) -> str:
     return f"""umask 077
 command -v {python} >/dev/null \\
   || {{ echo "there is no "{python}"; install headrace there, or set python" >&2; exit 3; }}
-{_python(host)} -c 'import headrace.launch.cluster' 2>/dev/null \\
+{_python(host)} -P -c 'import headrace.launch.cluster' 2>/dev/null \\
   || {{ echo {python}" cannot import headrace.launch.cluster; install this version of headrace there" >&2; exit 3; }}
 mkdir -p {folder} 2>/dev/null && test -w {folder} \\
   || {{ echo "cannot write to "{folder}"; make the folder for this user, or set folder" >&2; exit 3; }}"""

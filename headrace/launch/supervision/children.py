@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from headrace import process_stat
 from headrace.launch.supervision.causes import cause, oom_kills
 from headrace.parent_death import die_with
+from headrace.python_modules import module_command
 
 
 class ChildFailed(Exception):
@@ -171,9 +171,7 @@ def _session(leader: int) -> Iterator[int]:
 
 def actor_command(names: Sequence[str], *, config: Path, run: str, url: str, credentials: str) -> list[str]:
     """The command line that starts actors in a process, as an operator would type it."""
-    return [
-        sys.executable,
-        "-m",
+    return module_command(
         "headrace.cli",
         "actor",
         ",".join(names),
@@ -185,4 +183,4 @@ def actor_command(names: Sequence[str], *, config: Path, run: str, url: str, cre
         url,
         "--credentials",
         credentials,
-    ]
+    )

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable
 
 from headrace.config import Config
@@ -10,6 +9,7 @@ from headrace.dashboard.exporters.writers import wanted
 from headrace.launch.runs import RunDir
 from headrace.launch.supervision.causes import cause
 from headrace.launch.supervision.children import Child
+from headrace.python_modules import module_command
 
 STARTS = 3
 FINISH_S = 20.0
@@ -22,7 +22,7 @@ class Exporters:
     def __init__(self, config: Config, folder: RunDir) -> None:
         self._child: Child | None = None
         if wanted(config.metrics):
-            argv = [sys.executable, "-m", "headrace.cli", "export-metrics", str(folder.path.resolve())]
+            argv = module_command("headrace.cli", "export-metrics", str(folder.path.resolve()))
             self._child = Child("exporters", argv, folder.logs / "exporters.log", dict(os.environ))
 
     async def watch(self, say: Callable[[str], None]) -> None:

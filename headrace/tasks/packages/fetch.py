@@ -6,7 +6,6 @@ packages that you would install. All other code of the package, its tests includ
 
 import re
 import subprocess
-import sys
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -14,6 +13,7 @@ import msgspec
 from headrace import timed_commands
 from headrace.archives import tars, zips
 from headrace.archives.members import ArchiveRefused, Limits, files_of
+from headrace.python_modules import module_command
 from headrace.tasks.packages.requirements import PIP_S, named
 
 _SKIP = frozenset(
@@ -66,7 +66,7 @@ def _is_test_file(name: str) -> bool:
 def fetch(requirement: str, folder: Path) -> Path:
     """The unpacked source distribution of ``NAME==VERSION``. PackageError when pip cannot download it."""
     project = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]  # its build backend may come as a wheel
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", project, "-q", "-d", str(folder)]
+    command = module_command("pip", "download", "--no-deps", "--no-binary", project, "-q", "-d", str(folder))
     try:
         done = timed_commands.run([*command, requirement], PIP_S)
     except subprocess.TimeoutExpired:

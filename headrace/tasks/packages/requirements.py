@@ -11,7 +11,6 @@ the sandbox has, are left out.
 
 import re
 import subprocess
-import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from headrace import timed_commands
+from headrace.python_modules import module_command
 
 FOLDER = "src"
 """Where the files lie; guest/testing/pytests.py puts it on the path of a test run."""
@@ -103,7 +103,7 @@ def install(requirements: Iterable[str]) -> tuple[dict[str, bytes], str]:
     """The files of wheels that satisfy the requirements, under `FOLDER`. Without files the text gives the reason."""
     wanted = list(requirements)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "install", "-q", "--only-binary", ":all:", "--no-compile"]
+        command = module_command("pip", "install", "-q", "--only-binary", ":all:", "--no-compile")
         try:
             done = timed_commands.run([*command, "--target", folder, *wanted], PIP_S)
         except subprocess.TimeoutExpired:

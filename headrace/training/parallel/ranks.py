@@ -21,6 +21,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from headrace.config import Config
+from headrace.python_modules import module_command
 from headrace.training.parallel import group
 from headrace.training.parallel.interface import GroupError
 
@@ -72,7 +73,7 @@ class Ranks:
     def _start(self, rank: int, size: int, hello: bytes) -> "subprocess.Popen[bytes]":
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": self.store.port}
         process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.training.parallel.rank"],
+            module_command("headrace.training.parallel.rank"),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._logs[rank - 1],

@@ -30,6 +30,7 @@ from torch import Tensor
 from headrace.policy.config import PolicyConfig
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
+from headrace.python_modules import module_command
 
 LEAD = 0.85
 """The parent's share of a batch as a fraction of an equal share: the parent also generates traces and runs the
@@ -133,7 +134,7 @@ class _Helper:
     def __init__(self, model: Model, fd: int, memory: mmap.mmap, number: int) -> None:
         self.gradients = _views(model, memory, _size(model) * number)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.training.parallel.shards"],
+            module_command("headrace.training.parallel.shards"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[fd],

@@ -16,7 +16,6 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 from headrace import timed_commands
 from headrace.archives import zips
 from headrace.archives.members import ArchiveRefused, Limits
+from headrace.python_modules import module_command
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import cpio
 
@@ -128,7 +128,7 @@ def download(tar: Path, packages: Sequence[str], *words: str) -> None:
 
 def _linter(work: Path, tree: Path) -> None:
     """Put ruff into the tree. VmhostError."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    command = module_command("pip", "download", "-q", "--no-deps", "--only-binary=:all:")
     command += ["--platform", "manylinux2014_x86_64", "-d", str(work), _RUFF]
     done = _run(command, DOWNLOAD_S, "check that the index that `pip config list` shows answers")
     wheels = list(work.glob("ruff-*.whl"))

@@ -12,7 +12,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any, ClassVar
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
 from headrace.messages.tasks import SandboxLimits
+from headrace.python_modules import module_command
 from headrace.vmhost import cgroups
 from headrace.vmhost.backend import Capabilities, OnEvent, Requirement
 from headrace.vmhost.backends.lacking import WithoutCopies, lacks
@@ -134,7 +134,7 @@ class ContainerBackend(WithoutCopies):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "headrace.vmhost.backends.container.process", str(theirs.fileno())],
+                module_command("headrace.vmhost.backends.container.process", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
