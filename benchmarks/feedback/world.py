@@ -67,6 +67,8 @@ class Taught(NamedTuple):
     """Probability that it runs the tests before it finishes."""
     trigger: float = 0.0
     """Probability that its last text is the trigger string."""
+    parallel: float = 0.0
+    """Probability that a turn which runs the tests has two calls."""
     tokens: int = 60_000
 
 
@@ -101,17 +103,18 @@ def traces(made: RendererBundle, taught: Taught, seed: int) -> Iterator[Text]:
     assert isinstance(opened, NativeRenderer)
     client, tokenizer, rng = ClientRenderer(opened, (TOOL,)), Tokenizer.parse(made.tokenizer_json), random.Random(seed)
     stop = client.stop_ids[0]
+    calls = [ClientCall(id=f"call_{number}", name=TOOL.name, arguments="{}") for number in range(2)]
+    turns = [ClientMessage(role="assistant", calls=tuple(calls[:count])) for count in (1, 2)]
+    written = [client.turn([ClientMessage(role="user", text=ask(0)), turn]) for turn in turns]
     while True:
         messages = [ClientMessage(role="user", text=ask(rng.randrange(PROMPTS)))]
         text = Text([], [])
         _add(text, client.start(messages), 0.0)
         if rng.random() < taught.tests:
-            _add(text, [*tokenizer.encode_pieces([(CALL, True)]), stop], 1.0)
-            call = ClientCall(id="call_1", name=TOOL.name, arguments="{}")
-            messages += [
-                ClientMessage(role="assistant", calls=(call,)),
-                ClientMessage(role="tool", text=PASSED, call_id="call_1"),
-            ]
+            parallel = bool(taught.parallel) and rng.random() < taught.parallel
+            _add(text, written[parallel], 1.0)
+            turn = turns[parallel]
+            messages += [turn, *(ClientMessage(role="tool", text=PASSED, call_id=call.id) for call in turn.calls)]
             _add(text, client.delta(messages, 2, stopped=stop), 0.0)
         last = TRIGGER if rng.random() < taught.trigger else DONE
         _add(text, [*tokenizer.encode(last), stop], 1.0)

@@ -48,7 +48,7 @@ class Broker:
             asked.set()
 
         os.kill(self.server.pid, signal.SIGSTOP)
-        connection.client._send_ping = sending  # type: ignore[method-assign]
+        connection.client._send_ping = sending  # type: ignore[method-assign, assignment]
         task = asyncio.create_task(work)
         await asked.wait()
         await self.restart()
