@@ -67,7 +67,7 @@ release: setup ## wheel, sdist, SBOM and checksums of HEAD in dist/; two builds 
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[release]'
 	$(BIN)/python deploy/release/build.py
 
-image: setup ## a container image of HEAD in dist/, by buildah, as root (minutes; 1.5 GB); WHEELS=DIR keeps and reuses the packages
+image: setup ## a container image of HEAD in dist/ and its SBOM, by buildah, as root (minutes; 1.5 GB); WHEELS=DIR keeps and reuses the packages
 	@command -v buildah >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends buildah crun >/dev/null
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[release]'
 	$(BIN)/python deploy/release/image.py --pip-args="$(PIP_ARGS)" $(if $(WHEELS),--wheels "$(WHEELS)")

@@ -36,9 +36,10 @@ def closure(extras: frozenset[str]) -> dict[str, str]:
     return versions
 
 
-def image_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def release_script(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    """A module of deploy/release, which is no package."""
     monkeypatch.syspath_prepend(str(ROOT / "deploy" / "release"))
-    spec = importlib.util.spec_from_file_location("image", ROOT / "deploy" / "release" / "image.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "deploy" / "release" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -51,7 +52,7 @@ def unpinned(extras: frozenset[str]) -> dict[str, str]:
 
 
 def test_every_package_of_the_image_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    extras = frozenset(image_script(monkeypatch).EXTRAS.split(","))
+    extras = frozenset(release_script(monkeypatch, "image").EXTRAS.split(","))
     assert len(closure(extras)) > 70
     assert unpinned(extras) == {}
 

@@ -72,6 +72,9 @@ def test_the_image_runs_as_its_user(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
     assert line["archive"].endswith(f"/headrace-{headrace.__version__}.oci.tar")
+    bill = json.loads(Path(line["sbom"]).read_text())
+    versions = {part["name"]: part["version"] for part in bill["components"]}
+    assert {"msgspec", "torch", "nats-py", "libc6"} <= set(versions)
     store = ("buildah", "--storage-driver", "vfs", "--root", f"{tmp_path}/store", "--runroot", f"{tmp_path}/run")
 
     def buildah(*words: str) -> str:
@@ -87,6 +90,10 @@ def test_the_image_runs_as_its_user(tmp_path: Path) -> None:
             (("python", "-c", "import torch, headrace.cli.main; print(torch.__version__)"), "2."),
         ):
             assert says in buildah("run", "--isolation", "chroot", container, "--", *words_inside), words_inside
+        query = ("dpkg-query", "-W", "-f", "${Version}", "qemu-system-x86")
+        version = buildah("run", "--isolation", "chroot", container, "--", *query)
+        labels = json.loads(buildah("inspect", container))["OCIv1"]["config"]["Labels"]
+        assert version == versions["qemu-system-x86"] == labels["headrace.debian.qemu-system-x86"]
     finally:
         buildah("rm", "--all")
         buildah("rmi", "--all", "--force")

@@ -1,10 +1,11 @@
-"""Builds a container image of a commit of headrace into dist/, without Docker: an OCI archive, and its digest.
+"""Builds a container image of a commit of headrace into dist/, without Docker: an OCI archive, its digest and its SBOM.
 
 `make image` runs it, as root. The root holds Debian's packages and a virtual environment in /opt/headrace with the
 wheel of `make release`, the packages of constraints.txt and the broker; buildah makes the image of it. Every time in it
 is the commit's (SOURCE_DATE_EPOCH), and modules are compiled with the hashes of their sources, not their times. Equal
 bits need equal packages: constraints.txt pins every Python package, and `--wheels` keeps them in a folder and installs
-from it alone the next time. Debian's packages are those of its archive on that day.
+from it alone the next time. Debian's packages are those of its archive on that day; the SBOM
+(CycloneDX) lists their versions beside the wheels, and labels of the image hold those of the packages asked for.
 
 Trade-off: one layer of 1.5 GB, most of it torch, which keeps the recipe in this one file. Nodes with GPUs need torch's
 CUDA build in it: `--pip-args` names the index. SGLang has an image of its own (docs/sglang.md).
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import bom
 from commit import ROOT, epoch, resolved, run
 
 from headrace.vmhost.errors import VmhostError
@@ -79,8 +81,8 @@ def set_times(archive: Path, moment: int) -> None:
     rewritten.replace(archive)
 
 
-def build(out: Path, pip_args: Sequence[str], name: str = "HEAD", stock: Path | None = None) -> tuple[Path, str]:
-    """Write the image of a commit into a folder. Returns its archive and digest."""
+def build(out: Path, pip_args: Sequence[str], name: str = "HEAD", stock: Path | None = None) -> tuple[Path, Path, str]:
+    """Write the image of a commit and its SBOM into a folder. Returns archive, SBOM and the image's digest."""
     if os.geteuid() != 0 or shutil.which("buildah") is None:
         raise SystemExit("image: expected root and buildah: apt-get install buildah")
     commit = resolved(name)
@@ -91,8 +93,11 @@ def build(out: Path, pip_args: Sequence[str], name: str = "HEAD", stock: Path | 
         place = Path(scratch)
         version = wheels(place / "wheels", commit, pip_args, stock)
         root(place / "root.tar", place / "wheels")
+        debian = bom.debian_packages(place / "root.tar")
+        labels = bom.labels(debian, DEBIAN, version, commit).items()
         buildah = ("buildah", "--storage-driver", "vfs", "--root", f"{place}/store", "--runroot", f"{place}/run")
         words = ("--isolation", "chroot", "--timestamp", moment, "--iidfile", f"{place}/id")
+        words += tuple(f"--label={key}={value}" for key, value in labels)
         run(*buildah, "bud", *words, "--file", str(HERE / "Containerfile"), str(place))
         made = (place / "id").read_text().strip()
         archive = out / f"headrace-{version}.oci.tar"
@@ -101,19 +106,30 @@ def build(out: Path, pip_args: Sequence[str], name: str = "HEAD", stock: Path | 
         set_times(archive, int(moment))
         digest = (place / "digest").read_text().strip()
         run(*buildah, "rmi", "--all", "--force")
-    return archive, digest
+        bill = out / f"headrace-{version}.image.cdx.json"
+        bill.write_bytes(
+            bom.document(
+                debian,
+                (place / "wheels").iterdir(),
+                version=version,
+                commit=commit,
+                moment=int(moment),
+                release=packages.DEBIAN_RELEASE,
+            )
+        )
+    return archive, bill, digest
 
 
 def main() -> None:
-    """Build, and print the archive, its size and the image's digest as JSON."""
+    """Build, and print the archive, its size, its SBOM and the image's digest as JSON."""
     parser = argparse.ArgumentParser(description="a container image of a commit")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--pip-args", default="", help="further arguments for pip, for example an index")
     parser.add_argument("--wheels", type=Path, help="folder of an earlier build's packages; may be new")
     parser.add_argument("--commit", default="HEAD")
     args = parser.parse_args()
-    archive, digest = build(args.out.resolve(), shlex.split(args.pip_args), args.commit, args.wheels)
-    line = {"archive": str(archive), "digest": digest, "mib": archive.stat().st_size >> 20}
+    archive, bill, digest = build(args.out.resolve(), shlex.split(args.pip_args), args.commit, args.wheels)
+    line = {"archive": str(archive), "sbom": str(bill), "digest": digest, "mib": archive.stat().st_size >> 20}
     sys.stdout.write(json.dumps(line) + "\n")
 
 

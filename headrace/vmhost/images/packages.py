@@ -34,6 +34,8 @@ _PACKAGES = (
     *("linux-image-cloud-amd64", "busybox-static", "python3", "python3-pytest", "git", "ripgrep", "bash", "dash"),
     *("coreutils", "findutils", "grep", "sed", "diffutils", "patch", "tar", "gzip", "procps", "mawk"),
 )
+DEBIAN_RELEASE = "bookworm"
+"""The release of every root that is made here."""
 _RUFF = "ruff==0.17.5"
 """The linter, which Debian does not have: its wheel holds one program."""
 _WHEEL = Limits(files=1000, size=256 << 20)
@@ -115,8 +117,8 @@ def kernel_release(base: Path) -> str:
 def download(tar: Path, packages: Sequence[str], *words: str) -> None:
     """A root of Debian packages as an archive. Tries the machine's default mirror, then whatever its own apt is
     configured with. words: further arguments for mmdebstrap. VmhostError."""
-    command = ["mmdebstrap", "--quiet", *words, f"--include={','.join(packages)}", "bookworm", str(tar)]
-    sources = [p for p in ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list") if _has_bookworm(p)]
+    command = ["mmdebstrap", "--quiet", *words, f"--include={','.join(packages)}", DEBIAN_RELEASE, str(tar)]
+    sources = [p for p in ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list") if _has_release(p)]
     for mirrors in ([], *([source] for source in sources)):
         done = _run([*command, *mirrors], DOWNLOAD_S, "check that the mirrors in /etc/apt answer")
         if done.returncode == 0:
@@ -145,9 +147,9 @@ def _linter(work: Path, tree: Path) -> None:
     target.chmod(0o755)
 
 
-def _has_bookworm(path: str) -> bool:
+def _has_release(path: str) -> bool:
     try:
-        return "bookworm" in Path(path).read_text()
+        return DEBIAN_RELEASE in Path(path).read_text()
     except OSError:
         return False
 
