@@ -62,11 +62,11 @@ async def processes(server: Server, config: Config, run: str) -> AsyncIterator[d
                 )
             )
         names = ACTORS
-        yield dict(zip(names, (one.pid for one in started), strict=True)) | {"broker": server.pid}
+        yield dict(zip(names, (process.pid for process in started), strict=True)) | {"broker": server.pid}
     finally:
-        for one in started:
-            one.terminate()
-        await asyncio.gather(*(one.wait() for one in started))
+        for process in started:
+            process.terminate()
+        await asyncio.gather(*(process.wait() for process in started))
 
 
 async def group_of_scores(bus: Bus, run: str, policy: str, group: str, task: str) -> list[Score]:

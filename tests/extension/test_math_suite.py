@@ -54,7 +54,7 @@ async def test_sums_are_graded_without_a_sandbox() -> None:
     suite = open_suite("sums/hard")
     right = await played(None, suite, "3", "oracle")
     wrong = await played(None, suite, "3", "idle")
-    assert [(one.decision, one.value) for one in (right, wrong)] == [("passed", 1.0), ("failed", 0.0)]
+    assert [(verdict.decision, verdict.value) for verdict in (right, wrong)] == [("passed", 1.0), ("failed", 0.0)]
     made = trajectory("r", "g", {}, task=suite.task("3").ref)
     candidate = Candidate(trajectory=made, task=suite.task("3"), oracle=suite.oracle("3"))
     rewarder = Rewarder("priced_tests", {"free": 2, "price": 0.1}, 5.0)

@@ -99,7 +99,7 @@ async def test_a_result_longer_than_the_reserve_is_cut_so_that_the_summary_fits_
         got = await run_episode(
             engine=engine, sandbox=sandbox, renderer=renderer, request=request, task=task, resume=resume
         )
-        return got, [len(one.ids) + one.sampling.max_turn_tokens for one in engine.asked]
+        return got, [len(asked.ids) + asked.sampling.max_turn_tokens for asked in engine.asked]
 
     got, windows = await run(*turns)
     assert [turn.kind for turn in got.turns] == ["act", "summary", "act", "act"] and got.outcome == "finished"

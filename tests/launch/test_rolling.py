@@ -41,7 +41,7 @@ async def test_every_part_is_drained_and_replaced_while_the_run_goes_on(tmp_path
         for part in PARTS:
             for _ in range(4):  # something has been done since the last one
                 await anext(scores)
-            [process] = [one for one in started.family() if part in one.actors.split(",")]
+            [process] = [child for child in started.family() if part in child.actors.split(",")]
             os.kill(process.pid, signal.SIGTERM)
             await again(bus, run, part, process.pid)
         await bus.close()
@@ -70,8 +70,8 @@ async def test_two_runs_on_one_broker_do_not_touch_each_other(tmp_path: Path) ->
                 up(places[0], **shared, **{"curriculum.steps": 500, "run.id": "r-one"}) as doomed,
                 up(places[1], **shared, **{"curriculum.steps": 6, "run.id": "r-two", "run.seed": 2}) as steady,
             ):
-                for one in (doomed, steady):
-                    await one.line("run r-")
+                for child in (doomed, steady):
+                    await child.line("run r-")
                 await both_work(admin, "r-one", "r-two")
                 status = command(places[1], "status").stdout
                 assert status.startswith("run r-two: active") and status.count("  trainer  ") == 1

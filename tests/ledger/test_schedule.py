@@ -367,7 +367,7 @@ def test_a_canary_is_dropped_when_it_is_done_and_takes_nobodys_place() -> None:
     scores = [r.score("g000000", slot, 0, version=0) for slot in range(RULES.group_size)]
     world.write("score", msgspec.structs.replace(scores[0], verdict="cheating", passed=False))
     world.write("score", scores[1])
-    (drop,) = [one for one in decide(world.state, RULES) if isinstance(one, GroupDropped)]
+    (drop,) = [decision for decision in decide(world.state, RULES) if isinstance(decision, GroupDropped)]
     assert (drop.group, drop.reason, drop.detail) == ("g000000", "canary", "1 of 2 passed a task without a solution")
     world.carry_out()
     assert len(world.state.closings) == 2 and world.state.dropped == 1

@@ -48,7 +48,7 @@ def sha(data: bytes) -> str:
 
 
 def configuration(layers: Sequence[bytes], architecture: str = "amd64", **config: Any) -> bytes:
-    diffs = [sha(one) for one in layers]
+    diffs = [sha(content) for content in layers]
     rootfs = {"type": "layers", "diff_ids": diffs}
     return json.dumps({"os": "linux", "architecture": architecture, "config": config, "rootfs": rootfs}).encode()
 
@@ -73,11 +73,11 @@ class Layout:
     def image(
         self, layers: Sequence[Members], tag: str = "", how: str = "", arch: str = "amd64", **config: Any
     ) -> None:
-        plain = [layer(one) for one in layers]
+        plain = [layer(content) for content in layers]
         manifest = {
             "schemaVersion": 2,
             "config": self.blob(configuration(plain, arch, **config)),
-            "layers": [self.blob(packed(one, how)) for one in plain],
+            "layers": [self.blob(packed(content, how)) for content in plain],
         }
         notes = {"org.opencontainers.image.ref.name": tag} if tag else {}
         kind = "application/vnd.oci.image.manifest.v1+json"
@@ -105,11 +105,11 @@ class Layout:
 
 def docker_save(path: Path, layers: Sequence[Members], tags: Sequence[str] = ("app:1",), **config: Any) -> Path:
     """What `docker save` wrote before it wrote OCI layouts."""
-    plain = [layer(one) for one in layers]
+    plain = [layer(content) for content in layers]
     config_data = configuration(plain, **config)
     name = f"{sha(config_data)[7:]}.json"
-    files = {name: config_data} | {f"{sha(one)[7:]}/layer.tar": one for one in plain}
-    entry = {"Config": name, "RepoTags": list(tags), "Layers": [f"{sha(one)[7:]}/layer.tar" for one in plain]}
+    files = {name: config_data} | {f"{sha(content)[7:]}/layer.tar": content for content in plain}
+    entry = {"Config": name, "RepoTags": list(tags), "Layers": [f"{sha(content)[7:]}/layer.tar" for content in plain]}
     files["manifest.json"] = json.dumps([entry]).encode()
     path.write_bytes(layer([file(name, data) for name, data in files.items()]))
     return path

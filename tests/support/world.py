@@ -57,8 +57,8 @@ def episodes(models: Mapping[int, Model], wanted: Sequence[Sampled], spans: Sequ
     The episodes are one batch: batch-invariant kernels give each the bits that it has alone.
     """
     count = len(wanted)
-    generators = [torch.Generator().manual_seed(one.seed * 100 + one.slot) for one in wanted]
-    words = [random.Random(one.seed).choice(WORDS) for one in wanted]
+    generators = [torch.Generator().manual_seed(request.seed * 100 + request.slot) for request in wanted]
+    words = [random.Random(request.seed).choice(WORDS) for request in wanted]
     cache, tables, covered = KVCache(POLICY, count), [[number] for number in range(count)], 0
     pending: list[list[int]] = [[] for _ in wanted]
     turns: list[list[Turn]] = [[] for _ in wanted]
@@ -110,13 +110,13 @@ def episodes(models: Mapping[int, Model], wanted: Sequence[Sampled], spans: Sequ
         Trajectory(
             run="r",
             lane="train",
-            group=one.group,
-            slot=one.slot,
+            group=request.group,
+            slot=request.slot,
             attempt=0,
-            id=f"{one.group}-{one.slot}-0",
+            id=f"{request.group}-{request.slot}-0",
             task=TaskRef("even", str(word)),
             family="even",
-            seed=one.seed,
+            seed=request.seed,
             policy=PolicyRef(),
             sampling=Sampling(),
             outcome="finished",
@@ -124,7 +124,7 @@ def episodes(models: Mapping[int, Model], wanted: Sequence[Sampled], spans: Sequ
             diff={},
             fingerprint=NUMERICS.fingerprint,
         )
-        for one, word, made in zip(wanted, words, turns, strict=True)
+        for request, word, made in zip(wanted, words, turns, strict=True)
     ]
 
 

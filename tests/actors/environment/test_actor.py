@@ -126,8 +126,8 @@ async def test_a_repeated_call_is_answered_from_the_record(client: Bus) -> None:
 
 async def test_acquires_of_one_key_at_the_same_time_share_one_sandbox(client: Bus) -> None:
     held = await asyncio.gather(*(take(client, wanted("g5")) for _ in range(5)))
-    assert len({one.sandbox for one in held}) == 1
-    assert sorted(one.epoch for one in held) == [1, 2, 3, 4, 5]
+    assert len({sandbox.sandbox for sandbox in held}) == 1
+    assert sorted(sandbox.epoch for sandbox in held) == [1, 2, 3, 4, 5]
 
 
 async def test_who_asked_last_holds_it_however_long_it_took(client: Bus) -> None:
@@ -176,9 +176,9 @@ async def test_nodes_of_two_runs_on_one_host_are_not_mistaken(connect: Connect) 
             for run in ("ra", "rb")
             for number in range(2)
         ]
-        assert [one.node for one in held] == ["host-ra", "host-ra", "host-rb", "host-rb"]
-        for one in held:
-            assert (await one.call(ReadFile(path="a.txt"))).data == b"one"
+        assert [sandbox.node for sandbox in held] == ["host-ra", "host-ra", "host-rb", "host-rb"]
+        for sandbox in held:
+            assert (await sandbox.call(ReadFile(path="a.txt"))).data == b"one"
 
 
 async def test_every_operation_leaves_a_line_without_content(client: Bus) -> None:
@@ -237,15 +237,15 @@ async def test_forks_and_restored_sandboxes_are_held_like_any_other(connect: Con
         into = tuple(wanted("g15", slot, isolation="episode") for slot in (1, 2))
         who = {"sandbox": held.sandbox, "secret": held.secret, "epoch": held.epoch}
         forked = await bus.request(on(held, "fork"), Fork(**who, into=into), timeout=60)  # type: ignore[arg-type]
-        assert isinstance(forked, Forked) and len({one.secret for one in forked.held}) == 2
+        assert isinstance(forked, Forked) and len({sandbox.secret for sandbox in forked.held}) == 2
         checkpointed = await bus.request(on(held, "checkpoint"), Checkpoint(**who), timeout=60)  # type: ignore[arg-type]
         assert isinstance(checkpointed, Checkpointed)
         restore = Restore(request=wanted("g16", isolation="episode"), data=checkpointed.data)
         back = await bus.request(on(held, "restore"), restore, timeout=60)
         assert isinstance(back, Acquired)
-        for one in (*forked.held, back):
-            answer = await reply(bus, one, call(one, ReadFile(path="a.txt")))
+        for sandbox in (*forked.held, back):
+            answer = await reply(bus, sandbox, call(sandbox, ReadFile(path="a.txt")))
             assert answer.result is not None and answer.result.data == b"two"
-            assert (await reply(bus, one, call(held, ReadFile(path="a.txt")))).result is not None
-            forged = msgspec.structs.replace(call(held, ReadFile(path="a.txt")), sandbox=one.sandbox)
-            assert (await reply(bus, one, forged)).failure == "refused"
+            assert (await reply(bus, sandbox, call(held, ReadFile(path="a.txt")))).result is not None
+            forged = msgspec.structs.replace(call(held, ReadFile(path="a.txt")), sandbox=sandbox.sandbox)
+            assert (await reply(bus, sandbox, forged)).failure == "refused"

@@ -101,7 +101,9 @@ async def test_killing_the_leader_under_load_loses_nothing_that_was_acknowledged
             info = msgspec.json.decode(
                 await back.connection.patiently(lambda: back.connection.api("STREAM.INFO.HR_EVENT"), 60.0)
             )
-            if len(info["cluster"]["replicas"]) == 2 and all(one["current"] for one in info["cluster"]["replicas"]):
+            if len(info["cluster"]["replicas"]) == 2 and all(
+                replica["current"] for replica in info["cluster"]["replicas"]
+            ):
                 break
             await asyncio.sleep(0.1)
     await back.close()
@@ -114,7 +116,7 @@ async def test_every_stream_and_bucket_lies_on_three_disks(brokers: dict[str, Se
     for stream in STREAMS:
         info = msgspec.json.decode(await admin.connection.api(f"STREAM.INFO.{stream.name}"))
         assert info["config"]["num_replicas"] == 3
-        assert {info["cluster"]["leader"], *(one["name"] for one in info["cluster"]["replicas"])} == set(NAMES)
+        assert {info["cluster"]["leader"], *(replica["name"] for replica in info["cluster"]["replicas"])} == set(NAMES)
     await admin.close()
 
 

@@ -78,7 +78,7 @@ async def test_a_swap_in_place_goes_on_with_the_old_keys_and_says_which_token_is
     record = Record(temperature=1.0)
     await double.let_go(hold_at=5)
     work = asyncio.create_task(engine.sample(request(ids=(1, 2, 3, 4), tokens=12)))
-    await double.until(lambda: any(len(one.out) == 5 for one in double.running))
+    await double.until(lambda: any(len(active.out) == 5 for active in double.running))
     await begun(engine)
     swap = await engine.load(1, *versions.files[1])
     assert (swap.version, swap.state_hash, engine.version) == (1, versions.files[1][1], 1)
@@ -104,7 +104,7 @@ async def test_abort_and_resume_keeps_what_was_sampled(versions: Versions, tmp_p
     async with attached(versions, tmp_path, swap="abort") as (engine, double):
         await double.let_go(hold_at=5)
         work = asyncio.create_task(engine.sample(request(ids=(1, 2, 3, 4), tokens=12)))
-        await double.until(lambda: any(len(one.out) == 5 for one in double.running))
+        await double.until(lambda: any(len(active.out) == 5 for active in double.running))
         partial = list(double.running[0].out)
         await engine.load(1, *versions.files[1])
         await double.let_go()
@@ -121,7 +121,7 @@ async def test_what_nobody_began_to_compute_is_taken_back_before_a_pause(version
     async with attached(versions, tmp_path, running=1) as (engine, double):
         await double.let_go(hold_at=2)
         works = [asyncio.create_task(engine.sample(request(f"s{i}", ids=(i + 1, 2)))) for i in range(2)]
-        await double.until(lambda: len(double.queue) == 1 and any(len(one.out) == 2 for one in double.running))
+        await double.until(lambda: len(double.queue) == 1 and any(len(active.out) == 2 for active in double.running))
         await begun(engine)
         await engine.load(1, *versions.files[1])
         await double.let_go()
@@ -136,7 +136,7 @@ async def test_a_prompt_that_was_forwarded_on_the_other_side_of_a_swap_is_drawn_
     async with attached(versions, tmp_path, running=1) as (engine, double):
         await double.let_go(hold_at=2)
         works = [asyncio.create_task(engine.sample(request(f"s{i}", ids=(i + 1, 2)))) for i in range(2)]
-        await double.until(lambda: len(double.queue) == 1 and any(len(one.out) == 2 for one in double.running))
+        await double.until(lambda: len(double.queue) == 1 and any(len(active.out) == 2 for active in double.running))
         await begun(engine)
         queued = double.queue.pop()  # the abort does not find it: it left the queue a moment before
         await engine.load(1, *versions.files[1])
@@ -200,7 +200,7 @@ async def test_a_failed_update_reloads_the_old_version_and_never_resumes_half_of
     double.fail_updates = [how]
     await double.let_go(hold_at=3)
     work = asyncio.create_task(engine.sample(request(ids=(1, 2))))
-    await double.until(lambda: any(len(one.out) == 3 for one in double.running))
+    await double.until(lambda: any(len(active.out) == 3 for active in double.running))
     await begun(engine)
     with pytest.raises(EngineError, match="version 1 was refused, the one before serves on"):
         await engine.load(1, *versions.files[1])
@@ -245,7 +245,7 @@ async def test_a_turn_outlives_the_server_that_began_it(pair: Pair, versions: Ve
     await versions.load(engine, 2)
     await double.let_go(hold_at=3)
     works = [asyncio.create_task(engine.sample(request(f"s{i}", ids=(1, 2, i)))) for i in range(3)]
-    await double.until(lambda: sum(len(one.out) == 3 for one in double.running) == 3)
+    await double.until(lambda: sum(len(active.out) == 3 for active in double.running) == 3)
     await double.die()
     await double.let_go()
     await double.start()
@@ -276,7 +276,7 @@ async def test_a_cancelled_turn_is_freed_on_the_server_at_once(pair: Pair) -> No
     engine, double = pair
     await double.let_go(hold_at=4)
     work = asyncio.create_task(engine.sample(request()))
-    await double.until(lambda: any(len(one.out) == 4 for one in double.running))
+    await double.until(lambda: any(len(active.out) == 4 for active in double.running))
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
@@ -311,7 +311,7 @@ async def test_a_pinned_version_finds_no_prefix_that_went_on_under_another(pair:
     engine, double = pair
     await double.let_go(hold_at=5)
     work = asyncio.create_task(engine.sample(request(ids=(1, 2, 3, 4), tokens=12)))
-    await double.until(lambda: any(len(one.out) == 5 for one in double.running))
+    await double.until(lambda: any(len(active.out) == 5 for active in double.running))
     await begun(engine)
     await engine.load(1, *versions.files[1])
     await double.let_go()
@@ -328,7 +328,7 @@ async def test_routes_that_a_retraction_overwrote_count_as_not_recorded(pair: Pa
     engine, double = pair
     await double.let_go(hold_at=4)
     work = asyncio.create_task(engine.sample(request(ids=(1, 2, 3), tokens=8)))
-    await double.until(lambda: any(len(one.out) == 4 for one in double.running))
+    await double.until(lambda: any(len(active.out) == 4 for active in double.running))
     await begun(engine)
     double.retract()
     await engine.load(1, *versions.files[1])

@@ -103,7 +103,7 @@ async def test_a_turn_of_production_takes_the_place_of_one_of_training(versions:
         await double.let_go(hold_at=4)
         record = Record(temperature=1.0)
         training = asyncio.create_task(engine.sample(on("train", "learner")))
-        await double.until(lambda: any(len(one.out) == 4 for one in double.running))
+        await double.until(lambda: any(len(active.out) == 4 for active in double.running))
         user = await engine.sample(on("production", "user", tokens=4))
         assert len(user.ids) == 4 and not training.done(), "it ran while the training turn was held"
         assert [body["priority"] for body in double.bodies("/generate")] == [-100, 1]
@@ -149,7 +149,7 @@ async def test_what_others_ask_of_the_server_is_traffic(connect: Connect, versio
         await double.let_go(hold_at=2)
         theirs = asyncio.create_task(raw(double.url, "/generate", asked([1, 2], 4)))
         ours = asyncio.create_task(engine.sample(on("train", "ours")))
-        await double.until(lambda: len([one for one in double.running if len(one.out) == 2]) == 2)
+        await double.until(lambda: len([active for active in double.running if len(active.out) == 2]) == 2)
         await reports.publish(engine)
         said = await heard.get()
         assert (said.server, said.active, said.waiting, said.region) == ("mine", 1, 0, "local")
@@ -196,7 +196,7 @@ async def test_a_lent_server_is_given_back_in_the_middle_of_a_turn_and_nothing_i
     ):
         for group in ("g1", "g2"):
             await issue(observer, "s7", group)
-        await double.until(lambda: len([one for one in double.running if len(one.out) == 2]) == 2)
+        await double.until(lambda: len([active for active in double.running if len(active.out) == 2]) == 2)
         await lend(OWN)
         await double.until(lambda: not double.running and not double.queue)
         await event(observer, "s7", "handed_back")

@@ -79,20 +79,20 @@ async def test_the_card_recovers_what_was_planted(tmp_path: Path) -> None:
         done = await asyncio.to_thread(command, tmp_path, "judge", "card", "labels.jsonl", *words)
         assert done.returncode == 1 and "right: kappa 0.8" in done.stdout and "weight 0: kappa 0." in done.stdout
         assert json.loads((tmp_path / "card.json").read_text())["judge"] == card.judge
-    measured = {one.id: one for one in card.criteria}
+    measured = {criterion.id: criterion for criterion in card.criteria}
     for id, text in criteria.items():
-        planted, one = NOISE[text], measured[id]
-        assert one.pairs == 200
+        planted, criterion = NOISE[text], measured[id]
+        assert criterion.pairs == 200
         if not planted.longer:
             # Balanced labels: a share `first` of answers follows the order, the others are wrong with `wrong`.
-            assert one.kappa_low <= (1 - planted.first) * (1 - 2 * planted.wrong) <= one.kappa_high
-            assert abs(one.length_bias) < 0.15
-        assert one.flips == pytest.approx(planted.first, abs=0.05)
+            assert criterion.kappa_low <= (1 - planted.first) * (1 - 2 * planted.wrong) <= criterion.kappa_high
+            assert abs(criterion.length_bias) < 0.15
+        assert criterion.flips == pytest.approx(planted.first, abs=0.05)
     assert measured["right"].retest > 0.85 > measured["elegant"].retest
     assert measured["complete"].length_bias == pytest.approx(0.5 * 0.95 * 0.5, abs=0.1)
-    assert [one.counts for one in card.criteria] == [True, False, False, True]
+    assert [criterion.counts for criterion in card.criteria] == [True, False, False, True]
     assert "kappa" in measured["elegant"].reason and "order" in measured["friendly"].reason
-    assert [one.kappa for one in again.criteria] == [one.kappa for one in card.criteria]
+    assert [criterion.kappa for criterion in again.criteria] == [criterion.kappa for criterion in card.criteria]
     assert card.cost == pytest.approx(asked * (100 * 2 + 10 * 10) / 1e6)
 
 
@@ -116,7 +116,9 @@ async def test_criteria_that_the_card_rejects_weigh_nothing_and_answers_are_boug
         await judge.close()
         assert first is not None and second is not None
         assert (first.calls, first.cached, second.calls, second.cached) == (9, 0, 0, 9)
-        clear = [(one.id, one.weight, one.met) for one in first.criteria if one.id != "elegant"]
+        clear = [
+            (criterion.id, criterion.weight, criterion.met) for criterion in first.criteria if criterion.id != "elegant"
+        ]
         assert clear == [("right", 2.0, 1.0), ("brief", 1.0, 1.0)]
         elegant = first.criteria[1].met
         assert first.value == pytest.approx((3.0 - elegant) / 3.0) and first.digest == second.digest
@@ -127,9 +129,15 @@ async def test_criteria_that_the_card_rejects_weigh_nothing_and_answers_are_boug
         assert judge is not None
         third = await judge.judge(candidate())
         await judge.close()
-        assert third is not None and [one.weight for one in third.criteria] == [2.0, 0.0] and third.value == 1.0
-        assert [one.agreement and one.agreement.kappa for one in third.criteria] == [one.kappa for one in card.criteria]
-        assert all(one.agreement is None for one in first.criteria)
+        assert (
+            third is not None
+            and [criterion.weight for criterion in third.criteria] == [2.0, 0.0]
+            and third.value == 1.0
+        )
+        assert [criterion.agreement and criterion.agreement.kappa for criterion in third.criteria] == [
+            criterion.kappa for criterion in card.criteria
+        ]
+        assert all(criterion.agreement is None for criterion in first.criteria)
         assert third.digest != first.digest
         with pytest.raises(RubricError, match="is the card of m1/"):
             RubricJudge.of(msgspec.structs.replace(config, judge=msgspec.structs.replace(with_card, model="m2")))

@@ -226,7 +226,7 @@ async def test_what_nothing_refers_to_is_collected(host: Host, cache: Path, busy
     stale.mkdir(exist_ok=True)
     (stale / "manifest.json").write_text("{}")
     (cache / "making-dead").mkdir(exist_ok=True)
-    held = {Path(one.path).name: one.why for one in cache_gc.holdings(config)}
+    held = {Path(holding.path).name: holding.why for holding in cache_gc.holdings(config)}
     assert held[stale.name] == held["making-dead"] == ""
     assert "a host has it open" in held.values()
     with pytest.raises(VmhostError, match="no image or recipe 'nobody'"):
@@ -238,10 +238,10 @@ async def test_what_nothing_refers_to_is_collected(host: Host, cache: Path, busy
         fcntl.flock(manifest, fcntl.LOCK_SH)
         cache_gc.collect(config, ("upon",))
         assert stale.exists(), "a template that a host has open stays"
-    gone = {Path(one.path).name for one in cache_gc.collect(config)}
+    gone = {Path(holding.path).name for holding in cache_gc.collect(config)}
     assert stale.name in gone and not stale.exists() and not (cache / "making-dead").exists()
     assert imported.find(cache, busybox) is not None
-    held_names = {Path(one.path).name for one in cache_gc.holdings(config)}
+    held_names = {Path(holding.path).name for holding in cache_gc.holdings(config)}
     assert any(name.startswith("template-light-") for name in held_names)
 
 

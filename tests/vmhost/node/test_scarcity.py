@@ -102,7 +102,7 @@ def test_a_burst_gets_what_fits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
             who: dict[str, Any] = {"run": "r", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "episode"}
             asked = [Acquire(group="burst", slot=slot, **who) for slot in range(30)]
             got = await asyncio.gather(*map(host.acquire, asked), return_exceptions=True)
-            assert [type(one) for one in got] == [VmSandbox] * 2 + [NoCapacity] * 28
+            assert [type(outcome) for outcome in got] == [VmSandbox] * 2 + [NoCapacity] * 28
         finally:
             await host.close()
 
