@@ -16,7 +16,7 @@ these figures.
 import argparse
 import asyncio
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -52,7 +52,7 @@ class Phases:
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.spent: Counter[str] = Counter()
+        self.spent: defaultdict[str, float] = defaultdict(float)
 
     async def phase(self, name: str, *work: Awaitable[T]) -> list[T]:
         """Wait for the work and add its CPU time to the phase."""
