@@ -3,6 +3,10 @@
 A bundle of a few kilobytes may hold a tree that names one object ten times on each of ten levels, which is ten billion
 files or empty folders; so the listing shows folders too and ends at the limit. A checkout would also run what the
 repository's attributes ask for.
+
+A repository's own configuration may name programs: one that verifies signatures, one that watches files, one that
+fetches missing objects. Use `command` and `OFFLINE` for every git that reads a repository somebody else may have
+written.
 """
 
 import os
@@ -16,18 +20,32 @@ from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, M
 
 GIT_S = 120.0
 _LINE = 1 << 14
+OFFLINE = {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_REPLACE_OBJECTS": "1"}
+"""Variables for a git that connects to nothing. A repository may call a remote, or a program, the place of its missing
+objects; git then asks there for each object that it lacks."""
+NO_REPOSITORY = "/dev/null/none"
+"""As GIT_DIR: git works on plain files and looks for no repository around them."""
+_SETTINGS = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "log.showSignature=false")
+
+
+def command(repository: Path, *arguments: str) -> list[str]:
+    """A git command in a repository that does not run the programs which the repository's configuration names. It needs
+    the variables `OFFLINE` too."""
+    return ["git", *(word for setting in _SETTINGS for word in ("-c", setting)), "-C", str(repository), *arguments]
 
 
 def environment() -> dict[str, str]:
-    """Variables for a git that reads nothing but the repository that it is shown."""
+    """Variables for a git that reads nothing but the repository that it is shown, and connects to nothing."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    return environment | {"GIT_CONFIG_NOSYSTEM": "1", "GIT_NO_REPLACE_OBJECTS": "1", "LC_ALL": "C"}
+    return environment | OFFLINE | {"GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
 
 
 def members(repository: Path, commit: str, limits: Limits, env: Mapping[str, str]) -> list[Member]:
-    """The files and links of a commit, links without content; submodules are left out. env: of git's processes.
+    """The files and links of a commit, links without content; submodules are left out. env: of git's processes;
+    `OFFLINE` is added.
 
     ArchiveRefused, ArchiveTooLarge; FileNotFoundError without git."""
+    env = {**env, **OFFLINE}
     listed: list[tuple[str, str, bool]] = []
     files = size = 0
     for number, (mode, id, length, name) in enumerate(_listed(repository, commit, env), 1):
@@ -49,7 +67,7 @@ def reason_of(output: bytes) -> str:
 
 def _listed(repository: Path, commit: str, env: Mapping[str, str]) -> Iterator[tuple[str, str, int, str]]:
     """Mode, object id, size in bytes (0 for a folder) and name of each entry."""
-    argv = ["git", "-C", str(repository), "ls-tree", "-r", "-t", "-l", "-z", "--full-tree", commit]
+    argv = command(repository, "ls-tree", "-r", "-t", "-l", "-z", "--full-tree", commit)
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as git:
         assert git.stdout is not None and git.stderr is not None
         late = threading.Timer(GIT_S, git.kill)
@@ -76,7 +94,7 @@ def _listed(repository: Path, commit: str, env: Mapping[str, str]) -> Iterator[t
 
 def _contents(repository: Path, ids: list[str], env: Mapping[str, str]) -> Iterator[bytes]:
     """The contents of objects. Their sizes are known, so that all of them fit."""
-    argv = ["git", "-C", str(repository), "cat-file", "--batch"]
+    argv = command(repository, "cat-file", "--batch")
     try:
         done = timed_commands.run(argv, GIT_S, env=env, data="\n".join(ids).encode())
     except subprocess.TimeoutExpired:

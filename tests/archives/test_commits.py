@@ -88,3 +88,11 @@ def test_any_tree_is_read_or_refused(repository: Path, entries: list[tuple[str, 
 @given(st.lists(st.tuples(modes, names), max_size=4))
 def test_very_many_trees_are_read_or_refused(repository: Path, entries: list[tuple[str, bytes]]) -> None:
     holds(repository, entries)
+
+
+def test_a_missing_object_is_asked_of_no_program_that_the_repository_names(tmp_path: Path) -> None:
+    repository = forged.repository_at(tmp_path / "r")
+    ran = forged.armed(repository)
+    with pytest.raises(ArchiveRefused, match="not allowed"):
+        read(repository)
+    assert not ran.exists(), ran.read_text()

@@ -14,6 +14,7 @@ from headrace.actors.environment.actor import Environment
 from headrace.actors.rollout import policies
 from headrace.actors.rollout.actor import Rollout
 from headrace.config import Environment as Section
+from headrace.gateway.acp.folder import read_folder, write_changes
 from headrace.gateway.split import Split
 from headrace.messages import subjects
 from headrace.messages.product import Feedback
@@ -22,6 +23,7 @@ from headrace.rendering.base import Call
 from headrace.vmhost.node import host
 from tests.conftest import Connect
 from tests.gateway.test_agents import Product
+from tests.support import forged
 from tests.support.actors import living
 from tests.support.paths import ROOT
 
@@ -142,3 +144,23 @@ async def test_an_editor_prompts_gets_updates_merges_the_diff_and_cancels(
                 await agent.prompt(session_id="none", prompt=[acp.text_block("x")])
     finally:
         await product.gateway.shut(1.0)
+
+
+async def test_a_folder_is_read_without_its_programs_and_files_outside_it(tmp_path: Path) -> None:
+    folder = forged.repository_at(tmp_path / "r")
+    ran = forged.armed(folder)
+    (folder / "d").mkdir()
+    (folder / "d" / "a").write_text("1")
+    forged.git(folder, "-c", "core.fsmonitor=false", "add", "d/a")
+    (folder / "d").rename(tmp_path / "outside")
+    (folder / "d").symlink_to(tmp_path / "outside")
+    (folder / "b").write_text("2")
+    assert await read_folder(folder) == {"b": b"2"}
+    assert not ran.exists(), ran.read_text()
+
+
+@pytest.mark.parametrize("path", [".git/hooks/post-checkout", "sub/.GIT/config"])
+async def test_no_change_is_written_into_a_folder_of_git(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ValueError, match="folder of git"):
+        write_changes(tmp_path, {"a": b"1", path: b"2"}, ())
+    assert not list(tmp_path.iterdir())

@@ -133,6 +133,32 @@ def repository_at(folder: Path) -> Path:
     return folder
 
 
+def armed(repository: Path) -> Path:
+    """Make git run a program in this new repository wherever its configuration can: for signatures, for changed files,
+    for missing objects. The signed commit HEAD changes x.py and test_x.py; the content of x.py is missing. Returns the
+    file that the program appends to."""
+    ran, program = repository.parent / "ran", repository.parent / "program"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {ran}\nexit 1\n')
+    program.chmod(0o755)
+    git(repository, "config", "core.repositoryFormatVersion", "1")
+    settings = {"log.showSignature": "true", "gpg.program": program, "core.fsmonitor": program}
+    settings |= {"core.untrackedCache": "true", "extensions.partialClone": "far", "remote.far.promisor": "true"}
+    for key, value in (settings | {"remote.far.url": repository, "remote.far.uploadpack": program}).items():
+        git(repository, "config", key, str(value))
+    here, missing = blob(repository, b"x"), "1" * 40
+    parent = commit_of(repository, ("100644", b"test_x.py", here), ("100644", b"x.py", here))
+    lines = f"100644 blob {blob(repository, b'y')}\ttest_x.py\n100644 blob {missing}\tx.py\n"
+    tree = git(repository, "mktree", "--missing", data=lines.encode())
+    signature = "gpgsig -----BEGIN PGP SIGNATURE-----\n x\n -----END PGP SIGNATURE-----\n"
+    names = f"parent {parent}\nauthor A <a@b> 0 +0000\ncommitter A <a@b> 0 +0000\n"
+    raw = f"tree {tree}\n{names}{signature}\nsigned\n"
+    git(
+        repository, "update-ref", "HEAD", git(repository, "hash-object", "-tcommit", "-w", "--stdin", data=raw.encode())
+    )
+    ran.unlink(missing_ok=True)
+    return ran
+
+
 def blob(repository: Path, data: bytes) -> str:
     """The id of a stored blob."""
     return git(repository, "hash-object", "-w", "--stdin", data=data)

@@ -8,6 +8,8 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from headrace import timed_commands
+from headrace.archives import commits
 from headrace.gateway.agents.workspace import MOST_BYTES
 from headrace.gateway.requests import MAX_FILES
 
@@ -27,10 +29,11 @@ async def read_folder(folder: Path) -> dict[str, bytes]:
 
 def _read(folder: Path) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
-    total = 0
+    total, root = 0, folder.resolve()
     for path in _paths(folder):
         file = folder / path
-        if file.is_symlink() or not file.is_file():
+        # The index may name a file below a folder that is now a symbolic link.
+        if file.is_symlink() or not file.is_file() or not file.resolve().is_relative_to(root):
             continue
         total += file.stat().st_size
         if total > MOST_BYTES or len(files) == MAX_FILES:
@@ -41,10 +44,10 @@ def _read(folder: Path) -> dict[str, bytes]:
 
 
 def _paths(folder: Path) -> list[str]:
+    argv = commits.command(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     try:
-        argv = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        done = subprocess.run(argv, cwd=folder, capture_output=True)
-    except FileNotFoundError:
+        done = timed_commands.run(argv, commits.GIT_S, env=os.environ | commits.OFFLINE)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         done = None
     if done is not None and not done.returncode:
         return sorted({path for path in os.fsdecode(done.stdout).split("\0") if path})
@@ -68,9 +71,11 @@ def tar_of(files: Mapping[str, bytes]) -> bytes:
 
 def write_changes(folder: Path, changed: Mapping[str, bytes], deleted: tuple[str, ...]) -> None:
     """Write an agent's changes into the folder. ValueError, before anything is written, for a path that leaves the
-    folder, also through a symbolic link."""
+    folder, also through a symbolic link, and for one in a folder of git: what is written there may run."""
     root = folder.resolve()
     for path in (*changed, *deleted):
+        if ".git" in path.lower().split("/"):
+            raise ValueError(f"{path} is in a folder of git; no change was written")
         if not (root / path).parent.resolve().is_relative_to(root) or (root / path).is_symlink():
             raise ValueError(f"{path} is outside {folder} or a symbolic link; no change was written")
     for path in deleted:

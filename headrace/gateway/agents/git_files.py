@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace import timed_commands
+from headrace.archives.commits import NO_REPOSITORY
 from headrace.gateway.agents.requests import AgentRefused
 
 GIT_FILES_S = 60.0
@@ -14,6 +15,7 @@ GIT_FILES_S = 60.0
 def run_git(argv: Sequence[str], folder: str, good: Sequence[int] = (0,)) -> bytes:
     """Run git and return its standard output. good: exit codes that are not errors. AgentRefused with 501 or 503."""
     env = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+    env["GIT_DIR"] = NO_REPOSITORY
     try:
         done = timed_commands.run(["git", *argv], GIT_FILES_S, cwd=folder, env=env)
     except FileNotFoundError:

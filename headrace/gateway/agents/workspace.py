@@ -25,6 +25,7 @@ MOST_BYTES = 6 << 20
 _LIMITS = Limits(MAX_FILES, MOST_BYTES)
 _GIT_MEMORY = "256m"
 """The most that git may allocate at once: a delta of a few bytes may name a result of terabytes."""
+_BUNDLES = (b"# v2 git bundle\n", b"# v3 git bundle\n")
 
 
 async def files_of(source: WorkspaceSource, git_hosts: Sequence[str]) -> dict[str, bytes]:
@@ -57,6 +58,9 @@ def _from_tar(data: bytes) -> dict[str, bytes]:
 
 
 def _from_bundle(data: bytes) -> dict[str, bytes]:
+    # git takes a file that begins with "gitdir: " for the place of a repository on this machine.
+    if not data.startswith(_BUNDLES):
+        raise _bad("bundle: expected a git bundle in base64, as `git bundle create` writes it")
     with tempfile.NamedTemporaryFile(suffix=".bundle") as file:
         file.write(data)
         file.flush()

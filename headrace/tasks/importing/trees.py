@@ -107,10 +107,9 @@ def with_changes(files: Mapping[str, bytes], patched: Patched) -> dict[str, byte
     return {path: content for path, content in files.items() if path not in patched.removed} | patched.changed
 
 
-def _git(arguments: list[str], data: bytes, folder: Path | None = None) -> "subprocess.CompletedProcess[bytes]":
-    environment = commits.environment()
-    if folder is not None:
-        environment["GIT_CEILING_DIRECTORIES"] = str(folder.parent)
+def _git(arguments: list[str], data: bytes, folder: Path) -> "subprocess.CompletedProcess[bytes]":
+    # The files may look like a repository with a configuration, which may name programs.
+    environment = commits.environment() | {"GIT_DIR": commits.NO_REPOSITORY}
     try:
         return timed_commands.run(["git", *arguments], commits.GIT_S, cwd=folder, env=environment, data=data)
     except subprocess.TimeoutExpired:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from headrace import timed_commands
-from headrace.archives.commits import GIT_S
+from headrace.archives.commits import GIT_S, environment
+from headrace.archives.commits import command as git_command
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef
 from headrace.tasks.importing import trees
 from headrace.tasks.importing.base import ImportRefused
@@ -56,9 +57,9 @@ def commits(repository: Path, only: Sequence[str] = ()) -> Iterator[Commit]:
 
 
 def _git(repository: Path, *arguments: str) -> str:
-    argv = ["git", "-c", "core.quotePath=false", "-C", str(repository), *arguments]
+    argv = git_command(repository, "-c", "core.quotePath=false", *arguments)
     try:
-        done = timed_commands.run(argv, GIT_S)
+        done = timed_commands.run(argv, GIT_S, env=environment())
     except subprocess.TimeoutExpired:
         raise NoTask(f"git did not read {repository} within {GIT_S:g} s: name a clone on a local disk") from None
     if done.returncode:

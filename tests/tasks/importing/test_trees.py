@@ -34,3 +34,13 @@ def test_a_git_that_does_not_end_is_one_sentence(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(commits, "GIT_S", 1e-6)
     with pytest.raises(ImportRefused, match=r"^git apply did not end within 1e-06 s: leave this task out"):
         trees.apply({"a": b"1\n"}, "diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n+2\n", "the patch")
+
+
+def test_files_that_look_like_a_repository_name_no_program_that_a_patch_runs(tmp_path: Path) -> None:
+    ran, change = tmp_path / "ran", "diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n+2\n"
+    settings = f'[core]\nrepositoryFormatVersion = 0\n[filter "x"]\nclean = touch {ran}\n'
+    git = {"HEAD": b"ref: refs/heads/x\n", "config": settings.encode(), "objects/a": b"", "refs/a": b""}
+    files = {f".git/{name}": data for name, data in git.items()} | {".gitattributes": b"* filter=x\n", "a": b"1\n"}
+    patch = "".join(f"rename from {path}\n" for path in files) + change
+    assert trees.apply(files, patch, "the patch").changed == {"a": b"2\n"}
+    assert not ran.exists()

@@ -19,6 +19,7 @@ from headrace.tasks.making import commits, features, removal
 from headrace.tasks.packages.fetch import read
 from headrace.tasks.packages.lab import Exam, Lab
 from headrace.vmhost.node.host import Host
+from tests.support import forged
 
 pytestmark = pytest.mark.anyio
 
@@ -262,3 +263,10 @@ def test_an_archive_that_is_too_large_to_search_is_named_instead_of_passed() -> 
         archive.writestr("a", bytes((64 << 20) + 1))
     [sentence] = remains({"a.zip": stream.getvalue()}, [WORDS])
     assert sentence == "a.zip may hold the solution and is not searched: it unpacks to more than 64 MiB"
+
+
+async def test_commits_are_listed_without_the_programs_that_their_repository_names(tmp_path: Path) -> None:
+    repository = forged.repository_at(tmp_path / "r")
+    ran = forged.armed(repository)
+    assert [commit.message for commit in commits.commits(repository)] == ["signed"]
+    assert not ran.exists(), ran.read_text()
