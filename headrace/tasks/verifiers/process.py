@@ -6,15 +6,17 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.messages.base import Finite
 from headrace.parent_death import die_with
 
 START_S = 120.0
@@ -24,6 +26,10 @@ TASK_S = 600.0
 _LINE = 64 << 20
 _LARGEST_LOG = 1 << 20
 """Bytes of the worker's standard error that are kept."""
+_LOOK_S = 1.0
+"""Seconds between two looks at the size of the log while an answer is awaited."""
+_END_S = 5.0
+"""How long a worker that has closed its output may take to end."""
 
 
 class VerifiersError(Exception):
@@ -41,6 +47,15 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """The taskset's configuration, JSON."""
 
 
+class _Deadline(NamedTuple):
+    within_s: float
+    at: float
+
+    @classmethod
+    def after(cls, within_s: float) -> "_Deadline":
+        return cls(within_s, time.monotonic() + within_s)
+
+
 class Worker:
     """A process of the taskset's environment. It ends with the thread that started it."""
 
@@ -52,11 +67,14 @@ class Worker:
         command = [source.python, "-P", spec.origin, source.taskset, source.config]
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         self._log = tempfile.TemporaryFile()
-        self._buffer = b""
+        self._buffer = bytearray()
+        self._number = 0
+        """Of the last request. Its answer repeats it, so that no other line is taken for it."""
         parent = os.getpid()
         try:
             self._process = subprocess.Popen(
                 command,
+                bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -68,7 +86,7 @@ class Worker:
             self._log.close()
             raise VerifiersError(f"{source.python} cannot be started: {error.strerror or error}") from None
         try:
-            first = self._line(START_S)
+            first = self._line(_Deadline.after(START_S))
             self.version, self.digest = (_text(first, name) for name in ("version", "source"))
         except VerifiersError:
             self.close()
@@ -79,6 +97,11 @@ class Worker:
         are; 0 for all. VerifiersError."""
         number = start
         while "end" not in (line := self._ask({"do": "task", "number": number, "count": count}, TASK_S)):
+            try:
+                msgspec.convert(line, _Refused if "refused" in line else _Task)
+            except msgspec.ValidationError as error:
+                self.close()
+                raise VerifiersError(f"expected a task from the verifiers environment: {error}") from None
             yield line
             number += 1
 
@@ -91,10 +114,11 @@ class Worker:
         """The reward of a message. data: the task's data, JSON. VerifiersError; the worker is closed when it gave no
         answer in time."""
         line = self._ask({"do": "score", "data": json.loads(data), "text": text}, within_s)
-        if not isinstance(line.get("reward"), int | float):
+        reward = line.get("reward")
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
             self.close()
             raise VerifiersError(f"expected a line with a reward from the verifiers environment, got {line!s:.200}")
-        return float(line["reward"])
+        return float(reward)
 
     @property
     def alive(self) -> bool:
@@ -108,61 +132,105 @@ class Worker:
         self._process.wait()
         for file in (self._process.stdin, self._process.stdout, self._log):
             if file is not None:
-                with contextlib.suppress(OSError):  # what it did not read is lost
-                    file.close()
+                file.close()
 
     def _ask(self, request: dict[str, Any], within_s: float) -> dict[str, Any]:
         if not self.alive:
             raise VerifiersError(self._ended())
+        self._number += 1
+        deadline = _Deadline.after(within_s)
+        self._send(json.dumps(request | {"request": self._number}).encode() + b"\n", deadline)
+        return self._line(deadline)
+
+    def _send(self, data: bytes, deadline: _Deadline) -> None:
+        """Write a request; closes the worker when it does not read it in time."""
         assert self._process.stdin is not None
+        pipe, view = self._process.stdin.fileno(), memoryview(data)
+        os.set_blocking(pipe, False)
+        while view:
+            self._await(pipe, selectors.EVENT_WRITE, deadline)
+            try:
+                view = view[os.write(pipe, view) :]
+            except OSError:
+                raise VerifiersError(self._ended()) from None
+
+    def _await(self, pipe: int, event: int, deadline: _Deadline) -> None:
+        """Wait until a pipe is ready; closes the worker when that takes too long."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, event)
+            while not selector.select(min(_LOOK_S, max(0.0, deadline.at - time.monotonic()))):
+                self._trim()
+                if time.monotonic() >= deadline.at:
+                    self.close()
+                    raise VerifiersError(f"the verifiers environment gave no answer within {deadline.within_s:g} s")
+
+    def _trim(self) -> None:
+        """Empty a log that is too large."""
         if os.fstat(self._log.fileno()).st_size > _LARGEST_LOG:
             # The worker writes at the same offset, because both share one open file.
             self._log.seek(0)
             self._log.truncate()
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise VerifiersError(self._ended()) from None
-        return self._line(within_s)
 
-    def _line(self, within_s: float) -> dict[str, Any]:
-        """The next line; closes the worker when none comes in time."""
+    def _line(self, deadline: _Deadline) -> dict[str, Any]:
+        """The next line; closes the worker when none comes in time, or another one than the answer."""
         assert self._process.stdout is not None
-        deadline = time.monotonic() + within_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self.close()
-                    raise VerifiersError(f"the verifiers environment gave no answer within {within_s:g} s")
-                data = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not data:
-                    raise VerifiersError(self._ended())
-                self._buffer += data
-                if len(self._buffer) > _LINE:
-                    self.close()
-                    raise VerifiersError(f"a line of the verifiers environment is longer than {_LINE >> 20} MiB")
-        line, _, self._buffer = self._buffer.partition(b"\n")
+        end = self._buffer.find(b"\n")
+        while end < 0:
+            self._await(self._process.stdout.fileno(), selectors.EVENT_READ, deadline)
+            self._trim()
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not data:
+                raise VerifiersError(self._ended())
+            end = len(self._buffer) + data.find(b"\n") if b"\n" in data else -1
+            self._buffer += data
+            if len(self._buffer) > _LINE:
+                self.close()
+                raise VerifiersError(f"a line of the verifiers environment is longer than {_LINE >> 20} MiB")
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
         try:
             told = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             told = None
         if not isinstance(told, dict):
             self.close()
             raise VerifiersError(f"expected a JSON object from the verifiers environment, got {line[:200]!r}")
+        if (number := told.pop("request", 0)) != self._number:
+            self.close()
+            raise VerifiersError(
+                f"expected the answer to request {self._number} from the verifiers environment, got one to "
+                f"{number!s:.20}: does the taskset write to the worker's output?"
+            )
         if "error" in told:
-            raise VerifiersError(str(told["error"]))
+            raise VerifiersError(f"{told['error']!s:.500}")
         return told
 
     def _ended(self) -> str:
-        code = self._process.wait()
         if self._log.closed:
             return "the verifiers environment has been closed"
-        self._log.seek(0)
-        lines = self._log.read()[-4000:].decode(errors="replace").strip().splitlines()
+        try:
+            how = f"ended with code {self._process.wait(_END_S)}"
+        except subprocess.TimeoutExpired:
+            how = "closed its output"
+        self._log.seek(max(0, os.fstat(self._log.fileno()).st_size - 4000))
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
         self.close()
-        return f"the verifiers environment ended with code {code}" + (f": {lines[-1]}" if lines else "")
+        return f"the verifiers environment {how}" + (f": {lines[-1]}" if lines else "")
+
+
+class _Refused(msgspec.Struct):
+    id: str
+    data: dict[str, Any]
+    refused: str
+
+
+class _Task(msgspec.Struct):
+    id: str
+    data: dict[str, Any]
+    prompt: str
+    system: str
+    time_s: Finite
+    notes: list[str]
 
 
 def _text(line: dict[str, Any], name: str) -> str:

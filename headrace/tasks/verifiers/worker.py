@@ -6,7 +6,7 @@ The Python belongs to an environment with verifiers and the taskset, so this fil
 verifiers alone. CONFIG is the taskset's configuration as JSON. The first line of output gives the versions that are
 used, or the reason that none can be (``error``). Each request is one line of JSON and has one line as its answer:
 ``task`` gives the task of a number or ``end``, ``answer`` a message that its rewards accept, ``score`` the reward of a
-message. The worker ends with its input.
+message. An answer repeats the number of its request (``request``). The worker ends with its input.
 
 An answer is the one message of a rollout without tools and without a runtime. A task that needs more has the reason
 under ``refused``.
@@ -212,15 +212,17 @@ def main(name: str, config: str) -> None:
     say({"version": taskset.version, "source": taskset.source})
     for line in sys.stdin:
         request = json.loads(line)
+        number = {"request": request["request"]}
         try:
             if request["do"] == "task":
-                say(taskset.task(request["number"], request["count"]))
+                told = taskset.task(request["number"], request["count"])
             elif request["do"] == "answer":
-                say({"answer": taskset.answer(request["data"])})
+                told = {"answer": taskset.answer(request["data"])}
             else:
-                say({"reward": taskset.score(request["data"], request["text"])})
+                told = {"reward": taskset.score(request["data"], request["text"])}
+            say(told | number)
         except Exception as error:  # as above
-            say({"error": _why(error)})
+            say({"error": _why(error)} | number)
 
 
 if __name__ == "__main__":

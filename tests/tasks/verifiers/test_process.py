@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.tasks.verifiers import process
 from headrace.tasks.verifiers.process import Source, VerifiersError, Worker, python_of
 
 PEER = """
@@ -16,20 +17,29 @@ if sys.argv[-1] == "{}":
     say({"version": "1", "source": "ab"})
     for line in sys.stdin:
         asked = json.loads(line)
-        if asked["do"] == "task":
-            say({"id": str(asked["number"])} if asked["number"] < min(3, asked["count"] or 3) else {"end": True})
-        elif asked.get("text") == "hang":
+        turn, text = {"request": asked.get("request", 0)}, asked.get("text", "")
+        if asked["do"] == "task" and asked["number"] == 2 and asked["count"] == 9:
+            say(turn | {"id": "2"})
+        elif asked["do"] == "task":
+            task = {"id": str(asked["number"]), "data": {}, "prompt": "p", "system": "", "time_s": 0.0, "notes": []}
+            say(turn | (task if asked["number"] < min(3, asked["count"] or 3) else {"end": True}))
+        elif text == "hang":
             signal.pause()
-        elif asked.get("text") == "die":
+        elif text == "die":
             os._exit(3)
-        elif asked.get("text") == "raise":
-            say({"error": "ValueError: no"})
-        elif asked.get("text") == "noise":
-            print("not JSON", flush=True)
-        elif asked.get("text") == "other":
-            say({"reward": "much"})
+        elif text == "close":
+            os.close(1)
+            signal.pause()
+        elif text == "raise":
+            say(turn | {"error": "ValueError: no"})
+        elif text.startswith("{") or text in ("noise", "deep"):
+            print({"noise": "not JSON", "deep": "[" * 100_000}.get(text) or text % turn["request"], flush=True)
         else:
-            say({"reward": asked["data"]["worth"], "answer": "42"})
+            say(turn | {"reward": asked["data"]["worth"], "answer": "42"})
+            if text == "twice":
+                say(turn | {"reward": 1.0})
+            if text == "deaf":
+                signal.pause()
 else:
     print(sys.argv[-1], flush=True)
 """
@@ -68,16 +78,46 @@ def test_a_reward_that_raises_leaves_the_worker_open(worker: Worker) -> None:
     [
         ("hang", 0.05, "no answer within 0.05 s"),
         ("die", 60.0, "ended with code 3: a line of the taskset"),
+        ("close", 60.0, "closed its output: a line of the taskset"),
         ("noise", 60.0, "expected a JSON object .* got b'not JSON'"),
-        ("other", 60.0, "expected a line with a reward"),
+        ("deep", 60.0, "expected a JSON object"),
+        ('{"request": %d, "reward": "much"}', 60.0, "expected a line with a reward"),
+        ('{"request": %d, "reward": true}', 60.0, "expected a line with a reward"),
+        ('{"request": %d, "reward": NaN}', 60.0, "expected a line with a reward"),
+        ('{"request": %d, "reward": 1' + "0" * 400 + "}", 60.0, "expected a line with a reward"),
+        ('{"reward": 1.0, "n": %d}', 60.0, "expected the answer to request 1 .* got one to 0"),
     ],
 )
-def test_a_worker_that_does_not_answer_is_ended(worker: Worker, text: str, seconds: float, why: str) -> None:
+def test_a_worker_that_does_not_answer_is_ended(
+    worker: Worker, text: str, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text == "close":
+        monkeypatch.setattr(process, "_END_S", 0.05)
     with pytest.raises(VerifiersError, match=why):
         worker.score(DATA, text, seconds)
     assert not worker.alive
     with pytest.raises(VerifiersError, match="has been closed"):
         worker.score(DATA, "fine", 60.0)
+
+
+def test_a_second_answer_is_not_taken_for_the_reward_of_the_next_message(worker: Worker) -> None:
+    assert worker.score(DATA, "twice", 60.0) == 0.5
+    with pytest.raises(VerifiersError, match=r"expected the answer to request 2 .* got one to 1"):
+        worker.score(DATA, "fine", 60.0)
+    assert not worker.alive
+
+
+def test_a_worker_that_does_not_read_its_request_is_ended(worker: Worker) -> None:
+    assert worker.score(DATA, "deaf", 60.0) == 0.5
+    with pytest.raises(VerifiersError, match=r"no answer within 0\.2 s"):
+        worker.score(DATA, "x" * (1 << 20), 0.2)
+    assert not worker.alive
+
+
+def test_a_task_that_lacks_a_field_ends_the_worker(worker: Worker) -> None:
+    with pytest.raises(VerifiersError, match=r"expected a task .* missing required field `data`"):
+        list(worker.tasks(count=9))
+    assert not worker.alive
 
 
 @pytest.mark.parametrize(
