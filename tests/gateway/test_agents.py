@@ -350,6 +350,25 @@ async def test_the_end_of_a_run_is_posted_with_a_signature_and_again_after_an_er
     assert (status, refused["error"]["code"]) == (400, "invalid_webhook")
 
 
+async def test_an_address_or_a_number_that_cannot_be_read_is_refused(product: Product) -> None:
+    for url in (
+        "http://[",
+        "http://127.0.0.1]/",
+        "http://\uff0f127.0.0.1/",
+        "http://x\\@127.0.0.1/",
+        "http://\x01@127.0.0.1",
+    ):
+        hook = {"url": url, "secret": "s" * 16}
+        status, refused = await product.call("POST", "/v1/agents", {"prompt": "x", "webhook": hook})
+        assert (status, refused["error"]["code"]) == (400, "invalid_webhook"), (url, refused)
+        git = {"git": {"url": url.replace("http:", "https:")}}
+        status, refused = await product.call("POST", "/v1/agents", {"prompt": "x", "workspace": git})
+        assert (status, refused["error"]["code"]) == (400, "invalid_workspace"), (url, refused)
+    for limit in ("0001" + "9" * 5000, "00010", "0", "\u0663", "-1"):
+        status, refused = await product.call("GET", f"/v1/agents?limit={limit}")
+        assert (status, refused["error"]["code"]) == (400, "invalid_request"), refused
+
+
 async def test_a_workspace_comes_from_a_tar_or_a_bundle_and_stays_inside_its_folder(
     product: Product, tmp_path: Path
 ) -> None:

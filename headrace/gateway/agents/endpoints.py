@@ -108,7 +108,7 @@ class AgentEndpoints:
 
     async def _list(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         limit = request.query.get("limit", "20")
-        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MOST:
+        if not limit.isascii() or not limit.isdigit() or len(limit) > 4 or not 1 <= int(limit) <= MOST:
             raise AgentRefused(400, "invalid_request", f"limit: expected 1 to {MOST}, got {limit[:20]!a}")
         agents, cursor = self._agents.of(key), request.query.get("cursor", "")
         if cursor:

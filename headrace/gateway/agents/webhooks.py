@@ -21,11 +21,19 @@ TIMEOUT_S = 10.0
 
 def allowed(webhook: Webhook | None, hosts: Sequence[str]) -> None:
     """AgentRefused for a host that the operator did not name: the gateway can reach the operator's private network."""
-    if webhook is not None and urlsplit(webhook.url).hostname not in hosts:
+    if webhook is not None and host_of(webhook.url) not in hosts:
         named = ", ".join(hosts) or "none"
         raise AgentRefused(
             400, "invalid_webhook", f"webhook.url: expected a host of [production] webhook_hosts: {named}"
         )
+
+
+def host_of(url: str) -> str | None:
+    """The host of an address; None where it has none, and where programs may read another one in it."""
+    try:
+        return urlsplit(url).hostname if url.isascii() and url.isprintable() and not {" ", "\\"} & set(url) else None
+    except ValueError:  # such as an unclosed bracket
+        return None
 
 
 class Webhooks:

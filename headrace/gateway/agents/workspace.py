@@ -11,13 +11,13 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from headrace import timed_commands
 from headrace.archives import commits, members, tars
 from headrace.archives.commits import GIT_S
 from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits
 from headrace.gateway.agents.requests import AgentRefused, WorkspaceSource
+from headrace.gateway.agents.webhooks import host_of
 from headrace.gateway.requests import MAX_FILES, refused_paths
 
 MOST_BYTES = 6 << 20
@@ -38,8 +38,7 @@ async def files_of(source: WorkspaceSource, git_hosts: Sequence[str]) -> dict[st
     if source.bundle:
         return await asyncio.to_thread(_from_bundle, source.bundle)
     if source.git is not None:
-        parts = urlsplit(source.git.url)
-        if parts.scheme != "https" or parts.hostname not in git_hosts:
+        if not source.git.url.startswith("https://") or host_of(source.git.url) not in git_hosts:
             hosts = ", ".join(git_hosts) or "none"
             raise _bad(f"git.url: expected https:// and a host of [production] git_hosts ({hosts})")
         more = ["--depth", "1", *(["--branch", source.git.ref] if source.git.ref else [])]
