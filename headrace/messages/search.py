@@ -1,8 +1,9 @@
 """Semantic search: a request about a workspace, the ranked chunks, and what a trajectory records of them."""
 
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from headrace.messages.base import Count, Finite, Message, message
 
@@ -39,8 +40,8 @@ class SearchRequest(Message, frozen=True, kw_only=True):
     `deleted`. An empty base is an empty workspace."""
 
     run: str
-    template: str
-    """Name of the workspace's origin; vectors are cached by it."""
+    template: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,64}\Z")]
+    """Name of the workspace's origin; vectors are cached by it, in a file of this name."""
     base: str = ""
     files: dict[str, bytes] = {}
     deleted: tuple[str, ...] = ()

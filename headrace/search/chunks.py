@@ -16,6 +16,10 @@ import msgspec
 MOST_LINES = 80
 MOST_FILE = 1 << 20
 """Bytes of a file above which it is not indexed: it is data, or generated."""
+MOST_FOLDERS = 100
+"""Folders around a file above which it is not indexed. The walk of the tree has a call per folder."""
+MOST_NESTING = 100
+"""Statements around a definition above which it is part of the text around it. Each costs a call."""
 
 _GRAMMARS = {".py": "python", ".pyi": "python"}
 """Ending to the grammar ``tree_sitter_<name>``."""
@@ -57,6 +61,8 @@ def identity() -> str:
 
 def indexed(path: str) -> bool:
     """Whether an index reads this path."""
+    if path.count("/") > MOST_FOLDERS:
+        return False
     return _ending(path) in _GRAMMARS or _ending(path) in _TEXT
 
 
@@ -117,14 +123,16 @@ def _definitions(grammar: str, data: bytes, count: int) -> list[tuple[str, int, 
             pieces.append((name, at, until))
             at = until
 
-    def visit(node: Any, prefix: str) -> None:
+    def visit(node: Any, prefix: str, depth: int) -> None:
+        if depth > MOST_NESTING:
+            return
         for child in node.named_children:
             whole = child
             if child.type == "decorated_definition":
                 child = child.child_by_field_name("definition") or child
             if child.type not in _DEFINITIONS:
                 if child.type in ("if_statement", "try_statement", "block", "else_clause", "except_clause"):
-                    visit(child, prefix)
+                    visit(child, prefix, depth + 1)
                 continue
             title = child.child_by_field_name("name")
             name = prefix + (title.text.decode("utf-8", "replace") if title is not None else "?")
@@ -132,9 +140,9 @@ def _definitions(grammar: str, data: bytes, count: int) -> list[tuple[str, int, 
             if child.type == "class_definition":
                 body = child.child_by_field_name("body")
                 if body is not None:
-                    visit(body, f"{name}.")
+                    visit(body, f"{name}.", depth + 1)
             close(max(at, whole.end_point[0] + 1), name)
 
-    visit(_parser(grammar).parse(data).root_node, "")
+    visit(_parser(grammar).parse(data).root_node, "", 0)
     close(count, "")
     return pieces

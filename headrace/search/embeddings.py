@@ -5,6 +5,7 @@ read when such a workspace is indexed, so only the first one pays for the embedd
 identity of the model, so vectors of two models never meet.
 """
 
+import math
 import os
 import struct
 from pathlib import Path
@@ -67,6 +68,8 @@ class Vectors:
         size = _HASH + 4 + self.width
         for at in range(0, len(data) - size + 1, size):  # a torn last record is left out, and written again later
             (scale,) = struct.unpack_from("<f", data, at + _HASH)
+            if not 0.0 < scale < math.inf:  # damaged on disk; its chunk is embedded again
+                continue
             row = np.frombuffer(data, dtype=np.int8, count=self.width, offset=at + _HASH + 4)
             self._rows.setdefault(data[at : at + _HASH].hex(), (row, scale))
         if len(data) % size:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from headrace.search.chunks import MOST_LINES, cut, indexed
 from headrace.search.embeddings import Vectors
 from headrace.search.index import Index
 from headrace.search.keywords import Bag, postings, postings_of, scores, words
-from headrace.search.local import LocalSearcher
+from headrace.search.local import LocalSearcher, WordSearcher
 from headrace.search.service import Indexes
 from headrace.search.tree import changes, content_hash, tree
 
@@ -190,3 +191,38 @@ def test_vectors_lose_little_in_int8() -> None:
         row, scale = store.get(name)
         assert float((row.astype(np.float32) * scale * vector).sum()) > 0.999
     assert Index.of({}, {}).missing(store) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "chunks"),
+    [
+        ("a/" * 1500 + "x.py", b"total = 1\n", 0),
+        ("x.py", "".join(" " * depth + "if total:\n" for depth in range(900)).encode(), 23),
+        ("x.py", "".join(" " * depth + "class total:\n" for depth in range(900)).encode(), 100),
+    ],
+)
+def test_a_workspace_that_is_nested_too_deep_is_searched(path: str, data: bytes, chunks: int) -> None:
+    files = {path: data, "y.py": b"def total(): pass\n"}
+    indexes = WordSearcher()._indexes
+    index = indexes.update(SearchRequest(run="r", template="t", query="total", files=files))
+    assert index is not None
+    reply = indexes.find(index, "total", 1000, "keyword")
+    assert "y.py" in {hit.path for hit in reply.hits} and reply.chunks - 1 >= chunks
+
+
+def test_a_damaged_vector_is_computed_again(tmp_path: Path) -> None:
+    vectors = Vectors(tmp_path, 4)
+    vectors.put("t", ["0" * 32, "1" * 32], np.ones((2, 4), np.float32))
+    data = bytearray((tmp_path / "t.vectors").read_bytes())
+    data[16:20] = b"\xff\xff\xff\x7f"
+    (tmp_path / "t.vectors").write_bytes(data)
+    again = Vectors(tmp_path, 4)
+    again.load("t")
+    assert "0" * 32 not in again and "1" * 32 in again
+
+
+@pytest.mark.parametrize("template", ["../x", "a/b", "x" * 65, "a\0", "a\n"])
+def test_a_template_that_is_no_name_of_a_file_is_refused(template: str) -> None:
+    request = SearchRequest(run="r", template=template, query="total")
+    with pytest.raises(msgspec.ValidationError, match="template"):
+        msgspec.json.decode(msgspec.json.encode(request), type=SearchRequest)
