@@ -76,7 +76,7 @@ class Tail:
             try:
                 fields = msgspec.json.decode(raw, type=dict[str, Any])
                 self._time = datetime.fromisoformat(str(fields["timestamp"])).timestamp()
-            except (msgspec.DecodeError, msgspec.ValidationError, KeyError, ValueError):
+            except (msgspec.DecodeError, KeyError, ValueError, OverflowError, RecursionError):
                 fields = {}
         return Line(self._time, self.process, fields, raw)
 
@@ -97,10 +97,10 @@ def shown(line: Line) -> str:
     clock = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f")[:12]
     others = " ".join(f"{key}={value}" for key, value in fields.items() if key not in _OWN and value != "")
     trace = f" trace={str(fields['trace_id'])[:12]}" if "trace_id" in fields else ""
-    who = fields.get("actor") or line.process
+    who = str(fields.get("actor") or line.process)
     parts = [fields.get("event", ""), fields.get("text", ""), others]
     body = "  ".join(str(part) for part in parts if part)
-    return f"{clock:<14}{who:<14}{fields.get('level', ''):<8}{body}{trace}"
+    return f"{clock:<14}{who:<14}{fields.get('level') or ''!s:<8}{body}{trace}"
 
 
 def follow(folder: Path, wanted: Wanted, say: Callable[[str], None], *, ends: Callable[[], bool]) -> None:

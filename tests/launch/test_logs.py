@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from headrace.launch.logs import Tail, Wanted, follow, read, shown
 
@@ -53,3 +54,18 @@ def test_following_shows_what_is_written_before_the_end(tmp_path: Path) -> None:
 
     follow(tmp_path, Wanted(), out.append, ends=ends)
     assert [each.split()[3] for each in out] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"a":' * 100_000,
+        '{"timestamp": "0001-01-01T00:00:00", "event": "x"}',
+        '{"timestamp": "2026-01-01T00:00:00", "actor": ["x"], "level": {"y": 1}, "event": null, "trace_id": 1}',
+        "\x00\x1b[2J",
+    ],
+)
+def test_a_line_that_no_actor_wrote_is_shown(tmp_path: Path, line: str) -> None:
+    (tmp_path / "x.log").write_text(f"{line}\n")
+    [told] = read(tmp_path, Wanted(), {})
+    assert shown(told)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 TAIL_BYTES = 64 << 10
 """Bytes at the end of a log that are searched."""
+_LONGEST = 2000
+"""Characters of a cause; it stands in events and on a terminal."""
 
 
 def oom_kills() -> int:
@@ -19,7 +21,13 @@ def oom_kills() -> int:
 
 
 def last_words(log: Path) -> str:
-    """The last error in a log; else its last event, else its last line; empty for an empty log."""
+    """The last error in a log; else its last event, else its last line; empty for an empty log. Without characters that
+    cannot be printed, and at most 2,000 of them: a process may write anything."""
+    words = _last_words(log)
+    return "".join(char if char.isprintable() else " " for char in words[:_LONGEST])
+
+
+def _last_words(log: Path) -> str:
     try:
         with log.open("rb") as source:
             source.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -30,7 +38,7 @@ def last_words(log: Path) -> str:
     for line in reversed(lines[-40:]):
         if line.startswith("headrace: "):
             return line.removeprefix("headrace: ")
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict) and "error" in record:
                 return str(record["error"])

@@ -10,7 +10,6 @@ cause.
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -62,7 +61,8 @@ FOR_GOOD = (2, 3)
 
 
 LOG_BYTES = 64 << 20
-"""A log that is larger is rotated, so a process has at most about twice as much."""
+"""A log that is larger is rotated, so a process has at most about three times as much, unless it writes more within
+`LOOK_S`."""
 LOOK_S = 5.0
 """Seconds between two looks at the size of a log."""
 
@@ -70,11 +70,17 @@ LOOK_S = 5.0
 def rotate(log: Path) -> None:
     """Move a log that is too large to ``<log>.1``, in place of an earlier one.
 
-    The process appends to the open file, so it is copied and emptied; lines written in between are lost.
+    The process appends to the open file, so its end, at most twice `LOG_BYTES`, is copied and it is emptied; lines that
+    are written in between are lost. A process may write faster than the copy goes.
     """
     with suppress(OSError):  # a full disk ends the run elsewhere (processes.py)
-        if log.stat().st_size > LOG_BYTES:
-            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+        size = log.stat().st_size
+        if size > LOG_BYTES:
+            left = min(size, 2 * LOG_BYTES)
+            with log.open("rb") as source, log.with_name(f"{log.name}.1").open("wb") as copy:
+                source.seek(size - left)
+                while left and (piece := source.read(min(left, 1 << 20))):
+                    left -= copy.write(piece)
             os.truncate(log, 0)
 
 

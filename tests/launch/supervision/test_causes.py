@@ -39,3 +39,12 @@ def test_a_kill_while_the_kernel_ended_processes_for_memory_is_called_so() -> No
     assert "out of memory" in ending(-signal.SIGKILL, now - 1)
     assert "out of memory" not in ending(-signal.SIGKILL, now)
     assert "out of memory" not in ending(-signal.SIGTERM, now - 1), "the kernel's choice gets no SIGTERM"
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 60_000, '{"error": "\\ud800"}', "\x1b" * 60_000, "\0", '{"error": [1, {"a": 2}]}']
+)
+def test_words_that_a_process_may_write_can_be_printed(tmp_path: Path, line: str) -> None:
+    (tmp_path / "log").write_text(line)
+    words = last_words(tmp_path / "log")
+    assert words.isprintable() and len(words.encode()) <= 2000

@@ -139,3 +139,11 @@ async def test_a_killed_process_leaves_no_child_behind_in_another_group(tmp_path
         assert select.select([left_behind], [], [], 20)[0], "a child in another process group outlived its parent"
     finally:
         os.close(left_behind)
+
+
+def test_a_rotated_log_keeps_its_end_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "LOG_BYTES", 5)
+    log = tmp_path / "a.log"
+    log.write_bytes(b"0123456789" * 9 + b"the end is")
+    children.rotate(log)
+    assert (log.read_bytes(), (tmp_path / "a.log.1").read_bytes()) == (b"", b"the end is")
