@@ -71,7 +71,7 @@ def widen(routed: Tensor, layers: int, k: int) -> Tensor:
         raise RoutesMissing(f"routes of shape {list(routed.shape)} do not fit {layers} layers and top {k}")
     wide = routed.to(torch.int64)
     none = {torch.uint8: 0xFF, torch.uint16: 0xFFFF}.get(routed.dtype)
-    return wide if none is None else torch.where(wide == none, torch.full_like(wide, -1), wide)
+    return wide if none is None else wide.masked_fill_(wide == none, -1)
 
 
 def from_array(routed: Array | None, layers: int, k: int) -> Tensor:

@@ -231,17 +231,27 @@ def _versions(trajectory: Trajectory, turn: Turn, start: int, end: int) -> list[
 def _routed(trajectory: Trajectory, turns: Sequence[Turn], covered: int) -> Tensor | None:
     """int64 [covered, layers, top_k]: routes of positions 0..covered-1, -1 where none was recorded; None without any.
     Where a position was forwarded several times, the first forward counts."""
-    rows: Tensor | None = None
+    parts: list[tuple[int, Tensor]] = []
+    adjoining, filled = True, 0
     for turn in turns:
         if turn.routed is None or not turn.spans:
             continue
-        routed = moe.widen(tensor(turn.routed), *turn.routed.shape[1:])
+        narrow = tensor(turn.routed)
         start, end = turn.spans[0].start, turn.spans[-1].end
-        if routed.shape[0] != end - start:
+        if narrow.shape[0] != end - start:
             raise BatchError(f"trajectory {trajectory.id}: turn {turn.index} has routes for other positions than spans")
-        if rows is None:
-            rows = torch.full((covered, *routed.shape[1:]), -1)
-        target = rows[start:end]  # shorter where the segment ends on a turn that sampled nothing
+        same = not parts or (narrow.dtype, narrow.shape[1:]) == (parts[0][1].dtype, parts[0][1].shape[1:])
+        adjoining, filled = adjoining and same and start == filled, end
+        parts.append((start, narrow))
+    if not parts:
+        return None
+    shape = parts[0][1].shape[1:]
+    if adjoining and filled >= covered:  # as usual: every position once; widened at once, the routes are copied once
+        return moe.widen(torch.cat([narrow for _, narrow in parts])[:covered], *shape)
+    rows = torch.full((covered, *shape), -1)
+    for start, narrow in parts:
+        routed = moe.widen(narrow, *narrow.shape[1:])
+        target = rows[start : start + len(routed)]  # shorter where the segment ends on a turn that sampled nothing
         new = target[:, 0, 0] < 0
         target[new] = routed[: len(target)][new]
     return rows

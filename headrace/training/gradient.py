@@ -29,6 +29,16 @@ def nothing() -> None:
     """Does nothing."""
 
 
+def in_order(*calls: Callable[[], object]) -> Callable[[], None]:
+    """A function that makes these calls one after the other."""
+
+    def together() -> None:
+        for call in calls:
+            call()
+
+    return together
+
+
 class Recipe(NamedTuple):
     """The settings that decide a step's bits, besides the state and the batch."""
 

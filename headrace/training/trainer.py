@@ -37,8 +37,8 @@ from headrace.registry import PluginError, differing, plugins
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.training import batch, checkpoint, memory_plan, mid_training
 from headrace.training.figures.clock import Clock
-from headrace.training.figures.work import Work, peak_flops, work_of
-from headrace.training.gradient import Helpers, Recipe, nothing
+from headrace.training.figures.work import Work, peak_flops, thread, work_of
+from headrace.training.gradient import Helpers, Recipe, in_order, nothing
 from headrace.training.guard import Guard
 from headrace.training.micro_batch import device_of
 from headrace.training.mid_training import Progress, Trace
@@ -79,6 +79,7 @@ class PolicyTrainer:
         self.resumed = False
         self.data_parallel: DataParallel = SINGLE_PROCESS
         self.clock = Clock()
+        self._beside = thread(config.trainer.threads)
 
     @classmethod
     def prepare(
@@ -149,6 +150,7 @@ class PolicyTrainer:
     def close(self) -> None:
         """Finish the open publication and end its threads; in a group also the other processes."""
         self.state.settle(end=True)
+        self._beside.shutdown()
 
     @property
     def version(self) -> int:
@@ -185,12 +187,14 @@ class PolicyTrainer:
         self.state.model.recompute = self.config.numerics.recompute
         self.state.model.plausible = self.config.numerics.replay_plausible
         self.state.configure(optimizer_settings(self.config.algorithm))
-        measured, work, between_s = Measured(), Work(), 0.0
+        measured, between_s = Measured(), 0.0
+        work: Callable[[], Work] = Work
         try:
             advantage = ADVANTAGES.get(self.config.algorithm.advantage)
             by_class = self.config.algorithm.baseline == "class"
             made = batch.build(manifest.groups, trajectories, scores, advantage, by_class=by_class)
-            work = work_of(self.config, self.state.model.config, made, manifest.seed, self.numerics.exact)
+            shape, exact = self.state.model.config, self.numerics.exact
+            work = self._beside.submit(work_of, self.config, shape, made, manifest.seed, exact).result
             between_s = self.state.since_update(self.clock.seconds["batch"])
             with self.clock.spent("rescore"):
                 measured = measure(
@@ -206,9 +210,9 @@ class PolicyTrainer:
             if self.guarded and algorithm.guard_k1 == 0.0:
                 self.guard.keep(self.state, self.config.curriculum.staleness)
             recipe = Recipe(algorithm, self.config.trainer.micro_tokens, self.config.curriculum.staleness)
-            helpers = Helpers(self.reference, self.data_parallel, before_update, hashed)
+            helpers = Helpers(self.reference, self.data_parallel, in_order(before_update, work), hashed)
             outcome = take(self.state, made, recipe, self.guard, helpers)
-            exact = self.numerics.exact and made.fingerprints <= {self.numerics.fingerprint}
+            exact = exact and made.fingerprints <= {self.numerics.fingerprint}
             outcome = msgspec.structs.replace(outcome, exact=exact)
         except batch.BatchError as error:
             outcome = refuse(self.state, "bad_batch", str(error), hashed=hashed)
@@ -228,7 +232,7 @@ class PolicyTrainer:
             rescored_tokens=measured.rescored.tokens,
             engines=measured.engines,
             alarm=measured.alarm(self.config.numerics),
-            work=work,
+            work=work(),
             between_s=between_s,
             peak_flops=peak_flops(self.config, self.state.model.config, device_of(self.state.model)),
         )

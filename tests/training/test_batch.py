@@ -97,6 +97,22 @@ def test_routes_cover_every_input() -> None:
     assert segment.routed[:, 0, 0].tolist() == list(range(9))
 
 
+def test_wide_routes_of_adjoining_turns_are_joined_and_name_no_expert_by_minus_one() -> None:
+    wide = [
+        msgspec.structs.replace(made, routed=Array.of(rows, "<u2", (len(rows) // 4, 2, 2)))
+        for made in TWO_TURNS
+        if made.routed is not None
+        for rows in [[0xFFFF, *(300 + expert for expert in made.routed.data[1:])]]
+    ]
+    (segment,) = segments_of(trajectory(*wide))
+    (narrow,) = segments_of(trajectory(*TWO_TURNS))
+    assert segment.routed is not None and narrow.routed is not None
+    start = TWO_TURNS[1].spans[0].start
+    want = narrow.routed + 300
+    want[0, 0, 0] = want[start, 0, 0] = -1
+    assert torch.equal(segment.routed, want)
+
+
 def test_after_a_move_without_kv_the_first_forward_wrote_the_token() -> None:
     moved = turn(1, [13, 14], [22, 23, 24], [Span(0, 9, 6)], first=30)
     (segment,) = segments_of(trajectory(TWO_TURNS[0], moved))

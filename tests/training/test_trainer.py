@@ -2,8 +2,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ from headrace.config import Config
 from headrace.messages.base import Array
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
+from headrace.training.figures.work import Work, work_of
 from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import PolicyTrainer, TrainerError
 from headrace.weights import snapshot
@@ -176,6 +179,18 @@ def test_a_bad_batch_moves_the_version_and_not_the_bytes(tmp_path: Path) -> None
         assert (outcome.failed, outcome.version, outcome.state_hash) == (reason, number + 1, before)
         assert outcome.detail
     assert not advance(trainer, 1)[0].failed
+
+
+def test_the_work_of_a_step_is_computed_beside_its_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, computed = prepare(tmp_path), threading.Event()
+
+    def late(*arguments: Any) -> Work:
+        assert computed.wait(30.0), "the gradient waits for it"
+        return work_of(*arguments)
+
+    monkeypatch.setattr("headrace.training.trainer.work_of", late)
+    outcome = trainer.step(*batch(models(trainer), 0, [0] * 4), computed.set)
+    assert not outcome.failed and outcome.work.trained_tokens == outcome.computed_tokens > 0
 
 
 def test_a_manifest_of_another_version_is_the_callers_mistake(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ add re-scoring, the proximal policy, the reference policy and the forward passes
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,12 @@ def work_of(config: Config, policy: PolicyConfig, batch: Batch, seed: int, exact
         hardware_flops=model + extra + (forward if config.numerics.recompute else 0.0),
         expert_load=expert_load(policy, batch.segments),
     )
+
+
+def thread(threads: int) -> ThreadPoolExecutor:
+    """A thread for `work_of` beside a step's gradient: before it, the load of the experts would delay the forward pass.
+    threads: of torch, as in the thread that trains."""
+    return ThreadPoolExecutor(1, thread_name_prefix="work", initializer=torch.set_num_threads, initargs=(threads,))
 
 
 def _flops(policy: PolicyConfig, segments: Sequence[Segment]) -> float:

@@ -121,13 +121,22 @@ class Seen(threading.Event):
         return super().wait(timeout)
 
 
-def test_an_update_waits_until_its_weights_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CHANGES: dict[str, Callable[[TrainerState], None]] = {
+    "update": lambda changed: changed.apply(1e-2),
+    "rollback": lambda changed: changed.restore(TrainerState(world.model(1)).tensors(), version=0, step=0),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_waits_until_the_weights_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     trainer_state = TrainerState(world.model())
     before, contents, seen = trainer_state.hash(), trainer_state.contents, Seen()
 
     def late() -> Contents:
-        """Read after the update has begun to wait: one that does not wait changes what is read."""
-        assert seen.awaited.wait(30.0), "the update did not wait"
+        """Read after the change has begun to wait: one that does not wait changes what is read."""
+        assert seen.awaited.wait(30.0), "the change did not wait"
         return contents()
 
     monkeypatch.setattr(trainer_state, "contents", late)
@@ -136,9 +145,9 @@ def test_an_update_waits_until_its_weights_are_copied(tmp_path: Path, monkeypatc
     for parameter in trainer_state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with ThreadPoolExecutor(1) as pool:
-        updating = pool.submit(trainer_state.apply, 1e-2)
+        changing = pool.submit(CHANGES[kind], trainer_state)
         assert out.hashed.result() == before
-        updating.result()
+        changing.result()
     assert trainer_state.hash() != before
     trainer_state.settle(end=True)
 
