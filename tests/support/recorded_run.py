@@ -1,7 +1,7 @@
 """The environment of a trainer, small: real samples of published versions, scores and closings, over the bus."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -40,8 +40,9 @@ def config(folder: Path, **sections: dict[str, Any]) -> Config:
 class RunFeeder:
     """Feeds a run: samples with the published versions, as engines would, and closes groups in order."""
 
-    def __init__(self, bus: Bus, run: str, folder: Path) -> None:
-        self.bus, self.run = bus, run
+    def __init__(self, bus: Bus, run: str, folder: Path, make: Callable[[], Model] = world.model) -> None:
+        """make: a model of the run's policy, with any weights."""
+        self.bus, self.run, self._make = bus, run, make
         self.folder = folder / run
         self.folder.mkdir(parents=True)
         (self.folder / "tokenizer.json").write_text(world.TOKENIZER)
@@ -57,7 +58,7 @@ class RunFeeder:
             async for received in self.bus.follow("HR_EVENT", where):
                 ready = received.message
                 if ready.version not in self.models:
-                    self.models[ready.version] = world.model()
+                    self.models[ready.version] = self._make()
                     self.models[ready.version].load_state(snapshot.read(ready.path))
                     self.hashes[ready.version] = ready.state_hash
                 if ready.version == number:

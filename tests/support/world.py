@@ -59,7 +59,8 @@ def episodes(models: Mapping[int, Model], wanted: Sequence[Sampled], spans: Sequ
     count = len(wanted)
     generators = [torch.Generator().manual_seed(request.seed * 100 + request.slot) for request in wanted]
     words = [random.Random(request.seed).choice(WORDS) for request in wanted]
-    cache, tables, covered = KVCache(POLICY, count), [[number] for number in range(count)], 0
+    first = models[spans[0]]
+    cache, tables, covered = KVCache(first.config, count), [[number] for number in range(count)], 0
     pending: list[list[int]] = [[] for _ in wanted]
     turns: list[list[Turn]] = [[] for _ in wanted]
     for index in range(2):
@@ -102,7 +103,7 @@ def episodes(models: Mapping[int, Model], wanted: Sequence[Sampled], spans: Sequ
                     prompt_ids=Array.of(prompt, "<i4"),
                     ids=Array.of(ids[number], "<i4"),
                     logprobs=Array.of(logprobs[number], "<f4"),
-                    routed=Array("|u1", tuple(routed.shape), routed.numpy().tobytes()) if POLICY.experts else None,
+                    routed=Array("|u1", tuple(routed.shape), routed.numpy().tobytes()) if recorder else None,
                     spans=tuple(forwarded),
                 )
             )
@@ -122,7 +123,7 @@ def episodes(models: Mapping[int, Model], wanted: Sequence[Sampled], spans: Sequ
             outcome="finished",
             turns=tuple(made),
             diff={},
-            fingerprint=NUMERICS.fingerprint,
+            fingerprint=first.numerics.fingerprint,
         )
         for request, word, made in zip(wanted, words, turns, strict=True)
     ]
