@@ -1,6 +1,7 @@
 """The JSON objects of the agents API with their limits, and its error."""
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -117,3 +118,11 @@ class NewRating(msgspec.Struct, frozen=True, kw_only=True):
     def up(self) -> bool:
         """Whether the rating is positive."""
         return self.thumb == "up" or self.diff == "accepted"
+
+
+def host_of(url: str) -> str | None:
+    """The host of an address; None where it has none, and where programs may read another one in it."""
+    try:
+        return urlsplit(url).hostname if url.isascii() and url.isprintable() and not {" ", "\\"} & set(url) else None
+    except ValueError:  # such as an unclosed bracket
+        return None

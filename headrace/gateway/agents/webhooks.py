@@ -5,11 +5,10 @@ import hashlib
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from urllib.parse import urlsplit
 
 import aiohttp
 
-from headrace.gateway.agents.requests import AgentRefused, Webhook
+from headrace.gateway.agents.requests import AgentRefused, Webhook, host_of
 from headrace.messages.product import Agent, AgentRun
 
 SIGNATURE = "X-Headrace-Signature"
@@ -26,14 +25,6 @@ def allowed(webhook: Webhook | None, hosts: Sequence[str]) -> None:
         raise AgentRefused(
             400, "invalid_webhook", f"webhook.url: expected a host of [production] webhook_hosts: {named}"
         )
-
-
-def host_of(url: str) -> str | None:
-    """The host of an address; None where it has none, and where programs may read another one in it."""
-    try:
-        return urlsplit(url).hostname if url.isascii() and url.isprintable() and not {" ", "\\"} & set(url) else None
-    except ValueError:  # such as an unclosed bracket
-        return None
 
 
 class Webhooks:

@@ -16,8 +16,7 @@ from headrace import timed_commands
 from headrace.archives import commits, members, tars
 from headrace.archives.commits import GIT_S
 from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits
-from headrace.gateway.agents.requests import AgentRefused, WorkspaceSource
-from headrace.gateway.agents.webhooks import host_of
+from headrace.gateway.agents.requests import AgentRefused, WorkspaceSource, host_of
 from headrace.gateway.requests import MAX_FILES, refused_paths
 
 MOST_BYTES = 6 << 20

@@ -73,7 +73,8 @@ def work_of(config: Config, policy: PolicyConfig, batch: Batch, seed: int, exact
 
 def thread(threads: int) -> ThreadPoolExecutor:
     """A thread for `work_of` beside a step's gradient: before it, the load of the experts would delay the forward pass.
-    threads: of torch, as in the thread that trains."""
+    Ask for its result before the update, so that an error leaves the weights as they are. threads: of torch, as in the
+    thread that trains."""
     return ThreadPoolExecutor(1, thread_name_prefix="work", initializer=torch.set_num_threads, initargs=(threads,))
 
 
