@@ -27,6 +27,12 @@ pytestmark = pytest.mark.anyio
 T = TypeVar("T")
 
 
+def _stop(pid: int) -> None:
+    """Stop a child. It still answers for a moment after the signal: its last thread has stopped when this returns."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+
+
 class Broker:
     """A broker that can be killed and started again on the same port and store."""
 
@@ -47,7 +53,7 @@ class Broker:
             await send_ping(pong)
             asked.set()
 
-        os.kill(self.server.pid, signal.SIGSTOP)
+        _stop(self.server.pid)
         connection.client._send_ping = sending  # type: ignore[method-assign, assignment]
         task = asyncio.create_task(work)
         await asked.wait()
