@@ -29,6 +29,8 @@ LARGEST = store.DRIVE_BYTES
 """Unpacked bytes of the largest image that is taken."""
 MEMORY_MB = 512
 """Memory of a machine whose image and task ask for none."""
+_NO_ID = (1 << 32) - 1
+"""The number that the kernel takes for "unchanged"; ids of users and groups are below it."""
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}$")
 WORKDIR = "/workspace"
 """Where programs of an image without a working directory start, and where its repository lies."""
@@ -266,14 +268,16 @@ def _user(tree: Tree, user: str) -> tuple[int, int, tuple[int, ...], str]:
         raise BadImage(f"it runs as {name!r}, and its /etc/passwd has no such user")
     uid = int(account[2]) if account else int(name or 0)
     gid = int(account[3]) if account else 0
-    further = tuple(int(row[2]) for row in teams if account and account[0] in row[3].split(","))
+    further = tuple(
+        int(row[2]) for row in teams if account and account[0] in row[3].split(",") and int(row[2]) < _NO_ID
+    )
     if group:
         team = next((row for row in teams if group in (row[0], row[2])), None)
         if team is None and not _is_id(group):
             raise BadImage(f"it runs in group {group!r}, and its /etc/group has no such group")
         gid, further = int(team[2]) if team else int(group), ()
-    if max(uid, gid) >= 1 << 32:
-        raise BadImage(f"it runs as {user!r}, expected numbers below {1 << 32}")
+    if max(uid, gid) >= _NO_ID:
+        raise BadImage(f"it runs as {user!r}, expected numbers below {_NO_ID}")
     return uid, gid, further, account[5] if account and account[5] else "/"
 
 

@@ -60,7 +60,7 @@ def ask(name: str, group: str, slot: int = 0, **changes: object) -> Acquire:
 @pytest.fixture(scope="module")
 def busybox(cache: Path) -> str:
     binary = probe._busybox(packages.folder(cache))
-    names = ("sh", "id", "cat", "ls", "pwd", "env", "ln", "touch", "sleep", "chown", "mount", "stat")
+    names = ("sh", "id", "cat", "ls", "pwd", "env", "ln", "touch", "sleep", "chown", "mount", "stat", "rm", "mkfifo")
     below: Members = [
         folder("bin"),
         file("bin/busybox", binary, mode=0o755),
@@ -115,6 +115,8 @@ async def test_an_image_runs_as_its_configuration_says(host: Host, busybox: str)
     )
     assert root.stdout.split() == ["0", "secret", "no", "no"]
     assert "no user 'ghost'" in (await sh(box, "true", "ghost")).error
+    assert "no user '²'" in (await sh(box, "true", "²")).error
+    assert "is not the number of a user" in (await sh(box, "true", str((1 << 32) - 1))).error
     plan = TestPlan(kind="command", argv=("sh", "-c", "exit 3"))
     assert (await box.call(RunTests(plan=plan))).code == 3
     assert "by a command of its own" in (await box.call(RunTests(plan=TestPlan(paths=("t.py",))))).error
@@ -133,6 +135,9 @@ async def test_an_image_runs_as_its_configuration_says(host: Host, busybox: str)
     for taken in (box, other):
         looked = await taken.call(CheckIntegrity(thorough=True))
         assert looked.ok and looked.tampered == ()
+    assert (await sh(box, "rm /etc/passwd && mkfifo /etc/passwd", "root")).ok
+    assert "no user 'dev'" in (await sh(box, "true", "dev")).error, "the agent does not wait for a writer"
+    for taken in (box, other):
         host.release(taken.id)
 
 

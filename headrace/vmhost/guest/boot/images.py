@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import socket
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -30,6 +31,8 @@ from .syscalls import BIND, MOVE, NODEV, NOEXEC, NOSUID, RDONLY, REMOUNT, mount
 
 ALLOWED = (0, 1, 3, 4, 5, 6, 7, 10)
 """Capabilities: chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service."""
+_ACCOUNTS_BYTES = 1 << 20
+"""Bytes that are read of the image's /etc/passwd and /etc/group."""
 _MASKED = ("kcore", "keys", "timer_list", "sched_debug", "sysrq-trigger")
 NEW = drives.IMAGE
 
@@ -137,8 +140,9 @@ class WaitingSlot(Slot):
         mount(f"{NEW}/proc/sys", f"{NEW}/proc/sys", "", BIND)
         mount("none", f"{NEW}/proc/sys", "", REMOUNT | BIND | RDONLY)
         for name, text in (("hostname", "sandbox\n"), ("hosts", "127.0.0.1 localhost sandbox\n")):
-            with suppress(OSError):
-                fd = os.open(f"{NEW}/etc/{name}", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            with suppress(OSError):  # also a pipe, whose opening would wait for a reader
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+                fd = os.open(f"{NEW}/etc/{name}", flags, 0o644)
                 if os.fstat(fd).st_size == 0:
                     os.write(fd, text.encode())
                 os.close(fd)
@@ -161,18 +165,12 @@ class ImageSlotAgent(agent.SlotAgent):
         """A function that turns a fork into the image's user of that name or number. OperationError without one."""
         if not name:
             return self.become
-        try:
-            with open("/etc/passwd", errors="replace") as file:
-                users = [line.rstrip("\n").split(":") for line in file]
-            with open("/etc/group", errors="replace") as file:
-                groups = [line.rstrip("\n").split(":") for line in file]
-        except OSError:
-            users, groups = [], []
+        users, groups = _rows("/etc/passwd"), _rows("/etc/group")
         entry = next((row for row in users if len(row) > 3 and name in (row[0], row[2])), None)
-        if entry is None and not name.isdigit():
+        if entry is None and not (name.isascii() and name.isdigit()):
             raise OperationError(f"there is no user {name!r} here")
-        uid, gid = (int(entry[2]), int(entry[3])) if entry else (int(name), 0)
-        extra = [int(row[2]) for row in groups if len(row) > 3 and entry and entry[0] in row[3].split(",")]
+        uid, gid = (_id(entry[2]), _id(entry[3])) if entry else (_id(name), 0)
+        extra = [_id(row[2]) for row in groups if len(row) > 3 and entry and entry[0] in row[3].split(",")]
 
         tools = self.tools
 
@@ -217,6 +215,32 @@ class ImageSlotAgent(agent.SlotAgent):
             with _as_root():
                 return super().operate(number, header, bodies)
         return super().operate(number, header, bodies)
+
+
+def _rows(path: str) -> list[list[str]]:
+    """The rows of a file such as /etc/passwd. None of a file that is missing or is not a regular one: the image's
+    author chose it, and a pipe would block the agent."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return []
+        text = os.read(fd, _ACCOUNTS_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return []
+    finally:
+        os.close(fd)
+    return [line.split(":") for line in text.split("\n")]
+
+
+def _id(text: str) -> int:
+    """A number of a user or group. OperationError for a text that is none: the kernel has 32 bits, and the highest
+    number means "unchanged"."""
+    if not (text.isascii() and text.isdigit() and len(text) < 11 and int(text) < (1 << 32) - 1):
+        raise OperationError(f"{text[:40]!r} is not the number of a user or group")
+    return int(text)
 
 
 @contextmanager
