@@ -62,6 +62,8 @@ class SearchReply(Message, frozen=True, kw_only=True):
     hits: tuple[Hit, ...] = ()
     chunks: Count = 0
     """Chunks of the workspace."""
+    left_out: Count = 0
+    """Files that are not searched, because indexing all files costs too much work."""
     failure: str = ""
     """``unknown_base``: send the whole workspace. ``not_ready``: the vectors were not there in time."""
     detail: str = ""

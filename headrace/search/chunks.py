@@ -20,6 +20,13 @@ MOST_FOLDERS = 100
 """Folders around a file above which it is not indexed. The walk of the tree has a call per folder."""
 MOST_NESTING = 100
 """Statements around a definition above which it is part of the text around it. Each costs a call."""
+MOST_WORK = 8_000_000
+"""Work that one workspace may cost. 13 MiB of ordinary Python cost about so much."""
+_FILE, _CHUNK, _NODE = 50, 10, 2
+_READ = 1 << 16
+"""Bytes that the parser gets at a time."""
+_STEPS, _STEPS_WITH_ERRORS = 40, 240
+"""Work of 100 steps of the parser, without and with syntax errors: it recovers from them by trying several readings."""
 
 _GRAMMARS = {".py": "python", ".pyi": "python"}
 """Ending to the grammar ``tree_sitter_<name>``."""
@@ -52,6 +59,26 @@ class Chunk(msgspec.Struct, frozen=True):
         return blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+class WorkExceeded(Exception):
+    """A file costs more work than is left."""
+
+
+class Work:
+    """The work that cutting and counting words may still cost, in units that follow from the files alone and not from
+    the machine: about a microsecond each."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int = MOST_WORK) -> None:
+        self.left = left
+
+    def spend(self, units: int) -> None:
+        """Count work that was done, or is about to be done. WorkExceeded."""
+        self.left -= units
+        if self.left < 0:
+            raise WorkExceeded
+
+
 @lru_cache(1)
 def identity() -> str:
     """Identifies the inputs of chunks besides the files: the rules of this module and the versions of the parsers."""
@@ -66,19 +93,22 @@ def indexed(path: str) -> bool:
     return _ending(path) in _GRAMMARS or _ending(path) in _TEXT
 
 
-def cut(path: str, data: bytes) -> list[Chunk]:
-    """The chunks of a file, in its order; none for an empty, binary or huge one."""
+def cut(path: str, data: bytes, work: Work | None = None) -> list[Chunk]:
+    """The chunks of a file, in its order; none for an empty, binary or huge one. WorkExceeded."""
+    work = work or Work()
+    work.spend(_FILE)
     if len(data) > MOST_FILE or b"\0" in data[:1024]:
         return []
     lines = data.decode("utf-8", "replace").split("\n")
     grammar = _GRAMMARS.get(_ending(path), "")
-    pieces = _definitions(grammar, data, len(lines)) if grammar else [("", 0, len(lines))]
-    return [
-        Chunk(path, name, first + 1, tuple(lines[first:last]))
-        for name, start, end in pieces
-        for first, last in (_split(lines, start, end) if name else _paragraphs(lines, start, end))
-        if any(line.strip() for line in lines[first:last])
-    ]
+    pieces = _definitions(grammar, data, len(lines), work) if grammar else [("", 0, len(lines))]
+    out = []
+    for name, start, end in pieces:
+        for first, last in _split(lines, start, end) if name else _paragraphs(lines, start, end):
+            if any(line.strip() for line in lines[first:last]):
+                work.spend(_CHUNK)
+                out.append(Chunk(path, name, first + 1, tuple(lines[first:last])))
+    return out
 
 
 def _ending(path: str) -> str:
@@ -111,7 +141,30 @@ def _parser(grammar: str) -> Any:
     return tree_sitter.Parser(tree_sitter.Language(language))
 
 
-def _definitions(grammar: str, data: bytes, count: int) -> list[tuple[str, int, int]]:
+def _parsed(grammar: str, data: bytes, work: Work) -> Any:
+    """The root of the syntax tree. WorkExceeded. The parser calls back after every 100 steps; their number follows from
+    the file alone."""
+    parser, cheap = _parser(grammar), 0
+
+    def stops(_: int, has_error: bool) -> bool:
+        nonlocal cheap
+        cheap += not has_error
+        work.left -= _STEPS_WITH_ERRORS if has_error else _STEPS
+        return work.left < 0
+
+    try:
+        tree = parser.parse(lambda offset, _: data[offset : offset + _READ], progress_callback=stops)
+    except ValueError:  # it was stopped
+        tree = None
+    if tree is None or work.left < 0:
+        parser.reset()
+        raise WorkExceeded
+    if tree.root_node.has_error:  # most of them are known at the end alone
+        work.spend(cheap * (_STEPS_WITH_ERRORS - _STEPS))
+    return tree.root_node
+
+
+def _definitions(grammar: str, data: bytes, count: int, work: Work) -> list[tuple[str, int, int]]:
     """(qualified name, first line, line behind the last), 0-based, covering the file; the name of text outside every
     definition is empty. A nested function is part of the function around it; a method is not part of its class."""
     pieces: list[tuple[str, int, int]] = []
@@ -126,7 +179,9 @@ def _definitions(grammar: str, data: bytes, count: int) -> list[tuple[str, int, 
     def visit(node: Any, prefix: str, depth: int) -> None:
         if depth > MOST_NESTING:
             return
-        for child in node.named_children:
+        children = node.named_children
+        work.spend(_NODE * len(children))
+        for child in children:
             whole = child
             if child.type == "decorated_definition":
                 child = child.child_by_field_name("definition") or child
@@ -135,7 +190,10 @@ def _definitions(grammar: str, data: bytes, count: int) -> list[tuple[str, int, 
                     visit(child, prefix, depth + 1)
                 continue
             title = child.child_by_field_name("name")
-            name = prefix + (title.text.decode("utf-8", "replace") if title is not None else "?")
+            # The text of a node would be read anew from the start of the file.
+            text = data[title.start_byte : title.end_byte] if title is not None else b"?"
+            name = prefix + text.decode("utf-8", "replace")
+            work.spend(len(name) // 256)
             close(whole.start_point[0], prefix.rstrip("."))
             if child.type == "class_definition":
                 body = child.child_by_field_name("body")
@@ -143,6 +201,6 @@ def _definitions(grammar: str, data: bytes, count: int) -> list[tuple[str, int, 
                     visit(body, f"{name}.", depth + 1)
             close(max(at, whole.end_point[0] + 1), name)
 
-    visit(_parser(grammar).parse(data).root_node, "", 0)
+    visit(_parsed(grammar, data, work), "", 0)
     close(count, "")
     return pieces

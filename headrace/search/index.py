@@ -4,7 +4,7 @@ The order of results follows from root, model, mode and query alone. Ties keep t
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from functools import cached_property
 from hashlib import blake2b
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.search import chunks as cutting
-from headrace.search.chunks import Chunk
+from headrace.search.chunks import MOST_WORK, Chunk, Work, WorkExceeded
 from headrace.search.embeddings import Vectors
 from headrace.search.keywords import Bag, Postings, postings, postings_of, scores
 from headrace.search.tree import Folder, changes, tree
@@ -24,17 +24,24 @@ KEYWORD_SHARE = 0.3
 class Piece:
     """A chunk, and the values that are computed once from it."""
 
-    __slots__ = ("bag", "chunk", "hash")
+    __slots__ = ("bag", "chunk", "hash", "size")
 
-    def __init__(self, chunk: Chunk) -> None:
-        self.chunk, self.hash, self.bag = chunk, chunk.hash(), Bag(chunk.text)
+    def __init__(self, chunk: Chunk, work: Work) -> None:
+        text = chunk.text
+        work.spend(len(text) // 32)
+        self.chunk, self.hash, self.bag, self.size = chunk, chunk.hash(), Bag(text), len(text)
+        work.spend(3 * len(self.bag) + self.bag.length // 4)
 
 
 class Part:
-    """The pieces of one file; all states of a workspace with this file share it."""
+    """The pieces of one file; all states of all workspaces with this file share it."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces = tuple(pieces)
+    def __init__(self, path: str, data: bytes, left: int = MOST_WORK) -> None:
+        """WorkExceeded when the file costs more than `left`."""
+        work = Work(left)
+        self.pieces = tuple(Piece(chunk, work) for chunk in cutting.cut(path, data, work))
+        self.work = left - work.left
+        """Work that it cost."""
 
     @cached_property
     def postings(self) -> Postings:
@@ -42,28 +49,64 @@ class Part:
         return postings([piece.bag for piece in self.pieces])
 
 
+Parts = MutableMapping[tuple[str, str], Part]
+"""The parts of several indexes by path and content hash."""
+
+
 class Index:
-    """An immutable state of a workspace; `changed` makes the next one, which shares all unchanged parts."""
+    """An immutable state of a workspace; `changed` makes the next one, which shares all unchanged parts.
+
+    Files are indexed in the order of their paths, as long as they cost at most `MOST_WORK` together. The files from the
+    first one that exceeds it are left out. So the files alone decide, on every machine and whichever state came before.
+    """
 
     def __init__(self, files: Mapping[str, str], parts: Mapping[str, Part], folder: Folder) -> None:
         self.files, self._by_path, self.tree = dict(files), dict(parts), folder
-        digest = blake2b(f"{cutting.identity()}\0{folder.hash}".encode(), digest_size=16)
+        self.left_out = len(self.files) - len(self._by_path)
+        """Files that are not indexed, because all of them cost too much work."""
+        limit = f"\0work-1 {MOST_WORK}" if self.left_out else ""
+        digest = blake2b(f"{cutting.identity()}\0{folder.hash}{limit}".encode(), digest_size=16)
         self.root = digest.hexdigest()
-        """Identifies the files and the rules by which they were cut into chunks."""
+        """Identifies the files, the rules by which they were cut into chunks, and the limit where it left out files."""
 
     @classmethod
-    def of(cls, hashes: Mapping[str, str], contents: Mapping[str, bytes]) -> "Index":
+    def of(cls, hashes: Mapping[str, str], contents: Mapping[str, bytes], shared: Parts | None = None) -> "Index":
         """Of a whole workspace: path to content hash, and contents."""
-        return cls({}, {}, tree({})).changed(hashes, contents)
+        index = cls({}, {}, tree({})).changed(hashes, contents, shared)
+        assert index is not None, "every file has its contents"
+        return index
 
-    def changed(self, hashes: Mapping[str, str], contents: Mapping[str, bytes]) -> "Index":
-        """The next state: a workspace with exactly these files. contents: of the new and changed files."""
+    def changed(
+        self, hashes: Mapping[str, str], contents: Mapping[str, bytes], shared: Parts | None = None
+    ) -> "Index | None":
+        """The next state: a workspace with exactly these files. None when a file that was left out is to be indexed now
+        and has no contents here. contents: of the new and changed files. shared: parts of other indexes; new ones are
+        added."""
         folder = tree(hashes)
-        new, gone = changes(self.tree, folder)
-        by_path = {path: part for path, part in self._by_path.items() if path not in gone}
-        for path in new:
-            by_path[path] = Part([Piece(chunk) for chunk in cutting.cut(path, contents[path])])
+        new = set(changes(self.tree, folder)[0])
+        shared = {} if shared is None else shared
+        by_path: dict[str, Part] = {}
+        left = MOST_WORK
+        for path in sorted(hashes):
+            key = path, hashes[path]
+            part = (self._by_path.get(path) if path not in new else None) or shared.get(key)
+            if part is None:
+                if path not in contents:
+                    return None
+                try:
+                    part = shared[key] = Part(path, contents[path], left)
+                except WorkExceeded:
+                    break
+            left -= part.work
+            if left < 0:
+                break
+            by_path[path] = part
         return Index(hashes, by_path, folder)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of all indexed files."""
+        return list(self._by_path.values())
 
     @cached_property
     def pieces(self) -> list[Piece]:

@@ -4,22 +4,26 @@
 """
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.messages.search import Hit, Mode, SearchReply, SearchRequest
-from headrace.search.chunks import indexed
+from headrace.search.chunks import MOST_WORK, indexed
 from headrace.search.embeddings import Vectors
-from headrace.search.index import Index, Piece
+from headrace.search.index import Index, Part, Parts, Piece
 from headrace.search.models import SearchModel
 from headrace.search.tree import content_hash
 
 MOST_INDEXES = 256
+MOST_HELD = 6 * MOST_WORK
+"""Work of all files that the held indexes have, which bounds their memory: about 60 bytes per unit at most. The least
+recently used indexes beyond it are dropped; their sessions send the whole workspace again."""
 SLICE = 32
 """Chunks that one call of `embed_some` embeds."""
 
@@ -43,12 +47,17 @@ class Indexes:
         self._indexes: OrderedDict[str, Index] = OrderedDict()
         self._templates: OrderedDict[str, str] = OrderedDict()
         """Roots whose vectors are still missing, each with its template; the newest last."""
+        self._parts: Parts = WeakValueDictionary()
+        self._uses: Counter[Part] = Counter()
+        """Number of held indexes with a part."""
+        self._held = 0
         self._lock, self._opening = threading.Lock(), threading.Lock()
 
     _embedder: Embedder | None
 
     def update(self, request: SearchRequest) -> Index | None:
-        """The index of the request's workspace; None when this node does not hold its base (any more)."""
+        """The index of the request's workspace; None when this node does not hold its base (any more), or has not the
+        contents of a file that the base left out."""
         with self._lock:
             base = self._indexes.get(request.base)
         if request.base and base is None:
@@ -59,16 +68,34 @@ class Indexes:
         hashes |= {path: content_hash(data) for path, data in contents.items()}
         for path in request.deleted:
             hashes.pop(path, None)
-        index = base.changed(hashes, contents) if base is not None else Index.of(hashes, contents)
+        parts = self._parts
+        index = base.changed(hashes, contents, parts) if base is not None else Index.of(hashes, contents, parts)
+        if index is None:
+            return None
         with self._lock:
-            index = self._indexes.setdefault(index.root, index)
+            if index.root not in self._indexes:
+                self._hold(index)
+            index = self._indexes[index.root]
             self._indexes.move_to_end(index.root)
-            while len(self._indexes) > MOST_INDEXES:
-                self._indexes.popitem(last=False)
+            while len(self._indexes) > MOST_INDEXES or (self._held > MOST_HELD and len(self._indexes) > 1):
+                self._drop(self._indexes.popitem(last=False)[1])
             if index.missing(self.vectors):
                 self._templates[index.root] = request.template
                 self._templates.move_to_end(index.root)
         return index
+
+    def _hold(self, index: Index) -> None:
+        self._indexes[index.root] = index
+        for part in index.parts:
+            self._held += 0 if self._uses[part] else part.work
+            self._uses[part] += 1
+
+    def _drop(self, index: Index) -> None:
+        for part in index.parts:
+            self._uses[part] -= 1
+            if not self._uses[part]:
+                del self._uses[part]
+                self._held -= part.work
 
     def ready(self, index: Index) -> bool:
         """Whether every chunk has its vector."""
@@ -87,7 +114,7 @@ class Indexes:
             else:
                 return False
         # Texts of similar length are embedded together, so that little is padded.
-        part: list[Piece] = sorted(missing, key=lambda piece: (len(piece.chunk.text), piece.hash))[:SLICE]
+        part: list[Piece] = sorted(missing, key=lambda piece: (piece.size, piece.hash))[:SLICE]
         self.vectors.put(
             template, [piece.hash for piece in part], self._model().embed([piece.chunk.text for piece in part])
         )
@@ -103,7 +130,14 @@ class Indexes:
         hits = tuple(
             Hit(piece.chunk.path, piece.chunk.first, piece.chunk.lines, piece.hash, score) for score, piece in chunks
         )
-        return SearchReply(root=index.root, model=self.identity, mode=mode, hits=hits, chunks=len(index.pieces))
+        return SearchReply(
+            root=index.root,
+            model=self.identity,
+            mode=mode,
+            hits=hits,
+            chunks=len(index.pieces),
+            left_out=index.left_out,
+        )
 
     def _model(self) -> Embedder:
         with self._opening:

@@ -10,6 +10,8 @@ from headrace.messages.search import SearchLost
 
 NAME = "semantic_search"
 _SHOWN, _LINES = 5, 12
+MOST_QUERY = 2000
+"""Characters of a query; each of its words is looked up in every piece."""
 
 
 class SemanticSearchTool:
@@ -28,6 +30,8 @@ class SemanticSearchTool:
             raise SearchLost("this episode has no search service, but its task offers semantic_search")
         if not arguments["query"].strip():
             return Answer("query is empty", ok=False)
+        if len(arguments["query"]) > MOST_QUERY:
+            return Answer(f"query has {len(arguments['query'])} characters; at most {MOST_QUERY} are allowed", ok=False)
         try:
             reply = await workspace.search.find(arguments["query"], _SHOWN, workspace.call, workspace.call_id)
         except UnsearchableWorkspace as error:
@@ -37,6 +41,11 @@ class SemanticSearchTool:
             + (f"\n[{len(hit.lines) - _LINES} more lines]" if len(hit.lines) > _LINES else "")
             for hit in reply.hits
         ]
+        if reply.left_out:
+            files = "1 file is" if reply.left_out == 1 else f"{reply.left_out} files are"
+            shown.append(
+                f"[{files} not searched: the repository is too large to index, so only the first files by path are]"
+            )
         return Answer("\n".join(shown) or "nothing found", retrieved=reply.retrieved)
 
 

@@ -15,6 +15,8 @@ from headrace.messages.tasks import Task
 Pull = Callable[[PullTree], Awaitable[OpResult]]
 MOST_BYTES = 32 << 20
 """Most bytes of a workspace that can be searched; a larger one raises UnsearchableWorkspace."""
+MOST_NAMES = 200_000
+"""Most names of files and of the folders around each; the hash tree of a workspace costs time for each."""
 
 
 class UnsearchableWorkspace(Exception):
@@ -86,6 +88,11 @@ class SearchSession:
         if not result.ok or result.truncated:
             too_large = f"the repository holds more than {MOST_BYTES >> 20} MiB of text, too much to search"
             raise UnsearchableWorkspace(result.error or too_large)
+        if sum(path.count("/") + 1 for path in result.files) > MOST_NAMES:
+            raise UnsearchableWorkspace(
+                f"the files of the repository and the folders around each are more than {MOST_NAMES} names, too many "
+                "to search"
+            )
         before, self._files, self._digest = self._files, dict(result.files), result.digest
         if not self._root:
             return self._files, ()
