@@ -46,6 +46,8 @@ class Search(Actor):
         self._indexes = open_indexes(model, section.tokens, Path(self.config.environment.cache_dir) / "search")
         self._work, self._news = asyncio.Event(), asyncio.Condition()
         self._searches = self._hybrid = 0
+        self._unusable = ""
+        """The reason for which the model cannot be used."""
         self._node = token(f"{self.bus.node}-{self.run}")
         self.spawn(self._embed(), "embedding")
         self.every(5.0, self._measure, "metrics")
@@ -68,8 +70,15 @@ class Search(Actor):
         self._work.set()
         mode = await self._mode(index, request.mode)
         if mode is None:
-            return SearchReply(node=self._node, failure="not_ready", detail=f"no vectors within {REPLAY_S:.0f} s")
-        reply = await loop.run_in_executor(self._answers, self._indexes.find, index, request.query, request.limit, mode)
+            detail = self._unusable or f"no vectors within {REPLAY_S:.0f} s"
+            return SearchReply(node=self._node, failure="not_ready", detail=detail)
+        find = self._indexes.find
+        try:
+            reply = await loop.run_in_executor(self._answers, find, index, request.query, request.limit, mode)
+        except SearchModelError as error:
+            self._unusable = str(error)
+            self.fail(Unrecoverable(f"SearchModelError: {error}"))
+            return SearchReply(node=self._node, failure="not_ready", detail=self._unusable)
         self._searches += 1
         self._hybrid += mode == "hybrid"
         return SearchReply(
@@ -79,6 +88,7 @@ class Search(Actor):
             mode=mode,
             hits=reply.hits,
             chunks=reply.chunks,
+            left_out=reply.left_out,
         )
 
     async def _mode(self, index: Index, wanted: Mode | None) -> Mode | None:
@@ -88,20 +98,26 @@ class Search(Actor):
         with self.waiting():
             try:
                 async with asyncio.timeout(REPLAY_S if wanted else self.config.search.wait_s), self._news:
-                    await self._news.wait_for(lambda: self._indexes.ready(index))
+                    await self._news.wait_for(lambda: bool(self._unusable) or self._indexes.ready(index))
             except TimeoutError:
                 return None if wanted else "keyword"
-        return "hybrid"
+        return "hybrid" if not self._unusable else None
 
     async def _embed(self) -> None:
-        """Embed missing chunks, a batch at a time, without end."""
+        """Embed missing chunks, a batch at a time, without end. Unrecoverable when the model cannot be used."""
         loop = asyncio.get_running_loop()
         while True:
             await self._work.wait()
             self._work.clear()
-            while await loop.run_in_executor(self._vectors, self._indexes.embed_some):
+            try:
+                while await loop.run_in_executor(self._vectors, self._indexes.embed_some):
+                    async with self._news:
+                        self._news.notify_all()
+            except SearchModelError as error:
                 async with self._news:
+                    self._unusable = str(error)
                     self._news.notify_all()
+                raise Unrecoverable(f"SearchModelError: {error}") from error
 
     async def _measure(self) -> None:
         self.status = f"{self._searches} searches, {len(self._indexes.vectors)} vectors"

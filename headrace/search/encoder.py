@@ -7,8 +7,7 @@ the other texts of the batch, and an index that was built in another order holds
 """
 
 import itertools
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from headrace.search.models import SearchModelError
+from headrace.search.models import SearchModelError, bert_config
 
 BATCH = 8
 """Rows of a forward pass over chunks."""
@@ -53,30 +52,73 @@ class Encoder:
     def __init__(self, folder: Path, tokens: int) -> None:
         """tokens: how much of a text is read, special tokens included. SearchModelError for a folder whose model is
         not a BERT encoder with mean pooling."""
+        self._folder = folder
+        config = bert_config(folder)
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             state = load_file(folder / "model.safetensors")
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self._tokenizer.no_padding()
+            self._tokenizer.enable_truncation(max_length=tokens)
         except Exception as error:  # tokenizers raises Exception itself
             raise SearchModelError(f"[search] model {folder} cannot be read: {error}") from None
-        if config.get("model_type") != "bert" or config.get("hidden_act") != "gelu":
-            raise SearchModelError(f"[search] model {folder}: expected model_type bert with hidden_act gelu")
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(max_length=tokens)
-        self.width: int = config["hidden_size"]
-        self._heads: int = config["num_attention_heads"]
-        self._layers: int = config["num_hidden_layers"]
-        self._eps: float = config["layer_norm_eps"]
-        self._pad: int = config.get("pad_token_id", 0)
+        self.width, self._heads, self._layers = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_hidden_layers,
+        )
+        self._eps, self._pad = config.layer_norm_eps, config.pad_token_id
         prefix = "bert." if "bert.embeddings.word_embeddings.weight" in state else ""
         self._w = {
             name.removeprefix(prefix): value.float() for name, value in state.items() if value.is_floating_point()
         }
+        self._words = self._check(tokens)
         self._linear: dict[str, _Int8] = {}
-        try:
-            self._fuse()
-        except KeyError as error:
-            raise SearchModelError(f"[search] model {folder}: model.safetensors has no tensor {error}") from None
+        self._fuse()
+        self.embed(["def a_z(): \N{SNOWMAN} zqxjv"], batch=1)
+
+    def _refuse(self, why: str) -> SearchModelError:
+        return SearchModelError(f"[search] model {self._folder}: {why}")
+
+    def _check(self, tokens: int) -> int:
+        """Check the shapes of all tensors, and that the tokens of a text have vectors; the number of words."""
+        for name, wanted in self._shapes():
+            if name not in self._w:
+                raise self._refuse(f"model.safetensors has no tensor {name!r} of floating-point numbers")
+            got = tuple(self._w[name].shape)
+            if len(got) != len(wanted) or any(size not in (None, had) for size, had in zip(wanted, got, strict=True)):
+                sizes = " x ".join("any" if size is None else str(size) for size in wanted)
+                raise self._refuse(f"model.safetensors: {name} has shape {list(got)}, expected {sizes}")
+        words, positions = (self._w[f"embeddings.{kind}_embeddings.weight"].shape[0] for kind in ("word", "position"))
+        if not words or not self._w["embeddings.token_type_embeddings.weight"].shape[0]:
+            raise self._refuse("model.safetensors has a table of embeddings without a row")
+        if -(-tokens // STRIDE) * STRIDE > positions:
+            raise self._refuse(f"it has {positions} positions, too few for [search] tokens = {tokens}")
+        highest = max([self._pad, *self._tokenizer.get_vocab().values()])
+        if highest >= words:
+            raise self._refuse(f"tokenizer.json or config.json has token {highest}, and the model has {words} words")
+        return words
+
+    def _shapes(self) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+        """Name and shape of every tensor that is used; None for any size."""
+        width = self.width
+        for kind in ("word", "position", "token_type"):
+            yield f"embeddings.{kind}_embeddings.weight", (None, width)
+        inner = self._w.get("encoder.layer.0.intermediate.dense.bias")
+        between = None if inner is None else inner.numel()
+        for layer in range(self._layers):
+            at = f"encoder.layer.{layer}"
+            for name, rows, columns in (
+                *((f"attention.self.{kind}", width, width) for kind in ("query", "key", "value")),
+                ("attention.output.dense", width, width),
+                ("intermediate.dense", between, width),
+                ("output.dense", width, between),
+            ):
+                yield f"{at}.{name}.weight", (rows, columns)
+                yield f"{at}.{name}.bias", (rows,)
+            norms = [f"{at}.attention.output.LayerNorm", f"{at}.output.LayerNorm"]
+            for name in norms if layer else ["embeddings.LayerNorm", *norms]:
+                yield f"{name}.weight", (width,)
+                yield f"{name}.bias", (width,)
 
     def _fuse(self) -> None:
         """Query, key and value as one matrix a layer; word and segment embeddings as one table."""
@@ -93,9 +135,14 @@ class Encoder:
                 self._linear[f"{at}.{name}"] = _Int8.of(w.pop(f"{at}.{name}.weight"), w.pop(f"{at}.{name}.bias"))
 
     def embed(self, texts: Sequence[str], batch: int = BATCH) -> NDArray[np.float32]:
-        """Unit vectors [texts, width] of any number of texts."""
-        encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
-        lengths = [-(-len(ids) // STRIDE) * STRIDE for ids in encoded]
+        """Unit vectors [texts, width] of any number of texts. SearchModelError."""
+        try:
+            encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        except Exception as error:  # tokenizers raises Exception itself
+            raise self._refuse(f"tokenizer.json cannot encode a text: {error}") from None
+        if (highest := max((max(ids, default=0) for ids in encoded), default=0)) >= self._words:
+            raise self._refuse(f"tokenizer.json gives token {highest}, and the model has {self._words} words")
+        lengths = [-(-max(len(ids), 1) // STRIDE) * STRIDE for ids in encoded]
         out = np.zeros((len(encoded), self.width), dtype=np.float32)
         order = sorted(range(len(encoded)), key=lambda index: lengths[index])
         for length, group in itertools.groupby(order, key=lambda index: lengths[index]):
@@ -108,8 +155,16 @@ class Encoder:
                 for row, index in enumerate(part):
                     ids[row, : len(encoded[index])] = torch.tensor(encoded[index])
                     used[row, : len(encoded[index])] = True
-                out[part] = self._forward(ids, used)[: len(part)].numpy()
+                out[part] = self._computed(ids, used)[: len(part)].numpy()
+        if not np.isfinite(out).all():
+            raise self._refuse("model.safetensors gives a vector that is not finite")
         return out
+
+    def _computed(self, ids: Tensor, used: Tensor) -> Tensor:
+        try:
+            return self._forward(ids, used)
+        except RuntimeError as error:  # a size that the int8 product does not take
+            raise self._refuse(f"its vectors cannot be computed: {error}") from None
 
     @torch.inference_mode()
     def _forward(self, ids: Tensor, used: Tensor) -> Tensor:

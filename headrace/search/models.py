@@ -9,8 +9,10 @@ import hashlib
 import importlib.util
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from headrace.config import Config
 from headrace.messages.plugins import Plugin
@@ -25,8 +27,25 @@ PINNED = {
 FILES = ("config.json", "tokenizer.json", "model.safetensors")
 
 
-class _Config(msgspec.Struct):
-    hidden_size: int
+_Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+_T = TypeVar("_T")
+
+
+class BertConfig(msgspec.Struct, frozen=True):
+    """The keys of config.json that the encoder reads."""
+
+    model_type: str
+    hidden_act: str
+    hidden_size: _Size
+    num_attention_heads: _Size
+    num_hidden_layers: _Size
+    layer_norm_eps: Annotated[float, Meta(ge=0.0, le=1.0)]
+    pad_token_id: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+
+
+class _Pooling(msgspec.Struct):
+    pooling_mode_mean_tokens: bool = False
+    pooling_mode_cls_token: bool = False
 
 
 class SearchModelError(Exception):
@@ -81,32 +100,55 @@ def find(model: str) -> SearchModel | None:
 
 def read(folder: Path) -> SearchModel:
     """A folder in sentence-transformers layout, with mean pooling. SearchModelError."""
-    if missing := [name for name in FILES if not (folder / name).is_file()]:
+    if missing := [name for name in FILES if not _is_file(folder / name)]:
         raise SearchModelError(
             f"[search] model {folder} lacks {', '.join(missing)}: expected a folder in sentence-transformers layout, "
             "auto or none"
         )
     pooling = folder / "1_Pooling" / "config.json"
-    if pooling.is_file() and not _mean(pooling):
-        raise SearchModelError(f"[search] model {folder}: expected mean pooling in 1_Pooling/config.json")
+    if pooling.exists():
+        modes = _decoded(folder, pooling, _Pooling)
+        if not modes.pooling_mode_mean_tokens or modes.pooling_mode_cls_token:
+            raise SearchModelError(f"[search] model {folder}: expected mean pooling in 1_Pooling/config.json")
+    config = bert_config(folder)
     digest = hashlib.sha256()
     for name in FILES:
         digest.update(f"{name}\0{_sha256(folder / name)}\0".encode())
+    return SearchModel(folder, digest.hexdigest(), config.hidden_size)
+
+
+def bert_config(folder: Path) -> BertConfig:
+    """The checked config.json of a model's folder. SearchModelError."""
+    config = _decoded(folder, folder / "config.json", BertConfig)
+    if config.model_type != "bert" or config.hidden_act != "gelu":
+        raise SearchModelError(f"[search] model {folder}: expected model_type bert with hidden_act gelu")
+    if config.hidden_size % config.num_attention_heads:
+        raise SearchModelError(
+            f"[search] model {folder}: config.json: expected a hidden_size that num_attention_heads divides, got "
+            f"{config.hidden_size} and {config.num_attention_heads}"
+        )
+    return config
+
+
+def _decoded(folder: Path, path: Path, kind: type[_T]) -> _T:
     try:
-        width = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Config).hidden_size
-    except msgspec.DecodeError as error:
-        raise SearchModelError(f"[search] model {folder}: config.json: {error}") from None
-    return SearchModel(folder, digest.hexdigest(), width)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SearchModelError(f"[search] model {folder}: {path.relative_to(folder)}: {error}") from None
+    except OSError as error:
+        raise SearchModelError(f"[search] model {folder}: {path.relative_to(folder)}: {error.strerror}") from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, a folder that may not be read
+        return False
 
 
 def plugin(model: SearchModel | None, tokens: int) -> Plugin:
     """The record by which nodes of a run agree on the model, or on having none."""
     return Plugin(seam="search", name="model", source=f"{model.sha256}-{tokens}" if model is not None else "none")
-
-
-def _mean(pooling: Path) -> bool:
-    settings = msgspec.json.decode(pooling.read_bytes(), type=dict[str, object])
-    return settings.get("pooling_mode_mean_tokens") is True and not settings.get("pooling_mode_cls_token")
 
 
 def _sha256(path: Path) -> str:

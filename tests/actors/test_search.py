@@ -1,12 +1,15 @@
 """The search actor over a real broker: answers by words while vectors are missing, then by both, and the reply names
 the mode."""
 
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from headrace.actors.search import Search
 from headrace.bus.connection import Bus
@@ -21,6 +24,7 @@ from headrace.messages.search import SearchLost, SearchReply, SearchRequest
 from headrace.messages.tasks import Task, TaskRef, TestPlan
 from headrace.search import client
 from headrace.search.client import SearchClient
+from headrace.search.index import Index
 from headrace.search.local import LocalSearcher
 from headrace.search.models import read
 from headrace.search.service import open_indexes
@@ -147,6 +151,30 @@ async def test_nodes_of_a_run_must_have_one_model(connect: Connect, folder: Path
             await Search(config(other, tmp_path), await connect("search"), f"{RUN}-4", "s2").start()
     with pytest.raises(Unrecoverable, match="the search actor has no model"):
         await Search(config("none", tmp_path), await connect("search"), f"{RUN}-5", "s3").start()
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["first vector", "query"])
+async def test_a_model_that_cannot_be_used_ends_the_actor_and_answers_those_that_wait(
+    connect: Connect, folder: Path, tmp_path: Path, cached: bool
+) -> None:
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    state = load_file(model / "model.safetensors")
+    state.pop("encoder.layer.1.output.LayerNorm.bias")
+    save_file(state, model / "model.safetensors")
+    run = f"{RUN}-{7 + cached}"
+    rollout, actor = await connect("rollout"), Search(config(model, tmp_path), await connect("search"), run, "s7")
+    await actor.start()
+    try:
+        if cached:  # every chunk has its vector already
+            pieces = Index.of({path: content_hash(data) for path, data in FILES.items()}, FILES).pieces
+            names = sorted({piece.hash for piece in pieces})
+            actor._indexes.vectors.put("t1", names, np.ones((len(names), 64), np.float32))
+        reply = await SearchClient(rollout, run).ask(request(run=run, mode="hybrid"))
+        assert reply.failure == "not_ready" and "no tensor 'encoder.layer.1.output.LayerNorm.bias'" in reply.detail
+        error = await actor.failed
+        assert isinstance(error, Unrecoverable) and str(error).startswith("SearchModelError: [search] model")
+    finally:
+        await actor.shut(1.0)
 
 
 async def test_another_runs_workspace_is_refused(connect: Connect, folder: Path, tmp_path: Path) -> None:
