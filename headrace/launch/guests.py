@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import AsyncIterator
 from contextlib import suppress
 
 from headrace.config import Config, Environment
@@ -16,6 +17,9 @@ from headrace.launch.output import say
 from headrace.parent_death import die_with
 from headrace.python_modules import module_command
 
+LINE_CHARS = 2000
+"""Characters of a line of the build that are printed."""
+_READ = 1 << 16
 END_S = 10.0
 """Seconds for a build to end by SIGTERM; it is killed then."""
 
@@ -44,13 +48,14 @@ async def prepare_host(config: Config) -> None:
         preexec_fn=lambda: die_with(parent),
     )
     assert maker.stdout is not None and maker.stderr is not None
-    errors = asyncio.ensure_future(maker.stderr.read())
+    errors = asyncio.ensure_future(_end_of(maker.stderr))
     try:
-        async for line in maker.stdout:
-            say(line.decode("utf-8", "replace").rstrip())
+        async for line in bounded_lines(maker.stdout):
+            say(line)
         if await maker.wait() != 0:
             lines = (await errors).decode("utf-8", "replace").strip().splitlines()
-            raise VmhostError(lines[-1].removeprefix("headrace: ") if lines else "the guest image was not built")
+            last = lines[-1].removeprefix("headrace: ")[:LINE_CHARS] if lines else "the guest image was not built"
+            raise VmhostError(last)
     finally:
         errors.cancel()
         with suppress(ProcessLookupError):
@@ -61,6 +66,33 @@ async def prepare_host(config: Config) -> None:
         with suppress(ProcessLookupError):
             os.killpg(maker.pid, signal.SIGKILL)
         await maker.wait()
+
+
+async def bounded_lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
+    """The lines of a stream, without the end of those that are longer than `LINE_CHARS`. `readline` raises ValueError
+    for a line of more than 64 KiB."""
+    line = b""
+    while piece := await reader.read(_READ):
+        *whole, rest = piece.split(b"\n")
+        for part in whole:
+            yield _shown(line + part)
+            line = b""
+        line = (line + rest)[: 4 * LINE_CHARS + 1]
+    if line:
+        yield _shown(line)
+
+
+def _shown(line: bytes) -> str:
+    text = line.decode("utf-8", "replace").rstrip()
+    return text if len(text) <= LINE_CHARS else f"{text[:LINE_CHARS]} ..."
+
+
+async def _end_of(reader: asyncio.StreamReader) -> bytes:
+    """The last bytes of a stream."""
+    end = b""
+    while piece := await reader.read(_READ):
+        end = (end + piece)[-_READ:]
+    return end
 
 
 def overrides(environment: Environment) -> list[str]:
