@@ -5,7 +5,8 @@
 Three parts, one after another: kill -9 of every process, of the broker and of microVMs; SIGSTOP and cut connections;
 `headrace up` killed and started again. A part that ended well is kept in `--folder`, so a measurement that was
 interrupted continues with the next part; `--again` measures all of them. The last line is JSON with the three reports
-and goes to `--out`; the command exits 1 unless all targets of all parts are met.
+and goes to `--out`; the command exits 1 unless all targets of all parts are met. Ctrl-C, or a signal that ends a part,
+ends the command with code 130.
 """
 
 import argparse
@@ -23,6 +24,9 @@ from benchmarks.conditions import conditions
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "deploy" / "chaos.toml"
+INTERRUPTED = 130
+END_S = 40.0
+"""Seconds for a part to end in order after a signal; it is killed then."""
 CHAOS = (sys.executable, "-m", "headrace.cli", "chaos")
 
 
@@ -39,6 +43,20 @@ def parts(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     }
 
 
+def end(process: "subprocess.Popen[str]") -> None:
+    """End a part: in order, and by SIGKILL when that takes too long. Popen itself leaves a child behind on Ctrl-C."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.communicate(timeout=END_S)  # it may still write
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # also at a second Ctrl-C
+        process.kill()
+        process.wait()
+
+
 def measure(command: tuple[str, ...]) -> dict[str, Any]:
     """The JSON line with which a command ends, and its exit code. Its other lines go to standard error."""
     last, started = "", time.monotonic()
@@ -53,8 +71,7 @@ def measure(command: tuple[str, ...]) -> dict[str, Any]:
                     print(line, end="", file=sys.stderr, flush=True)
             code = process.wait()
         finally:
-            if process.poll() is None:
-                process.terminate()
+            end(process)
     report = json.loads(last) if last.startswith("{") else {}
     return {**report, "exit_code": code, "minutes": round((time.monotonic() - started) / 60, 1)}
 
@@ -84,6 +101,9 @@ def main() -> int:
             reports[name] = earlier["report"]
             continue
         reports[name] = measure(command)
+        if reports[name]["exit_code"] in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
+            print(f"interrupted in {name}; the finished parts stay in {args.folder}", file=sys.stderr)
+            return INTERRUPTED
         if reports[name]["exit_code"] == 0:
             part_file.write_text(json.dumps({"command": command[1:], "report": reports[name]}))
     met = all(report["exit_code"] == 0 for report in reports.values())
@@ -96,4 +116,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)

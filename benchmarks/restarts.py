@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -102,6 +103,11 @@ def until_finished(folder: Path, rng: random.Random, kills: int, steps: int) -> 
                 unbalanced.append(audit.stderr.strip() or audit.stdout.strip()[-300:])
             print(f"{run}: kill {len(gone)}, gone after {gone[-1]:.2f} s, audit {audit.returncode}", file=sys.stderr)
             continue
+        finally:  # also after a signal: its session gets none of the terminal's
+            if process.returncode is None:
+                process.kill()
+                process.wait()
+                until_gone(mark, 120.0)
         if process.returncode:
             print(said, file=sys.stderr)
         break
@@ -141,6 +147,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60, help="steps of a run")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run under way is ended, too
     with tempfile.TemporaryDirectory() as folder:
         figures = trial(Path(folder), args.kills, args.steps, args.seed)
     targets = {
@@ -156,4 +163,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

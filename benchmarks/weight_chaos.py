@@ -38,6 +38,7 @@ from headrace.bus.nats.streams import declare
 from headrace.messages.subjects import EVENT, WEIGHT_CHUNK, WEIGHT_HEAD, WEIGHT_MANIFEST
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightHead, WeightsStaged
+from headrace.parent_death import die_with
 from headrace.weights import proof, snapshot
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
@@ -99,6 +100,7 @@ class Arena:
 
     async def start(self, name: str) -> asyncio.subprocess.Process:
         """A new process of that name."""
+        parent = os.getpid()
         log = os.open(self.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             child = await asyncio.create_subprocess_exec(
@@ -108,6 +110,7 @@ class Arena:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=log,
+                preexec_fn=lambda: die_with(parent, signal.SIGKILL),
             )
         finally:
             os.close(log)
