@@ -14,6 +14,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class ProcessStat(NamedTuple):
     """Some fields of the line."""
 
+    state: str
+    """One letter: ``T`` is stopped by a signal, ``t`` by a debugger, ``Z`` ended and not waited for."""
     parent: int
     """Process id of its parent."""
     session: int
@@ -32,7 +34,7 @@ def read(pid: int) -> ProcessStat | None:
     except OSError:
         return None
     user, kernel, reaped_user, reaped_kernel = (int(field) / _TICKS_PER_S for field in fields[11:15])
-    return ProcessStat(int(fields[1]), int(fields[3]), user + kernel, reaped_user + reaped_kernel)
+    return ProcessStat(fields[0].decode(), int(fields[1]), int(fields[3]), user + kernel, reaped_user + reaped_kernel)
 
 
 def everything() -> Iterator[tuple[int, ProcessStat]]:

@@ -72,6 +72,7 @@ REVIEWED: dict[str, str] = {
     "launch/guests.py: prepare_host": "a build that prints its progress and that Ctrl-C ends; then a killed process",
     "launch/measuring/evaluation.py: ask": "the results, or the end of the run's processes, which the keeper reports",
     "launch/session.py: looped.main": "the command itself",
+    "launch/supervision/children.py: Child._ended": GONE,
     "launch/supervision/children.py: Child.stop": GONE,
     "launch/supervision/exporters.py: Exporters.watch": LOOPS,
     "launch/supervision/signals.py: interruptible": LOOPS,

@@ -6,6 +6,8 @@ account each, if `[bus] credentials` holds accounts.
 """
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Sequence
 
 from headrace.bus.broker import credentials
@@ -13,6 +15,7 @@ from headrace.bus.broker.server import Server
 from headrace.bus.errors import BusError
 from headrace.config import Config
 from headrace.launch.runs import RunDir
+from headrace.launch.supervision import stopped
 from headrace.launch.supervision.causes import ending, oom_kills
 from headrace.launch.supervision.children import KILLED, Intensity
 
@@ -61,12 +64,23 @@ class Broker:
         intensity = Intensity(*KILLED)
         while True:
             oom_before = oom_kills()
-            why = ending(await self._server.wait(), oom_before)
+            frozen = asyncio.ensure_future(stopped.until_stopped_for_long(lambda: self.pid))
+            frozen.add_done_callback(self._kill_stopped)
+            try:
+                why = ending(await self._server.wait(), oom_before)
+                if frozen.done():
+                    why = stopped.sentence(frozen.result())
+            finally:
+                frozen.cancel()
             if intensity.exceeded():
                 raise BusError(f"nats-server ended too often, last with {why}; see {self._server.folder / 'log'}")
             on_restart("nats-server", why)
             await asyncio.sleep(intensity.pause_s())
             await self._server.start()
+
+    def _kill_stopped(self, frozen: "asyncio.Future[int]") -> None:
+        if not frozen.cancelled() and frozen.result() == self.pid:
+            os.kill(self.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
         """Stop the own nats-server."""

@@ -68,7 +68,7 @@ class Run:
         self._stopping = stopping
 
     async def start(self) -> None:
-        """Start every actor process."""
+        """Start every actor process. RunError when one cannot be started."""
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
         for group in process_groups(self.config):
             argv = actor_command(
@@ -82,8 +82,11 @@ class Run:
             self.children.append(Child(name, argv, self.folder.logs / f"{name}.log", env))
         if self.config.production.enabled and self.config.feedback.enabled:
             self.children.append(self._branch(env))
-        for child in self.children:
-            await child.start()
+        try:
+            for child in self.children:
+                await child.start_or_wait()
+        except ChildFailed as failure:
+            raise first_of(failure) from None
 
     def _branch(self, env: dict[str, str]) -> Child:
         """The process that trains on users' ratings, under a configuration and a run id of its own."""

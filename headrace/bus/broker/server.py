@@ -110,7 +110,10 @@ class Server:
         except OSError as error:
             raise BusError(f"the broker's folder {self.folder} cannot be used: {error.strerror}") from None
         refuse_busy_port(self.host, self.port, "[bus] port")
-        self._process = self._spawn()
+        try:
+            self._process = self._spawn()
+        except OSError as error:
+            raise BusError(f"nats-server cannot be started on {self.folder}: {error.strerror}") from None
         self.pid = self._process.pid
         try:
             async with asyncio.timeout(timeout):

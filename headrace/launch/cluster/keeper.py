@@ -85,7 +85,13 @@ class Keeper:
         for names in (brokers, others, actors):
             closing.push_async_callback(self._stop, names, stopping)
             for name in names:
-                await self._children[name].start()
+                try:
+                    if names is brokers:
+                        await self._children[name].start()
+                    else:
+                        await self._children[name].start_or_wait()
+                except ChildFailed as failure:
+                    raise first_of(failure) from None
             if names is brokers and brokers:
                 await self._declare(self._children[brokers[0]])
         self._write("running")

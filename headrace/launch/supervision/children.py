@@ -5,10 +5,12 @@ when its parent ends, also on kill -9: the run's broker ends with `up`, so a chi
 itself is started again, within a restart intensity as in OTP: `KILLED` is for processes that a signal ended,
 `OUT_OF_MEMORY` for those of them that the kernel ended for lack of memory, `BY_ITSELF` for processes that exited with
 an error, because such a process has already restarted its actors several times. Beyond the limit the run ends with the
-cause.
+cause. A process that a signal stops and nobody continues is killed and restarted, too (stopped.py). A start that fails
+for lack of space, memory or file descriptors is tried again within `KILLED`.
 """
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace import process_stat
+from headrace.launch.supervision import stopped
 from headrace.launch.supervision.causes import cause, oom_kills
 from headrace.parent_death import die_with
 from headrace.python_modules import module_command
@@ -30,6 +33,17 @@ class ChildFailed(Exception):
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
         self.code = code
+
+
+class NotStarted(ChildFailed):
+    """A process could not be started."""
+
+    def __init__(self, name: str, why: str, error: OSError) -> None:
+        """why: the reason without the name of the process."""
+        super().__init__(f"{name} could not be started: {why}", CANNOT_START)
+        self.why = why
+        self.passes = error.errno in _PASSING
+        """Whether a later attempt may succeed."""
 
 
 class Intensity:
@@ -58,6 +72,10 @@ OUT_OF_MEMORY = (2, 3600.0)
 """Of those that a signal ended: the kernel's kills for lack of memory."""
 FOR_GOOD = (2, 3)
 """Exit codes after which a restart would fail again: wrong arguments, a machine that lacks something."""
+CANNOT_START = 3
+"""The code of a process that cannot be started: the machine lacks something."""
+_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
+"""Errors of a start that may pass: processes, memory, file descriptors or space are lacking now."""
 
 
 LOG_BYTES = 64 << 20
@@ -100,19 +118,35 @@ class Child:
         self._out_of_memory = Intensity(*OUT_OF_MEMORY)
 
     async def start(self) -> None:
-        """Start it, appending to its log."""
+        """Start it, appending to its log. NotStarted when this machine refuses; `watch` tries again where that may
+        pass."""
         parent = os.getpid()
         self._oom_before = oom_kills()
-        with self.log.open("ab") as sink:
-            self.process = await asyncio.create_subprocess_exec(
-                *self.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                env=self.env,
-                start_new_session=True,
-                preexec_fn=lambda: die_with(parent, signal.SIGKILL),
-            )
+        try:
+            sink = self.log.open("ab")
+        except OSError as error:
+            raise NotStarted(self.name, f"its log {self.log} cannot be opened ({error.strerror})", error) from None
+        with sink:
+            try:
+                self.process = await asyncio.create_subprocess_exec(
+                    *self.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                    env=self.env,
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with(parent, signal.SIGKILL),
+                )
+            except OSError as error:
+                raise NotStarted(self.name, f"{self.argv[0]}: {error.strerror}", error) from None
+
+    async def start_or_wait(self) -> None:
+        """`start`, at which a failure that may pass is left to `watch`. ChildFailed."""
+        try:
+            await self.start()
+        except NotStarted as failure:
+            if not failure.passes:
+                raise
 
     async def watch(self, on_restart: Callable[[str, str], None]) -> None:
         """Keep it running for as long as this is awaited. ChildFailed when it ends too often, or for good.
@@ -121,13 +155,20 @@ class Child:
         """
         while True:
             if self.process is None:
-                await self.start()
+                try:
+                    await self.start()
+                except NotStarted as failure:
+                    if not failure.passes or self._killed.exceeded():
+                        raise
+                    on_restart(self.name, failure.why)
+                    await asyncio.sleep(self._killed.pause_s())
+                    continue
             assert self.process is not None
-            code = await self._ended(self.process)
+            code, frozen = await self._ended(self.process)
             self._sweep()
-            starved = code == -signal.SIGKILL and oom_kills() > self._oom_before
+            starved = not frozen and code == -signal.SIGKILL and oom_kills() > self._oom_before
             kind = self._by_itself if code > 0 else self._out_of_memory if starved else self._killed
-            why = cause(code, self.log, self._oom_before)
+            why = stopped.sentence(frozen) if frozen else cause(code, self.log, self._oom_before)
             if code in FOR_GOOD or kind.exceeded():
                 raise ChildFailed(f"{self.name} could not be kept alive: {why} (log: {self.log})", code)
             self.restarts += 1
@@ -135,15 +176,22 @@ class Child:
             await asyncio.sleep(kind.pause_s())
             self.process = None
 
-    async def _ended(self, process: asyncio.subprocess.Process) -> int:
-        """The exit code of the process; until then its log is kept small."""
+    async def _ended(self, process: asyncio.subprocess.Process) -> tuple[int, int]:
+        """The exit code of the process, and its id when it was killed here because it had been stopped for long; until
+        then its log is kept small."""
         ended = asyncio.ensure_future(process.wait())
+        frozen = asyncio.ensure_future(stopped.until_stopped_for_long(lambda: process.pid))
         try:
-            while not (await asyncio.wait({ended}, timeout=LOOK_S))[0]:
+            while not ended.done():
+                await asyncio.wait({ended, frozen}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if frozen.done() and not ended.done():
+                    process.kill()
+                    return await ended, process.pid
                 await asyncio.to_thread(rotate, self.log)
         finally:
             ended.cancel()
-        return ended.result()
+            frozen.cancel()
+        return ended.result(), 0
 
     async def stop(self, patience_s: float, now: asyncio.Event | None = None) -> None:
         """SIGTERM once; SIGKILL to its whole session after `patience_s`, or as soon as `now` is set."""

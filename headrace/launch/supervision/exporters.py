@@ -8,7 +8,7 @@ from headrace.config import Config
 from headrace.dashboard.exporters.writers import wanted
 from headrace.launch.runs import RunDir
 from headrace.launch.supervision.causes import cause
-from headrace.launch.supervision.children import Child
+from headrace.launch.supervision.children import Child, ChildFailed
 from headrace.python_modules import module_command
 
 STARTS = 3
@@ -29,7 +29,12 @@ class Exporters:
         """Keep it running; after `STARTS` failures report that and continue without it."""
         for attempt in range(STARTS if self._child else 0):
             assert self._child is not None
-            await self._child.start()
+            try:
+                await self._child.start()
+            except ChildFailed as failure:
+                say(str(failure))
+                await asyncio.sleep(1.0)
+                continue
             assert self._child.process is not None
             code = await self._child.process.wait()
             if code == 0:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.launch.supervision import children
-from headrace.launch.supervision.children import Child, ChildFailed
+from headrace import process_stat
+from headrace.launch.supervision import children, stopped
+from headrace.launch.supervision.children import Child, ChildFailed, NotStarted
 from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost import cgroups
 
@@ -147,3 +149,84 @@ def test_a_rotated_log_keeps_its_end_alone(tmp_path: Path, monkeypatch: pytest.M
     log.write_bytes(b"0123456789" * 9 + b"the end is")
     children.rotate(log)
     assert (log.read_bytes(), (tmp_path / "a.log.1").read_bytes()) == (b"", b"the end is")
+
+
+async def test_a_process_that_cannot_be_started_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "worker.log").mkdir()
+    with pytest.raises(
+        ChildFailed, match=r"^worker could not be started: its log .*worker\.log cannot be opened"
+    ) as failed:
+        await child(tmp_path, "").watch(lambda *_: None)
+    assert failed.value.code == 3
+    absent = Child("worker", [str(tmp_path / "absent")], tmp_path / "log", dict(os.environ))
+    with pytest.raises(NotStarted, match=r"absent: No such file or directory$"):
+        await absent.start_or_wait()
+
+
+async def test_a_start_without_file_descriptors_is_tried_again(tmp_path: Path) -> None:
+    worker, causes = child(tmp_path, "import time; time.sleep(600)"), list[str]()
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    refused = asyncio.Event()
+
+    def restarted(_: str, why: str) -> None:
+        causes.append(why)
+        resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
+        refused.set()
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, descriptors[1]))
+    try:
+        await worker.start_or_wait()
+        assert worker.process is None
+        watching = asyncio.create_task(worker.watch(restarted))
+        await asyncio.wait({watching, asyncio.ensure_future(refused.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
+    while worker.process is None:
+        await asyncio.sleep(0.01)
+    assert causes == [f"its log {worker.log} cannot be opened (Too many open files)"]
+    watching.cancel()
+    await worker.stop(5.0)
+
+
+async def test_a_stopped_process_is_killed_and_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopped, "LOOK_S", 0.02)
+    monkeypatch.setattr(stopped, "STOPPED_S", 0.1)
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    worker = child(tmp_path, f"import time; open({str(fifo)!r}, 'w').write('x'); time.sleep(600)")
+    causes: list[str] = []
+    watching = asyncio.create_task(worker.watch(lambda _, why: causes.append(why)))
+    await asyncio.to_thread(fifo.read_text)
+    assert worker.process is not None
+    first = worker.process.pid
+    os.kill(first, signal.SIGSTOP)
+    await asyncio.to_thread(fifo.read_text)
+    assert worker.process.pid != first
+    assert causes == [stopped.sentence(first)] and "kill -CONT" in causes[0]
+    watching.cancel()
+    await worker.stop(5.0)
+
+
+def test_a_process_that_a_debugger_holds_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopped, "LOOK_S", 0.01)
+    monkeypatch.setattr(stopped, "STOPPED_S", 0.02)
+    # The inner process asks to be traced by its parent and stops itself; the parent never continues it.
+    traced = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)"
+    outer = (
+        f"import os, sys\npid = os.fork()\nif not pid:\n    exec({traced!r})\n"
+        "os.waitpid(pid, os.WUNTRACED)\nprint(pid, flush=True)\nsys.stdin.read()"
+    )
+
+    async def look(pid: int) -> None:
+        async with asyncio.timeout(0.2):
+            await stopped.until_stopped_for_long(lambda: pid)
+
+    with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as debugger:
+        assert debugger.stdout is not None
+        held = int(debugger.stdout.readline())
+        stat = process_stat.read(held)
+        assert stat is not None and stat.state == "t"
+        with pytest.raises(TimeoutError):
+            asyncio.run(look(held))
+        os.kill(held, signal.SIGKILL)
+        debugger.kill()
