@@ -25,6 +25,8 @@ from benchmarks.conditions import conditions
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "deploy" / "chaos.toml"
 INTERRUPTED = 130
+ENDED_BY_SIGNAL = (INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
+"""Exit codes of a part."""
 END_S = 40.0
 """Seconds for a part to end in order after a signal; it is killed then."""
 CHAOS = (sys.executable, "-m", "headrace.cli", "chaos")
@@ -101,7 +103,7 @@ def main() -> int:
             reports[name] = earlier["report"]
             continue
         reports[name] = measure(command)
-        if reports[name]["exit_code"] in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
+        if reports[name]["exit_code"] in ENDED_BY_SIGNAL:
             print(f"interrupted in {name}; the finished parts stay in {args.folder}", file=sys.stderr)
             return INTERRUPTED
         if reports[name]["exit_code"] == 0:

@@ -1,9 +1,15 @@
 """Which processes a run starts: without a model there is no search actor, and its tasks do not offer its tool."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
-from headrace.config import Config, Processes, Search
-from headrace.launch.processes import process_groups
+from headrace.config import Config, Metrics, Processes, Search
+from headrace.launch import runs
+from headrace.launch.processes import Run, process_groups
+from headrace.launch.supervision.exporters import Exporters
+from headrace.launch.supervision.signals import Stopping
 from headrace.search import models
 from headrace.search.models import offers_search
 
@@ -21,3 +27,29 @@ def test_the_search_actor_is_started_where_a_model_is(monkeypatch: pytest.Monkey
 def test_a_run_without_the_actor_does_not_offer_its_tool() -> None:
     groups = tuple(group for group in Processes().groups if group != ("search",))
     assert not offers_search(Config(search=Search(model="some/folder"), processes=Processes(groups=groups)))
+
+
+@pytest.mark.anyio
+async def test_a_run_whose_processes_cannot_be_started_ends_with_a_sentence(tmp_path: Path) -> None:
+    folder = runs.create(tmp_path, "r1")
+    (folder.logs / "curriculum.log").mkdir()
+    run = Run(Config(processes=Processes(groups=(("curriculum",),))), folder, folder.config, Stopping())
+    with pytest.raises(
+        runs.RunError, match=r"^curriculum could not be started: its log .* \(Is a directory\)$"
+    ) as failed:
+        await run.start()
+    assert failed.value.code == 3
+    await run.close()
+
+
+@pytest.mark.anyio
+async def test_exporters_that_cannot_be_started_end_no_run(tmp_path: Path) -> None:
+    folder = runs.create(tmp_path, "r1")
+    (folder.logs / "exporters.log").mkdir()
+    exporters = Exporters(Config(metrics=Metrics(tensorboard=str(tmp_path))), folder)
+    said: asyncio.Queue[str] = asyncio.Queue()
+    watching = asyncio.create_task(exporters.watch(said.put_nowait))
+    text = await said.get()
+    assert text.startswith("exporters could not be started: its log") and not watching.done()
+    watching.cancel()
+    await exporters.stop(finished=False)
