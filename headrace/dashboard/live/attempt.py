@@ -67,7 +67,8 @@ class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
     touched: list[str]
     score: Score | None
     parts: list[tuple[str, str]]
-    """Parts of the reward that are on record: name and value."""
+    """Parts of the reward that are on record, and figures behind them: name and value. A rubric's criteria with the
+    judge's reasons are in `score`."""
     step: int | None
     mismatch: EngineMismatch | None
     """Of the step that trained it, for the engine that sampled it."""
@@ -147,6 +148,7 @@ def _parts(score: Score | None) -> list[tuple[str, str]]:
     passed = sum(test.outcome == "passed" for test in score.tests)
     turns = ", ".join(f"{reward:g}" for reward in score.turn_rewards)
     return [
+        *((f"part: {name}", f"{value:+g}") for name, value in score.parts.items()),
         ("hidden tests", f"{passed} of {len(score.tests)} passed"),
         *([("rewards of turns", turns)] if turns else []),
         ("sampled tokens", str(score.sampled_tokens)),

@@ -20,7 +20,7 @@ from headrace.messages import sandbox
 from headrace.messages import subjects as s
 from headrace.messages.base import Array
 from headrace.messages.evaluation import EvalResult
-from headrace.messages.judging import Score
+from headrace.messages.judging import CriterionScore, RubricScore, Score
 from headrace.messages.operations import Event
 from headrace.messages.product import CapacityLease, GateVerdict, lease_key
 from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
@@ -37,6 +37,21 @@ pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no browser: apt-get install chromium chromium-driver"),
 ]
 RUN, PATIENCE_S = "rpage", 60
+RUBRIC = RubricScore(
+    rubric="practices",
+    digest="d",
+    model="judge-model",
+    value=0.25,
+    criteria=(
+        CriterionScore(id="scope", weight=1.0, met=0.5, reason="It changes one line: 'return a + b'."),
+        CriterionScore(id="leaves_debris", weight=0.5, pitfall=True, met=1.0, reason="It leaves <b>print(a)</b>."),
+    ),
+    calls=2,
+    cached=0,
+    prompt_tokens=0,
+    completion_tokens=0,
+    cost=0.0,
+)
 TASK = TaskRef("generated/train", "t1")
 
 
@@ -110,6 +125,8 @@ async def fill(bus: Bus) -> int:
         verdict="passed",
         reward=0.97,
         passed=True,
+        parts={"tests": 1.0, "length": -0.03},
+        rubric=RUBRIC,
         tests=(sandbox.TestOutcome("test_a.py::test_add", "passed"),),
     )
     await bus.publish(s.SCORE.at(run=RUN, judge="judge", group="g000001"), score)
@@ -216,6 +233,8 @@ async def test_an_attempt_opens_by_its_link(site: Site, browser: "webdriver.Chro
         *("read_file", "<script>", "def add", "return a + b", "return a - b", "0.97", "test_a.py::test_add"),
         f"headrace replay {RUN} --trajectory g000001-0-0",
     )
+    await shows(browser, "part: length -0.03", "practices 0.250, judged by judge-model")
+    await shows(browser, "It changes one line: 'return a + b'.", "It leaves <b>print(a)</b>.", "pitfall")
     calls = browser.find_elements("css selector", ".calls > .call")
     assert len(calls) == 2 and calls[0].location["y"] == calls[1].location["y"]  # parallel calls are side by side
 

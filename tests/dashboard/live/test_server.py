@@ -16,6 +16,7 @@ from headrace.dashboard.live.access import Access
 from headrace.dashboard.live.server import STATIC, Address, LivePage
 from headrace.messages import subjects as s
 from headrace.messages.base import Array
+from headrace.messages.judging import CriterionScore, RubricScore, Score
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
@@ -134,6 +135,34 @@ async def test_users_records_need_a_token(page: tuple[LivePage, Address, Bus]) -
         assert subject not in letters["without"] and subject in letters["with"]
         missing = await http.get("/api/trajectory/999999")
         assert missing.status == 404 and "keep_steps" in await missing.text()
+
+
+@pytest.mark.anyio
+async def test_an_attempt_has_the_parts_of_its_reward_and_the_judge_s_reasons(
+    page: tuple[LivePage, Address, Bus],
+) -> None:
+    live, address, bus = page
+    task = TaskRef("generated/train", "x")
+    made = Trajectory(
+        run=live.run, lane="train", group="g1", slot=0, attempt=0, id="g1-0-0", task=task, family="f", seed=1,
+        policy=PolicyRef(), sampling=Sampling(), outcome="finished", turns=(), diff={},
+    )  # fmt: skip
+    seq = await bus.publish(s.TRAJ.at(run=live.run, group="g1"), made)
+    criterion = CriterionScore(id="scope", weight=1.0, met=0.5, reason="It says 'return a + b'.")
+    rubric = RubricScore(
+        rubric="practices", digest="d", model="m", value=0.5, criteria=(criterion,), calls=1, cached=0,
+        prompt_tokens=0, completion_tokens=0, cost=0.0,
+    )  # fmt: skip
+    score = Score(
+        run=live.run, lane="train", group="g1", slot=0, attempt=0, trajectory_seq=seq, task=task, family="f",
+        judge_version="1", verdict="passed", reward=0.97, passed=True, parts={"tests": 1.0, "length": -0.03},
+        rubric=rubric,
+    )  # fmt: skip
+    await bus.publish(s.SCORE.at(run=live.run, judge="judge", group="g1"), score)
+    async with aiohttp.ClientSession(address.url) as http:
+        shown = await (await http.get(f"/api/trajectory/{seq}")).json()
+    assert shown["parts"][:2] == [["part: tests", "+1"], ["part: length", "-0.03"]]
+    assert shown["score"]["rubric"]["criteria"][0]["reason"] == "It says 'return a + b'."
 
 
 def call(name: str, number: int) -> ToolCall:

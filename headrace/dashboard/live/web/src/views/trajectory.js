@@ -1,5 +1,5 @@
 // One attempt: turns with their calls side by side, what each returned, the diff, the reward's parts, how to repeat it.
-import { count, html, number, put, span } from "../html.js";
+import { count, html, number, percent, put, span } from "../html.js";
 import { fetchJson } from "../main.js";
 
 const shade = (logprob) => Math.min(1, Math.max(0, -logprob / 4)).toFixed(2);
@@ -14,6 +14,9 @@ function call(c, results) {
 
 const diffLine = (line) => html`<span class="${line.startsWith("+") ? "plus" : line.startsWith("-") ? "minus" : line.startsWith("@") ? "at" : ""}">${line}\n</span>`;
 
+const rubric = (r) => html`<h3>${r.rubric} <span class="soft">${number(r.value, 3)}, judged by ${r.model}</span></h3>
+  <table class="rows"><thead><tr><th>criterion</th><th class="n">weight</th><th class="n">met</th><th>the judge's reason</th></tr></thead><tbody>${r.criteria.map((c) => html`<tr><td>${c.id}${c.pitfall ? html` <span class="chip failed">pitfall</span>` : ""}</td><td class="n">${number(c.weight)}</td><td class="n">${percent(c.met)}</td><td class="wide">${c.reason}</td></tr>`)}</tbody></table>`;
+
 function page(t) {
   const s = t.score;
   return html`<article class="trajectory"><header><a class="soft" href="#/trajectories">Trajectories</a><h2>${t.task.suite} <span class="soft">${t.task.task}</span></h2>
@@ -22,6 +25,7 @@ function page(t) {
     <table><tbody><tr><td>verdict</td><td>${s.verdict}${s.again ? html` <span class="soft">judged again: ${s.again}</span>` : ""}</td></tr>
     ${t.parts.map(([name, value]) => html`<tr><td>${name}</td><td>${value}</td></tr>`)}
     ${s.reason ? html`<tr><td>reason</td><td>${s.reason}</td></tr>` : ""}${(s.suspicions ?? []).map((x) => html`<tr><td>suspicion</td><td class="bad">${x}</td></tr>`)}</tbody></table>
+    ${s.rubric ? rubric(s.rubric) : ""}
     <ul class="tests">${(s.tests ?? []).map((x) => html`<li class="${x.outcome}"><b>${x.outcome}</b> <span class="mono">${x.name}</span>${x.message ? html`<pre>${x.message}</pre>` : ""}</li>`)}</ul>` : html`<p class="empty">No judge has scored it.</p>`}</section>
     <section><h2>Repeat it</h2><pre class="command">${t.command}</pre><button data-copy="${t.command}">Copy</button>
     <p class="note">Runs the recorded calls again in a fresh sandbox of this machine and compares their results.</p>
