@@ -82,7 +82,8 @@ class Top(App[None]):
         for moment, beat in self.beats.values():
             silent = now - moment
             state = beat.state if silent < SILENT_S or beat.state == "stopped" else f"silent {silent:.0f} s"
-            rows.append((beat.id, state, f"{beat.busy:4.0%}", beat.node, str(beat.pid), beat.status))
+            status = "; ".join(text for text in (beat.status, beat.waits and f"waits for {beat.waits}") if text)
+            rows.append((beat.id, state, f"{beat.busy:4.0%}", beat.node, str(beat.pid), status))
         words = self.wanted.lower().split()
         rows = [row for row in rows if all(word in " ".join(row).lower() for word in words)]
         column, name = self.sorted_by, COLUMNS[self.sorted_by]
@@ -95,8 +96,13 @@ class Top(App[None]):
         last = self.run_watch.steps[-1] if self.run_watch.steps else None
         staleness = f"staleness {last.staleness_max}/{last.staleness_bound}" if last else "no step yet"
         note = f"  {self._draining}" if self._draining else ""
+        use = "".join(
+            f", {name} {100 * sum(shares) / len(shares):.0f} %"
+            for name, shares in (("CPU", self.use("cpu")), ("GPU", self.use("gpu")))
+            if shares
+        )
         self.query_one("#head", Static).update(
-            f"[b]{self.run_id}[/b]  {self.run_watch.line()}\n{len(self.beats)} actors, {staleness}, sorted by "
+            f"[b]{self.run_id}[/b]  {self.run_watch.line()}\n{len(self.beats)} actors{use}, {staleness}, sorted by "
             f"{COLUMNS[self.sorted_by]}{f', filter {self.wanted!r}' if self.wanted else ''}{note}"
         )
         table = self.query_one("#actors", DataTable)
@@ -107,6 +113,11 @@ class Top(App[None]):
         if chosen in [row[0] for row in self.rows()]:
             table.move_cursor(row=table.get_row_index(chosen), animate=False)
         self.query_one("#detail", Static).update("\n".join(self.details(self.chosen())))
+
+    def use(self, name: str) -> list[float]:
+        """The shares of processors (cpu) or GPUs (gpu) in use: one for each node that tells."""
+        nodes = {beat.node: getattr(beat, name) for _, beat in sorted(self.beats.values(), key=lambda entry: entry[0])}
+        return [share for share in nodes.values() if share is not None]
 
     def chosen(self) -> str:
         """Id of the actor under the cursor; empty without one."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from headrace.messages.base import Amount, Count, Finite, Message, message
+from headrace.messages.base import Amount, Count, Finite, Message, Share, message
 
 
 @message("event")
@@ -33,6 +33,12 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     status: str = ""
     busy: Finite = 0.0
     """Share of the last interval, 0 to 1, in which the actor did not wait for input or credit."""
+    waits: str = ""
+    """The reasons for which the actor's work stands still; empty while it works, and without work."""
+    cpu: Share | None = None
+    """Share of the node's processors in use since the heartbeat before, by all processes; None where it is unknown."""
+    gpu: Share | None = None
+    """Mean of the node's GPUs, likewise; None without a GPU."""
 
 
 @message("metric")

@@ -13,13 +13,17 @@ from headrace.messages.operations import Event, Heartbeat, Metric
 from tests.conftest import Connect
 
 pytest.importorskip("textual", reason="pip install 'headrace[terminal]'")
+from textual.widgets import Static
+
 from headrace.dashboard.terminal import Top, drain
 
 pytestmark = pytest.mark.anyio
 
 
-def beat(run: str, actor: str, busy: float, node: str = "n1", pid: int = 7) -> Heartbeat:
-    return Heartbeat(actor=actor, id=f"{actor}-1", node=node, pid=pid, state="running", run=run, busy=busy)
+def beat(run: str, actor: str, busy: float, node: str = "n1", pid: int = 7, waits: str = "") -> Heartbeat:
+    return Heartbeat(
+        actor=actor, id=f"{actor}-1", node=node, pid=pid, state="running", run=run, busy=busy, waits=waits, cpu=0.5
+    )
 
 
 async def test_actors_are_shown_sorted_filtered_and_in_detail(connect: Connect) -> None:
@@ -29,7 +33,7 @@ async def test_actors_are_shown_sorted_filtered_and_in_detail(connect: Connect) 
     async with top.run_test(size=(140, 40)) as pilot:
 
         async def send() -> None:
-            await admin.emit(s.HEARTBEAT.at(actor="judge", id="judge-1"), beat(run, "judge", 0.25))
+            await admin.emit(s.HEARTBEAT.at(actor="judge", id="judge-1"), beat(run, "judge", 0.25, waits="batch 7"))
             await admin.emit(s.HEARTBEAT.at(actor="rollout", id="rollout-1"), beat(run, "rollout", 0.75))
             await admin.emit(s.HEARTBEAT.at(actor="rollout", id="other"), beat("another-run", "trainer", 1.0))
             figures = Metric(actor="rollout", id="rollout-1", run=run, time=1.0, values={"episodes": 42.0})
@@ -43,6 +47,8 @@ async def test_actors_are_shown_sorted_filtered_and_in_detail(connect: Connect) 
                 await pilot.pause(0.1)
         top.draw()
         assert [row[0] for row in top.rows()] == ["judge-1", "rollout-1"]
+        assert [row[-1] for row in top.rows()] == ["waits for batch 7", ""]
+        assert "2 actors, CPU 50 %, no step yet" in str(top.query_one("#head", Static).render())
         await pilot.press("s", "s")
         assert [row[0] for row in top.rows()] == ["rollout-1", "judge-1"]
         await pilot.press("slash", *"rollout")

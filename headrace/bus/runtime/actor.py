@@ -233,6 +233,10 @@ class Actor:
             await event.wait()
         event.clear()
 
+    def waits_for(self) -> str:
+        """The named waits of this actor at this moment, as one sentence; empty without any."""
+        return self._waits.now()
+
     async def report_waits(self) -> None:
         """Publish an event about the waits that last (`Waits.report`). The supervisor calls this often."""
         text, seconds = self._waits.report()

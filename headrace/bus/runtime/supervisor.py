@@ -27,6 +27,7 @@ from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.operations import Heartbeat
 from headrace.metrics import process as metrics
+from headrace.metrics.machine_use import machine_use
 
 HEARTBEAT_S = 2.0
 DRAIN_S = 10.0
@@ -216,6 +217,7 @@ class Supervisor:
             await asyncio.gather(closed, told, started, return_exceptions=True)
 
     def _describe(self, life: _Life, actor: Actor, busy: float) -> Heartbeat:
+        use = machine_use().take()
         return Heartbeat(
             actor=actor.name(),
             id=actor.id,
@@ -225,6 +227,9 @@ class Supervisor:
             run=self.run_id,
             status=actor.status,
             busy=round(busy, 4),
+            waits=actor.waits_for(),
+            cpu=use.cpu,
+            gpu=use.gpu,
         )
 
     async def _heartbeats(self, life: _Life, actor: Actor) -> None:

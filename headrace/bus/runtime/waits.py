@@ -6,7 +6,7 @@ reasons; an operator learns of the wait after a minute. Only named waits are wat
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 WATCHDOG_S = 60.0
 """Length at which a wait is first reported."""
@@ -44,6 +44,11 @@ class Waits:
         finally:
             wait.left = self._clock()
 
+    def now(self) -> str:
+        """The reasons of all waits at this moment, the oldest first; empty without any."""
+        lasting = sorted((wait for wait in self._waits.values() if wait.left is None), key=lambda wait: wait.since)
+        return _sentence(lasting)
+
     def report(self) -> tuple[str, float]:
         """The waits that have lasted for a minute, or twice as long as when they were last reported: one sentence and
         the seconds of the longest. Empty and 0.0 where there are none."""
@@ -58,7 +63,11 @@ class Waits:
             while now - wait.since >= wait.due_s:
                 wait.due_s *= 2
         due.sort(key=lambda wait: wait.since)
-        texts = [wait.what if isinstance(wait.what, str) else wait.what() for wait in due[:_TEXTS]]
-        more = f", and {len(due) - _TEXTS} more" if len(due) > _TEXTS else ""
         longest = now - due[0].since
-        return f"waiting for {longest:.0f} s: {'; '.join(texts)}{more}", longest
+        return f"waiting for {longest:.0f} s: {_sentence(due)}", longest
+
+
+def _sentence(waits: Sequence[_Wait]) -> str:
+    """The reasons of the first waits, and the number of the others."""
+    texts = [wait.what if isinstance(wait.what, str) else wait.what() for wait in waits[:_TEXTS]]
+    return "; ".join(texts) + (f", and {len(waits) - _TEXTS} more" if len(waits) > _TEXTS else "")

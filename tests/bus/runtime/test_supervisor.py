@@ -17,6 +17,7 @@ from headrace.bus.runtime.supervisor import EXIT_FOR_GOOD, EXIT_GAVE_UP, Supervi
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.operations import Heartbeat, Ping
+from headrace.metrics import machine_use
 from tests.conftest import Connect
 from tests.support.patience import PATIENCE_S
 
@@ -188,6 +189,7 @@ class WaitsForBatch(Actor):
 
 async def test_a_wait_that_lasts_is_an_event(server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "WATCHDOG_S", 0.01)
+    monkeypatch.setattr(machine_use, "PERIOD_S", 0.0)
     run = f"r{token_hex(4)}"
     life = supervisor(server, run)
     task = asyncio.create_task(life.run([(WaitsForBatch, "t1")]))
@@ -197,6 +199,13 @@ async def test_a_wait_that_lasts_is_an_event(server: Server, connect: Connect, m
             if received.message.kind == "still_waiting":
                 break
     assert received.message.level == "warning" and received.message.text.endswith(" s: batch 7")
+    beat = await bus.request("hr.rpc.trainer.t1.ping", Ping())
+    assert isinstance(beat, Heartbeat) and beat.waits == "batch 7"
+    async with asyncio.timeout(PATIENCE_S):
+        while beat.cpu is None:  # the kernel's counters have not moved yet
+            answer = await bus.request("hr.rpc.trainer.t1.ping", Ping())
+            assert isinstance(answer, Heartbeat)
+            beat = answer
     life.stop()
     assert await asyncio.wait_for(task, PATIENCE_S) == 0
 

@@ -21,7 +21,7 @@ from headrace.messages import subjects as s
 from headrace.messages.base import Array
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.judging import CriterionScore, RubricScore, Score
-from headrace.messages.operations import Event
+from headrace.messages.operations import Event, Heartbeat
 from headrace.messages.product import CapacityLease, GateVerdict, lease_key
 from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
@@ -224,6 +224,24 @@ async def test_history_and_live_records_are_on_the_page(site: Site, browser: "we
     cut = "return [...document.querySelectorAll('.tile *')].filter(e => e.scrollWidth > e.clientWidth).length"
     assert browser.execute_script(cut) == 0
     assert browser.execute_script("return headrace.state.counts.unreadable + headrace.state.counts.refused") == 0
+
+
+async def test_heartbeats_tell_the_use_of_every_node_and_what_an_actor_waits_for(
+    site: Site, browser: "webdriver.Chrome"
+) -> None:
+    await asyncio.to_thread(browser.get, f"{site.address.url}#/actors")
+    await shows(browser, "live")
+    beats = (
+        Heartbeat(actor="trainer", id="t", node="n1", pid=1, state="running", waits="batch 3: 1 of 2 groups are closed",
+                  cpu=0.5, gpu=0.84),
+        Heartbeat(actor="judge", id="j", node="n1", pid=2, state="running", cpu=0.5, gpu=0.84),
+        Heartbeat(actor="environment", id="e", node="n2", pid=3, state="running", busy=0.9, cpu=1.0),
+    )  # fmt: skip
+    async with await admin(site) as bus:
+        for beat in beats:
+            await bus.emit(s.HEARTBEAT.at(actor=beat.actor, id=beat.id), beat)
+    await shows(browser, "CPU\n75 %\nof 2 nodes", "GPU\n84 %\nof 1 node")
+    await shows(browser, "waits from judge: batch 3: 1 of 2 groups are closed")
 
 
 async def test_an_attempt_opens_by_its_link(site: Site, browser: "webdriver.Chrome") -> None:

@@ -19,7 +19,8 @@ export function conditionOf(a, now) {
   if (beat.state === "starting") return ["paused", "starting"];
   if (/^paused|reclaimed/.test(beat.status ?? "")) return ["paused", beat.status];
   const [what, whom] = WAITS[beat.actor] ?? ["work", ""];
-  if ((beat.busy ?? 0) < 0.05) return ["waiting", whom ? `waits for ${what} from ${whom}` : `waits for ${what}`];
+  const from = whom ? ` from ${whom}` : "";
+  if ((beat.busy ?? 0) < 0.05) return ["waiting", beat.waits ? `waits${from}: ${beat.waits}` : `waits for ${what}${from}`];
   return ["busy", beat.status || "works"];
 }
 

@@ -36,6 +36,15 @@ export function alarms() {
   return out;
 }
 
+// Mean of the nodes' use of processors or GPUs: each node's newest heartbeat tells its own. Null where none does.
+export function use(live, name) {
+  const nodes = new Map();
+  for (const a of live) if (Number.isFinite(a.beat[name]) && !(nodes.get(a.beat.node)?.at > a.at)) nodes.set(a.beat.node, a);
+  const shares = [...nodes.values()].map((a) => a.beat[name]);
+  return shares.length ? { mean: shares.reduce((a, b) => a + b, 0) / shares.length, nodes: shares.length } : null;
+}
+
+const nodesOf = (n) => `of ${n} ${n === 1 ? "node" : "nodes"}`;
 const tile = (name, value, note = "", kind = "") => html`<div class="tile ${kind}"><span>${name}</span><strong>${value}</strong><em>${note}</em></div>`;
 
 export function header() {
@@ -47,6 +56,7 @@ export function header() {
   const price = (s.gpu_hour ?? 0) * (s.gpus ?? 0) + (s.core_hour ?? 0) * (s.cores ?? 0);
   const live = [...state.actors.values()].filter((a) => now - a.at < SILENT_S && a.beat.state !== "stopped");
   const busy = live.length ? live.reduce((a, x) => a + (x.beat.busy ?? 0), 0) / live.length : null;
+  const cpu = use(live, "cpu"), gpu = use(live, "gpu");
   const list = alarms();
   return html`<div class="title"><h1>${s.run ?? "…"}</h1>
     <span class="state ${state.connected ? (state.finished ? "done" : "live") : "off"}">${state.connected ? (state.finished ? "finished" : "live") : "not connected"}</span>
@@ -61,6 +71,8 @@ export function header() {
     ${tile("staleness", last ? `${quantile(last.staleness, 0.5) ?? 0} / ${quantile(last.staleness, 0.99) ?? 0}` : "–", last ? `p50 / p99, bound ${last.staleness_bound}` : "", last && last.staleness_max > last.staleness_bound ? "bad" : "")}
     ${tile("step time", last ? brief(last.seconds + last.waited_s) : "–", last ? `${span(last.waited_s)} waiting` : "")}
     ${tile("actors", `${live.length}`, busy === null ? "" : `${percent(busy)} busy`)}
+    ${cpu ? tile("CPU", percent(cpu.mean), nodesOf(cpu.nodes)) : ""}
+    ${gpu ? tile("GPU", percent(gpu.mean), nodesOf(gpu.nodes)) : ""}
     ${tile("sandboxes", count(total("environment", "sandboxes")), total("environment", "vms") === null ? "" : `${count(total("environment", "vms"))} machines`)}
     ${price > 0 ? tile("cost", (price * hours).toFixed(2), `${price.toFixed(2)} per hour`) : ""}
   </div>
