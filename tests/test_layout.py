@@ -58,6 +58,7 @@ MAY["launch"] = {
     "rendering",
     "engines",
     "search",
+    "training",
 }
 MAY["chaos"] = {"launch", "dashboard", "bus", "messages", "metrics", "config", "replay"}
 MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos"}
@@ -71,6 +72,7 @@ REGISTRY_IMPORTS = {"messages"}
 PARTS: dict[tuple[str, str], set[str]] = {
     ("launch", "engines"): {"registry"},
     ("launch", "policy"): {"config", "layout"},  # the shape of a checkpoint
+    ("launch", "training"): {"memory_plan"},  # formulas, without torch
     ("harness", "engines"): {"base"},
     ("dashboard", "weights"): {"receiving"},
     ("judging", "vmhost"): {"guest", "images"},

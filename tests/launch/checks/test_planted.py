@@ -15,9 +15,11 @@ import uvloop
 
 from headrace.bus.broker.server import Server
 from headrace.cli.main import main
-from headrace.config import Processes
+from headrace.config import Config, Policy, Processes
+from headrace.launch.checks.trainer import free_bytes
 from headrace.messages.tasks import Oracle, Task
 from headrace.policy.layout import hugging_face
+from headrace.training import memory_plan
 from tests.policy.test_gpt_oss import GPT_OSS
 from tests.support import chat_formats, tiny
 
@@ -77,6 +79,16 @@ def test_a_sound_configuration_has_no_problem(capsys: pytest.CaptureFixture[str]
     assert check(capsys, PROCESS) == (0, "")
 
 
+def recomputable() -> int:
+    """A micro-batch with which 64 layers need twice this machine's free memory, and little with recomputing."""
+    config, many = Config(policy=Policy(layers=64)), 1_000_000
+    layout = memory_plan.layout_of(config)._replace(tokens=many)
+    needed = memory_plan.plan(hugging_face.of_run(config), layout).total
+    return 2 * many * free_bytes() // needed
+
+
+TWICE_WRONG = ("no staging folder", "tenants without an auth service", "gpt-oss on a GPU")
+"""Their server does not answer either, or the machine may have no GPU."""
 Plant = Callable[[Path, int], dict[str, Any]]
 
 
@@ -248,6 +260,28 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
         "[trainer] device = 'cuda': gpt_oss is not supported on a GPU",
         "set it to 'cpu'",
     ),
+    "no such GPU": (
+        lambda *_: {"trainer.device": "cuda:99"},
+        1,
+        "cuda:99 is not there: this machine has ",
+        "set trainer.device = 'cpu', or start the trainer on a host with a GPU",
+    ),
+    "memory of the trainer": (
+        lambda *_: {"trainer.device": "cpu", "trainer.micro_tokens": 1 << 30},
+        1,
+        "BAD  trainer: it needs ",
+        "lower trainer.micro_tokens",
+    ),
+    "memory of the trainer that recomputing saves": (
+        lambda *_: {
+            "trainer.device": "cpu",
+            "policy.layers": 64,
+            "trainer.micro_tokens": recomputable(),
+        },
+        1,
+        "BAD  trainer: it needs ",
+        "set numerics.recompute = true",
+    ),
     "no SGLang": (
         lambda *_: {"engine.kind": "sglang", "engine.exact": False, "engine.python": "/nowhere/python"},
         1,
@@ -288,7 +322,7 @@ def test_a_planted_mistake_is_found_with_its_fix(
     exit_code, problems = check(capsys, PROCESS | plant(tmp_path, taken))
     [problem] = [line for line in problems.splitlines() if wrong in line]
     assert exit_code == code and fix in problem
-    if name not in ("no staging folder", "tenants without an auth service"):  # its server does not answer either
+    if name not in TWICE_WRONG:
         assert problems == problem, "one mistake is one sentence"
 
 

@@ -1,0 +1,82 @@
+"""Whether this machine has the devices of [trainer], and whether the trainer's memory fits them, by its plan."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.config import Config
+from headrace.launch.checks.finding import Finding, bad, good
+from headrace.metrics.gpus import Gpu, gpus
+from headrace.policy.config import CheckpointError
+from headrace.policy.layout import hugging_face
+from headrace.training import memory_plan
+
+CAUSES = 3
+"""Largest causes that a line names."""
+
+
+def check(config: Config) -> Iterator[Finding]:
+    """Findings about [trainer]: its devices, and the bytes that it needs on each of them."""
+    section = config.trainer
+    devices = _visible(gpus())
+    if section.device.startswith("cuda"):
+        wanted = int(section.device.partition(":")[2] or 0) + 1
+        if len(devices) < wanted:
+            yield bad(
+                "trainer.device",
+                f"{section.device} is not there: this machine has {len(devices)} GPUs; set trainer.device = 'cpu', or "
+                "start the trainer on a host with a GPU",
+            )
+            return
+    cuda = bool(devices) and section.device != "cpu"
+    if cuda and section.ranks > len(devices):
+        yield bad(
+            "trainer.ranks",
+            f"{section.ranks} processes need a GPU each, this machine has {len(devices)}; lower trainer.ranks",
+        )
+        return
+    try:
+        policy = hugging_face.of_run(config)
+        layout = memory_plan.layout_of(config)
+        needed = memory_plan.plan(policy, layout)
+    except (CheckpointError, ValueError, OSError):
+        return  # a finding of the checkpoint's or of the section's
+    first = int(section.device.partition(":")[2] or 0)
+    free = min(gpu.free for gpu in devices[first : first + section.ranks]) if cuda else free_bytes() // section.ranks
+    largest = sorted(needed._asdict().items(), key=lambda item: -item[1])[:CAUSES]
+    causes = ", ".join(f"{name} {gib(value)}" for name, value in largest if value)
+    device = ("a GPU" if cuda else "memory") + (f" of each of {section.ranks} processes" if section.ranks > 1 else "")
+    if needed.total <= free:
+        yield good("trainer", f"it needs {gib(needed.total)} of {device} ({causes}), {gib(free)} are free")
+        return
+    other = memory_plan.fitting(policy, layout, free)
+    fix = "lower trainer.micro_tokens, or choose a smaller policy"
+    if other is not None:
+        before, settings = memory_plan.settings(layout), memory_plan.settings(other)
+        changed = (f"{key} = {value}".lower() for key, value in settings.items() if before[key] != value)
+        fix = f"set {', '.join(changed)}"
+    yield bad("trainer", f"it needs {gib(needed.total)} of {device} ({causes}), {gib(free)} are free; {fix}")
+
+
+def gib(count: int) -> str:
+    """Bytes in GiB."""
+    return f"{count / memory_plan.GIB:.2f} GiB"
+
+
+def _visible(devices: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    """Those that CUDA_VISIBLE_DEVICES leaves to a process; names instead of numbers keep their count."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return devices
+    listed = [name for name in names.split(",") if name]
+    if all(name.isdigit() for name in listed):
+        return tuple(devices[int(name)] for name in listed if int(name) < len(devices))
+    return devices[: len(listed)]
+
+
+def free_bytes() -> int:
+    """The kernel's estimate of the memory that is available without swapping; 0 where it tells none."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
