@@ -1,4 +1,4 @@
-"""A key file that the first process that needs it makes, and that every other process reads."""
+"""Secrets in files: a key that the first process which needs it makes, and the tokens that an operator puts there."""
 
 import os
 import secrets
@@ -20,3 +20,20 @@ def read_or_make(path: Path, content: bytes) -> bytes:
         finally:
             part.unlink()
     return path.read_bytes()
+
+
+class SecretError(Exception):
+    """A file does not hold a secret; the text is one sentence."""
+
+
+def token(path: str, key: str) -> str:
+    """The secret that is a file's only line. key: the configuration's key that names the file. SecretError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SecretError(f"{key}: {path} cannot be read ({error.strerror}); expected a file with the secret") from None
+    except UnicodeDecodeError:
+        raise SecretError(f"{key}: {path} is not UTF-8 text; expected a file with the secret") from None
+    if not text or not text.isprintable():
+        raise SecretError(f"{key}: expected one line with the secret in {path}, got {len(text.splitlines())}")
+    return text

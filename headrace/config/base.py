@@ -47,7 +47,6 @@ HTTP_URL = r"^(https?://[^\s]+)?$"
 MODULE_ATTRIBUTE = r"^[A-Za-z_][\w./:-]{0,254}$"
 PUBLIC_KEY = r"^U[A-Z2-7]{55}$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,254}$"
-VARIABLE_OR_EMPTY = r"^([A-Za-z_][A-Za-z0-9_]{0,254})?$"
 DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 
 WORDS = {
@@ -62,7 +61,6 @@ WORDS = {
     MODULE_ATTRIBUTE: "a name, or module:attribute",
     PUBLIC_KEY: "the public key of a user: U and 55 more letters and digits",
     VARIABLE: "the name of an environment variable",
-    VARIABLE_OR_EMPTY: "the name of an environment variable, or nothing",
     DEVICE: "auto, cpu, cuda or cuda:N",
 }
 """Description of each pattern, for error messages."""
@@ -81,7 +79,6 @@ Reference = Annotated[str, Meta(pattern=MODULE_ATTRIBUTE)]
 """The name of something registered, or ``module:attribute``."""
 PublicKey = Annotated[str, Meta(pattern=PUBLIC_KEY)]
 Variable = Annotated[str, Meta(pattern=VARIABLE)]
-OptionalVariable = Annotated[str, Meta(pattern=VARIABLE_OR_EMPTY)]
 Device = Annotated[str, Meta(pattern=DEVICE)]
 Word = Annotated[str, Meta(pattern=PATH, max_length=4096)]
 """One word of a command line, or one name whose meaning its own key defines."""

@@ -11,7 +11,6 @@ from headrace.config.base import (
     Host,
     HttpUrl,
     OptionalPath,
-    OptionalVariable,
     Path,
     Port,
     Positive,
@@ -34,8 +33,8 @@ class McpServer(Section, frozen=True, kw_only=True):
     """Names of further environment variables that the command gets."""
     url: HttpUrl = ""
     """Address of a server that speaks streamable HTTP."""
-    key: OptionalVariable = ""
-    """Name of the environment variable that holds the bearer token for the address; empty: none is sent."""
+    key_file: OptionalPath = ""
+    """File whose only line is the bearer token for the address; empty: none is sent."""
     start_s: Duration = 30.0
     """Longest wait for the server's start."""
     calls: Positive = 20
@@ -177,8 +176,8 @@ class Judge(Section, frozen=True, kw_only=True):
     model_folder: OptionalPath = ""
     """The folder of the weights that the endpoint serves: the hash of its files pins the judge of a run. Empty: the
     model's name pins it."""
-    model_key: OptionalVariable = ""
-    """Name of the environment variable that holds the API key; empty: no key is sent."""
+    model_key_file: OptionalPath = ""
+    """File whose only line is the API key; empty: no key is sent."""
     model_votes: Annotated[int, Meta(ge=1, le=99)] = 3
     """Answers per criterion. The order in which "met" and "not met" are offered alternates."""
     model_temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.7

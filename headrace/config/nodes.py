@@ -14,7 +14,6 @@ from headrace.config.base import (
     HttpUrl,
     OptionalPath,
     OptionalToken,
-    OptionalVariable,
     Path,
     Port,
     Reference,
@@ -143,8 +142,8 @@ class Environment(Section, frozen=True, kw_only=True):
     everything; auto chooses none of these."""
     url: HttpUrl = ""
     """Address of the SWE-ReX server, for backend = swerex."""
-    key: OptionalVariable = ""
-    """Name of the environment variable that holds that server's token; with an empty name no token is sent."""
+    key_file: OptionalPath = ""
+    """File whose only line is that server's token; empty: no token is sent."""
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     """auto: kvm if a machine boots under it, otherwise tcg."""
     isolation: Literal["episode", "group"] = "group"

@@ -78,10 +78,13 @@ def _mcp(config: Config) -> Iterator[Problem]:
     for name, server in config.tasks.mcp.items():
         if bool(server.command) == bool(server.url):
             yield f"tasks.mcp.{name}", "expected either command or url"
-        elif server.key and not server.url:
-            yield f"tasks.mcp.{name}.key", "expected none with command; env names the variables that a command gets"
+        elif server.key_file and not server.url:
+            yield (
+                f"tasks.mcp.{name}.key_file",
+                "expected none with command; env names the variables that a command gets",
+            )
         elif server.env and not server.command:
-            yield f"tasks.mcp.{name}.env", "expected none with url; key names the variable that holds the token"
+            yield f"tasks.mcp.{name}.env", "expected none with url; key_file names the file with the token"
 
 
 def _judge(config: Config) -> Iterator[Problem]:

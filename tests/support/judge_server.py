@@ -43,6 +43,8 @@ class JudgeServer:
     requests: list[dict[str, Any]] = field(default_factory=list)
     failures: list[web.Response | str] = field(default_factory=list)
     """Given before any answer, one per request: a response, or a text in place of the model's JSON."""
+    authorization: str = ""
+    """Header of the newest request."""
     broken: bool = False
     """Every request gets status 503."""
 
@@ -50,6 +52,7 @@ class JudgeServer:
         """POST /v1/chat/completions."""
         body = await request.json()
         self.requests.append(body)
+        self.authorization = request.headers.get("Authorization", "")
         if self.broken:
             return web.Response(status=503, text="overloaded")
         reply = json.dumps({"reason": "because", "verdict": self._verdict(body)})

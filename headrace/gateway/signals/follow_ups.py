@@ -73,7 +73,7 @@ class FollowUps:
             self._endpoint = Endpoint(
                 judge.model_url,
                 judge.model,
-                key=judge.model_key,
+                key_file=judge.model_key_file,
                 within_s=judge.model_s,
                 parallel=judge.model_parallel,
             )

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import msgspec
 
+from headrace.secret_files import SecretError, token
+
 if TYPE_CHECKING:
     from mcp import Client
 
@@ -44,8 +46,8 @@ class Settings(Protocol):
         """Address of a server over HTTP, in place of a command."""
 
     @property
-    def key(self) -> str:
-        """Name of the environment variable that holds the bearer token."""
+    def key_file(self) -> str:
+        """File with the bearer token."""
 
     @property
     def start_s(self) -> float:
@@ -189,7 +191,8 @@ class Connection:
 
         section = self.section
         if section.url:
-            headers = {"Authorization": f"Bearer {_variable(self.name, section.key)}"} if section.key else {}
+            key = _token(self.name, section.key_file) if section.key_file else ""
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
             return _http(section.url, headers)
         env = {name: _variable(self.name, name) for name in section.env}
         if self._stderr is None:
@@ -241,6 +244,13 @@ def _variable(server: str, name: str) -> str:
     if name not in os.environ:
         raise McpError(f"MCP server {server}: set the environment variable {name}")
     return os.environ[name]
+
+
+def _token(server: str, path: str) -> str:
+    try:
+        return token(path, f"[tasks.mcp.{server}] key_file")
+    except SecretError as error:
+        raise McpError(f"MCP server {server}: {error}") from None
 
 
 def _text(result: Any) -> str:

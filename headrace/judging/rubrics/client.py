@@ -7,13 +7,13 @@ checks of a strict client.
 
 import asyncio
 import json
-import os
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from headrace.backoff import Backoff
+from headrace.secret_files import SecretError, token
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which a request is repeated."""
@@ -41,13 +41,15 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 class Endpoint:
     """One model at one endpoint."""
 
-    def __init__(self, url: str, model: str, *, key: str = "", within_s: float = 120.0, parallel: int = 8) -> None:
-        """url: with its version, such as ``http://host/v1``. key: name of the environment variable with the API key.
-        within_s: per answer, retries included. EndpointRefused when the variable is not set."""
-        if key and key not in os.environ:
-            raise EndpointRefused(f"the environment variable {key} is not set: [judge] model_key names it")
+    def __init__(self, url: str, model: str, *, key_file: str = "", within_s: float = 120.0, parallel: int = 8) -> None:
+        """url: with its version, such as ``http://host/v1``. key_file: the file with the API key.
+        within_s: per answer, retries included. EndpointRefused when the file does not hold a key."""
+        try:
+            key = token(key_file, "[judge] model_key_file") if key_file else ""
+        except SecretError as error:
+            raise EndpointRefused(str(error)) from None
         self.url, self.model, self._within_s = f"{url.rstrip('/')}/chat/completions", model, within_s
-        self._headers = {"Authorization": f"Bearer {os.environ[key]}"} if key else {}
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._slots = asyncio.Semaphore(parallel)
         self._session: aiohttp.ClientSession | None = None
         self._declared = ""

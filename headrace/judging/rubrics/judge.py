@@ -48,7 +48,7 @@ class RubricJudge:
         self._endpoint = Endpoint(
             section.model_url,
             section.model,
-            key=section.model_key,
+            key_file=section.model_key_file,
             within_s=section.model_s,
             parallel=section.model_parallel,
         )

@@ -107,15 +107,20 @@ def _any(_: object) -> bool:
     return True
 
 
-async def test_a_server_at_an_address_answers_and_one_that_is_not_there_is_named() -> None:
+async def test_a_server_at_an_address_answers_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
     port = free_port()
     address = f"http://127.0.0.1:{port}/mcp"
     absent = Connection("docs", McpServer(url=address, start_s=100.0))
     with pytest.raises(McpError, match=r"^MCP server docs does not start: "):
         await absent.listing()
     await absent.close()
+    keyless = Connection("docs", McpServer(url=address, key_file=str(tmp_path / "key")))
+    with pytest.raises(McpError, match=r"^MCP server docs: \[tasks.mcp.docs\] key_file: .*/key cannot be read"):
+        await keyless.listing()
+    await keyless.close()
+    (tmp_path / "key").write_text("a-token\n")
     process = await asyncio.create_subprocess_exec(sys.executable, SERVER, str(port), stderr=subprocess.PIPE)
-    connection = Connection("docs", McpServer(url=address, start_s=100.0))
+    connection = Connection("docs", McpServer(url=address, key_file=str(tmp_path / "key"), start_s=100.0))
     try:
         assert process.stderr is not None
         while b"running on" not in (line := await process.stderr.readline()):

@@ -171,11 +171,17 @@ async def test_what_may_pass_is_asked_again_and_what_does_not_is_never_an_answer
         await judge.close()
         server.broken = False
         server.failures.append(web.Response(status=401, text="unknown key"))
-        judge = RubricJudge.of(msgspec.structs.replace(config, judge=short))
+        (tmp_path / "key").write_text("a-key\n")
+        keyed = msgspec.structs.replace(short, model_key_file=str(tmp_path / "key"))
+        judge = RubricJudge.of(msgspec.structs.replace(config, judge=keyed))
         assert judge is not None
         with pytest.raises(EndpointRefused, match="refuses model 'm1' with status 401: unknown key"):
             await judge.judge(candidate())
         await judge.close()
+        assert server.authorization == "Bearer a-key"
+        (tmp_path / "key").unlink()
+        with pytest.raises(EndpointRefused, match=r"\[judge\] model_key_file: .*/key cannot be read"):
+            RubricJudge.of(msgspec.structs.replace(config, judge=keyed))
 
 
 @pytest.mark.parametrize(

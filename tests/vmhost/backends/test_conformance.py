@@ -64,14 +64,14 @@ def make_image(place: Path) -> None:
         pytest.param("swerex", marks=pytest.mark.slow),
     ]
 )
-async def host(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
+async def host(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Host]:
     if request.param == "container" and (why := unavailable()):
         pytest.skip(f"no containers here: {why}")
     with ExitStack() as stack:
         environment = Environment(backend=request.param, cache_dir=CACHE, warm=0)
         if request.param == "swerex":
-            server = stack.enter_context(swerex.server(monkeypatch))
-            environment = msgspec.structs.replace(environment, url=server.url, key=swerex.TOKEN)
+            server = stack.enter_context(swerex.server(tmp_path))
+            environment = msgspec.structs.replace(environment, url=server.url, key_file=server.key_file)
         elif request.param != "process":
             await asyncio.to_thread(base.ensure, environment)
             await asyncio.to_thread(make_image, tmp_path)

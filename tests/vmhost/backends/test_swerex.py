@@ -25,7 +25,7 @@ def request(**changes: Any) -> Acquire:
 async def test_what_is_missing_is_named() -> None:
     for environment, why in (
         (Environment(backend="swerex"), r"expects the address .* in \[environment\] url"),
-        (Environment(backend="swerex", url="http://127.0.0.1:9", key="HEADRACE_NO_TOKEN"), "HEADRACE_NO_TOKEN: set"),
+        (Environment(backend="swerex", url="http://127.0.0.1:9", key_file="/nowhere"), "/nowhere cannot be read"),
         (Environment(backend="swerex", url="http://127.0.0.1:9"), "http://127.0.0.1:9 cannot be used"),
     ):
         with pytest.raises(VmhostError, match=why):
@@ -35,11 +35,11 @@ async def test_what_is_missing_is_named() -> None:
 
 
 @pytest.mark.slow
-async def test_a_wrong_token_is_refused_and_a_dead_server_loses_its_sandboxes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with swerex.server(monkeypatch) as server:
-        environment = Environment(backend="swerex", url=server.url, warm=0, key=swerex.TOKEN)
-        with pytest.raises(VmhostError, match="key names the variable"):
-            await Host.open(msgspec.structs.replace(environment, key=""))
+async def test_a_wrong_token_is_refused_and_a_dead_server_loses_its_sandboxes(tmp_path: Path) -> None:
+    with swerex.server(tmp_path) as server:
+        environment = Environment(backend="swerex", url=server.url, warm=0, key_file=server.key_file)
+        with pytest.raises(VmhostError, match="key_file names the file"):
+            await Host.open(msgspec.structs.replace(environment, key_file=""))
         host = await Host.open(environment)
         try:
             one, two = [await host.acquire(request(slot=slot)) for slot in range(2)]

@@ -8,13 +8,13 @@ tests by name need pytest there.
 """
 
 import asyncio
-import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
 from headrace.messages.tasks import SandboxLimits
+from headrace.secret_files import SecretError, token
 from headrace.vmhost.backend import Capabilities, OnEvent, Requirement
 from headrace.vmhost.backends.lacking import WithoutCopies, lacks
 from headrace.vmhost.backends.swerex.link import Link
@@ -91,7 +91,7 @@ class SwerexBackend(WithoutCopies):
         """An address and, where the server asks for one, a token."""
         why = _unset(environment)
         text = "backend = swerex: sandboxes of a server share it and are NOT isolated"
-        yield Requirement("url" if not environment.url else "key", not why, why or text)
+        yield Requirement("url" if not environment.url else "key_file", not why, why or text)
 
     def __init__(self, environment: Environment, link: Link) -> None:
         self.slots = environment.slots_per_vm
@@ -154,10 +154,16 @@ def _unset(environment: Environment) -> str:
     """The text names what the configuration lacks; it is empty when it lacks nothing."""
     if not environment.url:
         return "backend = swerex expects the address of a SWE-ReX server in [environment] url"
-    if environment.key and environment.key not in os.environ:
-        return f"[environment] key names {environment.key}: set this environment variable to the server's --auth-token"
+    try:
+        _token(environment)
+    except VmhostError as error:
+        return str(error)
     return ""
 
 
 def _token(environment: Environment) -> str:
-    return os.environ.get(environment.key, "") if environment.key else ""
+    """The server's --auth-token; empty where none is configured. VmhostError."""
+    try:
+        return token(environment.key_file, "[environment] key_file") if environment.key_file else ""
+    except SecretError as error:
+        raise VmhostError(str(error)) from None

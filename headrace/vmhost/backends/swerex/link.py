@@ -110,7 +110,7 @@ class Link:
                 raise VmhostError(f"{path}: {told['class_path']}: {told['message']}"[:300])
             if response.status in (401, 403, 500) and path == "is_alive":
                 raise VmhostError(
-                    f"it answers {response.status}; [environment] key names the variable that holds its --auth-token"
+                    f"it answers {response.status}; [environment] key_file names the file with its --auth-token"
                 )
             raise VmhostError(f"{path}: it answers {response.status}: {text[:200]}")
 
