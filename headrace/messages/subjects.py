@@ -177,6 +177,7 @@ EVENT = Subject(
         "certify_asked",
         "certificate",
         "tool_log",
+        "token_gaps",
         "rejected",
         "event",
     ),

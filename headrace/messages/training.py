@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from headrace.messages.base import Count, Finite, Message, Name, Seed, Version, message
+from headrace.messages.base import Array, Count, Finite, Message, Name, Seed, Version, message
 from headrace.messages.plugins import Plugin
 
 
@@ -55,6 +55,27 @@ class EngineMismatch(msgspec.Struct, frozen=True, kw_only=True):
     """Share of tokens whose two log-probabilities are not equal."""
     flips: float = 0.0
     """Share of token-layers that the trainer would route to other experts."""
+
+
+class TokenGap(msgspec.Struct, frozen=True, kw_only=True):
+    """Trainer minus sampler log-probability of one re-scored trajectory's sampled tokens."""
+
+    trajectory: str
+    """Id of the Trajectory."""
+    engine: str
+    tokens: Count
+    """Re-scored tokens: all that the trajectory sampled."""
+    gaps: Array | None = None
+    """float32: the first of them (`GAPS_KEPT` of `training.mismatch`), segment by segment; None where all are 0."""
+
+
+@message("token_gaps")
+class TokenGaps(Message, frozen=True, kw_only=True):
+    """The gaps of a step's re-scored trajectories, for the page of an attempt. Users' trajectories are left out."""
+
+    run: str
+    step: Count
+    of: tuple[TokenGap, ...]
 
 
 class StepFigures(Message, frozen=True, kw_only=True):

@@ -23,11 +23,15 @@ from torch import Tensor
 
 from headrace.algorithms.mismatch import flipped, mismatch
 from headrace.config import Algorithm, Numerics
+from headrace.messages.base import Array
 from headrace.messages.rollout import Trajectory
-from headrace.messages.training import EngineMismatch
+from headrace.messages.training import EngineMismatch, TokenGap
 from headrace.policy import scoring
 from headrace.policy.model import Model
 from headrace.training.batch import Batch, Segment
+
+GAPS_KEPT = 4096
+"""Tokens of a re-scored trajectory whose gaps are recorded one by one."""
 
 
 class TooFar(Exception):
@@ -47,6 +51,8 @@ class Measured(NamedTuple):
     rescored: Rescored = Rescored(math.nan, 0)
     engines: tuple[EngineMismatch, ...] = ()
     """In order of engine and fingerprint."""
+    gaps: tuple[TokenGap, ...] = ()
+    """Of each re-scored trajectory, in the order of the batch."""
 
     def alarm(self, limits: Numerics) -> str:
         """A text that names the exceeded limits and other fingerprints; empty when there are none."""
@@ -79,16 +85,20 @@ def measure(
     origin = {trajectory.id: (trajectory.rollout, trajectory.fingerprint) for trajectory in trajectories}
     chosen = drawn(batch, sample, seed)
     parts: dict[tuple[str, str], list[Compared]] = {}
+    by_trajectory: dict[str, list[Compared]] = {}
     for name in dict.fromkeys(segment.trajectory for segment in batch.segments):
         parts.setdefault(origin[name], [])  # engines without a drawn trajectory are reported too
     for segment in batch.segments:
         if segment.trajectory in chosen:
-            parts[origin[segment.trajectory]].append(compare(models, segment))
+            compared = compare(models, segment)
+            parts[origin[segment.trajectory]].append(compared)
+            by_trajectory.setdefault(segment.trajectory, []).append(compared)
     engines = tuple(_engine(*key, parts[key], fingerprint) for key in sorted(parts))
     measured = [engine for engine in engines if engine.tokens]
     worst = [engine.max_abs_dlp for engine in measured]
     largest = math.nan if not worst or any(map(math.isnan, worst)) else max(worst)
-    return Measured(Rescored(largest, sum(engine.tokens for engine in measured)), engines)
+    gaps = tuple(_gap(name, origin[name][0], compared) for name, compared in by_trajectory.items())
+    return Measured(Rescored(largest, sum(engine.tokens for engine in measured)), engines, gaps)
 
 
 def drawn(batch: Batch, sample: int, seed: int) -> set[str]:
@@ -132,6 +142,12 @@ def _engine(name: str, mark: str, parts: Sequence[Compared], fingerprint: str) -
         differ=seen.differ,
         flips=sum(part.flips for part in parts) / routed if routed else 0.0,
     )
+
+
+def _gap(trajectory: str, engine: str, parts: Sequence[Compared]) -> TokenGap:
+    gaps = torch.cat([(part.trainer.cpu() - part.sampler.cpu()).float() for part in parts])
+    array = Array.of(gaps[:GAPS_KEPT].tolist(), "<f4") if bool((gaps != 0).any()) else None
+    return TokenGap(trajectory=trajectory, engine=engine, tokens=len(gaps), gaps=array)
 
 
 def answer(measured: Measured, limits: Numerics, algorithm: Algorithm) -> Algorithm:

@@ -1,6 +1,6 @@
 """The outcome of one step: the figures that StepDone publishes, or the reason for which no update was made."""
 
-from headrace.messages.training import StepFigures
+from headrace.messages.training import StepFigures, TokenGap
 from headrace.training.figures.work import Work
 from headrace.training.state import TrainerState
 
@@ -22,6 +22,8 @@ class StepOutcome(StepFigures, frozen=True, kw_only=True):
     """Seconds from the last update to this step's first forward pass, without waiting for a batch."""
     peak_flops: float = 0.0
     """Of all devices together, per second; 0 where it is not known."""
+    gaps: tuple[TokenGap, ...] = ()
+    """Trainer minus sampler by token, of the re-scored trajectories."""
 
 
 def refuse(state: TrainerState, reason: str, detail: str, *, hashed: bool = True) -> StepOutcome:

@@ -212,8 +212,7 @@ class PolicyTrainer:
             recipe = Recipe(algorithm, self.config.trainer.micro_tokens, self.config.curriculum.staleness)
             helpers = Helpers(self.reference, self.data_parallel, in_order(before_update, work), hashed)
             outcome = take(self.state, made, recipe, self.guard, helpers)
-            exact = exact and made.fingerprints <= {self.numerics.fingerprint}
-            outcome = msgspec.structs.replace(outcome, exact=exact)
+            outcome = msgspec.structs.replace(outcome, exact=exact and made.fingerprints <= {self.numerics.fingerprint})
         except batch.BatchError as error:
             outcome = refuse(self.state, "bad_batch", str(error), hashed=hashed)
         except RoutesMissing as error:
@@ -231,6 +230,7 @@ class PolicyTrainer:
             max_abs_dlp=measured.rescored.max_abs_dlp,
             rescored_tokens=measured.rescored.tokens,
             engines=measured.engines,
+            gaps=measured.gaps,
             alarm=measured.alarm(self.config.numerics),
             work=work(),
             between_s=between_s,

@@ -54,6 +54,19 @@ def measured(by: float = 0.5, sample: int = 16) -> Measured:
     return measure({0: model()}, made, trajectories.values(), sample, 1, NUMERICS.fingerprint)
 
 
+def test_every_token_of_a_re_scored_trajectory_has_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps = measured(0.5).gaps
+    assert len(gaps) == len({gap.trajectory for gap in gaps}) == 16
+    assert [gap.engine for gap in gaps] == ["good", "bad"] * (len(gaps) // 2)
+    for gap in gaps:
+        assert gap.tokens > 1 and (gap.gaps is None) == (gap.engine == "good")
+        if gap.gaps is not None:
+            assert len(gap.gaps) == gap.tokens and gap.gaps.tolist() == pytest.approx([-0.5] * gap.tokens, abs=1e-6)
+    assert len(measured(0.5, sample=1).gaps) == 1
+    monkeypatch.setattr("headrace.training.mismatch.GAPS_KEPT", 2)
+    assert [len(gap.gaps) for gap in measured(0.5).gaps if gap.gaps is not None] == [2] * (len(gaps) // 2)
+
+
 def step(tmp_path: Path, by: float = 0.5, **numerics: object) -> StepOutcome:
     limits = msgspec.structs.replace(Numerics(), **numerics)
     config: Config = msgspec.structs.replace(

@@ -277,6 +277,8 @@ class Trainer(Actor):
         if result.alarm:
             await self.event("mismatch", f"step {k}: {result.alarm}", "warning", step=k, trace=trace)
         await self._publish(trainer, publication, result.version, result.learning_rate)
+        if gaps := records.token_gaps(manifest, result):
+            await self.publish_event(gaps, msg_id=f"{self.run}.gaps.{k}.{manifest.incarnation}")
         turn.ended.set_result(True)
 
     async def _announce(self, turn: Turn, plan: records.StepPlan) -> None:

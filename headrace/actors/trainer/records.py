@@ -14,7 +14,15 @@ from headrace.ledger.seeds import seed_of
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory
-from headrace.messages.training import BatchGroup, Efficiency, StepDone, StepFailed, StepFigures, StepManifest
+from headrace.messages.training import (
+    BatchGroup,
+    Efficiency,
+    StepDone,
+    StepFailed,
+    StepFigures,
+    StepManifest,
+    TokenGaps,
+)
 from headrace.registry import merged
 from headrace.replay import reproduce
 from headrace.replay.recipe import recipe
@@ -98,6 +106,12 @@ def manifest(config: Config, run: str, plan: StepPlan) -> StepManifest:
         objective=recipe(config) | (plan.window.words() if plan.window is not None else {}),
         plugins=merged(plugins_of(config.algorithm), plan.plugins),
     )
+
+
+def token_gaps(manifest: StepManifest, result: StepOutcome) -> TokenGaps | None:
+    """The record of the gaps of a step's re-scored trajectories; None where none is to be published."""
+    of = tuple(gap for gap in result.gaps if "." not in gap.trajectory)  # users' groups have a dot in their names
+    return TokenGaps(run=manifest.run, step=manifest.step, of=of) if of else None
 
 
 def outcome(

@@ -31,6 +31,7 @@ EVENT_TYPES: dict[str, tuple[str, ...]] = {
     "certify_asked": ("curriculum",),
     "certificate": ("certifier",),
     "tool_log": ("environment",),
+    "token_gaps": ("trainer",),
 }
 """Message types on HR_EVENT that only these roles may publish; every role may publish the other types."""
 

@@ -13,7 +13,7 @@ from headrace.messages import subjects as s
 from headrace.messages.judging import Score
 from headrace.messages.rollout import ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
-from headrace.messages.training import EngineMismatch, StepDone
+from headrace.messages.training import EngineMismatch, StepDone, TokenGap, TokenGaps
 
 Originals = Callable[[TaskRef], Mapping[str, bytes]]
 """The files of a task as the agent got them; LookupError when the suite is not here."""
@@ -36,6 +36,9 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     mean_logprob: float | None
     tokens: list[tuple[str, float]]
     """Text and log-probability of the first `SHOWN_TOKENS` sampled tokens."""
+    gaps: list[float] | None
+    """Trainer minus sampler for the first of these tokens; empty where every gap of the attempt is 0, None where it
+    was not scored again."""
     calls: tuple[ToolCall, ...]
     results: tuple[ToolResult, ...]
 
@@ -94,6 +97,7 @@ async def describe(bus: Bus, run: str, seq: int, made: Trajectory, originals: Or
     tokenizer = Tokenizer.from_str(bundle.tokenizer_json) if bundle is not None else None
     score = await _score(bus, run, made, seq)
     step = await _step(bus, run, made)
+    gaps = by_turn(made, await _gap(bus, run, made) if step is not None else None)
     try:
         before = dict(originals(made.task)) if made.lane != "production" else {}
     except LookupError:
@@ -112,7 +116,7 @@ async def describe(bus: Bus, run: str, seq: int, made: Trajectory, originals: Or
         versions=sorted({span.version for turn in made.turns for span in turn.spans}),
         sampled_tokens=sum(len(turn.ids) for turn in made.turns),
         prompt=_text(tokenizer, list(made.turns[0].prompt_ids.tolist())) if made.turns else "",
-        turns=[_turn(turn, tokenizer) for turn in made.turns],
+        turns=[_turn(turn, tokenizer, of) for turn, of in zip(made.turns, gaps, strict=True)],
         diff=_diff(before, made),
         touched=list(made.touched),
         score=score,
@@ -141,6 +145,29 @@ async def _step(bus: Bus, run: str, made: Trajectory) -> StepDone | None:
     return done
 
 
+async def _gap(bus: Bus, run: str, made: Trajectory) -> TokenGap | None:
+    newest: TokenGap | None = None
+    async for received in bus.history("HR_EVENT", s.EVENT.where(run=run, actor="trainer", type=TokenGaps.type_name)):
+        if isinstance(received.message, TokenGaps):
+            newest = next((gap for gap in received.message.of if gap.trajectory == made.id), newest)
+    return newest
+
+
+def by_turn(made: Trajectory, gap: TokenGap | None) -> list[list[float] | None]:
+    """The gaps of each turn's sampled tokens. The trainer's batch has the turns of a segment after each other."""
+    if gap is None:
+        return [None] * len(made.turns)
+    values = [float(value) for value in gap.gaps.tolist()] if gap.gaps is not None else []
+    placed: list[list[float] | None] = [[] for _ in made.turns]
+    at = 0
+    for place in sorted(range(len(made.turns)), key=lambda place: made.turns[place].segment):
+        sampled = len(made.turns[place].ids)
+        of_turn = values[at : at + sampled][:SHOWN_TOKENS]
+        placed[place] = of_turn if of_turn or not values else None  # the record ends before this turn
+        at += sampled
+    return placed
+
+
 def _parts(score: Score | None) -> list[tuple[str, str]]:
     """The parts of a reward that are on record."""
     if score is None:
@@ -163,7 +190,7 @@ def _text(tokenizer: Tokenizer | None, ids: Sequence[float]) -> str:
     return text
 
 
-def _turn(turn: Turn, tokenizer: Tokenizer | None) -> TurnView:
+def _turn(turn: Turn, tokenizer: Tokenizer | None, gaps: list[float] | None) -> TurnView:
     ids, logprobs = turn.ids.tolist(), turn.logprobs.tolist()
     pairs = list(zip(ids, logprobs, strict=False))[:SHOWN_TOKENS]
     return TurnView(
@@ -175,6 +202,7 @@ def _turn(turn: Turn, tokenizer: Tokenizer | None) -> TurnView:
         versions=sorted({span.version for span in turn.spans}),
         mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
         tokens=[(_text(tokenizer, [id]) or f"‹{int(id)}›", logprob) for id, logprob in pairs],
+        gaps=gaps,
         calls=turn.calls,
         results=turn.results,
     )

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from headrace.actors.trainer.actor import Trainer
 from headrace.bus.runtime import tracing
 from headrace.messages.subjects import EVENT, STEP, TRAJ
-from headrace.messages.training import StepDone
+from headrace.messages.training import StepDone, TokenGaps
 from tests.conftest import Connect
 from tests.support import world
 from tests.support.actors import living
@@ -49,6 +49,11 @@ async def test_a_step_is_a_trace_with_a_link_per_trajectory(
     for record, trace in zip(done, traces, strict=True):
         context = tracing.extract(record.headers)
         assert context is not None and context.trace_id == trace
+    where = EVENT.where(run=feeder.run, actor="trainer", type="token_gaps")
+    gaps = [r.message async for r in bus.history("HR_EVENT", where) if isinstance(r.message, TokenGaps)]
+    assert [record.step for record in gaps] == [0, 1]
+    ids = {getattr(r.message, "id", "") for r in sent}
+    assert all({gap.trajectory for gap in record.of} < ids and record.of[0].gaps is None for record in gaps)
     alarms = [r async for r in bus.history("HR_EVENT", EVENT.where(run=feeder.run, actor="trainer"))]
     told = [getattr(r.message, "data", {}) for r in alarms if getattr(r.message, "kind", "") == "mismatch"]
     assert [attributes.get("trace") for attributes in told] == traces

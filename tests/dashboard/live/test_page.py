@@ -25,7 +25,7 @@ from headrace.messages.operations import Event, Heartbeat
 from headrace.messages.product import CapacityLease, GateVerdict, lease_key
 from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
-from headrace.messages.training import StepDone
+from headrace.messages.training import StepDone, TokenGap, TokenGaps
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ async def fill(bus: Bus) -> int:
     """A step, an attempt and its score; the attempt's sequence."""
     await bus.publish(s.STEP.at(run=RUN), step(0))
     seq = await bus.publish(s.TRAJ.at(run=RUN, group="g000001"), attempt())
+    gap = TokenGap(trajectory="g000001-0-0", engine="", tokens=2, gaps=Array.of([0.0, -0.25], "<f4"))
+    await bus.publish(s.EVENT.at(run=RUN, actor="trainer", type="token_gaps"), TokenGaps(run=RUN, step=0, of=(gap,)))
     score = Score(
         run=RUN,
         lane="train",
@@ -253,6 +255,9 @@ async def test_an_attempt_opens_by_its_link(site: Site, browser: "webdriver.Chro
     )
     await shows(browser, "part: length -0.03", "practices 0.250, judged by judge-model")
     await shows(browser, "It changes one line: 'return a + b'.", "It leaves <b>print(a)</b>.", "pitfall")
+    await shows(browser, "largest gap to the trainer 0.25000")
+    (gap,) = browser.find_elements("css selector", ".tokens .gap")
+    assert gap.get_attribute("title") == "log-probability -2.000, trainer minus sampler -2.50e-1"
     calls = browser.find_elements("css selector", ".calls > .call")
     assert len(calls) == 2 and calls[0].location["y"] == calls[1].location["y"]  # parallel calls are side by side
 

@@ -13,6 +13,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.config import Config
 from headrace.dashboard.live.access import Access
+from headrace.dashboard.live.attempt import by_turn
 from headrace.dashboard.live.server import STATIC, Address, LivePage
 from headrace.messages import subjects as s
 from headrace.messages.base import Array
@@ -20,6 +21,7 @@ from headrace.messages.judging import CriterionScore, RubricScore, Score
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
+from headrace.messages.training import TokenGap
 from tests.conftest import Connect
 from tests.support.paths import ROOT
 
@@ -163,6 +165,29 @@ async def test_an_attempt_has_the_parts_of_its_reward_and_the_judge_s_reasons(
         shown = await (await http.get(f"/api/trajectory/{seq}")).json()
     assert shown["parts"][:2] == [["part: tests", "+1"], ["part: length", "-0.03"]]
     assert shown["score"]["rubric"]["criteria"][0]["reason"] == "It says 'return a + b'."
+
+
+def gaps_by_turn(values: list[float] | None, segments: tuple[int, ...] = (0, 0, 1)) -> list[list[float] | None]:
+    turns = tuple(
+        Turn(index=index, segment=segment, prompt_ids=Array.of([1], "<i4"), ids=Array.of([2, 3], "<i4"),
+             logprobs=Array.of([-0.5, -0.5], "<f4"), spans=())
+        for index, segment in enumerate(segments)
+    )  # fmt: skip
+    made = Trajectory(
+        run="r", lane="train", group="g1", slot=0, attempt=0, id="g1-0-0", task=TaskRef("s", "x"), family="f", seed=1,
+        policy=PolicyRef(), sampling=Sampling(), outcome="finished", turns=turns, diff={},
+    )  # fmt: skip
+    array = Array.of(values, "<f4") if values else None
+    return by_turn(made, None if values is None else TokenGap(trajectory="g1-0-0", engine="", tokens=6, gaps=array))
+
+
+def test_gaps_belong_to_the_turns_of_their_segments() -> None:
+    assert gaps_by_turn(None) == [None, None, None], "not scored again"
+    assert gaps_by_turn([]) == [[], [], []], "all are 0"
+    values = [0.5, 0.25, 1.0, 2.0, 3.0, 4.0]
+    assert gaps_by_turn(values) == [[0.5, 0.25], [1.0, 2.0], [3.0, 4.0]]
+    assert gaps_by_turn(values, (1, 0, 1)) == [[1.0, 2.0], [0.5, 0.25], [3.0, 4.0]]
+    assert gaps_by_turn(values[:3]) == [[0.5, 0.25], [1.0], None], "the record ends before the last turn"
 
 
 def call(name: str, number: int) -> ToolCall:

@@ -3,7 +3,12 @@ import { count, html, number, percent, put, span } from "../html.js";
 import { fetchJson } from "../main.js";
 
 const shade = (logprob) => Math.min(1, Math.max(0, -logprob / 4)).toFixed(2);
-const tokens = (list) => html`<p class="tokens">${list.map(([text, logprob]) => html`<span style="--p:${shade(logprob)}" title="log-probability ${number(logprob, 3)}">${text}</span>`)}</p>`;
+const gapOf = (gaps, i) => (!gaps ? null : gaps.length ? gaps[i] ?? null : 0);
+const tokens = (list, gaps) => html`<p class="tokens">${list.map(([text, logprob], i) => {
+  const gap = gapOf(gaps, i);
+  return html`<span class="${gap ? "gap" : ""}" style="--p:${shade(logprob)}" title="log-probability ${number(logprob, 3)}${gap === null ? "" : `, trainer minus sampler ${gap ? gap.toExponential(2) : 0}`}">${text}</span>`;
+})}</p>`;
+const largestGap = (gaps) => (gaps ? html`<span class="soft">largest gap to the trainer ${gaps.length ? number(Math.max(...gaps.map(Math.abs)), 5) : 0}</span>` : "");
 const argumentsOf = (call) => Object.entries(call.arguments ?? {}).map(([name, value]) => html`<div class="argument"><span>${name}</span><pre>${value}</pre></div>`);
 
 function call(c, results) {
@@ -32,8 +37,8 @@ function page(t) {
     ${t.step === null ? "" : html`<p class="note">Trained in step ${t.step}${t.mismatch ? html`; its engine ${t.mismatch.engine}: k1 ${number(t.mismatch.k1, 5)}, k3 ${number(t.mismatch.k3, 5)}, largest gap ${number(t.mismatch.max_abs_dlp, 5)} over ${t.mismatch.tokens} re-scored tokens` : ""}.</p>`}</section></div>
   ${t.prompt ? html`<section><h2>Prompt</h2><pre class="prompt">${t.prompt}</pre></section>` : ""}
   <section><h2>Turns</h2>${t.turns.map((turn, i) => html`${i && turn.segment !== t.turns[i - 1].segment ? html`<p class="boundary">context summarised: a new segment begins</p>` : ""}
-    <div class="turn ${turn.kind}"><header><b>${turn.kind === "summary" ? "summary" : `turn ${turn.index + 1}`}</b><span>${turn.sampled} tokens, ${turn.stop}</span>${turn.versions.length > 1 ? html`<span class="chip">versions ${turn.versions.join(" → ")}</span>` : ""}<span class="soft">mean log-probability ${number(turn.mean_logprob, 3)}</span></header>
-    ${turn.tokens.length ? tokens(turn.tokens) : ""}
+    <div class="turn ${turn.kind}"><header><b>${turn.kind === "summary" ? "summary" : `turn ${turn.index + 1}`}</b><span>${turn.sampled} tokens, ${turn.stop}</span>${turn.versions.length > 1 ? html`<span class="chip">versions ${turn.versions.join(" → ")}</span>` : ""}<span class="soft">mean log-probability ${number(turn.mean_logprob, 3)}</span>${largestGap(turn.gaps)}</header>
+    ${turn.tokens.length ? tokens(turn.tokens, turn.gaps) : ""}
     ${turn.calls.length ? html`<div class="calls" style="--n:${Math.min(turn.calls.length, 3)}">${turn.calls.map((c) => call(c, turn.results))}</div>` : ""}</div>`)}</section>
   <section><h2>Diff</h2>${t.diff.length ? t.diff.map((file) => html`<div class="diff"><header class="mono">${file.path}</header><pre>${file.lines.map(diffLine)}</pre></div>`) : html`<p class="empty">No file was changed.</p>`}${t.touched.length ? html`<p class="note">Changed outside the allowed paths, ignored by the tests: ${t.touched.join(", ")}</p>` : ""}</section></article>`;
 }
