@@ -80,6 +80,17 @@ def test_keys_that_moved_are_read_where_they_were(tmp_path: Path) -> None:
     assert load(recorded).feedback.batch == 4
 
 
+def test_a_recorded_run_has_empty_names_of_variables_for_secrets(tmp_path: Path) -> None:
+    recorded = tmp_path / "config.json"
+    servers = '{"wiki": {"url": "http://127.0.0.1:1/mcp", "key": ""}}'
+    recorded.write_text(
+        f'{{"judge": {{"model_key": ""}}, "environment": {{"key": ""}}, "tasks": {{"mcp": {servers}}}}}'
+    )
+    assert load(recorded).tasks.mcp["wiki"].key_file == ""
+    with pytest.raises(ConfigError, match=r"judge\.model_key: unknown key.*model_key_file"):
+        parse('[judge]\nmodel_key = "JUDGE_KEY"\n')
+
+
 def test_every_key_with_every_wrong_value_is_one_sentence_or_a_configuration() -> None:
     refused, accepted = 0, 0
     for section, key, _ in KEYS:

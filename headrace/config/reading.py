@@ -16,6 +16,9 @@ from headrace.config.tree import Config
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
 """Keys that moved to another section: files and recorded runs with the old keys are still read."""
+VARIABLES = {"judge": "model_key", "environment": "key"}
+"""Keys that named environment variables with a secret; each of `[tasks.mcp]` had `key`, too. Recorded runs have them
+empty, which is read; with a variable's name they are unknown keys."""
 PREFIX = "HEADRACE_SET_"
 """Prefix of the environment variables that set a key: HEADRACE_SET_SECTION__KEY=value, in capitals."""
 _SHOWN = 60
@@ -153,12 +156,19 @@ def _override(raw: dict[str, Any], entry: str, origin: str = "--set") -> str:
 
 
 def _move(raw: dict[str, Any]) -> None:
-    """Move the values of `MOVED` keys to their new sections; a value that is set there has priority."""
+    """Move the values of `MOVED` keys to their new sections, where a value that is set has priority; drop the empty
+    keys of `VARIABLES`."""
     for old, new in MOVED.items():
         (section, key), (target, name) = old.split("."), new.split(".")
         keys = raw.get(section)
         if isinstance(keys, dict) and key in keys and isinstance(moved := raw.setdefault(target, {}), dict):
             moved.setdefault(name, keys[key])
+            del keys[key]
+    tasks = raw.get("tasks")
+    servers = tasks.get("mcp") if isinstance(tasks, dict) else None
+    of_servers = [(server, "key") for server in servers.values()] if isinstance(servers, dict) else []
+    for keys, key in (*((raw.get(section), key) for section, key in VARIABLES.items()), *of_servers):
+        if isinstance(keys, dict) and keys.get(key) == "":
             del keys[key]
 
 
