@@ -20,6 +20,14 @@ def test_every_page_is_in_the_navigation_and_in_llms_txt() -> None:
     assert all((ROOT / name).is_file() for name in linked)
 
 
+def test_links_of_the_pages_stay_in_the_site() -> None:
+    """The site holds docs/ alone, so a link to another file of the repository leads nowhere there: a page names it."""
+    for name in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / "docs" / name).read_text()):
+            inside = not target.startswith("..") and (ROOT / "docs" / target).is_file()
+            assert target.startswith(("https://", "http://")) or inside, f"{name} links to {target}"
+
+
 def test_every_line_of_the_comparison_has_a_source() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text()
     sources = dict(re.findall(r"^\[([\w-]+)\]: (https://\S+)$", page, re.MULTILINE))
