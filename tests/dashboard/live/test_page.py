@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from headrace.bus.broker.server import Server
@@ -21,6 +22,7 @@ from headrace.messages import subjects as s
 from headrace.messages.base import Array
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.judging import CriterionScore, RubricScore, Score
+from headrace.messages.ledger import ClosedSlot, GroupClosed, GroupDropped, SlotIssued
 from headrace.messages.operations import Event, Heartbeat
 from headrace.messages.product import CapacityLease, GateVerdict, lease_key
 from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
@@ -108,30 +110,35 @@ def attempt() -> Trajectory:
     )
 
 
+def score(group: str, slot: int, seq: int, passed: bool) -> Score:
+    """A score without parts of the attempt at `seq`."""
+    return Score(
+        run=RUN, lane="train", group=group, slot=slot, attempt=0, trajectory_seq=seq, task=TASK, family="one_line",
+        judge_version="1", verdict="passed" if passed else "failed", reward=float(passed), passed=passed,
+    )  # fmt: skip
+
+
+def issued(group: str, index: int, slot: int) -> SlotIssued:
+    return SlotIssued(
+        run=RUN, lane="train", group=group, index=index, slot=slot, attempt=0, group_size=2, task=TASK, seed=1,
+        min_version=0,
+    )  # fmt: skip
+
+
 async def fill(bus: Bus) -> int:
     """A step, an attempt and its score; the attempt's sequence."""
     await bus.publish(s.STEP.at(run=RUN), step(0))
     seq = await bus.publish(s.TRAJ.at(run=RUN, group="g000001"), attempt())
     gap = TokenGap(trajectory="g000001-0-0", engine="", tokens=2, gaps=Array.of([0.0, -0.25], "<f4"))
     await bus.publish(s.EVENT.at(run=RUN, actor="trainer", type="token_gaps"), TokenGaps(run=RUN, step=0, of=(gap,)))
-    score = Score(
-        run=RUN,
-        lane="train",
-        group="g000001",
-        slot=0,
-        attempt=0,
-        trajectory_seq=seq,
-        task=TASK,
-        family="one_line",
-        judge_version="1",
-        verdict="passed",
+    scored = msgspec.structs.replace(
+        score("g000001", 0, seq, True),
         reward=0.97,
-        passed=True,
         parts={"tests": 1.0, "length": -0.03},
         rubric=RUBRIC,
         tests=(sandbox.TestOutcome("test_a.py::test_add", "passed"),),
     )
-    await bus.publish(s.SCORE.at(run=RUN, judge="judge", group="g000001"), score)
+    await bus.publish(s.SCORE.at(run=RUN, judge="judge", group="g000001"), scored)
     return seq
 
 
@@ -260,6 +267,39 @@ async def test_an_attempt_opens_by_its_link(site: Site, browser: "webdriver.Chro
     assert gap.get_attribute("title") == "log-probability -2.000, trainer minus sampler -2.50e-1"
     calls = browser.find_elements("css selector", ".calls > .call")
     assert len(calls) == 2 and calls[0].location["y"] == calls[1].location["y"]  # parallel calls are side by side
+
+
+async def test_groups_and_the_ledger_add_up(site: Site, browser: "webdriver.Chrome") -> None:
+    passed = {
+        "views-fail": (False, False),
+        "views-mixed": (False, True),
+        "views-stale": (False, True),
+        "views-open": (),
+    }
+    async with await admin(site) as bus:
+        for index, (group, slots) in enumerate(passed.items(), 1):
+            for slot in range(2):
+                await bus.publish(s.LEDGER.at(run=RUN, group=group), issued(group, index, slot))
+            closed = []
+            for slot, success in enumerate(slots):
+                made = score(group, slot, 1000 + 2 * index + slot, success)
+                seq = await bus.publish(s.SCORE.at(run=RUN, judge="judge", group=group), made)
+                closed.append(
+                    ClosedSlot(slot=slot, attempt=0, trajectory_seq=made.trajectory_seq, score_seq=seq,
+                               reward=made.reward, oldest_version=0)
+                )  # fmt: skip
+            if group in ("views-fail", "views-mixed"):
+                closing = GroupClosed(
+                    run=RUN, group=group, task=TASK, group_size=2, slots=tuple(closed), oldest_version=0
+                )
+                await bus.publish(s.CLOSE.at(run=RUN, group=group), closing)
+        dropped = GroupDropped(run=RUN, group="views-stale", reason="stale", detail="too old", group_size=2)
+        await bus.publish(s.CLOSE.at(run=RUN, group="views-stale"), dropped)
+    await asyncio.to_thread(browser.get, f"{site.address.url}#/groups")
+    await shows(browser, "all fail 25 %", "mixed 50 %", "all pass 25 %", "4 groups", "dropped stale")  # g000001 passed
+    await asyncio.to_thread(browser.get, f"{site.address.url}#/ledger")
+    await shows(browser, "9\nissued\n=\n1\ntrained\n+\n2\ndropped\n+\n6\nin flight", "Dropped, by reason\nstale")
+    await shows(browser, "1 groups are open.")
 
 
 async def test_four_views_show_what_the_page_s_process_reads(site: Site, browser: "webdriver.Chrome") -> None:
