@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.config import ConfigError, load
-from headrace.config.explaining import explain
+from headrace.config import Config, ConfigError, Section, load
+from headrace.config.episodes import McpServer
+from headrace.config.explaining import explain, meanings
 from headrace.config.reading import keys
+from headrace.config.training import Phase
 
 TEXT = "# a comment\n[curriculum]\nsteps = 3\n\n[production]\nfeedback_batch = 5\n"
 VARIABLE = "HEADRACE_SET_CURRICULUM__STEPS"
@@ -37,6 +39,18 @@ def test_every_key_has_a_type_and_a_meaning() -> None:
     for section, name, _, default in keys():
         explained = explain(f"{section}.{name}", environment={})
         assert explained.value == default and len(explained.type) > 3 and len(explained.meaning) > 10, explained
+
+
+def test_every_key_has_a_docstring_of_its_own() -> None:
+    sections = [kind for kind in Section.__subclasses__() if kind.__module__.startswith("headrace.") and kind != Config]
+    assert {McpServer, Phase} < set(sections), "tables within sections are among them"
+    missing = [
+        f"{section.__name__}.{name}"
+        for section in sections
+        for name in section.__struct_fields__
+        if len(meanings(section).get(name, "")) <= 10
+    ]
+    assert missing == []
 
 
 def test_the_command_prints_value_source_type_and_meaning(

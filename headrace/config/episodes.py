@@ -49,8 +49,11 @@ class Tasks(Section, frozen=True, kw_only=True):
     """The run's suites, and the conditions under which it trains on them."""
 
     suite: Path = "generated/train"
+    """The suite that the run trains on."""
     heldout: Path = "generated/heldout"
+    """Suite of held-out tasks: measured before and after training, and the one of the gate and of simulated users."""
     unseen: Path = "generated/unseen"
+    """A further suite that is measured before and after training."""
     dir: Path = "suites"
     """Folder of the suites that `headrace tasks` makes or imports."""
     train_on_logs: bool = False
@@ -84,11 +87,17 @@ class Limits(Section, frozen=True, kw_only=True):
     """Limits of an episode."""
 
     max_turns: Positive = 6
+    """Turns of an episode, summaries not counted; with the last one it ends."""
     max_turn_tokens: Positive = 48
+    """Most sampled tokens of one turn."""
     max_tokens: Positive = 256
+    """Sampled tokens of an episode, over all turns; with the last one it ends."""
     context_tokens: Positive = 512
+    """Tokens of the context, of prompts and turns together, at which a summary is requested that replaces it."""
     wall_s: Duration = 120.0
+    """Seconds of an episode; it ends after the turn in which they are over. A task's own time limit replaces them."""
     max_parallel_calls: Annotated[int, Meta(ge=1, le=1024)] = 6
+    """Most tool calls of one turn; those beyond are answered with an error."""
     reserve_tokens: Count = 0
     """Tokens that are kept free for a summary with its thinking: the summary is requested this many tokens before
     context_tokens."""
@@ -100,13 +109,21 @@ class Curriculum(Section, frozen=True, kw_only=True):
     """Groups, batches, and the largest staleness of their tokens."""
 
     group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
+    """Slots of a group: attempts at the same task, whose rewards are compared."""
     groups_per_step: Annotated[int, Meta(ge=1, le=65536)] = 8
     """P: groups of a batch."""
     staleness: Annotated[int, Meta(ge=0, le=64)] = 1
+    """Largest staleness of a token that is trained on, in policy versions: the version that the step trains minus the
+    one that sampled the token."""
     steps: Count = 40
+    """Training steps of the run; each trains on one batch."""
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
+    """Most attempts of a slot or of a user's session: the next one is issued when infrastructure failed the last."""
     on_stale: Literal["wait", "drop"] = "wait"
+    """When enough groups are complete for the next batch, and a slower group would be too stale for a later one. wait:
+    the batch waits for that group. drop: the group is dropped."""
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    """Sampling temperature of training attempts."""
     speculate: Count = 0
     """Number of last open slots of a group that are issued a second time; the attempt that is scored first counts. This
     favours short episodes; the audit measures by how much."""
@@ -181,6 +198,7 @@ class Judge(Section, frozen=True, kw_only=True):
     model_votes: Annotated[int, Meta(ge=1, le=99)] = 3
     """Answers per criterion. The order in which "met" and "not met" are offered alternates."""
     model_temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.7
+    """Sampling temperature of the model's answers."""
     model_s: Duration = 120.0
     """Seconds within which an answer must arrive, retries included; after them the attempt is an infrastructure
     failure."""
@@ -194,32 +212,40 @@ class Evaluation(Section, frozen=True, kw_only=True):
     """Measurements of the policy before, during and after training."""
 
     heldout_tasks: Count = 200
+    """Number of tasks of [tasks] heldout that are measured before and after training; 0: none."""
     unseen_tasks: Count = 48
+    """Number of tasks of [tasks] unseen that are measured before and after training; 0: none."""
     before: bool = True
+    """Measure version 0 before training, at temperature 1."""
     before_greedy: bool = False
     """Measure before training with greedy sampling too, not only at temperature 1."""
     after: bool = True
+    """Measure the last version after training, at temperature 1 and with greedy sampling."""
     every: Count = 0
     """Number of steps between two measurements during training; 0: no measurements during training."""
     every_suites: tuple[Path, ...] = ()
-    """Suites of these measurements; empty: [tasks] heldout."""
+    """Suites of the measurements during training; empty: [tasks] heldout."""
     every_tasks: Positive = 32
-    """Number of tasks of each suite that are measured, counted from the suite's first."""
+    """Number of tasks of each suite that are measured during training, counted from the suite's first."""
     every_temperature: Amount = 1.0
+    """Sampling temperature of the measurements during training; 0 is greedy."""
 
 
 class Production(Section, frozen=True, kw_only=True):
     """The product lane: its gateway, its own rollout actors, and the scavenger that lends them."""
 
     enabled: bool = True
+    """Run the product lane: gateway, feedback, scavenger and the rollout actors in `rollouts`."""
     host: Host = "127.0.0.1"
+    """Address at which the gateway listens."""
     port: Port = 0
     """HTTP port of the gateway; 0 takes a free one, written to <run dir>/gateway.json."""
     tls_certificate: OptionalPath = ""
     """PEM file of the gateway's certificate chain; empty: plain HTTP. A renewed file is loaded within a minute."""
     tls_key: OptionalPath = ""
-    """PEM file of its private key."""
+    """PEM file of the private key of `tls_certificate`."""
     tenant: Token = "default"
+    """Tenant of the users of headrace's own agent; clients with an API key have the key's tenant."""
     training_allowed: bool = False
     """Opt-in of `tenant`: its rated sessions may be trained on. It is checked when a session is rated and again when a
     batch is made. Tenants with API keys opt in by their keys (`headrace keys add --training`)."""
@@ -233,7 +259,7 @@ class Production(Section, frozen=True, kw_only=True):
     context_tokens: Positive = 32768
     """The longest context of a client's agent, in tokens of prompt and turn together."""
     turn_s: Duration = 300.0
-    """The longest wait for such a turn."""
+    """The longest wait for a turn that a client's agent requests."""
     idle_s: Duration = 900.0
     """A client's session ends after this time without a request."""
     limits: Limits = Limits(
@@ -254,7 +280,7 @@ class Production(Section, frozen=True, kw_only=True):
     """Largest number of running and waiting sessions at which capacity is lent; above it, lent capacity is reclaimed at
     once."""
     lend_after_s: Seconds = 3.0
-    """Seconds that the number must not be above `reclaim_above` before capacity is lent."""
+    """Seconds that the number of sessions must not be above `reclaim_above` before capacity is lent."""
     lend_again_s: Seconds = 600.0
     """Seconds after a reclaim before the same capacity is lent again: users meet lent capacity once in this time."""
     forecast_s: Seconds = 300.0
@@ -263,4 +289,6 @@ class Production(Section, frozen=True, kw_only=True):
     simulate: bool = False
     """Run simulated users against the gateway, with a day-and-night rhythm."""
     day_s: Duration = 40.0
+    """Seconds of a day of the simulated users, who send nothing in its night."""
     peak_requests_per_s: Amount = 0.5
+    """Requests a second of all simulated users at noon."""

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.config.base import WORDS, ConfigError
+from headrace.config.base import WORDS, ConfigError, Section
 from headrace.config.reading import MOVED, from_environment, keys, line_of, load
-from headrace.config.tree import Config
 
 
 class Explanation(NamedTuple):
@@ -43,13 +42,14 @@ def explain(
     config = load(path, overrides, environment)
     section, _, name = key.partition(".")
     kind, default = existing[key]
+    values: Section = getattr(config, section)
     return Explanation(
         key,
-        getattr(getattr(config, section), name),
+        getattr(values, name),
         _source(key, path, overrides, environment),
         described(msgspec.inspect.type_info(kind)),
         default,
-        _meaning(section, name),
+        meanings(type(values))[name],
     )
 
 
@@ -107,16 +107,10 @@ def described(kind: msgspec.inspect.Type) -> str:
     return type(kind).__name__.removesuffix("Type").lower()
 
 
-def _meaning(section: str, name: str) -> str:
-    """The docstring under a key in its section's source; without one, the section's name and docstring."""
-    kind = type(getattr(Config(), section))
-    return _texts(section).get(name) or f"[{section}] " + re.sub(r"\s+", " ", kind.__doc__ or "")
-
-
 @functools.cache
-def _texts(section: str) -> dict[str, str]:
-    """The docstrings of a section's keys; keys without one are missing."""
-    [tree] = ast.parse(inspect.getsource(type(getattr(Config(), section)))).body
+def meanings(section: type[msgspec.Struct]) -> dict[str, str]:
+    """The docstring under each key, by the source of a section's type or of a table's within it."""
+    [tree] = ast.parse(inspect.getsource(section)).body
     assert isinstance(tree, ast.ClassDef)
     name = ""
     texts: dict[str, str] = {}

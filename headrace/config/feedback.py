@@ -28,6 +28,7 @@ class Feedback(Section, frozen=True, kw_only=True):
     user_cap: Count = 4
     """The most ratings of one user that count within `window_s`; 0 is no limit."""
     window_s: Duration = 86400.0
+    """Seconds over which `user_cap` counts the ratings of a user."""
     followup_judge: bool = False
     """The model of [judge] decides whether an agent's next prompt calls the earlier work wrong; only for users who
     allow training. For other users, and without this key, a rule for English words decides."""
@@ -48,7 +49,7 @@ class Gate(Section, frozen=True, kw_only=True):
     """Held-out tasks on which candidate and promoted version are compared, task by task. 0 skips the benchmark: then
     only the harm test of the canary stages can stop a worse candidate."""
     trials: Annotated[int, Meta(ge=1, le=100)] = 1
-    """Trials of each of these tasks, of both versions."""
+    """Trials of each of `tasks`, of both versions."""
     margin: Annotated[float, Meta(ge=-1.0, le=1.0)] = 0.0
     """The lower confidence bound of the difference in pass rates must be above this."""
     shadow: Count = 0

@@ -29,8 +29,10 @@ class Run(Section, frozen=True, kw_only=True):
     """One run: its seed, its name, its folder."""
 
     seed: Seed = 1
+    """Seed of the run: the order of tasks, every sample, the weights of a new policy and training data derive from
+    it."""
     id: OptionalToken = ""
-    """Empty: made from date, time and seed."""
+    """Name of the run; empty: made from date, time and seed."""
     dir: Path = "runs"
     """Folder of runs; the streams, checkpoints and reports of a run lie in <dir>/<id>."""
     min_free_mb: Count = 2048
@@ -41,21 +43,22 @@ class Bus(Section, frozen=True, kw_only=True):
     """The broker, and how actors connect to it."""
 
     url: Brokers = ""
-    """Empty: `headrace up` starts a nats-server on loopback with nats.conf."""
+    """Address of the broker; empty: `headrace up` starts a nats-server on loopback with nats.conf."""
     port: Port = 0
     """Port of the started server; 0 takes a free one."""
     credentials: OptionalPath = ""
     """Folder of per-role credentials; headrace makes one per run when it starts the server. A folder with one account
     per run serves several runs: each run uses its own account."""
     region: Token = "local"
+    """Region under which this node's gateways and rollout actors report their load."""
     otlp_endpoint: HttpUrl = ""
     """OTLP/HTTP collector such as http://127.0.0.1:4318; empty exports nothing."""
     blob_dir: OptionalPath = ""
     """Folder such as /dev/shm through which actors of one node pass large payloads of episodes
     (headrace/bus/payloads/shared_memory.py). Empty: every payload goes through the broker."""
     blob_upload: Literal["before", "after", "never"] = "after"
-    """When such a payload is also stored at the broker. Use `never` only on a single node, with a folder on the disk of
-    the broker."""
+    """When a payload in `blob_dir` is also stored at the broker. Use `never` only on a single node, with a
+    folder on the disk of the broker."""
 
 
 class Metrics(Section, frozen=True, kw_only=True):
@@ -64,8 +67,10 @@ class Metrics(Section, frozen=True, kw_only=True):
     enabled: bool = True
     """Serve the metrics of every process over HTTP; the addresses are in <run dir>/<id>/targets/."""
     host: Host = "127.0.0.1"
+    """Address at which every process serves its metrics."""
     port: Port = 0
-    """0: a free port per process. Another value is for hosts and containers with one process each."""
+    """Port of the metrics; 0 takes a free one per process. Another value is for hosts and containers with one process
+    each."""
     tensorboard: OptionalPath = ""
     """Folder for TensorBoard's event files; empty writes none. Needs pip install 'headrace[tensorboard]'."""
     wandb: OptionalPath = ""
@@ -81,14 +86,16 @@ class Dashboard(Section, frozen=True, kw_only=True):
     enabled: bool = True
     """Serve the page from `headrace up`, `headrace launch` and the files of `headrace deploy`."""
     host: Host = "127.0.0.1"
+    """Address at which the page is served."""
     port: Port = 0
     """HTTP port of the page; 0 takes a free one, and 8090 in a launched or deployed run."""
     websocket: HttpUrl = ""
     """http:// or https:// address of the broker's WebSocket, needed if `[bus] url` names a broker of your own. Empty in
     a launched or deployed run: the page's host, and the port after the page's."""
     gpu_hour: Amount = 0.0
-    """Price of an accelerator-hour and of a CPU-core-hour, in any currency; 0 shows no cost."""
+    """Price of an accelerator-hour, in any currency. If this and `core_hour` are 0, no cost is shown."""
     core_hour: Amount = 0.0
+    """Price of a CPU-core-hour, in the currency of `gpu_hour`."""
 
 
 class Processes(Section, frozen=True, kw_only=True):
@@ -104,6 +111,8 @@ class Processes(Section, frozen=True, kw_only=True):
         ("trainer",),
         ("weight_sender", "weight_receiver"),
     )
+    """One list of actors per process, each by its name, or as name:id where several have that name. Without the product
+    lane its actors are left out, and without a model the search actor is."""
 
 
 class Search(Section, frozen=True, kw_only=True):
@@ -127,10 +136,11 @@ class Sandboxes(Section, frozen=True, kw_only=True):
     of its own, and a node whose backend cannot enforce the limit refuses it (docs/sandboxes.md)."""
 
     vcpus: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Most processors of a sandbox; 0: no limit of its own."""
     memory_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
-    """0, or at least 64."""
+    """MiB of memory of a sandbox: at least 64, or 0 for no limit of its own."""
     disk_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
-    """At most three quarters of the memory, because a sandbox keeps its files in memory."""
+    """MiB of files of a sandbox, at most three quarters of its memory, where they are kept; 0: no limit of its own."""
 
 
 class Environment(Section, frozen=True, kw_only=True):
@@ -147,11 +157,17 @@ class Environment(Section, frozen=True, kw_only=True):
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     """auto: kvm if a machine boots under it, otherwise tcg."""
     isolation: Literal["episode", "group"] = "group"
+    """group: the sandboxes of a group share machines. episode: each has a machine of its own, as sandboxes of the
+    production lane and those with limits always have."""
     slots_per_vm: Annotated[int, Meta(ge=1, le=1024)] = 8
+    """Most sandboxes that a shared machine takes before it ends; a machine of an imported image takes one."""
     memory_mb: Annotated[int, Meta(ge=64, le=1 << 20)] = 224
+    """MiB of memory of a machine. Template debian has at least 768, an imported image at least the image's own number,
+    and a memory limit of the task replaces it."""
     max_vms: Annotated[int, Meta(ge=1, le=10_000)] = 8
     """Clones alive at once on this node; judge_share of them are reserved for the judge."""
     judge_share: Count = 2
+    """Machines that only the judge may take."""
     production_share: Count = 0
     """Machines that only the judge and the production lane may take."""
     warm: Count = 1
@@ -166,7 +182,10 @@ class Environment(Section, frozen=True, kw_only=True):
     """When machines use more than this share of the node's processors over five seconds, training gets no further
     machine; users and the judge do. 0: no limit."""
     lease_s: Duration = 120.0
+    """Seconds after which a sandbox ends unless its holder renews the lease; holders renew after a third of this
+    time."""
     group_idle_s: Seconds = 10.0
+    """Seconds that a shared machine without sandboxes waits for the next sandbox of its group; then it ends."""
     template_memory_mb: Count = 2048
     """MiB of template memory that this node keeps (some 200 for each class of machines). Beyond it, templates that no
     machine uses are dropped, the least recently used first; they are read again when needed. 0: no limit."""

@@ -27,6 +27,7 @@ class Policy(Section, frozen=True, kw_only=True):
     """The policy's shape. The default is tiny; a Hugging Face folder in `checkpoint` replaces all of it."""
 
     checkpoint: OptionalPath = ""
+    """Hugging Face folder with the weights that the run begins with; empty: a new policy of the dimensions below."""
     renderer: Text = "auto"
     """Format of conversations. ``auto`` uses the checkpoint's tokenizer and chat template; ``terse`` is the format of
     policies that headrace makes itself; otherwise the wire syntax of calls (``hermes``, ``qwen_xml``, ``glm``,
@@ -39,15 +40,25 @@ class Policy(Section, frozen=True, kw_only=True):
     system: Prompt = ""
     """The system prompt in a chat format; empty: that of headrace/rendering/bundle.py."""
     dim: Positive = 96
+    """Width of the hidden state, in elements."""
     layers: Annotated[int, Meta(ge=1, le=1024)] = 2
+    """Number of decoder layers, each with attention and a mixture of experts."""
     heads: Positive = 3
+    """Query heads of a layer."""
     kv_heads: Positive = 1
+    """Key-value heads of a layer, each shared by equally many query heads; a divisor of `heads`."""
     head_dim: Positive = 32
+    """Width of one head, in elements; even, because of the rotary embedding."""
     experts: Positive = 8
+    """Experts of a layer."""
     top_k: Positive = 2
+    """Experts that each token uses in a layer; at most `experts`."""
     expert_dim: Positive = 96
+    """Inner width of one expert, in elements."""
     vocab: Positive = 640
+    """Number of token ids; the tokenizer that is trained for a new policy has at most as many."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the weights of a new policy; a checkpoint has its own."""
     expert_format: Literal["", "mxfp8"] = ""
     """Number format in which experts are served and multiplied; empty is `dtype`. headrace/kernels/mxfp8.py has the
     table."""
@@ -62,7 +73,9 @@ class Engine(Section, frozen=True, kw_only=True):
     """Sample with exactly the bits of the trainer's scoring, for any batch. The engine refuses to start on a machine
     where the numerics probe finds no exact arithmetic."""
     max_batch: Annotated[int, Meta(ge=1, le=65536)] = 64
+    """Most requests that an engine works on at once; the embedded engine counts those of users and all others apart."""
     threads: Threads = 1
+    """Torch threads of the embedded engine."""
     url: HttpUrl = ""
     """Address of a running SGLang server. Each rollout actor needs a server of its own."""
     python: OptionalPath = ""
@@ -91,10 +104,15 @@ class Numerics(Section, frozen=True, kw_only=True):
     have no gradient. stop: the step is refused. roll_back: the step is refused, and the weights return to the last
     version that was followed by bound + 1 batches within the limits."""
     limit_max_abs_dlp: Amount = 0.0
+    """Limit of the largest difference of a token's log-probability between sampler and trainer, in nats."""
     limit_k3: Amount = 0.0
+    """Limit of the mean of k3, an estimate of the KL divergence between sampler and trainer, in nats a token."""
     limit_differ: Share = 0.0
+    """Limit of the share of tokens whose two log-probabilities are not equal."""
     limit_flips: Share = 0.0
+    """Limit of the share of token-layers that the trainer would route to other experts."""
     mask_ratio: Annotated[float, Meta(ge=1.0, le=1e12)] = 2.0
+    """Factor between the trainer's and the sampler's probability beyond which `mask` takes a token's gradient away."""
     replay_plausible: Share = 0.0
     """Share of the weakest live choice's score below which a recorded expert is not replayed; 0 replays all."""
     recompute: bool = False
@@ -105,7 +123,7 @@ class Weights(Section, frozen=True, kw_only=True):
     """How versions are published, and which parts of them a node keeps."""
 
     codec: Literal["d8-zstd", "d8-lz4", "d10-zstd"] = "d8-zstd"
-    """d10 is a quarter to a half smaller and half as fast; it suits slow links."""
+    """Encoding of deltas: d10 is a quarter to a half smaller and half as fast; it suits slow links."""
     anchor_every: Positive = 32
     """Versions from one full snapshot to the next. A node that joins late starts from a full snapshot."""
     keep: Positive = 4
@@ -130,3 +148,4 @@ class Weights(Section, frozen=True, kw_only=True):
     unsigned: bool = False
     """Accept versions without a signature."""
     region: Token = "local"
+    """Region of this node in the records of staged versions, on the live page and in traces."""

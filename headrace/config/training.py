@@ -56,16 +56,23 @@ class MidTraining(Section, frozen=True, kw_only=True):
     """Supervised training on traces, before any rollout."""
 
     tokens: Count = 3_000_000
+    """Tokens to train on, without the first of every sequence; 0: no mid-training."""
     batch_tokens: Positive = 1024
+    """Tokens of a batch: it takes sequences until it has as many."""
     learning_rate: Rate = 3e-3
+    """Learning rate at the end of the warm-up."""
     warmup: Share = 0.03
     """Share of the tokens over which the learning rate rises."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """The learning rate after the warm-up: linear and cosine fall to `min_rate` times the peak at the last token."""
     min_rate: Share = 0.1
+    """Share of the peak rate that linear and cosine schedules reach at the last token."""
     beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
+    """AdamW's decay of the mean of gradients, per step."""
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.98
+    """AdamW's decay of the mean of squared gradients, per step."""
     weight_decay: Amount = 0.0
+    """AdamW's decoupled weight decay: each step lowers a weight by this times the learning rate times the weight."""
     traces: Literal["repairs", "explorations", "notes"] = "repairs"
     """The generated traces: repairs of the repositories of generated/train; the same repairs with all tools
     (headrace/tasks/generated/exploring.py); or work with self-summaries on the tasks of generated/notes
@@ -95,25 +102,33 @@ class MidTraining(Section, frozen=True, kw_only=True):
     evaluate_every: Positive = 200
     """Steps between two measurements of the loss on held-out documents."""
     evaluate_tokens: Positive = 32768
-    """Most tokens of a source that one such measurement reads."""
+    """Most tokens of a source that a measurement of the loss on held-out documents reads."""
 
 
 class Algorithm(Section, frozen=True, kw_only=True):
     """The objective, its corrections, and the guard against a collapse."""
 
     objective: Literal["dr_grpo"] = "dr_grpo"
+    """The objective: Dr. GRPO, which the keys of this section change part by part."""
     learning_rate: Rate = 1e-3
+    """Learning rate at the end of the warm-up."""
     warmup_steps: Count = 2
+    """Updates over which the learning rate rises; a step makes `minibatches` of them."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up: linear and cosine fall over `decay_steps` to `min_rate` times the peak."""
     decay_steps: Count = 0
+    """Updates after the warm-up over which the schedules linear and cosine fall."""
     min_rate: Share = 0.1
+    """Share of the peak rate at which the schedules linear and cosine end."""
     beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
+    """AdamW's decay of the mean of gradients, per update."""
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.95
+    """AdamW's decay of the mean of squared gradients, per update."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which AdamW's two moments are kept between updates; bfloat16 saves 4 bytes per parameter. Mid-training
     keeps float32."""
     weight_decay: Amount = 0.0
+    """AdamW's decoupled weight decay: each update lowers a weight by this times the learning rate times the weight."""
     baseline: Literal["group", "class"] = "group"
     """The rewards that an advantage is relative to: those of the other rollouts of the prompt, or those of the batch's
     rollouts of the same task class, where there is one rollout per prompt (users' sessions)."""
@@ -127,18 +142,21 @@ class Algorithm(Section, frozen=True, kw_only=True):
     gradient; clipped, decoupled, sequence and sequence_masked are in headrace/algorithms/corrections.py, with their
     papers; or an entry point of headrace.losses, or module:attribute."""
     mask_low: Amount = 0.5
+    """With weighting = masked: p_trainer / p_sampler below which a token has no gradient."""
     ratio_low: Amount = 0.8
+    """Lower end of the band of probability ratios of clipped, decoupled, sequence and sequence_masked."""
     ratio_high: Above0 = 1.2
-    """The band of clipped, decoupled, sequence and sequence_masked; clip-higher (DAPO) is 0.8 to 1.28, GSPO's own band
-    0.9997 to 1.0004."""
+    """Upper end of the band that begins at `ratio_low`; clip-higher (DAPO) is 0.8 to 1.28, GSPO's own band 0.9997 to
+    1.0004."""
     minibatches: Annotated[int, Meta(ge=1, le=65536)] = 1
     """Number of updates into which a batch is split; decoupled differs from truncated from the second update on."""
     kl_weight: Amount = 0.0
     """Weight of the KL divergence from the reference: the weights at the start of RL, of which the trainer keeps a
     copy."""
     kl: Literal["k1", "k3"] = "k1"
-    """Estimator of that KL divergence: k1 as a cost on each token's advantage, or k3 as GRPO's loss term."""
+    """Estimator of the KL divergence of `kl_weight`: k1, a cost on each token's advantage, or k3, GRPO's loss term."""
     grad_clip: Amount = 1.0
+    """Largest norm of an update's gradient; a longer gradient is scaled down to it."""
     max_grad_norm: Amount = 0.0
     """A step whose gradient norm (before clipping) is above this is refused; 0 is no limit."""
     max_k1: Amount = 0.0
@@ -161,7 +179,9 @@ class Algorithm(Section, frozen=True, kw_only=True):
     length_penalty: Amount = 0.0
     """Weight of the concave penalty for effort, a weighted sum of tokens by kind, calls and turns."""
     length_k: Amount = 0.01
+    """k of the penalty ((1 + k x)^(1 - q) - 1) / (k (1 - q)) for effort x: the larger, the earlier it flattens."""
     length_q: Amount = 0.5
+    """q of the penalty of `length_k`: 0 is linear, 1 logarithmic; above 1 the penalty has an upper bound."""
     length_thinking_tokens: Factor = 1.0
     """Effort of one sampled token of thinking; the kinds are counted by the policy's renderer."""
     length_call_tokens: Factor = 1.0
@@ -181,6 +201,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Amount by which the built-in reward falls, linearly over the last `overlong_tokens` sampled tokens before
     limits.max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476)."""
     overlong_tokens: Count = 0
+    """Sampled tokens before limits.max_tokens over which `overlong_penalty` rises to its amount."""
     todo_penalty: Amount = 0.0
     """Amount by which the built-in reward falls when every entry of the attempt's last to-do list is left open; a share
     of open entries costs that share."""
@@ -203,7 +224,7 @@ class Lora(Section, frozen=True, kw_only=True):
     """Low-rank adapters (LoRA): training changes them alone, and a delta carries nothing else."""
 
     rank: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """0: no adapters, all weights are trained."""
+    """Rank of every adapter; 0: no adapters, all weights are trained."""
     alpha: Annotated[float, Meta(gt=0.0, le=65536.0)] = 32.0
     """An adapter's output is multiplied by alpha / rank."""
     targets: tuple[Module, ...] = ()
@@ -216,6 +237,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     device: Device = "auto"
     """Device of the model and the optimizer: auto (the first CUDA device, else the CPU), cpu, cuda or cuda:N."""
     threads: Threads = 1
+    """Torch threads of each rank."""
     ranks: Threads = 1
     """Processes that train together: the actor's own and others that it starts on its machine, each with its part of
     weights and optimizer. On CUDA each has one device, and `device` must not name one."""
@@ -228,7 +250,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     rescore: Count = 8
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10
+    """Steps between two checkpoints of weights and optimizer; the last step always writes one."""
     micro_tokens: Positive = 8192
+    """Most tokens of a micro-batch, which one backward pass takes; a longer sequence is a micro-batch of its own."""
     peak_tflops: Amount = 0.0
     """Peak of one device, or of one CPU rank, in 10^12 operations a second, for MFU and HFU; 0 takes the data sheet's
     for bfloat16 on A100, H100, H200 and B200, and leaves MFU and HFU unknown elsewhere."""
