@@ -25,6 +25,11 @@ def test_the_list_of_modules_is_current() -> None:
     assert modules.page() == modules.PAGE.read_text(), "run `make docs`"
 
 
+def test_the_list_of_keys_is_current() -> None:
+    configuration = script("configuration")
+    assert configuration.page() == configuration.PAGE.read_text(), "run `make docs`"
+
+
 def test_files_that_documents_name_exist() -> None:
     folders = ("", "headrace", "tests", "docs")
     generated = {"modules.md"}  # its paths are relative to each folder
