@@ -8,8 +8,9 @@ from pathlib import Path
 
 # The parts of the measurement are two processes: the first gets the signal, the second writes a file.
 PARTS = """
-import sys
+import signal, sys
 from benchmarks import chaos
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands with SIGINT ignored
 sleeper = "import sys, time; print('part', __import__('os').getpid(), file=sys.stdout, flush=True); time.sleep(600)"
 if sys.argv[1] == "alone":
     sleeper = "import os; os.kill(os.getpid(), 2)"

@@ -82,7 +82,12 @@ def trace_store(folder: Path) -> Iterator[Store]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    words += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", f"{folder}/artifacts"]
+    words += [
+        "--backend-store-uri",
+        f"sqlite:///{folder}/mlflow.db?timeout=120",
+        "--artifacts-destination",
+        f"{folder}/artifacts",
+    ]
     log = (folder / "log").open("wb")
     server = subprocess.Popen(
         [str(python), *words], cwd=folder, stdout=log, stderr=log, env=_quiet(), start_new_session=True
