@@ -42,7 +42,9 @@ def test_every_key_has_a_type_and_a_meaning() -> None:
 
 
 def test_every_key_has_a_docstring_of_its_own() -> None:
-    sections = [kind for kind in Section.__subclasses__() if kind.__module__.startswith("headrace.") and kind != Config]
+    # headrace.launch has sections for other files, and they are imported only where other tests ran before.
+    sections = [kind for kind in Section.__subclasses__() if kind.__module__.startswith("headrace.config.")]
+    sections.remove(Config)
     assert {McpServer, Phase} < set(sections), "tables within sections are among them"
     missing = [
         f"{section.__name__}.{name}"
