@@ -64,7 +64,16 @@ MAY["chaos"] = {"launch", "dashboard", "bus", "messages", "metrics", "config", "
 MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos"}
 
 # Modules below all folders: they import the standard library and one another.
-FOUNDATION = {"backoff", "nkeys", "parent_death", "process_stat", "python_modules", "secret_files", "timed_commands"}
+FOUNDATION = {
+    "backoff",
+    "machine_memory",
+    "nkeys",
+    "parent_death",
+    "process_stat",
+    "python_modules",
+    "secret_files",
+    "timed_commands",
+}
 # headrace/registry.py stands above these folders and below all others.
 REGISTRY_IMPORTS = {"messages"}
 

@@ -74,6 +74,7 @@ class Encoder:
         self._words = self._check(tokens)
         self._linear: dict[str, _Int8] = {}
         self._fuse()
+        # One vector at the start: a model whose numbers or words are damaged is refused before a search waits for it.
         self.embed(["def a_z(): \N{SNOWMAN} zqxjv"], batch=1)
 
     def _refuse(self, why: str) -> SearchModelError:

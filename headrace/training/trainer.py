@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from headrace import machine_memory
 from headrace.algorithms.registry import ADVANTAGES, LOSSES
 from headrace.config import Algorithm, Config
 from headrace.messages.judging import Score
@@ -327,9 +328,8 @@ def available_bytes(device: torch.device) -> int:
     """Free bytes of a device; for the CPU, the kernel's estimate of the memory that is available without swapping."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
+    if (free := machine_memory.available_bytes()) is not None:
+        return free
     raise TrainerError("expected a line MemAvailable in /proc/meminfo, there is none; a Linux kernel >= 3.14 is needed")
 
 

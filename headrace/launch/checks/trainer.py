@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from headrace.config import Config
 from headrace.launch.checks.finding import Finding, bad, good
+from headrace.machine_memory import available_bytes
 from headrace.metrics.gpus import Gpu, gpus
 from headrace.policy.config import CheckpointError
 from headrace.policy.layout import hugging_face
@@ -42,7 +42,11 @@ def check(config: Config) -> Iterator[Finding]:
     except (CheckpointError, ValueError, OSError):
         return  # a finding of the checkpoint's or of the section's
     first = int(section.device.partition(":")[2] or 0)
-    free = min(gpu.free for gpu in devices[first : first + section.ranks]) if cuda else free_bytes() // section.ranks
+    free = (
+        min(gpu.free for gpu in devices[first : first + section.ranks])
+        if cuda
+        else (available_bytes() or 0) // section.ranks
+    )
     largest = sorted(needed._asdict().items(), key=lambda item: -item[1])[:CAUSES]
     causes = ", ".join(f"{name} {gib(value)}" for name, value in largest if value)
     device = ("a GPU" if cuda else "memory") + (f" of each of {section.ranks} processes" if section.ranks > 1 else "")
@@ -72,11 +76,3 @@ def _visible(devices: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
     if all(name.isdigit() for name in listed):
         return tuple(devices[int(name)] for name in listed if int(name) < len(devices))
     return devices[: len(listed)]
-
-
-def free_bytes() -> int:
-    """The kernel's estimate of the memory that is available without swapping; 0 where it tells none."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0

@@ -11,6 +11,7 @@ import shutil
 from collections import deque
 from pathlib import Path
 
+from headrace.machine_memory import available_bytes
 from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost.errors import VmhostError
 
@@ -86,10 +87,7 @@ def whole_mb() -> float:
 
 def free_mb() -> float:
     """MB of memory that could be used now: the kernel's estimate, or less if the control group's limit leaves less."""
-    free = 0.0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) / 1024
+    free = (available_bytes() or 0) / 2**20
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":

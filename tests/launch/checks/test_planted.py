@@ -16,7 +16,7 @@ import uvloop
 from headrace.bus.broker.server import Server
 from headrace.cli.main import main
 from headrace.config import Config, Policy, Processes
-from headrace.launch.checks.trainer import free_bytes
+from headrace.machine_memory import available_bytes
 from headrace.messages.tasks import Oracle, Task
 from headrace.policy.layout import hugging_face
 from headrace.training import memory_plan
@@ -84,7 +84,7 @@ def recomputable() -> int:
     config, many = Config(policy=Policy(layers=64)), 1_000_000
     layout = memory_plan.layout_of(config)._replace(tokens=many)
     needed = memory_plan.plan(hugging_face.of_run(config), layout).total
-    return 2 * many * free_bytes() // needed
+    return 2 * many * (available_bytes() or 0) // needed
 
 
 TWICE_WRONG = ("no staging folder", "tenants without an auth service", "gpt-oss on a GPU")

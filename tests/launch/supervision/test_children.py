@@ -24,17 +24,21 @@ def child(tmp_path: Path, code: str) -> Child:
     return Child("worker", [sys.executable, "-c", code], tmp_path / "worker.log", dict(os.environ))
 
 
+def sleeping(tmp_path: Path) -> tuple[Child, Path, list[str]]:
+    """A process that sleeps, a pipe that is read at the start of each of its lives, and a list for causes."""
+    lives = tmp_path / "alive"
+    os.mkfifo(lives)
+    return child(tmp_path, f"import time; open({str(lives)!r}, 'w').write('x'); time.sleep(600)"), lives, []
+
+
 async def test_a_killed_process_comes_back(tmp_path: Path) -> None:
-    fifo = tmp_path / "alive"
-    os.mkfifo(fifo)
-    worker = child(tmp_path, f"import time; open({str(fifo)!r}, 'w').write('x'); time.sleep(600)")
-    causes: list[str] = []
+    worker, lives, causes = sleeping(tmp_path)
     watching = asyncio.create_task(worker.watch(lambda _, why: causes.append(why)))
-    await asyncio.to_thread(fifo.read_text)
+    await asyncio.to_thread(lives.read_text)
     assert worker.process is not None
     first = worker.process.pid
     worker.process.kill()
-    await asyncio.to_thread(fifo.read_text)
+    await asyncio.to_thread(lives.read_text)
     assert worker.process.pid != first
     assert causes == ["signal 9 (SIGKILL); its log is empty"]
     watching.cancel()
@@ -191,16 +195,13 @@ async def test_a_start_without_file_descriptors_is_tried_again(tmp_path: Path) -
 async def test_a_stopped_process_is_killed_and_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopped, "LOOK_S", 0.02)
     monkeypatch.setattr(stopped, "STOPPED_S", 0.1)
-    fifo = tmp_path / "alive"
-    os.mkfifo(fifo)
-    worker = child(tmp_path, f"import time; open({str(fifo)!r}, 'w').write('x'); time.sleep(600)")
-    causes: list[str] = []
+    worker, lives, causes = sleeping(tmp_path)
     watching = asyncio.create_task(worker.watch(lambda _, why: causes.append(why)))
-    await asyncio.to_thread(fifo.read_text)
+    await asyncio.to_thread(lives.read_text)
     assert worker.process is not None
     first = worker.process.pid
     os.kill(first, signal.SIGSTOP)
-    await asyncio.to_thread(fifo.read_text)
+    await asyncio.to_thread(lives.read_text)
     assert worker.process.pid != first
     assert causes == [stopped.sentence(first)] and "kill -CONT" in causes[0]
     watching.cancel()
