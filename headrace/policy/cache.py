@@ -5,9 +5,14 @@ of eviction. A sequence is a list of block numbers; the caller decides which seq
 
 Layout: per layer keys and values [blocks, V, 64, D]. Blocks start as zeros and always hold finite numbers, because a
 masked position is multiplied by 0 and 0 times NaN is NaN.
-Trade-off: memory grows by `reserve` and is never returned.
+
+On a CPU the operating system supplies a page of zeros when a block is first written. So an engine maps all blocks that
+it may ever use at its start: a cache that grew by copying would stop every request for the time of the copy.
+Trade-off: the memory of a block that was used once is not returned.
 """
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +24,7 @@ from headrace.policy.config import PolicyConfig
 
 
 class KVCache:
-    """Keys and values of all layers; grows by `reserve`, never shrinks."""
+    """Keys and values of all layers. `blocks` says how many there are; memory is used by those that were written."""
 
     def __init__(self, config: PolicyConfig, blocks: int = 0, device: torch.device | str = "cpu") -> None:
         self._shape = (config.kv_heads, BLOCK, config.head_dim)
@@ -30,20 +35,30 @@ class KVCache:
         self.reserve(blocks)
 
     def _zeros(self, blocks: int) -> Tensor:
-        return torch.zeros(blocks, *self._shape, dtype=self._dtype, device=self._device)
+        shape = (blocks, *self._shape)
+        count = math.prod(shape)
+        if not count or torch.device(self._device).type != "cpu":
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        return torch.frombuffer(mmap.mmap(-1, count * self._dtype.itemsize, flags=flags), dtype=self._dtype).view(shape)
 
     def reserve(self, blocks: int) -> None:
-        """Grow to at least that many blocks; the present ones keep their content."""
+        """Grow to at least that many blocks, by a copy; the present ones keep their content. OSError: no address space
+        is left."""
         if blocks > self.blocks:
-            more = blocks - self.blocks
-            self.keys = [torch.cat((old, self._zeros(more))) for old in self.keys]
-            self.values = [torch.cat((old, self._zeros(more))) for old in self.values]
+            self.keys = [self._grown(old, blocks) for old in self.keys]
+            self.values = [self._grown(old, blocks) for old in self.values]
             self.blocks = blocks
 
+    def _grown(self, old: Tensor, blocks: int) -> Tensor:
+        new = self._zeros(blocks)
+        new[: len(old)] = old
+        return new
+
     @property
-    def bytes(self) -> int:
-        """Memory held."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+    def block_bytes(self) -> int:
+        """Memory of a block's keys and values in all layers."""
+        return 2 * len(self.keys) * math.prod(self._shape) * self._dtype.itemsize
 
 
 class Context(NamedTuple):

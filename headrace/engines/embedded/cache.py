@@ -89,10 +89,11 @@ def chain_key(weights: bytes, parent: bytes, ids: Sequence[int]) -> bytes:
 class BlockStore:
     """Blocks with reference counts; an index entry is a reference too. A block without references is free."""
 
-    def __init__(self, cache: KVCache, limit: int) -> None:
-        """limit: largest number of blocks; the pool doubles until it has that many."""
-        self.cache, self.limit = cache, limit
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
         self.free = list(range(cache.blocks - 1, -1, -1))
+        self._written = 0
+        """Number of blocks that were ever taken; the lowest are taken first."""
         self.references: dict[int, int] = {}
         self.index: dict[bytes, Prefix] = {}
         self._indexed: dict[int, bytes] = {}  # the key of each indexed block
@@ -102,17 +103,19 @@ class BlockStore:
     @property
     def available(self) -> int:
         """Number of blocks that `take` can return without evicting a session."""
-        return len(self.free) + (self.limit - self.cache.blocks) + len(self._idle)
+        return len(self.free) + len(self._idle)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the blocks that were ever taken."""
+        return self._written * self.cache.block_bytes
 
     def take(self) -> int:
         """A block to write to. IndexError when there is none; callers check `available` first."""
-        if not self.free and self.cache.blocks < self.limit:
-            old = self.cache.blocks
-            self.cache.reserve(min(self.limit, max(16, 2 * old)))
-            self.free = list(range(self.cache.blocks - 1, old - 1, -1))
         if not self.free:
             self._evict()
         block = self.free.pop()
+        self._written = max(self._written, block + 1)
         self.references[block] = 1
         return block
 

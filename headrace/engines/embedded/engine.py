@@ -36,8 +36,8 @@ class EmbeddedEngine:
         cache_blocks: int = 4096,
     ) -> None:
         """max_batch: largest number of requests that are decoded together. threads: torch threads of the worker.
-        prefill_tokens: largest number of context tokens that a step forwards. cache_blocks: largest number of KV blocks
-        of 64 positions; they are allocated on demand."""
+        prefill_tokens: largest number of context tokens that a step forwards. cache_blocks: number of KV blocks of 64
+        positions; one uses memory when it is first written. OSError: the system refuses their address space."""
         self._config, self._numerics = config, numerics
         self._worker = Worker(config, max_batch, threads, prefill_tokens, cache_blocks)
         self._worker.start()
@@ -66,7 +66,7 @@ class EmbeddedEngine:
             "running": len(worker.running),
             "waiting": len(worker.waiting),
             "sessions": len(worker.sessions),
-            "cache_bytes": worker.store.cache.bytes,
+            "cache_bytes": worker.store.bytes,
         }
         return worker.counts | now
 

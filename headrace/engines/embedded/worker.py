@@ -55,7 +55,7 @@ class Worker(threading.Thread):
         """The sessions that may have blocks, least recently used first: eviction looks at no others."""
         self.waiting: list[Job] = []
         self.running: list[Job] = []
-        self.store = BlockStore(KVCache(config), limit)
+        self.store = BlockStore(KVCache(config, limit))
         self.counts = {"sampled": 0, "forwarded": 0, "reused": 0, "steps": 0, "evicted": 0}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -82,8 +82,9 @@ class Worker(threading.Thread):
             return job.fail(f"an embedded engine has no {request.policy.kind} policy")
         elif self.latest is None:
             return job.fail("the engine has no weights yet; load a version first")
-        if job.most_blocks > self.store.limit:
-            return job.fail(f"the request may need {job.most_blocks} KV blocks, the cache has {self.store.limit}")
+        blocks = self.store.cache.blocks
+        if job.most_blocks > blocks:
+            return job.fail(f"the request may need {job.most_blocks} KV blocks, the cache has {blocks}")
         session = self.sessions.setdefault(request.session, Session(request.session))
         if session.busy:
             return job.fail(f"session {request.session} is sampling already")

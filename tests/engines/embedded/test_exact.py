@@ -104,6 +104,7 @@ async def test_eviction_looks_at_no_session_without_blocks(tmp_path: Path) -> No
         assert recent == [f"s{earlier}" for earlier in range(number + 1)][-len(recent) :], "in the order of their use"
         assert 0 < len(recent) <= 6
     assert engine.stats()["sessions"] == 30 and engine.stats()["evicted"] >= 24
+    assert engine.stats()["cache_bytes"] == 6 * engine._worker.store.cache.block_bytes
     await engine.close("s29")
     assert [*engine._worker.recent] == recent[:-1]
     await engine.stop()
