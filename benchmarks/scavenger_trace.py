@@ -197,7 +197,8 @@ async def one_day(
 
 
 async def handed_back(served: Served, timeout_s: float) -> dict[str, int]:
-    """Finish the training attempts in another rollout actor; the number of those that were open, and their ends."""
+    """Finish the training attempts in another rollout actor. Returns the number of attempts that were revoked (handed
+    back at a reclaim, or still open), how many of them are open now, and the ends of the others by actor."""
     broker = running(served.run / "broker")
     assert broker is not None
     argv = actor_command(
@@ -209,7 +210,7 @@ async def handed_back(served: Served, timeout_s: float) -> dict[str, int]:
     )
     bus = await served.connect("operator")
     begun, ended = await attempts(bus, served.run.name)
-    revoked = begun - ended.keys()
+    revoked = await returned(bus, served.run.name) | (begun - ended.keys())
     other = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + timeout_s
@@ -238,6 +239,13 @@ async def attempts(bus: Bus, run: str) -> tuple[set[str], dict[str, str]]:
         if isinstance(failed := received.message, SlotFailed):
             ended[f"{failed.group}-{failed.slot}-{failed.attempt}"] = "failed"
     return begun, ended
+
+
+async def returned(bus: Bus, run: str) -> set[str]:
+    """Training attempts that the product's actor handed back."""
+    where = subjects.EVENT.where(run=run, actor="rollout", type="event")
+    events = [received.message async for received in bus.history("HR_EVENT", where)]
+    return {event.text for event in events if isinstance(event, Event) and event.kind == "handed_back"}
 
 
 def ratio(with_lending: list[float], without: list[float], seed: int = 1) -> tuple[float, float, float]:

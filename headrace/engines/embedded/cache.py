@@ -106,7 +106,7 @@ class BlockStore:
         return len(self.free) + len(self._idle)
 
     @property
-    def bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Memory of the blocks that were ever taken."""
         return self._written * self.cache.block_bytes
 

@@ -66,7 +66,7 @@ class EmbeddedEngine:
             "running": len(worker.running),
             "waiting": len(worker.waiting),
             "sessions": len(worker.sessions),
-            "cache_bytes": worker.store.bytes,
+            "cache_bytes": worker.store.used_bytes,
         }
         return worker.counts | now
 
