@@ -8,6 +8,7 @@ import torch
 
 from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
+from tests.support.tiny import Dtype
 
 SHAPE = PolicyConfig(
     dim=64, layers=2, heads=2, kv_heads=2, head_dim=64, experts=0, top_k=0, expert_dim=0, dense_dim=64, vocab=64
@@ -33,7 +34,7 @@ def test_blocks_use_no_memory_before_they_are_written() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_cache_that_grows_keeps_its_content(dtype: str) -> None:
+def test_a_cache_that_grows_keeps_its_content(dtype: Dtype) -> None:
     config = PolicyConfig(
         dim=64, layers=1, heads=1, kv_heads=1, head_dim=8, experts=0, top_k=0, expert_dim=0, dense_dim=8, vocab=8,
         dtype=dtype,
