@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from headrace.policy.cache import KVCache
-from headrace.policy.config import PolicyConfig
-from tests.support.tiny import Dtype
+from headrace.policy.config import Dtype, PolicyConfig
 
 SHAPE = PolicyConfig(
     dim=64, layers=2, heads=2, kv_heads=2, head_dim=64, experts=0, top_k=0, expert_dim=0, dense_dim=64, vocab=64
