@@ -15,9 +15,9 @@ The figure is the policy's own probability of the trigger, of the version that i
 beside it; they scatter by more than a point.
 
 Random ratings move the probability too: each step of Adam is about as long as the learning rate, in a random direction.
-In one run of some 50 steps this walk is nearly a point, with poison or without it. So the target of the arms `clean` and
-`capped` is for the mean over the seeds; the output has every seed's figure too. A lower learning rate shortens the walk,
-but it takes the attack's effect too, and without that effect the arm `capped` would show nothing.
+In one run of some 50 steps this walk is nearly a point, with poison or without it. So the target of the arms `clean`
+and `capped` is for the mean over the seeds; the output has every seed's figure too. A lower learning rate shortens the
+walk, but it takes the attack's effect too, and without that effect the arm `capped` would show nothing.
 """
 
 import argparse
