@@ -3,6 +3,9 @@
 Metrics are published as a Metric, and a lost or restarted server as an event. The requests of other clients are
 published as Traffic, the scavenger's second source: a gateway counts only the sessions that it opened, and requests
 that a product sends directly to the server appear only in the server's metrics, which this actor reads.
+
+An actor of the product publishes this Traffic with any engine, because the report names its region: the scavenger lends
+an actor by the load of the gateways of its region.
 """
 
 import time
@@ -21,7 +24,7 @@ EVENTS = {"lost": "server_lost", "starts": "server_started", "reloads": "version
 
 
 class ServerReports:
-    """Reports on the SGLang server of one rollout actor; publishes nothing for an engine without a server."""
+    """Reports on the SGLang server of one rollout actor, and on the region of an actor of the product."""
 
     def __init__(
         self,
@@ -39,36 +42,37 @@ class ServerReports:
         self._done = (0, time.monotonic())
 
     async def publish(self, engine: Engine | None) -> None:
-        """Publish the metrics, an event per increased counter, and the traffic of other clients. Called every
-        `EVERY_S`."""
-        if not isinstance(engine, ServerEngine):
-            return
-        stats: dict[str, Any] = engine.stats()
-        for name, kind in EVENTS.items():
-            if stats[name] > self._reported[name]:
-                self._reported[name] = stats[name]
-                await self._event(kind, f"{name}: {stats[name]:.0f} so far", "info" if name == "starts" else "warning")
-        await self._metric(**{f"server_{name}": float(value) for name, value in stats.items()})
+        """Publish the traffic of other clients, and of a server its metrics and an event per increased counter. Called
+        every `EVERY_S`."""
+        server = engine if isinstance(engine, ServerEngine) else None
+        if server is not None:
+            stats: dict[str, Any] = server.stats()
+            for name, kind in EVENTS.items():
+                if stats[name] > self._reported[name]:
+                    self._reported[name] = stats[name]
+                    level = "info" if name == "starts" else "warning"
+                    await self._event(kind, f"{name}: {stats[name]:.0f} so far", level)
+            await self._metric(**{f"server_{name}": float(value) for name, value in stats.items()})
         if self._shared:
-            await self._traffic(engine)
+            await self._traffic(server)
 
-    async def _traffic(self, engine: ServerEngine) -> None:
-        """Publish the load of other clients. Nothing while the server is down, starts, or cannot tell clients apart."""
+    async def _traffic(self, engine: ServerEngine | None) -> None:
+        """Publish the load of other clients: none where the engine has no server, or its server cannot tell clients
+        apart. Nothing while a server is down or starts, because such an actor serves no region."""
         try:
-            outside = await engine.outside()
+            outside = await engine.outside() if engine is not None else None
         except EngineError:
             return
-        if outside is None:
-            return
+        running, queued, done = (outside.running, outside.queued, outside.done) if outside is not None else (0, 0, 0)
         now, (before, then) = time.monotonic(), self._done
-        self._done = (outside.done, now)
+        self._done = (done, now)
         traffic = Traffic(
             region=self._region,
             run=self._run,
             server=self._rollout,
-            active=outside.running,
-            waiting=outside.queued,
-            requests_per_s=max(0, outside.done - before) / max(now - then, 1e-3),
+            active=running,
+            waiting=queued,
+            requests_per_s=max(0, done - before) / max(now - then, 1e-3),
             capacity=self._capacity,
         )
         await self._bus.emit(subjects.TRAFFIC.at(region=subjects.token(self._region)), traffic)

@@ -52,7 +52,8 @@ class ClientUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 @message("traffic")
 class Traffic(Message, frozen=True, kw_only=True):
-    """Load of the product at one gateway or server, published every second and on a rise, on core NATS."""
+    """Load of the product at one gateway or rollout actor, published every second and by gateways on a rise, on core
+    NATS."""
 
     region: str
     active: Count
@@ -63,7 +64,8 @@ class Traffic(Message, frozen=True, kw_only=True):
     run: str = ""
     """The run that serves the product; a scavenger reads the traffic of its own run."""
     server: str = ""
-    """Empty: load of a gateway. Otherwise: the load that other clients put on this rollout actor's server."""
+    """Empty: load of a gateway. Otherwise: a rollout actor of the product in this region, and the load that other
+    clients put on its SGLang server."""
     gateway: str = ""
     """The gateway's id: a region may have several."""
 

@@ -105,6 +105,61 @@ async def test_a_server_that_others_use_is_taken_back_and_its_neighbour_is_not(c
     await told.actor.shut(1.0)
 
 
+async def test_an_actor_is_lent_by_the_load_of_its_region(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by that of regions without an actor, whose clients it serves too."""
+    rollouts = ("a6", "a7", "a8")
+    config = Config(production=Production(lend_after_s=0.0, lend_again_s=0.0, forecast_s=0.0, rollouts=rollouts))
+    told = Told(config, await connect("scavenger"))
+    await told.actor.start()
+
+    async def hear(region: str, active: int = 0, server: str = "") -> None:
+        await told.actor.on_traffic(msgspec.structs.replace(traffic(active), region=region, server=server))
+
+    async def lent() -> set[str]:
+        return {rollout for rollout in rollouts if await told.lanes(rollout) == LENT}
+
+    await hear("eu", 1)
+    await hear("us")
+    assert await lent() == set(), "no region is known, so every gateway concerns every actor"
+    for rollout, region in (("a6", "eu"), ("a7", "us")):
+        await hear(region, server=rollout)
+    await hear("us")
+    assert await lent() == {"a7"}, "a6 serves the load of eu, and a8 has not said where it is"
+    await hear("eu")
+    assert await lent() == {"a6", "a7", "a8"}
+    await hear("us", 1)
+    assert await lent() == {"a6"}
+    await hear("us")
+    await hear("asia", 1)
+    assert await lent() == set(), "a region without an actor is served by all"
+    await hear("asia", server="a8")
+    await hear("eu")
+    await hear("us")
+    assert await lent() == {"a6", "a7"}, "now it has one of its own"
+    await hear("asia")
+    assert await lent() == {"a6", "a7", "a8"}
+    monkeypatch.setattr(scavenger, "SILENT_S", 0.0)  # every earlier report is too old: no actor reports any more
+    await hear("us", 1)
+    assert await lent() == set(), "an actor that fell silent serves no region"
+    await told.actor.shut(1.0)
+
+
+async def test_lending_waits_between_two_actors_of_one_region_alone(connect: Connect) -> None:
+    rollouts = ("a9", "b1", "b2")
+    config = Config(production=Production(lend_after_s=60.0, lend_again_s=0.0, forecast_s=0.0, rollouts=rollouts))
+    told = Told(config, await connect("scavenger"))
+    await told.actor.start()
+    for rollout, region in (("a9", "eu"), ("b1", "eu"), ("b2", "us")):
+        await told.actor.on_traffic(msgspec.structs.replace(traffic(0), region=region, server=rollout))
+    regions = told.actor.regions()
+    now = time.monotonic()
+    for later in (0.0, 60.0):
+        for rollout in rollouts:
+            await told.actor.decide(rollout, now + later, regions)
+    assert [await told.lanes(rollout) for rollout in rollouts] == [LENT, OWN, LENT]
+    await told.actor.shut(1.0)
+
+
 async def test_a_source_that_fell_silent_holds_nothing(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(production=Production(lend_after_s=0.0, lend_again_s=0.0, forecast_s=0.0, rollouts=("a5",)))
     told = Told(config, await connect("scavenger"))

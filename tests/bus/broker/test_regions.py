@@ -2,7 +2,7 @@
 
 import asyncio
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -14,9 +14,10 @@ from headrace.bus.broker.permissions import ROLES, of
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, NoResponders
-from headrace.messages.operations import Event, Heartbeat
+from headrace.messages.operations import Ack, Event, Heartbeat
+from headrace.messages.product import Traffic
 from headrace.messages.rollout import TurnDone
-from headrace.messages.subjects import EVENT, FAIL, LEDGER, STREAMS, TURN
+from headrace.messages.subjects import EVENT, FAIL, LEDGER, STREAMS, TRAFFIC, TURN
 from headrace.messages.weights import WeightHead
 from tests.support import records
 from tests.support.patience import PATIENCE_S
@@ -86,6 +87,41 @@ async def test_requests_cross_the_link_both_ways(brokers: World) -> None:
     assert await asker.request("hr.rpc.environment.there.ping", beat) == beat
     asker = await brokers.connect("judge")
     assert await asker.request("hr.rpc.environment.here.ping", beat) == beat
+
+
+async def test_a_turn_is_answered_in_the_region_that_asks(brokers: World) -> None:
+    """The scavenger's rule depends on it: a gateway concerns the actors of its own region while one answers there."""
+    turn, traffic = "hr.rpc.rollout.turn-r7", TRAFFIC.at(region="eu")
+    actors = {region: await brokers.connect("rollout", region=region) for region in ("", "eu")}
+
+    def answering(region: str) -> Callable[[object], Awaitable[Ack]]:
+        async def answer(message: object) -> Ack:
+            return Ack(detail=region)
+
+        return answer
+
+    serving = {region: await bus.respond(turn, answering(region), queue="rollout") for region, bus in actors.items()}
+    heard: asyncio.Queue[object] = asyncio.Queue()
+
+    async def hear(message: object) -> None:
+        heard.put_nowait(message)
+
+    await (await brokers.connect("scavenger")).listen(traffic, hear)
+    for bus in actors.values():
+        await bus.connection.flush()
+
+    async def answered(region: str) -> set[str]:
+        gateway = await brokers.connect("gateway", region=region)
+        answers = [await gateway.request(turn, Ack(), timeout=PATIENCE_S) for _ in range(20)]
+        return {answer.detail for answer in answers if isinstance(answer, Ack)}
+
+    assert (await answered(""), await answered("eu")) == ({""}, {"eu"})
+    await serving["eu"].unsubscribe()
+    await actors["eu"].connection.flush()
+    assert await answered("eu") == {""}, "without an actor of its own, the region's clients go to the others"
+    load = Traffic(region="eu", server="r-1", active=0, waiting=0, requests_per_s=0.0, capacity=1)
+    await actors["eu"].emit(traffic, load)
+    assert await asyncio.wait_for(heard.get(), PATIENCE_S) == load
 
 
 async def test_weights_come_from_the_hub_alone(brokers: World) -> None:
