@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
 from aiohttp import web
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
@@ -29,6 +30,7 @@ from headrace.gateway.dialects.responses import Responses
 from headrace.gateway.http import HttpRefused, read_body, send
 from headrace.gateway.tenants.keys import ApiKey, ApiKeys
 from headrace.gateway.tenants.limits import RateLimit, retry_after
+from headrace.messages.product import results_in_order
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
 SESSION_HEADERS = ("x-headrace-session", "session-id", "session_id", "x-session-id", "conversation_id")
@@ -133,6 +135,7 @@ class Endpoints:
         async def handler(request: web.Request) -> web.StreamResponse:
             key = self.admit(request)  # before the body: a request without a key must cost nothing
             asked = dialect.request(await _body(request))
+            asked = msgspec.structs.replace(asked, messages=results_in_order(asked.messages))
             caller = Caller(key, _session(request, asked)[:200], asked.user[:200])
             if not asked.stream:
                 begun = self._sampler.begin(asked, caller)

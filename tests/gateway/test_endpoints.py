@@ -77,3 +77,51 @@ async def test_a_session_is_rated_under_the_id_that_its_turns_name(served: Serve
         async with session.delete(f"{served.url}/v1/client/sessions/{named}") as answer:
             assert answer.status == 404
     assert served.sampler.rated == [(named, "up", "")]
+
+
+def _function(name: str) -> dict[str, object]:
+    return {"id": name, "type": "function", "function": {"name": "read", "arguments": "{}"}}
+
+
+HISTORIES: dict[str, dict[str, object]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "tool_calls": [_function("c1"), _function("c2")]},
+            {"role": "tool", "tool_call_id": "c2", "content": "two"},
+            {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        ]
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": "x"},
+            {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"},
+            {"type": "function_call", "call_id": "c2", "name": "read", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c2", "output": "two"},
+            {"type": "function_call_output", "call_id": "c1", "output": "one"},
+        ]
+    },
+    "/v1/messages": {
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "c1", "name": "read", "input": {}},
+                {"type": "tool_use", "id": "c2", "name": "read", "input": {}},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c2", "content": "two"},
+                {"type": "tool_result", "tool_use_id": "c1", "content": "one"},
+            ]},
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", HISTORIES)
+async def test_results_of_parallel_calls_come_in_the_order_of_the_calls(served: Served, path: str) -> None:
+    """Whichever tool ended first: a history has one form, by which its session is found."""
+    async with aiohttp.ClientSession(headers={"x-api-key": served.key}) as session:
+        async with session.post(served.url + path, json=HISTORIES[path]) as answer:
+            assert answer.status == 200
+    request, _ = served.sampler.asked[-1]
+    assert [(said.role, said.text) for said in request.messages[-2:]] == [("tool", "one"), ("tool", "two")]

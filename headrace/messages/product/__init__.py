@@ -52,6 +52,7 @@ from headrace.messages.product.serving import (
     TurnStop,
     lease_key,
     promotion_key,
+    results_in_order,
 )
 
 __all__ = [
@@ -99,4 +100,5 @@ __all__ = [
     "gate_key",
     "lease_key",
     "promotion_key",
+    "results_in_order",
 ]

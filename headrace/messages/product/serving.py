@@ -1,5 +1,7 @@
 """Users, traffic, capacity that moves between lanes, and the turns of agents that run their own tools."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -30,6 +32,22 @@ class ClientMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The calls of an assistant's message."""
     call_id: str = ""
     """Of a tool's message: the call that it answers."""
+
+
+def results_in_order(messages: Sequence[ClientMessage]) -> tuple[ClientMessage, ...]:
+    """A history in which the results of a turn's calls stand in the order of the calls.
+
+    Clients send the results of parallel calls in the order in which their tools ended. Many chat formats show no id of
+    a call, so a policy can tell results apart by their order alone, and equal histories must give equal token ids."""
+    ordered: list[ClientMessage] = []
+    places: dict[str, int] = {}
+    for results, run in itertools.groupby(messages, lambda message: message.role == "tool"):
+        if results and len(places) > 1:
+            ordered += sorted(run, key=lambda result: places.get(result.call_id, len(places)))
+        else:
+            ordered += run
+        places = {call.id: place for place, call in enumerate(ordered[-1].calls)}
+    return tuple(ordered)
 
 
 class ClientTool(msgspec.Struct, frozen=True, kw_only=True):

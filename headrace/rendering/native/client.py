@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+from headrace.messages.product import ClientCall, ClientMessage, ClientTool, results_in_order
 from headrace.messages.rollout import TokenKinds
 from headrace.rendering.base import RendererError
 from headrace.rendering.kinds import token_kinds
@@ -110,15 +110,15 @@ class ClientRenderer:
     def _messages(
         self, slots: Slots, messages: Sequence[ClientMessage], known: int = 0, anchor: str = ""
     ) -> list[Message]:
-        """The conversation as the template takes it. The text of the first `known` messages is removed, and the last of
-        them ends in the anchor."""
+        """The conversation as the template takes it, results in the order of their calls. The text of the first `known`
+        messages is removed, and the last of them ends in the anchor."""
         written: list[Message] = []
         calls: dict[str, tuple[str, int]] = {}
         system = "\n\n".join(message.text for message in _head(messages))
         if system:
             text = FILLER if known else slots.add("system" if self._format.traits.system else "user", system)
             written.append({"role": "system" if self._format.traits.system else "user", "content": text})
-        for index, message in enumerate(messages):
+        for index, message in enumerate(results_in_order(messages)):
             if index < len(_head(messages)):
                 continue
             shown = index >= known
