@@ -19,7 +19,8 @@ from headrace.actors.rollout.diff import TreeTooLarge
 from headrace.actors.rollout.episode import Episode
 from headrace.actors.rollout.failures import CANCELLED, PURGED, Cancelled, NoEnvironment, NoFreeNode, failure
 from headrace.actors.rollout.message import MessageEpisode
-from headrace.actors.rollout.policies import NoPolicy, Policies
+from headrace.actors.rollout.pins import NoPolicy, Promoted
+from headrace.actors.rollout.policies import Policies
 from headrace.actors.rollout.sandbox_checkpoint import CheckpointSchedule
 from headrace.actors.rollout.server import EVERY_S, ServerReports
 from headrace.actors.rollout.workspace_commands import WorkspaceCommands
@@ -39,7 +40,7 @@ from headrace.ledger.training import suites_during
 from headrace.messages.base import Message
 from headrace.messages.ledger import Admission, admission_key
 from headrace.messages.plugins import Plugin
-from headrace.messages.product import CapacityLease, lease_key
+from headrace.messages.product import CapacityLease, Promotion, lease_key, promotion_key
 from headrace.messages.rollout import AttemptControl, Lane, RolloutRequest, Trajectory
 from headrace.messages.sandbox import NoCapacity, SandboxLost
 from headrace.messages.search import SearchLost
@@ -66,6 +67,7 @@ class Rollout(Actor):
         """Open plugins and MCP servers, follow weights and lease, then pull. Unrecoverable if a plugin, an MCP server
         or the search model cannot be used."""
         self._policies = Policies(self.config, self.bus, self.run, self.id, self._on_swap, self._on_refused)
+        self._promoted = Promoted(self._policies.holding, self._on_refused)
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
         tasks = self.config.tasks
         try:
@@ -128,6 +130,7 @@ class Rollout(Actor):
         await self.listen(control, self._on_control)
         self.spawn(self._follow_lease(), "lease")
         self.spawn(self._follow_admission(), "admission")
+        self.spawn(self._follow_promotion(), "promotion")
 
     async def drain(self) -> None:
         """Hand back the running attempts."""
@@ -137,6 +140,7 @@ class Rollout(Actor):
         """Release the sandboxes, then end the MCP servers and the engine."""
         await self._sandboxes.close()
         await self._mcp.close()
+        self._promoted.stop()
         await self._policies.stop()
 
     async def _on_swap(self, swapped: WeightsSwapped) -> None:
@@ -148,6 +152,7 @@ class Rollout(Actor):
 
     async def _serve_clients(self) -> None:
         """Start or stop answering clients' turns: an actor answers while it has the production lane."""
+        self._promoted.serve("production" in self._lanes)
         if "production" in self._lanes and not self._answering:
             run = token(self.run)
             handlers: dict[str, Callable[[Any], Awaitable[Message]]] = {
@@ -207,6 +212,13 @@ class Rollout(Actor):
             if isinstance(admission, Admission):
                 self._min_version = admission.min_version
                 self._open_lanes()
+
+    async def _follow_promotion(self) -> None:
+        """Keep the promoted version loaded while this actor serves the product."""
+        state = await self.bus.kv("HR_STATE")
+        async for _, promotion, _ in state.watch(promotion_key(self.run)):
+            if isinstance(promotion, Promotion):
+                self._promoted.promote(promotion.policy)
 
     def _hand_back(self, lanes: Sequence[Lane]) -> None:
         for work, request in self._running.items():

@@ -1,7 +1,7 @@
 """Reasons for which an attempt ends without a Trajectory, and their names in SlotFailed."""
 
 from headrace.actors.rollout.diff import TreeTooLarge
-from headrace.actors.rollout.policies import NoPolicy
+from headrace.actors.rollout.pins import NoPolicy
 from headrace.engines.base import EngineError
 from headrace.messages.rollout import RolloutRequest, SlotFailed
 from headrace.messages.sandbox import SandboxLost

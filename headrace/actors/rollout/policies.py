@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.actors.rollout.pins import NoPolicy, Pins
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, MessageGone
 from headrace.bus.payloads import renderer_bundles
@@ -41,14 +42,8 @@ from headrace.rendering.terse import TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import UnknownSuite
 
-UNPIN_AFTER_S = 20.0
-"""Seconds for which an unused pinned version stays loaded: an evaluation's next request usually follows soon."""
 STAGED_WITHIN_S = 60.0
 """Seconds that a request waits for the pinned version that it names."""
-
-
-class NoPolicy(Exception):
-    """This node cannot serve the policy that a request names: an infrastructure failure."""
 
 
 class ClientServed(NamedTuple):
@@ -66,16 +61,6 @@ class Served(NamedTuple):
 
     engine: Engine
     renderer: Renderer
-
-
-class _Pin:
-    """A pinned version in use."""
-
-    def __init__(self) -> None:
-        self.users = 0
-        self.ready = asyncio.Lock()
-        self.loaded = False
-        self.forget: asyncio.TimerHandle | None = None
 
 
 class Policies:
@@ -98,8 +83,8 @@ class Policies:
         self._renderers: Renderers | None = None
         self._staged: dict[int, WeightsStaged] = {}
         self._news = asyncio.Condition()
-        self._pins: dict[int, _Pin] = {}
         self._opening, self._fetching = asyncio.Lock(), asyncio.Lock()
+        self.pins = Pins(self._open_engine, self._find)
         self._branches: dict[str, asyncio.Task[Policies]] = {}
         """Other runs whose policies requests name, each with an engine of its own, because version numbers are per
         run."""
@@ -202,7 +187,7 @@ class Policies:
                 raise NoPolicy(str(error)) from None
             yield Served(engine, renderer)
         elif policy.kind == "pinned":
-            async with self._pinned(policy.version) as engine:
+            async with self.pins.use(policy.version) as engine:
                 yield Served(engine, await self._renderer(task, wording))
         else:
             await self.reached(0)
@@ -227,7 +212,7 @@ class Policies:
             return ClientRenderer(renderer, turn.tools)
 
         if policy.kind == "pinned":
-            async with self._pinned(policy.version) as engine:
+            async with self.pins.use(policy.version) as engine:
                 yield ClientServed(engine, of, renderer.bundle)
         else:
             await self.reached(0, self._config.production.turn_s)
@@ -252,30 +237,12 @@ class Policies:
         return branch
 
     @asynccontextmanager
-    async def _pinned(self, version: int) -> AsyncIterator[Engine]:
-        pin = self._pins.setdefault(version, _Pin())
-        pin.users += 1
-        if pin.forget is not None:
-            pin.forget.cancel()
-            pin.forget = None
-        try:
-            engine = await self._open_engine()
-            async with pin.ready:
-                if not pin.loaded:
-                    staged = await self._find(version)
-                    await engine.pin(version, staged.path, staged.state_hash)
-                    pin.loaded = True
-            yield engine
-        finally:
-            pin.users -= 1
-            if not pin.users:
-                pin.forget = asyncio.get_running_loop().call_later(UNPIN_AFTER_S, self._forget, version)
-
-    def _forget(self, version: int) -> None:
-        pin = self._pins.get(version)
-        if pin is not None and not pin.users and self._engine is not None:
-            del self._pins[version]
-            self._unpinning = asyncio.create_task(self._engine.unpin(version))
+    async def holding(self, policy: PolicyRef) -> AsyncIterator[None]:
+        """A pinned version of this or another run stays loaded while this context is open. NoPolicy; EngineError;
+        BusError."""
+        owner = self if policy.run in ("", self._run) else await self._branch(policy.run)
+        async with owner.pins.use(policy.version):
+            yield
 
     async def _find(self, version: int) -> WeightsStaged:
         """The staged file of a version. The receiver stages the versions that evaluations and promotions name.
@@ -365,9 +332,7 @@ class Policies:
         for branch in self._branches.values():
             if branch.done() and not branch.cancelled() and branch.exception() is None:
                 await branch.result().stop()
-        for pin in self._pins.values():
-            if pin.forget is not None:
-                pin.forget.cancel()
+        self.pins.stop()
         if self._engine is not None:
             await self._engine.stop()
 

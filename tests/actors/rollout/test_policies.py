@@ -11,7 +11,7 @@ import torch
 
 from headrace.actors.curriculum import Curriculum as CurriculumActor
 from headrace.actors.environment.actor import Environment
-from headrace.actors.rollout import policies
+from headrace.actors.rollout import pins, policies
 from headrace.actors.rollout.actor import Rollout
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
@@ -19,8 +19,10 @@ from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config, Curriculum, Evaluation, Policy, Production, Run
 from headrace.config import Environment as Section
 from headrace.config import Rollout as RolloutSection
+from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.messages.ledger import Admission, GroupDropped, admission_key
 from headrace.messages.operations import Event
+from headrace.messages.product import CapacityLease, Promotion, lease_key, promotion_key
 from headrace.messages.rollout import (
     Limits,
     PolicyRef,
@@ -198,12 +200,61 @@ async def test_a_pinned_version_serves_beside_the_latest(
         assert (await end_of(observer, "b3", "rebuilt")).oldest_version == 1
 
 
+async def test_the_promoted_version_stays_loaded_while_the_actor_serves_the_product(
+    connect: Connect,
+    tmp_path: Path,
+    observer: Bus,
+    versions: dict[int, tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a request, and while the actor is lent: a user's first turn after a pause finds its weights."""
+    monkeypatch.setattr(pins, "UNPIN_AFTER_S", 0.0)
+    run, branch = "b12", "b12-feedback"
+    await prepare(connect, run)
+    for owner, version in ((run, 0), (run, 1), (run, 2), (branch, 1)):
+        await stage(observer, owner, "here", version, *versions[version])
+    promotions = await (await connect("feedback")).kv("HR_STATE")
+    leases = await (await connect("scavenger")).kv("HR_LEASE")
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), run, "roll") as actor:
+
+        def loaded(policies: policies.Policies) -> set[int]:
+            return set(policies.engine._worker.pinned) if isinstance(policies.engine, EmbeddedEngine) else set()
+
+        async def until(wanted: set[int], policies: policies.Policies = actor._policies) -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                while loaded(policies) != wanted:
+                    await asyncio.sleep(0.01)
+
+        async def lease(*lanes: str) -> None:
+            lease = CapacityLease(rollout="roll", lanes=lanes, reason="test", since=0.0)
+            await leases.put(lease_key(run, "roll"), lease)
+            while actor._lanes != lanes:
+                await asyncio.sleep(0.01)
+
+        await promotions.put(promotion_key(run), Promotion(run=run, version=0))
+        await until({0})
+        await lease("production", "train")
+        await first(observer, "HR_EVENT", EVENT.where(run=run, type="weights_swapped"), swapped(2))
+        async with actor._policies.pins.use(0):
+            pass
+        await asyncio.sleep(0)
+        assert loaded(actor._policies) == {0}, "the request that used it last does not release it"
+        await promotions.put(promotion_key(run), Promotion(run=run, version=1))
+        await until({1})
+        await lease("train")
+        await until(set())
+        await promotions.put(promotion_key(run), Promotion(run=run, version=1, branch=branch))
+        await lease("production")
+        await until({1}, await actor._policies._branch(branch))
+        assert not loaded(actor._policies)
+
+
 @pytest.mark.parametrize("of", ["", "elsewhere"])
 async def test_a_pin_that_this_node_never_gets_fails_its_slot_with_the_reason(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
     monkeypatch.setattr(policies, "STAGED_WITHIN_S", 0.2)
-    monkeypatch.setattr(policies, "UNPIN_AFTER_S", 0.0)
+    monkeypatch.setattr(pins, "UNPIN_AFTER_S", 0.0)
     run = f"b7{of}"
     await prepare(connect, run)
     async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), run, "roll") as rollout:
@@ -212,9 +263,8 @@ async def test_a_pin_that_this_node_never_gets_fails_its_slot_with_the_reason(
         assert failed.reason == "no_policy" and failed.detail == "version 9 is not staged on here"
         owner = await rollout._policies._branch(of) if of else rollout._policies
         async with asyncio.timeout(PATIENCE_S):
-            while owner._pins:
+            while owner.pins.versions or owner.pins._releasing:  # the engine never had it and has nothing to release
                 await asyncio.sleep(0.01)
-        await owner._unpinning  # an engine that never had the version has nothing to release
 
 
 @pytest.mark.parametrize("of", ["", "elsewhere"])
