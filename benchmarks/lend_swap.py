@@ -6,8 +6,8 @@ The embedded engine serves `--sessions` users with a promoted (pinned) version. 
 is lent, and training's next version is loaded and samples a few turns (the swap at the lend). Then the actor is
 reclaimed and every user asks for a turn of the promoted version (the swap at the reclaim). Each round runs twice, in
 changing order: `kept`, as the rollout actor does it (`actors/rollout/pins.py`: the promoted version stays loaded), and
-`released`, where the promoted version is released in the pause, so that it is loaded again. Sessions keep their own keys and values
-in both.
+`released`, where the promoted version is released in the pause and loaded again. Sessions keep their own keys
+and values in both.
 
 Per swap: its wall time, its CPU time (of all threads of the process), and the pause of decoding (`Swap.pause_ms`); and
 the wall and CPU time of the users' first turns after the reclaim, the load of the version included. An SGLang server

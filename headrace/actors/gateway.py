@@ -42,6 +42,7 @@ from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.tenants.access import open_access
+from headrace.gateway.tenants.admission import Admission
 from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.gateway.traffic import TrafficReports
 from headrace.gateway.user_keys import UserKeys
@@ -85,7 +86,8 @@ class Gateway(Actor):
         self._incomplete: set[str] = set()
         """Groups of recovered sessions whose files are gone."""
         self._kept = await self.bus.kv("HR_SESSION")
-        forgetting = Forgetting(self.bus, self.run, self.config.production.tenant, self.keys, self.ratings, self._drop)
+        tenant = self.config.production.tenant
+        forgetting = Forgetting(self.bus, self.run, self.keys, self.ratings, self._drop)
         await forgetting.recover()
         after = await self._recover()
         group = {"run": self.run, "group": "*.*"}
@@ -102,17 +104,19 @@ class Gateway(Actor):
         self.clients = ClientServing(*shared, self.event, self.ratings, self.traffic)
         await self.clients.start()
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
+        self.every(5.0, lambda: self.metric(**self.clients.turns), "figures")
         keys = ApiKeys(key_file(self.config))
-        turns = Endpoints(self.clients, keys)
+        admission = Admission(keys)
+        turns = Endpoints(self.clients, admission.admit)
         parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
-        self.agents, routes = await open_agents(parts, turns.admit, self.ratings, self.follow_ups)
+        self.agents, routes = await open_agents(parts, admission.admit, self.ratings, self.follow_ups)
         self.spawn(forgetting.follow(), "the deny-list")
         self._listener = Listener(
             [
-                web.post("/v1/sessions", self._create),
-                web.get("/v1/sessions/{session}", self._read),
-                web.post("/v1/sessions/{session}/feedback", self._feedback),
-                web.delete("/v1/users/{user}", forgetting.delete),
+                web.post("/v1/sessions", admission.of_tenant(tenant, self._create)),
+                web.get("/v1/sessions/{session}", admission.of_tenant(tenant, self._read)),
+                web.post("/v1/sessions/{session}/feedback", admission.of_tenant(tenant, self._feedback)),
+                web.delete("/v1/users/{user}", admission.with_tenant(tenant, forgetting.delete)),
                 web.get("/healthz", self._health),
                 web.get("/metrics", self._metrics),
                 *turns.routes(),

@@ -17,6 +17,7 @@ leaves out the arguments, because clients write the same JSON in different ways.
 import hashlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -27,6 +28,9 @@ from headrace.messages.product import ClientMessage, ClientSession, ClientTool
 from headrace.messages.rollout import PolicyRef
 
 T = TypeVar("T")
+NAMED, BY_HISTORY, BEGUN, UNATTRIBUTED = "turns_named", "turns_by_history", "turns_begun", "turns_unattributed"
+"""How a turn came to its session: by name; by its history; without earlier turns; or its earlier turns belong to no
+open session, so it begins one and those turns are in no record of it."""
 
 
 def digest(message: ClientMessage) -> str:
@@ -84,6 +88,8 @@ class ClientSessions:
         self._of_past: dict[Past, dict[str, None]] = {}
         """The groups of the sessions of each user, and of the sessions with each past; dicts as ordered sets."""
         self._of_name: dict[Name, str] = {}
+        self.turns = Counter[str](dict.fromkeys((NAMED, BY_HISTORY, BEGUN, UNATTRIBUTED), 0))
+        """Turns so far by the way in which they came to their session."""
         for session in sessions:
             self._put(session)
 
@@ -112,8 +118,11 @@ class ClientSessions:
         if request.session:
             named = self._of_name.get(Name(user, tenant, request.session))
             session = None if named is None else self._sessions[named]
+            self.turns[NAMED] += 1
         else:
             session = self._by_history(tuple(map(digest, request.messages)), head_of(request.tools), tenant, user)
+            answered = any(message.role == "assistant" for message in request.messages)
+            self.turns[BY_HISTORY if session is not None else UNATTRIBUTED if answered else BEGUN] += 1
         if session is None:
             group = f"{user}.{secrets.token_hex(6)}"
             session = ClientSession(

@@ -3,7 +3,8 @@
     POST /v1/chat/completions, /v1/responses, /v1/messages     one turn; a stream if the request asks for it
     POST /v1/messages/count_tokens                             the tokens of a prompt
     GET  /v1/models                                            the policies that are served
-    POST /v1/client/sessions/ID/feedback                       {thumb, comment?}: end the session and rate it
+    POST /v1/client/sessions/ID/feedback                       {thumb | diff | undo | reward, comment?}: end and rate it
+    POST /v1/client/sessions/ID/reward                         the same
     DELETE /v1/client/sessions/ID                              end the session without a rating
 
 Every turn's answer names its session in the header `X-Headrace-Session`; that is the ID to rate.
@@ -17,19 +18,21 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from aiohttp import web
 
+from headrace.bus.errors import BusError
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.dialects.base import Dialect, Unusable, string
 from headrace.gateway.dialects.chat import ChatCompletions
 from headrace.gateway.dialects.messages import Messages
 from headrace.gateway.dialects.responses import Responses
-from headrace.gateway.http import HttpRefused, read_body, send
-from headrace.gateway.tenants.keys import ApiKey, ApiKeys
-from headrace.gateway.tenants.limits import RateLimit, retry_after
+from headrace.gateway.http import BUS_AGAIN_S, HttpRefused, read_body, send
+from headrace.gateway.requests import NewRating
+from headrace.gateway.tenants.keys import ApiKey
+from headrace.gateway.tenants.limits import retry_after
 from headrace.messages.product import results_in_order
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
@@ -37,7 +40,6 @@ SESSION_HEADERS = ("x-headrace-session", "session-id", "session_id", "x-session-
 """Headers in which clients name their session, first match wins. Codex sends ``session-id``."""
 COMMENT_EVERY_S = 10.0
 SESSION = "X-Headrace-Session"
-Thumb = Literal["up", "down"]
 _log = logging.getLogger("headrace.gateway")
 
 
@@ -70,8 +72,8 @@ class Sampler(Protocol):
     def models(self) -> list[str]:
         """The model names that `GET /v1/models` lists."""
 
-    async def rate(self, session: str, key: ApiKey, thumb: Thumb, comment: str) -> None:
-        """End a session and rate it. HttpRefused when the key's tenant has no such session."""
+    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> None:
+        """Rate a session, which ends if it is open. HttpRefused when the key's tenant has no such session; BusError."""
 
     async def close(self, session: str, key: ApiKey) -> None:
         """End a session without a rating. HttpRefused when the key's tenant has no such session."""
@@ -80,8 +82,9 @@ class Sampler(Protocol):
 class Endpoints:
     """Routes of the three dialects."""
 
-    def __init__(self, sampler: Sampler, keys: ApiKeys, limits: RateLimit | None = None) -> None:
-        self._sampler, self._keys, self._limits = sampler, keys, limits or RateLimit()
+    def __init__(self, sampler: Sampler, admit: Callable[[web.Request], ApiKey]) -> None:
+        """admit: returns the key of a request or raises HttpRefused."""
+        self._sampler, self._admit = sampler, admit
 
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
@@ -91,22 +94,9 @@ class Endpoints:
             web.post("/v1/messages/count_tokens", self._guarded(Messages(), self._count)),
             web.get("/v1/models", self._guarded(ChatCompletions(), self._models)),
             web.post("/v1/client/sessions/{session}/feedback", self._guarded(ChatCompletions(), self._rate)),
+            web.post("/v1/client/sessions/{session}/reward", self._guarded(ChatCompletions(), self._rate)),
             web.delete("/v1/client/sessions/{session}", self._guarded(ChatCompletions(), self._close)),
         ]
-
-    def admit(self, request: web.Request) -> ApiKey:
-        """The request's key. HttpRefused with 401 or 429."""
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        token = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if not token:
-            raise HttpRefused(401, "no API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`")
-        key = self._keys.find(token)
-        if key is None:
-            raise HttpRefused(401, "this API key is unknown or revoked")
-        wait = self._limits.take(key.id, key.requests_per_minute)
-        if wait > 0:
-            raise HttpRefused(429, f"more than {key.requests_per_minute} requests a minute with this key", wait)
-        return key
 
     def _guarded(
         self, dialect: Dialect, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -125,6 +115,10 @@ class Endpoints:
                 return web.json_response(dialect.error(error.status, error.reason), status=error.status)
             except ConnectionError:
                 raise
+            except BusError as error:
+                text = f"the message bus is unavailable, try again: {error}"
+                headers = {"Retry-After": retry_after(BUS_AGAIN_S)}
+                return web.json_response(dialect.error(503, text), status=503, headers=headers)
             except Exception:
                 _log.exception("a request failed: %s", request.path)
                 return web.json_response(dialect.error(500, "the server failed; its log has the reason"), status=500)
@@ -133,7 +127,7 @@ class Endpoints:
 
     def _turn(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
-            key = self.admit(request)  # before the body: a request without a key must cost nothing
+            key = self._admit(request)  # before the body: a request without a key must cost nothing
             asked = dialect.request(await _body(request))
             asked = msgspec.structs.replace(asked, messages=results_in_order(asked.messages))
             caller = Caller(key, _session(request, asked)[:200], asked.user[:200])
@@ -175,27 +169,30 @@ class Endpoints:
         return response
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        self.admit(request)
+        self._admit(request)
         return web.json_response({"input_tokens": await self._sampler.count(Messages().request(await _body(request)))})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self.admit(request)
+        self._admit(request)
         models = [
             {"id": name, "object": "model", "created": 0, "owned_by": "headrace"} for name in self._sampler.models()
         ]
         return web.json_response({"object": "list", "data": models})
 
     async def _rate(self, request: web.Request) -> web.StreamResponse:
-        key = self.admit(request)
+        key = self._admit(request)
         body = await _body(request)
-        thumb, comment = body.get("thumb"), string(body.get("comment"), "comment")
-        if thumb not in ("up", "down"):
-            raise Unusable(f"thumb: expected 'up' or 'down', got {thumb!r}", "thumb")
-        await self._sampler.rate(request.match_info["session"], key, thumb, comment[:2000])
-        return web.json_response({"session": request.match_info["session"], "thumb": thumb})
+        body["comment"] = string(body.get("comment"), "comment")[:2000]
+        try:
+            rating = msgspec.convert(body, NewRating)
+        except msgspec.ValidationError as error:
+            raise Unusable(f"the rating: {error}") from None
+        await self._sampler.rate(request.match_info["session"], key, rating)
+        told = {"session": request.match_info["session"], "signal": rating.signal, "thumb": rating.given}
+        return web.json_response(told)
 
     async def _close(self, request: web.Request) -> web.StreamResponse:
-        key = self.admit(request)
+        key = self._admit(request)
         await self._sampler.close(request.match_info["session"], key)
         return web.json_response({"session": request.match_info["session"], "state": "ended"})
 

@@ -25,10 +25,10 @@ class Forgetting:
     """The deny-list of a gateway's run, and the endpoint that purges a user."""
 
     def __init__(
-        self, bus: Bus, run: str, tenant: str, keys: UserKeys, ratings: Ratings, drop: Callable[[str], Awaitable[None]]
+        self, bus: Bus, run: str, keys: UserKeys, ratings: Ratings, drop: Callable[[str], Awaitable[None]]
     ) -> None:
         """drop: removes the gateway's data of a user, by the user's hash."""
-        self._bus, self._run, self._tenant, self._keys = bus, run, tenant, keys
+        self._bus, self._run, self._keys = bus, run, keys
         self._ratings, self._drop = ratings, drop
         self._newest = 0
 
@@ -50,11 +50,11 @@ class Forgetting:
                 self._ratings.denied.add(entry.user)
                 await self._drop(entry.user)
 
-    async def delete(self, request: web.Request) -> web.Response:
-        """DELETE /v1/users/USER: purge the user everywhere, and answer with the certificate."""
+    async def delete(self, request: web.Request, tenant: str) -> web.Response:
+        """DELETE /v1/users/USER: purge a user of a tenant everywhere, and answer with the certificate."""
         began = time.monotonic()
         try:
-            user = self._keys.hash(self._tenant, request.match_info["user"])
+            user = self._keys.hash(tenant, request.match_info["user"])
         except UnicodeEncodeError:
             raise HttpRefused(400, "the user's name is not valid UTF-8") from None
         await self._drop(user)

@@ -22,6 +22,7 @@ import msgspec
 from aiohttp import web
 
 from headrace.bus.errors import BusError
+from headrace.gateway.tenants.limits import retry_after
 from headrace.gateway.tls import Certificate
 
 MAX_BODY = 8 << 20
@@ -34,6 +35,8 @@ IDLE_S = 30.0
 """Longest time in seconds between a response and the complete headers of the next request, and for a client to read a
 part of a stream."""
 MAX_CONNECTIONS = 1024
+BUS_AGAIN_S = 5.0
+"""Seconds after which a request that the bus could not take may be sent again."""
 STOP_S = 1.0
 """Seconds that handlers get to finish when the listener stops."""
 MAX_WAIT_S = 60.0
@@ -56,9 +59,9 @@ class HttpRefused(Exception):
         self.status, self.retry_s = status, retry_s
 
 
-def answer(value: dict[str, Any], status: int = 200) -> web.Response:
-    """A JSON response. Strings may hold lone surrogates: json escapes them."""
-    return web.json_response(value, status=status)
+def answer(value: dict[str, Any], status: int = 200, retry_s: float = 0.0) -> web.Response:
+    """A JSON response. Strings may hold lone surrogates: json escapes them. retry_s: as in HttpRefused."""
+    return web.json_response(value, status=status, headers={"Retry-After": retry_after(retry_s)} if retry_s else None)
 
 
 async def send(response: web.StreamResponse, data: bytes) -> None:
@@ -117,11 +120,11 @@ def guarded(handler: Handler, report: Report) -> Handler:
             work = asyncio.ensure_future(handler(request))
             return await (work if request.method == "GET" else asyncio.shield(work))
         except HttpRefused as error:
-            return answer({"error": str(error)}, error.status)
+            return answer({"error": str(error)}, error.status, error.retry_s)
         except web.HTTPException as error:  # no such route, or not by this method
             return answer({"error": f"{request.method} {request.path}: {error.reason}"}, error.status)
         except BusError as error:
-            return answer({"error": f"the message bus is unavailable, try again: {error}"}, 503)
+            return answer({"error": f"the message bus is unavailable, try again: {error}"}, 503, BUS_AGAIN_S)
         except Exception as error:
             await report(error, f"{request.method} {request.path}")
             return answer({"error": "internal error; the gateway has reported it"}, 500)

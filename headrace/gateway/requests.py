@@ -7,10 +7,14 @@ import msgspec
 from msgspec import Meta
 
 from headrace.archives.members import MAX_PATH, both_file_and_folder, safe_path
+from headrace.messages.base import Share
+from headrace.messages.product import Signal
 
 MAX_FILES = 10_000
+Thumb = Literal["up", "down"]
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Text = Annotated[str, Meta(max_length=2000)]
 
 
 def refused_paths(paths: Iterable[str]) -> str | None:
@@ -41,5 +45,37 @@ class NewSession(msgspec.Struct, frozen=True, kw_only=True):
 class NewFeedback(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/sessions/ID/feedback: a user's judgement of a finished session."""
 
-    thumb: Literal["up", "down"]
-    comment: Annotated[str, Meta(max_length=2000)] = ""
+    thumb: Thumb
+    comment: Text = ""
+
+
+class NewRating(msgspec.Struct, frozen=True, kw_only=True):
+    """POST .../feedback and .../reward, of a run of an agent and of a client's session."""
+
+    thumb: Thumb | None = None
+    diff: Literal["accepted", "rejected"] | None = None
+    """Whether the user accepted or rejected the changes that the client showed."""
+    undo: Literal[True] | None = None
+    """The user took back changes that were accepted before."""
+    reward: Share | None = None
+    """A number from a program or a judge, 0 to 1."""
+    comment: Text = ""
+
+    def __post_init__(self) -> None:
+        if (self.thumb, self.diff, self.undo, self.reward).count(None) != 3:
+            raise ValueError(
+                "expected one of thumb (up, down), diff (accepted, rejected), undo (true) and reward (0 to 1)"
+            )
+
+    @property
+    def signal(self) -> Signal:
+        """The name of the signal that was given."""
+        if self.reward is not None:
+            return "reward"
+        return "thumb" if self.thumb else "diff" if self.diff else "undo"
+
+    @property
+    def given(self) -> Thumb:
+        """The rating as a thumb."""
+        good = self.thumb == "up" or self.diff == "accepted" or (self.reward is not None and self.reward >= 0.5)
+        return "up" if good else "down"

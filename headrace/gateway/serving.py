@@ -9,7 +9,7 @@ be used for training.
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -18,8 +18,9 @@ from headrace.bus.errors import BusError, BusTimeout, NoResponders
 from headrace.config import Config
 from headrace.gateway.client_sessions import ClientSessions
 from headrace.gateway.conversation import ModelReply, ModelRequest
-from headrace.gateway.endpoints import Begun, Caller, Thumb
+from headrace.gateway.endpoints import Begun, Caller
 from headrace.gateway.http import HttpRefused
+from headrace.gateway.requests import NewRating
 from headrace.gateway.shadows import Shadows
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
@@ -29,6 +30,7 @@ from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
 from headrace.messages.operations import Ack
 from headrace.messages.product import (
+    CLIENT_SUITE,
     ClientMessage,
     ClientSession,
     ClientSessionEnd,
@@ -36,7 +38,8 @@ from headrace.messages.product import (
     ClientTurnDone,
     Feedback,
 )
-from headrace.messages.rollout import Sampling
+from headrace.messages.rollout import Capture, Sampling, Trajectory
+from headrace.messages.tasks import TaskRef
 
 LATEST = "latest"
 """The only model name that `models` returns; every model name in a request selects the served policy."""
@@ -80,6 +83,11 @@ class ClientServing:
     def models(self) -> list[str]:
         """See `Sampler.models`."""
         return [LATEST]
+
+    @property
+    def turns(self) -> Mapping[str, int]:
+        """Turns since the start by the way in which they came to their session."""
+        return self._sessions.turns
 
     def begin(self, request: ModelRequest, caller: Caller) -> Begun:
         """See `Sampler.begin`."""
@@ -169,24 +177,41 @@ class ClientServing:
     async def _keep(self, session: ClientSession) -> None:
         await self._state.put(self._key_of(session.group), session)
 
-    async def rate(self, session: str, key: ApiKey, thumb: Thumb, comment: str) -> None:
+    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> None:
         """See `Sampler.rate`."""
-        record = self._owned(session, key)
-        trajectory = await self._end(record)
-        if not trajectory:
-            raise HttpRefused(409, "no turn of this session was sampled, so there is nothing to rate")
-        user = session.partition(".")[0]
+        record = self._sessions.get(session)
+        if record is not None and record.tenant == key.tenant:
+            trajectory = await self._end(record)
+            if not trajectory:
+                raise HttpRefused(409, "no turn of this session was sampled, so there is nothing to rate")
+            capture = Capture(training_allowed=record.training_allowed, untrainable=record.untrainable)
+        else:
+            trajectory, capture = await self._ended(session, key)
         feedback = Feedback(
-            tenant=record.tenant,
-            user=user,
+            tenant=key.tenant,
+            user=session.partition(".")[0],
             run=self._run,
             trajectory=trajectory,
-            thumb=thumb,
-            training_allowed=record.training_allowed and key.training,
-            comment=comment,
-            untrainable=record.untrainable,
+            thumb=rating.given,
+            signal=rating.signal,
+            reward=rating.reward,
+            training_allowed=capture.training_allowed and key.training,
+            comment=rating.comment,
+            untrainable=capture.untrainable,
         )
         await self._ratings.publish(feedback)
+
+    async def _ended(self, session: str, key: ApiKey) -> tuple[str, Capture]:
+        """The record of a session that has ended. A later rating is no error: the feedback actor decides whether it is
+        late. HttpRefused with 404; BusError."""
+        try:
+            last = await self._bus.last("HR_TRAJ", subjects.TRAJ.at(run=self._run, group=session))
+        except ValueError:  # the name is no session's
+            last = None
+        record = last.message if last is not None else None
+        if not isinstance(record, Trajectory) or record.task != TaskRef(CLIENT_SUITE, key.tenant):
+            raise HttpRefused(404, "there is no such session with a turn")
+        return record.id, record.capture or Capture(training_allowed=False)
 
     async def close(self, session: str, key: ApiKey) -> None:
         """See `Sampler.close`."""
@@ -195,7 +220,7 @@ class ClientServing:
     def _owned(self, group: str, key: ApiKey) -> ClientSession:
         session = self._sessions.get(group)
         if session is None or session.tenant != key.tenant:
-            raise HttpRefused(404, "there is no such open session; a session is rated once, while it is open")
+            raise HttpRefused(404, "there is no such open session")
         return session
 
     async def _end(self, session: ClientSession) -> str:
@@ -209,6 +234,7 @@ class ClientServing:
                 training_allowed=session.training_allowed,
                 policy=session.policy,
                 sampling=Sampling(temperature=session.temperature),
+                untrainable=session.untrainable,
             )
             subject = subjects.RPC.at(service="rollout", method=f"end-{subjects.token(self._run)}")
             try:

@@ -19,7 +19,15 @@ from headrace.messages.training import StepDone
 ENDS = ("trained", "late", "capped", "opted_out", "unattributed", "superseded", "purged", "discarded", "pending")
 """The ends of ratings; every rating is counted under exactly one of them."""
 
-RANK: dict[Signal, int] = {"followup": 0, "cancel": 0, "diff": 1, "undo": 1, "persistence": 1, "thumb": 2}
+RANK: dict[Signal, int] = {
+    "followup": 0,
+    "cancel": 0,
+    "diff": 1,
+    "undo": 1,
+    "persistence": 1,
+    "reward": 1,
+    "thumb": 2,
+}
 """Ranks of signals. Of two ratings of a session the one with the higher rank counts; of equal ranks, the later one. A
 provisional one has the lowest rank."""
 

@@ -14,6 +14,8 @@ class EvalRequest(Message, frozen=True, kw_only=True):
     suite: str
     tasks: Count
     """Number of tasks, from the suite's first; 0 means all."""
+    ids: tuple[str, ...] = ()
+    """The tasks by their ids, instead of the suite's first ones."""
     policy: PolicyRef
     sampling: Sampling = Sampling()
     limits: Limits = Limits()

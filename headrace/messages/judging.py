@@ -90,6 +90,9 @@ class Score(Message, frozen=True, kw_only=True):
     verdict: Literal["passed", "failed", "cheating", "candidate_crash"]
     reward: Finite
     """The reward after penalties (length), rewards of turns included. Pass rates count verdicts, not rewards."""
+    baseline: Finite | None = None
+    """The value that the reward is compared with, where it does not come from the batch: the pass rate of the replays
+    of a rated session. None: the other rewards of the batch."""
     by_turn: TurnRewards | None = None
     """The reward's part for each turn; None where the attempt has one reward."""
     passed: bool

@@ -247,6 +247,15 @@ class SandboxCheckpoint(Message, frozen=True, kw_only=True):
     data: bytes
 
 
+class Capture(msgspec.Struct, frozen=True, kw_only=True):
+    """The conditions under which a session of a client's own agent was recorded."""
+
+    training_allowed: bool
+    """Its tenant allowed training when it began."""
+    untrainable: str = ""
+    """Why its turns cannot be trained on together; empty when they can."""
+
+
 @message("trajectory")
 class Trajectory(Message, frozen=True, kw_only=True):
     """A finished attempt with all of its turns and its diff, stored before its sandbox is released."""
@@ -288,6 +297,10 @@ class Trajectory(Message, frozen=True, kw_only=True):
     malformed_calls: Count = 0
     rollout: str = ""
     """Id of the rollout actor that finished the attempt."""
+    altered: bool = False
+    """The request had a prompt or files of its own instead of the task's."""
+    capture: Capture | None = None
+    """Of a client's session; None for attempts of headrace's own agent."""
     plugins: tuple[Plugin, ...] = ()
     """Tools, engine, renderer and sandbox backend from outside of headrace: name, version and source hash. The Score
     repeats them."""

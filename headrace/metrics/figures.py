@@ -63,6 +63,12 @@ FIGURES: dict[tuple[str, str], Figure] = {
     ("feedback", "purged"): _count("headrace_purged_ratings", "Those deleted with their user's data."),
     ("feedback", "discarded"): _count("headrace_discarded_ratings", "Those of sessions that cannot be trained on."),
     ("feedback", "pending"): Figure("headrace_pending_ratings", "Those that wait for a batch or its step."),
+    ("gateway", "turns_named"): _count("headrace_named_turns", "Clients' turns whose request names its session."),
+    ("gateway", "turns_by_history"): _count("headrace_continued_turns", "Those that continue a session's history."),
+    ("gateway", "turns_begun"): _count("headrace_first_turns", "Those without earlier turns, which begin a session."),
+    ("gateway", "turns_unattributed"): _count(
+        "headrace_unattributed_turns", "Those whose earlier turns belong to no open session."
+    ),
     ("judge", "scored"): _count("headrace_scored_trajectories", "Trajectories that got a score."),
     ("judge", "passed"): _count("headrace_passed_trajectories", "Trajectories whose hidden tests passed."),
     ("judge", "sandboxes"): Figure("headrace_judge_sandboxes", "Sandboxes that the judge holds."),

@@ -15,6 +15,7 @@ from headrace.actors.feedback.actor import Feedback
 from headrace.bus.connection import Bus
 from headrace.bus.nats import ordered_reader
 from headrace.gateway.http import MAX_BODY
+from headrace.gateway.tenants.keys import SCOPES, ApiKeys, key_file
 from headrace.launch import users
 from headrace.messages import subjects
 from headrace.messages.rollout import RolloutRequest, SlotFailed
@@ -156,6 +157,35 @@ async def test_a_thumb_becomes_a_rating_in_the_ledger_and_a_purge_removes_the_us
         assert feedback.book.ends({}) == {"purged": 1}
         assert await admin.purge("HR_BLOB", subject=blob) == 0, "nothing was left there"
         assert (await product.call("GET", f"/v1/sessions/{opened['session']}"))[0] == 404
+    finally:
+        await feedback.shut(1.0)
+
+
+async def test_a_request_from_elsewhere_needs_a_key_with_the_scope(product: Product, connect: Connect) -> None:
+    """Before, everyone who reached the gateway could purge a user. A proxy's header stands for another machine."""
+    keys = ApiKeys(key_file(product.config))
+    ours, theirs = keys.add("default", scopes=SCOPES), keys.add("other", scopes=("agents", "purge"))
+    far = {"X_Forwarded_For": "203.0.113.9"}
+    feedback = Feedback(product.config, await connect("feedback"), product.run, "feedback-1")
+    await feedback.start()
+    try:
+        _, opened = await product.call("POST", "/v1/sessions", ASK)
+        session = f"/v1/sessions/{opened['session']}"
+        usual = {"x_api_key": keys.add("default")}
+        for method, path, body in (
+            ("POST", "/v1/sessions", ASK),
+            ("GET", session, None),
+            ("DELETE", "/v1/users/a", None),
+        ):
+            assert (await product.call(method, path, body, **far))[0] == 401
+            assert (await product.call(method, path, body, x_api_key="hr-none"))[0] == 401, "a wrong key is no key"
+        assert (await product.call("GET", session, None, x_api_key=theirs))[0] == 403
+        assert (await product.call("GET", session, None, **usual, **far))[0] == 200
+        assert (await product.call("DELETE", "/v1/users/ada", None, **usual, **far))[0] == 403
+        status, _ = await product.call("DELETE", "/v1/users/ada", None, x_api_key=theirs, **far)
+        assert (status, (await product.call("GET", session))[0]) == (200, 200), "the other tenant's user of this name"
+        assert (await product.call("DELETE", "/v1/users/ada", None, x_api_key=ours, **far))[0] == 200
+        assert (await product.call("GET", session))[0] == 404
     finally:
         await feedback.shut(1.0)
 

@@ -49,7 +49,9 @@ def test_the_longest_history_wins_and_indexes_end_with_their_sessions() -> None:
     assert place(sessions, asked(USER, TURN, RESULT)).session.group == short
     for group in [each.group for each in sessions.of_user("u1")]:
         assert sessions.close(group) is not None and sessions.close(group) is None
-    assert not sessions.of_user("u1") and vars(sessions) == vars(ClientSessions()), "nothing is left in an index"
+    empty = ClientSessions()
+    empty.turns = sessions.turns
+    assert not sessions.of_user("u1") and vars(sessions) == vars(empty), "nothing is left in an index"
 
 
 def test_a_named_session_goes_on_and_counts_rewrites() -> None:
@@ -67,6 +69,15 @@ def test_other_tools_begin_a_segment() -> None:
     group = begun(sessions, "s1")
     placed = place(sessions, asked(USER, TURN, RESULT, session="s1", tools=(READ, ClientTool(name="write"))))
     assert placed.session.group == group and placed.known == 0 and placed.session.segment == 1
+
+
+def test_turns_are_counted_by_the_way_in_which_they_came_to_their_session() -> None:
+    sessions = ClientSessions()
+    begun(sessions)
+    begun(sessions, "s1")
+    place(sessions, asked(USER, TURN, RESULT))
+    place(sessions, asked(RESULT, TURN, RESULT))
+    assert sessions.turns == {"turns_begun": 1, "turns_named": 1, "turns_by_history": 1, "turns_unattributed": 1}
 
 
 def test_no_tenant_and_no_user_finds_anothers_session() -> None:

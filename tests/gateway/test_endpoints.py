@@ -6,6 +6,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from headrace.gateway.requests import NewRating
 from tests.support.clients import Served, endpoints, two_reads
 
 pytestmark = pytest.mark.anyio
@@ -76,7 +77,11 @@ async def test_a_session_is_rated_under_the_id_that_its_turns_name(served: Serve
             assert answer.status == 400
         async with session.delete(f"{served.url}/v1/client/sessions/{named}") as answer:
             assert answer.status == 404
-    assert served.sampler.rated == [(named, "up", "")]
+        async with session.post(f"{served.url}/v1/client/sessions/{named}/reward", json={"reward": 0.25}) as answer:
+            assert answer.status == 200 and (await answer.json())["thumb"] == "down"
+        async with session.post(f"{served.url}/v1/client/sessions/{named}/reward", json={"reward": 1.5}) as answer:
+            assert answer.status == 400
+    assert served.sampler.rated == [(named, NewRating(thumb="up")), (named, NewRating(reward=0.25))]
 
 
 def _function(name: str) -> dict[str, object]:
@@ -125,3 +130,18 @@ async def test_results_of_parallel_calls_come_in_the_order_of_the_calls(served: 
             assert answer.status == 200
     request, _ = served.sampler.asked[-1]
     assert [(said.role, said.text) for said in request.messages[-2:]] == [("tool", "one"), ("tool", "two")]
+
+
+async def test_a_key_opens_the_routes_of_its_scopes_alone(tmp_path: Path) -> None:
+    async with endpoints(tmp_path, two_reads) as served:
+        key = served.keys.add("narrow", scopes=("feedback",))
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+        async with aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+            for path, kind in (("/v1/messages", "permission_error"), ("/v1/chat/completions", "invalid_request_error")):
+                async with session.post(served.url + path, json=body) as answer:
+                    told = await answer.json()
+                    assert (answer.status, told["error"]["type"]) == (403, kind)
+                    assert "lacks the scope 'turns'; it has feedback" in told["error"]["message"]
+            async with session.post(f"{served.url}/v1/client/sessions/s1/reward", json={"reward": 1}) as answer:
+                assert answer.status == 200
+    assert not served.sampler.asked

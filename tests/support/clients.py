@@ -10,8 +10,10 @@ from typing import NamedTuple
 from aiohttp import web
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
-from headrace.gateway.endpoints import Begun, Caller, Endpoints, Thumb
+from headrace.gateway.endpoints import Begun, Caller, Endpoints
 from headrace.gateway.http import HttpRefused
+from headrace.gateway.requests import NewRating
+from headrace.gateway.tenants.admission import Admission
 from headrace.gateway.tenants.keys import ApiKey, ApiKeys
 from headrace.messages.product import ClientCall, ClientUsage
 
@@ -25,7 +27,7 @@ class ScriptedSampler:
     def __init__(self, script: Script) -> None:
         self._script = script
         self.asked: list[tuple[ModelRequest, Caller]] = []
-        self.rated: list[tuple[str, str, str]] = []
+        self.rated: list[tuple[str, NewRating]] = []
 
     def begin(self, request: ModelRequest, caller: Caller) -> Begun:
         self.asked.append((request, caller))
@@ -52,8 +54,8 @@ class ScriptedSampler:
     def models(self) -> list[str]:
         return ["latest"]
 
-    async def rate(self, session: str, key: ApiKey, thumb: Thumb, comment: str) -> None:
-        self.rated.append((session, thumb, comment))
+    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> None:
+        self.rated.append((session, rating))
 
     async def close(self, session: str, key: ApiKey) -> None:
         raise HttpRefused(404, "there is no such open session")
@@ -73,7 +75,7 @@ async def endpoints(folder: Path, script: Script) -> AsyncIterator[Served]:
     key = keys.add("acme", training=True)
     sampler = ScriptedSampler(script)
     app = web.Application()
-    app.add_routes(Endpoints(sampler, keys).routes())
+    app.add_routes(Endpoints(sampler, Admission(keys).admit).routes())
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

@@ -128,17 +128,18 @@ class BranchLedger:
             return min(versions)
         return 0 if not trajectory.policy.run and versions == {base.base_version} else None
 
-    async def place(self, rating: Rating, session: Rated) -> str:
+    async def place(self, rating: Rating, session: Rated, baseline: float | None = None) -> str:
         """Add a rated session to the current batch. Returns the group's name. WrongSequence once another feedback actor
         has taken over.
 
-        It is a trace of its own, linked to the rating and to the session; the branch's step links to its records."""
+        baseline: as in Score. The group is a trace of its own, linked to the rating and to the session; the branch's
+        step links to its records."""
         feedback, trajectory = rating.feedback, session.trajectory
         assert feedback is not None
         attributes = {"hr.run": self.name, "hr.group": trajectory.group, "hr.trajectory": trajectory.id}
         links = [await self._origin(rating.seq), session.origin]
         with tracing.span("place rating", root=True, links=links, attributes=attributes):
-            return await self._place(feedback, trajectory)
+            return await self._place(feedback, trajectory, baseline)
 
     async def _origin(self, seq: int) -> tracing.Link | None:
         """A link to the span that published a rating; None for a rating that was purged meanwhile."""
@@ -147,7 +148,7 @@ class BranchLedger:
         except MessageGone:
             return None
 
-    async def _place(self, feedback: Feedback, trajectory: Trajectory) -> str:
+    async def _place(self, feedback: Feedback, trajectory: Trajectory, baseline: float | None) -> str:
         group, oldest = trajectory.group, self.oldest_version(trajectory)
         assert oldest is not None, f"no version of {self.name} sampled {trajectory.id}"
         entry = self.state.groups.get(group)
@@ -156,7 +157,7 @@ class BranchLedger:
         if entry is None:
             await self._issue(trajectory)
         trajectory_seq = await self._copy(trajectory)
-        score = await self._score(feedback, trajectory, trajectory_seq, oldest)
+        score = await self._score(feedback, trajectory, trajectory_seq, oldest, baseline)
         slot = ClosedSlot(
             slot=0,
             attempt=0,
@@ -211,7 +212,7 @@ class BranchLedger:
         return await self._bus.publish(subject, copied)
 
     async def _score(
-        self, feedback: Feedback, trajectory: Trajectory, trajectory_seq: int, oldest: int
+        self, feedback: Feedback, trajectory: Trajectory, trajectory_seq: int, oldest: int, baseline: float | None
     ) -> tuple[int, Score]:
         subject = SCORE.at(run=self.name, judge=JUDGE, group=trajectory.group)
         last = await self._bus.last("HR_SCORE", subject)
@@ -230,7 +231,8 @@ class BranchLedger:
             family=trajectory.family,
             judge_version=JUDGE,
             verdict="passed" if up else "failed",
-            reward=1.0 if up else 0.0,
+            reward=(1.0 if up else 0.0) if feedback.reward is None else feedback.reward,
+            baseline=baseline,
             passed=up,
             oldest_version=oldest,
             sampled_tokens=sum(len(turn.ids) for turn in trajectory.turns),

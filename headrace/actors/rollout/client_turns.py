@@ -17,7 +17,8 @@ from contextlib import AbstractAsyncContextManager, suppress
 import msgspec
 
 from headrace.actors.rollout import spans
-from headrace.actors.rollout.policies import ClientServed, NoPolicy
+from headrace.actors.rollout.pins import NoPolicy
+from headrace.actors.rollout.policies import ClientServed
 from headrace.actors.rollout.turn_log import TurnLog
 from headrace.bus.connection import Bus
 from headrace.bus.errors import WrongSequence
@@ -25,16 +26,19 @@ from headrace.engines.base import Engine, EngineError, Sample, SampleRequest
 from headrace.messages.base import Array
 from headrace.messages.operations import Ack
 from headrace.messages.plugins import Plugin
-from headrace.messages.product import ClientCall, ClientSessionEnd, ClientTurn, ClientTurnDone, ClientUsage
-from headrace.messages.rollout import PolicyRef, Sampling, TokenKinds, ToolCall, ToolResult, Trajectory, Turn
+from headrace.messages.product import (
+    CLIENT_SUITE,
+    ClientCall,
+    ClientSessionEnd,
+    ClientTurn,
+    ClientTurnDone,
+    ClientUsage,
+)
+from headrace.messages.rollout import Capture, PolicyRef, Sampling, TokenKinds, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import TaskRef
 from headrace.rendering.native.client import ClientRenderer, UnusableConversation
 from headrace.rendering.parsers.base import Completion
-
-SUITE = "client"
-"""The suite in the Trajectory of a client's session; the task is the tenant."""
-
 
 Serve = Callable[[PolicyRef], AbstractAsyncContextManager[ClientServed]]
 
@@ -206,8 +210,8 @@ class ClientTurns:
                 slot=0,
                 attempt=0,
                 id=id,
-                task=TaskRef(suite=SUITE, task=request.tenant),
-                family=SUITE,
+                task=TaskRef(suite=CLIENT_SUITE, task=request.tenant),
+                family=CLIENT_SUITE,
                 seed=request.seed,
                 policy=request.policy,
                 sampling=request.sampling,
@@ -217,6 +221,7 @@ class ClientTurns:
                 fingerprint=serving.engine.fingerprint,
                 renderer=serving.bundle,
                 rollout=self._rollout,
+                capture=Capture(training_allowed=request.training_allowed, untrainable=request.untrainable),
                 plugins=self._plugins,
             )
         subject = TRAJ.at(run=request.run, group=request.group)

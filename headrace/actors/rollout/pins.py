@@ -45,6 +45,7 @@ class Pins:
         self._open_engine, self._find = open_engine, find
         self._pins: dict[int, _Pin] = {}
         self._releasing: set[asyncio.Task[None]] = set()
+        self._stopped = False
 
     @property
     def versions(self) -> frozenset[int]:
@@ -70,21 +71,27 @@ class Pins:
             yield engine
         finally:
             pin.users -= 1
-            if not pin.users:
+            if not pin.users and not self._stopped:
                 pin.release = asyncio.get_running_loop().call_later(UNPIN_AFTER_S, self._release, version, engine)
 
     def _release(self, version: int, engine: Engine | None) -> None:
         del self._pins[version]
         if engine is not None:
-            releasing = asyncio.create_task(engine.unpin(version))
+            releasing = asyncio.create_task(_unpin(engine, version))
             self._releasing.add(releasing)
             releasing.add_done_callback(self._releasing.discard)
 
     def stop(self) -> None:
         """Release no further version: the engine ends."""
+        self._stopped = True
         for pin in self._pins.values():
             if pin.release is not None:
                 pin.release.cancel()
+
+
+async def _unpin(engine: Engine, version: int) -> None:
+    with suppress(EngineError):  # an engine that was stopped holds nothing
+        await engine.unpin(version)
 
 
 class Promoted:

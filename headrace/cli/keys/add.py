@@ -17,6 +17,12 @@ def add(commands: "Commands") -> None:
         "--training", action="store_true", help="the tenant opts in: rated sessions of this key may be trained on"
     )
     parser.add_argument("--rate", type=integer(1), default=600, metavar="N", help="requests a minute (default 600)")
+    parser.add_argument(
+        "--scope",
+        action="append",
+        choices=("turns", "agents", "feedback", "purge"),
+        help="what the key opens; repeat it for several (default: turns, agents, feedback)",
+    )
     add_config(parser)
     parser.set_defaults(handler=make)
 
@@ -24,7 +30,9 @@ def add(commands: "Commands") -> None:
 def make(args: argparse.Namespace) -> int:
     """Create and print the key."""
     from headrace.cli.keys.session import keys_of
+    from headrace.gateway.tenants.keys import USUAL
     from headrace.launch.output import say
 
-    say(keys_of(args).add(args.tenant, training=args.training, requests_per_minute=args.rate))
+    scopes = args.scope or USUAL
+    say(keys_of(args).add(args.tenant, training=args.training, requests_per_minute=args.rate, scopes=scopes))
     return 0

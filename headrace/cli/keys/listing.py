@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("list", help="print a line per key: id, tenant, rate, opt-in to training")
+    parser = commands.add_parser("list", help="print a line per key: id, tenant, rate, opt-in to training, scopes")
     add_config(parser)
     parser.set_defaults(handler=show)
 
@@ -23,5 +23,5 @@ def show(args: argparse.Namespace) -> int:
 
     for entry in keys_of(args).entries():
         opted = "training allowed" if entry.training else "never trained on"
-        say(f"{entry.id}  {entry.tenant:<20}{entry.requests_per_minute:>6}/min  {opted}")
+        say(f"{entry.id}  {entry.tenant:<20}{entry.requests_per_minute:>6}/min  {opted:<18}{' '.join(entry.scopes)}")
     return 0

@@ -8,7 +8,8 @@
     GET  /v1/agents/ID/runs/RID              one run
     GET  /v1/agents/ID/runs/RID/stream       server-sent events; resume with Last-Event-ID
     POST /v1/agents/ID/runs/RID/cancel       202
-    POST /v1/agents/ID/runs/RID/feedback     {thumb | diff | undo, comment?} of a finished run -> 202
+    POST /v1/agents/ID/runs/RID/feedback     {thumb | diff | undo | reward, comment?} of a finished run -> 202
+    POST /v1/agents/ID/runs/RID/reward       the same
     POST /v1/agents/ID/runs/RID/lines        {at: 10m | 24h | merge, files} -> 202 {added, kept, thumb}
     POST /v1/agents/ID/archive               no further runs; the sandbox is released
     GET  /v1/agents/ID/usage                 turns and tokens, per run and in all
@@ -22,20 +23,21 @@ first one's agent, set or run. Errors are {error: {code, message}}.
 import logging
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from aiohttp import web
 
 from headrace.bus.errors import BusError
 from headrace.gateway.agents.events import Events
 from headrace.gateway.agents.guard import Handler, guarded
-from headrace.gateway.agents.requests import AgentRefused, LaterFiles, NewAgent, NewRating, NewRun
+from headrace.gateway.agents.requests import AgentRefused, LaterFiles, NewAgent, NewRun
 from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.store import Agents, GatewayParts
 from headrace.gateway.agents.views import agent_view, run_view
 from headrace.gateway.agents.webhooks import allowed
 from headrace.gateway.agents.workspace import files_of
 from headrace.gateway.http import read_json
+from headrace.gateway.requests import NewRating, Thumb
 from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.persistence import kept_lines
 from headrace.gateway.signals.ratings import Ratings
@@ -78,6 +80,7 @@ class AgentEndpoints:
             web.get(f"{run}/stream", self._guarded(self._stream)),
             web.post(f"{run}/cancel", self._guarded(self._cancel)),
             web.post(f"{run}/feedback", self._guarded(self._rate)),
+            web.post(f"{run}/reward", self._guarded(self._rate)),
             web.post(f"{run}/lines", self._guarded(self._lines)),
             web.post(f"{agent}/archive", self._guarded(self._archive)),
             web.get(f"{agent}/usage", self._guarded(self._usage)),
@@ -144,9 +147,10 @@ class AgentEndpoints:
     async def _rate(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         (agent, run), given = self._found(request, key), await read_json(request, NewRating)
         trajectory = await self._finished(agent, run)
-        thumb: Literal["up", "down"] = "up" if given.up else "down"
-        await self._publish(agent, key.training, trajectory, thumb, given.signal, given.comment)
-        return web.json_response({"id": run.id, "signal": given.signal, "thumb": thumb}, status=202)
+        await self._publish(
+            agent, key.training, trajectory, given.given, given.signal, given.comment, reward=given.reward
+        )
+        return web.json_response({"id": run.id, "signal": given.signal, "thumb": given.given}, status=202)
 
     async def _finished(self, agent: Agent, run: AgentRun) -> Trajectory:
         trajectory = await self._agents.trajectory(agent, run)
@@ -162,7 +166,7 @@ class AgentEndpoints:
         if not run.added:
             raise AgentRefused(409, "no_lines", "this run added no lines, so none can be counted")
         remaining, added = kept_lines(run.added, later.files.values()), len(run.added)
-        thumb: Literal["up", "down"] = "up" if 2 * remaining >= added else "down"
+        thumb: Thumb = "up" if 2 * remaining >= added else "down"
         comment = f"{remaining} of {added} lines"
         await self._publish(agent, key.training, trajectory, thumb, "persistence", comment, later.at)
         counted = {"id": run.id, "at": later.at, "added": added, "kept": remaining, "thumb": thumb}
@@ -195,10 +199,11 @@ class AgentEndpoints:
         agent: Agent,
         training: bool,
         trajectory: Trajectory,
-        thumb: Literal["up", "down"],
+        thumb: Thumb,
         signal: Signal,
         comment: str,
         at: Moment = "",
+        reward: float | None = None,
     ) -> None:
         feedback = Feedback(
             tenant=agent.tenant,
@@ -209,6 +214,7 @@ class AgentEndpoints:
             signal=signal,
             final=signal not in ("followup", "cancel") and at != "10m",
             at=at,
+            reward=reward,
             training_allowed=agent.training_allowed and training,
             comment=comment,
         )

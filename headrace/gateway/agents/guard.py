@@ -7,13 +7,14 @@ from aiohttp import web
 
 from headrace.bus.errors import BusError
 from headrace.gateway.agents.requests import AgentRefused
-from headrace.gateway.http import HttpRefused
+from headrace.gateway.http import BUS_AGAIN_S, HttpRefused
 from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.tenants.limits import retry_after
 
 CODES = {
     400: "invalid_request",
     401: "unauthorized",
+    403: "forbidden",
     404: "not_found",
     408: "timeout",
     413: "too_large",
@@ -37,7 +38,8 @@ def guarded(
             headers = {"Retry-After": retry_after(error.retry_s)} if error.retry_s else None
             return _error(error.status, code, str(error), headers)
         except BusError as error:
-            return _error(503, "unavailable", f"the message bus is unavailable, try again: {error}")
+            again = {"Retry-After": retry_after(BUS_AGAIN_S)}
+            return _error(503, "unavailable", f"the message bus is unavailable, try again: {error}", again)
         except ConnectionError:
             raise
         except Exception:

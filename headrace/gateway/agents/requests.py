@@ -7,11 +7,9 @@ import msgspec
 from msgspec import Meta
 
 from headrace.gateway.http import HttpRefused
-from headrace.gateway.requests import MAX_FILES
-from headrace.messages.product import Signal
+from headrace.gateway.requests import MAX_FILES, Text
 
 Prompt = Annotated[str, Meta(min_length=1, max_length=65536)]
-Text = Annotated[str, Meta(max_length=2000)]
 
 
 class AgentRefused(HttpRefused):
@@ -93,31 +91,6 @@ class LaterFiles(msgspec.Struct, frozen=True, kw_only=True):
     at: Literal["10m", "24h", "merge"]
     files: Annotated[dict[str, str], Meta(max_length=MAX_FILES)] = {}
     """Path to text; a file that is gone is left out."""
-
-
-class NewRating(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/agents/ID/runs/RID/feedback."""
-
-    thumb: Literal["up", "down"] | None = None
-    diff: Literal["accepted", "rejected"] | None = None
-    """Whether the user accepted or rejected the changes that the client showed."""
-    undo: Literal[True] | None = None
-    """The user took back changes that were accepted before."""
-    comment: Text = ""
-
-    def __post_init__(self) -> None:
-        if (self.thumb, self.diff, self.undo).count(None) != 2:
-            raise ValueError("expected one of thumb (up, down), diff (accepted, rejected) and undo (true)")
-
-    @property
-    def signal(self) -> Signal:
-        """The name of the signal that the user gave."""
-        return "thumb" if self.thumb else "diff" if self.diff else "undo"
-
-    @property
-    def up(self) -> bool:
-        """Whether the rating is positive."""
-        return self.thumb == "up" or self.diff == "accepted"
 
 
 def host_of(url: str) -> str | None:

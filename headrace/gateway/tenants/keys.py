@@ -9,13 +9,20 @@ import hashlib
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
 
 from headrace.config import Config
 
 PREFIX = "hr-"
+Scope = Literal["turns", "agents", "feedback", "purge"]
+"""The routes that a key opens: turns of the tenant's own agents; headrace's agent; ratings; the purge of a user."""
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+USUAL: tuple[Scope, ...] = ("turns", "agents", "feedback")
+"""The scopes of a key for which none are named: a purge cannot be undone, so it is never among them."""
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +34,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     training: bool = False
     """The tenant opted in: sessions of this key may be trained on once they are rated."""
     requests_per_minute: int = 600
+    scopes: tuple[Scope, ...] = USUAL
     created: float
     """Seconds since the epoch."""
 
@@ -49,7 +57,14 @@ class ApiKeys:
         self._keys: dict[str, ApiKey] = {}
         self._inside = secrets.token_urlsafe(32) + ":"
 
-    def add(self, tenant: str, *, training: bool = False, requests_per_minute: int = 600) -> str:
+    def add(
+        self,
+        tenant: str,
+        *,
+        training: bool = False,
+        requests_per_minute: int = 600,
+        scopes: Sequence[Scope] = USUAL,
+    ) -> str:
         """Create a key for a tenant and return it. Only its hash is stored, so it cannot be shown again."""
         key = PREFIX + secrets.token_urlsafe(32)
         digest = _digest(key)
@@ -58,6 +73,7 @@ class ApiKeys:
             tenant=tenant,
             training=training,
             requests_per_minute=requests_per_minute,
+            scopes=tuple(scopes),
             created=time.time(),
         )
         self._write(self._read() | {digest: entry})

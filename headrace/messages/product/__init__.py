@@ -37,6 +37,7 @@ from headrace.messages.product.ratings import (
     gate_key,
 )
 from headrace.messages.product.serving import (
+    CLIENT_SUITE,
     CapacityLease,
     ClientCall,
     ClientMessage,
@@ -56,6 +57,7 @@ from headrace.messages.product.serving import (
 )
 
 __all__ = [
+    "CLIENT_SUITE",
     "Agent",
     "AgentRun",
     "AgentSet",

@@ -10,11 +10,12 @@ from headrace.messages.rollout import PolicyRef
 Fate = Literal["late", "capped", "opted_out", "unattributed", "superseded", "discarded", "closed"]
 """The end of a rating. ``closed``: it has a place in the branch's batches, and is trained when that batch is."""
 
-Signal = Literal["thumb", "diff", "undo", "followup", "persistence", "cancel"]
+Signal = Literal["thumb", "diff", "undo", "reward", "followup", "persistence", "cancel"]
 Moment = Literal["", "10m", "24h", "merge"]
 """``diff``: the user accepted (up) or rejected (down) the changes that were shown. ``undo``: the user took them back.
-``followup``: the user's next prompt says that the work was wrong; `comment` quotes the words. ``persistence``: the
-share of the lines that the agent added and that are still there at a `Moment`; up from a half on."""
+``reward``: a program or a judge gave a number. ``followup``: the user's next prompt says that the work was wrong;
+`comment` quotes the words. ``persistence``: the share of the lines that the agent added and that are still there at a
+`Moment`; up from a half on."""
 
 Stage = Literal["idle", "benchmark", "shadow", "canary", "promoted", "held", "rolled_back"]
 
@@ -44,6 +45,8 @@ class Feedback(Message, frozen=True, kw_only=True):
     """False: a provisional outcome, which a final one of the session replaces until it has a place in a batch."""
     at: Moment = ""
     """Of a persistence: when the lines were counted. After 10 minutes it is provisional."""
+    reward: Share | None = None
+    """Of the signal ``reward``: the number; `thumb` is up from 0.5 on."""
     training_allowed: bool = False
     comment: str = ""
     untrainable: str = ""

@@ -10,6 +10,8 @@ from msgspec import Meta
 from headrace.messages.base import Amount, Count, Message, Seed, Share, Version, message
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling
 
+CLIENT_SUITE = "client"
+"""The suite in the Trajectory of a client's session; the task is the tenant."""
 TurnStop = Literal["stop", "calls", "length"]
 """How a turn ended: by itself, with calls that the client runs, or at its token limit."""
 
@@ -192,6 +194,8 @@ class ClientSessionEnd(Message, frozen=True, kw_only=True):
     policy: PolicyRef = PolicyRef()
     sampling: Sampling = Sampling()
     seed: Seed = 0
+    untrainable: str = ""
+    """Why its turns cannot be trained on together; empty when they can."""
 
 
 @message("client_session")

@@ -73,6 +73,21 @@ async def test_every_rating_ends_once_and_the_rest_becomes_batches(product: Prod
     assert copied is not None and copied.message.oldest_version == 0, "the promoted version is the branch's version 0"
 
 
+async def test_a_batch_has_the_numbers_that_programs_gave(product: Product, connect: Connect) -> None:
+    """And the thumb where the user gave one, whichever came first."""
+    config = settings(product.folder, user_cap=0)
+    async with asyncio.timeout(120), living(Feedback, config, await connect("feedback"), product.run):
+        await product.opened()
+        first = await product.session(BASE)
+        await product.rate(first, "down")
+        await product.rate(first, "up", signal="reward", reward=0.75)
+        await product.rate(await product.session(BASE), "down", signal="reward", reward=0.25)
+        await product.said("batch_closed")
+    history = (await connect("replay")).history("HR_SCORE", subjects.CLOSE.where(run=product.branch))
+    closings = [received.message async for received in history]
+    assert [each.slots[0].reward for each in closings if isinstance(each, GroupClosed)] == [0.0, 0.25]
+
+
 async def test_a_provisional_outcome_waits_for_the_final_one(product: Product, connect: Connect) -> None:
     early: dict[str, Any] = {"signal": "persistence", "final": False, "at": "10m"}
     final: dict[str, Any] = {"signal": "persistence", "at": "24h"}

@@ -144,7 +144,7 @@ async def test_a_session_is_sampled_recorded_and_rated(
         async with client.http.post(url, json={"thumb": "up"}) as answer:
             assert answer.status == 200, await answer.text()
         async with client.http.post(url, json={"thumb": "up"}) as answer:
-            assert answer.status == 404, "a session is rated once"
+            assert answer.status == 200, "a client that got no answer sends its rating again"
     end = await trajectory_of(observer, run, group)
     assert [turn.index for turn in end.turns] == [0, 1] and end.lane == "production"
     assert end.renderer == bundle("hermes").sha256
@@ -174,12 +174,44 @@ async def test_a_session_is_sampled_recorded_and_rated(
     again = scoring.score({0: model}, ids, spans, targets, 1.0)
     assert torch.equal(again, torch.tensor(logprobs, dtype=torch.float32))
 
-    async for received in observer.history("HR_FEEDBACK", FEEDBACK.where()):
-        if isinstance(received.message, Feedback) and received.message.run == run:
-            assert received.message.trajectory == end.id and received.message.training_allowed
-            break
-    else:
-        raise AssertionError("no feedback")
+    (rating,) = await ratings_of(observer, run)
+    assert rating.trajectory == end.id and rating.training_allowed
+
+
+async def ratings_of(bus: Bus, run: str) -> list[Feedback]:
+    records = [received.message async for received in bus.history("HR_FEEDBACK", FEEDBACK.where())]
+    return [record for record in records if isinstance(record, Feedback) and record.run == run]
+
+
+async def test_a_session_that_has_ended_is_rated_as_it_was_captured(
+    connect: Connect, client: Client, run: str, tmp_path: Path
+) -> None:
+    """It ended without a rating, as an idle one does. Before, a later rating of it was refused and lost."""
+    observer, keys = await connect("admin"), ApiKeys(tmp_path / "keys.json")
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="n1"), run, "product"):
+        await client.turn()
+        group = client.session
+        url = f"{client.url}/v1/client/sessions/{group}"
+        async with client.http.delete(url) as answer:
+            assert answer.status == 200, await answer.text()
+        other = {"x-api-key": keys.add("other", training=True)}
+        for path, headers in ((url, other), (f"{client.url}/v1/client/sessions/a.b", {}), (f"{url}*", {})):
+            async with client.http.post(f"{path}/feedback", json={"thumb": "up"}, headers=headers) as answer:
+                assert answer.status == 404
+        async with client.http.post(f"{url}/reward", json={"reward": 0.25, "comment": "a judge"}) as answer:
+            assert answer.status == 200, await answer.text()
+        client.messages, client.session = client.messages[:1], ""
+        async with client.http.post(
+            f"{client.url}/v1/chat/completions",
+            json={"model": "latest", "messages": client.messages},
+            headers={"x-api-key": keys.add("acme")},
+        ) as answer:
+            private = answer.headers["X-Headrace-Session"]
+        await client.http.delete(f"{client.url}/v1/client/sessions/{private}")
+        await client.http.post(f"{client.url}/v1/client/sessions/{private}/feedback", json={"thumb": "up"})
+    by_judge, by_user = await ratings_of(observer, run)
+    assert (by_judge.reward, by_judge.thumb, by_judge.training_allowed) == (0.25, "down", True)
+    assert by_user.trajectory.startswith(private) and not by_user.training_allowed, "its key had not opted in"
 
 
 async def test_a_session_of_a_client_names_the_plugins_that_sampled_it(

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from headrace.actors.curriculum import Curriculum as CurriculumActor
 from headrace.actors.environment.actor import Environment
@@ -15,18 +14,13 @@ from headrace.actors.rollout import pins, policies
 from headrace.actors.rollout.actor import Rollout
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
-from headrace.bus.payloads import renderer_bundles
-from headrace.config import Config, Curriculum, Evaluation, Policy, Production, Run
-from headrace.config import Environment as Section
+from headrace.config import Curriculum, Evaluation
 from headrace.config import Rollout as RolloutSection
-from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.messages.ledger import Admission, GroupDropped, admission_key
 from headrace.messages.operations import Event
-from headrace.messages.product import CapacityLease, Promotion, lease_key, promotion_key
 from headrace.messages.rollout import (
     Limits,
     PolicyRef,
-    RendererBundle,
     RendererRecord,
     RolloutRequest,
     Sampling,
@@ -37,47 +31,24 @@ from headrace.messages.rollout import (
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import CLOSE, EVENT, FAIL, TASK, TRAJ, TURN, token
 from headrace.messages.tasks import TaskRef
-from headrace.messages.weights import WeightsStaged, WeightsSwapped
-from headrace.policy.layout import hugging_face
-from headrace.policy.model import Model
-from headrace.policy.numerics_probe import probe
 from headrace.rendering import schemas
 from headrace.rendering.bundle import terse_bundle
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.replay.audit import prove
 from headrace.tasks import open_suite
 from headrace.tasks.workspace import LIGHT, WORKSPACE
-from headrace.weights import snapshot
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.patience import PATIENCE_S
+from tests.support.staged import config, first, made, prepare, stage, swapped
 
 pytestmark = pytest.mark.anyio
-
-SHAPE = Policy(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_dim=32, vocab=320)
-
-
-def config(folder: Path) -> Config:
-    return Config(
-        run=Run(dir=str(folder)),
-        policy=SHAPE,
-        environment=Section(backend="process", lease_s=20.0),
-        production=Production(enabled=False),
-    )
 
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, str]]:
     """Files and state hashes of three untrained policies."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("versions")
-    shape = hugging_face.from_section(SHAPE)
-    numerics = probe(shape)
-    files = {version: folder / f"{version}.safetensors" for version in range(3)}
-    return {
-        version: (str(file), snapshot.write(file, Model(shape, numerics, seed=version).state()))
-        for version, file in files.items()
-    }
+    return made(tmp_path_factory.mktemp("versions"))
 
 
 @pytest.fixture
@@ -89,20 +60,6 @@ async def observer(connect: Connect) -> Bus:
 async def environment(connect: Connect, tmp_path: Path) -> AsyncIterator[Environment]:
     async with living(Environment, config(tmp_path), await connect("environment", node="n1"), ANY_RUN) as actor:
         yield actor
-
-
-async def prepare(connect: Connect, run: str) -> RendererBundle:
-    """Publish the run's bundle as its trainer does; no folder is shared."""
-    bundle = terse_bundle(Tokenizer.train((), 256 + len(schemas.tags())).dump())
-    await renderer_bundles.publish(await connect("trainer"), run, bundle)
-    return bundle
-
-
-async def stage(bus: Bus, run: str, node: str, version: int, path: str, state_hash: str) -> None:
-    staged = WeightsStaged(
-        run=run, node=node, region="local", version=version, path=path, state_hash=state_hash, stage_s=0.0
-    )
-    await bus.publish(EVENT.at(run=run, actor="weight_sync", type="weights_staged"), staged)
 
 
 async def issue(bus: Bus, run: str, group: str, **changes: Any) -> None:
@@ -121,20 +78,10 @@ async def issue(bus: Bus, run: str, group: str, **changes: Any) -> None:
     await bus.publish(TASK.at(run=run, lane="train", suite=token("generated/train")), wanted)
 
 
-async def first(bus: Bus, stream: str, subject: str, wanted: Any) -> Any:
-    async for received in bus.follow(stream, subject):
-        if wanted(received.message):
-            return received.message
-
-
 async def end_of(bus: Bus, run: str, group: str) -> Trajectory:
     end = await first(bus, "HR_TRAJ", TRAJ.at(run=run, group=group), lambda message: True)
     assert isinstance(end, Trajectory)
     return end
-
-
-def swapped(version: int) -> Any:
-    return lambda message: isinstance(message, WeightsSwapped) and message.version == version
 
 
 async def test_the_newest_staged_version_is_loaded_and_named_in_every_span(
@@ -198,55 +145,6 @@ async def test_a_pinned_version_serves_beside_the_latest(
         await issue(observer, "b3", "rebuilt", policy=PolicyRef(kind="pinned", version=1))
         await stage(observer, "b3", "here", 1, *versions[1])
         assert (await end_of(observer, "b3", "rebuilt")).oldest_version == 1
-
-
-async def test_the_promoted_version_stays_loaded_while_the_actor_serves_the_product(
-    connect: Connect,
-    tmp_path: Path,
-    observer: Bus,
-    versions: dict[int, tuple[str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without a request, and while the actor is lent: a user's first turn after a pause finds its weights."""
-    monkeypatch.setattr(pins, "UNPIN_AFTER_S", 0.0)
-    run, branch = "b12", "b12-feedback"
-    await prepare(connect, run)
-    for owner, version in ((run, 0), (run, 1), (run, 2), (branch, 1)):
-        await stage(observer, owner, "here", version, *versions[version])
-    promotions = await (await connect("feedback")).kv("HR_STATE")
-    leases = await (await connect("scavenger")).kv("HR_LEASE")
-    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), run, "roll") as actor:
-
-        def loaded(policies: policies.Policies) -> set[int]:
-            return set(policies.engine._worker.pinned) if isinstance(policies.engine, EmbeddedEngine) else set()
-
-        async def until(wanted: set[int], policies: policies.Policies = actor._policies) -> None:
-            async with asyncio.timeout(PATIENCE_S):
-                while loaded(policies) != wanted:
-                    await asyncio.sleep(0.01)
-
-        async def lease(*lanes: str) -> None:
-            lease = CapacityLease(rollout="roll", lanes=lanes, reason="test", since=0.0)
-            await leases.put(lease_key(run, "roll"), lease)
-            while actor._lanes != lanes:
-                await asyncio.sleep(0.01)
-
-        await promotions.put(promotion_key(run), Promotion(run=run, version=0))
-        await until({0})
-        await lease("production", "train")
-        await first(observer, "HR_EVENT", EVENT.where(run=run, type="weights_swapped"), swapped(2))
-        async with actor._policies.pins.use(0):
-            pass
-        await asyncio.sleep(0)
-        assert loaded(actor._policies) == {0}, "the request that used it last does not release it"
-        await promotions.put(promotion_key(run), Promotion(run=run, version=1))
-        await until({1})
-        await lease("train")
-        await until(set())
-        await promotions.put(promotion_key(run), Promotion(run=run, version=1, branch=branch))
-        await lease("production")
-        await until({1}, await actor._policies._branch(branch))
-        assert not loaded(actor._policies)
 
 
 @pytest.mark.parametrize("of", ["", "elsewhere"])
