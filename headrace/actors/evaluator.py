@@ -92,7 +92,8 @@ class Evaluator(Actor):
         while self._asked:
             request, asked_at = self._asked.pop(next(iter(self._asked)))
             try:
-                ids = open_suite(request.suite, self.config.tasks.dir).ids()
+                suite = open_suite(request.suite, self.config.tasks.dir)
+                ids = [suite.task(id).ref.task for id in request.ids] or suite.ids()
             except UnknownSuite as error:
                 await self.event("eval_refused", str(error), "error", id=request.id)
                 refusal = EvalResult(

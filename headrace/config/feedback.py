@@ -4,7 +4,7 @@ The branch is a run of its own, with its own trainer, ledger and versions: the p
 version, while the main run's trainer continues with later versions.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -25,6 +25,14 @@ class Feedback(Section, frozen=True, kw_only=True):
     staleness: Annotated[int, Meta(ge=0, le=64)] = 1
     """Largest staleness of a token, in branch versions. Batches wait while the promoted version is older than that,
     because its sessions would be too stale."""
+    baseline: Literal["class", "replay"] = "class"
+    """The baseline of a rated session: the batch's rewards of its task class, or the pass rate of `replays` attempts at
+    its task by the version that served it, judged by hidden tests. Sessions of clients' agents, and of prompts or files
+    of users, have no hidden tests and keep the class baseline."""
+    replays: Annotated[int, Meta(ge=1, le=64)] = 4
+    """G: attempts of a replay. Each rating of a session that can be replayed costs so many."""
+    replay_s: Duration = 1800.0
+    """How long a rating waits for its replays; after that it has the baseline of those that ended, or the class one."""
     user_cap: Count = 4
     """The most ratings of one user that count within `window_s`; 0 is no limit."""
     window_s: Duration = 86400.0

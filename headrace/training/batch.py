@@ -110,8 +110,9 @@ def build(
     """The batch of a manifest. `trajectories` and `scores` are keyed by stream sequence.
 
     advantage: the function from a group's rewards to its slots' advantages, as in `algorithms.registry`. by_class: it
-    gets the rewards of all rollouts of a task class in the batch instead (`class_advantages`). BatchError when a record
-    is missing, belongs to another slot, or contradicts itself.
+    gets the rewards of all rollouts of a task class in the batch instead (`class_advantages`). An attempt whose Score
+    has a baseline of its own is compared with that alone. BatchError when a record is missing, belongs to another slot,
+    or contradicts itself.
     """
     segments: list[Segment] = []
     rewards: list[float] = []
@@ -137,12 +138,14 @@ def build(
             return iter(class_advantages([pair for pool in pools for pair in pool], advantage))
         return (value for pool in pools if pool for value in advantage([reward for _, reward in pool]))
 
-    finals, of_turns = relative(lambda score: (score.final_reward,)), relative(lambda score: score.turn_rewards)
+    finals = relative(lambda score: (score.final_reward,) if score.baseline is None else ())
+    of_turns = relative(lambda score: score.turn_rewards)
     for members in grouped:
         for trajectory, score in members:
             if score.by_turn is not None and len(score.by_turn.turns) != len(trajectory.turns):
                 raise BatchError(f"trajectory {trajectory.id}: its score has rewards for another number of turns")
-            value, turns = next(finals), to_go([next(of_turns) for _ in score.turn_rewards])
+            value = next(finals) if score.baseline is None else score.final_reward - score.baseline
+            turns = to_go([next(of_turns) for _ in score.turn_rewards])
             segments.extend(segments_of(trajectory, value, len(segments), turns))
             fingerprints.add(trajectory.fingerprint)
             rewards.append(score.reward)

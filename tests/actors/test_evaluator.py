@@ -61,6 +61,15 @@ async def issued(bus: Bus, run: str) -> list[SlotIssued]:
     return [message for message in messages if isinstance(message, SlotIssued)]
 
 
+async def test_tasks_may_be_named(connect: Connect) -> None:
+    async with world(connect) as other, living(Evaluator, Config(), await connect("evaluator"), other.run):
+        await ask(other.bus, other.run, 1, ids=("7",))
+        request = await other.next_request()
+        await other.solve(request, passed=True)
+        result = await answer(other.bus, other.run)
+    assert (request.task.task, result.passes, result.rate) == ("7", {"7": True}, 1.0)
+
+
 async def test_every_task_is_run_once_under_the_policy_that_was_named(connect: Connect) -> None:
     async with world(connect) as other, living(Evaluator, Config(), await connect("evaluator"), other.run):
         await ask(other.bus, other.run)

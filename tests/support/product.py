@@ -70,7 +70,7 @@ class Product:
         promotion = Promotion(run=self.run, version=version, branch=branch, reason="by hand")
         await (await self.bus("operator")).publish(where, promotion)
 
-    async def session(self, policy: PolicyRef, user: str = "ab12") -> str:
+    async def session(self, policy: PolicyRef, user: str = "ab12", **changes: Any) -> str:
         """The id of the trajectory of a new session."""
         group = f"{user}.{uuid4().hex[:12]}"
         turn = Turn(
@@ -97,6 +97,7 @@ class Product:
             turns=(turn,),
             diff={},
         )
+        trajectory = msgspec.structs.replace(trajectory, **changes)
         await (await self.bus("rollout")).publish(subjects.TRAJ.at(run=self.run, group=group), trajectory)
         return trajectory.id
 

@@ -160,6 +160,15 @@ def test_batch_in_manifest_order_with_group_advantages() -> None:
     assert batch.versions() == [5] * 10
 
 
+def test_a_reward_with_a_baseline_of_its_own_is_compared_with_that_alone() -> None:
+    made = {seq: trajectory(TWO_TURNS[0], group=f"g{seq}") for seq in (1, 2, 3)}
+    scores = {seq + 100: score(t, float(seq < 3)) for seq, t in made.items()}
+    scores[101] = msgspec.structs.replace(scores[101], baseline=0.75)
+    groups = tuple(BatchGroup(group=f"g{seq}", close_seq=seq, slots=((seq, seq + 100),)) for seq in made)
+    batch = build(groups, made, scores, by_class=True)
+    assert [segment.advantage for segment in batch.segments] == pytest.approx([0.25, 0.5, -0.5])
+
+
 def test_refuses_records_that_contradict_each_other() -> None:
     good = trajectory(*TWO_TURNS)
     group = (BatchGroup(group="g000000", close_seq=1, slots=((1, 2),)),)

@@ -25,11 +25,12 @@ from headrace.actors.feedback.branch import BranchLedger, Rated
 from headrace.actors.feedback.candidates import Candidates
 from headrace.actors.feedback.consent import Consent
 from headrace.actors.feedback.purge import Purges
+from headrace.actors.feedback.replays import Replays
 from headrace.bus.errors import WrongSequence
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.tracing import link
-from headrace.ledger.feedback import FeedbackBook, Rating, gated, outranks
+from headrace.ledger.feedback import ENDS, FeedbackBook, Rating, gated, outranks
 from headrace.messages import subjects
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.product import Fate, FeedbackSettled, Promotion, ShadowTurn
@@ -53,6 +54,7 @@ class Feedback(Actor):
         self.branch = BranchLedger(self.bus, self.config, self.run)
         self.gate = Candidates(self.bus, self.config, self.run, self.publish_event)
         self._consent = Consent(self.config)
+        self.replays = Replays(self.config, self.run, self.publish_event)
         self._newest: dict[str, Rating] = {}
         """Trajectory to its newest rating that waits or has a place in a batch."""
         self._heads: dict[int, WeightHead] = {}
@@ -148,8 +150,9 @@ class Feedback(Actor):
             await self.gate.on_rating(session.trajectory.policy, feedback.thumb == "up", rating.seq)
         if fate is not None:
             await self._settle(rating, fate, detail)
-        else:
+        elif session is not None:
             self._newest[feedback.trajectory] = rating
+            await self.replays.ready(session.trajectory)  # asked for now, so that the batch waits less
 
     async def _fate(self, rating: Rating, feedback: UserFeedback, session: Rated | None) -> tuple[Fate | None, str]:
         """The fate of a rating and its detail; (None, "") when it waits for a batch. May settle an earlier rating."""
@@ -254,7 +257,7 @@ class Feedback(Actor):
             if len(chosen) < rules.batch - begun:
                 return
             for rating, session in chosen:
-                group = await self.branch.place(rating, session)
+                group = await self.branch.place(rating, session, self.replays.baseline(session.trajectory))
                 await self._settle(rating, "closed", group=group)
             self._last_batch = time.time()
             await self.event("batch_closed", f"batch {batch} of {self.branch.name}", batch=batch, ratings=rules.batch)
@@ -281,7 +284,7 @@ class Feedback(Actor):
                 await self._settle(rating, "opted_out", "its user is on the deny-list")
             elif oldest is None or batch - oldest > self.config.feedback.staleness:
                 await self._settle(rating, "late", f"sampled by version {oldest}, the batch is {batch}")
-            else:
+            elif await self.replays.ready(session.trajectory):
                 chosen.append((rating, session))
         return chosen
 
@@ -334,6 +337,7 @@ class Feedback(Actor):
         async for received in self.bus.follow("HR_EVENT", where):
             if isinstance(received.message, EvalResult):
                 async with self._one_at_a_time:
+                    self.replays.on_result(received.message)
                     await self.gate.on_result(received.message)
                 self._news.set()
 
@@ -379,15 +383,4 @@ class Feedback(Actor):
     async def _measure(self) -> None:
         ends = self.book.ends({self.branch.name: self.branch.state})
         self.status = f"{len(self.book.ratings)} ratings, {ends['trained']} trained; gate: {self.gate.state.stage}"
-        await self.metric(
-            received=len(self.book.ratings),
-            trained=ends["trained"],
-            late=ends["late"],
-            capped=ends["capped"],
-            opted_out=ends["opted_out"],
-            unattributed=ends["unattributed"],
-            superseded=ends["superseded"],
-            purged=ends["purged"],
-            discarded=ends["discarded"],
-            pending=ends["pending"],
-        )
+        await self.metric(received=len(self.book.ratings), **{end: ends[end] for end in ENDS})

@@ -47,6 +47,7 @@ def trajectory_of(
         wall_s=round(time.monotonic() - since, 4),
         malformed_calls=sum(bool(call.error) for turn in episode.turns for call in turn.calls),
         rollout=rollout,
+        altered=bool(request.prompt or request.files),
         plugins=tuple(plugins),
     )
 
