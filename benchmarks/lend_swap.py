@@ -111,7 +111,8 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[Figures, dict
         for seed in range(FILES)
     ]
     engine = EmbeddedEngine(config, numerics)
-    clock, users, pauses = Clock(), Users(engine, config.vocab, args), []
+    clock, users = Clock(), Users(engine, config.vocab, args)
+    pauses: list[float] = []
     await engine.load(1, *files[1])
     await engine.pin(PROMOTED.version, *files[0])
     await users.turns()
