@@ -12,7 +12,7 @@ final reward, as a run does; `masked` leaves summary tokens out of the loss; `tr
 summary.
 
 The benchmark runs headrace's own engine, terse renderer, `harness.loop.sample_turn`, `harness.context`,
-`training.batch` and `training.step`. There are no sandboxes: this file writes the results of the only tool.
+`training.batches` and `training.step`. There are no sandboxes: this file writes the results of the only tool.
 """
 
 import argparse
@@ -55,7 +55,8 @@ from headrace.policy.numerics_probe import probe
 from headrace.rendering.terse import TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.training import mid_training
-from headrace.training.batch import Batch, Segment, build
+from headrace.training.batches.batch import Batch, build
+from headrace.training.batches.segment import Segment
 from headrace.training.gradient import Recipe
 from headrace.training.state import TrainerState
 from headrace.training.step import take

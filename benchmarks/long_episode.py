@@ -33,7 +33,7 @@ from headrace.rendering.terse import Format, TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks.generated import traces
 from headrace.tasks.local import LocalFiles
-from headrace.training.batch import segments_of
+from headrace.training.batches.segment import segments_of
 
 LINES, FILES, PIECE = 1200, 40, 60
 """Lines of a file, files, and lines that one call reads."""

@@ -42,7 +42,8 @@ from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import checkpoint
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
-from headrace.training.batch import Batch, Segment
+from headrace.training.batches.batch import Batch
+from headrace.training.batches.segment import Segment
 from headrace.training.gradient import Recipe, accumulate
 from headrace.training.state import TrainerState
 from headrace.weights import snapshot

@@ -12,8 +12,7 @@ one per batch, from the value before the change: the trainer has deleted version
 score their tokens again. In both cases k - bound(k) never decreases, so the last batch of a version is well defined.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -115,7 +114,7 @@ def staleness(batch: int, version: int) -> int:
     return batch - version
 
 
-def histogram(batch: int, versions: Iterable[int]) -> dict[str, int]:
-    """Staleness, as text, to number of tokens, ascending: the figures of a StepDone. `versions`: one per token."""
-    counts = Counter(staleness(batch, version) for version in versions)
+def histogram(batch: int, versions: Mapping[int, int]) -> dict[str, int]:
+    """Staleness, as text, to number of tokens, ascending: the figures of a StepDone. `versions`: tokens by version."""
+    counts = {staleness(batch, version): count for version, count in versions.items()}
     return {str(age): counts[age] for age in sorted(counts)}

@@ -23,8 +23,9 @@ from headrace.policy.config import CheckpointError as PolicyError
 from headrace.replay.recipe import alone, under
 from headrace.replay.recorded_run import Outcome, RecordedRun, ReplayError
 from headrace.training.checkpoint import CheckpointError
+from headrace.training.device import TrainerError
 from headrace.training.outcome import StepOutcome
-from headrace.training.trainer import PolicyTrainer, TrainerError
+from headrace.training.trainer import PolicyTrainer
 
 
 class StepReplay(msgspec.Struct, frozen=True, kw_only=True):

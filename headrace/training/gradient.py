@@ -19,8 +19,9 @@ from headrace.algorithms.corrections import Band, Correction, SampledTokens
 from headrace.algorithms.losses import Objective, batch_divisor, policy_gradient
 from headrace.config import Algorithm
 from headrace.policy.model import Model
-from headrace.training.batch import Batch, Segment
-from headrace.training.micro_batch import MicroBatch, check_routes, device_of, forward, micro_batches
+from headrace.training.batches.batch import Batch
+from headrace.training.batches.micro_batch import MicroBatch, check_routes, device_of, forward, micro_batches
+from headrace.training.batches.segment import Segment
 from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel
 from headrace.training.state import TrainerState
 
@@ -55,6 +56,8 @@ class Helpers(NamedTuple):
     reference: Model | None = None
     """The policy of the KL term, needed when `algorithm.kl_weight` > 0."""
     data_parallel: DataParallel = SINGLE_PROCESS
+    before_forward: Callable[[], None] = nothing
+    """Called before every forward pass."""
     before_update: Callable[[], None] = nothing
     """Called when the gradient of the first update is computed, before the state is changed."""
     hashed: bool = True
@@ -109,17 +112,20 @@ def minibatches(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:
 
 @torch.no_grad()
 def proximal_logprobs(
-    model: Model, segments: Sequence[Segment], micro_tokens: int, data_parallel: DataParallel = SINGLE_PROCESS
+    model: Model, segments: Sequence[Segment], micro_tokens: int, helpers: Helpers | None = None
 ) -> dict[int, Tensor]:
     """The trainer's log-probabilities of some segments before the step: `Segment.index` to float32 [M] on the CPU."""
+    helpers = helpers or Helpers()
     check_routes(model, segments)
     members = list(micro_batches(segments, micro_tokens))
 
     def one(at: int, _: bool) -> Tensor:
-        return forward(model, MicroBatch.of(members[at], device_of(model)))[0].cpu()
+        micro = MicroBatch.of(members[at], device_of(model))
+        helpers.before_forward()
+        return forward(model, micro)[0].cpu()
 
     out: dict[int, Tensor] = {}
-    for part, logp in zip(members, data_parallel.each(len(members), one), strict=True):
+    for part, logp in zip(members, helpers.data_parallel.each(len(members), one), strict=True):
         pieces = torch.split(logp, [len(segment.targets) for segment in part])
         out.update({segment.index: piece for segment, piece in zip(part, pieces, strict=True)})
     return out
@@ -139,6 +145,7 @@ def accumulate(
 
     def one(at: int, contributes: bool) -> _Sums:
         micro = MicroBatch.of(members[at], device)
+        helpers.before_forward()
         objective_here = objective if contributes else objective._replace(divisor=math.inf)
         sums = _backward(state.model, micro, objective_here, part.proximal, helpers.reference)
         state.collect_gradients()

@@ -28,7 +28,8 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.training import EngineMismatch, TokenGap
 from headrace.policy import scoring
 from headrace.policy.model import Model
-from headrace.training.batch import Batch, Segment
+from headrace.training.batches.batch import Batch
+from headrace.training.batches.segment import Segment
 
 GAPS_KEPT = 4096
 """Tokens of a re-scored trajectory whose gaps are recorded one by one."""
@@ -117,11 +118,12 @@ def compare(models: Mapping[int, Model], segment: Segment) -> Compared:
     targets = (segment.positions + 1).tolist()
     live: list[Tensor] = []
     trainer = scoring.score(models, ids, segment.spans, targets, segment.temperature, recorder=live)
-    if segment.routed is None or not live:
+    routes = segment.routes
+    if routes is None or not live:
         return Compared(trainer, segment.behaviour, 0, 0)
     if not exact:
-        trainer = scoring.score(models, ids, segment.spans, targets, segment.temperature, segment.routed)
-    flips, routed = flipped(live[0][: len(segment.routed)].cpu(), segment.routed[: len(live[0])])
+        trainer = scoring.score(models, ids, segment.spans, targets, segment.temperature, routes)
+    flips, routed = flipped(live[0][: len(routes)].cpu(), routes[: len(live[0])])
     return Compared(trainer, segment.behaviour, flips, routed)
 
 

@@ -35,7 +35,7 @@ class TrainerState:
         self.step = 0
         """Number of updates by this optimizer. A failed step makes a version but no update."""
         self.updated_at: float | None = None
-        """time.perf_counter() at the end of the last update, until `since_update`."""
+        """time.perf_counter() at the end of the last update; None where the step before made none."""
         self.publication: Publication | None = None
         """The newest version that was published: a thread may be reading the weights."""
         self._publisher: Publisher | None = None
@@ -171,11 +171,6 @@ class TrainerState:
     def _note(self, name: str, entry: Change | None) -> None:
         if self.log is not None and entry is not None:
             self.log.append((name, entry))
-
-    def since_update(self, waited_s: float) -> float:
-        """Seconds since the last update except `waited_s`; 0 where there was none since the last call."""
-        updated_at, self.updated_at = self.updated_at, None
-        return time.perf_counter() - updated_at - waited_s if updated_at is not None else 0.0
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that an update depends on, by flat name: masters, moments and frozen parameters, for

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from headrace.algorithms.mismatch import Mismatch, mismatch
 from headrace.algorithms.staleness import histogram
-from headrace.training.batch import Batch, Segment
+from headrace.training.batches.batch import Batch
+from headrace.training.batches.segment import Segment
 from headrace.training.gradient import (
     Gradient,
     Helpers,
@@ -59,12 +60,13 @@ def take(
     """
     started = time.perf_counter()
     helpers = helpers or Helpers()
-    ages = histogram(state.version, batch.versions())
+    versions = batch.versions()
+    ages = histogram(state.version, versions)
     oldest = max(map(int, ages), default=0)
     if oldest > recipe.bound:
         why = f"a token is {oldest} versions old, the bound is {recipe.bound}"
         return refuse(state, "too_stale", why, hashed=helpers.hashed)
-    discarded = guard.refuses(batch.versions()) if guard is not None else ""
+    discarded = guard.refuses(versions) if guard is not None else ""
     if discarded:
         return refuse(state, "discarded_version", discarded, hashed=helpers.hashed)
     watch = guard if guard is not None and recipe.algorithm.guard_k1 > 0.0 else None
@@ -119,8 +121,7 @@ class _Step:
         proximal: dict[int, Tensor] | None = None
         undo: StateSnapshot | None = None
         if len(parts) > 1:
-            parallel = self.helpers.data_parallel
-            proximal = proximal_logprobs(self.state.model, self.segments, self.recipe.micro_tokens, parallel)
+            proximal = proximal_logprobs(self.state.model, self.segments, self.recipe.micro_tokens, self.helpers)
             undo = StateSnapshot.of(self.state)
         updates: list[_Update] = []
         before = mismatch(torch.empty(0), torch.empty(0))

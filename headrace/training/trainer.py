@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from headrace import machine_memory
 from headrace.algorithms.registry import ADVANTAGES, LOSSES
 from headrace.config import Algorithm, Config
 from headrace.messages.judging import Score
@@ -36,12 +35,16 @@ from headrace.policy.numerics_probe import probe
 from headrace.policy.scoring import ScoringError
 from headrace.registry import PluginError, differing, plugins
 from headrace.rendering.tokenizer import Tokenizer
-from headrace.training import batch, checkpoint, memory_plan, mid_training
-from headrace.training.figures.clock import Clock
+from headrace.training import checkpoint, memory_plan, mid_training
+from headrace.training.batches import batch
+from headrace.training.batches.ahead import Ahead
+from headrace.training.batches.micro_batch import device_of
+from headrace.training.batches.segment import BatchError
+from headrace.training.device import TrainerError, available_bytes, check_memory, device_named
+from headrace.training.figures.clock import Clock, Pause
 from headrace.training.figures.work import Work, peak_flops, thread, work_of
 from headrace.training.gradient import Helpers, Recipe, in_order, nothing
 from headrace.training.guard import Guard
-from headrace.training.micro_batch import device_of
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.mismatch import Measured, TooFar, answer, measure
 from headrace.training.outcome import StepOutcome, refuse
@@ -53,10 +56,6 @@ from headrace.training.served.versions import Versions, adapters, trained
 from headrace.training.state import TrainerState
 from headrace.training.step import take
 from headrace.weights import snapshot
-
-
-class TrainerError(Exception):
-    """The trainer cannot start, or cannot take a step, as configured; the text says what is wrong."""
 
 
 class PolicyTrainer:
@@ -80,6 +79,7 @@ class PolicyTrainer:
         self.resumed = False
         self.data_parallel: DataParallel = SINGLE_PROCESS
         self.clock = Clock()
+        self.ahead = Ahead(config.trainer.threads)
         self._beside = thread(config.trainer.threads)
 
     @classmethod
@@ -152,6 +152,7 @@ class PolicyTrainer:
         """Finish the open publication and end its threads; in a group also the other processes."""
         self.state.settle(end=True)
         self._beside.shutdown()
+        self.ahead.close()
 
     @property
     def version(self) -> int:
@@ -170,11 +171,13 @@ class PolicyTrainer:
         scores: Mapping[int, Score],
         before_update: Callable[[], None] = nothing,
         hashed: bool = True,
+        before_forward: Callable[[], None] = nothing,
     ) -> StepOutcome:
         """Take a manifest's step; records are keyed by stream sequence. The result depends on state and arguments only.
 
         before_update: called before any change of the state that the next version depends on; its errors end the step.
-        hashed: False leaves the outcome's state hash empty; `publish` computes it while it copies.
+        hashed: False leaves the outcome's state hash empty; `publish` computes it while it copies. before_forward:
+        called before the first forward pass, and possibly before later ones.
         A batch that cannot be trained on gives an outcome with `failed`; the version still grows by one, with the old
         bytes. ValueError when the manifest updates another version than the current one. TrainerError when a plugin
         here differs from the manifest's (Law 4).
@@ -188,15 +191,19 @@ class PolicyTrainer:
         self.state.model.recompute = self.config.numerics.recompute
         self.state.model.plausible = self.config.numerics.replay_plausible
         self.state.configure(optimizer_settings(self.config.algorithm))
-        measured, between_s = Measured(), 0.0
+        built = self.ahead.take(seq for group in manifest.groups for seq, _ in group.slots)
+        measured, pause = Measured(), Pause(self.state.updated_at, self.clock)
+        self.state.updated_at = None
+        begins = in_order(pause.end, before_forward)
         work: Callable[[], Work] = Work
         try:
             advantage = ADVANTAGES.get(self.config.algorithm.advantage)
             by_class = self.config.algorithm.baseline == "class"
-            made = batch.build(manifest.groups, trajectories, scores, advantage, by_class=by_class)
+            made = batch.build(manifest.groups, trajectories, scores, advantage, by_class=by_class, built=built)
             shape, exact = self.state.model.config, self.numerics.exact
             work = self._beside.submit(work_of, self.config, shape, made, manifest.seed, exact).result
-            between_s = self.state.since_update(self.clock.seconds["batch"])
+            if self.config.trainer.rescore:
+                begins()
             with self.clock.spent("rescore"):
                 measured = measure(
                     self.versions,
@@ -211,10 +218,10 @@ class PolicyTrainer:
             if self.guarded and algorithm.guard_k1 == 0.0:
                 self.guard.keep(self.state, self.config.curriculum.staleness)
             recipe = Recipe(algorithm, self.config.trainer.micro_tokens, self.config.curriculum.staleness)
-            helpers = Helpers(self.reference, self.data_parallel, in_order(before_update, work), hashed)
+            helpers = Helpers(self.reference, self.data_parallel, begins, in_order(before_update, work), hashed)
             outcome = take(self.state, made, recipe, self.guard, helpers)
             outcome = msgspec.structs.replace(outcome, exact=exact and made.fingerprints <= {self.numerics.fingerprint})
-        except batch.BatchError as error:
+        except BatchError as error:
             outcome = refuse(self.state, "bad_batch", str(error), hashed=hashed)
         except RoutesMissing as error:
             outcome = refuse(self.state, "routes_missing", str(error), hashed=hashed)
@@ -234,9 +241,13 @@ class PolicyTrainer:
             gaps=measured.gaps,
             alarm=measured.alarm(self.config.numerics),
             work=work(),
-            between_s=between_s,
+            between_s=pause.seconds,
             peak_flops=peak_flops(self.config, self.state.model.config, device_of(self.state.model)),
         )
+
+    def expect(self, trajectories: Mapping[int, Trajectory]) -> None:
+        """Build the tensors of records whose step comes later, beside other work; keyed by stream sequence."""
+        self.ahead.add(trajectories)
 
     def give_up(self, reason: str, detail: str, *, hashed: bool = True) -> StepOutcome:
         """The outcome of a step that raised before it changed the state: the next version, with the old bytes."""
@@ -306,41 +317,6 @@ class PolicyTrainer:
             raise TrainerError(f"{file} holds no reference policy, and kl_weight > 0 needs one")
         self.guard = contents.guard or Guard()
         self.position, self.resumed = contents.position, True
-
-
-def device_named(name: str) -> torch.device:
-    """The device of `[trainer] device`. TrainerError when this machine does not have it."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise TrainerError(f"[trainer] device: expected auto, cpu, cuda or cuda:N, got {name!r}") from None
-    count = torch.cuda.device_count() if device.type == "cuda" else 1
-    if device.type not in ("cpu", "cuda") or (device.index or 0) >= count:
-        raise TrainerError(
-            f"[trainer] device: this machine has no {name}; it has {torch.cuda.device_count()} CUDA devices"
-        )
-    return device
-
-
-def available_bytes(device: torch.device) -> int:
-    """Free bytes of a device; for the CPU, the kernel's estimate of the memory that is available without swapping."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if (free := machine_memory.available_bytes()) is not None:
-        return free
-    raise TrainerError("expected a line MemAvailable in /proc/meminfo, there is none; a Linux kernel >= 3.14 is needed")
-
-
-def check_memory(config: Config, policy: PolicyConfig, available: int) -> None:
-    """TrainerError when the memory plan of this trainer is larger than the available bytes."""
-    needed = memory_plan.plan(policy, memory_plan.layout_of(config))
-    if needed.total > available:
-        raise TrainerError(
-            f"the trainer needs {needed.total / memory_plan.GIB:.1f} GiB and its device has "
-            f"{available / memory_plan.GIB:.1f} GiB free; `headrace trainer plan` shows the causes and what would fit"
-        )
 
 
 STEP_SEAMS = (ADVANTAGES.seam, LOSSES.seam)

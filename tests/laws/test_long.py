@@ -28,8 +28,8 @@ from headrace.policy.numerics_probe import probe
 from headrace.replay.audit import prove
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
-from headrace.training.batch import segments_of
-from headrace.training.micro_batch import micro_batches
+from headrace.training.batches.micro_batch import micro_batches
+from headrace.training.batches.segment import segments_of
 from headrace.weights import snapshot
 from tests.conftest import Connect
 from tests.support import records as r

@@ -11,14 +11,15 @@ from headrace.messages.rollout import Span
 from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
-from headrace.training.batch import Batch, Segment
+from headrace.training.batches.batch import Batch
+from headrace.training.batches.segment import Segment
+from headrace.training.device import TrainerError, device_named
 from headrace.training.gradient import Helpers, Recipe
 from headrace.training.mismatch import compare
 from headrace.training.outcome import StepOutcome
 from headrace.training.served.versions import Versions
 from headrace.training.state import TrainerState
 from headrace.training.step import take
-from headrace.training.trainer import TrainerError, device_named
 from tests.support import other_device
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "expert_dim": 32, "vocab": 64}
@@ -99,7 +100,7 @@ def test_another_device_gives_the_cpus_bits(name: str, monkeypatch: pytest.Monke
         there = two_steps(model, reference, data)
     same = [msgspec.structs.replace(outcome, seconds=0.0) for outcome in here]
     assert [str(msgspec.structs.replace(outcome, seconds=0.0)) for outcome in there] == [str(one) for one in same]
-    per_batch = [site for site in other_device.READS if site.startswith("training/micro_batch")]
+    per_batch = [site for site in other_device.READS if site.startswith("training/batches/micro_batch")]
     assert not per_batch, "a micro-batch is moved to the device once and read by the host never"
 
 

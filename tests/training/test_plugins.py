@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from headrace.actors.trainer import records
-from headrace.training.trainer import PolicyTrainer, TrainerError, plugins_of
+from headrace.training.device import TrainerError
+from headrace.training.trainer import PolicyTrainer, plugins_of
 from tests.support.world import CONFIG, TOKENIZER, batch
 
 SOURCE = """

@@ -9,7 +9,8 @@ import torch
 from headrace.messages.base import Array
 from headrace.policy.model import Model
 from headrace.policy.scoring import ScoringError
-from headrace.training.batch import Batch, Segment, build, segments_of
+from headrace.training.batches.batch import Batch, build
+from headrace.training.batches.segment import Segment, segments_of
 from headrace.training.mismatch import Rescored, compare, measure
 from tests.support.world import batch, episode, model
 

@@ -10,9 +10,10 @@ import torch
 from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import Algorithm, parse
 from headrace.policy.model import Model
-from headrace.training.batch import Batch, Segment, build
+from headrace.training.batches.batch import Batch, build
+from headrace.training.batches.micro_batch import micro_batches
+from headrace.training.batches.segment import Segment
 from headrace.training.gradient import Helpers, Recipe, accumulate, minibatches
-from headrace.training.micro_batch import micro_batches
 from headrace.training.outcome import StepOutcome
 from headrace.training.schedule import learning_rate
 from headrace.training.state import TrainerState

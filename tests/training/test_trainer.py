@@ -15,9 +15,10 @@ from headrace.config import Config
 from headrace.messages.base import Array
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
+from headrace.training.device import TrainerError
 from headrace.training.figures.work import Work, work_of
 from headrace.training.outcome import StepOutcome
-from headrace.training.trainer import PolicyTrainer, TrainerError
+from headrace.training.trainer import PolicyTrainer
 from headrace.weights import snapshot
 from tests.support.paths import ROOT
 from tests.support.world import CONFIG, NUMERICS, TOKENIZER, batch

@@ -17,7 +17,8 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.tasks import Oracle, Task
 from headrace.messages.tasks import TestPlan as Plan
 from headrace.messages.training import StepManifest
-from headrace.training.batch import BatchError, build
+from headrace.training.batches.batch import build
+from headrace.training.batches.segment import BatchError
 from tests.support import world
 from tests.training.test_trainer import models, prepare
 

@@ -38,12 +38,13 @@ from headrace.replay.fetching import Records, fetch
 from headrace.replay.recipe import under
 from headrace.training import opening
 from headrace.training.data.base import DataError
+from headrace.training.device import TrainerError
 from headrace.training.gradient import nothing
 from headrace.training.mid_training import Progress
 from headrace.training.outcome import StepOutcome
 from headrace.training.parallel.interface import GroupError
 from headrace.training.served.publication import Publication
-from headrace.training.trainer import PolicyTrainer, TrainerError
+from headrace.training.trainer import PolicyTrainer
 
 T = TypeVar("T")
 
@@ -81,8 +82,7 @@ class Trainer(Actor):
         self.every(1.0, self._measure, "metrics")
 
     async def stop(self) -> None:
-        """Let the current step end, and announce the version of one that is taken; mid-training ends at its next
-        report."""
+        """Let the current step end and announce the version of a taken one; mid-training ends at its next report."""
         self._stopping = True
         try:
             if self._open and (self._turn is None or self._turn.updated.is_set()):
@@ -95,7 +95,7 @@ class Trainer(Actor):
     async def _live(self) -> None:
         trainer = await self._prepare()
         await self._catch_up(trainer)
-        self.spawn(self.closings.follow(trainer.version * self.closings.groups_per_step), "collecting")
+        self.spawn(self.closings.follow(trainer.version, trainer.expect), "collecting")
         if self.config.trainer.ranks > 1:
             self.spawn(self._watch(trainer), "ranks")
         if self.config.weights.collect_chains:
@@ -225,6 +225,7 @@ class Trainer(Actor):
         ready: list[Ready] = []
         groups = self.closings.groups_per_step
         told = self.waiting(lambda: f"batch {k}: {len(ready)} of {groups} groups are closed")
+        self.closings.hold()
         with told, trainer.clock.spent("batch"):
             while len(ready) < groups or self._stopping:
                 ready.append(await self.closings.ready.get())
@@ -256,6 +257,7 @@ class Trainer(Actor):
         steps.create_task(self._announce(turn, plan), name=f"{self.id}: manifest {k}")
         manifest = records.manifest(self.config, self.run, plan)
         result = await self._take(trainer, manifest, batch.records, turn)
+        self.closings.resume()
         publication = await self._in_thread(self.store.publish)
         lap = trainer.clock.lap()
         turn.updated.set()
@@ -326,7 +328,8 @@ class Trainer(Actor):
         before_update = partial(turn.wait, trainer.clock) if turn is not None else nothing
         try:
             with trainer.clock.spent("busy"):
-                return await self._in_thread(lambda: trainer.step(manifest, *fetched, before_update, turn is None))
+                hashed, begun = turn is None, self.closings.resume
+                return await self._in_thread(lambda: trainer.step(manifest, *fetched, before_update, hashed, begun))
         except Exception as error:
             if turn is not None:
                 _, manifest = await turn.announced.wait()
@@ -337,7 +340,6 @@ class Trainer(Actor):
             if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != manifest.base_hash:
                 raise  # the step was interrupted halfway: only the checkpoint has the old bytes
             text = f"{type(error).__name__}: {error}"
-
             return await self._in_thread(lambda: trainer.give_up("exception", text, hashed=turn is None))
 
     async def _of_publication(self, trainer: PolicyTrainer, result: "Future[T]") -> T:

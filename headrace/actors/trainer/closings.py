@@ -1,6 +1,11 @@
-"""Makes batches from the closings of a run, in their order; records are fetched while the previous step runs."""
+"""Makes batches from the closings of a run, in their order; records are fetched while the previous step runs.
+
+Reading records takes the interpreter from the thread that trains, and each of its calls of torch gives it away. So
+nothing is fetched between a step's batch and its first forward pass (`hold`, `resume`).
+"""
 
 import asyncio
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from headrace.actors.trainer import records
@@ -9,6 +14,7 @@ from headrace.algorithms.staleness import Bounds
 from headrace.bus.connection import Bus
 from headrace.bus.runtime.tracing import Link
 from headrace.messages.ledger import GroupClosed, StalenessBound
+from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import CLOSE
 from headrace.messages.training import BatchGroup
 from headrace.replay.fetching import Records, fetch
@@ -48,11 +54,23 @@ class Closings:
         self.ready: asyncio.Queue[Ready] = asyncio.Queue(2 * groups_per_step)
         self._bounds: Bounds | None = None
         """The staleness bound of every batch, read from the closings."""
+        self._may_fetch = asyncio.Event()
+        self._may_fetch.set()
+        self._loop = asyncio.get_running_loop()
 
-    async def follow(self, taken: int) -> None:
-        """Fetch the records of closed groups ahead of the step. taken: number of closings that are in finished
-        batches."""
-        position = 0
+    def hold(self) -> None:
+        """Fetch nothing until `resume`, when a whole batch is ready."""
+        if self.ready.qsize() >= self.groups_per_step:
+            self._may_fetch.clear()
+
+    def resume(self) -> None:
+        """Fetch again. Any thread may call it."""
+        self._loop.call_soon_threadsafe(self._may_fetch.set)
+
+    async def follow(self, batches: int, expect: Callable[[Mapping[int, Trajectory]], None]) -> None:
+        """Fetch the records of closed groups ahead of the step. batches: number of finished batches. expect: called
+        with the trajectories of each group, as soon as they are here."""
+        position, taken = 0, batches * self.groups_per_step
         async for received in self._bus.follow("HR_SCORE", CLOSE.where(run=self._run)):
             closed = received.message
             if isinstance(closed, StalenessBound):  # it precedes the closings of the first batch that it applies to
@@ -65,7 +83,9 @@ class Closings:
             if position >= taken:
                 group = records.batch_group(received.seq, closed)
                 links: list[Link] = []
+                await self._may_fetch.wait()
                 fetched = await fetch(self._bus, [group], links)
+                expect(fetched[0])
                 await self.ready.put(Ready(group, fetched, tuple(links)))
             position += 1
 

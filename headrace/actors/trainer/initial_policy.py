@@ -29,8 +29,9 @@ from headrace.training.data import opening
 from headrace.training.data import registry as readers
 from headrace.training.data.base import DataError
 from headrace.training.data.mixture import Mixture
+from headrace.training.device import TrainerError
 from headrace.training.mid_training import Progress
-from headrace.training.trainer import TrainerError, plugins_of
+from headrace.training.trainer import plugins_of
 
 TOKENIZER_TRACES = 400
 """Number of traces from which a tokenizer is trained: this takes a second, and they contain all words of the tools."""

@@ -32,8 +32,8 @@ def handle(args: argparse.Namespace) -> int:
     from headrace.rendering.base import RendererError
     from headrace.training.checkpoint import CheckpointError as Damaged
     from headrace.training.data.base import DataError
+    from headrace.training.device import TrainerError
     from headrace.training.mid_training import MidTrainingFailed
-    from headrace.training.trainer import TrainerError
 
     config, target = load(args.config, args.set), Path(args.dir)
     if target.exists():

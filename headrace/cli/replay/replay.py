@@ -42,7 +42,7 @@ def add(commands: "Commands") -> None:
 def replay(args: argparse.Namespace) -> int:
     """Check the combination of options, then run the mode they choose."""
     from headrace.replay.recorded_run import ReplayError
-    from headrace.training.trainer import TrainerError
+    from headrace.training.device import TrainerError
 
     _check(args)
     try:

@@ -51,7 +51,7 @@ async def retrain(args: argparse.Namespace) -> int:
     from headrace.replay.recorded_run import ReplayError
     from headrace.replay.retrain import SecondTrainer
     from headrace.training.checkpoint import CheckpointError
-    from headrace.training.trainer import TrainerError
+    from headrace.training.device import TrainerError
 
     folder = runs.find(args.run)
     run_config = load(folder.config)

@@ -60,3 +60,20 @@ class Clock:
         wall, told = self._since - self._began, self.seconds
         self._began, self.seconds = self._since, dict.fromkeys(CAUSES, 0.0)
         return wall, told
+
+
+class Pause:
+    """The time from one step's update to the first forward pass of the next step, without the wait for its batch."""
+
+    def __init__(self, updated_at: float | None, clock: Clock) -> None:
+        """updated_at: time.perf_counter() at the end of the update; None where the step made none. clock: its lap began
+        after the update."""
+        self._updated_at, self._clock = updated_at, clock
+        self.seconds = 0.0
+        """0 before `end`, and without an update."""
+
+    def end(self) -> None:
+        """A forward pass begins. Nothing at a second one."""
+        if self._updated_at is not None:
+            self.seconds = time.perf_counter() - self._updated_at - self._clock.seconds["batch"]
+            self._updated_at = None

@@ -49,6 +49,19 @@ class Aside:
         dist.all_gather_object(out, value, group=self.group)
         return out
 
+    def shared(self, data: bytes | None = None) -> bytes:
+        """The bytes of the first process, which passes them; the others wait for them. RuntimeError when a process has
+        ended."""
+        size = torch.tensor([0 if data is None else len(data)])
+        dist.broadcast(size, src=0, group=self.group)
+        content = (
+            torch.empty(int(size), dtype=torch.uint8)
+            if data is None
+            else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        )
+        dist.broadcast(content, src=0, group=self.group)
+        return content.numpy().tobytes() if data is None else data
+
 
 class ProcessGroup:
     """The processes of one trainer: an `interface.DataParallel`."""
@@ -63,7 +76,8 @@ class ProcessGroup:
             raise GroupError(f"{expert_ranks} expert ranks do not divide {self.size} ranks")
         if self.size % context_ranks:
             raise GroupError(f"{context_ranks} context ranks do not divide {self.size} ranks")
-        self.aside = Aside(self.rank, self.size)
+        self.aside, self.ahead = Aside(self.rank, self.size), Aside(self.rank, self.size)
+        """Connections of the thread that copies versions, and of the thread that sends or receives records."""
         self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("shard",))
         grid = (self.size // expert_ranks, expert_ranks)
         self.grid: DeviceMesh = init_device_mesh(device.type, grid, mesh_dim_names=("copies", "experts"))
@@ -74,7 +88,7 @@ class ProcessGroup:
             rows = (self.size // context_ranks, context_ranks)
             mesh = init_device_mesh(device.type, rows, mesh_dim_names=("micro_batches", "context"))
             self.context = ContextParallel(mesh.get_group("context"), self.clock)
-        groups = [None, self.aside.group, *self.mesh.get_all_groups(), *self.grid.get_all_groups()]
+        groups = [None, self.aside.group, self.ahead.group, *self.mesh.get_all_groups(), *self.grid.get_all_groups()]
         for member in groups + (mesh.get_all_groups() if context_ranks > 1 else []):
             _set_pg_timeout(PATIENCE, member)
         self.contributors = self.size

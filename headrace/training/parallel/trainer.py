@@ -29,6 +29,7 @@ from headrace.policy.layout import hugging_face
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
 from headrace.training import checkpoint
+from headrace.training.device import TrainerError, device_named
 from headrace.training.gradient import nothing
 from headrace.training.guard import Guard
 from headrace.training.mid_training import Progress, Trace
@@ -36,12 +37,13 @@ from headrace.training.outcome import StepOutcome
 from headrace.training.parallel import group, published, ranks, rows, sharding
 from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.records import Records
 from headrace.training.parallel.state import ShardedState
 from headrace.training.parallel.versions import ShardedVersions
 from headrace.training.schedule import optimizer_settings
 from headrace.training.served.publication import Publication
 from headrace.training.served.runs import Run
-from headrace.training.trainer import PolicyTrainer, TrainerError, device_named
+from headrace.training.trainer import PolicyTrainer
 from headrace.weights import snapshot, state
 
 
@@ -63,6 +65,7 @@ class ShardedTrainer(PolicyTrainer):
         self.clock = state.world.clock
         self.data_parallel = state.world
         self.versions: ShardedVersions = ShardedVersions(state)
+        self.records = Records(state.world.ahead, self.ahead)
         self.others: ranks.Ranks | None = None
         """In the first process: the other processes; None in those."""
         self._reference: sharding.ShardedModel | None = None
@@ -84,8 +87,18 @@ class ShardedTrainer(PolicyTrainer):
     def _end(self, error: Exception) -> None:
         """End the group and raise GroupError with the cause."""
         others, self.others = self.others, None
-        why = others.end(lambda: self.state.settle(end=True)) if others is not None else ""
+        why = others.end(self._settle) if others is not None else ""
         raise GroupError(why or f"{type(error).__name__}: {error}") from error
+
+    def _settle(self) -> None:
+        """End the threads that use the group's connections."""
+        self.state.settle(end=True)
+        self.records.close()
+
+    def expect(self, trajectories: Mapping[int, Trajectory]) -> None:
+        """As `PolicyTrainer.expect`, in every process."""
+        super().expect(trajectories)
+        self.records.send(trajectories)
 
     def step(
         self,
@@ -94,16 +107,19 @@ class ShardedTrainer(PolicyTrainer):
         scores: Mapping[int, Score],
         before_update: Callable[[], None] = nothing,
         hashed: bool = True,
+        before_forward: Callable[[], None] = nothing,
     ) -> StepOutcome:
         """As `PolicyTrainer.step`. GroupError when the group ended."""
         if self.world.rank == 0:
             if manifest.version != self.state.version:
                 raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
-            records = [msgspec.msgpack.encode(part) for part in (manifest, trajectories, scores)]
-            self._tell("take", msgspec.json.encode(self.config), *records, hashed)
+            sent: list[int] = self._guarded(lambda: self.records.sent(trajectories))
+            rest = {seq: trajectory for seq, trajectory in trajectories.items() if seq not in sent}
+            records = [msgspec.msgpack.encode(part) for part in (manifest, rest, scores)]
+            self._tell("take", msgspec.json.encode(self.config), *records, hashed, sent)
         before = self.clock.seconds["communication"]
         try:
-            outcome = super().step(manifest, trajectories, scores, before_update=before_update, hashed=hashed)
+            outcome = super().step(manifest, trajectories, scores, before_update, hashed, before_forward)
             # The slowest process waits least in its collectives: what others wait longer, they wait for it.
             spent = self.clock.seconds["communication"] - before
             self.clock.waited(spent - min(self.world.gathered(spent)))
@@ -230,17 +246,19 @@ class ShardedTrainer(PolicyTrainer):
 
     def obey(self) -> None:
         """In every process except the first: repeat the calls of the first process until it sends `stop`."""
+        self.records.listen()
         while True:
             order: Order = self.world.hear()
             if order.kind == "stop":
+                self.records.ended()
                 self.state.settle(end=True)
                 return
             if order.kind == "take":
-                config, manifest, trajectories, scores, hashed = order.arguments
+                config, manifest, trajectories, scores, hashed, sent = order.arguments
                 self.config = msgspec.json.decode(config, type=Config)
                 self.step(
                     msgspec.msgpack.decode(manifest, type=StepManifest),
-                    msgspec.msgpack.decode(trajectories, type=dict[int, Trajectory]),
+                    msgspec.msgpack.decode(trajectories, type=dict[int, Trajectory]) | self.records.take(sent),
                     msgspec.msgpack.decode(scores, type=dict[int, Score]),
                     hashed=hashed,
                 )
@@ -263,6 +281,7 @@ class ShardedTrainer(PolicyTrainer):
     def close(self) -> None:
         """Finish the open publication, tell the other processes to stop, and leave the group."""
         super().close()
+        self.records.close()
         if self.others is not None:
             self.others.stop(lambda: self.world.tell(Order("stop")))
             self.others = None

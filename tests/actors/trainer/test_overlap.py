@@ -1,6 +1,7 @@
 """The next step computes its gradient while a version is copied and hashed; the records keep their order."""
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
 from headrace.training.figures.clock import Clock
 from headrace.training.outcome import StepOutcome
+from headrace.training.parallel.records import Records as Sent
 from headrace.training.trainer import PolicyTrainer
 from tests.conftest import Connect
 from tests.support import world
@@ -50,8 +52,21 @@ class Late(Trainer):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 async def test_a_gradient_is_computed_before_the_outcome_of_the_step_before(
-    connect: Connect, tmp_path: Path, ranks: int
+    connect: Connect, tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    built: list[str] = []
+    monkeypatch.setattr("headrace.training.batches.batch.tensors_of", built.append)
+    expected: list[int] = []
+    sent = Sent.sent
+
+    def remembered(self: Sent, sequences: Iterable[int]) -> list[int]:
+        wanted = list(sequences)
+        out = sent(self, wanted)
+        assert sorted(out) == sorted(wanted), "all of a batch was sent before its step"
+        expected.extend(out)
+        return out
+
+    monkeypatch.setattr(Sent, "sent", remembered)
     feeder = RunFeeder(await connect(), new_run(), tmp_path)
     settings = config(tmp_path, trainer={"ranks": ranks, "micro_tokens": 20, "checkpoint_every": 10})
     async with living(Late, settings, await connect("trainer"), feeder.run):
@@ -61,6 +76,8 @@ async def test_a_gradient_is_computed_before_the_outcome_of_the_step_before(
             wanted = [world.Sampled(name, slot, number) for slot in range(GROUP)]
             await feeder.close(name, world.episodes(feeder.models, wanted, [0] * 4), 0)
         await feeder.version(2)
+    assert not built, "no tensors of a batch are built in its step"
+    assert len(expected) == (2 * PER_STEP * GROUP if ranks > 1 else 0)
     records = await feeder.steps()
     assert [(type(record).__name__, record.step) for record in records] == [
         (kind, step) for step in range(2) for kind in ("StepManifest", "StepDone")
@@ -74,5 +91,6 @@ async def test_a_gradient_is_computed_before_the_outcome_of_the_step_before(
     assert second.efficiency is not None and second.efficiency.between_s > 0.0
     both = first.efficiency.wall_s + second.efficiency.wall_s
     assert second.efficiency.between_s < both, "it begins in the wall time of the step before"
+    monkeypatch.undo()  # a replay builds the batch itself
     recorded = await of_run(await connect("replay"), settings, feeder.folder, feeder.run)
     assert [line.bitwise_equal async for line in replay_steps(recorded, range(2))] == [True, True]

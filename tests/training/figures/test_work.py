@@ -7,7 +7,7 @@ import torch
 from headrace.algorithms.registry import ADVANTAGES
 from headrace.policy.config import PolicyConfig
 from headrace.policy.model import Model
-from headrace.training import batch
+from headrace.training.batches import batch
 from headrace.training.figures.work import expert_load, forward_flops, peak_flops, work_of
 from tests.support.world import CONFIG, NUMERICS, POLICY, model
 from tests.support.world import batch as played

@@ -12,9 +12,9 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo  # type:
 from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
-from headrace.training.batch import Segment
+from headrace.training.batches.micro_batch import MicroBatch, forward
+from headrace.training.batches.segment import Segment
 from headrace.training.figures.clock import Clock
-from headrace.training.micro_batch import MicroBatch, forward
 from headrace.training.parallel.context import ContextParallel
 
 DENSE = PolicyConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, experts=0, top_k=0, expert_dim=32, vocab=320)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from headrace.algorithms.packing import pack
+from headrace.policy import moe
 from headrace.policy.model import Model
 from headrace.policy.moe import RoutesMissing
-from headrace.training.batch import Segment
+from headrace.training.batches.segment import Segment
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class MicroBatch:
     """int64 [N]"""
     lengths: tuple[int, ...]
     """Inputs of each segment, in order."""
-    routed: Tensor | None
+    routes: Tensor | None
     """int64 [N, layers, top_k], None for a dense policy."""
     rows: Tensor
     """int64 [M], ascending: inputs whose next token was sampled."""
@@ -43,12 +44,11 @@ class MicroBatch:
     def of(cls, segments: Sequence[Segment], device: torch.device) -> "MicroBatch":
         """Segments of one temperature as tensors on a device."""
         lengths = [len(segment.ids) for segment in segments]
-        routed = [segment.routed for segment in segments if segment.routed is not None]
         return cls(
             segments=tuple(segments),
             ids=torch.cat([segment.ids for segment in segments]).to(device),
             lengths=tuple(lengths),
-            routed=torch.cat(routed).to(device) if routed else None,
+            routes=_routes(segments, device),
             rows=_rows(segments).to(device),
             targets=torch.cat([segment.targets for segment in segments]).to(device),
             behaviour=torch.cat([segment.behaviour for segment in segments]).to(device),
@@ -65,11 +65,22 @@ class MicroBatch:
 def _padded(micro: MicroBatch, tokens: int) -> MicroBatch:
     """With one more sequence, without sampled tokens, up to a number of tokens."""
     count = tokens - len(micro.ids)
-    routed = micro.routed
-    if routed is not None:
-        routed = torch.cat((routed, routed.new_full((count, *routed.shape[1:]), -1)))
+    routes = micro.routes
+    if routes is not None:
+        routes = torch.cat((routes, routes.new_full((count, *routes.shape[1:]), -1)))
     ids = torch.cat((micro.ids, micro.ids.new_zeros(count)))
-    return replace(micro, ids=ids, lengths=(*micro.lengths, count), routed=routed)
+    return replace(micro, ids=ids, lengths=(*micro.lengths, count), routes=routes)
+
+
+def _routes(segments: Sequence[Segment], device: torch.device) -> Tensor | None:
+    """`MicroBatch.routes`: as small as in the records on the way to the device, and widened there."""
+    narrow = [segment.routed for segment in segments if segment.routed is not None]
+    if not narrow:
+        return None
+    if len({rows.dtype for rows in narrow}) > 1:  # each dtype has its own value for "none"
+        narrow = [moe.widen(rows, *rows.shape[1:]) for rows in narrow]
+    rows = torch.cat(narrow).to(device)
+    return moe.widen(rows, *rows.shape[1:])
 
 
 def _rows(segments: Sequence[Segment]) -> Tensor:
@@ -111,11 +122,11 @@ def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     check_routes(model, micro.segments)
     shared = model.shared
     if shared is None:
-        hidden = model(micro.ids, micro.lengths, micro.routed)
+        hidden = model(micro.ids, micro.lengths, micro.routes)
         return model.selected_logprobs(hidden[micro.rows], micro.targets, micro.temperature)
     if len(micro.ids) < shared.size:  # every process needs a row
         micro = _padded(micro, shared.size)
-    hidden = model(micro.ids, micro.lengths, micro.routed)
+    hidden = model(micro.ids, micro.lengths, micro.routes)
     cuts = shared.cuts(len(micro.ids))
     borders = torch.searchsorted(_rows(micro.segments), torch.tensor(cuts)).tolist()
     first, mine = cuts[shared.rank], slice(borders[shared.rank], borders[shared.rank + 1])

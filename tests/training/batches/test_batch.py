@@ -10,7 +10,8 @@ from headrace.messages.judging import Score
 from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import BatchGroup
-from headrace.training.batch import BatchError, build, segments_of
+from headrace.training.batches.batch import build
+from headrace.training.batches.segment import BatchError, segments_of
 
 TASK = TaskRef("generated/dev", "10001")
 
@@ -92,9 +93,9 @@ def test_a_token_belongs_to_the_version_that_forwarded_the_position_before_it() 
 
 def test_routes_cover_every_input() -> None:
     (segment,) = segments_of(trajectory(*TWO_TURNS))
-    assert segment.routed is not None
-    assert segment.routed.shape == (9, 2, 2)
-    assert segment.routed[:, 0, 0].tolist() == list(range(9))
+    assert segment.routes is not None
+    assert segment.routes.shape == (9, 2, 2)
+    assert segment.routes[:, 0, 0].tolist() == list(range(9))
 
 
 def test_wide_routes_of_adjoining_turns_are_joined_and_name_no_expert_by_minus_one() -> None:
@@ -106,11 +107,11 @@ def test_wide_routes_of_adjoining_turns_are_joined_and_name_no_expert_by_minus_o
     ]
     (segment,) = segments_of(trajectory(*wide))
     (narrow,) = segments_of(trajectory(*TWO_TURNS))
-    assert segment.routed is not None and narrow.routed is not None
+    assert segment.routes is not None and narrow.routes is not None
     start = TWO_TURNS[1].spans[0].start
-    want = narrow.routed + 300
+    want = narrow.routes + 300
     want[0, 0, 0] = want[start, 0, 0] = -1
-    assert torch.equal(segment.routed, want)
+    assert torch.equal(segment.routes, want)
 
 
 def test_after_a_move_without_kv_the_first_forward_wrote_the_token() -> None:
@@ -118,14 +119,14 @@ def test_after_a_move_without_kv_the_first_forward_wrote_the_token() -> None:
     (segment,) = segments_of(trajectory(TWO_TURNS[0], moved))
     assert segment.spans == (Span(0, 4, 5), Span(0, 9, 6))
     assert segment.versions.tolist() == [5, 5, 6, 6, 6]
-    assert segment.routed is not None
-    assert segment.routed[:, 0, 0].tolist() == [0, 1, 2, 3, 34, 35, 36, 37, 38]  # the first forward counts
+    assert segment.routes is not None
+    assert segment.routes[:, 0, 0].tolist() == [0, 1, 2, 3, 34, 35, 36, 37, 38]  # the first forward counts
 
 
 def test_a_cached_prefix_has_no_routes() -> None:
     (segment,) = segments_of(trajectory(turn(0, [10, 11, 12], [20, 21], [Span(2, 4, 5)])))
-    assert segment.routed is not None
-    assert segment.routed[:, 0, 0].tolist() == [-1, -1, 2, 3]
+    assert segment.routes is not None
+    assert segment.routes[:, 0, 0].tolist() == [-1, -1, 2, 3]
 
 
 def test_segments_are_apart_and_all_get_the_reward() -> None:
@@ -157,7 +158,7 @@ def test_batch_in_manifest_order_with_group_advantages() -> None:
     batch = build(groups, made, scores)
     assert [segment.advantage for segment in batch.segments] == pytest.approx([0, 0, 2 / 3, -1 / 3, -1 / 3])
     assert (batch.trajectories, batch.passed, batch.tokens, batch.groups) == (5, 3, 10, ("g2", "g1"))
-    assert batch.versions() == [5] * 10
+    assert batch.versions() == {5: 10}
 
 
 def test_a_reward_with_a_baseline_of_its_own_is_compared_with_that_alone() -> None:

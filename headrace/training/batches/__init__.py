@@ -1,0 +1,1 @@
+"""From the records of a batch to the tensors of a forward pass."""
