@@ -166,7 +166,7 @@ async def arm(folder: Path, tokens: int, sequence: int, name: str) -> Figures:
         "seconds": seconds,
         "communication_s": record.efficiency.seconds["communication"],
         "peaks": [peak - held for peak, held in zip(peaks, before, strict=True)],
-        "plan": plan.gradients + plan.activations + plan.head,
+        "plan": plan.backward,
         "path": last.path,
     }
 

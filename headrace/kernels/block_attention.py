@@ -110,7 +110,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, group: int) -> tuple[
     peak = torch.full_like(total, -torch.inf)
     for start in range(0, k.shape[1], BLOCK):
         at = start * group  # queries before this block see none of its keys
-        s = torch.bmm(q[:, at:], k[:, start : start + BLOCK].transpose(1, 2)).float() * scale
+        s = torch.bmm(q[:, at:], k[:, start : start + BLOCK].transpose(1, 2)).float().mul_(scale)
         s[:, : BLOCK * group].masked_fill_(future[: rows - at], -torch.inf)
         top = torch.maximum(peak[:, at:], s.amax(-1))
         p = s.sub_(top[..., None]).exp_()
@@ -119,6 +119,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, group: int) -> tuple[
         more = torch.bmm(p.to(v.dtype), v[:, start : start + BLOCK])
         out[:, at:].mul_(fade[..., None]).add_(more)
         peak[:, at:] = top
+        del s, p, more  # the scores of two blocks at once would double the temporary memory
     return out.div_(total[..., None]), peak + torch.log(total)
 
 
@@ -153,7 +154,7 @@ def packed_backward(
         for start in range(0, ks.shape[1], BLOCK):
             at = start * group
             kj, vj = ks[:, start : start + BLOCK], vs[:, start : start + BLOCK]
-            s = torch.bmm(qs[:, at:], kj.transpose(1, 2)).float() * scale
+            s = torch.bmm(qs[:, at:], kj.transpose(1, 2)).float().mul_(scale)
             p = s.sub_(lse[:, at:, None]).exp_()
             p[:, : BLOCK * group].masked_fill_(future[: p.shape[1]], 0.0)
             b_v[:, start : start + BLOCK] = torch.bmm(p.to(v.dtype).transpose(1, 2), gs[:, at:])
@@ -161,6 +162,7 @@ def packed_backward(
             dp = dp.sub_(ds[:, at:]).mul_(p).mul_(scale).to(q.dtype)
             b_q[:, at:].add_(torch.bmm(dp, kj))
             b_k[:, start : start + BLOCK] = torch.bmm(dp.transpose(1, 2), qs[:, at:])
+            del s, p, dp  # as in `_causal`
         gather(b_q.to(q.dtype), bucket, heads, bucket.queries, bucket.query_places, g_q)
         gather(b_k, bucket, heads, bucket.keys, bucket.key_places, g_k)
         gather(b_v, bucket, heads, bucket.keys, bucket.key_places, g_v)

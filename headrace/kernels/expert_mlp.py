@@ -116,10 +116,13 @@ def expert_forward(
 def expert_backward(
     grad: Tensor, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, p: RowLayout, cast: Cast
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gates, gate_up and down from that of `expert_mlp`; x is cast already."""
+    """Gradients of x, gates, gate_up and down from that of `expert_mlp`; x is cast already.
+
+    Its rows are the largest temporary tensors of a backward pass, so each is freed after its last use.
+    """
     k, dim = gates.shape[1], x.shape[1]
     gate = gates.new_zeros(p.rows).index_copy_(0, p.slots, gates.reshape(-1))[:, None]
-    rows, grads = x.index_select(0, p.source), grad.index_select(0, p.source)
+    grads = grad.index_select(0, p.source)
     middle = cast(batch_invariant.swiglu(inner))
     g_down, g_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
     g_middle = torch.empty_like(middle)
@@ -129,12 +132,17 @@ def expert_backward(
     weighted = (middle * gate).to(middle.dtype)
     for expert, first, end in p.parts:
         torch.mm(grads[first:end].T, weighted[first:end], out=g_down[expert])
+    del grads, middle, weighted
     g_inner = batch_invariant.swiglu_backward(inner, g_middle.mul_(gate))
+    del g_middle
+    rows = x.index_select(0, p.source)
     g_rows = torch.empty_like(rows)
     for expert, first, end in p.parts:
         torch.mm(g_inner[first:end], gate_up[expert], out=g_rows[first:end])
         torch.mm(g_inner[first:end].T, rows[first:end], out=g_gate_up[expert])
+    del rows, g_inner
     g_slots = g_rows.index_select(0, p.slots).view(-1, k, dim)
+    del g_rows
     g_x = g_slots[:, 0] if k == 1 else g_slots.sum(1)
     return g_x, g_gate.index_select(0, p.slots).view(-1, k), g_gate_up, g_down
 

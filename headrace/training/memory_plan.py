@@ -5,7 +5,8 @@ saves, written down term by term (`activation_bytes`). A test compares both with
 trainer actor refuses to start when its plan is larger than the device's memory, instead of failing hours later.
 
 The plan is the larger of two phases: re-scoring, when rebuilt versions are in memory and gradients are not; and
-backward, with activations, the head's chunk of logits and the gradients.
+backward, with activations, the gradients, and either the head's chunk of logits or the temporary tensors of one
+operation. These are a small share of a deep policy's activations; of a policy of two layers they are a third.
 
 Not counted: buffers of the communication library, fragmentation, imbalance between experts, the CUDA context. Leave a
 fifth of the memory free for them.
@@ -49,6 +50,8 @@ class Layout(NamedTuple):
     """A float32 policy that is served as bfloat16: its masters are not its weights."""
     snapshots: int = 0
     """Copies of masters and moments: 2 with the guard, 1 more with several minibatches."""
+    blocked: bool = False
+    """Attention by blocks of keys, as in exact mode on a CPU: its backward pass holds a block's scores."""
 
 
 class MemoryPlan(NamedTuple):
@@ -63,6 +66,9 @@ class MemoryPlan(NamedTuple):
     """Layers that are gathered from all devices for a forward or backward pass."""
     activations: int
     head: int
+    """The chunk of logits and its gradients, before the layers' backward pass."""
+    temporary: int
+    """In the backward pass of one layer, after that of the head."""
     versions: int
     reference: int
     snapshots: int
@@ -71,7 +77,12 @@ class MemoryPlan(NamedTuple):
     def total(self) -> int:
         """The larger of the two phases."""
         state = self.weights + self.masters + self.moments + self.gathered + self.reference + self.snapshots
-        return state + max(self.versions, self.gradients + self.activations + self.head)
+        return state + max(self.versions, self.backward)
+
+    @property
+    def backward(self) -> int:
+        """Bytes that a micro-batch adds."""
+        return self.gradients + self.activations + max(self.head, self.temporary)
 
 
 class Parameters(NamedTuple):
@@ -163,6 +174,29 @@ def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1) -> in
     return size * wide + 4 * row
 
 
+def temporary_bytes(config: PolicyConfig, sparse: bool, blocked: bool = False) -> int:
+    """Bytes per token of the temporary tensors that the backward pass of one layer holds at once.
+
+    Of the experts: their gathered rows and the gradients of their inner width, each until its last use. Of attention:
+    gradients and copies of queries, keys and values, and with `blocked` the scores of 64 keys and their gradients; the
+    MLP's activations are freed before. Three gradients of the hidden state are alive in both.
+    """
+    c, size = config, element_bytes(config)
+    inner, k = c.expert_dim if sparse else c.dense_dim or c.expert_dim, c.top_k if sparse else 1
+    wide = (
+        4 if size == 4 else 8
+    )  # bytes of a float32 copy and a product of it; the copy is the tensor itself in float32
+    mlp = size * k * max(5 * inner, 2 * (c.dim + inner) if sparse else 0)
+    if sparse:
+        mlp = max(mlp, size * k * (c.dim + 2 * inner) + wide * k * inner)
+    freed = size * (2 * c.dim + (2 if sparse else 3) * k * inner) + 4 * (c.experts + 4 * k if sparse else 0)
+    head = c.latent.nope_dim + c.latent.rope_dim if c.latent else c.head_dim
+    attention = size * head * (2 * c.heads + 4 * c.kv_heads)
+    if blocked:
+        attention = head * (size * (4 * c.heads + 6 * c.kv_heads) + 4 * c.heads) + 2 * wide * _BLOCK * c.heads
+    return max(mlp, attention - freed) + 3 * size * c.dim
+
+
 def score_bytes(config: PolicyConfig, layer: int, tokens: int) -> int:
     """Bytes per token that a layer's attention saves for backward, in one sequence of `tokens`: 0 where it is fused.
 
@@ -210,6 +244,9 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     if layout.recompute:
         activations = tokens * (config.layers * config.dim * size + max(per_layer, default=0))
     head = min(tokens, _CHUNK) * config.vocab * 4 * 3 + 4 * config.vocab * config.dim + tokens * config.dim * size * 3
+    temporary = tokens * max(
+        (temporary_bytes(config, config.sparse(index), layout.blocked) for index in range(config.layers)), default=0
+    )
     gathered = 0
     if sharded:  # two layers ahead and one's gradient, and the embedding and the head
         outside = config.vocab * config.dim * (1 if config.tied else 2)
@@ -223,6 +260,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         gathered=gathered,
         activations=activations,
         head=head,
+        temporary=temporary,
         # Shards show another version while it is scored, so their masters are copied aside.
         versions=layout.versions * size * share + (4 * trained if sharded and layout.versions else 0),
         reference=size * share if layout.reference else 0,
@@ -270,6 +308,7 @@ def layout_of(config: Config) -> Layout:
         reference=algorithm.kl_weight > 0.0,
         rounded=config.weights.precision == "bf16",
         snapshots=(2 if guarded else 0) + (1 if algorithm.minibatches > 1 else 0),
+        blocked=config.engine.exact and not config.trainer.device.startswith("cuda"),
     )
 
 

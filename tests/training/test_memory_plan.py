@@ -1,5 +1,6 @@
 """The closed form against the model on the meta device, and the figures of three published shapes."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from headrace.cli.main import main
 from headrace.kernels import expert_mlp
 from headrace.kernels.block_attention import Packing
+from headrace.messages.rollout import Span
 from headrace.policy import gpt_oss
 from headrace.policy.adapters import low_rank, shape
 from headrace.policy.config import Dtype, Latent, PolicyConfig
@@ -22,6 +25,11 @@ from headrace.policy.layer import Chosen, Layer
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
+from headrace.policy.numerics_probe import probe
+from headrace.training.batches.batch import Batch
+from headrace.training.batches.segment import Segment
+from headrace.training.device import TrainerError, check_memory
+from headrace.training.gradient import Recipe, accumulate
 from headrace.training.memory_plan import (
     GIB,
     Layout,
@@ -33,7 +41,7 @@ from headrace.training.memory_plan import (
     score_bytes,
     settings,
 )
-from headrace.training.trainer import TrainerError, check_memory
+from headrace.training.state import TrainerState
 from tests.support.world import CONFIG, POLICY
 
 QWEN = {
@@ -241,3 +249,59 @@ def test_the_command_needs_no_torch(tmp_path: Any) -> None:
         )
         assert done.returncode == expected, done.stderr
         assert says in done.stdout and "activations" in done.stdout
+
+
+def live_bytes(work: Callable[[], object]) -> int:
+    """The largest number of bytes of tensors that are alive at once, above those before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        work()
+    events = watched.profiler.kineto_results.events()  # type: ignore[union-attr]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
+    return max(itertools.accumulate(sizes))
+
+
+LIVE = {
+    "mixture": PolicyConfig(
+        dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=4, top_k=2, expert_dim=64, vocab=340
+    ),
+    "wide experts": PolicyConfig(
+        dim=32, layers=3, heads=2, kv_heads=1, head_dim=16, experts=8, top_k=4, expert_dim=96, vocab=340
+    ),
+    "dense": PolicyConfig(
+        dim=64, layers=3, heads=4, kv_heads=2, head_dim=16, experts=0, top_k=0, expert_dim=192, vocab=340
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIVE)
+def test_the_plan_of_a_micro_batch_is_within_five_percent_of_its_live_tensors(name: str) -> None:
+    config, length, count = LIVE[name], 256, 16
+    draw = torch.Generator().manual_seed(1)
+    segments = []
+    for index in range(count):
+        experts = torch.rand(length, config.layers, config.experts, generator=draw).argsort(-1)[..., : config.top_k]
+        segments.append(
+            Segment(
+                trajectory=f"t{index}",
+                ids=torch.randint(0, 300, (length,), generator=draw),
+                positions=torch.arange(length - 8, length),
+                targets=torch.randint(0, 300, (8,), generator=draw),
+                behaviour=torch.full((8,), -5.8),
+                versions=torch.zeros(8, dtype=torch.int64),
+                routed=experts.to(torch.uint8) if config.experts else None,
+                spans=(Span(0, length, 0),),
+                advantage=(-1.0) ** index,
+                temperature=1.0,
+                index=index,
+            )
+        )
+    batch = Batch(tuple(segments), count, (1.0, 0.0) * (count // 2), count // 2, ("g",), frozenset({"f"}))
+    state = TrainerState(Model(config, probe(config), seed=1))
+    assert state.model.numerics.exact
+    accumulate(state, batch, Recipe(CONFIG.algorithm, length * count))  # fills caches
+    state.zero_grad()
+    live = live_bytes(lambda: accumulate(state, batch, Recipe(CONFIG.algorithm, length * count)))
+    told = plan(config, Layout(tokens=length * count, blocked=True))
+    print(f"{name}: {live} bytes alive, {told.backward} planned, {told.temporary} of them temporary")
+    assert told.backward == pytest.approx(live, rel=0.05)

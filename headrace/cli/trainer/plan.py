@@ -59,7 +59,7 @@ def plan(args: argparse.Namespace) -> int:
                 "memory as --gpu-gib",
                 2,
             )
-        layout = memory_plan.layout_of(config)._replace(devices=args.gpus)
+        layout = memory_plan.layout_of(config)._replace(devices=args.gpus, blocked=False)
         layout = layout._replace(
             moment_bytes={"float32": 4, "bfloat16": 2, None: layout.moment_bytes}[args.moments],
             context=args.context or layout.context,
