@@ -44,6 +44,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     tp_size: int
+    ep_size: int
     context: int
     """Largest number of positions of prompt and reply together; 0 when the server does not report it."""
     deterministic: bool
@@ -94,6 +95,7 @@ def terms(info: Mapping[str, Any], config: PolicyConfig) -> Terms:
         device=device,
         dtype=config.dtype if dtype == "auto" else {"half": "float16", "float": "float32"}.get(dtype, dtype),
         tp_size=int(info.get("tp_size") or 1),
+        ep_size=int(info.get("ep_size") or 1),
         context=int(info.get("context_length") or 0),
         deterministic=bool(info.get("enable_deterministic_inference")),
         priorities=bool(info.get("enable_priority_scheduling")) and info.get("default_priority_value") == 0,

@@ -27,9 +27,6 @@ from headrace.engines.base import SampleRequest
 from headrace.engines.sglang.http import ServerError
 from headrace.policy.config import PolicyConfig
 
-STREAM_INTERVAL = 64
-"""Tokens between two events of the stream. The first token is sent at once; each event repeats all earlier tokens."""
-
 
 class Stretch(NamedTuple):
     """The weights with this label sampled the tokens start..end-1 of an attempt."""
@@ -84,7 +81,9 @@ def body(
         "no_stop_trim": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
-        "stream_interval": STREAM_INTERVAL,
+        # Each event repeats all earlier tokens: with more events than one for the first token, which is sent at once,
+        # and one for all, a turn's bytes would grow with the square of its tokens.
+        "stream_interval": max(1, left),
     }
     if seeded:
         sampling["sampling_seed"] = request.seed % (1 << 31)

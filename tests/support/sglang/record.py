@@ -15,7 +15,6 @@ import aiohttp
 from headrace.engines.sglang.compatibility import ARITHMETIC
 from headrace.engines.sglang.http import Wire
 from headrace.engines.sglang.metrics import _WANTED
-from headrace.engines.sglang.reply import STREAM_INTERVAL
 from headrace.policy.config import PolicyConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -39,7 +38,7 @@ async def raw(url: str, path: str, body: Any = None) -> dict[str, Any]:
 def asked(ids: list[int], tokens: int, **changes: Any) -> dict[str, Any]:
     """A body of /generate as the client sends it."""
     sampling = {"max_new_tokens": tokens, "temperature": 1.0, "stop_token_ids": [], "no_stop_trim": True,
-                "stream_interval": STREAM_INTERVAL}  # fmt: skip
+                "stream_interval": 64}  # fmt: skip
     return {
         "rid": uuid.uuid4().hex, "input_ids": ids, "sampling_params": sampling, "return_logprob": True,
         "logprob_start_len": -1, "return_routed_experts": True, "routed_experts_start_len": 0, "cache_salt": "golden",

@@ -33,11 +33,11 @@ async def begun(engine: SglangEngine, count: int = 1) -> None:
 
 
 @asynccontextmanager
-async def attached(versions: Versions, folder: Path, *, running: int = 8, **options: Any) -> AsyncIterator[
-    tuple[SglangEngine, Double]
-]:  # fmt: skip
-    """An engine that has loaded version 0 into a double."""
-    double = Double(versions.config, max_running=running)
+async def attached(
+    versions: Versions, folder: Path, *, running: int = 8, double: Double | None = None, **options: Any
+) -> AsyncIterator[tuple[SglangEngine, Double]]:
+    """An engine that has loaded version 0 into a double. double: one that has not started."""
+    double = double or Double(versions.config, max_running=running)
     await double.start()
     engine = SglangEngine(versions.config, folder / "stage", url=double.url, start_s=20.0, **options)
     try:

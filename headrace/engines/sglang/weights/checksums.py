@@ -5,13 +5,15 @@ file's tensors in the same way (query, key and value; gate and up of all experts
 64 rows), hashes them with the same function, and compares. Equality proves that the server serves the version that the
 trainer published, after any number of updates in place.
 
-On the CPU the server's hash of a tensor is the first eight bytes of SHA-256 over its bits. On a GPU it is another
-function, and with tensor parallelism each rank holds a part; neither is computed here (docs/sglang.md).
+On the CPU the server's hash of a tensor is the first eight bytes of SHA-256 over its bits. With tensor parallelism each
+rank reports its part: heads, inner width and vocabulary are divided, norms and routers are not. On a GPU the hash is
+another function, which is not computed here (docs/sglang.md).
 """
 
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,27 +25,74 @@ from headrace.weights import snapshot
 VOCAB_PAD = 64
 
 
-def known(config: PolicyConfig) -> bool:
-    """Whether the server's layout of this model is known here: Qwen3, with all layers dense or all layers a mixture."""
+def known(config: PolicyConfig, ranks: int = 1) -> bool:
+    """Whether the server's layout of this model on tensor-parallel ranks is known here: Qwen3, with all layers dense or
+    all layers a mixture."""
     return (
         config.model_type == ""
         and config.latent is None
         and not (config.dense_layers or config.shared_experts or config.expert_format)
+        and not (config.heads % ranks or VOCAB_PAD % ranks or config.expert_dim % ranks)
+        and not (config.kv_heads % ranks and ranks % config.kv_heads)
     )
 
 
-def expected(path: str | Path, config: PolicyConfig, dtype: str) -> dict[str, str]:
-    """The checksums (16 hex digits) by fused name, of a snapshot file that a server on the CPU holds in `dtype`."""
-    kind = getattr(torch, dtype)
-    return {name: digest(tensor.to(kind)) for name, tensor in fused(snapshot.read(path), config).items()}
+def expected(path: str | Path, config: PolicyConfig, dtype: str, ranks: int = 1) -> dict[str, str]:
+    """The checksums (16 hex digits) by `label`, of a snapshot file that a server on the CPU holds in `dtype`."""
+    kind, tensors = getattr(torch, dtype), snapshot.read(path)
+    return {
+        label(name, rank, ranks): digest(tensor.to(kind))
+        for rank in range(ranks)
+        for name, tensor in fused(shard(tensors, config, rank, ranks), config, ranks).items()
+    }
 
 
-def fused(tensors: Mapping[str, Tensor], config: PolicyConfig) -> dict[str, Tensor]:
-    """Hugging Face tensors under the names and in the layout of SGLang's Qwen3 models on one rank."""
+def label(name: str, rank: int, ranks: int) -> str:
+    """The fused name, behind the rank's number where there are several."""
+    return name if ranks == 1 else f"rank {rank}: {name}"
+
+
+def served(answer: Mapping[str, Any], ranks: int) -> dict[str, str]:
+    """The checksums by `label` in an answer of /weights_checker. KeyError, TypeError, AttributeError, ValueError when
+    it lacks them, or has another number of ranks."""
+    out: dict[str, str] = {}
+    for part in answer["ranks"]:
+        place = part["parallelism_info"][0]["tp_rank"] if ranks > 1 else 0
+        out |= {label(name, place, ranks): value for name, value in part["checksums"].items()}
+    if len(answer["ranks"]) != ranks:
+        raise ValueError(f"expected {ranks} ranks, got {len(answer['ranks'])}")
+    return out
+
+
+def shard(tensors: Mapping[str, Tensor], config: PolicyConfig, rank: int, ranks: int) -> dict[str, Tensor]:
+    """The part of each tensor that a rank holds, by Hugging Face names; the vocabulary is padded first."""
+    if ranks == 1:
+        return dict(tensors)
+    out: dict[str, Tensor] = {}
+    copies = max(1, ranks // config.kv_heads)  # ranks that hold the same key-value head
+    for name, tensor in tensors.items():
+        kind = name.split(".")[-2]
+        if kind in ("k_proj", "v_proj"):
+            out[name] = tensor.chunk(ranks // copies)[rank // copies]
+        elif kind in ("q_proj", "gate_proj", "up_proj"):
+            out[name] = tensor.chunk(ranks)[rank]
+        elif kind in ("o_proj", "down_proj"):
+            out[name] = tensor.chunk(ranks, 1)[rank]
+        elif kind in ("embed_tokens", "lm_head"):
+            padded = F.pad(tensor, (0, 0, 0, -config.vocab % VOCAB_PAD))
+            out[name] = padded.chunk(ranks)[rank]
+        else:
+            out[name] = tensor
+    return out
+
+
+def fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: int = 1) -> dict[str, Tensor]:
+    """Hugging Face tensors, or a rank's `shard` of them, under the names and in the layout of SGLang's Qwen3 models."""
     out: dict[str, Tensor] = {"model.norm.weight": tensors["model.norm.weight"]}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in tensors:
-            out[name] = F.pad(tensors[name], (0, 0, 0, -config.vocab % VOCAB_PAD))
+            padding = -config.vocab % VOCAB_PAD if ranks == 1 else 0
+            out[name] = F.pad(tensors[name], (0, 0, 0, padding))
     for index in range(config.layers):
         at = f"model.layers.{index}."
         for name in ("input_layernorm", "post_attention_layernorm"):

@@ -54,7 +54,9 @@ class Swapper:
         self.reloads = 0
         """Number of failed updates after which the old version was loaded again."""
         self.checked = False
-        """Whether the last change compared checksums; they can be computed for one rank of Qwen3 on a CPU alone."""
+        """Whether the last change compared checksums; they can be computed for Qwen3 on a CPU alone."""
+        self._ranks = 1
+        """Tensor-parallel ranks of the server, each with checksums of its own."""
 
     @property
     def folder(self) -> Path:
@@ -145,7 +147,8 @@ class Swapper:
     async def _differences(self, before: VersionFile | None, terms: Terms) -> int:
         """Write the elements that differ from `before`, for the loader in the server. Returns bytes; 0 without a useful
         file."""
-        if not self.sparse or not terms.loader or before is None or not Path(before.path).exists():
+        usable = self.sparse and terms.loader and terms.tp_size == 1
+        if not usable or before is None or not Path(before.path).exists():
             return 0
         what = self._changes, Path(before.path), self._stage.model, self._config, terms.dtype
         return await asyncio.to_thread(sglang_sparse.write, *what)
@@ -202,14 +205,14 @@ class Swapper:
 
     async def _wanted(self, weights: VersionFile, terms: Terms) -> dict[str, str] | None:
         """The checksums of the staged version; None where the server's checksum function is not known here."""
-        if terms.device != "cpu" or terms.tp_size != 1 or not checksums.known(self._config):
+        self._ranks = terms.tp_size
+        if terms.device != "cpu" or terms.ep_size != 1 or not checksums.known(self._config, self._ranks):
             return None
-        return await asyncio.to_thread(checksums.expected, self._stage.model, self._config, terms.dtype)
+        return await asyncio.to_thread(checksums.expected, self._stage.model, self._config, terms.dtype, self._ranks)
 
     async def _checksums(self) -> dict[str, str]:
         answer = await self._wire.post("/weights_checker", {"action": "checksum"}, LOAD_S)
-        ranks = answer.get("ranks") or []
         try:
-            return {name: value for rank in ranks for name, value in rank["checksums"].items()}
-        except (KeyError, TypeError, AttributeError):
-            raise EngineError("the server's /weights_checker answered without checksums") from None
+            return checksums.served(answer, self._ranks)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise EngineError(f"/weights_checker answered without the server's checksums: {error}") from None

@@ -1,0 +1,95 @@
+"""Checksums of a server with four tensor-parallel ranks: each rank's part is compared."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from aiohttp import web
+from torch import Tensor
+
+from headrace.engines.base import EngineError
+from headrace.engines.sglang.weights.checksums import digest, fused
+from headrace.policy.config import PolicyConfig
+from tests.support import tiny
+from tests.support.engines import Versions
+from tests.support.sglang.double import Double
+from tests.support.sglang.requests import attached
+
+pytestmark = pytest.mark.anyio
+
+RANKS = 4
+MIXTURE = msgspec.structs.replace(tiny.config(), heads=8, kv_heads=2, expert_dim=24)
+SHAPES = {"mixture": MIXTURE, "dense": msgspec.structs.replace(MIXTURE, experts=0, top_k=0, kv_heads=4)}
+
+
+def part(name: str, whole: Tensor, config: PolicyConfig, rank: int) -> Tensor:
+    """A rank's part of a fused tensor, as SGLang's parallel layers cut it."""
+    inner, heads, head = config.expert_dim // RANKS, config.heads // RANKS, config.head_dim
+    if "qkv_proj" in name:
+        kv = max(1, config.kv_heads // RANKS) * head
+        keys = config.heads * head + rank * config.kv_heads // RANKS * head
+        values = keys + config.kv_heads * head
+        rows = [(rank * heads * head, heads * head), (keys, kv), (values, kv)]
+        return torch.cat([whole[first : first + count] for first, count in rows])
+    if "o_proj" in name:
+        return whole[:, rank * heads * head : (rank + 1) * heads * head]
+    if "w13_weight" in name or "gate_up_proj" in name:
+        gate, up = whole.split(config.expert_dim, -2)
+        return torch.cat([half[..., rank * inner : (rank + 1) * inner, :] for half in (gate, up)], -2)
+    if "w2_weight" in name or "down_proj" in name:
+        return whole[..., rank * inner : (rank + 1) * inner]
+    if "embed_tokens" in name or "lm_head" in name:
+        rows_of_rank = len(whole) // RANKS
+        return whole[rank * rows_of_rank : (rank + 1) * rows_of_rank]
+    return whole
+
+
+class Sharded(Double):
+    """Reports checksums of its four ranks, in any order."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self.info = {"tp_size": RANKS}
+        self.reported = [2, 0, 3, 1]
+        self.spoilt: tuple[int, str] | None = None
+
+    async def _check(self, request: web.Request) -> web.Response:
+        whole = fused(self.model.state(), self.config)
+        ranks: list[dict[str, Any]] = []
+        for rank in self.reported:
+            sums = {name: digest(part(name, tensor, self.config, rank)) for name, tensor in whole.items()}
+            if self.spoilt is not None and self.spoilt[0] == rank:
+                sums[self.spoilt[1]] = "0" * 16
+            ranks.append({"checksums": sums, "parallelism_info": [{"tp_rank": rank, "tp_size": RANKS}]})
+        return web.json_response({"success": True, "message": "", "ranks": ranks})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_every_rank_must_hold_its_part_of_the_version(tmp_path: Path, shape: str) -> None:
+    config = SHAPES[shape]
+    versions = Versions(config, tmp_path, exact=False)
+    double = Sharded(config)
+    async with attached(versions, tmp_path, double=double) as (engine, _):
+        assert engine.stats()["checked"], "version 0 was compared"
+        await versions.load(engine, 1)
+        assert engine.stats()["checked"] and engine.version == 1
+        double.fail_updates = ["lie"]
+        with pytest.raises(EngineError, match=r"tensors in the server differ from the version's; rank 0: "):
+            await versions.load(engine, 0)
+        assert engine.version == 1
+
+
+@pytest.mark.parametrize("fault", ["tensor", "rank"])
+async def test_one_wrong_rank_is_found(tmp_path: Path, fault: str) -> None:
+    versions = Versions(MIXTURE, tmp_path, exact=False)
+    double = Sharded(MIXTURE)
+    async with attached(versions, tmp_path, double=double) as (engine, _):
+        if fault == "tensor":
+            double.spoilt = 2, "model.layers.1.self_attn.qkv_proj.weight"
+            why = "1 of .* differ .*; rank 2: model.layers.1.self_attn.qkv_proj.weight has other bits"
+        else:
+            double.reported, why = [0, 1, 2], "expected 4 ranks, got 3"
+        with pytest.raises(EngineError, match=why):
+            await versions.load(engine, 1)
