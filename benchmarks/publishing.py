@@ -157,8 +157,8 @@ def trajectory(run: str, group: str, slot: int, load: Load) -> Trajectory:
     for index in range(load.turns):
         prompt = load.inputs - load.drawn + (not index)  # the last drawn token of a turn is forwarded in the next
         rows = load.inputs
-        order = draw.random((rows, policy.layers, policy.experts), np.float32).argsort(-1)
-        routes = order[..., : policy.top_k].astype(np.uint8)
+        first = draw.integers(policy.experts, size=(rows, policy.layers, 1), dtype=np.uint8)
+        routes = (first + np.arange(policy.top_k, dtype=np.uint8)) % np.uint8(policy.experts)
         turns.append(
             Turn(
                 index=index,
