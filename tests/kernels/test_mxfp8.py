@@ -37,6 +37,13 @@ def test_what_is_not_finite_shows_and_zero_stays() -> None:
         mxfp8.quantise(torch.zeros(2, 40))
 
 
+def test_no_rows_are_rounded_to_no_rows() -> None:
+    """An expert's process may get none."""
+    q, scale = mxfp8.quantise(torch.zeros(0, 96))
+    assert (q.shape, scale.shape) == ((0, 96), (0, 3))
+    assert mxfp8.rounded(torch.zeros(0, 96)).shape == (0, 96)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_widening_is_exact_and_a_second_time_changes_nothing(dtype: torch.dtype) -> None:
     x = draws("heavy", 64, 96).to(dtype)

@@ -10,7 +10,14 @@ Rotary embedding, SwiGLU and additions are plain torch operations on every devic
 """
 
 from headrace.kernels.operators.attention import cached_attention, packed_attention
-from headrace.kernels.operators.experts import experts, permute, route, unpermute
+from headrace.kernels.operators.experts import (
+    experts,
+    experts_backward,
+    experts_forward,
+    permute,
+    route,
+    unpermute,
+)
 from headrace.kernels.operators.formats import quantise, rounded
 from headrace.kernels.operators.likelihood import selected_logprob
 from headrace.kernels.operators.products import linear, rms_norm
@@ -18,6 +25,8 @@ from headrace.kernels.operators.products import linear, rms_norm
 __all__ = [
     "cached_attention",
     "experts",
+    "experts_backward",
+    "experts_forward",
     "linear",
     "packed_attention",
     "permute",

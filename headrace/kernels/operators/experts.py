@@ -96,16 +96,19 @@ def _capacity(experts: Tensor, down: Tensor, dtype: torch.dtype, pad: int) -> in
     return experts.shape[0] * experts.shape[1] + down.shape[0] * most + grouped_mm.TILE
 
 
-@torch.library.custom_op("headrace::experts", mutates_args=(), device_types="cpu")
-def _experts(
+def experts_twin(
     x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool
 ) -> tuple[Tensor, Tensor]:
+    """(`experts`, inner activations) on a CPU."""
     cast = _cast(quantised)
     p = expert_mlp.plan(experts, gate_up.shape[0], pad, expert_mlp.least_part(down, x.dtype, pad))
     out, inner = expert_mlp.expert_forward(cast(x), gates, gate_up, down, p, cast)
     padded = inner.new_zeros(_capacity(experts, down, x.dtype, pad), inner.shape[1])
     padded[: p.rows] = inner
     return out, padded
+
+
+_experts = torch.library.custom_op("headrace::experts", experts_twin, mutates_args=(), device_types="cpu")
 
 
 def experts_triton(
@@ -131,17 +134,22 @@ def _(
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(capacity, gate_up.shape[1])
 
 
-@torch.library.custom_op("headrace::experts_backward", mutates_args=(), device_types="cpu")
-def _experts_backward(
+def experts_backward_twin(
     grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
     quantised: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, gates, gate_up and down on a CPU."""
     cast = _cast(quantised)
     p = expert_mlp.plan(experts, gate_up.shape[0], pad, expert_mlp.least_part(down, x.dtype, pad))
     g_x, g_gates, g_up, g_down = expert_mlp.expert_backward(
         grad, cast(x), gates, gate_up, down, inner[: p.rows], p, cast
     )
     return g_x.contiguous(), g_gates, g_up, g_down
+
+
+_experts_backward = torch.library.custom_op(
+    "headrace::experts_backward", experts_backward_twin, mutates_args=(), device_types="cpu"
+)
 
 
 def experts_backward_triton(
@@ -190,6 +198,26 @@ def _pull_experts(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 
 
 _experts.register_autograd(_pull_experts, setup_context=_keep_experts)
+
+
+def experts_forward(
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool
+) -> tuple[Tensor, Tensor]:
+    """(`experts`, what `experts_backward` needs of its inner activations), not differentiable."""
+    if dispatch.twin(x):
+        return experts_twin(x, gates, experts, gate_up, down, pad, quantised)
+    out, inner = torch.ops.headrace.experts(x, gates, experts, gate_up, down, pad, quantised)
+    return out, inner
+
+
+def experts_backward(
+    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
+    quantised: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, gates, gate_up and down from that of `experts`."""
+    function = experts_backward_twin if dispatch.twin(x) else torch.ops.headrace.experts_backward
+    g_x, g_gates, g_up, g_down = function(grad.contiguous(), x, gates, experts, gate_up, down, inner, pad, quantised)
+    return g_x, g_gates, g_up, g_down
 
 
 def experts(

@@ -1,18 +1,23 @@
 """Experts in different processes: rows are sent to them and back (GShard, arXiv 2006.16668).
 
 Idea: each process of an expert group owns an equal run of experts. A layer's rows are sorted by owner, sent, multiplied
-there by the function that a single process uses, and sent back; the gates and the sum over slots are computed in the
+there by the operators that a single process uses, and sent back; the sum over slots under the gates is computed in the
 process that sent the rows. Sending changes only the order of rows, and a row's bits do not depend on the rows beside
 it: in exact mode the forward pass gives the same bits as on one process.
 
-With several expert groups a run of experts is cut once more: each process stores float32 masters of its part, the parts
-are cast and gathered from the other groups before they are multiplied, and gradients are added in the order of ranks.
+Gradients have these bits too. An owner multiplies the rows of each process by themselves, as one process multiplies
+the rows of each micro-batch. Gates are sent with the rows, because they multiply the gradient inside the experts; a
+gated gradient would be rounded before it is sent. The parts of an expert's gradient are added to the sum so far in the
+order of the micro-batches.
 
-Trade-off: an expert's weight gradient is one product over the rows of all processes instead of a sum over
-micro-batches: the same value up to rounding.
+With several expert groups a run of experts is cut once more: each process stores float32 masters of its part, and the
+parts are rounded as they are served and gathered from the other groups before they are multiplied.
+
+Trade-off: an owner has a gradient of its experts for every process of its group until all of them are added: as many
+bytes as one process has for all experts of the layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +38,8 @@ class Groups(NamedTuple):
     """Those that share the same run of experts."""
     clock: Clock
     """Gets the time of every exchange."""
+    contributors: Callable[[], int]
+    """Number of processes, from the first of all on, that add to the gradient of the current round."""
 
 
 class _Exchange(torch.autograd.Function):
@@ -50,32 +57,88 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers the shards [e, ...] of one run of experts in `dtype`; gradients are summed in the order of ranks."""
+    """Gathers the shards [e, ...] of one run of experts as they are served, once for the rows of each process.
+
+    Backward adds the gradients to `shard.grad` in the order of the processes, which is the order of the micro-batches.
+    """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, groups: Groups) -> Tensor:
-        ctx.groups, group = groups, groups.copies
-        local = shard.detach().to(dtype).contiguous()
-        if group.size() == 1:
-            return local.clone() if local is shard else local
+    def forward(ctx: Any, shard: Tensor, served: Callable[[Tensor], Tensor], groups: Groups) -> tuple[Tensor, ...]:
+        ctx.shard, ctx.groups, group = shard, groups, groups.copies
+        local = served(shard.detach()).contiguous()
         out = local.new_empty(group.size() * len(local), *local.shape[1:])
-        with groups.clock.transfer():
-            dist.all_gather_single(out, local, group=group)
-        return out
+        if group.size() == 1:
+            out.copy_(local)
+        else:
+            with groups.clock.transfer():
+                dist.all_gather_single(out, local, group=group)
+        return tuple(out.view_as(out) for _ in range(groups.owners.size()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        shard, groups = ctx.shard, ctx.groups
+        copies = groups.copies.size()
+        own = torch.stack([grad.view(copies, *shard.shape) for grad in grads], 1)  # [copies, owners, e, ...]
+        parts = own
+        if copies > 1:
+            parts = torch.empty_like(own)
+            with groups.clock.transfer():
+                dist.all_to_all_single(parts, own, group=groups.copies)
+        total: Tensor | None = shard.grad
+        for part in parts.flatten(0, 1)[: groups.contributors()]:
+            total = part.to(torch.float32, copy=True) if total is None else total + part
+        shard.grad = total
+        return None, None, None
+
+
+class _Sorted(torch.autograd.Function):
+    """`operators.permute`; a token's gradients are added in slot order, not in the order of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.tokens = len(x)
+        return operators.permute(x, source, slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        wide = grad.float().contiguous()
-        count = ctx.groups.copies.size()
-        if count == 1:
-            return wide, None, None
-        got = torch.empty_like(wide)
-        with ctx.groups.clock.transfer():
-            dist.all_to_all_single(got, wide, group=ctx.groups.copies)
-        total, *others = got.view(count, -1, *wide.shape[1:])
-        for other in others:
-            total = total + other
-        return total, None, None
+        (slots,) = ctx.saved_tensors
+        ones = torch.ones(ctx.tokens, len(slots) // ctx.tokens, device=grad.device)
+        return operators.unpermute(grad, slots, ones), None, None
+
+
+class _Product(torch.autograd.Function):
+    """Rows [n, D] through one expert each, without their gates float32 [n, 1]; backward multiplies by the gates where
+    the experts of a single process do. Its incoming gradient is that of the sum over slots."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool
+    ) -> Tensor:
+        ones = torch.ones_like(gates)
+        out, inner = operators.experts_forward(x, ones, experts, gate_up, down, pad, quantised)
+        ctx.save_for_backward(x, gates, experts, gate_up, down, inner)
+        ctx.how = pad, quantised
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor, Tensor, None, None]:
+        g_x, g_gates, g_up, g_down = operators.experts_backward(grad, *ctx.saved_tensors, *ctx.how)
+        return g_x, g_gates, None, g_up, g_down, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """`operators.unpermute` of the products; its gradient has no gates, because `_Product` multiplies by them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, gates: Tensor, source: Tensor) -> Tensor:
+        ctx.save_for_backward(slots, source)
+        return operators.unpermute(rows, slots, gates)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        slots, source = ctx.saved_tensors
+        return operators.permute(grad.contiguous(), source, slots), None, None, None
 
 
 class _OnGrid(torch.autograd.Function):
@@ -113,25 +176,40 @@ def _swap(x: Tensor, sent: Sequence[int], got: Sequence[int], groups: Groups) ->
 class ExpertParallel:
     """`moe.ExpertFunction` over the experts of a group. All its processes must call it, each with its own rows."""
 
-    def __init__(self, groups: Groups, function: ExpertFunction, dtype: torch.dtype) -> None:
-        self.groups, self.function, self.dtype = groups, function, dtype
+    def __init__(self, groups: Groups, dtype: torch.dtype, quantised: bool) -> None:
+        """dtype: of the served weights. quantised: they and the inputs of the products are in MXFP8."""
+        self.groups, self.dtype, self.quantised = groups, dtype, quantised
 
     def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
         """As `moe.ExpertFunction`; gate_up and down are this process's float32 shards."""
-        own_up: Tensor = _Gathered.apply(gate_up, self.dtype, self.groups)  # type: ignore[no-untyped-call]
-        own_down: Tensor = _Gathered.apply(down, self.dtype, self.groups)  # type: ignore[no-untyped-call]
+        ups, downs = (_Gathered.apply(shard, self._served, self.groups) for shard in (gate_up, down))  # type: ignore[no-untyped-call]
         k = experts.shape[1]
         flat = experts.reshape(-1)
-        owner = flat.div(own_up.shape[0], rounding_mode="floor")
+        owner = flat.div(len(ups[0]), rounding_mode="floor")
         order = owner.argsort(stable=True)
-        slots = order.argsort()
+        slots, source = order.argsort(), order // k
         counts = torch.bincount(owner, minlength=self.groups.owners.size())
         single = [1] * self.groups.owners.size()
         coming = _swap(counts, single, single, self.groups)
         sent, got = counts.tolist(), coming.tolist()
-        arrived: Tensor = _Exchange.apply(operators.permute(x, order // k, slots), sent, got, self.groups)  # type: ignore[no-untyped-call]
-        local = _swap((flat - owner * own_up.shape[0])[order], sent, got, self.groups)
-        gate = torch.ones(len(arrived), 1, device=x.device)
-        done = self.function(arrived, gate, local[:, None], own_up, own_down, pad)
+        local = _swap((flat - owner * len(ups[0]))[order], sent, got, self.groups)
+        ordered = _Sorted.apply(x, source, slots), gates.reshape(-1, 1)[order]  # type: ignore[no-untyped-call]
+        rows, weights = (_Exchange.apply(each, sent, got, self.groups) for each in ordered)  # type: ignore[no-untyped-call]
+        parts = zip(*(each.split(got) for each in (rows, weights, local[:, None])), ups, downs, strict=True)
+        done = torch.cat([self._product(*part, pad) for part in parts])
         back: Tensor = _Exchange.apply(done, got, sent, self.groups)  # type: ignore[no-untyped-call]
-        return operators.unpermute(back, slots, gates)
+        out: Tensor = _Summed.apply(back, slots, gates, source)  # type: ignore[no-untyped-call]
+        return out
+
+    def _served(self, masters: Tensor) -> Tensor:
+        served = masters.to(self.dtype)
+        return operators.rounded(served) if self.quantised else served
+
+    def _product(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:
+        """The products of the rows of one process. Where there are none, a row of zeros is appended and multiplied: all
+        processes take part in the exchanges of the backward pass, and no kernel gets a product without rows."""
+        count = len(x)
+        if not count:
+            x, gates, experts = (torch.cat((each, each.new_zeros(1, each.shape[1]))) for each in (x, gates, experts))
+        out: Tensor = _Product.apply(x, gates, experts, gate_up, down, pad, self.quantised)  # type: ignore[no-untyped-call]
+        return out[:count]

@@ -117,7 +117,8 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup) -> Shar
     modules: list[FSDPModule] = []
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
-        if layer.sparse and config.expert_format == "mxfp8":
+        quantised = config.expert_format == "mxfp8"
+        if layer.sparse and quantised:
             layer.function = OnGrid(layer.function, operators.rounded)
         if layer.sparse and world.expert_ranks > 1:
             for name in OWNED:
@@ -128,8 +129,9 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup) -> Shar
                 owned.add(layer.get_parameter(name))
                 copy, member = divmod(world.rank, world.expert_ranks)
                 first[f"layers.{index}.{name}"] = member * (config.experts // world.expert_ranks) + copy * rows
-            groups = Groups(world.grid.get_group("experts"), world.grid.get_group("copies"), world.clock)
-            layer.function = ExpertParallel(groups, layer.function, config.torch_dtype)
+            owners, copies = world.grid.get_group("experts"), world.grid.get_group("copies")
+            groups = Groups(owners, copies, world.clock, lambda: world.contributors)
+            layer.function = ExpertParallel(groups, config.torch_dtype, quantised)
         modules.append(_cut(layer, world, policy, owned))
     modules.append(_cut(model, world, policy, owned))
     register_fsdp_forward_method(model, "forward_cached")

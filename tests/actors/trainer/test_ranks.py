@@ -131,8 +131,8 @@ async def test_two_ranks_make_the_versions_of_one_process_also_after_one_is_kill
 async def test_more_ranks_and_owned_experts(
     connect: Connect, server: Server, tmp_path: Path, count: int, expert_ranks: int
 ) -> None:
-    """Within 1e-5 after eight updates: owned experts add in another order, and AdamW rounds the four elements of a
-    rank's shard of a head's norm otherwise than whole vectors."""
+    """Within 1e-5 after eight updates: AdamW rounds the four elements of a rank's shard of a head's norm otherwise than
+    whole vectors. test_rank_formats.py has shards that are rounded alike."""
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", 8)
     feeder = RunFeeder(await connect(), new_run(), tmp_path)
