@@ -47,7 +47,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., K], K a multiple of 32 -> (float8_e4m3fn [..., K], scales uint8 [..., K / 32]). ValueError otherwise."""
     if x.shape[-1] % BLOCK:
         raise ValueError(f"expected a multiple of {BLOCK} elements along the reduction for mxfp8, got {x.shape[-1]}")
-    blocks = x.float().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     scale = exponents(blocks.abs().amax(-1))
     inverse = torch.where(scale == 255, 0x7FC00000, (254 - scale) << 23).view(torch.float32)
     q = (blocks * inverse[..., None]).to(torch.float8_e4m3fn)
@@ -58,7 +58,7 @@ def dequantise(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers that `quantise` kept, exactly. q [..., K], scale [..., K / 32] -> [..., K]."""
     exponent = scale.to(torch.int32)
     factor = torch.where(exponent == 255, 0x7FC00000, exponent << 23).view(torch.float32)
-    return (q.float().unflatten(-1, (*scale.shape[-1:], BLOCK)) * factor[..., None]).flatten(-2).to(dtype)
+    return (q.float().reshape(*q.shape[:-1], q.shape[-1] // BLOCK, BLOCK) * factor[..., None]).flatten(-2).to(dtype)
 
 
 def quantise_columns(x: Tensor) -> tuple[Tensor, Tensor]:

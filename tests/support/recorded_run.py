@@ -50,18 +50,22 @@ class RunFeeder:
         self.hashes: dict[int, str] = {}
         self.plugins: tuple[Plugin, ...] = ()
         """Those that its Scores name."""
+        self.size = GROUP
+        """Trajectories of a group."""
+        self._loaded: set[tuple[int, str]] = set()
 
-    async def version(self, number: int) -> SnapshotReady:
-        """Wait for a version and load it."""
+    async def version(self, number: int, instead_of: str = "") -> SnapshotReady:
+        """Wait for a version and load it. instead_of: the hash of its earlier incarnation."""
         async with asyncio.timeout(PATIENCE_S):
             where = EVENT.where(run=self.run, actor="trainer", type="snapshot_ready")
             async for received in self.bus.follow("HR_EVENT", where):
                 ready = received.message
-                if ready.version not in self.models:
+                if (ready.version, ready.state_hash) not in self._loaded:
+                    self._loaded.add((ready.version, ready.state_hash))
                     self.models[ready.version] = self._make()
                     self.models[ready.version].load_state(snapshot.read(ready.path))
                     self.hashes[ready.version] = ready.state_hash
-                if ready.version == number:
+                if ready.version == number and ready.state_hash != instead_of:
                     assert isinstance(ready, SnapshotReady)
                     return ready
         raise AssertionError
@@ -74,7 +78,7 @@ class RunFeeder:
     async def group(self, batch: int, number: int, spoilt: bool = False, lag: int = 1) -> None:
         """Sample, score and close one group of a batch. A quarter of its tokens is `lag` versions old."""
         name, versions = f"g{batch * PER_STEP + number:06d}", [max(0, batch - lag), batch, batch, batch]
-        wanted = [world.Sampled(name, slot, batch * 10 + number) for slot in range(GROUP)]
+        wanted = [world.Sampled(name, slot, batch * 10 + number) for slot in range(self.size)]
         sampled = [tested(made) for made in world.episodes(self.models, wanted, versions)]
         await self.close(name, [without_logprobs(made) for made in sampled] if spoilt else sampled, versions[0])
 

@@ -78,12 +78,12 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         shard, groups = ctx.shard, ctx.groups
         copies = groups.copies.size()
-        own = torch.stack([grad.view(copies, *shard.shape) for grad in grads], 1)  # [copies, owners, e, ...]
-        parts = own
+        computed = torch.stack([grad.view(copies, *shard.shape) for grad in grads], 1)  # [copies, owners, e, ...]
+        parts = computed
         if copies > 1:
-            parts = torch.empty_like(own)
+            parts = torch.empty_like(computed)
             with groups.clock.transfer():
-                dist.all_to_all_single(parts, own, group=groups.copies)
+                dist.all_to_all_single(parts, computed, group=groups.copies)
         total: Tensor | None = shard.grad
         for part in parts.flatten(0, 1)[: groups.contributors()]:
             total = part.to(torch.float32, copy=True) if total is None else total + part
@@ -195,8 +195,9 @@ class ExpertParallel:
         local = _swap((flat - owner * len(ups[0]))[order], sent, got, self.groups)
         ordered = _Sorted.apply(x, source, slots), gates.reshape(-1, 1)[order]  # type: ignore[no-untyped-call]
         rows, weights = (_Exchange.apply(each, sent, got, self.groups) for each in ordered)  # type: ignore[no-untyped-call]
-        parts = zip(*(each.split(got) for each in (rows, weights, local[:, None])), ups, downs, strict=True)
-        done = torch.cat([self._product(*part, pad) for part in parts])
+        parts, gated, chosen = torch.split(rows, got), torch.split(weights, got), torch.split(local[:, None], got)
+        operands = zip(parts, gated, chosen, ups, downs, strict=True)
+        done = torch.cat([self._product(*each, pad) for each in operands])
         back: Tensor = _Exchange.apply(done, got, sent, self.groups)  # type: ignore[no-untyped-call]
         out: Tensor = _Summed.apply(back, slots, gates, source)  # type: ignore[no-untyped-call]
         return out

@@ -1,0 +1,276 @@
+"""Number formats and architectures over ranks, against one process that is not disturbed: the bits where ranks compute
+whole micro-batches, also with experts that have owners, and bounds where they share a micro-batch's tokens."""
+
+import asyncio
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from torch import Tensor
+
+from headrace.actors.trainer.actor import Trainer
+from headrace.actors.trainer.initial_policy import BUNDLE
+from headrace.bus.broker.server import Server
+from headrace.bus.connection import Bus
+from headrace.messages.subjects import EVENT
+from headrace.messages.training import StepDone
+from headrace.policy.config import Latent, PolicyConfig
+from headrace.policy.layout import checkpoint
+from headrace.policy.model import Model
+from headrace.rendering.bundle import terse_bundle
+from headrace.weights import snapshot
+from tests.support import tiny, world
+from tests.support.actors import living
+from tests.support.patience import PATIENCE_S
+from tests.support.recorded_run import RunFeeder, config, new_run
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# Every shard of four ranks has a multiple of eight elements.
+DENSE = msgspec.structs.replace(world.POLICY, heads=8, kv_heads=4, head_dim=32, experts=0, top_k=0)
+MIXTURE = msgspec.structs.replace(DENSE, experts=4, top_k=2)
+LATENT = msgspec.structs.replace(
+    MIXTURE, kv_heads=8, scores="sigmoid", shared_experts=1, dense_layers=1, dense_dim=64,
+    latent=Latent(q_rank=32, kv_rank=32, nope_dim=24, rope_dim=8, value_dim=32),
+)  # fmt: skip
+SHAPES = {"dense": DENSE, "mixture": MIXTURE, "latent": LATENT}
+FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "mxfp8": {"dtype": "bfloat16", "expert_format": "mxfp8"},
+}
+STEPS = 8
+
+
+class Kind(NamedTuple):
+    """A policy."""
+
+    shape: str
+    format: str
+
+    def __str__(self) -> str:
+        return f"{self.shape}_{self.format}"
+
+    @property
+    def policy(self) -> PolicyConfig:
+        return msgspec.structs.replace(SHAPES[self.shape], **FORMATS[self.format])
+
+
+class Ranks(NamedTuple):
+    """A division of the work."""
+
+    ranks: int = 1
+    expert_ranks: int = 1
+    context_ranks: int = 1
+
+    def __str__(self) -> str:
+        return f"ranks{self.ranks}_experts{self.expert_ranks}_context{self.context_ranks}"
+
+
+class Run:
+    """A run of six trajectories a batch, each a micro-batch of its own, so the last round of four ranks is not full."""
+
+    def __init__(self, admin: Bus, folder: Path, kind: Kind) -> None:
+        """folder: empty."""
+        self.root, self.kind = folder, kind
+        self.first = Model(kind.policy, tiny.numerics(kind.policy), seed=1)
+        checkpoint.save(folder / "model", self.first, kind.policy)
+        make = partial(Model, kind.policy, tiny.numerics(kind.policy), seed=None)
+        self.feeder = RunFeeder(admin, new_run(), folder, make)
+        self.feeder.size = 3
+        (self.feeder.folder / BUNDLE).write_bytes(msgspec.json.encode(terse_bundle(world.TOKENIZER)))
+
+    def settings(self, ranks: Ranks, **trainer: Any) -> Any:
+        return config(
+            self.root,
+            policy={"checkpoint": str(self.root / "model")},
+            curriculum={"group_size": 3, "groups_per_step": 2, "steps": 50},
+            trainer={"micro_tokens": 9, "rescore": 6, **ranks._asdict(), **trainer},
+            algorithm={"grad_clip": 0.05},
+        )
+
+    async def kept(self, version: int) -> None:
+        """Wait for the checkpoint of a version."""
+        where = EVENT.where(run=self.feeder.run, actor="trainer", type="event")
+        async with asyncio.timeout(PATIENCE_S):
+            async for received in self.feeder.bus.follow("HR_EVENT", where):
+                if received.message.kind == "checkpoint" and received.message.data["version"] == version:
+                    return
+
+    def tensors(self, version: int, head: str) -> dict[str, Tensor]:
+        """Masters or moments of a version's checkpoint, by parameter."""
+        file = self.feeder.folder / "checkpoints" / f"v{version:08d}.safetensors"
+        named = snapshot.read(file).items()
+        return {name.removeprefix(head): value.clone() for name, value in named if name.startswith(head)}
+
+
+class Result(NamedTuple):
+    """The outcome of a run."""
+
+    hashes: list[str]
+    done: list[StepDone]
+    start: dict[str, Tensor]
+    """Masters of version 0."""
+    gradient: dict[str, Tensor]
+    """AdamW's first moment behind the first update: a multiple of its gradient."""
+    masters: dict[str, Tensor]
+
+
+async def trained(server: Server, folder: Path, kind: Kind, ranks: Ranks, steps: int = STEPS, **trainer: Any) -> Result:
+    """A run that is not disturbed."""
+    async with (
+        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+        await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
+    ):
+        run = Run(admin, folder, kind)
+        feeder = run.feeder
+        async with living(Trainer, run.settings(ranks, checkpoint_every=1, **trainer), bus, feeder.run):
+            for number in range(steps):
+                await feeder.batch(number)
+            await feeder.version(steps)
+            await run.kept(steps)
+        done = [record for record in await feeder.steps() if isinstance(record, StepDone)]
+    assert len(done) == steps, "no step failed"
+    hashes = [feeder.hashes[number] for number in range(steps + 1)]
+    start = {name: parameter.detach().float() for name, parameter in run.first.named_parameters()}
+    return Result(hashes, done, start, run.tensors(1, "exp_avg."), run.tensors(steps, "master."))
+
+
+Alone = dict[tuple[Kind, int], Result]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    """Results of one process, which several tests compare with: by policy and number of steps."""
+    return {}
+
+
+async def by_one(alone: Alone, server: Server, tmp_path: Path, kind: Kind, steps: int = STEPS) -> Result:
+    """The result of one process, computed once."""
+    if (kind, steps) not in alone:
+        (tmp_path / "one").mkdir()
+        alone[kind, steps] = await trained(server, tmp_path / "one", kind, Ranks(), steps)
+    return alone[kind, steps]
+
+
+def apart(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """The L2 norm of the difference of all tensors of `right`."""
+    return math.sqrt(sum(float((left[name].double() - right[name].double()).square().sum()) for name in right))
+
+
+def relative_error(result: Result, expected: Result) -> float:
+    """Relative L2 error of the update that all steps make together."""
+    return apart(result.masters, expected.masters) / apart(expected.start, expected.masters)
+
+
+def gradient_error(result: Result, expected: Result) -> float:
+    """Relative L2 error of the first step's gradient, clipped."""
+    return apart(result.gradient, expected.gradient) / math.hypot(
+        *(float(part.double().norm()) for part in expected.gradient.values())
+    )
+
+
+def assert_the_first_step_has_the_bits(result: Result, expected: Result) -> None:
+    """Log-probabilities: all of the first batch's are the sampler's, in the step and scored again, so all are equal."""
+    first, other = result.done[0], expected.done[0]
+    assert result.hashes[0] == expected.hashes[0]
+    assert (first.k1, first.k3, first.max_abs_dlp) == (0.0, 0.0, 0.0) == (other.k1, other.k3, other.max_abs_dlp)
+    assert first.rescored_tokens == first.tokens == other.tokens > 0
+    assert (first.loss, first.entropy) == (other.loss, other.entropy)
+    assert all(record.max_abs_dlp == 0.0 and record.exact for record in result.done), "Law 5"
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        (Kind("dense", "float32"), Ranks(4)),
+        (Kind("dense", "bfloat16"), Ranks(2)),
+        (Kind("dense", "bfloat16"), Ranks(4)),
+        (Kind("mixture", "float32"), Ranks(4, expert_ranks=2)),
+        (Kind("mixture", "bfloat16"), Ranks(2)),
+        (Kind("mixture", "bfloat16"), Ranks(2, expert_ranks=2)),
+        (Kind("mixture", "bfloat16"), Ranks(4, expert_ranks=2)),
+        (Kind("mixture", "mxfp8"), Ranks(4)),
+        (Kind("mixture", "mxfp8"), Ranks(2, expert_ranks=2)),
+        (Kind("mixture", "mxfp8"), Ranks(4, expert_ranks=4)),
+        (Kind("latent", "float32"), Ranks(2, expert_ranks=2)),
+        (Kind("latent", "bfloat16"), Ranks(4, expert_ranks=4)),
+        (Kind("latent", "mxfp8"), Ranks(2)),
+    ],
+    ids=str,
+)
+async def test_ranks_and_owned_experts_make_the_versions_of_one_process(
+    server: Server, alone: Alone, tmp_path: Path, kind: Kind, ranks: Ranks
+) -> None:
+    expected = await by_one(alone, server, tmp_path, kind)
+    result = await trained(server, tmp_path, kind, ranks)
+    assert_the_first_step_has_the_bits(result, expected)
+    assert result.hashes == expected.hashes
+    assert all(record.loss == other.loss for record, other in zip(result.done, expected.done, strict=True))
+    assert relative_error(result, expected) == gradient_error(result, expected) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        (Kind("dense", "float32"), Ranks(2, context_ranks=2)),
+        (Kind("dense", "bfloat16"), Ranks(2, context_ranks=2)),
+        (Kind("mixture", "float32"), Ranks(4, expert_ranks=2, context_ranks=2)),
+        (Kind("mixture", "bfloat16"), Ranks(4, context_ranks=2)),
+        (Kind("mixture", "mxfp8"), Ranks(2, context_ranks=2)),
+        (Kind("latent", "float32"), Ranks(4, context_ranks=4)),
+        (Kind("latent", "bfloat16"), Ranks(4, expert_ranks=4, context_ranks=2)),
+    ],
+    ids=str,
+)
+async def test_shared_tokens_give_the_log_probabilities_of_one_process_and_its_weights_within_rounding(
+    server: Server, alone: Alone, tmp_path: Path, kind: Kind, ranks: Ranks
+) -> None:
+    expected = await by_one(alone, server, tmp_path, kind)
+    result = await trained(server, tmp_path, kind, ranks)
+    assert_the_first_step_has_the_bits(result, expected)
+    gradient, update = gradient_error(result, expected), relative_error(result, expected)
+    # In 16 bits each process rounds its part of a gradient to eight significant ones.
+    limits = (1e-6, 1e-5) if kind.format == "float32" else (5e-3, 0.5)
+    assert gradient < limits[0] and update <= limits[1], f"gradient {gradient:.1e}, update {update:.1e}"
+
+
+LIVES = (Ranks(4, context_ranks=4), Ranks(2, context_ranks=2), Ranks(1))
+
+
+async def test_resumed_with_fewer_ranks_that_round_otherwise_the_repeated_steps_are_new_incarnations(
+    server: Server, alone: Alone, tmp_path: Path
+) -> None:
+    """4, then 2, then 1 ranks, each stopped two steps behind its last checkpoint. Tokens of a replaced version are
+    scored again with the bits that replace it: another log-probability by rounding, until they are too old."""
+    kind = Kind("mixture", "float32")
+    expected = await by_one(alone, server, tmp_path, kind, 9)
+    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+        run = Run(admin, tmp_path, kind)
+        feeder = run.feeder
+        for ranks, batches in zip(LIVES, ((0, 1, 2, 3, 4), (5, 6, 7), (8,)), strict=True):
+            async with (
+                await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
+                living(Trainer, run.settings(ranks, checkpoint_every=3), bus, feeder.run),
+            ):
+                if batches[0]:  # the last version of the life before, with other bits
+                    await feeder.version(batches[0], instead_of=feeder.hashes[batches[0]])
+                for number in batches:
+                    await feeder.batch(number)
+                await feeder.version(batches[-1] + 1)
+                if ranks == LIVES[-1]:
+                    await run.kept(9)
+        done = [record for record in await feeder.steps() if isinstance(record, StepDone)]
+    order = [(step, 0) for step in range(5)] + [(3, 1), (4, 1), (5, 0), (6, 0), (7, 0), (6, 1), (7, 1), (8, 0)]
+    assert [(record.step, record.incarnation) for record in done] == order
+    last = {record.step: record for record in done}
+    assert all(last[step].groups == record.groups for step, record in enumerate(expected.done)), "trained once"
+    mixed = {(4, 1), (5, 0), (7, 1), (8, 0)}  # they hold tokens of a version that was replaced
+    for record in done:
+        assert record.max_abs_dlp <= (1e-5 if (record.step, record.incarnation) in mixed else 0.0)
+    result = Result([], done, {}, {}, run.tensors(9, "master."))
+    assert relative_error(result, expected) <= 1e-5, f"{relative_error(result, expected):.1e}"
