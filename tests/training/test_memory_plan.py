@@ -255,9 +255,10 @@ def live_bytes(work: Callable[[], object]) -> int:
     """The largest number of bytes of tensors that are alive at once, above those before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         work()
-    events = watched.profiler.kineto_results.events()  # type: ignore[union-attr]
+    assert watched.profiler is not None
+    events = watched.profiler.kineto_results.events()
     sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
-    return max(itertools.accumulate(sizes))
+    return int(max(itertools.accumulate(sizes)))
 
 
 LIVE = {

@@ -28,10 +28,11 @@ from headrace.policy.numerics_probe import probe
 from headrace.rendering.registry import Renderers
 from headrace.tasks import open_suite
 from headrace.weights import snapshot
-from tests.actors.rollout.test_policies import end_of, issue, stage
+from tests.actors.rollout.test_policies import end_of, issue
 from tests.conftest import Connect
 from tests.support import chat_formats
 from tests.support.actors import living
+from tests.support.staged import stage
 
 pytestmark = pytest.mark.anyio
 SIZES: dict[str, Any] = {

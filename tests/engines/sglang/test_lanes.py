@@ -25,7 +25,7 @@ from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT, FAIL, TRAFFIC
 from headrace.weights import snapshot
 from tests.actors.rollout.test_actor import event, waiting
-from tests.actors.rollout.test_policies import end_of, issue, prepare, stage
+from tests.actors.rollout.test_policies import end_of, issue
 from tests.conftest import Connect
 from tests.engines.sglang.test_rollout import POLICY, config
 from tests.support import tiny
@@ -34,6 +34,7 @@ from tests.support.engines import Record, Versions
 from tests.support.sglang.double import Double
 from tests.support.sglang.record import asked, raw
 from tests.support.sglang.requests import attached, request
+from tests.support.staged import prepare, stage
 
 pytestmark = pytest.mark.anyio
 

@@ -26,7 +26,7 @@ from headrace.messages.tasks import TaskRef
 from headrace.tasks import open_suite
 from headrace.weights import snapshot
 from tests.actors.rollout.test_actor import event
-from tests.actors.rollout.test_policies import end_of, prepare, stage
+from tests.actors.rollout.test_policies import end_of
 from tests.conftest import Connect
 from tests.engines.sglang.test_real import idle
 from tests.engines.sglang.test_rollout import POLICY, config
@@ -34,6 +34,7 @@ from tests.support import tiny
 from tests.support.actors import living
 from tests.support.sglang.requests import begun, request
 from tests.support.sglang.server_fixture import checked, python
+from tests.support.staged import prepare, stage
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 

@@ -18,11 +18,12 @@ from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT
 from headrace.policy.layout import hugging_face
 from headrace.weights import snapshot
-from tests.actors.rollout.test_policies import SHAPE, end_of, first, issue, prepare, stage, swapped
+from tests.actors.rollout.test_policies import end_of, issue
 from tests.conftest import Connect
 from tests.support import tiny
 from tests.support.actors import living
 from tests.support.sglang.double import Double
+from tests.support.staged import SHAPE, first, prepare, stage, swapped
 
 pytestmark = pytest.mark.anyio
 

@@ -36,7 +36,7 @@ def part(name: str, whole: Tensor, config: PolicyConfig, rank: int) -> Tensor:
     if "o_proj" in name:
         return whole[:, rank * heads * head : (rank + 1) * heads * head]
     if "w13_weight" in name or "gate_up_proj" in name:
-        gate, up = whole.split(config.expert_dim, -2)
+        gate, up = torch.split(whole, config.expert_dim, -2)
         return torch.cat([half[..., rank * inner : (rank + 1) * inner, :] for half in (gate, up)], -2)
     if "w2_weight" in name or "down_proj" in name:
         return whole[..., rank * inner : (rank + 1) * inner]

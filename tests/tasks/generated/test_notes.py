@@ -25,11 +25,12 @@ from headrace.rendering.registry import Renderers
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.generated import note_traces, notes
-from tests.actors.rollout.test_policies import end_of, stage
+from tests.actors.rollout.test_policies import end_of
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.judging import first
 from tests.support.paths import ROOT
+from tests.support.staged import stage
 
 CONFIG = ROOT / "deploy" / "proof-compaction.toml"
 TASKS = 3
