@@ -82,6 +82,11 @@ class Tools(Section, frozen=True, kw_only=True):
     """The linter of the tasks' images for the tool `lint`: a program of the sandbox and its arguments, such as
     ["npx", "eslint", "."]. A task's own `lint` goes first. Empty: ruff, or a check of Python files without it."""
 
+    web_search: HttpUrl = ""
+    """Address of a search service for the tool `web_search`, with {query} where the query stands; it answers in JSON as
+    SearXNG does (format=json). Only tasks whose `network` lists its host reach it. Empty: tasks that name none do not
+    offer the tool."""
+
 
 class Limits(Section, frozen=True, kw_only=True):
     """Limits of an episode."""

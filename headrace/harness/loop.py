@@ -70,7 +70,7 @@ async def run_episode(
     infrastructure failures, not outcomes.
     """
     limits, wall_s = request.limits, task.sandbox_limits.time_s or request.limits.wall_s
-    box = toolbox or toolbox_for(task, renderer.detailed_results, limits.context_tokens)
+    box = toolbox or toolbox_for(task, renderer, limits.context_tokens)
     # Without a reserve every request for a summary is longer than context_tokens, which is only its trigger then.
     summary_tokens = min(request.sampling.max_turn_tokens, limits.reserve_tokens // 2)
     longest = limits.context_tokens - summary_tokens if limits.reserve_tokens else None

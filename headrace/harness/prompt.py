@@ -4,10 +4,12 @@ The prompt is the user's or the task's text. The renderer adds the chat markup a
 terse format describes none, a chat template shows the JSON Schema of each.
 """
 
+from headrace.harness.tools.base import token_estimate
 from headrace.harness.tools.search.session import SearchSession
 from headrace.harness.tools.toolbox import Toolbox, tools_of
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.tasks import Task
+from headrace.rendering.base import Renderer
 
 
 def initial_prompt(request: RolloutRequest, task: Task) -> str:
@@ -22,13 +24,21 @@ def whole_prompt(system: str, prompt: str) -> str:
 
 def toolbox_for(
     task: Task,
-    detailed_results: bool,
+    renderer: Renderer | None,
     context_tokens: int,
     search: SearchSession | None = None,
     kind: type[Toolbox] = Toolbox,
 ) -> Toolbox:
-    """The tools of an episode. detailed_results: the property of its renderer. search: its semantic search.
+    """The tools of an episode. renderer: the policy's; a scripted policy in a run without a renderer has none. search:
+    its semantic search.
 
     One result has at most two characters per token of context: half of the context at four characters a token.
     """
-    return kind(tools_of(task), details=detailed_results, cap=max(400, context_tokens * 2), search=search)
+    tokenizer = renderer.tokenizer if renderer is not None else None
+    return kind(
+        tools_of(task),
+        details=renderer is not None and renderer.detailed_results,
+        cap=max(400, context_tokens * 2),
+        search=search,
+        count=(lambda text: len(tokenizer.encode(text))) if tokenizer is not None else token_estimate,
+    )

@@ -193,6 +193,10 @@ class Task(Message, frozen=True, kw_only=True):
     call that names a glob adds the matching paths. Unset: `[tools] lint`, and where that is empty ruff or the check in
     harness/tools/process/lint.py. Unset it is not encoded, as with `limits`."""
 
+    web_search: str | UnsetType = UNSET
+    """Address of a search service for the tool `web_search`, with ``{query}`` where the query stands. `network` must
+    list its host. Unset: `[tools] web_search`. Unset it is not encoded, as with `limits`."""
+
     @property
     def sandbox_limits(self) -> SandboxLimits:
         """The limits of its sandboxes; no limits of its own where it sets none."""

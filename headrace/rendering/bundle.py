@@ -28,7 +28,9 @@ _TEMPLATE = "chat_template.jinja"
 
 def terse_bundle(tokenizer_json: str, tools: Sequence[ToolSchema] = schemas.TABLE) -> RendererBundle:
     """The bundle of a policy that headrace makes itself. tools: all that the run's tasks may offer."""
-    return RendererBundle(renderer="terse", tokenizer_json=tokenizer_json, tools=schemas.functions_json(tools))
+    return RendererBundle(
+        renderer="terse", tokenizer_json=tokenizer_json, tools=schemas.functions_json(schemas.terse(tools))
+    )
 
 
 def checkpoint_bundle(

@@ -51,7 +51,8 @@ class Renderers:
         """The renderer for a task that offers these tools; with `wording` they have other words. RendererError when a
         tool or the table of words differs from the run's, and for a `wording` in the terse format.
         """
-        for name, schema in schemas.functions_json(tools).items():
+        shown = schemas.terse(tools) if self.bundle.renderer == "terse" else tools
+        for name, schema in schemas.functions_json(shown).items():
             if self.bundle.tools.get(name, schema) != schema:  # only this node may have a plugin's tool
                 raise RendererError(f"this node's tool {name} differs from the run's: install the run's version")
         if wording is None or not tools:

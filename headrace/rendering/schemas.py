@@ -136,6 +136,18 @@ TABLE: tuple[ToolSchema, ...] = (
 
 BY_NAME: dict[str, ToolSchema] = {schema.name: schema for schema in TABLE}
 
+
+def extended(tool: ToolSchema, *attributes: Parameter) -> ToolSchema:
+    """A tool of `TABLE` with further optional arguments, which only chat formats show: the terse format's tags of such
+    a tool are fixed ids of the tokenizers that exist."""
+    return msgspec.structs.replace(tool, attributes=(*tool.attributes, *attributes))
+
+
+def terse(tools: Sequence[ToolSchema]) -> tuple[ToolSchema, ...]:
+    """The tools as the terse format has them: those of `TABLE` where it has the name."""
+    return tuple(BY_NAME.get(tool.name, tool) for tool in tools)
+
+
 TASK, TURN, RESULT, ERROR, SUMMARY = "task", "turn", "result", "error", "summary"
 
 

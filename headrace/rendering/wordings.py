@@ -77,7 +77,15 @@ TABLE: dict[str, Words] = {
     "read_file": Words(
         ("open_file", "view", "cat_file", "show_source"),
         ("print a file; every line has its number", "view the numbered lines of a file", "display source text"),
-        {"path": _FILE, "lines": _SPAN},
+        {
+            "path": _FILE,
+            "lines": _SPAN,
+            "anchors": (
+                "hashes: true puts a hash beside every line number, for edits by line",
+                "with_hashes: true adds the hash of each line, which an edit can name",
+                "marks: true for number#hash in place of the number",
+            ),
+        },
     ),
     "list_files": Words(
         ("ls", "find_files", "list_dir", "enumerate_paths"),
@@ -107,6 +115,11 @@ TABLE: dict[str, Words] = {
                 "find: the exact text that is there now",
                 "before: the passage as it is",
             ),
+            "at": (
+                "anchors: lines by number#hash, in place of a passage: 3#09bc-5#a3f0",
+                "where: which lines, as shown with hashes, if no passage is given: 7#12ab",
+                "hashed_lines: number#hash, or two with a dash between, when no passage is named",
+            ),
             "replace_all": (
                 "all: true changes every occurrence",
                 "every: true for all places, not only one",
@@ -124,6 +137,11 @@ TABLE: dict[str, Words] = {
         ("write a new file, or all of an old one", "save a file with this content", "store a source file"),
         {"path": _FILE, "text": _BODY},
     ),
+    "delete_file": Words(
+        ("remove_file", "rm", "unlink", "drop_file"),
+        ("delete one file", "take a file out of the repository", "erase a single file"),
+        {"path": _FILE},
+    ),
     "run_tests": Words(
         ("test", "pytest", "check_tests", "verify"),
         ("execute the test suite", "see which tests pass", "verify the work by its tests"),
@@ -133,11 +151,16 @@ TABLE: dict[str, Words] = {
         ("bash", "shell", "run_command", "exec"),
         ("execute a command in a shell", "run a line of sh", "execute a program in the sandbox"),
         {
+            "yield_time_ms": (
+                "timeout_ms: milliseconds until an answer; 10000 without it",
+                "wait_ms: longest wait in milliseconds (10000)",
+                "patience_ms: milliseconds before it becomes a session, 10000 if absent",
+            ),
             "command": (
                 "cmd: the line to execute",
                 "script: text for sh -c",
                 "line: what the shell executes",
-            )
+            ),
         },
     ),
     "terminal_session": Words(
@@ -181,6 +204,23 @@ TABLE: dict[str, Words] = {
         ("codebase_search", "search_by_meaning", "find_code", "explore"),
         ("code that does what you describe", "search the codebase by meaning", "explore code by its purpose"),
         {"query": _WORDS},
+    ),
+    "web_fetch": Words(
+        ("fetch", "browse", "open_url", "read_page"),
+        ("get a web page without its markup", "the text behind an address", "load a document of the web"),
+        {
+            "url": (
+                "address: where the page is (http:// or https://)",
+                "link: the full link of the page",
+                "location: an http or https location",
+            ),
+            "lines": _SPAN,
+        },
+    ),
+    "web_search": Words(
+        ("search_web", "internet_search", "google", "web_lookup"),
+        ("ask a search engine", "pages of the web about something, with summaries", "look something up on the web"),
+        {"query": ("terms: words for the search engine", "ask: the question", "phrase: words that pages shall have")},
     ),
     "todo": Words(
         ("todo_write", "plan", "update_plan", "checklist"),

@@ -35,7 +35,7 @@ from headrace.engines.registry import ENGINES
 from headrace.harness.mcp.connection import McpError
 from headrace.harness.mcp.tools import open_servers
 from headrace.harness.tools.registry import TOOLS
-from headrace.harness.tools.toolbox import tools_of, with_linter, with_search, with_tools
+from headrace.harness.tools.toolbox import tools_of, with_linter, with_search, with_tools, with_web_search
 from headrace.ledger.training import suites_during
 from headrace.messages.base import Message
 from headrace.messages.ledger import Admission, admission_key
@@ -93,12 +93,11 @@ class Rollout(Actor):
         self._agreed = set(tools)
         self._suite = lru_cache(64)(partial(open_suite, root=tasks.dir))
         searching = self._searcher is not None
-        linter = self.config.tools.lint
+        section = self.config.tools
 
         def offered(ref: TaskRef) -> Task:
-            return with_linter(
-                with_search(with_tools(self._suite(ref.suite).task(ref.task), tasks.tools), searching), linter
-            )
+            task = with_search(with_tools(self._suite(ref.suite).task(ref.task), tasks.tools), searching)
+            return with_web_search(with_linter(task, section.lint), section.web_search)
 
         self._task = lru_cache(64)(offered)
         self._running: dict[asyncio.Task[Trajectory | None], RolloutRequest] = {}

@@ -323,7 +323,7 @@ class Episode:
         search = (
             SearchSession(searcher, self._request.run, template_of(task), PATTERNS) if searcher is not None else None
         )
-        return toolbox_for(task, renderer.detailed_results, self._request.limits.context_tokens, search, TracedToolbox)
+        return toolbox_for(task, renderer, self._request.limits.context_tokens, search, TracedToolbox)
 
     async def _digest_of(self, sandbox: RemoteSandbox) -> str:
         return (await sandbox.call(PullTree(patterns=()), f"{self._request.trajectory}-digest")).digest

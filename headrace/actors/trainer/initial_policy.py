@@ -19,7 +19,7 @@ from headrace.registry import merged
 from headrace.rendering.base import RendererError
 from headrace.rendering.bundle import checkpoint_bundle, terse_bundle
 from headrace.rendering.registry import Renderers
-from headrace.rendering.schemas import ToolSchema, tags
+from headrace.rendering.schemas import ToolSchema, tags, terse
 from headrace.rendering.terse import Format
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.search.chunks import PATTERNS
@@ -86,6 +86,7 @@ def _tokenizer(config: Config, tools: tuple[ToolSchema, ...]) -> Tokenizer:
         case "notes":
             return Tokenizer.train(note_traces.tokenizer_texts(seed, TOKENIZER_TRACES, Format(), answer), vocab)
         case "explorations":
+            tools = terse(tools)
             answers, form = partial(answer, search=_searches()), Format(tools)
             texts = traces.tokenizer_texts(seed, TOKENIZER_TRACES, form, answers, player=exploring.play)
             return Tokenizer.train(texts, vocab, tags(tools))

@@ -48,7 +48,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     from headrace.harness.prompt import toolbox_for, whole_prompt
     from headrace.harness.rendered import differing
     from headrace.harness.tools.registry import schemas_of
-    from headrace.harness.tools.toolbox import tools_of, with_linter, with_search, with_tools
+    from headrace.harness.tools.toolbox import tools_of, with_linter, with_search, with_tools, with_web_search
     from headrace.messages.rollout import RendererBundle
     from headrace.messages.sandbox import Acquire, NoCapacity, PullTree, SandboxLost
     from headrace.messages.search import SearchLost
@@ -73,21 +73,21 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
         raise ReplayError(f"the MCP servers of the run cannot be listed from {folder / LISTING}: {error}") from None
     recorded = {result.call_id: result for turn in trajectory.turns for result in turn.results}
     file = folder / initial_policy.BUNDLE  # a run with only scripted policies has none
-    detailed, prompts_differ = False, None
+    renderer, prompts_differ = None, None
     searching = offers_search(config)
     task = with_linter(with_search(with_tools(task, config.tasks.tools), searching), config.tools.lint)
+    task = with_web_search(task, config.tools.web_search)
     if file.is_file():
         bundle = msgspec.json.decode(file.read_bytes(), type=RendererBundle)
         try:
             renderer = Renderers(bundle).open(schemas_of(tools_of(task)), trajectory.wording)
         except RendererError as error:
             raise ReplayError(str(error)) from None
-        detailed = renderer.detailed_results
         if task.sandbox and trajectory.renderer == bundle.sha256:
             prompt, most = whole_prompt(task.system, task.prompt), config.limits.max_parallel_calls
             prompts_differ = differing(trajectory.turns, prompt, renderer, most)
     search = _recorded_search(config, task, trajectory) if searching else None
-    box = toolbox_for(task, detailed, config.limits.context_tokens, search)
+    box = toolbox_for(task, renderer, config.limits.context_tokens, search)
     await prepare_host(config)
     host = await Host.open(config.environment, limits=config.sandboxes)
     try:
@@ -109,7 +109,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
         )
 
         async def run(call: "ToolCall") -> "ToolResult":
-            if box.external(call):
+            if not box.repeatable(call) and not call.error:
                 return recorded[call.id]  # an external server may give another answer now
             return await box.run(call, sandbox, task, f"{trajectory.id}/")
 

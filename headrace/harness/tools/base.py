@@ -5,6 +5,7 @@ of the group ``headrace.tools`` or as ``module:attribute`` (docs/extending.md). 
 tool has no state of its own: it stores the notes of an episode in `Workspace.memory`.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ from headrace.rendering.schemas import Parameter, ToolSchema
 
 __all__ = [
     "PATH", "Answer", "Parameter", "Tool", "ToolSchema", "Workspace", "failed", "number_range", "numbered", "shortened",
+    "true_or_false",
 ]  # fmt: skip
 
 PATH = Parameter("path", "path from the repository's root")
@@ -31,6 +33,11 @@ class Answer(msgspec.Struct, frozen=True):
     """Evidence of a semantic search, for the trajectory."""
 
 
+def token_estimate(text: str) -> int:
+    """Tokens of a text where no tokenizer is available: four characters each."""
+    return -(-len(text) // 4)
+
+
 class Workspace:
     """The sandbox as one tool call sees it. The n-th operation of a repeated call has the same id as before."""
 
@@ -43,13 +50,15 @@ class Workspace:
         memory: dict[str, str] | None = None,
         search: SearchSession | None = None,
         cap: int = 4000,
+        count: Callable[[str], int] = token_estimate,
     ) -> None:
         """details: whether the policy reads messages of failed tests. memory: the episode's notes. search: the
-        episode's semantic search, if its run has an embedding model. cap: most characters of a result."""
+        episode's semantic search, if its run has an embedding model. cap: most characters of a result. count: the
+        tokens of a text for the policy."""
         self.task, self.details = task, details
         self.memory = {} if memory is None else memory
         """Notes of the episode, such as the hash of a file as it was last read. A resumed episode starts with none."""
-        self.search, self.call_id, self.cap = search, call_id, cap
+        self.search, self.call_id, self.cap, self.count = search, call_id, cap, count
         self._sandbox, self._count = sandbox, 0
 
     async def call(self, op: Op) -> OpResult:
@@ -84,6 +93,14 @@ def count_external(server: str, memory: dict[str, str]) -> int:
 def failed(result: OpResult) -> Answer:
     """The answer for an operation that did not succeed."""
     return Answer(result.error or result.stderr.strip() or "failed", ok=False)
+
+
+def true_or_false(arguments: Mapping[str, str], name: str) -> bool | Answer:
+    """The value of an argument that is true or false, false when it is left out; the answer to any other text."""
+    text = arguments.get(name, "false").strip().lower()
+    if text in ("true", "false"):
+        return text == "true"
+    return Answer(f"{name}: expected true or false, got {text[:40]!r}", ok=False)
 
 
 def number_range(text: str) -> tuple[int, int] | None:

@@ -1,11 +1,11 @@
 """The tools of one episode: runs a call, turns errors into answers, cuts long outputs and measures the time."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.harness.tools.base import Answer, Tool, Workspace, count_external, shortened
+from headrace.harness.tools.base import Answer, Tool, Workspace, count_external, shortened, token_estimate
 from headrace.harness.tools.registry import TOOLS
 from headrace.harness.tools.search.semantic import NAME as SEMANTIC
 from headrace.harness.tools.search.session import SearchSession
@@ -14,10 +14,18 @@ from headrace.messages.sandbox import Sandbox, SandboxLost
 from headrace.messages.search import SearchLost
 from headrace.messages.tasks import DEFAULT_TOOLS, Task
 
+WEB = frozenset({"web_fetch", "web_search"})
+"""Tools that a task without network access does not have, even if its list names them."""
+
 
 def tools_of(task: Task) -> tuple[str, ...]:
-    """The tools that a task offers: its list or the default list; none for a task without a sandbox."""
-    return (task.tools or DEFAULT_TOOLS) if task.sandbox else ()
+    """The tools that a task offers: its list or the default list; none for a task without a sandbox. The web's only
+    where the task allows network access, and web_search only where a search service is named."""
+    if not task.sandbox:
+        return ()
+    offered = task.tools or DEFAULT_TOOLS
+    missing = WEB if not task.network else frozenset() if task.web_search else frozenset({"web_search"})
+    return tuple(name for name in offered if name not in missing)
 
 
 def with_search(task: Task, available: bool) -> Task:
@@ -42,6 +50,11 @@ def with_linter(task: Task, argv: tuple[str, ...]) -> Task:
     return msgspec.structs.replace(task, lint=argv) if argv and not task.lint else task
 
 
+def with_web_search(task: Task, address: str) -> Task:
+    """The task with the run's search service; the same task if it names its own or the run has none."""
+    return msgspec.structs.replace(task, web_search=address) if address and not task.web_search else task
+
+
 class Toolbox:
     """The enabled tools. `details` adds test messages; `cap` is the most characters of a result."""
 
@@ -52,13 +65,15 @@ class Toolbox:
         details: bool = False,
         cap: int = 4000,
         search: SearchSession | None = None,
+        count: Callable[[str], int] = token_estimate,
     ) -> None:
-        """search: the episode's semantic search. PluginError when a name is not a tool."""
+        """search: the episode's semantic search. count: the tokens of a text for the policy. PluginError when a name
+        is not a tool."""
         tools: list[Tool] = [TOOLS.get(name) for name in names]
         self._tools = {tool.schema.name: tool for tool in tools}
         self._outside = {tool.schema.name for name, tool in zip(names, tools, strict=True) if not TOOLS.builtin(name)}
         self._external = {tool.schema.name for name, tool in zip(names, tools, strict=True) if TOOLS.external(name)}
-        self._details, self._cap, self._search = details, cap, search
+        self._details, self._cap, self._search, self._count = details, cap, search, count
         self._memory: dict[str, str] = {}
 
     @property
@@ -72,8 +87,12 @@ class Toolbox:
         return tool is not None and not call.error and tool.writes
 
     def external(self, call: ToolCall) -> bool:
-        """Whether an MCP server answers the call; such a call cannot be repeated."""
+        """Whether an MCP server answers the call."""
         return call.name in self._external and not call.error
+
+    def repeatable(self, call: ToolCall) -> bool:
+        """Whether the call gives the same answer again in an equal sandbox: not one to the web or an MCP server."""
+        return call.name not in WEB and not self.external(call)
 
     def recall(self, calls: Sequence[ToolCall]) -> None:
         """Count the calls to MCP servers that were answered before the episode resumed."""
@@ -92,7 +111,7 @@ class Toolbox:
             answer = Answer(f"no tool {call.name}; there are {', '.join(self._tools)}", ok=False)
         else:
             workspace = Workspace(
-                sandbox, task, f"{prefix}{call.id}", self._details, self._memory, self._search, self._cap
+                sandbox, task, f"{prefix}{call.id}", self._details, self._memory, self._search, self._cap, self._count
             )
             answer = await self._answer(tool, call, workspace)
         output = shortened(answer.output, self._cap)

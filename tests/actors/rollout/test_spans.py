@@ -38,7 +38,7 @@ async def test_an_attempt_is_a_conversation_of_turns_and_tool_calls(collector: C
             renderer=renderer,
             request=request,
             task=made.task,
-            toolbox=toolbox_for(made.task, False, 4000, kind=spans.TracedToolbox),
+            toolbox=toolbox_for(made.task, None, 4000, kind=spans.TracedToolbox),
         )
     await asyncio.to_thread(tracing.shutdown)
     seen = [received(span) for span in collector.spans]

@@ -33,7 +33,8 @@ OUTSIDE = f"{__name__}:COUNT"
 
 
 def test_every_tool_of_the_package_is_there_and_tasks_say_which_they_offer() -> None:
-    assert {*tasks.DEFAULT_TOOLS, "keyword_search"} == set(registry._built_in())
+    others = {"keyword_search", "delete_file", "web_fetch", "web_search"}
+    assert {*tasks.DEFAULT_TOOLS, *others} == set(registry._built_in())
     assert tools_of(TASK) == ("search", "read_file", "edit_file", "run_tests", "finish")
     assert [schema.name for schema in schemas_of(tasks.DEFAULT_TOOLS)] == list(tasks.DEFAULT_TOOLS)
     with pytest.raises(PluginError, match=r"expected one of .*keyword_search.* or module:attribute, got 'grep'"):

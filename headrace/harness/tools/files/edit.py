@@ -1,16 +1,18 @@
-"""edit: replace a quoted text that occurs exactly once in the file.
+"""edit: replace a quoted text that occurs exactly once in the file, or lines that are named by their anchors.
 
 Most base models know search-and-replace edits. An inexact quote is matched by a fixed sequence of looser comparisons
 (files/matching.py); the answer, and so the trajectory, names the comparison that matched. An ambiguous quote changes
-nothing, and the answer names every candidate, because choosing one would be a guess. The policy must read a file again
+nothing, and the answer names every candidate, because choosing one would be a guess. An anchor is a line's number and
+the hash of its text (files/anchors.py); a line without that hash is not replaced. The policy must read a file again
 that changed since it last saw it.
 """
 
 import difflib
 
-from headrace.harness.tools.base import PATH, Answer, Parameter, ToolSchema, Workspace, failed
-from headrace.harness.tools.files.matching import Place, find
-from headrace.harness.tools.files.staleness import forget, remember, stale
+from headrace.harness.tools.base import PATH, Answer, Parameter, ToolSchema, Workspace, failed, true_or_false
+from headrace.harness.tools.files.anchors import file_lines, resolve
+from headrace.harness.tools.files.matching import Match, Place, find
+from headrace.harness.tools.files.staleness import LARGEST, forget, remember, stale
 from headrace.messages.sandbox import ReadFile, WriteFiles
 
 _NAMED = 20
@@ -18,14 +20,16 @@ _NAMED = 20
 
 
 class EditTool:
-    """Replaces a quoted text."""
+    """Replaces a quoted text, or lines."""
 
     schema = ToolSchema(
         "edit",
-        "replace a text that stands exactly once in a file by another; quote enough lines to make it unique",
+        "replace a text that stands exactly once in a file by another; quote enough lines to make it unique; or "
+        "replace lines by the anchors that read_file shows",
         (
             PATH,
-            Parameter("old", "the text to replace, exactly as it stands in the file"),
+            Parameter("old", "the text to replace, exactly as it stands in the file", required=False),
+            Parameter("at", "instead of old: anchors of the lines to replace: 12#a3f0-15#09bc", required=False),
             Parameter("replace_all", "true replaces every occurrence", required=False),
         ),
         Parameter("new", "the text to put in its place"),
@@ -35,27 +39,37 @@ class EditTool:
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
         """``ok``, the comparison that matched unless it is ``exact``, and the number of replacements for replace_all;
         or the reason why nothing was changed."""
-        path, old, new = arguments["path"], arguments["old"], arguments["new"]
-        every = arguments.get("replace_all", "false").strip().lower()
-        if every not in ("true", "false"):
-            return Answer(f"replace_all: expected true or false, got {every!r}", ok=False)
-        if not old.strip():
+        path, old, new, at = arguments["path"], arguments.get("old", ""), arguments["new"], arguments.get("at", "")
+        every = true_or_false(arguments, "replace_all")
+        if isinstance(every, Answer):
+            return every
+        if at and (old or every):
+            return Answer("give either old or at; replace_all needs old", ok=False)
+        if not at and not old.strip():
             return Answer("old is empty; quote the text to replace, or use write_file for a new file", ok=False)
-        if old == new:
+        if not at and old == new:
             return Answer("old and new are the same text", ok=False)
-        read = await workspace.call(ReadFile(path=path))
+        read = await workspace.call(ReadFile(path=path, limit=LARGEST))
         if not read.ok:
             return failed(read)
+        if read.truncated:
+            return Answer(f"{path} has more than {LARGEST >> 20} MiB, too much for edit; use the terminal", ok=False)
         if stale(workspace, path, read.data):
             forget(workspace, path)
             return Answer(f"{path} has changed since it was last read; read it again", ok=False)
         text = read.data.decode("utf-8", "surrogateescape")
         windows = "\r\n" in text and "\n" not in text.replace("\r\n", "")
         text, old, new = (part.replace("\r\n", "\n") for part in (text, old, new)) if windows else (text, old, new)
-        match = find(text, old, new)
+        if at:
+            lines = resolve(file_lines(text), at)
+            if isinstance(lines, str):
+                return Answer(f"{path}: {lines}", ok=False)
+            match = Match("anchor", (_of_lines(text, lines, new),))
+        else:
+            match = find(text, old, new)
         if not match.places:
             return Answer(f"{path}: the text was not found{_nearest(text, old)}", ok=False)
-        if len(match.places) > 1 and every == "false":
+        if len(match.places) > 1 and not every:
             return Answer(f"{path}: the text stands at {_candidates(text, match.places)}; quote more lines", ok=False)
         changed = _replace(text, match.places)
         data = (changed.replace("\n", "\r\n") if windows else changed).encode("utf-8", "surrogateescape")
@@ -63,9 +77,18 @@ class EditTool:
         if not written.ok:
             return failed(written)
         remember(workspace, path, data)
-        how = [f"matched by {match.rung}"] if match.rung != "exact" else []
-        how += [f"{len(match.places)} replacements"] if every == "true" else []
+        how = [f"matched by {match.rung}"] if match.rung not in ("exact", "anchor") else []
+        how += [f"{len(match.places)} replacements"] if every else []
         return Answer(", ".join(["ok", *how]))
+
+
+def _of_lines(text: str, lines: tuple[int, int], new: str) -> Place:
+    """The lines first to last with their line breaks as a place; an empty replacement removes the lines."""
+    pieces = [f"{line}\n" for line in text.split("\n")]
+    start = sum(map(len, pieces[: lines[0] - 1]))
+    end = min(len(text), start + sum(map(len, pieces[lines[0] - 1 : lines[1]])))
+    closed = not new or new.endswith("\n") or not text[start:end].endswith("\n")
+    return Place(start, end, new if closed else new + "\n")
 
 
 def _replace(text: str, places: tuple[Place, ...]) -> str:

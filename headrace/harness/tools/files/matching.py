@@ -12,7 +12,8 @@ a wrong place.
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-Rung = Literal["exact", "trailing space", "indentation", "unicode"]
+Rung = Literal["exact", "trailing space", "indentation", "unicode", "anchor"]
+"""``anchor``: the call named lines by their hashes, and nothing was compared."""
 
 _TYPOGRAPHIC = str.maketrans(
     {

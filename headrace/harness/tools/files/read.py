@@ -1,29 +1,42 @@
-"""read_file: a file, or some of its lines, with line numbers."""
+"""read_file: a file, or some of its lines, with line numbers, and on request with the anchors that `edit` takes."""
 
-from headrace.harness.tools.base import Answer, Workspace, failed, number_range, numbered
-from headrace.harness.tools.files.staleness import remember
+from headrace.harness.tools.base import Answer, Parameter, Workspace, failed, number_range, numbered, true_or_false
+from headrace.harness.tools.files.anchors import anchored, file_lines
+from headrace.harness.tools.files.staleness import LARGEST, remember
 from headrace.messages.sandbox import ReadFile
-from headrace.rendering.schemas import BY_NAME
+from headrace.rendering.schemas import BY_NAME, extended
 
 
 class ReadFileTool:
     """Shows a file."""
 
-    schema, writes = BY_NAME["read_file"], False
+    schema = extended(
+        BY_NAME["read_file"],
+        Parameter("anchors", "true shows each line as number#hash, which edit takes in at", required=False),
+    )
+    writes = False
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """Lines as ``number:text``."""
+        """Lines as ``number:text``, or with anchors as ``number#hash:text``."""
+        anchors = true_or_false(arguments, "anchors")
+        if isinstance(anchors, Answer):
+            return anchors
         wanted = number_range(arguments["lines"]) if "lines" in arguments else (1, 1 << 30)
         if wanted is None:
             return Answer("lines must be a number or a range such as 3-9", ok=False)
-        result = await workspace.call(ReadFile(path=arguments["path"]))
+        result = await workspace.call(ReadFile(path=arguments["path"], limit=LARGEST))
         if not result.ok:
             return failed(result)
         remember(workspace, arguments["path"], result.data)
         lines = result.data.decode("utf-8", "replace").splitlines()
+        if anchors:
+            lines = file_lines(result.data.decode("utf-8", "surrogateescape"))
         first, last = max(1, wanted[0]), wanted[1]
         if first > len(lines) and lines:
             return Answer(f"the file has {len(lines)} lines", ok=False)
+        if anchors:
+            shown = anchored(lines[first - 1 : last], first)
+            return Answer(shown.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
         return Answer(numbered(lines[first - 1 : last], first))
 
 

@@ -9,6 +9,9 @@ from hashlib import blake2b
 
 from headrace.harness.tools.base import Workspace
 
+LARGEST = 16 << 20
+"""Bytes of the largest file that is read and edited as a whole."""
+
 
 def _key(path: str) -> str:
     return f"file:{path.removeprefix('./')}"

@@ -5,7 +5,9 @@ writes to it, ends it, or reads lines of its log. Sessions are numbered from 1 i
 same on every backend. The harness stores the logs; a resumed episode does not have the logs of its earlier sessions.
 """
 
+import itertools
 import time
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -21,6 +23,8 @@ REMOVED = "[earlier output was removed]\n"
 """Takes the place of the log of a program that still runs."""
 MOST_NEW = 1 << 20
 """Characters of new output after which a call returns early; the program blocks until a call reads more."""
+TOKENS = 10_000
+"""Most tokens of output that a call returns."""
 _PIECE = 1 << 16
 
 
@@ -57,6 +61,14 @@ def keep(workspace: Workspace, number: str, session: Session) -> None:
             del memory[oldest]
 
 
+def wait_ms(arguments: Mapping[str, str], default: int) -> int | Answer:
+    """The argument `yield_time_ms`, or the answer to a text that is not a time."""
+    wait = arguments.get("yield_time_ms", str(default)).strip()
+    if not (wait.isascii() and wait.isdigit() and int(wait[:9]) <= MOST_YIELD_MS):
+        return Answer(f"yield_time_ms: expected 0 to {MOST_YIELD_MS}, got {wait[:40]!r}", ok=False)
+    return int(wait)
+
+
 async def start(workspace: Workspace, command: str, yield_ms: int) -> Answer:
     """Run a shell command and wait for its end or for `yield_ms`."""
     limit = max(LIMIT_S, workspace.task.tests.timeout_s)
@@ -87,7 +99,7 @@ async def follow(workspace: Workspace, number: str, session: Session, yield_ms: 
     new, session.shown = session.log[session.shown :], len(session.log)
     keep(workspace, number, session)
     state = f"session {number} still runs" if session.running else session.note
-    text = shortened(new.rstrip("\n"), number, session, workspace.cap - 200)
+    text = shortened(new.rstrip("\n"), number, session, workspace)
     ok = session.running or not session.note
     return Answer("\n".join(part for part in (text, state) if part) or "ok", ok=ok)
 
@@ -100,22 +112,32 @@ def _end(result: OpResult) -> str:
     return "" if result.ok else result.error or "failed"
 
 
-def shortened(text: str, number: str, session: Session, cap: int) -> str:
-    """The text; only its head and tail, and the line numbers of the cut between, if it exceeds `cap` characters."""
-    if len(text) <= cap:
+def shortened(text: str, number: str, session: Session, workspace: Workspace) -> str:
+    """The text; only its head and tail, and the line numbers of the cut between, if it has more tokens than `TOKENS`
+    or a quarter of the characters that a result may have."""
+    characters = workspace.cap - 200
+    tokens = min(TOKENS, characters // 4)
+
+    def cost(line: str) -> float:
+        """The share of the limits that a line takes. Of a line that is too long anyway the tokens are not counted."""
+        share = (len(line) + 1) / characters
+        return share if share > 1 or len(line) > 64 * tokens else max(share, (workspace.count(line) + 1) / tokens)
+
+    if cost(text) <= 1:
         return text
     first = session.log.count("\n", 0, len(session.log) - len(session.log[session.shown - len(text) :])) + 1
     lines = text.split("\n")
-    head: list[str] = []
-    tail: list[str] = []
-    half = cap // 2
-    while lines and sum(len(line) + 1 for line in head) + len(lines[0]) <= half:
-        head.append(lines.pop(0))
-    while lines and sum(len(line) + 1 for line in tail) + len(lines[-1]) <= half:
-        tail.insert(0, lines.pop())
-    first += len(head)
-    cut = f"[{len(lines)} lines cut; terminal_session {number} with lines {first}-{first + len(lines) - 1} shows them]"
-    return "\n".join((*head, cut, *tail))
+
+    def taken(lines: Iterable[str]) -> int:
+        """How many of these lines fit into half of the limits."""
+        sums = itertools.accumulate(map(cost, lines))
+        return sum(1 for _ in itertools.takewhile(lambda share: share <= 0.5, sums))
+
+    head = taken(lines)
+    tail = len(lines) - taken(reversed(lines[head:]))
+    begin, end = first + head, first + tail - 1
+    cut = f"[{tail - head} lines cut; terminal_session {number} with lines {begin}-{end} shows them]"
+    return "\n".join((*lines[:head], cut, *lines[tail:]))
 
 
 def log_lines(session: Session, wanted: str) -> Answer:

@@ -33,9 +33,9 @@ class TerminalSessionTool:
             return Answer(f"there is no session {number[:40]!r} with a log", ok=False)
         if "lines" in arguments:
             return sessions.log_lines(session, arguments["lines"])
-        wait = arguments.get("yield_time_ms", str(YIELD_MS)).strip()
-        if not (wait.isascii() and wait.isdigit() and int(wait[:9]) <= sessions.MOST_YIELD_MS):
-            return Answer(f"yield_time_ms: expected 0 to {sessions.MOST_YIELD_MS}, got {wait[:40]!r}", ok=False)
+        wait = sessions.wait_ms(arguments, YIELD_MS)
+        if isinstance(wait, Answer):
+            return wait
         wanted = arguments.get("signal", "").strip().lower().removeprefix("sig")
         if wanted and wanted not in SIGNALS:
             return Answer(f"signal: expected {', '.join(SIGNALS)}, got {wanted[:40]!r}", ok=False)
@@ -48,7 +48,7 @@ class TerminalSessionTool:
             problem = await sessions.stop(workspace, session, SIGNALS[wanted])
         if problem:
             return Answer(problem, ok=False)
-        return await sessions.follow(workspace, number, session, int(wait))
+        return await sessions.follow(workspace, number, session, wait)
 
 
 TOOL = TerminalSessionTool()

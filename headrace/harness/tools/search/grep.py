@@ -1,18 +1,33 @@
 """search: lines that match a regular expression. A hit on a definition shows up to `_BODY` lines of its body.
 
 A policy nearly always needs the place and the content together, so one call returns both.
+
+ripgrep finds the lines where the sandbox has it. Its answer is kept only if it is complete: a pattern that ripgrep does
+not accept, such as one with a look-ahead, and more output than a call may have go to the sandbox's own search.
+Templates without ripgrep are not asked.
 """
 
 import re
+from collections.abc import Iterator
 
 from headrace.harness.tools.base import Answer, Workspace, failed
-from headrace.messages.sandbox import Search
+from headrace.messages.sandbox import Exec, Search
 from headrace.rendering.schemas import BY_NAME
 
 _LINE = re.compile(r"([^\n]+?)([:-])(\d+)\2(.*)")
 _DEFINITION = re.compile(r"\s*(?:async\s+def|def|class)\b")
 _BODY = 40
 """Most lines of a definition that are shown."""
+_HITS = 20
+"""Most hits that are shown."""
+_WITHOUT = frozenset({"light"})
+"""Templates that have no ripgrep."""
+_NOTE = "no ripgrep"
+_RIPGREP = (
+    *("rg", "--no-config", "--no-heading", "--with-filename", "--line-number", "--color=never", "--sort=path"),
+    *("--no-ignore", "--hidden", "--glob=!.git", "--max-filesize=4M", "--max-columns=1000", "--max-columns-preview"),
+    *(f"--max-count={_HITS + 1}", f"--after-context={_BODY}"),
+)
 
 
 def _indent(text: str) -> int:
@@ -56,11 +71,43 @@ class SearchTool:
         """Hits by file, or that there are none."""
         if not arguments["query"]:
             return Answer("query is empty", ok=False)
-        op = Search(pattern=arguments["query"], glob=arguments.get("glob", "**"), context=_BODY, limit=20)
-        result = await workspace.call(op)
-        if not result.ok:
-            return failed(result)
-        return Answer(layout(result.stdout) or "nothing found")
+        glob = arguments.get("glob", "**")
+        lines = await _by_ripgrep(arguments["query"], glob, workspace)
+        if lines is None:
+            op = Search(pattern=arguments["query"], glob=glob, context=_BODY, limit=_HITS)
+            result = await workspace.call(op)
+            if not result.ok:
+                return failed(result)
+            lines = result.stdout
+        return Answer(layout(lines) or "nothing found")
+
+
+async def _by_ripgrep(pattern: str, glob: str, workspace: Workspace) -> str | None:
+    """The lines in the form of a Search's answer; None where ripgrep cannot give them."""
+    if workspace.task.machine in _WITHOUT or _NOTE in workspace.memory or glob.startswith(("!", "/")):
+        return None
+    only = () if glob in ("", "**") else (f"--glob={glob}",)
+    argv = (*_RIPGREP, *only, "--regexp", pattern, "./")
+    result = await workspace.call(Exec(argv=argv, timeout_s=10.0, output_cap=1 << 20))
+    nothing = result.code == 1 and result.error == "exit code 1" and not result.stderr
+    if not result.ok and not nothing:
+        if result.code != 2:  # 2: it does not accept the pattern, or could not read a file
+            workspace.memory[_NOTE] = "1"
+        return None
+    if result.truncated:
+        return None
+    return "\n".join(_first_hits(result.stdout))
+
+
+def _first_hits(stdout: str) -> Iterator[str]:
+    hits = 0
+    for line in stdout.splitlines():
+        line = line.removeprefix("./")
+        match = _LINE.fullmatch(line)
+        hits += match is not None and match.group(2) == ":"
+        if hits > _HITS:
+            return
+        yield line
 
 
 TOOL = SearchTool()

