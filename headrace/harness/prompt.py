@@ -29,12 +29,12 @@ def toolbox_for(
     search: SearchSession | None = None,
     kind: type[Toolbox] = Toolbox,
 ) -> Toolbox:
-    """The tools of an episode. renderer: the policy's; a scripted policy in a run without a renderer has none. search:
-    its semantic search.
+    """The tools of an episode. renderer: the policy's. search: its semantic search. A script in a run without a
+    renderer bundle has no tokenizer that counts.
 
     One result has at most two characters per token of context: half of the context at four characters a token.
     """
-    tokenizer = renderer.tokenizer if renderer is not None else None
+    tokenizer = renderer.tokenizer if renderer is not None and renderer.bundle else None
     return kind(
         tools_of(task),
         details=renderer is not None and renderer.detailed_results,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from headrace import __version__
 from headrace.harness.tools.registry import schemas_of
-from headrace.harness.tools.toolbox import Toolbox
+from headrace.harness.tools.toolbox import Toolbox, tools_of
 from headrace.messages.rollout import ToolCall
 from headrace.messages.sandbox import Sandbox, SandboxLost
 from headrace.messages.tasks import Task, TaskRef, TestPlan
@@ -28,8 +28,9 @@ def server_of(sandbox: Sandbox, names: Sequence[str], tests: TestPlan) -> "Serve
     task = Task(
         ref=TaskRef("hand", "mcp"), family="mcp", prompt="", files={}, allowed=("**",), tests=tests, tools=tuple(names)
     )
-    schemas = {schema.name: schema for schema in schemas_of(tuple(names))}
-    box = Toolbox(names, details=True, cap=RESULT_CHARACTERS)
+    offered = tools_of(task)  # none of the web: this sandbox has no network access
+    schemas = {schema.name: schema for schema in schemas_of(offered)}
+    box = Toolbox(offered, details=True, cap=RESULT_CHARACTERS)
     numbers = itertools.count()
 
     async def listed(context: "ServerRequestContext", params: "PaginatedRequestParams | None") -> "ListToolsResult":

@@ -165,7 +165,7 @@ async def test_long_output_shows_head_and_tail_and_the_log_has_the_rest(fresh: F
 
 async def test_the_cap_is_in_tokens_of_the_policy(fresh: Fresh) -> None:
     sandbox = await fresh()
-    shown = {}
+    shown: dict[int, str] = {}
     for tokens_of in (len, lambda text: len(text) // 10):
         box = Toolbox(("terminal", "terminal_session"), cap=4200, count=tokens_of)
         shown[tokens_of("x" * 10)] = (await call(box, sandbox, len(shown), {"command": "seq 300"})).output
