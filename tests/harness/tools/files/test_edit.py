@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
+from headrace.config import Environment
 from headrace.harness.tools.base import Answer, Workspace
 from headrace.harness.tools.files import anchors as anchoring
 from headrace.harness.tools.files import delete, edit, matching, read, write
 from headrace.harness.tools.process import lint
 from headrace.harness.tools.search import grep, keyword
-from headrace.messages.sandbox import WriteFiles
+from headrace.messages.sandbox import ReadFile, WriteFiles
 from headrace.tasks.generated.repositories import make
 from headrace.tasks.local import LocalFiles
+from headrace.vmhost.node.host import Host
+from tests.support import hosts
 
 pytestmark = pytest.mark.anyio
 TASK = make("train", 4_000_000).task
@@ -241,3 +244,20 @@ async def test_a_thousand_edits_never_land_in_a_wrong_place() -> None:
 def test_the_ladder_is_the_same_for_all() -> None:
     match: Any = matching.find("a\n  b\n", "b", "c")
     assert match == ("exact", ((4, 5, "c"),))
+
+
+async def test_a_file_of_more_than_a_mebibyte_keeps_its_end_and_a_huge_one_is_refused() -> None:
+    host = await Host.open(Environment(backend="process"))
+    try:
+        files = {"a.py": b"first = 1\n" + b"#" * (2 << 20) + b"\nlast = 1\n", "b.py": b"x" * (edit.LARGEST + 1)}
+        sandbox = await host.acquire(hosts.ask(0, group="large", files=files))
+        answer = await edit.TOOL.run(
+            {"path": "a.py", "old": "first = 1", "new": "first = 2"}, Workspace(sandbox, TASK, "0")
+        )
+        assert answer == Answer("ok")
+        after = (await sandbox.call(ReadFile(path="a.py", limit=4 << 20))).data
+        assert after == files["a.py"].replace(b"first = 1", b"first = 2")
+        refused = await edit.TOOL.run({"path": "b.py", "old": "x", "new": "y"}, Workspace(sandbox, TASK, "1"))
+        assert refused == Answer("b.py has more than 16 MiB, too much for edit; use the terminal", ok=False)
+    finally:
+        await host.close()
