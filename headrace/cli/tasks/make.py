@@ -41,6 +41,11 @@ def add(commands: "Commands") -> None:
         metavar="GLOB",
         help="commits: with --changed-tests, only test files that match decide, such as 'tests/parsing/*'; repeatable",
     )
+    parser.add_argument(
+        "--bare-prompt",
+        action="store_true",
+        help="commits: the prompt is the message alone, with nothing before it",
+    )
     add_config(parser)
     parser.set_defaults(handler=make)
 
@@ -148,7 +153,9 @@ async def _commits(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncI
     for commit in commits.commits(Path(source), args.only_tests):
 
         async def attempt(commit: commits.Commit = commit) -> "tuple[Task, Oracle]":
-            return await commits.attempt(lab, Path(source), commit, args.name, say, args.changed_tests)
+            return await commits.attempt(
+                lab, Path(source), commit, args.name, say, args.changed_tests, args.bare_prompt
+            )
 
         yield commits.id_of(name, commit), attempt
 

@@ -82,10 +82,17 @@ def tree(repository: Path, commit: str, name: str) -> Package:
 
 
 async def attempt(
-    lab: Lab, repository: Path, commit: Commit, suite: str, say: Callable[[str], None], changed: bool = False
+    lab: Lab,
+    repository: Path,
+    commit: Commit,
+    suite: str,
+    say: Callable[[str], None],
+    changed: bool = False,
+    bare: bool = False,
 ) -> tuple[Task, Oracle]:
     """Both sides of a commit's task. changed: only the test files that the commit adds or changes decide, as in
-    SWE-bench (arXiv 2310.06770), and of those the ones that count; the others do not run. NoTask."""
+    SWE-bench (arXiv 2310.06770), and of those the ones that count; the others do not run. bare: the prompt is the
+    message alone. NoTask."""
     name = repository.resolve().name
     before, after = tree(repository, commit.parent, name), tree(repository, commit.id, name)
     if changed:
@@ -108,7 +115,7 @@ async def attempt(
     task = Task(
         ref=ref,
         family=f"commit:{name}",
-        prompt=_prompt(commit.message),
+        prompt=_prompt(commit.message, bare),
         files=before.files,
         allowed=tuple(sorted({*before.sources, *after.sources})),
         tests=msgspec.structs.replace(plan, paths=visible(before.tests, after.tests) if changed else before.tests),
@@ -143,10 +150,11 @@ def _code(package: Package) -> dict[str, bytes]:
     return {path: content for path, content in package.files.items() if not is_test(path)}
 
 
-def _prompt(message: str) -> str:
-    """The message without its trailers, which name people."""
+def _prompt(message: str, bare: bool) -> str:
+    """The message without its trailers, which name people; with a request before it unless `bare`."""
     lines = [line for line in message.splitlines() if not re.match(r"[A-Z][\w-]+-[Bb]y: ", line)]
-    return f"Make this change:\n\n{chr(10).join(lines).strip()}"[:_PROMPT] + "\n"
+    text = "\n".join(lines).strip()
+    return text[:_PROMPT] if bare else f"Make this change:\n\n{text}"[:_PROMPT] + "\n"
 
 
 def id_of(name: str, commit: Commit) -> str:

@@ -44,11 +44,13 @@ def test_a_folder_that_exists_and_another_suite_are_refused(tmp_path: Path, caps
 def test_the_fixes_make_certified_tasks(tmp_path: Path) -> None:
     assert main(["tasks", "history", str(tmp_path / "fixes"), "--count", "3"]) == 0
     suites = tmp_path / "suites"
-    words = ["tasks", "make", "commits", str(tmp_path / "fixes"), "--name", "made", "--count", "2"]
+    words = ["tasks", "make", "commits", str(tmp_path / "fixes"), "--name", "made", "--count", "2", "--bare-prompt"]
     assert main([*words, *PROCESS, "--set", f'tasks.dir="{suites}"']) == 0
     suite = open_suite("made", suites)
     assert len(list(suite.ids())) == 2 and certificates.refusal(suite, suites, False) == ""
+    prompts = {make("heldout", seed).task.prompt for seed in range(3)}
     for id in suite.ids():
         task, oracle = both_sides(suite, id)
+        assert task.prompt in prompts, "what the policies of headrace's own recipe were trained on"
         assert len(oracle.solution) == 1 and list(oracle.hidden) == ["test_hidden.py"]
         assert task.tests.paths == ("test_visible.py",)
