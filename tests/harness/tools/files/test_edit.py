@@ -10,7 +10,7 @@ import pytest
 from headrace.config import Environment
 from headrace.harness.tools.base import Answer, Workspace
 from headrace.harness.tools.files import anchors as anchoring
-from headrace.harness.tools.files import delete, edit, matching, read, write
+from headrace.harness.tools.files import delete, edit, matching, read, staleness, write
 from headrace.harness.tools.process import lint
 from headrace.harness.tools.search import grep, keyword
 from headrace.messages.sandbox import ReadFile, WriteFiles
@@ -249,7 +249,7 @@ def test_the_ladder_is_the_same_for_all() -> None:
 async def test_a_file_of_more_than_a_mebibyte_keeps_its_end_and_a_huge_one_is_refused() -> None:
     host = await Host.open(Environment(backend="process"))
     try:
-        files = {"a.py": b"first = 1\n" + b"#" * (2 << 20) + b"\nlast = 1\n", "b.py": b"x" * (edit.LARGEST + 1)}
+        files = {"a.py": b"first = 1\n" + b"#" * (2 << 20) + b"\nlast = 1\n", "b.py": b"x" * (staleness.LARGEST + 1)}
         sandbox = await host.acquire(hosts.ask(0, group="large", files=files))
         answer = await edit.TOOL.run(
             {"path": "a.py", "old": "first = 1", "new": "first = 2"}, Workspace(sandbox, TASK, "0")
