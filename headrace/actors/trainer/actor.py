@@ -339,7 +339,7 @@ class Trainer(Actor):
                 raise  # its group of processes has ended
             if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != manifest.base_hash:
                 raise  # the step was interrupted halfway: only the checkpoint has the old bytes
-            text = f"{type(error).__name__}: {error}"
+            self.log.exception("step_exception", text=(text := f"{type(error).__name__}: {error}"))
             return await self._in_thread(lambda: trainer.give_up("exception", text, hashed=turn is None))
 
     async def _of_publication(self, trainer: PolicyTrainer, result: "Future[T]") -> T:

@@ -95,7 +95,7 @@ def expert_load(policy: PolicyConfig, segments: Sequence[Segment]) -> float:
         return 0.0
     worst = 0.0
     for layer in range(routed[0].shape[1]):
-        rows = torch.cat([widen(routes[:, layer : layer + 1], 1, routes.shape[2]).view(-1) for routes in routed])
+        rows = torch.cat([widen(routes[:, layer : layer + 1], 1, routes.shape[2]).flatten() for routes in routed])
         counts = torch.bincount(rows[rows >= 0], minlength=policy.experts)
         total = int(counts.sum())
         worst = max(worst, int(counts.max()) * policy.experts / total if total else 0.0)

@@ -1,5 +1,7 @@
 """The predicted work of a step, against the weights of the real model and the batch that is trained."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 import torch
@@ -69,6 +71,8 @@ def test_the_load_is_that_of_the_worst_layer() -> None:
                     if expert >= 0:
                         counts[layer][expert] += 1
     assert load == pytest.approx(max(max(each) * len(each) / sum(each) for each in counts))
+    wide = [replace(segment, routed=segment.routes) for segment in made.segments]
+    assert expert_load(POLICY, wide) == load, "a segment whose positions were forwarded twice has its routes as int64"
 
 
 def test_a_peak_is_configured_or_unknown_on_the_cpu() -> None:
