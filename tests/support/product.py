@@ -17,6 +17,7 @@ from headrace.gateway.sessions import attempt_record
 from headrace.messages import subjects
 from headrace.messages.base import Array, Message
 from headrace.messages.codec import encode
+from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.operations import DeadLetter
 from headrace.messages.product import Feedback as UserFeedback
@@ -208,3 +209,21 @@ class Product:
             trained_slots=2,
         )
         await (await self.bus("trainer")).publish(subjects.STEP.at(run=self.branch), done)
+
+    async def evaluated(self, request: EvalRequest, passes: dict[str, bool]) -> None:
+        """Answer a request in place of the evaluator. passes: whether each task passed."""
+        passed = sum(passes.values())
+        result = EvalResult(
+            id=request.id,
+            run=self.run,
+            suite=request.suite,
+            policy=request.policy,
+            version=request.policy.version,
+            tasks=len(passes),
+            passed=passed,
+            rate=passed / len(passes),
+            infra_failures=0,
+            passes=passes,
+        )
+        where = subjects.EVENT.at(run=self.run, actor="evaluator", type="eval_result")
+        await (await self.bus("evaluator")).publish(where, result)

@@ -14,7 +14,7 @@ from headrace.config import Config, branch_config
 from headrace.config import Feedback as FeedbackSection
 from headrace.config import Gate as GateSection
 from headrace.messages import subjects
-from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.evaluation import EvalRequest
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.product import (
     Promotion,
@@ -213,20 +213,7 @@ async def asked(product: Product, policy: PolicyRef, trial: int) -> EvalRequest:
 
 
 async def answer(product: Product, request: EvalRequest, passed: int) -> None:
-    result = EvalResult(
-        id=request.id,
-        run=product.run,
-        suite=request.suite,
-        policy=request.policy,
-        version=request.policy.version,
-        tasks=20,
-        passed=passed,
-        rate=passed / 20,
-        infra_failures=0,
-        passes={str(task): task < passed for task in range(20)},
-    )
-    where = subjects.EVENT.at(run=product.run, actor="evaluator", type="eval_result")
-    await (await product.bus("evaluator")).publish(where, result)
+    await product.evaluated(request, {str(task): task < passed for task in range(20)})
 
 
 async def test_an_operators_promotion_reaches_new_sessions_and_ends_the_candidate(

@@ -8,7 +8,7 @@ import pytest
 from headrace.actors.feedback.actor import Feedback
 from headrace.messages import subjects
 from headrace.messages.base import Message
-from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.evaluation import EvalRequest
 from headrace.messages.judging import Score
 from headrace.messages.tasks import TaskRef
 from tests.conftest import Connect
@@ -32,20 +32,7 @@ async def replay(product: Product, seed: int, passed: bool) -> EvalRequest:
 
     request = await product.event(wanted)
     assert isinstance(request, EvalRequest)
-    result = EvalResult(
-        id=request.id,
-        run=product.run,
-        suite=request.suite,
-        policy=request.policy,
-        version=request.policy.version,
-        tasks=1,
-        passed=int(passed),
-        rate=float(passed),
-        infra_failures=0,
-        passes={TASK.task: passed},
-    )
-    where = subjects.EVENT.at(run=product.run, actor="evaluator", type="eval_result")
-    await (await product.bus("evaluator")).publish(where, result)
+    await product.evaluated(request, {TASK.task: passed})
     return request
 
 
