@@ -32,6 +32,7 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 Row = dict[Any, Any]
@@ -65,6 +66,7 @@ def launchers() -> dict[str, Callable[[], Any]]:
     hidden, head = new(512, 2048), new(8192, 2048)
     ids, lse = torch.zeros(512, dtype=torch.int64), new(512, dtype=single)
     experts, ends = 8, [64 * (e + 1) for e in range(8)]
+    many, more = new(2048, 2048), [256 * (e + 1) for e in range(8)]
     rows, weights = new(512, 2048), new(experts, 2048, 2048)
     mx = grouped_mm.Mx(torch.zeros(512, 2048, dtype=torch.uint8), torch.zeros(512, 64, dtype=torch.uint8))
     mw = grouped_mm.Mx(torch.zeros(8, 2048, 2048, dtype=torch.uint8), torch.zeros(8, 2048, 64, dtype=torch.uint8))
@@ -75,7 +77,9 @@ def launchers() -> dict[str, Callable[[], Any]]:
     wide = new(16, 32768, dtype=single)
     limited = Rule(sigmoid=True, groups=8, kept=4)
     return {
-        "matmul": lambda: batch_invariant.linear_triton(new(512, 4096), new(4096, 4096)),
+        "matmul": lambda: batch_invariant.linear_triton(new(4096, 4096), new(4096, 4096)),
+        "matmul, some rows": lambda: batch_invariant.linear_triton(new(512, 4096), new(4096, 4096)),
+        "matmul, few rows": lambda: batch_invariant.linear_triton(new(32, 4096), new(4096, 4096)),
         "rms_norm": lambda: batch_invariant.rms_norm_triton(new(16, 4096), new(4096), 1e-6),
         "attention, packed": lambda: attention_forward.packed_attention_triton(q, k, v, [256], 0.1),
         "attention, cached": lambda: attention_forward.cached_attention_triton(
@@ -87,6 +91,9 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "log_softmax": lambda: log_softmax.log_softmax_triton(new(16, 32768)),
         "log_softmax, backward": lambda: log_softmax.log_softmax_backward_triton(wide, wide),
         "selected_logprob": lambda: selected_logprob.selected_logprob_triton(hidden, head, ids, 1.0),
+        "selected_logprob, few rows": lambda: selected_logprob.selected_logprob_triton(
+            hidden[:32], head, ids[:32], 1.0
+        ),
         "selected_logprob, backward": lambda: selected_logprob.selected_logprob_backward_triton(
             lse, hidden, head[:1024], ids, 1.0, lse
         ),
@@ -100,6 +107,9 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "quantise": lambda: mxfp8.quantise_triton(hidden),
         "quantise, columns": lambda: mxfp8.quantise_columns_triton(hidden),
         "quantise, both": lambda: mxfp8.dual_triton(hidden),
+        "grouped, many rows": lambda: grouped_mm.grouped_mm_triton(many, weights, more, half),
+        "grouped, dgrad of many rows": lambda: grouped_mm.grouped_dgrad_triton(many, weights, more, half),
+        "dequantise": lambda: mxfp8.dequantise_triton(*mw),
         "grouped": lambda: grouped_mm.grouped_mm_triton(rows, weights, ends, half),
         "grouped, dgrad": lambda: grouped_mm.grouped_dgrad_triton(rows, weights, ends, half),
         "grouped, wgrad": lambda: grouped_mm.grouped_wgrad_triton(rows, rows, ends, half),

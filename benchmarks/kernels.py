@@ -1,6 +1,6 @@
 """Compares kernels with their targets on a GPU; without a GPU, their results with float64 in Triton's interpreter.
 
-    python -m benchmarks.kernels
+    python -m benchmarks.kernels [part ...]
 
 On a GPU: ratios to the library's best at the same shapes, taken in interleaved pairs, and bit-invariance over the
 number of rows from 1 to 4,096 (`kernels_gpu`). Elsewhere every speed is `null` and unmeasured. In both cases the small
@@ -70,7 +70,7 @@ def main() -> None:
     if gpu:
         from benchmarks.kernels_gpu import measured
 
-        figures |= measured()
+        figures |= measured(sys.argv[1:])
     else:
         figures |= {"gpu": None, "note": "no GPU: speeds are unmeasured; the interpreter checks indexing and masking"}
     figures |= checked(gpu)

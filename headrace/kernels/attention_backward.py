@@ -9,32 +9,68 @@ Layout: rows and tiles as in `attention_forward`. delta [N, H] is the product of
 Trade-off: both kernels compute the scores: seven matrix products instead of five.
 
 Twin: the backward pass in `block_attention`. Error against float64 autograd: 2e-2 of the gradient's norm in bfloat16,
-1e-5 in float32. `operators` calls it for
-tensors on a GPU. Checked in Triton's interpreter; not run on a GPU yet.
+1e-5 in float32. `operators` calls it for tensors on a GPU.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.kernels import dispatch
-from headrace.kernels.attention_forward import ROWS, tiles
-from headrace.kernels.block_attention import BLOCK
+from headrace.kernels.attention_forward import tiles
 from headrace.kernels.dispatch import jit, tl
 
 
 @jit
-def _slopes(x, g, ks, vs, norm, delta, limit, key, length, live, scale):  # type: ignore[no-untyped-def]
-    """(softmax weights, gradient of the scores), each [BM, BK], from x, g [BM, BD] and ks, vs [BK, BD]."""
-    s = tl.dot(x, tl.trans(ks), input_precision="ieee") * scale
-    seen = (key[None, :] <= limit[:, None]) & (key < length)[None, :] & live[:, None]
-    p = tl.where(seen, tl.exp(s - norm[:, None]), 0.0)
+def _slopes(x, g, ks, vs, norm, delta, limit, key, scale, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(softmax weights, gradient of the scores), each [BM, BK], from x, g [BM, BD] and ks, vs [BK, BD].
+
+    norm: the log-sum-exp in powers of two. Not MASKED: every row sees every key.
+    """
+    s = tl.dot(x, tl.trans(ks), input_precision="ieee") * (scale * 1.4426950408889634)
+    p = tl.exp2(s - norm[:, None])
+    if MASKED:
+        p = tl.where(key[None, :] <= limit[:, None], p, 0.0)
     dp = tl.dot(g, tl.trans(vs), input_precision="ieee")
     return p, p * (dp - delta[:, None]) * scale
+
+
+@jit
+def _rows(  # type: ignore[no-untyped-def]
+    q, g, lse, delta, token, row, group, head, heads, d, live, BD: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """(queries, gradients, log-sum-exp in powers of two, deltas) of rows; zeros where they do not exist."""
+    lane = tl.arange(0, BD)
+    place = ((token + row // group).to(tl.int64) * heads + head) * group + row % group
+    mask = live[:, None] & (lane < d)[None, :]
+    x = tl.load(q + place[:, None] * d + lane[None, :], mask=mask, other=0.0)
+    slope = tl.load(g + place[:, None] * d + lane[None, :], mask=mask, other=0.0)
+    norm = tl.load(lse + place, mask=live, other=0.0) * 1.4426950408889634
+    if WIDE:
+        x, slope = x.to(tl.float32), slope.to(tl.float32)
+    return x, slope, norm, tl.load(delta + place, mask=live, other=0.0), place
+
+
+@jit
+def _keys_step(  # type: ignore[no-untyped-def]
+    start, sum_k, sum_v, ks, vs, key, q, g, lse, delta, token, length, group, head, heads, d, scale,
+    MASKED: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The sums of a block of keys after the rows start to start + BM - 1. A row that does not exist has no gradient."""
+    row = start + tl.arange(0, BM)
+    x, slope, norm, change, _ = _rows(
+        q, g, lse, delta, token, row, group, head, heads, d, row < length * group, BD, WIDE
+    )
+    p, ds = _slopes(x, slope, ks, vs, norm, change, row // group, key, scale, MASKED)
+    sum_v = tl.dot(tl.trans(p).to(slope.dtype), slope, sum_v, input_precision="ieee")
+    sum_k = tl.dot(tl.trans(ds).to(x.dtype), x, sum_k, input_precision="ieee")
+    return sum_k, sum_v
 
 
 @jit
@@ -53,21 +89,38 @@ def _keys_kernel(  # type: ignore[no-untyped-def]
         ks, vs = ks.to(tl.float32), vs.to(tl.float32)
     sum_k = tl.zeros((BK, BD), dtype=tl.float32)
     sum_v = tl.zeros((BK, BD), dtype=tl.float32)
-    for start in range(first * group, length * group, BM):
-        row = start + tl.arange(0, BM)
-        live = row < length * group
-        place = ((token + row // group).to(tl.int64) * heads + head) * group + row % group
-        mask = live[:, None] & (lane < d)[None, :]
-        x = tl.load(q + place[:, None] * d + lane[None, :], mask=mask, other=0.0)
-        slope = tl.load(g + place[:, None] * d + lane[None, :], mask=mask, other=0.0)
-        norm, own_delta = tl.load(lse + place, mask=live, other=0.0), tl.load(delta + place, mask=live, other=0.0)
-        if WIDE:
-            x, slope = x.to(tl.float32), slope.to(tl.float32)
-        p, ds = _slopes(x, slope, ks, vs, norm, own_delta, row // group, key, length, live, scale)
-        sum_v += tl.dot(tl.trans(p).to(slope.dtype), slope, input_precision="ieee")
-        sum_k += tl.dot(tl.trans(ds).to(x.dtype), x, input_precision="ieee")
+    begin, end = first * group, length * group
+    clear = tl.minimum(end, begin + tl.cdiv(BK * group, BM) * BM)  # from here on, rows see the whole block
+    for start in range(begin, clear, BM):
+        sum_k, sum_v = _keys_step(
+            start, sum_k, sum_v, ks, vs, key, q, g, lse, delta, token, length, group, head, heads, d, scale,
+            True, BM, BD, WIDE,
+        )  # fmt: skip
+    for start in range(clear, end, BM):
+        sum_k, sum_v = _keys_step(
+            start, sum_k, sum_v, ks, vs, key, q, g, lse, delta, token, length, group, head, heads, d, scale,
+            False, BM, BD, WIDE,
+        )  # fmt: skip
     tl.store(g_k + key_at, sum_k.to(g_k.dtype.element_ty), mask=mine)
     tl.store(g_v + key_at, sum_v.to(g_v.dtype.element_ty), mask=mine)
+
+
+@jit
+def _queries_step(  # type: ignore[no-untyped-def]
+    start, total, x, slope, norm, change, limit, k, v, token, length, head, heads, d, scale,
+    MASKED: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The sum of a tile of rows after the keys start to start + BK - 1."""
+    key, lane = start + tl.arange(0, BK), tl.arange(0, BD)
+    key_at = ((token + key).to(tl.int64) * heads + head)[:, None] * d + lane[None, :]
+    inside = (lane < d)[None, :]
+    if MASKED:
+        inside = inside & (key < length)[:, None]
+    ks, vs = tl.load(k + key_at, mask=inside, other=0.0), tl.load(v + key_at, mask=inside, other=0.0)
+    if WIDE:
+        ks, vs = ks.to(tl.float32), vs.to(tl.float32)
+    _, ds = _slopes(x, slope, ks, vs, norm, change, limit, key, scale, MASKED)
+    return tl.dot(ds.to(ks.dtype), ks, total, input_precision="ieee")
 
 
 @jit
@@ -80,25 +133,45 @@ def _queries_kernel(  # type: ignore[no-untyped-def]
     token, first, rows = tl.load(work + at), tl.load(work + at + 1), tl.load(work + at + 2)
     row = first + tl.arange(0, BM)
     live = row < rows
-    place = ((token + row // group).to(tl.int64) * heads + head) * group + row % group
-    mask = live[:, None] & (lane < d)[None, :]
-    x = tl.load(q + place[:, None] * d + lane[None, :], mask=mask, other=0.0)
-    slope = tl.load(g + place[:, None] * d + lane[None, :], mask=mask, other=0.0)
-    norm, own_delta = tl.load(lse + place, mask=live, other=0.0), tl.load(delta + place, mask=live, other=0.0)
-    if WIDE:
-        x, slope = x.to(tl.float32), slope.to(tl.float32)
-    length = rows // group
+    x, slope, norm, change, place = _rows(q, g, lse, delta, token, row, group, head, heads, d, live, BD, WIDE)
+    length, limit = rows // group, row // group
     total = tl.zeros((BM, BD), dtype=tl.float32)
-    for start in range(0, (tl.minimum(first + BM, rows) - 1) // group + 1, BK):
-        key = start + tl.arange(0, BK)
-        key_at = ((token + key).to(tl.int64) * heads + head)[:, None] * d + lane[None, :]
-        inside = (key < length)[:, None] & (lane < d)[None, :]
-        ks, vs = tl.load(k + key_at, mask=inside, other=0.0), tl.load(v + key_at, mask=inside, other=0.0)
-        if WIDE:
-            ks, vs = ks.to(tl.float32), vs.to(tl.float32)
-        _, ds = _slopes(x, slope, ks, vs, norm, own_delta, row // group, key, length, live, scale)
-        total += tl.dot(ds.to(ks.dtype), ks, input_precision="ieee")
+    last = (tl.minimum(first + BM, rows) - 1) // group + 1
+    clear = (first // group + 1) // BK * BK  # all rows see the blocks of keys before this one
+    for start in range(0, clear, BK):
+        total = _queries_step(
+            start, total, x, slope, norm, change, limit, k, v, token, length, head, heads, d, scale, False, BK, BD, WIDE
+        )
+    for start in range(clear, last, BK):
+        total = _queries_step(
+            start, total, x, slope, norm, change, limit, k, v, token, length, head, heads, d, scale, True, BK, BD, WIDE
+        )
+    mask = live[:, None] & (lane < d)[None, :]
     tl.store(g_q + place[:, None] * d + lane[None, :], total.to(g_q.dtype.element_ty), mask=mask)
+
+
+@functools.lru_cache(maxsize=32)
+def _blocks(lengths: tuple[int, ...], width: int, device: torch.device) -> Tensor:
+    """The blocks of `width` keys, as `_keys_kernel` takes them. Kept for the other layers."""
+    starts = itertools.accumulate(lengths, initial=0)
+    listed = [
+        (start, first, length)
+        for start, length in zip(starts, lengths, strict=False)
+        for first in range(0, length, width)
+    ]
+    return torch.tensor(listed, dtype=torch.int32, device=device).view(-1, 3)
+
+
+class _Shape(NamedTuple):
+    """Rows and keys of a tile, and how a program runs it."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+OF_KEYS, OF_QUERIES, SINGLE = _Shape(128, 64, 8, 2), _Shape(128, 64, 8, 3), _Shape(64, 64, 8, 2)
 
 
 def packed_attention_backward_triton(
@@ -114,20 +187,20 @@ def packed_attention_backward_triton(
     group = q.shape[1] // heads
     delta = (grad.float() * out.float()).sum(-1)
     g_q, g_k, g_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    starts = [sum(lengths[:at]) for at in range(len(lengths))]
-    listed = [
-        (start, first, length)
-        for start, length in zip(starts, lengths, strict=True)
-        for first in range(0, length, BLOCK)
-    ]
-    if listed:
-        sizes: dict[str, Any] = {"BM": ROWS, "BK": BLOCK, "BD": max(16, dispatch.power_of_two(d)), "num_warps": 8}
-        sizes["WIDE"] = dispatch.INTERPRETED
-        blocks = torch.tensor(listed, dtype=torch.int32, device=q.device)
-        _keys_kernel[(len(listed), heads)](
-            q, k, v, grad, lse, delta, g_k, g_v, blocks, heads, group, d, scale, num_stages=2, **sizes
-        )
-        pairs = [(start, length, 0, start) for start, length in zip(starts, lengths, strict=True)]
-        work = tiles(pairs, group, q.device)
-        _queries_kernel[(len(work), heads)](q, k, v, grad, lse, delta, g_q, work, heads, group, d, scale, **sizes)
+    if not sum(lengths):
+        return g_q, g_k, g_v
+    block = {"BD": max(16, dispatch.power_of_two(d)), "WIDE": dispatch.INTERPRETED}
+    by_keys, by_queries = (SINGLE, SINGLE) if q.dtype == torch.float32 else (OF_KEYS, OF_QUERIES)
+    blocks = _blocks(tuple(lengths), by_keys.keys, q.device)
+    _keys_kernel[(len(blocks), heads)](
+        q, k, v, grad, lse, delta, g_k, g_v, blocks, heads, group, d, scale, BM=by_keys.rows, BK=by_keys.keys,
+        num_warps=by_keys.warps, num_stages=by_keys.stages, **block,
+    )  # fmt: skip
+    starts = itertools.accumulate(lengths, initial=0)
+    queries = tuple((start, length, 0, start) for start, length in zip(starts, lengths, strict=False))
+    work = tiles(queries, group, by_queries.rows, q.device)
+    _queries_kernel[(len(work), heads)](
+        q, k, v, grad, lse, delta, g_q, work, heads, group, d, scale, BM=by_queries.rows, BK=by_queries.keys,
+        num_warps=by_queries.warps, num_stages=by_queries.stages, **block,
+    )  # fmt: skip
     return g_q, g_k, g_v

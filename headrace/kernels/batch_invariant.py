@@ -13,20 +13,19 @@ where none suffices. Attention has its own file, `block_attention`.
 Trade-off: a few padded rows and unfused activations; docs/kernels.md has the measured cost. Backward passes need no
 fixed order over the batch (one trainer computes them), only determinism, and are written for speed.
 
-The Triton kernels at the end do the same on a GPU: one tile shape for every number of rows, no split of the reduction.
-`operators` calls them for tensors on a GPU. They are checked in Triton's interpreter, which proves indexing and
-masking; they were not run on a GPU yet.
+The Triton kernels at the end do the same on a GPU: one order of the reduction for every number of rows (`tile`), and no
+split of it. `operators` calls them for tensors on a GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import dispatch
+from headrace.kernels import dispatch, tile
 from headrace.kernels.dispatch import jit, tl
 
 SMALL = 4096
@@ -170,29 +169,62 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @jit
-def _matmul_kernel(a, b, c, m, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One tile of c [m, n] = a [m, k] @ b [n, k].T, all contiguous; k is walked in ascending tiles of BK."""
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    cols = tl.program_id(1) * BN + tl.arange(0, BN)
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(0, k, BK):
-        at = start + tl.arange(0, BK)
-        x = tl.load(a + rows[:, None] * k + at[None, :], mask=(rows < m)[:, None] & (at < k)[None, :], other=0.0)
-        w = tl.load(b + cols[None, :] * k + at[:, None], mask=(cols < n)[None, :] & (at < k)[:, None], other=0.0)
-        if WIDE:
-            x, w = x.to(tl.float32), w.to(tl.float32)
-        total = tl.dot(x, w, total, input_precision="ieee")
-    place = c + rows[:, None] * n + cols[None, :]
+def _matmul_kernel(  # type: ignore[no-untyped-def]
+    a, b, c, m, n, k,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One tile of c [m, n] = a [m, k] @ b [n, k].T, all contiguous. Rows and columns beyond the last start again at
+    the first: they are loaded without a mask and not stored."""
+    down, across = tile.banded(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), BAND)
+    rows, cols = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN)
+    x = a + (rows % m).to(tl.int64)[:, None] * k
+    w = b + (cols % n).to(tl.int64)[None, :] * k
+    total = tile.walk(x, w, tl.zeros((BM, BN), dtype=tl.float32), k, BK, EVEN, WIDE)
+    place = c + rows.to(tl.int64)[:, None] * n + cols[None, :]
     tl.store(place, total.to(c.dtype.element_ty), mask=(rows < m)[:, None] & (cols < n)[None, :])
 
 
+class _Shape(NamedTuple):
+    """A tile's rows, columns and depth, and how a program runs it."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+FEW = _Shape(64, 32, 128, 4, 6)
+"""For up to 64 rows: the weights are read once, and narrow tiles give each multiprocessor a share of them."""
+SOME = _Shape(128, 128, 64, 8, 4)
+"""Where large tiles would leave multiprocessors without work."""
+MANY = _Shape(256, 128, 64, 8, 3)
+_WIDEST = _Shape(64, 64, 32, 4, 2)
+"""For float32, which the tensor cores do not multiply."""
+_BUSY = 128
+"""Fewest tiles that keep a large GPU's multiprocessors busy."""
+
+
+def _shape(m: int, n: int, dtype: torch.dtype) -> _Shape:
+    if dtype == torch.float32:
+        return _WIDEST
+    if m <= FEW.rows:
+        return FEW
+    return MANY if dispatch.tiles(m, MANY.rows) * dispatch.tiles(n, MANY.columns) >= _BUSY else SOME
+
+
 def linear_triton(x: Tensor, weight: Tensor) -> Tensor:
-    """Twin of `linear` for a GPU: x [M, K] @ weight [N, K].T -> [M, N], float32 sums, one tile shape for every M."""
+    """Twin of `linear` for a GPU: x [M, K] @ weight [N, K].T -> [M, N], float32 sums, the same order for every M."""
     x, weight = x.contiguous(), weight.contiguous()
     (m, k), n = x.shape, weight.shape[0]
     out = x.new_empty(m, n)
-    grid = (dispatch.tiles(m, 64), dispatch.tiles(n, 64))
-    _matmul_kernel[grid](x, weight, out, m, n, k, BM=64, BN=64, BK=64, WIDE=dispatch.INTERPRETED)
+    shape = _shape(m, n, x.dtype)
+    programs = dispatch.tiles(m, shape.rows) * dispatch.tiles(n, shape.columns)
+    if programs:
+        _matmul_kernel[(programs,)](
+            x, weight, out, m, n, k, BM=shape.rows, BN=shape.columns, BK=shape.depth, BAND=8,
+            EVEN=k % shape.depth == 0, WIDE=dispatch.INTERPRETED, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
     return out
 
 
@@ -208,6 +240,9 @@ def _rms_norm_kernel(x, weight, y, scales, d, heads, eps, BD: tl.constexpr):  # 
     tl.store(scales + row, scale)
 
 
+NORM_WARPS = 2
+
+
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Twin of `rms_norm_forward` for a GPU: x [N, D] or [N, heads, D], weight without the first axis."""
     x, weight = x.contiguous(), weight.contiguous()
@@ -215,5 +250,5 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
     out, scales = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     if out.numel():
         heads, block = weight.numel() // d, dispatch.power_of_two(d)
-        _rms_norm_kernel[(x.numel() // d,)](x, weight, out, scales, d, heads, eps, BD=block)
+        _rms_norm_kernel[(x.numel() // d,)](x, weight, out, scales, d, heads, eps, BD=block, num_warps=NORM_WARPS)
     return out, scales

@@ -13,8 +13,7 @@ Layout: bits as integers of 1, 2 or 4 bytes, flat. Positions int64, ascending; d
 differ, so the order of the additions does not matter. Trade-off: six bytes of scratch per element, and a second pass
 over the changes.
 
-The torch functions are the twins. The kernels are checked against them in Triton's interpreter, which proves indexing
-and masking; they were not run on a GPU yet, and nothing but tests and benchmarks calls them.
+The torch functions are the twins. Nothing but tests and benchmarks calls the kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from headrace.kernels.dispatch import jit, tl
 
 WIDTHS: dict[torch.dtype, int] = {torch.uint8: 8, torch.int8: 8, torch.int16: 16, torch.int32: 32}
 """Integer views of weights, and their bits."""
-BLOCK = 4096
+BLOCK, FEWER = 2048, 256
+"""Elements of a program: of one that reads weights, and of one that adds differences."""
 
 
 def changes(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,19 +68,21 @@ def _changes_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """A block's changes at the front of its range of `places` and `numbers`, and their number in `counts`."""
     block = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    at = block * BLOCK + lane
-    live = at < n
-    a = tl.load(old + at, mask=live, other=0).to(tl.int32)
-    b = tl.load(new + at, mask=live, other=0).to(tl.int32)
+    # Rows of eight elements, which one thread loads: ranks within a row need no exchange between threads.
+    lane = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    begin = block.to(tl.int64) * BLOCK
+    live = begin + lane < n
+    a = tl.load(old + begin + lane, mask=live, other=0).to(tl.int32)
+    b = tl.load(new + begin + lane, mask=live, other=0).to(tl.int32)
     hit = a != b
     ones = hit.to(tl.int32)
-    rank = tl.cumsum(ones, 0) - ones
+    row = tl.sum(ones, 1)
+    rank = (tl.cumsum(row, 0) - row)[:, None] + tl.cumsum(ones, 1) - ones
     difference = ((b - a) << SPARE) >> SPARE
     folded = ((difference << 1) ^ (difference >> 31)) & MASK
-    tl.store(places + block * BLOCK + rank, lane.to(tl.int16), mask=hit)
-    tl.store(numbers + block * BLOCK + rank, folded, mask=hit)
-    tl.store(counts + block, tl.sum(ones, 0))
+    tl.store(places + begin + rank, lane.to(tl.int16), mask=hit)
+    tl.store(numbers + begin + rank, folded, mask=hit)
+    tl.store(counts + block, tl.sum(row, 0))
 
 
 @jit
@@ -89,14 +91,16 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Copies a block's changes behind those of the blocks before it."""
     block = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
     count = tl.load(counts + block)
     start = tl.load(starts + block)
-    mine = lane < count
-    place = tl.load(places + block * BLOCK + lane, mask=mine, other=0).to(tl.int64)
-    number = tl.load(numbers + block * BLOCK + lane, mask=mine, other=0)
-    tl.store(at + start + lane, place + block.to(tl.int64) * BLOCK, mask=mine)
-    tl.store(folded + start + lane, number, mask=mine)
+    begin = block.to(tl.int64) * BLOCK
+    for first in range(0, count, 64):
+        lane = first + tl.arange(0, 64)
+        mine = lane < count
+        place = tl.load(places + begin + lane, mask=mine, other=0).to(tl.int64)
+        number = tl.load(numbers + begin + lane, mask=mine, other=0)
+        tl.store(at + start + lane, place + begin, mask=mine)
+        tl.store(folded + start + lane, number, mask=mine)
 
 
 @jit
@@ -130,18 +134,17 @@ def changes_triton(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     at = torch.empty(changed, dtype=torch.int64, device=old.device)
     folded = torch.empty(changed, dtype=torch.int32, device=old.device)
     if changed:
-        _launch(_gather_kernel, blocks, places, numbers, counts, ends - counts, at, folded)
+        _launch(_gather_kernel, blocks, places, numbers, counts, ends - counts, at, folded, warps=1)
     return at, folded
 
 
 def apply_triton(base: Tensor, at: Tensor, folded: Tensor) -> Tensor:
     """`apply` on the device of its inputs."""
     out = base.clone()
-    blocks = dispatch.tiles(at.numel(), BLOCK)
-    if blocks:
-        _launch(_apply_kernel, blocks, out, at, folded, at.numel())
+    if at.numel():
+        _apply_kernel[(dispatch.tiles(at.numel(), FEWER),)](out, at, folded, at.numel(), BLOCK=FEWER, num_warps=4)
     return out
 
 
-def _launch(kernel: Any, blocks: int, *operands: Any, **constants: int) -> None:
-    kernel[(blocks,)](*operands, **constants, BLOCK=BLOCK)
+def _launch(kernel: Any, blocks: int, *operands: Any, warps: int = 4, **constants: int) -> None:
+    kernel[(blocks,)](*operands, **constants, BLOCK=BLOCK, num_warps=warps)

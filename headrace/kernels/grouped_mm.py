@@ -1,9 +1,10 @@
 """Products of many experts in one launch: forward, dgrad and wgrad, operands plain or in MXFP8.
 
 Idea: the rows of an expert are contiguous, as `expert_mlp.plan` lays them out; `ends` says where each expert's rows
-end. One tile shape for every group, the reduction in ascending tiles, no split: a row's bits do not depend on its
-group's size. An MXFP8 operand comes as its bytes and scales along the last dimension and is widened in registers, which
-is exact; the sums are float32.
+end. The reduction in ascending tiles, no split (`tile`): a row's bits do not depend on its group's size. An MXFP8
+operand comes as its bytes and scales along the last dimension and is widened exactly; the sums are float32. With few
+rows per expert it is widened in registers, so that memory is read once at half the bytes; with many, before the product
+and to bfloat16, so that the tensor cores do not wait for it.
 
     forward  y[t] = x[t] @ w[e].T         x [T, K], w [E, N, K] -> [T, N]
     dgrad    d[t] = g[t] @ w[e]           g [T, N], w [E, N, K] -> [T, K]
@@ -11,11 +12,11 @@ is exact; the sums are float32.
 
 The table in `mxfp8` lists the quantised operands: weights and activations are quantised, gradients are not.
 
-Trade-off: widening in registers leaves Hopper's tensor cores at their bfloat16 rate: there MXFP8 saves bytes (few rows
-per expert), not operations. Blackwell's block-scaled product would take the same bytes; it is not used yet.
+Trade-off: Hopper's tensor cores stay at their bfloat16 rate: there MXFP8 saves bytes (few rows per expert), not
+operations. Blackwell's block-scaled product would take the same bytes; it is not used yet.
 
 Error against float64 of the widened operands: K 2^-24 of the sum of magnitudes, and one rounding of the result's dtype.
-`operators` calls the Triton side for tensors on a GPU. Checked in Triton's interpreter; not run on a GPU yet.
+`operators` calls the Triton side for tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels import dispatch, mxfp8
+from headrace.kernels import dispatch, mxfp8, tile
 from headrace.kernels.dispatch import jit, tl
 
 
@@ -41,8 +42,8 @@ Operand = Tensor | Mx
 Ends = Sequence[int] | Tensor
 """The end row of each expert. As int64 [E] on the device the host does not wait for it; it then consists of multiples
 of `TILE`."""
-TILE, WIDTH = 64, 128
-"""Rows and columns of a tile. They are small because most experts have few rows under skewed routing."""
+TILE = 64
+"""Smallest number of rows of a tile, to a multiple of which the rows of an expert are padded."""
 
 
 def widened(x: Operand, dtype: torch.dtype) -> Tensor:
@@ -84,125 +85,186 @@ def grouped_wgrad(g: Tensor, x: Operand, ends: Sequence[int], dtype: torch.dtype
 
 
 @jit
-def _widen(x, scale, rows, cols, width, live, MX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile [rows, cols] of an operand [., width] as numbers; 0 outside of `live`."""
-    if MX:
-        byte = tl.load(x + rows * width + cols, mask=live, other=0).to(tl.int32)
-        size, mantissa = (byte >> 3) & 15, byte & 7
-        normal = (((size + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
-        number = tl.where(size == 0, mantissa.to(tl.float32) * 0.001953125, normal)
-        number = tl.where((byte & 128) != 0, -number, number)
-        e = tl.load(scale + rows * (width // 32) + cols // 32, mask=live, other=127).to(tl.int32)
-        out = number * (e << 23).to(tl.float32, bitcast=True)
+def _widen(  # type: ignore[no-untyped-def]
+    x, scale, rows, first, width, rows_live, cols_live,
+    C: tl.constexpr, MX: tl.constexpr, FULL: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """A tile [R, C] of an operand [., width] as numbers, from column `first` on, a multiple of 32; zeros outside of
+    rows_live [R] and cols_live [C], which are not used where FULL. One scale is loaded for 32 numbers."""
+    cols = first + tl.arange(0, C)
+    at = rows.to(tl.int64)[:, None] * width + cols[None, :]
+    live = rows_live[:, None] & cols_live[None, :]
+    if FULL:
+        raw = tl.load(x + at)
     else:
-        out = tl.load(x + rows * width + cols, mask=live, other=0.0)
+        raw = tl.load(x + at, mask=live, other=0.0)
+    if MX:
+        groups = first // 32 + tl.arange(0, C // 32)
+        at = rows.to(tl.int64)[:, None] * (width // 32) + groups[None, :]
+        if FULL:
+            e = tl.load(scale + at).to(tl.int32)
+        else:
+            mask = rows_live[:, None] & (groups < width // 32)[None, :]
+            e = tl.load(scale + at, mask=mask, other=127).to(tl.int32)
+        factor = (e << 23).to(tl.float32, bitcast=True)
+        if EMULATED:
+            byte = raw.to(tl.uint8, bitcast=True).to(tl.int32)
+            size, mantissa = (byte >> 3) & 15, byte & 7
+            normal = (((size + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
+            number = tl.where(size == 0, mantissa.to(tl.float32) * 0.001953125, normal)
+            number = tl.where((byte & 128) != 0, -number, number)
+        else:
+            number = raw.to(tl.float32)
+        blocks = tl.reshape(number, (raw.shape[0], C // 32, 32)) * factor[:, :, None]
+        out = tl.reshape(blocks, (raw.shape[0], C))
+    else:
+        out = raw
     return out
 
 
 @jit
 def _rows_kernel(  # type: ignore[no-untyped-def]
-    x, xs, w, ws, out, tiles, n, k, X: tl.constexpr, W: tl.constexpr, BACK: tl.constexpr, WIDE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, xs, w, ws, out, tiles, high, n, k, X: tl.constexpr, W: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, EMULATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BAND: tl.constexpr,
 ):  # fmt: skip
-    """Forward, or dgrad (BACK): one tile of rows of one expert; tiles int32 [., 3]: expert, first row, end row."""
-    at = tl.program_id(0) * 3
-    expert, first, end = tl.load(tiles + at), tl.load(tiles + at + 1), tl.load(tiles + at + 2)
-    rows = first + tl.arange(0, BM)
-    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    """Forward, or dgrad (BACK): one tile of rows of one expert; tiles int32 [high, 3]: expert, first row, end row.
+
+    EVEN: the operands' sides are multiples of the tile's. Rows beyond the last are others, loaded and not stored.
+    """
     wide = k if BACK else n
     deep = n if BACK else k
+    down, across = tile.banded(tl.program_id(0), high, tl.cdiv(wide, BN), BAND)
+    expert, first = tl.load(tiles + down * 3), tl.load(tiles + down * 3 + 1)
+    end = tl.load(tiles + down * 3 + 2)
+    if first >= end:
+        return
+    rows, cols = first + tl.arange(0, BM), across * BN + tl.arange(0, BN)
+    near = tl.minimum(rows, end - 1)
+    always = tl.full((BM,), 1, dtype=tl.int1)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, deep, BK):
         along = start + tl.arange(0, BK)
-        live = (rows < end)[:, None] & (along < deep)[None, :]
-        a = _widen(x, xs, rows[:, None], along[None, :], deep, live, X)
-        inside = (along < deep)[:, None] & (cols < wide)[None, :]
+        inside = along < deep
+        a = _widen(x, xs, near, start, deep, always, inside, BK, X, EVEN, EMULATED)
         if BACK:
-            b = _widen(w, ws, expert * n + along[:, None], cols[None, :], k, inside, W)
+            b = _widen(w, ws, expert * n + along, across * BN, k, inside, cols < wide, BN, W, EVEN, EMULATED)
         else:
-            b = _widen(w, ws, expert * n + cols[None, :], along[:, None], k, inside, W)
+            b = _widen(w, ws, expert * n + cols, start, k, cols < wide, inside, BK, W, EVEN, EMULATED)
         if WIDE:
             a, b = a.to(tl.float32), b.to(tl.float32)
         else:
             a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)  # exact: e4m3 times a power of two, or bfloat16 already
-        total = tl.dot(a, b, total, input_precision="ieee")
-    place = out + rows[:, None] * wide + cols[None, :]
+        total = tl.dot(a, b if BACK else tl.trans(b), total, input_precision="ieee")
+    place = out + rows.to(tl.int64)[:, None] * wide + cols[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (cols < wide)[None, :])
 
 
 @jit
 def _wgrad_kernel(  # type: ignore[no-untyped-def]
-    g, x, xs, out, ends, n, k, X: tl.constexpr, WIDE: tl.constexpr,
+    g, x, xs, out, ends, n, k, X: tl.constexpr, WIDE: tl.constexpr, EMULATED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile [BN, BK] of one expert's gradient: a walk over its rows, ascending."""
-    expert = tl.program_id(0)
+    down, across = tile.banded(tl.program_id(0), tl.cdiv(n, BN), tl.cdiv(k, BK), 8)
+    expert = tl.program_id(1)
     first, end = tl.load(ends + expert), tl.load(ends + expert + 1)
-    ns = tl.program_id(1) * BN + tl.arange(0, BN)
-    ks = tl.program_id(2) * BK + tl.arange(0, BK)
+    ns, ks = down * BN + tl.arange(0, BN), across * BK + tl.arange(0, BK)
     total = tl.zeros((BN, BK), dtype=tl.float32)
     for start in range(first, end, BM):
         rows = start + tl.arange(0, BM)
-        a = tl.load(g + rows[None, :] * n + ns[:, None], mask=(rows < end)[None, :] & (ns < n)[:, None], other=0.0)
-        b = _widen(x, xs, rows[:, None], ks[None, :], k, (rows < end)[:, None] & (ks < k)[None, :], X)
+        live = rows < end
+        a = tl.load(g + rows.to(tl.int64)[None, :] * n + (ns % n)[:, None], mask=live[None, :], other=0.0)
+        b = _widen(x, xs, rows, across * BK, k, live, ks < k, BK, X, False, EMULATED)
         if WIDE:
             a, b = a.to(tl.float32), b.to(tl.float32)
         else:
             a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
         total = tl.dot(a, b, total, input_precision="ieee")
-    place = out + (expert * n + ns[:, None]) * k + ks[None, :]
+    place = out + (expert * n + ns).to(tl.int64)[:, None] * k + ks[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=(ns < n)[:, None] & (ks < k)[None, :])
+
+
+@jit
+def _tiles_kernel(ends, tiles, high, experts, BE: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """BLOCK tiles int32 [high, 3] of BM rows, from the end row of each expert; tiles beyond the last have no row."""
+    lane = tl.arange(0, BE)
+    end = tl.load(ends + lane, mask=lane < experts, other=0).to(tl.int32)
+    begin = tl.load(ends + lane - 1, mask=(lane > 0) & (lane < experts), other=0).to(tl.int32)
+    count = tl.where(lane < experts, (end - begin + BM - 1) // BM, 0)
+    last = tl.cumsum(count, 0)
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = (number[:, None] < last[None, :]) & (number[:, None] >= (last - count)[None, :])
+    expert = tl.sum(tl.where(mine, lane[None, :], 0), 1)
+    first = tl.sum(tl.where(mine, begin[None, :] + (number[:, None] - (last - count)[None, :]) * BM, 0), 1)
+    place = tiles + number * 3
+    tl.store(place, expert, mask=number < high)
+    tl.store(place + 1, first, mask=number < high)
+    tl.store(place + 2, tl.sum(tl.where(mine, end[None, :], 0), 1), mask=number < high)
+
+
+class _Shape(NamedTuple):
+    """A tile's rows, columns and depth, and how a program runs it."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+FEW = _Shape(64, 128, 128, 4, 3)
+MANY = _Shape(128, 256, 64, 8, 3)
+FEW_MX = _Shape(64, 128, 128, 4, 3)
+GRADIENT = _Shape(64, 128, 256, 8, 3)
+"""Rows of a step, and [rows, columns] of a tile of a weight's gradient."""
+SINGLE = _Shape(64, 64, 32, 4, 2)
+"""For float32, which the tensor cores do not multiply."""
+MANY_ROWS = 128
+"""Rows of an expert, on average, from which large tiles are used and quantised operands are widened before."""
 
 
 def _parts(x: Operand) -> tuple[Tensor, Tensor, bool]:
     """(bytes or numbers, scales, whether the operand is quantised)."""
     if isinstance(x, Mx):
-        return x.q.contiguous().view(torch.uint8), x.scale.contiguous(), True
+        return x.q.contiguous().view(torch.float8_e4m3fn), x.scale.contiguous(), True
     plain = x.contiguous()
     return plain, plain, False
 
 
-def _tiles(ends: Ends, rows: int, device: torch.device) -> Tensor:
-    """int32 [., 3]: expert, first row, end row of each tile.
+def _tiles(ends: Ends, rows: int, height: int, device: torch.device) -> Tensor:
+    """int32 [., 3]: expert, first row, end row of each tile of `height` rows.
 
-    Ends that are on the device are not copied to the host: they are multiples of `TILE`, and tiles beyond the last have
-    no row.
+    The host does not wait for the ends: there are as many tiles as there may be, and those beyond the last have no row.
     """
-    if isinstance(ends, Tensor):
-        first = torch.arange(0, rows, TILE, device=device)
-        expert = torch.searchsorted(ends, first, right=True).clamp_(max=len(ends) - 1)
-        return torch.stack((expert, first, ends.index_select(0, expert)), 1).to(torch.int32)
-    table = [(e, row, end) for e, first, end in _groups(ends) for row in range(first, end, TILE)]
-    return torch.tensor(table, dtype=torch.int32, device=device).view(-1, 3)
+    on_device = ends if isinstance(ends, Tensor) else torch.tensor(ends, dtype=torch.int64, device=device)
+    high = rows // height + len(ends)
+    tiles = torch.empty(high, 3, dtype=torch.int32, device=device)
+    block = dispatch.power_of_two(len(ends))
+    _tiles_kernel[(dispatch.tiles(high, 32),)](on_device, tiles, high, len(ends), BE=block, BM=height, BLOCK=32)
+    return tiles
 
 
 def _launch(a: Operand, w: Operand, ends: Ends, dtype: torch.dtype, back: bool) -> Tensor:
+    count = len(ends)
+    many = len(a.q if isinstance(a, Mx) else a) >= MANY_ROWS * count
+    if many and not dispatch.INTERPRETED:  # the product is bound by its operations, which widening would slow
+        a, w = (mxfp8.dequantise_triton(*part) if isinstance(part, Mx) else part for part in (a, w))
     x, xs, quantised = _parts(a)
     v, vs, rough = _parts(w)
     n, k = v.shape[1], v.shape[2]
-    wide = k if back else n
-    tiles = _tiles(ends, len(x), x.device)
+    wide, deep = (k, n) if back else (n, k)
+    single = torch.float32 in (x.dtype, v.dtype)
+    shape = SINGLE if single else MANY if many else FEW_MX if quantised or rough else FEW
+    tiles = _tiles(ends, len(x), shape.rows, x.device)
     out = torch.empty(len(x), wide, dtype=dtype, device=x.device)
-    if len(tiles):
-        full = dispatch.INTERPRETED or torch.float32 in (x.dtype, v.dtype)
-        _rows_kernel[(len(tiles), dispatch.tiles(wide, WIDTH))](
-            x,
-            xs,
-            v,
-            vs,
-            out,
-            tiles,
-            n,
-            k,
-            X=quantised,
-            W=rough,
-            BACK=back,
-            WIDE=full,
-            BM=TILE,
-            BN=WIDTH,
-            BK=64,
-            num_warps=8 if quantised or rough else 4,
-        )
+    if len(x):
+        _rows_kernel[(len(tiles) * dispatch.tiles(wide, shape.columns),)](
+            x, xs, v, vs, out, tiles, len(tiles), n, k, X=quantised, W=rough, BACK=back,
+            EVEN=deep % shape.depth == 0 and wide % shape.columns == 0,
+            WIDE=dispatch.INTERPRETED or single, EMULATED=dispatch.INTERPRETED, BM=shape.rows, BN=shape.columns,
+            BK=shape.depth, BAND=8, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
     return out
 
 
@@ -219,6 +281,8 @@ def grouped_dgrad_triton(g: Tensor, w: Operand, ends: Ends, dtype: torch.dtype =
 def grouped_wgrad_triton(g: Tensor, x: Operand, ends: Ends, dtype: torch.dtype = torch.float32) -> Tensor:
     """Twin of `grouped_wgrad` for a GPU."""
     g = g.contiguous()
+    if isinstance(x, Mx) and not dispatch.INTERPRETED:
+        x = mxfp8.dequantise_triton(*x)
     data, scale, quantised = _parts(x)
     n, k = g.shape[1], data.shape[1]
     out = torch.empty(len(ends), n, k, dtype=dtype, device=g.device)
@@ -226,8 +290,11 @@ def grouped_wgrad_triton(g: Tensor, x: Operand, ends: Ends, dtype: torch.dtype =
         bounds = torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
     else:
         bounds = torch.tensor([0, *ends], dtype=torch.int32, device=g.device)
-    full = dispatch.INTERPRETED or torch.float32 in (g.dtype, data.dtype)
-    _wgrad_kernel[(len(ends), dispatch.tiles(n, 64), dispatch.tiles(k, WIDTH))](
-        g, data, scale, out, bounds, n, k, X=quantised, WIDE=full, BM=64, BN=64, BK=WIDTH, num_warps=4
-    )
+    single = torch.float32 in (g.dtype, data.dtype)
+    shape = SINGLE if single else GRADIENT
+    _wgrad_kernel[(dispatch.tiles(n, shape.columns) * dispatch.tiles(k, shape.depth), len(ends))](
+        g, data, scale, out, bounds, n, k, X=quantised, WIDE=dispatch.INTERPRETED or single,
+        EMULATED=dispatch.INTERPRETED, BM=shape.rows, BN=shape.columns, BK=shape.depth, num_warps=shape.warps,
+        num_stages=shape.stages,
+    )  # fmt: skip
     return out

@@ -91,6 +91,16 @@ def _round_e4m3(x):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _rounded(x, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 within +-448 -> e4m3 bits, to nearest even: the GPU's own conversion, except in the interpreter."""
+    if EMULATED:
+        out = _round_e4m3(x)
+    else:
+        out = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return out
+
+
+@jit
 def _scale_of(amax):  # type: ignore[no-untyped-def]
     """RCEIL exponents int32, as `exponents`; amax is finite."""
     bits = (amax / 448.0).to(tl.int32, bitcast=True)
@@ -100,7 +110,8 @@ def _scale_of(amax):  # type: ignore[no-untyped-def]
 
 @jit
 def _quantise_kernel(  # type: ignore[no-untyped-def]
-    x, q, s, qt, st, m, k, BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x, q, s, qt, st, m, k, BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BK] of x [m, k], read once; both sides multiples of 32, blocks never cross a tile."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -112,7 +123,7 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
         blocks = tl.reshape(value, (BM, BK // 32, 32))
         e = _scale_of(tl.max(tl.abs(blocks), 2))
         inverse = ((254 - e) << 23).to(tl.float32, bitcast=True)
-        out = tl.reshape(_round_e4m3(blocks * inverse[:, :, None]), (BM, BK))
+        out = tl.reshape(_rounded(blocks * inverse[:, :, None], EMULATED), (BM, BK))
         tl.store(q + place, out, mask=live)
         at = tl.program_id(1) * (BK // 32) + tl.arange(0, BK // 32)
         inside = (row < m)[:, None] & (at < k // 32)[None, :]
@@ -121,11 +132,15 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
         blocks = tl.reshape(value, (BM // 32, 32, BK))
         e = _scale_of(tl.max(tl.abs(blocks), 1))
         inverse = ((254 - e) << 23).to(tl.float32, bitcast=True)
-        out = tl.reshape(_round_e4m3(blocks * inverse[:, None, :]), (BM, BK))
+        out = tl.reshape(_rounded(blocks * inverse[:, None, :], EMULATED), (BM, BK))
         tl.store(qt + place, out, mask=live)
         at = tl.program_id(0) * (BM // 32) + tl.arange(0, BM // 32)
         inside = (at < m // 32)[:, None] & (col < k)[None, :]
         tl.store(st + at[:, None] * k + col[None, :], e.to(tl.uint8), mask=inside)
+
+
+ROW_TILE, COLUMN_TILE, DUAL_TILE = (2, 2048, 4), (32, 256, 2), (32, 256, 2)
+"""Rows and columns of a tile, and warps of a program, of each quantiser."""
 
 
 def _launch(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -138,8 +153,11 @@ def _launch(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tenso
         return torch.empty(shape if wanted else (1,), dtype=torch.uint8, device=device)
 
     out = (new(rows, m, k), new(rows, m, k // BLOCK), new(columns, m, k), new(columns, m // BLOCK, k))
-    grid = (dispatch.tiles(m, 64), dispatch.tiles(k, 128))
-    _quantise_kernel[grid](x, *out, m, k, BM=64, BK=128, ROWS=rows, COLUMNS=columns)
+    high, wide, warps = ROW_TILE if not columns else COLUMN_TILE if not rows else DUAL_TILE
+    grid = (dispatch.tiles(m, high), dispatch.tiles(k, wide))
+    _quantise_kernel[grid](
+        x, *out, m, k, BM=high, BK=wide, ROWS=rows, COLUMNS=columns, EMULATED=dispatch.INTERPRETED, num_warps=warps
+    )
     return out
 
 
@@ -159,3 +177,21 @@ def dual_triton(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]
     """Twin of `dual` for a GPU: x is read once."""
     q, s, qt, st = _launch(x, True, True)
     return (q.view(torch.float8_e4m3fn), s), (qt.view(torch.float8_e4m3fn), st)
+
+
+@jit
+def _dequantise_kernel(q, s, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < count
+    number = tl.load(q + at, mask=live, other=0.0).to(tl.float32)
+    e = tl.load(s + at // 32, mask=live, other=127).to(tl.int32)
+    tl.store(out + at, (number * (e << 23).to(tl.float32, bitcast=True)).to(out.dtype.element_ty), mask=live)
+
+
+def dequantise_triton(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Twin of `dequantise` for a GPU, for finite numbers; the interpreter has no e4m3."""
+    q, scale = q.contiguous().view(torch.float8_e4m3fn), scale.contiguous()
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    if out.numel():
+        _dequantise_kernel[(dispatch.tiles(out.numel(), 2048),)](q, scale, out, out.numel(), BLOCK=2048, num_warps=4)
+    return out

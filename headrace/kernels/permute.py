@@ -15,7 +15,7 @@ Trade-off: rows after the last part are copied and never used, and the gates' gr
 
 Twins: `expert_mlp.plan`, and below. Error: copies are exact; sums of k terms within k 2^-24 of the sum of magnitudes
 and one rounding of the result's dtype.
-`operators` calls the Triton side for tensors on a GPU. Checked in Triton's interpreter; not run on a GPU yet.
+`operators` calls the Triton side for tensors on a GPU.
 """
 
 from __future__ import annotations

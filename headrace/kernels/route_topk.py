@@ -14,7 +14,7 @@ Trade-off: k passes over the row's E scores; for k = 8 of 256 experts they cost 
 
 Error: selections are exact where scores are (a score's error against float64 is below 2^-22 of the largest); gates are
 within 1e-6. `operators` calls it for
-tensors on a GPU. Checked in Triton's interpreter; not run on a GPU yet.
+tensors on a GPU.
 """
 
 from __future__ import annotations

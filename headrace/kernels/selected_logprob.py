@@ -10,11 +10,12 @@ tensor, because torch may turn a division by a Python number into a multiplicati
 Trade-off: one more product with the head in backward, about a third more work there, for memory that does not grow
 with tokens x vocabulary. Entropy is a measurement and carries no gradient.
 
-`selected_logprob_triton` is the forward for a GPU: a program holds a few rows, loops over the vocabulary in ascending
-tiles and keeps a running maximum, sum, and weighted sum, so logits never leave the chip.
+`selected_logprob_triton` is the forward for a GPU: a program holds some rows, loops over a part of the vocabulary in
+ascending tiles and keeps a running maximum, sum, and weighted sum, so logits never leave the chip. Parts have a fixed
+number of ids, and a second kernel joins them in ascending order: a row's bits do not depend on the number of rows.
 `selected_logprob_backward_triton` takes the vocabulary in slices of `SLICE` ids: one kernel computes the slice's logits
 again and their gradients, two matrix products consume these, so memory holds one slice. `operators` calls both for
-tensors on a GPU. They are checked in Triton's interpreter; they were not run on a GPU yet.
+tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels import dispatch
+from headrace.kernels import dispatch, tile
 from headrace.kernels.batch_invariant import linear
 from headrace.kernels.dispatch import jit, tl
 
 CHUNK = 1024
 """Tokens whose logits are held at once."""
-SLICE = 1024
-"""Ids whose logit gradients backward holds at once: 0.7 % of a vocabulary of 151,936."""
+SLICE = 8192
+"""Ids whose logit gradients backward holds at once: 5 % of a vocabulary of 151,936."""
 
 
 def scaled(logits: Tensor, temperature: Tensor | float) -> Tensor:
@@ -140,37 +141,63 @@ def selected_logprob(
 
 @jit
 def _selected_kernel(  # type: ignore[no-untyped-def]
-    hidden, weight, targets, heat, logp, entropy, lse, m, v, d,
-    BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
+    hidden, weight, targets, heat, scratch, m, v, d,
+    BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """BM rows: running maximum, sum of exponentials, and their sum weighted by the shifted logit, over tiles of BV."""
+    """BM rows, one part of the vocabulary in ascending tiles of BV: the largest logit, the sum of exponentials, their
+    sum weighted by the shifted logit, and the target's logit, into scratch [4, parts, m]."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    live = rows < m
+    part = tl.program_id(1)
+    live, near = rows < m, tl.arange(0, BV)
     target = tl.load(targets + rows, mask=live, other=0)
     warm = tl.load(heat + rows, mask=live, other=1.0)
+    x = hidden + (rows % m).to(tl.int64)[:, None] * d
     peak = tl.full((BM,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BM,), dtype=tl.float32)
     mean = tl.zeros((BM,), dtype=tl.float32)  # sum of e^(x - peak) * (x - peak)
     chosen = tl.zeros((BM,), dtype=tl.float32)
-    for first in range(0, v, BV):
-        ids = first + tl.arange(0, BV)
-        logits = tl.zeros((BM, BV), dtype=tl.float32)
-        for start in range(0, d, BD):
-            at = start + tl.arange(0, BD)
-            x = tl.load(hidden + rows[:, None] * d + at[None, :], mask=live[:, None] & (at < d)[None, :], other=0.0)
-            w = tl.load(weight + ids[None, :] * d + at[:, None], mask=(ids < v)[None, :] & (at < d)[:, None], other=0.0)
-            if WIDE:
-                x, w = x.to(tl.float32), w.to(tl.float32)
-            logits = tl.dot(x, w, logits, input_precision="ieee")
-        logits = logits / warm[:, None]
+    for first in range(part * PART, tl.minimum(v, part * PART + PART), BV):
+        ids = first + near
+        w = weight + (ids % v).to(tl.int64)[None, :] * d
+        logits = tile.walk(x, w, tl.zeros((BM, BV), dtype=tl.float32), d, BD, EVEN, WIDE)
+        logits = tl.where((ids < v)[None, :], logits / warm[:, None], -1.0e30)
         chosen += tl.sum(tl.where(ids[None, :] == target[:, None], logits, 0.0), 1)
-        top = tl.maximum(peak, tl.max(tl.where((ids < v)[None, :], logits, float("-inf")), 1))
-        shifted = tl.where((ids < v)[None, :], logits - top[:, None], -1.0e30)
+        top = tl.maximum(peak, tl.max(logits, 1))
+        shifted = logits - top[:, None]
         e = tl.exp(shifted)
         drop = tl.where(peak == float("-inf"), 0.0, peak - top)
         fade = tl.where(peak == float("-inf"), 0.0, tl.exp(drop))
-        mean = (mean + drop * total) * fade + tl.sum(tl.where(e > 0.0, e * shifted, 0.0), 1)
+        mean = (mean + drop * total) * fade + tl.sum(e * shifted, 1)
         total = total * fade + tl.sum(e, 1)
+        peak = top
+    step = tl.num_programs(1) * m
+    at = scratch + part * m + rows
+    tl.store(at, peak, mask=live)
+    tl.store(at + step, total, mask=live)
+    tl.store(at + 2 * step, mean, mask=live)
+    tl.store(at + 3 * step, chosen, mask=live)
+
+
+@jit
+def _join_kernel(scratch, logp, entropy, lse, m, parts, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """BM rows: their parts of the vocabulary in ascending order."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    live = rows < m
+    step = parts * m
+    peak = tl.load(scratch + rows, mask=live, other=0.0)
+    total = tl.load(scratch + step + rows, mask=live, other=1.0)
+    mean = tl.load(scratch + 2 * step + rows, mask=live, other=0.0)
+    chosen = tl.load(scratch + 3 * step + rows, mask=live, other=0.0)
+    for part in range(1, parts):
+        at = scratch + part * m + rows
+        next_peak, next_total = tl.load(at, mask=live, other=0.0), tl.load(at + step, mask=live, other=0.0)
+        next_mean = tl.load(at + 2 * step, mask=live, other=0.0)
+        chosen += tl.load(at + 3 * step, mask=live, other=0.0)
+        top = tl.maximum(peak, next_peak)
+        drop, next_drop = peak - top, next_peak - top
+        fade, next_fade = tl.exp(drop), tl.exp(next_drop)
+        mean = (mean + drop * total) * fade + (next_mean + next_drop * next_total) * next_fade
+        total = total * fade + next_total * next_fade
         peak = top
     log_total = tl.log(total)
     tl.store(logp + rows, chosen - peak - log_total, mask=live)
@@ -178,59 +205,64 @@ def _selected_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + rows, peak + log_total, mask=live)
 
 
+PART = 2048
+"""Ids of a part of the vocabulary: a multiple of `WIDTH`, never a function of the number of rows."""
+WIDTH, DEPTH, STAGES = 256, 64, 3
+FEW_ROWS, ROWS = 64, 128
+"""Rows of a tile: of few tokens, as in a decode step, and of many."""
+
+
+def _heats(temperature: Tensor | float, rows: int, device: torch.device) -> Tensor:
+    """One temperature for each row, float32."""
+    heat = torch.as_tensor(temperature, dtype=torch.float32, device=device)
+    return torch.where(heat == 0, torch.ones_like(heat), heat).expand(rows).contiguous()
+
+
 def selected_logprob_triton(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Twin of the forward for a GPU: (log-probability, entropy, log-sum-exp), float32 [M]; tile shapes are fixed."""
+    """Twin of the forward for a GPU: (log-probability, entropy, log-sum-exp), float32 [M]; one order for every M."""
     hidden, weight = hidden.contiguous(), weight.contiguous()
-    rows = len(targets)
-    heat = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device)
-    heat = torch.where(heat == 0, torch.ones_like(heat), heat).expand(rows).contiguous()
-    out = [torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(3)]
-    grid = (dispatch.tiles(rows, 128),)
-    _selected_kernel[grid](
-        hidden,
-        weight,
-        targets,
-        heat,
-        *out,
-        rows,
-        *weight.shape,
-        BM=128,
-        BV=128,
-        BD=64,
-        WIDE=dispatch.INTERPRETED,
-        num_warps=8,
-        num_stages=4,
-    )
+    m, (v, d) = len(targets), weight.shape
+    heat = _heats(temperature, m, hidden.device)
+    out = [torch.empty(m, dtype=torch.float32, device=hidden.device) for _ in range(3)]
+    if not m:
+        return out[0], out[1], out[2]
+    parts = dispatch.tiles(v, PART)
+    scratch = torch.empty(4, parts, m, dtype=torch.float32, device=hidden.device)
+    full = hidden.dtype == torch.float32
+    rows, width, depth = (64, 64, 32) if full else (FEW_ROWS if m <= FEW_ROWS else ROWS, WIDTH, DEPTH)
+    _selected_kernel[(dispatch.tiles(m, rows), parts)](
+        hidden, weight, targets, heat, scratch, m, v, d, BM=rows, BV=width, BD=depth, PART=PART, EVEN=d % depth == 0,
+        WIDE=dispatch.INTERPRETED, num_warps=rows // 16, num_stages=2 if full else STAGES,
+    )  # fmt: skip
+    _join_kernel[(dispatch.tiles(m, 128),)](scratch, *out, m, parts, BM=128)
     return out[0], out[1], out[2]
 
 
 @jit
 def _slope_kernel(  # type: ignore[no-untyped-def]
     hidden, weight, targets, heat, lse, slopes, out, m, v, d, first, count,
-    BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [m, count]: the gradients of the logits of ids first .. first + count - 1."""
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    near = tl.program_id(1) * BV + tl.arange(0, BV)
+    down, across = tile.banded(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(count, BV), 8)
+    rows, near = down * BM + tl.arange(0, BM), across * BV + tl.arange(0, BV)
     ids = first + near
-    live, in_range = rows < m, (near < count) & (ids < v)
-    logits = tl.zeros((BM, BV), dtype=tl.float32)
-    for start in range(0, d, BD):
-        at = start + tl.arange(0, BD)
-        x = tl.load(hidden + rows[:, None] * d + at[None, :], mask=live[:, None] & (at < d)[None, :], other=0.0)
-        w = tl.load(weight + ids[None, :] * d + at[:, None], mask=in_range[None, :] & (at < d)[:, None], other=0.0)
-        if WIDE:
-            x, w = x.to(tl.float32), w.to(tl.float32)
-        logits = tl.dot(x, w, logits, input_precision="ieee")
+    live, in_range = rows < m, near < count
+    x = hidden + (rows % m).to(tl.int64)[:, None] * d
+    w = weight + (ids % v).to(tl.int64)[None, :] * d
+    logits = tile.walk(x, w, tl.zeros((BM, BV), dtype=tl.float32), d, BD, EVEN, WIDE)
     warm = tl.load(heat + rows, mask=live, other=1.0)
     slope = tl.load(slopes + rows, mask=live, other=0.0) / warm
     target = tl.load(targets + rows, mask=live, other=-1)
     chance = tl.exp(logits / warm[:, None] - tl.load(lse + rows, mask=live, other=0.0)[:, None])
     value = (tl.where(ids[None, :] == target[:, None], 1.0, 0.0) - chance) * slope[:, None]
-    place = out + rows[:, None] * count + near[None, :]
+    place = out + rows.to(tl.int64)[:, None] * count + near[None, :]
     tl.store(place, value.to(out.dtype.element_ty), mask=live[:, None] & in_range[None, :])
+
+
+SLOPE_WIDTH, SLOPE_STAGES = 256, 3
 
 
 def selected_logprob_backward_triton(
@@ -240,21 +272,25 @@ def selected_logprob_backward_triton(
 
     lse: the log-sum-exp that the forward returned. Sums run in float32; the same arguments give the same bits.
     """
-    hidden, weight = hidden.contiguous(), weight.contiguous()
+    hidden, weight, grad = hidden.contiguous(), weight.contiguous(), grad.contiguous()
     (m, d), v = hidden.shape, len(weight)
-    heat = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device)
-    heat = torch.where(heat == 0, torch.ones_like(heat), heat).expand(m).contiguous()
+    heat = _heats(temperature, m, hidden.device)
     g_hidden = torch.zeros(m, d, dtype=torch.float32, device=hidden.device)
     g_weight = torch.empty_like(weight)
-    for first in range(0, v, SLICE):
+    full = hidden.dtype == torch.float32
+    rows, width, depth = (64, 64, 32) if full else (ROWS, SLOPE_WIDTH, DEPTH)
+    for first in range(0, v if m else 0, SLICE):
         count = min(SLICE, v - first)
         slopes = hidden.new_empty(m, count)
-        grid = (dispatch.tiles(m, 128), dispatch.tiles(count, 128))
-        _slope_kernel[grid](
-            hidden, weight, targets, heat, lse, grad.contiguous(), slopes, m, v, d, first, count,
-            BM=128, BV=128, BD=64, WIDE=dispatch.INTERPRETED, num_warps=8, num_stages=4,
+        _slope_kernel[(dispatch.tiles(m, rows) * dispatch.tiles(count, width),)](
+            hidden, weight, targets, heat, lse, grad, slopes, m, v, d, first, count, BM=rows, BV=width, BD=depth,
+            EVEN=d % depth == 0, WIDE=dispatch.INTERPRETED, num_warps=4 if full else 8,
+            num_stages=2 if full else SLOPE_STAGES,
         )  # fmt: skip
         part = weight[first : first + count]
-        g_hidden += torch.mm(slopes, part)
+        if slopes.is_cuda and not full:
+            g_hidden = torch.addmm(g_hidden, slopes, part, out_dtype=torch.float32)
+        else:
+            g_hidden += torch.mm(slopes, part)
         torch.mm(slopes.T, hidden, out=g_weight[first : first + count])
-    return g_hidden.to(hidden.dtype), g_weight
+    return g_hidden.to(hidden.dtype), g_weight if m else g_weight.zero_()

@@ -8,6 +8,7 @@ run alone, and tries two shapes of each.
 
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from importlib.metadata import version
 
@@ -45,6 +46,8 @@ def rms_norm() -> None:
 
 
 def selected() -> None:
+    """Over several parts of the vocabulary."""
+    selected_logprob.PART = 128
     for dtype, _ in DTYPES:
         for m, v, d in shapes((1, 130, 64), (40, 257, 100), (33, 128, 192)):
             h, w = torch.randn(m, d).to(dtype), (torch.randn(v, d) * 0.5).to(dtype)
@@ -151,8 +154,17 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     names = [name for name in sys.argv[1:] if name != "--quick"]
     quick = len(names) < len(sys.argv) - 1
+    wrong = []
     for name in names or [name for name in KERNELS if not quick or name != "experts"]:
         began = time.process_time()
-        KERNELS[name]()
+        try:
+            KERNELS[name]()
+        except Exception:
+            wrong.append(name)
+            print(f"{name}: wrong", flush=True)
+            traceback.print_exc()
+            continue
         print(f"{name}: right, {time.process_time() - began:.1f} s", flush=True)
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "numpy")))
+    if wrong:
+        sys.exit(f"wrong: {', '.join(wrong)}")
