@@ -47,7 +47,7 @@ def rms_norm() -> None:
 
 def selected() -> None:
     """Over several parts of the vocabulary."""
-    selected_logprob.PART = 128
+    selected_logprob.PART = 256
     for dtype, _ in DTYPES:
         for m, v, d in shapes((1, 130, 64), (40, 257, 100), (33, 128, 192)):
             h, w = torch.randn(m, d).to(dtype), (torch.randn(v, d) * 0.5).to(dtype)
