@@ -8,6 +8,7 @@ from msgspec import Meta
 from headrace.config.base import (
     Amount,
     Count,
+    Device,
     Duration,
     HttpUrl,
     OptionalPath,
@@ -74,6 +75,13 @@ class Engine(Section, frozen=True, kw_only=True):
     where the numerics probe finds no exact arithmetic."""
     max_batch: Annotated[int, Meta(ge=1, le=65536)] = 64
     """Most requests that an engine works on at once; the embedded engine counts those of users and all others apart."""
+    device: Device = "auto"
+    """Device of the embedded engine: auto (the first CUDA device, else the CPU), cpu, cuda or cuda:N. In exact mode it
+    must be of the kind that `trainer.device` is. Several rollout actors of a machine may each name their own. Other
+    engines choose their devices themselves."""
+    cache_share: Share = 0.2
+    """Share of a GPU's memory that the embedded engine takes for keys and values when it starts. It also holds two
+    copies of the weights, so leave room beside a trainer. On a CPU the cache grows as it is used."""
     threads: Threads = 1
     """Torch threads of the embedded engine."""
     url: HttpUrl = ""

@@ -25,7 +25,6 @@ class Rotary:
 
     def __init__(self, head_dim: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None) -> None:
         self._frequencies, self._factor = frequencies(head_dim, theta, scaling)
-        self._dtype = dtype
         self._cos = self._sin = torch.empty(0, head_dim // 2, dtype=dtype)
 
     def __call__(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
@@ -38,10 +37,11 @@ class Rotary:
                 cos, sin = angle.cos(), angle.sin()
                 if self._factor != 1.0:
                     cos, sin = cos * self._factor, sin * self._factor
-                self._cos = torch.cat((self._cos, cos.to(self._dtype)))
-                self._sin = torch.cat((self._sin, sin.to(self._dtype)))
+                self._cos = torch.cat((self._cos, cos.to(self._cos)))  # computed on the CPU, whatever the device
+                self._sin = torch.cat((self._sin, sin.to(self._sin)))
         if self._cos.device != positions.device:
-            self._cos, self._sin = self._cos.to(positions.device), self._sin.to(positions.device)
+            with torch.inference_mode(False), torch.no_grad():
+                self._cos, self._sin = self._cos.to(positions.device), self._sin.to(positions.device)
         return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[:, None]
 
 

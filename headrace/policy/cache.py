@@ -101,7 +101,7 @@ class Step:
             owner = None
         else:
             size = torch.tensor(lengths, device=device)
-            owner = torch.arange(self.batch, device=device).repeat_interleave(size)
+            owner = torch.arange(self.batch, device=device).repeat_interleave(size, output_size=sum(lengths))
             within = torch.arange(len(owner), device=device) - (size.cumsum(0) - size).index_select(0, owner)
             self.positions = first.index_select(0, owner) + within
             self.dense = owner * self.steps + within

@@ -26,6 +26,7 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepManifest
 from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
+from headrace.policy.device import select
 from headrace.policy.layout import checkpoint as huggingface
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
@@ -101,8 +102,9 @@ class PolicyTrainer:
         """
         torch.set_num_threads(config.trainer.threads)
         device = device_named(config.trainer.device)
+        select(device)
         policy = cls.prepare_files(config, folder, tokenizer_json=tokenizer_json)
-        numerics = probe(policy, exact=config.engine.exact)
+        numerics = probe(policy, exact=config.engine.exact, device=device)
         if config.engine.exact and not numerics.exact:
             raise TrainerError(
                 f"[engine] exact = true, but this machine has no exact mode: {numerics.reason}; set it to false"
@@ -123,7 +125,7 @@ class PolicyTrainer:
             model.load_state(adapters(model) | huggingface.load(config.policy.checkpoint)[1])
         _freeze(model, config.trainer.frozen).to(device)
         if config.mid_training.tokens > 0 and base is None:
-            model.numerics = probe(policy, exact=False)  # bits are not compared here, and this is a fifth faster
+            model.numerics = probe(policy, exact=False, device=device)  # a fifth faster; no bits are compared
             mid_training.run(model, traces(), config.mid_training, progress, file=folder / "mid-training.safetensors")
             model.numerics = numerics
         trainer = cls(config, folder, TrainerState(precision.served_as(config, model), settings=settings), numerics)

@@ -1,6 +1,6 @@
 """A row's bits do not depend on how many rows are multiplied with it: every product of every configuration here.
 
-The operands cancel (`numerics_probe.cancelling`), so that another order of sums shows. The thin sweep is in the default
+The operands cancel (`probing.operands.cancelling`), so that another order of sums shows. The thin sweep is in the default
 suite; the wide one goes through 1 to 4,096 rows.
 """
 
@@ -16,7 +16,8 @@ from headrace.kernels import batch_invariant, expert_mlp
 from headrace.messages.rollout import Span
 from headrace.policy.config import Dtype, PolicyConfig
 from headrace.policy.layout import hugging_face
-from headrace.policy.numerics_probe import cancelling, probe, products
+from headrace.policy.numerics_probe import probe
+from headrace.policy.probing.operands import cancelling, products
 from headrace.policy.scoring import score
 from tests.policy.test_families import latent
 from tests.support import tiny

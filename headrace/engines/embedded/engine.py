@@ -12,14 +12,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+import torch
+
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap, check_request
 from headrace.engines.embedded.jobs import Job
 from headrace.engines.embedded.staging import LoadedWeights, Shell, Staging, read_ahead
 from headrace.engines.embedded.worker import Worker
 from headrace.policy.config import PolicyConfig
+from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 
 T = TypeVar("T")
+CACHE_BLOCKS = 4096
+"""KV blocks of 64 positions, unless the caller says how many."""
 
 
 class EmbeddedEngine:
@@ -33,13 +38,17 @@ class EmbeddedEngine:
         threads: int = 1,
         *,
         prefill_tokens: int = 2048,
-        cache_blocks: int = 4096,
+        cache_blocks: int = CACHE_BLOCKS,
+        device: torch.device | str = "cpu",
     ) -> None:
         """max_batch: largest number of requests that are decoded together. threads: torch threads of the worker.
         prefill_tokens: largest number of context tokens that a step forwards. cache_blocks: number of KV blocks of 64
-        positions; one uses memory when it is first written. OSError: the system refuses their address space."""
-        self._config, self._numerics = config, numerics
-        self._worker = Worker(config, max_batch, threads, prefill_tokens, cache_blocks)
+        positions; on a CPU one uses memory when it is first written, elsewhere all of them from the start. device: where
+        the model computes; `numerics` are those of this device. OSError: the system refuses their address space."""
+        self._config, self._numerics, self._device = config, numerics, torch.device(device)
+        self._host: Model | None = None
+        """The buffer in host memory through which versions reach another device."""
+        self._worker = Worker(config, max_batch, threads, prefill_tokens, cache_blocks, self._device)
         self._worker.start()
         self._loading = asyncio.Lock()
 
@@ -139,7 +148,12 @@ class EmbeddedEngine:
         try:
             shell = self._worker.spare.pop()
         except IndexError:
-            shell = await asyncio.to_thread(Shell, self._config, self._numerics)
+            try:
+                shell = await asyncio.to_thread(Shell, self._config, self._numerics, self._device, self._host)
+            except torch.OutOfMemoryError as error:
+                raise EngineError(f"{self._device} has no memory for version {version} beside others: {error}") from None
+            if self._device.type != "cpu":
+                self._host = shell.host
         staging = Staging(shell, version, path, state_hash)
         self._worker.post(lambda: self._worker.stage(staging))
         try:

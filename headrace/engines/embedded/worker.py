@@ -12,14 +12,18 @@ steps are theirs alone, except every `SHARED`th, so that training never stands s
 waits for one step that is under way, and for blocks of the cache when training has reserved all of them.
 
 While a version is being staged, each step is followed by a slice of staging (`staging`).
+
+On a GPU a forward and its draws are launched without a wait for the device, and the host waits once, when it reads
+their results. The log-probabilities come from the operator of the trainer there, so that they have its bits.
 """
 
+import itertools
 import math
 import queue
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,12 +31,15 @@ from torch import Tensor
 from headrace.engines.base import EngineError, Swap
 from headrace.engines.embedded.cache import BlockStore, Session, chain_key
 from headrace.engines.embedded.jobs import Job, evened
-from headrace.engines.embedded.sampling import draw, uniform
+from headrace.engines.embedded.sampling import draw, drawn, uniform
 from headrace.engines.embedded.staging import SHARE, SLICE_S, LoadedWeights, Shell, Staging
 from headrace.kernels.block_attention import BLOCK
 from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
+from headrace.policy.device import select
+from headrace.policy.model import Model
 
+_CPU = torch.device("cpu")
 SHARED = 8
 """While requests of the product run, one step in this number serves training too."""
 
@@ -40,8 +47,17 @@ SHARED = 8
 class Worker(threading.Thread):
     """Owns model, cache and sessions. Other threads may call `post` alone."""
 
-    def __init__(self, config: PolicyConfig, max_batch: int, threads: int, prefill_tokens: int, limit: int) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        max_batch: int,
+        threads: int,
+        prefill_tokens: int,
+        limit: int,
+        device: torch.device = _CPU,
+    ) -> None:
         super().__init__(name="headrace-engine", daemon=True)
+        self.device = device
         self.config, self.max_batch, self.threads, self.prefill_tokens = config, max_batch, threads, prefill_tokens
         self.row = config.sparse_layers * config.top_k * (1 if config.routed_dtype == "|u1" else 2)
         """Bytes of routes per position."""
@@ -55,7 +71,7 @@ class Worker(threading.Thread):
         """The sessions that may have blocks, least recently used first: eviction looks at no others."""
         self.waiting: list[Job] = []
         self.running: list[Job] = []
-        self.store = BlockStore(KVCache(config, limit))
+        self.store = BlockStore(KVCache(config, limit, device))
         self.counts = {"sampled": 0, "forwarded": 0, "reused": 0, "steps": 0, "evicted": 0}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -143,6 +159,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Run commands, admit requests and forward, until `end` was called."""
         torch.set_num_threads(self.threads)
+        select(self.device)
         cause: BaseException | None = None
         try:
             with torch.inference_mode():
@@ -305,40 +322,61 @@ class Worker(threading.Thread):
         for job, at, n in zip(jobs, starts, lengths, strict=True):
             for _ in range((at + n + BLOCK - 1) // BLOCK - len(job.session.blocks)):
                 job.session.blocks.append(self.store.take())
+        ready = [job for job, n in zip(jobs, lengths, strict=True) if job.left == n]
+        ends = list(itertools.accumulate(lengths))
+        rows = [end - 1 for job, end, n in zip(jobs, ends, lengths, strict=True) if job.left == n]
+        chances = self._chances(ready)
         recorder: list[Tensor] = []
-        ids = torch.tensor([token for part in parts for token in part])
+        ids = self._here([token for part in parts for token in part], torch.int64)
         tables = [job.session.blocks for job in jobs]
         hidden = weights.model.forward_cached(ids, lengths, starts, tables, self.store.cache, None, recorder)
-        routes = self._bytes(recorder)
-        row, at, ready, rows = self.row, 0, [], []
-        for job, part, n in zip(jobs, parts, lengths, strict=True):
+        results: tuple[list[int], list[float]] = ([], [])
+        if ready:
+            last = hidden if len(rows) == len(hidden) else hidden.index_select(0, self._here(rows, torch.int64))
+            results = self._draw(weights.model, last, *chances)
+        routes, row = self._bytes(recorder), self.row
+        for job, part, end, n in zip(jobs, parts, ends, lengths, strict=True):
             session = job.session
-            session.note(part, weights.version, weights.key, routes[at * row : (at + n) * row])
+            session.note(part, weights.version, weights.key, routes[(end - n) * row : end * row])
             if len(session.ids) // BLOCK > len(session.chain):
                 self.store.offer(session, weights.version, weights.key, row)
-            at += n
-            if not job.left:
-                ready.append(job)
-                rows.append(at - 1)
         self.counts["forwarded"] += len(ids)
         self.counts["steps"] += 1
-        if ready:
-            last = hidden if len(rows) == len(hidden) else hidden.index_select(0, torch.tensor(rows))
-            self._draw(weights.model.logits(last), ready)
+        self._take(ready, *results)
+
+    def _here(self, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host as a tensor on the device."""
+        return torch.tensor(numbers, dtype=dtype, device=self.device)
 
     def _bytes(self, recorder: list[Tensor]) -> bytes:
         """Routes of one forward pass as bytes: [N, sparse layers, top_k] in C order, in the config's `routed_dtype`."""
         if not recorder:
             return b""
         stacked = torch.stack(recorder, 1)
-        small = stacked.to(torch.uint8) if self.config.routed_dtype == "|u1" else stacked.to(torch.uint16)
-        return small.contiguous().numpy().tobytes()
+        small = stacked.to(torch.uint8 if self.config.routed_dtype == "|u1" else torch.int16)  # experts fit 15 bits
+        return small.contiguous().cpu().numpy().tobytes()
 
-    def _draw(self, logits: Tensor, jobs: list[Job]) -> None:
-        heat = torch.tensor([job.request.sampling.temperature for job in jobs], dtype=torch.float32)
-        chance = torch.tensor([uniform(job.request.seed, len(job.context)) for job in jobs], dtype=torch.float64)
-        ids, logprobs = draw(logits, heat, chance)
-        for job, token, logprob in zip(jobs, ids.tolist(), logprobs.tolist(), strict=True):
+    def _chances(self, jobs: list[Job]) -> tuple[Tensor, Tensor]:
+        """Temperatures float32 [M] and uniform numbers float64 [M] of the next draws. They go to the device before the
+        forward, because a copy waits for the work that was launched before it."""
+        heat = self._here([job.request.sampling.temperature for job in jobs], torch.float32)
+        chance = self._here([uniform(job.request.seed, len(job.context)) for job in jobs], torch.float64)
+        return heat, chance
+
+    def _draw(self, model: Model, last: Tensor, heat: Tensor, chance: Tensor) -> tuple[list[int], list[float]]:
+        """Ids and their log-probabilities, from hidden states [M, D]."""
+        logits = model.logits(last)
+        if self.device.type == "cpu":
+            ids, logprobs = draw(logits, heat, chance)
+            return ids.tolist(), logprobs.tolist()
+        ids = drawn(logits, heat, chance)
+        logprobs, _ = model.selected_logprobs(last, ids, heat)
+        first, second = torch.stack((ids.double(), logprobs.double())).tolist()  # exact, and one wait
+        return [int(token) for token in first], second
+
+    def _take(self, jobs: list[Job], ids: list[int], logprobs: list[float]) -> None:
+        """Add drawn tokens to their requests; those that end are answered."""
+        for job, token, logprob in zip(jobs, ids, logprobs, strict=True):
             if not math.isfinite(logprob):
                 self.abort(job)
                 self.store.drop(job.session)

@@ -86,8 +86,8 @@ def _check_gpt_oss(config: Config) -> None:
             raise CheckpointError(f"{key} = {got!r} is not supported for gpt_oss, only {wanted!r}")
 
 
-def check_device(policy: PolicyConfig, device: str) -> None:
-    """CheckpointError when the trainer's device does not compute this policy. device: auto is a GPU where this machine
+def check_device(policy: PolicyConfig, device: str, key: str = "[trainer] device") -> None:
+    """CheckpointError when the device of `key` does not compute this policy. device: auto is a GPU where this machine
     has one."""
     if not policy.gpt_oss or device == "cpu":
         return
@@ -96,7 +96,7 @@ def check_device(policy: PolicyConfig, device: str) -> None:
 
         if not torch.cuda.is_available():
             return
-    raise CheckpointError(f"[trainer] device = {device!r}: gpt_oss is not supported on a GPU; set it to 'cpu'")
+    raise CheckpointError(f"{key} = {device!r}: gpt_oss is not supported on a GPU; set it to 'cpu'")
 
 
 def read(folder: str | Path) -> PolicyConfig:

@@ -25,6 +25,7 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepManifest
 from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
+from headrace.policy.device import select
 from headrace.policy.layout import hugging_face
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
@@ -305,10 +306,11 @@ def joined(config: Config, folder: Path, rank: int, store: Any = None) -> Sharde
     torch.set_num_threads(config.trainer.threads)
     section = config.trainer
     device = ranks.device_of(device_named(section.device), rank)
+    select(device)
     group.join(device, rank, section.ranks, store)
     world = ProcessGroup(device, section.expert_ranks, section.context_ranks)
     policy = hugging_face.from_section(config.policy)
-    numerics = probe(policy, exact=config.engine.exact)
+    numerics = probe(policy, exact=config.engine.exact, device=device)
     marks = world.gathered(numerics.fingerprint)
     if len(set(marks)) > 1:
         raise TrainerError(f"the ranks of a trainer need one numerics fingerprint, got {', '.join(sorted(set(marks)))}")

@@ -1,0 +1,1 @@
+"""Parts of the probe of exact mode: its operands, and its checks on a GPU."""

@@ -1,0 +1,157 @@
+"""The checks of exact mode on a GPU: the operators that a model calls, on few rows and on many.
+
+The operands are those of the CPU's probe, drawn there and moved. No padding is searched: the Triton kernels have one
+tile shape for every number of rows. Rotary embedding, SwiGLU and rows of the embedding are plain torch operations; here
+they are checked too.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels import batch_invariant, operators
+from headrace.kernels.block_attention import BLOCK, Packing
+from headrace.kernels.route import Rule
+from headrace.policy import attention
+from headrace.policy.cache import KVCache, Step
+from headrace.policy.config import PolicyConfig
+from headrace.policy.probing import operands
+from headrace.policy.probing.operands import COUNTS, MANY, WIDEST, AttentionOperands
+
+NEW = (1, 2, 5, 33)
+"""Numbers of new tokens over a cache."""
+EXPERTS = 16
+"""Experts of the probe's mixture: more would only take more time to draw."""
+
+
+def narrowed(config: PolicyConfig) -> PolicyConfig:
+    """The policy with at most EXPERTS experts, unless they are in groups."""
+    experts = min(config.experts, max(EXPERTS, config.top_k))
+    return config if config.expert_groups > 1 else msgspec.structs.replace(config, experts=experts)
+
+
+def failure(config: PolicyConfig, generator: torch.Generator, device: torch.device, pad: int) -> str:
+    """The first operator whose rows depend on the batch; empty where exact mode holds."""
+    config = narrowed(config)
+    checks = itertools.chain(_products(config, generator, device, pad), _rows(config, generator, device, pad))
+    for name, operand, function in checks:
+        if count := _differs(operand, function):
+            return f"{name} of {count} rows differs from the same rows among {len(operand)}"
+    for case in operands.attention_operands(config, generator):
+        if reason := _attention(config, case, device, pad):
+            return reason
+    return _experts(config, generator, device, pad)
+
+
+_Check = tuple[str, Tensor, Callable[[Tensor, slice], Tensor]]
+"""A name, an operand, and the result of some of its rows; the slice says which."""
+
+
+def _differs(operand: Tensor, function: Callable[[Tensor, slice], Tensor]) -> int:
+    """The first number of rows with other bits than the same rows have among all; 0 where there is none."""
+    every = function(operand, slice(None))
+    for count in COUNTS:
+        for at in (0, 7):
+            part = slice(at, at + count)
+            if not torch.equal(function(operand[part], part), every[part]):
+                return count
+    return 0
+
+
+def _products(
+    config: PolicyConfig, generator: torch.Generator, device: torch.device, pad: int
+) -> Iterator[_Check]:
+    """Every product of the model, by operands that cancel."""
+    shapes = [(config.torch_dtype, n, k) for k, n in operands.products(config)]
+    if config.scores == "sigmoid":  # the router's product is float32 there
+        shapes.append((torch.float32, config.experts, config.dim))
+    for dtype, n, k in shapes:
+        x, weight = (part.to(device) for part in operands.cancelling(generator, dtype, MANY, (n, k)))
+
+        def product(rows: Tensor, _: slice, weight: Tensor = weight) -> Tensor:
+            return operators.linear(rows, weight, pad)
+
+        yield f"a product from {k} to {n}", x, product
+
+
+def _rows(config: PolicyConfig, generator: torch.Generator, device: torch.device, pad: int) -> Iterator[_Check]:
+    """Norms, activation, rotation, embedding, routes and log-probabilities."""
+    c = config
+
+    def new(*shape: int) -> Tensor:
+        return operands.drawn(generator, c, *shape).to(device)
+
+    heads, vocabulary = new(MANY, c.heads, c.head_dim), min(c.vocab, WIDEST)
+    for name, x in (("rms_norm", new(MANY, c.dim)), ("head norm", heads)):
+        weight = new(*x.shape[1:])
+
+        def norm(rows: Tensor, _: slice, weight: Tensor = weight) -> Tensor:
+            return operators.rms_norm(rows, weight, c.eps)
+
+        yield name, x, norm
+    yield "swiglu", new(MANY, 2 * c.expert_dim) * 3, lambda rows, _: batch_invariant.swiglu(rows)
+    cos, sin = attention.Rotary(c.turned, c.rope_theta, c.torch_dtype, c.rope)(torch.arange(MANY, device=device), MANY)
+    yield "rotation", heads, lambda rows, part: batch_invariant.rotate(rows, cos[part], sin[part])
+    ids = torch.randint(0, vocabulary, (MANY,), generator=generator).to(device)
+    table, head = new(vocabulary, c.dim), new(vocabulary, c.dim) * c.dim**-0.5
+    yield "embedding", ids, lambda rows, _: F.embedding(rows, table)
+    heat = torch.full((MANY,), 0.7).to(device)
+
+    def selected(rows: Tensor, part: slice) -> Tensor:
+        return torch.stack(operators.selected_logprob(rows, head, ids[part], heat[part], pad), 1)
+
+    yield "log-probability", new(MANY, c.dim), selected
+    if c.experts:
+        scores = torch.randn(MANY, c.experts, generator=generator).to(device)
+        yield "gates", scores, lambda rows, _: torch.cat(_route(c, rows), 1)
+
+
+def _route(config: PolicyConfig, scores: Tensor) -> tuple[Tensor, Tensor]:
+    c = config
+    rule = Rule(c.scores == "sigmoid", c.expert_groups, c.kept_groups, c.gate_scale)
+    return operators.route(scores, c.top_k, c.normalise_top_k, None, rule)
+
+
+def _attention(config: PolicyConfig, case: AttentionOperands, device: torch.device, pad: int) -> str:
+    """Two whole sequences against a cache that gets all but their last tokens first, together and alone."""
+    lengths, scale = case.lengths, case.scale
+    q, k, v = (x.to(device) for x in (case.q, case.k, case.v))
+    whole = attention.packed(q, k, v, Packing(lengths, device), scale, True)
+    blocks = [-(-length // BLOCK) for length in lengths]
+    tables = [[*range(blocks[0])], [*range(blocks[0], sum(blocks))]]
+    one = msgspec.structs.replace(config, layers=1)
+    first = [0, lengths[0]]
+    for steps in NEW:
+        cache = KVCache(one, sum(blocks), device)
+        starts = [length - steps for length in lengths]
+        for counts, begins in ((starts, [0, 0]), ([steps, steps], starts)):
+            rows = torch.cat(
+                [torch.arange(at + b, at + b + n) for at, b, n in zip(first, begins, counts, strict=True)]
+            ).to(device)
+            step = Step(counts, begins, tables, cache)
+            got = attention.cached(q[rows], k[rows], v[rows], step, cache, 0, scale, pad, True)
+            if not torch.equal(got, whole[rows]):
+                return f"attention of {max(counts)} new tokens over a cache differs from attention over the sequence"
+        alone = Step([steps], starts[1:], tables[1:], cache)
+        last = rows[steps:]
+        if not torch.equal(attention.cached(q[last], k[last], v[last], alone, cache, 0, scale, pad, True), whole[last]):
+            return f"attention of {steps} new tokens differs alone and in a batch"
+    return ""
+
+
+def _experts(config: PolicyConfig, generator: torch.Generator, device: torch.device, pad: int) -> str:
+    """Tokens through their experts, few and many at once."""
+    for case in operands.expert_operands(config, generator):
+        x, scores, gate_up, down = (t.to(device) for t in (case.x, case.scores, case.gate_up, case.down))
+        gates, chosen = _route(config, scores)
+
+        def through(rows: Tensor, part: slice) -> Tensor:
+            return operators.experts(rows, gates[part], chosen[part], gate_up, down, pad, quantised=case.quantised)
+
+        if count := _differs(x, through):
+            return f"experts of {count} tokens differ from the same tokens among {len(x)}"
+    return ""
