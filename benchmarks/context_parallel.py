@@ -58,9 +58,9 @@ COMPARED = ("loss", "entropy", "k1", "k3", "clipped")
 
 @torch.no_grad()
 def sampled(model: Model, slot: int, tokens: int) -> Trajectory:
-    """A trajectory of TURNS turns in which `tokens` positions were forwarded."""
-    draw = torch.Generator().manual_seed(slot)
-    cache, table = KVCache(POLICY, -(-tokens // 64)), [[*range(-(-tokens // 64))]]
+    """A trajectory of TURNS turns in which `tokens` positions were forwarded, on the model's device."""
+    draw, there = torch.Generator().manual_seed(slot), model.embedding.device
+    cache, table = KVCache(model.config, -(-tokens // 64), there), [[*range(-(-tokens // 64))]]
     covered, pending, turns = 0, torch.empty(0, dtype=torch.int64), []
     for index in range(TURNS):
         end = tokens * (index + 1) // TURNS - DRAWN + 1  # the last drawn token of a turn is forwarded in the next
@@ -68,13 +68,14 @@ def sampled(model: Model, slot: int, tokens: int) -> Trajectory:
         new, ids, logprobs, routes, first = torch.cat((pending, prompt)), [], [], [], covered
         for _ in range(DRAWN):
             recorder: list[torch.Tensor] = []
-            hidden = model.forward_cached(new, [len(new)], [covered], table, cache, recorder=recorder)[-1:]
+            hidden = model.forward_cached(new.to(there), [len(new)], [covered], table, cache, recorder=recorder)[-1:]
             covered += len(new)
-            routes.append(torch.stack(recorder, 1).to(torch.uint8))
-            new = torch.multinomial(torch.softmax(model.logits(hidden).float(), -1)[0], 1, generator=draw)
+            if recorder:
+                routes.append(torch.stack(recorder, 1).to(torch.uint8).cpu())
+            new = torch.multinomial(torch.softmax(model.logits(hidden).float().cpu(), -1)[0], 1, generator=draw)
             ids.append(int(new))
-            logprobs.append(float(model.selected_logprobs(hidden, new)[0]))
-        pending, routed = new, torch.cat(routes)
+            logprobs.append(float(model.selected_logprobs(hidden, new.to(there))[0]))
+        pending, routed = new, torch.cat(routes) if routes else None
         turns.append(
             Turn(
                 index=index,
@@ -82,7 +83,7 @@ def sampled(model: Model, slot: int, tokens: int) -> Trajectory:
                 prompt_ids=Array.of(prompt.tolist(), "<i4"),
                 ids=Array.of(ids, "<i4"),
                 logprobs=Array.of(logprobs, "<f4"),
-                routed=Array("|u1", tuple(routed.shape), routed.numpy().tobytes()),
+                routed=None if routed is None else Array("|u1", tuple(routed.shape), routed.numpy().tobytes()),
                 spans=(Span(first, covered, 0),),
             )
         )

@@ -301,7 +301,7 @@ def _all_at_once(rows: Tensor, keys: Tensor, values: Tensor, pages: Paging, scal
 def _one_by_one(rows: Tensor, keys: Tensor, values: Tensor, pages: Paging, scale: float) -> tuple[Tensor, Tensor]:
     """As `_all_at_once`, for any number of new tokens. Rows that see none of a block's keys are left out."""
     batch, heads, height, dim = rows.shape
-    query, table = rows.view(-1, height, dim), pages.table.view(batch, pages.blocks)
+    query, table = rows.reshape(-1, height, dim), pages.table.view(batch, pages.blocks)
     peak = total = out = None
     for block, (at, end) in enumerate(pages.parts):
         ks, vs = (x.index_select(0, table[:, block]).view(-1, BLOCK, dim) for x in (keys, values))

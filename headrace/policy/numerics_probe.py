@@ -49,9 +49,7 @@ PADS = (4, 8, 16, 32)
 """Row paddings that are tried, the smallest first."""
 
 
-def probe(
-    config: PolicyConfig, *, exact: bool = True, seed: int = 0, device: torch.device | str = "cpu"
-) -> Numerics:
+def probe(config: PolicyConfig, *, exact: bool = True, seed: int = 0, device: torch.device | str = "cpu") -> Numerics:
     """Find the row padding for this model on this machine, with the torch threads now set. Under a second.
 
     exact=False asks for ordinary arithmetic. Where exact mode does not hold, the result has exact=False and the reason;

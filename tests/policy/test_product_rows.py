@@ -1,7 +1,7 @@
 """A row's bits do not depend on how many rows are multiplied with it: every product of every configuration here.
 
-The operands cancel (`probing.operands.cancelling`), so that another order of sums shows. The thin sweep is in the default
-suite; the wide one goes through 1 to 4,096 rows.
+The operands cancel (`probing.operands.cancelling`), so that another order of sums shows. The thin sweep is in the
+default suite; the wide one goes through 1 to 4,096 rows.
 """
 
 from collections.abc import Callable, Iterable

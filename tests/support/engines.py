@@ -1,5 +1,6 @@
 """Plays multi-turn sessions on a real engine and keeps the record a trainer would get."""
 
+import asyncio
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +23,14 @@ LATEST = PolicyRef()
 class Versions:
     """Published files of a policy: version v has the weights of seed v mod 4."""
 
-    def __init__(self, config: PolicyConfig, folder: Path, *, exact: bool = True) -> None:
-        self.config, self.exact = config, exact
+    def __init__(self, config: PolicyConfig, folder: Path, *, exact: bool = True, device: str = "cpu") -> None:
+        self.config, self.exact, self.device = config, exact, device
         self.files = []
-        for seed in range(4):
+        self.models = [tiny.model(config, exact=exact, seed=seed, device=device) for seed in range(4)]
+        for seed, model in enumerate(self.models):
             path = folder / f"{seed}.safetensors"
-            self.files.append((str(path), snapshot.write(path, tiny.model(config, exact=exact, seed=seed).state())))
-        self.models = [tiny.model(config, exact=exact, seed=seed) for seed in range(4)]
+            state = {name: tensor.cpu() for name, tensor in model.state().items()}
+            self.files.append((str(path), snapshot.write(path, state)))
 
     def model(self, version: int) -> Model:
         return self.models[version % 4]
@@ -36,11 +38,12 @@ class Versions:
     def engine(self, *, max_batch: int = 16, prefill_tokens: int = 2048, cache_blocks: int = 4096) -> EmbeddedEngine:
         return EmbeddedEngine(
             self.config,
-            tiny.numerics(self.config, self.exact),
+            tiny.numerics(self.config, self.exact, self.device),
             max_batch,
             1,
             prefill_tokens=prefill_tokens,
             cache_blocks=cache_blocks,
+            device=self.device,
         )
 
     async def load(self, engine: Engine, version: int) -> None:
@@ -70,9 +73,10 @@ class Record:
         assert ends[-1] == len(self.ids) - 1, "the last sampled token has no forward yet"
         start = sample.spans[0].start
         assert start <= len(self.ids) - len(sample.ids) - 1
-        rows = moe.from_array(sample.routed, config.layers, config.top_k)
-        assert len(rows) == ends[-1] - start
-        self.routes.append((start, rows))
+        if config.experts:
+            rows = moe.from_array(sample.routed, config.sparse_layers, config.top_k)
+            assert len(rows) == ends[-1] - start
+            self.routes.append((start, rows))
         self.spans += sample.spans
         self.swapped_turns += len(sample.spans) > 1
         self.capped += sample.stop == "length"
@@ -127,3 +131,30 @@ def prompts(config: PolicyConfig, count: int) -> list[list[int]]:
         suffix = tiny.tokens(config, 5 + 37 * i % 150, seed=100 + i).tolist()
         out.append(shared + suffix if i % 2 else suffix)
     return out
+
+
+async def play(
+    versions: Versions, batch: int, *, swaps: bool, turns: int = 3, prefill: int = 2048, blocks: int = 4096
+) -> tuple[list[Record], dict[str, int]]:
+    """`batch` sessions at once, and, if asked for, one swap after another until they end."""
+    engine = versions.engine(prefill_tokens=prefill, cache_blocks=blocks)
+    await versions.load(engine, 0)
+    config = versions.config
+    starts = prompts(config, batch)
+    tasks = [asyncio.create_task(session(engine, config, f"s{i}", starts[i], i, turns=turns)) for i in range(batch)]
+    version = 0
+    while swaps and not all(task.done() for task in tasks):
+        version += 1
+        await versions.load(engine, version)
+        for _ in range(6):
+            await engine.unpin(-1)  # answered between two steps: let some tokens be drawn before the next swap
+    records = [await task for task in tasks]
+    stats = engine.stats()
+    await engine.stop()
+    return records, stats
+
+
+def assert_equal(versions: Versions, records: list[Record]) -> None:
+    for record in records:
+        got = record.score(versions)
+        assert torch.equal(got, torch.tensor(record.logprobs)), float((got - torch.tensor(record.logprobs)).abs().max())

@@ -135,5 +135,7 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[None]:
         loaded = sys.modules.get(f"torch.optim.{module}")
         if hasattr(loaded, "_get_fused_kernels_supported_devices"):
             patch.setattr(loaded, "_get_fused_kernels_supported_devices", lambda: ["cpu", CLAIMED.type])
+    # Wrapped tensors have no inference mode: views of the results of `torch.inference_mode` cannot be made.
+    patch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode else contextlib.nullcontext())
     with _Mode():  # type: ignore[no-untyped-call]
         yield

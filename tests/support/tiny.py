@@ -29,22 +29,24 @@ SHAPES: dict[str, Callable[[Dtype], PolicyConfig]] = {"even": config, "odd": odd
 
 
 @cache
-def numerics(config: PolicyConfig, exact: bool = True) -> Numerics:
-    probed = probe(config, exact=exact)
+def numerics(config: PolicyConfig, exact: bool = True, device: str = "cpu") -> Numerics:
+    probed = probe(config, exact=exact, device=device)
     assert probed.exact == exact, probed.reason
     return probed
 
 
-def model(config: PolicyConfig, *, exact: bool = True, seed: int = 1) -> Model:
+def model(config: PolicyConfig, *, exact: bool = True, seed: int = 1, device: str = "cpu") -> Model:
     """Weights far enough from their start that log-probabilities and routes differ between tokens."""
-    made = Model(config, numerics(config, exact), seed=seed)
+    made = Model(config, numerics(config, exact, device), seed=seed)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         made.head_weight.mul_(4.0)
         for name, parameter in made.named_parameters():
             if "norm" in name:
                 parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
-    return made
+    if config.expert_format:
+        made.load_state(made.state())  # onto the grid
+    return made.to(device)
 
 
 def tokens(config: PolicyConfig, count: int, seed: int = 0) -> torch.Tensor:

@@ -43,8 +43,8 @@ class EmbeddedEngine:
     ) -> None:
         """max_batch: largest number of requests that are decoded together. threads: torch threads of the worker.
         prefill_tokens: largest number of context tokens that a step forwards. cache_blocks: number of KV blocks of 64
-        positions; on a CPU one uses memory when it is first written, elsewhere all of them from the start. device: where
-        the model computes; `numerics` are those of this device. OSError: the system refuses their address space."""
+        positions; on a CPU one uses memory when it is first written, elsewhere all do from the start. device: where the
+        model computes; `numerics` are those of this device. OSError: the system refuses their address space."""
         self._config, self._numerics, self._device = config, numerics, torch.device(device)
         self._host: Model | None = None
         """The buffer in host memory through which versions reach another device."""
@@ -151,7 +151,9 @@ class EmbeddedEngine:
             try:
                 shell = await asyncio.to_thread(Shell, self._config, self._numerics, self._device, self._host)
             except torch.OutOfMemoryError as error:
-                raise EngineError(f"{self._device} has no memory for version {version} beside others: {error}") from None
+                raise EngineError(
+                    f"{self._device} has no memory for version {version} beside others: {error}"
+                ) from None
             if self._device.type != "cpu":
                 self._host = shell.host
         staging = Staging(shell, version, path, state_hash)

@@ -4,8 +4,8 @@ Idea: each draw has its own uniform number, a hash of the request's seed and of 
 generator is shared, so a draw does not depend on earlier ones. The token comes from the inverse distribution function:
 cumulative weights in float64, ascending by id, the first that reaches uniform x total. Every operation works per row.
 
-A GPU adds in an order that depends on the number of rows. There the weights are whole numbers (of 2^-40 of the largest),
-whose sums have no order (`drawn`); an id a trillion times less likely than the most likely one is never drawn.
+A GPU adds in an order that depends on the number of rows. There the weights are whole numbers, in units of 2^-40 of the
+largest, whose sums have no order (`drawn`). An id a trillion times less likely than the likeliest is never drawn.
 """
 
 import torch

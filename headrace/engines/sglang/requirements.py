@@ -20,6 +20,11 @@ def problems(section: EngineSection) -> Iterator[Problem]:
         yield "kind", "expected either engine.url (a running server) or engine.python (to start one) for sglang"
     if section.exact:
         yield "exact", "expected false with engine.kind = 'sglang': exact mode is the embedded engine's alone"
+    if section.device != "auto":
+        yield (
+            "device",
+            f"expected auto with engine.kind = 'sglang' (engine.args names its devices), got {section.device}",
+        )
 
 
 def requirements(section: EngineSection) -> Iterator[Requirement]:

@@ -70,6 +70,8 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
         return
     try:
         hugging_face.check_device(hugging_face.of_run(config), config.trainer.device)
+        if config.engine.kind == "embedded":
+            hugging_face.check_device(hugging_face.of_run(config), config.engine.device, "[engine] device")
     except CheckpointError as error:  # names the key and its supported value
         yield bad(key, str(error))
         return

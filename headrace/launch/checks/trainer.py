@@ -1,4 +1,4 @@
-"""Whether this machine has the devices of [trainer], and whether the trainer's memory fits them, by its plan."""
+"""Whether this machine has the devices of [trainer] and [engine], and whether the trainer's memory plan fits."""
 
 import os
 from collections.abc import Iterator
@@ -11,23 +11,26 @@ from headrace.policy.config import CheckpointError
 from headrace.policy.layout import hugging_face
 from headrace.training import memory_plan
 
+ACTOR = {"engine": "rollout actor", "trainer": "trainer"}
+"""The actor that computes on a section's device."""
 CAUSES = 3
 """Largest causes that a line names."""
 
 
 def check(config: Config) -> Iterator[Finding]:
-    """Findings about [trainer]: its devices, and the bytes that it needs on each of them."""
+    """Findings about the devices of [trainer] and [engine], and the bytes that the trainer needs on each of its own."""
     section = config.trainer
     devices = _visible(gpus())
-    if section.device.startswith("cuda"):
-        wanted = int(section.device.partition(":")[2] or 0) + 1
-        if len(devices) < wanted:
+    places = [("engine", config.engine.device)] if config.engine.kind == "embedded" else []
+    for part, device in [*places, ("trainer", section.device)]:
+        if device.startswith("cuda") and len(devices) <= int(device.partition(":")[2] or 0):
             yield bad(
-                "trainer.device",
-                f"{section.device} is not there: this machine has {len(devices)} GPUs; set trainer.device = 'cpu', or "
-                "start the trainer on a host with a GPU",
+                f"{part}.device",
+                f"{device} is not there: this machine has {len(devices)} GPUs; set {part}.device = 'cpu', or start the "
+                f"{ACTOR[part]} on a host with a GPU",
             )
-            return
+            if part == "trainer":
+                return
     cuda = bool(devices) and section.device != "cpu"
     if cuda and section.ranks > len(devices):
         yield bad(

@@ -11,8 +11,6 @@ MACHINES = {"environment"}
 """Actors that start virtual machines: they need /dev/kvm where the host has it."""
 PAGE = "dashboard"
 """Name of the process that serves the live page, and its command."""
-DEVICES = {"trainer", "rollout"}
-"""Actors that use an accelerator where `[trainer] device` names one."""
 
 
 class Process(NamedTuple):
@@ -45,12 +43,14 @@ def processes(config: Config) -> list[Process]:
             )
     if config.bus.credentials != CREDENTIALS:
         raise ConfigError(f"bus.credentials: expected {CREDENTIALS!r}, where every generated file puts the seeds")
-    device = config.trainer.device.startswith("cuda")
+    trainer, engine = config.trainer.device, config.engine.device
+    places = {"trainer": trainer, "rollout": trainer if engine == "auto" else engine}
+    devices = {actor for actor, device in places.items() if device.startswith("cuda")}
     planned = []
     for group in process_groups(config):
         kinds = {name.partition(":")[0] for name in group}
         name = group[0].replace(":", "-").replace("_", "-")
-        planned.append(Process(name, group, bool(kinds & MACHINES), device and bool(kinds & DEVICES)))
+        planned.append(Process(name, group, bool(kinds & MACHINES), bool(kinds & devices)))
     return planned
 
 

@@ -20,7 +20,7 @@ from headrace.policy import attention
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import PolicyConfig
 from headrace.policy.probing import operands
-from headrace.policy.probing.operands import COUNTS, MANY, WIDEST, AttentionOperands
+from headrace.policy.probing.operands import COUNTS, MANY, WIDEST, AttentionOperands, ExpertOperands
 
 NEW = (1, 2, 5, 33)
 """Numbers of new tokens over a cache."""
@@ -62,9 +62,7 @@ def _differs(operand: Tensor, function: Callable[[Tensor, slice], Tensor]) -> in
     return 0
 
 
-def _products(
-    config: PolicyConfig, generator: torch.Generator, device: torch.device, pad: int
-) -> Iterator[_Check]:
+def _products(config: PolicyConfig, generator: torch.Generator, device: torch.device, pad: int) -> Iterator[_Check]:
     """Every product of the model, by operands that cancel."""
     shapes = [(config.torch_dtype, n, k) for k, n in operands.products(config)]
     if config.scores == "sigmoid":  # the router's product is float32 there
@@ -145,13 +143,16 @@ def _attention(config: PolicyConfig, case: AttentionOperands, device: torch.devi
 
 def _experts(config: PolicyConfig, generator: torch.Generator, device: torch.device, pad: int) -> str:
     """Tokens through their experts, few and many at once."""
-    for case in operands.expert_operands(config, generator):
-        x, scores, gate_up, down = (t.to(device) for t in (case.x, case.scores, case.gate_up, case.down))
-        gates, chosen = _route(config, scores)
+    cases = operands.expert_operands(config, generator)
+    return next(filter(None, (_experts_differ(config, case, device, pad) for case in cases)), "")
 
-        def through(rows: Tensor, part: slice) -> Tensor:
-            return operators.experts(rows, gates[part], chosen[part], gate_up, down, pad, quantised=case.quantised)
 
-        if count := _differs(x, through):
-            return f"experts of {count} tokens differ from the same tokens among {len(x)}"
-    return ""
+def _experts_differ(config: PolicyConfig, case: ExpertOperands, device: torch.device, pad: int) -> str:
+    x, scores, gate_up, down = (t.to(device) for t in (case.x, case.scores, case.gate_up, case.down))
+    gates, chosen = _route(config, scores)
+
+    def through(rows: Tensor, part: slice) -> Tensor:
+        return operators.experts(rows, gates[part], chosen[part], gate_up, down, pad, quantised=case.quantised)
+
+    count = _differs(x, through)
+    return f"experts of {count} tokens differ from the same tokens among {len(x)}" if count else ""

@@ -1,6 +1,5 @@
 """Law 5 on a real engine: the weights that wrote each span give the sampler's log-probabilities again, bit for bit."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,36 +10,9 @@ from headrace.messages.rollout import Sampling, Span
 from headrace.policy.config import Dtype
 from headrace.policy.scoring import ScoringError, score
 from tests.support import tiny
-from tests.support.engines import LATEST, Record, Versions, prompts, session
+from tests.support.engines import LATEST, Versions, assert_equal, play
 
 pytestmark = pytest.mark.anyio
-
-
-async def play(
-    versions: Versions, batch: int, *, swaps: bool, turns: int = 3, prefill: int = 2048, blocks: int = 4096
-) -> tuple[list[Record], dict[str, int]]:
-    """`batch` sessions at once, and, if asked for, one swap after another until they end."""
-    engine = versions.engine(prefill_tokens=prefill, cache_blocks=blocks)
-    await versions.load(engine, 0)
-    config = versions.config
-    starts = prompts(config, batch)
-    tasks = [asyncio.create_task(session(engine, config, f"s{i}", starts[i], i, turns=turns)) for i in range(batch)]
-    version = 0
-    while swaps and not all(task.done() for task in tasks):
-        version += 1
-        await versions.load(engine, version)
-        for _ in range(6):
-            await engine.unpin(-1)  # answered between two steps: let some tokens be drawn before the next swap
-    records = [await task for task in tasks]
-    stats = engine.stats()
-    await engine.stop()
-    return records, stats
-
-
-def assert_equal(versions: Versions, records: list[Record]) -> None:
-    for record in records:
-        got = record.score(versions)
-        assert torch.equal(got, torch.tensor(record.logprobs)), float((got - torch.tensor(record.logprobs)).abs().max())
 
 
 @pytest.mark.parametrize(

@@ -266,6 +266,12 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
         "cuda:99 is not there: this machine has ",
         "set trainer.device = 'cpu', or start the trainer on a host with a GPU",
     ),
+    "no such GPU for the engine": (
+        lambda *_: {"engine.device": "cuda:99"},
+        1,
+        "BAD  engine.device: cuda:99 is not there: this machine has ",
+        "set engine.device = 'cpu', or start the rollout actor on a host with a GPU",
+    ),
     "memory of the trainer": (
         lambda *_: {"trainer.device": "cpu", "trainer.micro_tokens": 1 << 30},
         1,

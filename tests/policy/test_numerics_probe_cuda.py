@@ -1,0 +1,40 @@
+"""The probe on a GPU: exact mode holds, its fingerprint names the device, and a planted fault is named."""
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels import operators
+from headrace.policy.config import Dtype
+from headrace.policy.numerics_probe import PADS, probe
+from headrace.policy.probing import on_device
+from tests.support import tiny
+from tests.training.test_device import POLICIES
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["even", "odd", *POLICIES])
+def test_exact_mode_is_found_on_a_gpu(name: str, dtype: Dtype) -> None:
+    config = tiny.SHAPES[name](dtype) if name in tiny.SHAPES else msgspec.structs.replace(POLICIES[name], dtype=dtype)
+    numerics = probe(config, device="cuda")
+    assert numerics.exact and numerics.row_pad == PADS[0], numerics.reason
+    assert numerics == probe(config, device="cuda", seed=1)
+    assert numerics.fingerprint.startswith("cuda-") and f"-exact{PADS[0]}-" in numerics.fingerprint
+    ordinary = probe(config, exact=False, device="cuda")
+    assert (ordinary.exact, ordinary.row_pad, ordinary.reason) == (False, 1, "not asked for")
+    assert len({numerics.fingerprint, ordinary.fingerprint, probe(config).fingerprint}) == 3
+    print(numerics.fingerprint)
+
+
+def test_a_product_of_the_library_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny.config("bfloat16", dim=2048, expert_dim=512)
+
+    def library(x: torch.Tensor, weight: torch.Tensor, _: int) -> torch.Tensor:
+        return F.linear(x, weight)
+
+    monkeypatch.setattr(operators, "linear", library)
+    generator = torch.Generator().manual_seed(0)
+    assert on_device.failure(config, generator, torch.device("cuda"), PADS[0]).startswith("a product from ")
