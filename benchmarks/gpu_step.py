@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_step [--shape qwen3-0.6b] [--tokens 65536] [--sequence 8192] [--steps 3] [--arms exact ...]
 
-A policy with random weights samples sequences on the GPU. Most of their tokens are given, as with long outputs of tools.
-The trainer actor, in a new process with its own broker, then takes `--steps` steps on them with
+A policy with random weights samples sequences on the GPU. Most of their tokens are given, as with long outputs of
+tools. The trainer actor, in a new process with its own broker, then takes `--steps` steps on them with
 `[trainer] device = "cuda"`. All batches hold tokens of version 0, so that the later steps score an earlier version
 again. Printed for each arm: trained and forwarded tokens a second, MFU and HFU, the largest difference of re-scored
 log-probabilities (0.0 in exact mode), the peak of the GPU's memory beside the memory plan, and the seconds by cause.
@@ -116,7 +116,7 @@ def setting(folder: Path, args: argparse.Namespace, arm: Arm, free: int) -> Conf
             policy=policy,
             engine={"exact": arm.exact},
             numerics={"recompute": arm.recompute},
-            algorithm={"learning_rate": 1e-6, "moments": "bfloat16", "constant_tokens": 0, "max_k1": 0.0},
+            algorithm={"learning_rate": 1e-6, "moments": "bfloat16"},
             curriculum={
                 "group_size": sequences, "groups_per_step": 1, "steps": args.steps + 1, "staleness": args.steps
             },

@@ -80,8 +80,8 @@ class Engine(Section, frozen=True, kw_only=True):
     must be of the kind that `trainer.device` is. Several rollout actors of a machine may each name their own. Other
     engines choose their devices themselves."""
     cache_share: Share = 0.2
-    """Share of a GPU's memory that the embedded engine takes for keys and values when it starts. It also holds two
-    copies of the weights, so leave room beside a trainer. On a CPU the cache grows as it is used."""
+    """Share of a GPU's memory that the embedded engine takes for keys and values when it starts. The
+    engine also holds two copies of the weights there. On a CPU the cache grows as it is used."""
     threads: Threads = 1
     """Torch threads of the embedded engine."""
     url: HttpUrl = ""

@@ -371,7 +371,7 @@ class Worker(threading.Thread):
             return ids.tolist(), logprobs.tolist()
         ids = drawn(logits, heat, chance)
         logprobs, _ = model.selected_logprobs(last, ids, heat)
-        first, second = torch.stack((ids.double(), logprobs.double())).tolist()  # exact, and one wait
+        first, second = torch.stack((ids.double(), logprobs.double())).cpu().tolist()  # exact; one wait
         return [int(token) for token in first], second
 
     def _take(self, jobs: list[Job], ids: list[int], logprobs: list[float]) -> None:

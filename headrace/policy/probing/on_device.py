@@ -57,7 +57,7 @@ def _differs(operand: Tensor, function: Callable[[Tensor, slice], Tensor]) -> in
     for count in COUNTS:
         for at in (0, 7):
             part = slice(at, at + count)
-            if not torch.equal(function(operand[part], part), every[part]):
+            if not torch.equal(function(operand[part].clone(), part), every[part]):
                 return count
     return 0
 

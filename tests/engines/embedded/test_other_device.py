@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from headrace.engines.base import Sample, SampleRequest
+from headrace.engines.base import Sample, SampleRequest, Swap
 from headrace.engines.embedded.jobs import Job
 from headrace.engines.embedded.sampling import draw, drawn, uniform
 from headrace.engines.embedded.staging import LoadedWeights, Shell, Staging
@@ -39,6 +39,7 @@ def play(config: PolicyConfig, versions: Versions, device: torch.device) -> tupl
     weights.append(staged(Shell(config, numerics, device, None if device.type == "cpu" else first.host), versions, 1))
     worker.flip(weights[0])
     jobs: list[Job] = []
+    swaps: list[Swap] = []
 
     def ask(number: int, prompt: list[int]) -> None:
         sampling = Sampling(temperature=(1.0, 0.6, 0.0)[number % 3], max_turn_tokens=9)
@@ -52,7 +53,7 @@ def play(config: PolicyConfig, versions: Versions, device: torch.device) -> tupl
         """The swap after the first answer, further sessions after the others, then the end."""
         done = sum(job.future.done() for job in jobs)
         if done == 1:
-            worker.post(lambda: worker.flip(weights[1]))
+            worker.post(lambda: swaps.append(worker.flip(weights[1])))
         if done == len(jobs) == 6:
             worker.post(worker.end)
         elif done == len(jobs):
