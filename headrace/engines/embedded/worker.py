@@ -13,8 +13,8 @@ waits for one step that is under way, and for blocks of the cache when training 
 
 While a version is being staged, each step is followed by a slice of staging (`staging`).
 
-On a GPU a forward and its draws are launched without a wait for the device, and the host waits once, when it reads
-their results. The log-probabilities come from the operator of the trainer there, so that they have its bits.
+On a GPU the operands of a forward and of its draws are moved before it, and their results are read once after it. The
+log-probabilities come from the operator of the trainer there, so that they have its bits.
 """
 
 import itertools
