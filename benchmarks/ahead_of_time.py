@@ -43,8 +43,6 @@ def launchers() -> dict[str, Callable[[], Any]]:
     import."""
     torch.cuda.is_available = lambda: True
     from headrace.kernels import (
-        attention_backward,
-        attention_forward,
         batch_invariant,
         delta,
         grouped_mm,
@@ -54,6 +52,7 @@ def launchers() -> dict[str, Callable[[], Any]]:
         route_topk,
         selected_logprob,
     )
+    from headrace.kernels.attention import backward, forward
     from headrace.kernels.route import Rule
 
     half, single = torch.bfloat16, torch.float32
@@ -81,11 +80,11 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "matmul, some rows": lambda: batch_invariant.linear_triton(new(512, 4096), new(4096, 4096)),
         "matmul, few rows": lambda: batch_invariant.linear_triton(new(32, 4096), new(4096, 4096)),
         "rms_norm": lambda: batch_invariant.rms_norm_triton(new(16, 4096), new(4096), 1e-6),
-        "attention, packed": lambda: attention_forward.packed_attention_triton(q, k, v, [256], 0.1),
-        "attention, cached": lambda: attention_forward.cached_attention_triton(
+        "attention, packed": lambda: forward.packed_attention_triton(q, k, v, [256], 0.1),
+        "attention, cached": lambda: forward.cached_attention_triton(
             new(4, 1, 32, 128), pool, pool, table, [200] * 4, 0.1
         ),
-        "attention, backward": lambda: attention_backward.packed_attention_backward_triton(
+        "attention, backward": lambda: backward.packed_attention_backward_triton(
             q, q, k, v, q, new(256, 32, dtype=single), [256], 0.1
         ),
         "log_softmax": lambda: log_softmax.log_softmax_triton(new(16, 32768)),

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.conditions import Figures
 from headrace.kernels import delta, grouped_mm, log_softmax, mxfp8, permute
-from headrace.kernels.attention_backward import packed_attention_backward_triton
-from headrace.kernels.attention_forward import cached_attention_triton, packed_attention_triton
+from headrace.kernels.attention.backward import packed_attention_backward_triton
+from headrace.kernels.attention.forward import cached_attention_triton, packed_attention_triton
 from headrace.kernels.batch_invariant import linear_triton, rms_norm_triton
 from headrace.kernels.block_attention import BLOCK
 from headrace.kernels.grouped_mm import Mx

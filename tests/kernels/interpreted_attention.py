@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from headrace.kernels import attention_forward
-from headrace.kernels.attention_backward import packed_attention_backward_triton
-from headrace.kernels.attention_forward import cached_attention_triton, packed_attention_triton
+from headrace.kernels.attention import forward
+from headrace.kernels.attention.backward import packed_attention_backward_triton
+from headrace.kernels.attention.forward import cached_attention_triton, packed_attention_triton
 from headrace.kernels.block_attention import BLOCK
 from tests.kernels.cases import dtypes, shapes
 from tests.kernels.plain import plain_attention
@@ -38,7 +38,7 @@ def prefill() -> None:
 
 def invariance() -> None:
     """Prefill, decode, splits by one program or many, paged or not, alone or in a batch: the same bits."""
-    attention_forward.SPLIT = 2 * BLOCK  # several splits in short sequences
+    forward.SPLIT = 2 * BLOCK  # several splits in short sequences
     for dtype, _ in DTYPES:
         lengths = [300, 7]
         q, k, v = drawn(sum(lengths), 2, 1, 16, dtype)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import block_attention, dispatch
-from headrace.kernels.attention_backward import packed_attention_backward_triton
-from headrace.kernels.attention_forward import packed_attention_triton, ragged_attention_triton
+from headrace.kernels.attention.backward import packed_attention_backward_triton
+from headrace.kernels.attention.forward import packed_attention_triton, ragged_attention_triton
 from headrace.kernels.block_attention import Bucket, Packing, Paging
 
 

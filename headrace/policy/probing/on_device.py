@@ -1,8 +1,8 @@
 """The checks of exact mode on a GPU: the operators that a model calls, on few rows and on many.
 
 The operands are those of the CPU's probe, drawn there and moved. No padding is searched: the Triton kernels add in one
-order for every number of rows (`kernels/tile.py`). Rotary embedding, SwiGLU and rows of the embedding are plain torch operations; here
-they are checked too.
+order for every number of rows (`kernels/tile.py`). Rotary embedding, SwiGLU and rows of the embedding are plain torch
+operations; here they are checked too.
 """
 
 import itertools

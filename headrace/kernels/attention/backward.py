@@ -5,7 +5,7 @@ tile's share of a query's gradient by atomics, whose order changes from run to r
 the first kernel takes a block of 64 keys and loops over the rows that see it, the second takes a tile of rows and loops
 over its keys. Both loops ascend, so gradients repeat bit for bit and do not depend on the batch's other sequences.
 
-Layout: rows and tiles as in `attention_forward`. delta [N, H] is the product of gradient and output, summed along D.
+Layout: rows and tiles as in `forward`. delta [N, H] is the product of gradient and output, summed along D.
 Trade-off: both kernels compute the scores: seven matrix products instead of five.
 
 Twin: the backward pass in `block_attention`. Error against float64 autograd: 2e-2 of the gradient's norm in bfloat16,
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import dispatch
-from headrace.kernels.attention_forward import tiles
+from headrace.kernels.attention.forward import tiles
 from headrace.kernels.dispatch import jit, tl
 
 
@@ -128,7 +128,7 @@ def _queries_kernel(  # type: ignore[no-untyped-def]
     q, k, v, g, lse, delta, g_q, work, heads, group, d, scale,
     BM: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows, as `attention_forward.tiles` lists them."""
+    """A tile of rows, as `forward.tiles` lists them."""
     at, head, lane = tl.program_id(0) * 5, tl.program_id(1), tl.arange(0, BD)
     token, first, rows = tl.load(work + at), tl.load(work + at + 1), tl.load(work + at + 2)
     row = first + tl.arange(0, BM)

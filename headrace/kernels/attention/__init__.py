@@ -1,0 +1,1 @@
+"""Attention on a GPU. Its twin is `block_attention`."""
