@@ -146,9 +146,19 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+PLUGIN = Plugin(seam="search", name="model", source="none")
+"""The record by which nodes of a run agree on having no model."""
+
+
 def plugin(model: SearchModel | None, tokens: int) -> Plugin:
     """The record by which nodes of a run agree on the model, or on having none."""
-    return Plugin(seam="search", name="model", source=f"{model.sha256}-{tokens}" if model is not None else "none")
+    return PLUGIN if model is None else msgspec.structs.replace(PLUGIN, source=f"{model.sha256}-{tokens}")
+
+
+def identity_of(source: str) -> str:
+    """The identity of the model and its precision, as `Retrieved` names it, from the source of a `plugin` record."""
+    sha256, _, tokens = source.rpartition("-")
+    return f"{sha256[:16]}-int8-{tokens}"
 
 
 def _sha256(path: Path) -> str:

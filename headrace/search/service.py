@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.messages.search import Hit, Mode, SearchReply, SearchRequest
+from headrace.search.adapters.adapter import Adapter
 from headrace.search.chunks import MOST_WORK, indexed
 from headrace.search.embeddings import Vectors
 from headrace.search.index import Index, Part, Parts, Piece
-from headrace.search.models import SearchModel
+from headrace.search.models import SearchModel, identity_of, plugin
 from headrace.search.tree import content_hash
 
 MOST_INDEXES = 256
@@ -120,11 +121,19 @@ class Indexes:
         )
         return True
 
-    def find(self, index: Index, query: str, limit: int, mode: Mode) -> SearchReply:
-        """Rank the chunks. Hybrid needs an index that is `ready`."""
+    def embed(self, texts: list[str], batch: int = 8) -> NDArray[np.float32]:
+        """Vectors [texts, width] by the model."""
+        return self._model().embed(texts, batch)
+
+    def find(self, index: Index, query: str, limit: int, mode: Mode, adapter: Adapter | None = None) -> SearchReply:
+        """Rank the chunks. Hybrid needs an index that is `ready`. adapter: of the query's vector."""
+        model = self.identity
         if mode == "hybrid" and index.pieces:
             index.ready(self.vectors)
-            chunks = index.hybrid(query, self._model().embed([query], batch=1)[0], limit)
+            vector = self.embed([query], batch=1)[0]
+            if adapter is not None:
+                vector, model = adapter.apply(vector), adapter.model
+            chunks = index.hybrid(query, vector, limit)
         else:
             chunks = index.keyword(query, limit)
         hits = tuple(
@@ -132,7 +141,7 @@ class Indexes:
         )
         return SearchReply(
             root=index.root,
-            model=self.identity,
+            model=model,
             mode=mode,
             hits=hits,
             chunks=len(index.pieces),
@@ -148,7 +157,7 @@ class Indexes:
 
 def open_indexes(model: SearchModel, tokens: int, folder: Path | None) -> Indexes:
     """The indexes of a node with a model from `models.find`; torch is imported when the first vector is needed."""
-    identity = f"{model.sha256[:16]}-int8-{tokens}"
+    identity = identity_of(plugin(model, tokens).source)
 
     def load() -> Embedder:
         from headrace.search.encoder import Encoder

@@ -101,7 +101,7 @@ async def test_searches_follow_the_workspace_and_a_replay_repeats_them(
     assert first.mode == "hybrid" and len(first.chunks) == 3 and first.root != moved.root
     assert "shop/mail.py\n1:def send(user):" in results[0].output and "shop/mail.py" not in results[2].output
     indexes = open_indexes(read(folder), 32, None)
-    replay = SearchSession(LocalSearcher(indexes), RUN, "t1", recorded={"0.0": first.mode})
+    replay = SearchSession(LocalSearcher(indexes), RUN, "t1", recorded={"0.0": first})
     repeated = await Toolbox(("semantic_search",), search=replay).run(call, Files(), TASK)
     assert (repeated.output, repeated.retrieved) == (results[0].output, results[0].retrieved)
 

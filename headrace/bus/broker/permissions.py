@@ -44,6 +44,7 @@ KV_WRITERS: dict[str, dict[str, str]] = {
         "feedback": "feedback.>",
         "evaluator": "evaluator.>",
         "weight_sync": "weights.>",
+        "operator": "search.>",
     },
     "HR_SESSION": {"gateway": "*.session.>"},
     "HR_LEASE": {"scavenger": ">"},

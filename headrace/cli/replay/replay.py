@@ -189,6 +189,7 @@ async def _trajectory(args: argparse.Namespace) -> int:
     config = load(folder.config)
     async with bus_of(folder, "replay") as bus:
         trajectory = await tool_calls.find(bus, folder.id, args.trajectory)
-    line = await tool_calls.replay_calls(config, folder.path, trajectory)
+        adapters = await tool_calls.adapters_of(bus, folder.id, trajectory)
+    line = await tool_calls.replay_calls(config, folder.path, trajectory, adapters)
     _say(line)
     return 0 if line.equal else 1

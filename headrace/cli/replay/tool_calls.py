@@ -4,6 +4,7 @@ The sandbox begins like the recorded one: with the task's repository, the trajec
 backend. A production trajectory cannot be repeated, because the repository belongs to a user and is not stored.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from headrace.harness.tools.search.session import SearchSession
     from headrace.messages.rollout import ToolCall, ToolResult, Trajectory
     from headrace.messages.tasks import Task
+    from headrace.search.adapters.adapter import Adapter
 
 
 async def find(bus: "Bus", run: str, id: str) -> "Trajectory":
@@ -38,8 +40,24 @@ async def find(bus: "Bus", run: str, id: str) -> "Trajectory":
     raise ReplayError(wrong)
 
 
-async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -> CallsReplay:
-    """Run the calls again. folder: the run's, with its renderer bundle. ReplayError; VmhostError without a sandbox."""
+async def adapters_of(bus: "Bus", run: str, trajectory: "Trajectory") -> dict[str, "Adapter"]:
+    """The adapters that the trajectory's searches used, by identity. ReplayError when one is not on the bus."""
+    from headrace.search.adapters import versions
+    from headrace.search.adapters.adapter import AdapterError
+
+    results = [result for turn in trajectory.turns for result in turn.results]
+    models = {result.retrieved.model for result in results if result.retrieved is not None}
+    try:
+        return await versions.named(bus, run, models)
+    except AdapterError as error:
+        raise ReplayError(f"the searches of {trajectory.id} cannot be repeated: {error}") from None
+
+
+async def replay_calls(
+    config: Config, folder: Path, trajectory: "Trajectory", adapters: Mapping[str, "Adapter"]
+) -> CallsReplay:
+    """Run the calls again. folder: the run's, with its renderer bundle. adapters: those of `adapters_of`. ReplayError;
+    VmhostError without a sandbox."""
     import msgspec
 
     from headrace.actors.trainer import initial_policy
@@ -86,7 +104,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
         if task.sandbox and trajectory.renderer == bundle.sha256:
             prompt, most = whole_prompt(task.system, task.prompt), config.limits.max_parallel_calls
             prompts_differ = differing(trajectory.turns, prompt, renderer, most)
-    search = _recorded_search(config, task, trajectory) if searching else None
+    search = _recorded_search(config, task, trajectory, adapters) if searching else None
     box = toolbox_for(task, renderer, config.limits.context_tokens, search)
     await prepare_host(config)
     host = await Host.open(config.environment, limits=config.sandboxes)
@@ -123,9 +141,11 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
         await host.close()
 
 
-def _recorded_search(config: Config, task: "Task", trajectory: "Trajectory") -> "SearchSession | None":
-    """Semantic search in this process, each call in its recorded mode. None if the trajectory has no search;
-    ReplayError if its searches used another model."""
+def _recorded_search(
+    config: Config, task: "Task", trajectory: "Trajectory", adapters: Mapping[str, "Adapter"]
+) -> "SearchSession | None":
+    """Semantic search in this process, each call in its recorded mode and with its recorded adapter. None if the
+    trajectory has no search; ReplayError if its searches used another model."""
     from headrace.harness.tools.search.session import SearchSession, template_of
     from headrace.search.chunks import PATTERNS
     from headrace.search.local import LocalSearcher
@@ -146,10 +166,9 @@ def _recorded_search(config: Config, task: "Task", trajectory: "Trajectory") -> 
         )
     indexes = open_indexes(model, config.search.tokens, Path(config.environment.cache_dir) / "search")
     for made in recorded.values():
-        if made.model != indexes.identity:
+        if (model_used := made.model.partition("+")[0]) != indexes.identity:
             raise ReplayError(
-                f"{trajectory.id} was searched with model {made.model}, and [search] model is {indexes.identity}; "
+                f"{trajectory.id} was searched with model {model_used}, and [search] model is {indexes.identity}; "
                 "set the recorded model"
             )
-    modes = {call: made.mode for call, made in recorded.items()}
-    return SearchSession(LocalSearcher(indexes), trajectory.run, template_of(task), PATTERNS, modes)
+    return SearchSession(LocalSearcher(indexes, adapters), trajectory.run, template_of(task), PATTERNS, recorded)

@@ -18,6 +18,7 @@ from headrace.messages import (
     plugins,
     product,
     rollout,
+    search,
     tasks,
     training,
     weights,
@@ -38,6 +39,7 @@ MODULES = (
     weights,
     evaluation,
     product,
+    search,
     operations,
     plugins,
 )

@@ -78,7 +78,7 @@ async def test_a_trajectory_holds_the_evidence_of_its_searches(
     before, after = made.turns[0].results[0], made.turns[2].results[0]
     assert before.retrieved is not None and after.retrieved is not None
     assert before.retrieved.mode == "hybrid" and before.retrieved.root != after.retrieved.root
-    recorded = {"0.0": before.retrieved.mode}
+    recorded = {"0.0": before.retrieved}
     searcher = LocalSearcher(open_indexes(read(folder), 32, None))
     search = SearchSession(searcher, run, template_of(task), PATTERNS, recorded)
     again = await Toolbox((TOOL,), search=search).run(made.turns[0].calls[0], LocalFiles(task.files), task)

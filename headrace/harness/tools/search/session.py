@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from hashlib import blake2b
 
 from headrace.messages.sandbox import OpResult, PullTree
-from headrace.messages.search import Mode, Searcher, SearchLost, SearchReply, SearchRequest
+from headrace.messages.search import Retrieved, Searcher, SearchLost, SearchReply, SearchRequest
 from headrace.messages.tasks import Task
 
 Pull = Callable[[PullTree], Awaitable[OpResult]]
@@ -40,10 +40,10 @@ class SearchSession:
         run: str,
         template: str,
         patterns: tuple[str, ...] = ("**",),
-        recorded: Mapping[str, Mode] | None = None,
+        recorded: Mapping[str, Retrieved] | None = None,
     ) -> None:
-        """patterns: globs of the searched paths. recorded: in a replay, the mode that each call's answer must have, by
-        call id."""
+        """patterns: globs of the searched paths. recorded: in a replay, the evidence of each call by call id; an answer
+        must have its mode and its model."""
         self._searcher, self._run, self._template = searcher, run, template
         self._patterns, self._recorded = patterns, recorded or {}
         self._digest = self._root = ""
@@ -65,6 +65,7 @@ class SearchSession:
     async def _ask(
         self, base: str, files: dict[str, bytes], deleted: tuple[str, ...], query: str, limit: int, call_id: str
     ) -> SearchReply:
+        recorded = self._recorded.get(call_id)
         return await self._searcher.ask(
             SearchRequest(
                 run=self._run,
@@ -74,7 +75,8 @@ class SearchSession:
                 deleted=deleted,
                 query=query,
                 limit=limit,
-                mode=self._recorded.get(call_id),
+                mode=recorded.mode if recorded is not None else None,
+                model=recorded.model if recorded is not None else "",
             )
         )
 

@@ -1,0 +1,1 @@
+"""The commands of `headrace search`: adapters of semantic search."""
