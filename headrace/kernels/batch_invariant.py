@@ -19,7 +19,7 @@ split of it. `operators` calls them for tensors on a GPU.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from headrace.kernels import dispatch, tile
 from headrace.kernels.dispatch import jit, tl
+from headrace.kernels.tile import Shape
 
 SMALL = 4096
 """The largest 16-bit product, as rows x K x N, that ATen computes with its own loop. Larger products go to oneDNN,
@@ -184,28 +185,18 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, total.to(c.dtype.element_ty), mask=(rows < m)[:, None] & (cols < n)[None, :])
 
 
-class _Shape(NamedTuple):
-    """A tile's rows, columns and depth, and how a program runs it."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-FEW = _Shape(64, 32, 128, 4, 6)
+FEW = Shape(64, 32, 128, 4, 6)
 """For up to 64 rows: the weights are read once, and narrow tiles give each multiprocessor a share of them."""
-SOME = _Shape(128, 128, 64, 8, 4)
+SOME = Shape(128, 128, 64, 8, 4)
 """Where large tiles would leave multiprocessors without work."""
-MANY = _Shape(256, 128, 64, 8, 3)
-_WIDEST = _Shape(64, 64, 32, 4, 2)
+MANY = Shape(256, 128, 64, 8, 3)
+_WIDEST = Shape(64, 64, 32, 4, 2)
 """For float32, which the tensor cores do not multiply."""
 _BUSY = 128
 """Fewest tiles that keep a large GPU's multiprocessors busy."""
 
 
-def _shape(m: int, n: int, dtype: torch.dtype) -> _Shape:
+def _shape(m: int, n: int, dtype: torch.dtype) -> Shape:
     if dtype == torch.float32:
         return _WIDEST
     if m <= FEW.rows:

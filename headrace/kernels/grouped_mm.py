@@ -29,6 +29,7 @@ from torch import Tensor
 
 from headrace.kernels import dispatch, mxfp8, tile
 from headrace.kernels.dispatch import jit, tl
+from headrace.kernels.tile import Shape
 
 
 class Mx(NamedTuple):
@@ -203,22 +204,11 @@ def _tiles_kernel(ends, tiles, high, experts, BE: tl.constexpr, BM: tl.constexpr
     tl.store(place + 2, tl.sum(tl.where(mine, end[None, :], 0), 1), mask=number < high)
 
 
-class _Shape(NamedTuple):
-    """A tile's rows, columns and depth, and how a program runs it."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-FEW = _Shape(64, 128, 128, 4, 3)
-MANY = _Shape(128, 256, 64, 8, 3)
-FEW_MX = _Shape(64, 128, 128, 4, 3)
-GRADIENT = _Shape(64, 128, 256, 8, 3)
+FEW, FEW_MX, MANY = Shape(64, 128, 128, 4, 3), Shape(64, 128, 128, 4, 3), Shape(128, 256, 64, 8, 3)
+"""For few rows per expert, with plain and with quantised operands, and for many."""
+GRADIENT = Shape(64, 128, 256, 8, 3)
 """Rows of a step, and [rows, columns] of a tile of a weight's gradient."""
-SINGLE = _Shape(64, 64, 32, 4, 2)
+SINGLE = Shape(64, 64, 32, 4, 2)
 """For float32, which the tensor cores do not multiply."""
 MANY_ROWS = 128
 """Rows of an expert, on average, from which large tiles are used and quantised operands are widened before."""

@@ -11,7 +11,20 @@ run together share columns of the second operand, and the band's rows stay in th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from headrace.kernels.dispatch import jit, tl
+
+
+class Shape(NamedTuple):
+    """A tile's rows, columns and depth, and the warps and pipeline stages of a program. The shapes in the kernels' files
+    are the fastest of those that were timed on an H100."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
 
 
 @jit

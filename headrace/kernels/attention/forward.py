@@ -9,9 +9,10 @@ computes all splits of a tile in one program, decode one split per program with 
 `_walk` and `_merge`, so the bits are the same. A masked key, block or split changes no bit: its factor is 1, its
 summand 0.
 
-Layout: the G query heads of a key-value head are rows (token t, head g is row t G + g), in tiles of 64 rows. Decode has
-the same tiles, because another tile height compiles to another matrix instruction, which sums in another order. Keys
-and values are contiguous [N, V, D], or paged [blocks, V, 64, D] with a table of block numbers: only addresses differ.
+Layout: the G query heads of a key-value head are rows (token t, head g is row t G + g), in tiles of 128 rows in prefill
+and 64 in decode: four warps hold 64 rows either way, with the same instructions (see `tile`). A tile of fewer rows would
+compile to an instruction that sums in another order. Blocks of keys that all rows of a tile see need no mask. Keys and
+values are contiguous [N, V, D], or paged [blocks, V, 64, D] with a table of block numbers: only addresses differ.
 `tiles` int32 [., 5]: first token of the sequence's queries, first row of the tile, rows of the sequence, position of
 its first query, and where its keys are (first token, or first entry of the table).
 
@@ -19,8 +20,7 @@ Trade-off: a tile of 64 rows in decode is mostly padding. Decode is bound by mem
 D = 128 are 32 KiB and 2.1 MFLOP, which at full bandwidth is a third of an H200's bfloat16 rate. Contraction to fused
 multiply-adds is switched off, because the compiler could contract the two programs differently.
 
-Twin: `block_attention`, which has no splits. In principle its bits are equal up to 2,048 keys; beyond, results agree
-within the error below.
+Twin: `block_attention`, which has no splits and takes powers of e where this takes powers of 2.
 Error against float64 of the same inputs: 1e-2 of the largest |v| in bfloat16, 1e-5 in float32.
 `operators` calls it for tensors on a GPU.
 """
