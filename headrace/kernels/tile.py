@@ -17,8 +17,10 @@ from headrace.kernels.dispatch import jit, tl
 
 
 class Shape(NamedTuple):
-    """A tile's rows, columns and depth, and the warps and pipeline stages of a program. The shapes in the kernels' files
-    are the fastest of those that were timed on an H100."""
+    """A tile's rows, columns and depth, and the warps and pipeline stages of a program.
+
+    The shapes in the kernels' files are the fastest of those that were timed on an H100.
+    """
 
     rows: int
     columns: int

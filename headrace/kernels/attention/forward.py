@@ -10,11 +10,11 @@ computes all splits of a tile in one program, decode one split per program with 
 summand 0.
 
 Layout: the G query heads of a key-value head are rows (token t, head g is row t G + g), in tiles of 128 rows in prefill
-and 64 in decode: four warps hold 64 rows either way, with the same instructions (see `tile`). A tile of fewer rows would
-compile to an instruction that sums in another order. Blocks of keys that all rows of a tile see need no mask. Keys and
-values are contiguous [N, V, D], or paged [blocks, V, 64, D] with a table of block numbers: only addresses differ.
-`tiles` int32 [., 5]: first token of the sequence's queries, first row of the tile, rows of the sequence, position of
-its first query, and where its keys are (first token, or first entry of the table).
+and 64 in decode: four warps hold 64 rows either way, with the same instructions (see `tile`). A tile of fewer rows
+would compile to an instruction that sums in another order. Blocks of keys that all rows of a tile see need no mask.
+Keys and values are contiguous [N, V, D], or paged [blocks, V, 64, D] with a table of block numbers: only addresses
+differ. `tiles` int32 [., 5]: first token of the sequence's queries, first row of the tile, rows of the sequence,
+position of its first query, and where its keys are (first token, or first entry of the table).
 
 Trade-off: a tile of 64 rows in decode is mostly padding. Decode is bound by memory traffic all the same: 64 keys of
 D = 128 are 32 KiB and 2.1 MFLOP, which at full bandwidth is a third of an H200's bfloat16 rate. Contraction to fused
