@@ -46,6 +46,8 @@ from headrace.weights import snapshot
 PROMPT = 100
 MOST = 32
 """Requests that the server runs at once."""
+CONTEXT = 2048
+"""Positions of a prompt and its reply together."""
 
 
 def prompts(config: PolicyConfig, batch: int, repeat: int) -> list[tuple[int, ...]]:
@@ -95,13 +97,18 @@ def generated(model: Any, contexts: Sequence[tuple[int, ...]], tokens: int) -> t
     return tokens * len(contexts) / spent, [(row.tolist(), lp) for row, lp in zip(new, chosen, strict=True)]
 
 
-def gap(model: Model, context: tuple[int, ...], sample: Sample) -> float:
-    """Largest |engine - trainer's code| of one sample, its routes replayed."""
-    ids = (*context, *sample.ids)
-    rows = moe.from_array(sample.routed, model.config.sparse_layers, model.config.top_k)
+def gaps(model: Model, context: tuple[int, ...], sample: Sample) -> torch.Tensor:
+    """|engine - trainer's code| of each token of one sample, its routes replayed."""
+    ids, config = (*context, *sample.ids), model.config
+    rows = moe.from_array(sample.routed, config.sparse_layers, config.top_k) if config.experts else None
     spans = sample.spans
     scored = score({span.version: model for span in spans}, ids, spans, range(len(context), len(ids)), 1.0, rows)
-    return float((scored - torch.tensor(sample.logprobs)).abs().max())
+    return (scored - torch.tensor(sample.logprobs)).abs()
+
+
+def gap(model: Model, context: tuple[int, ...], sample: Sample) -> float:
+    """The largest of `gaps`."""
+    return float(gaps(model, context, sample).max())
 
 
 def plain_gap(model: Model, context: tuple[int, ...], ids: list[int], logprobs: torch.Tensor) -> float:
@@ -121,6 +128,26 @@ def neighbour(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         bits += (torch.rand(bits.shape, generator=generator) < 0.01).to(bits.dtype)
         out[name] = bits.view(tensor.dtype)
     return out
+
+
+def versions(folder: Path, model: Model) -> list[tuple[str, str]]:
+    """Write a model on the CPU and its `neighbour` as two versions. Returns path and state hash of each."""
+    return [
+        (str(folder / name), snapshot.write(folder / name, state))
+        for name, state in (("0", model.state()), ("1", neighbour(model.state())))
+    ]
+
+
+def server_engine(python: str, folder: Path, config: PolicyConfig) -> SglangEngine:
+    """An engine that starts a server of `MOST` requests with the first version that it loads."""
+    tokenizer = folder / "tokenizer.json"
+    Tokenizer.train((), config.vocab).save(tokenizer)
+    args = [*arguments(), "--dtype", config.dtype, "--context-length", str(CONTEXT)]
+    args += ["--max-running-requests", str(MOST)]
+    args += ["--enable-return-routed-experts"] if config.experts else []
+    log = Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "log")
+    server = Server(python, free_port(), args, log, sparse=True)
+    return SglangEngine(config, folder / "stage", server=server, tokenizer=tokenizer, max_batch=MOST)
 
 
 async def pauses(engine: SglangEngine, files: list[tuple[str, str]], repeats: int, figures: Figures) -> None:
@@ -240,16 +267,8 @@ async def measure(python: str, tokens: int, repeats: int, batches: Sequence[int]
     figures: Figures = {"dtype": config.dtype, "tokens": tokens, "prompt": PROMPT, "repeats": repeats}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
         folder = Path(place)
-        files = []
-        for name, state in (("0", model.state()), ("1", neighbour(model.state()))):
-            files.append((str(folder / name), snapshot.write(folder / name, state)))
-        tokenizer = folder / "tokenizer.json"
-        Tokenizer.train((), config.vocab).save(tokenizer)
-        args = [*arguments(), "--dtype", config.dtype, "--context-length", "2048", "--max-running-requests", str(MOST)]
-        args += ["--enable-return-routed-experts"] if config.experts else []
-        log = Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "log")
-        server = Server(python, free_port(), args, log, sparse=True)
-        sglang = SglangEngine(config, folder / "stage", server=server, tokenizer=tokenizer, max_batch=MOST)
+        files = versions(folder, model)
+        sglang = server_engine(python, folder, config)
         try:
             began = time.perf_counter()
             await sglang.load(0, *files[0])
