@@ -19,7 +19,12 @@ from headrace.messages import subjects
 from headrace.messages.product import Traffic
 
 EVERY_S = 1.0
-EVENTS = {"lost": "server_lost", "starts": "server_started", "reloads": "version_reloaded"}
+EVENTS = {
+    "lost": "server_lost",
+    "starts": "server_started",
+    "reloads": "version_reloaded",
+    "unchecked": "server_unchecked",
+}
 """Counters of the engine, and the event that an increase causes."""
 
 

@@ -135,6 +135,7 @@ class SglangEngine:
             "sparse_bytes": swapper.sparse_bytes,
             "reloads": swapper.reloads,
             "checked": swapper.checked,
+            "unchecked": swapper.unchecked,
             "starts": self._server.starts if self._server is not None else 0,
         }
 

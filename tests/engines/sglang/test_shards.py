@@ -10,7 +10,7 @@ from aiohttp import web
 from torch import Tensor
 
 from headrace.engines.base import EngineError
-from headrace.engines.sglang.weights.checksums import digest, fused
+from headrace.engines.sglang.weights.checksums import DIGESTS, fused
 from headrace.policy.config import PolicyConfig
 from tests.support import tiny
 from tests.support.engines import Versions
@@ -49,9 +49,10 @@ def part(name: str, whole: Tensor, config: PolicyConfig, rank: int) -> Tensor:
 class Sharded(Double):
     """Reports checksums of its four ranks, in any order."""
 
-    def __init__(self, config: PolicyConfig) -> None:
+    def __init__(self, config: PolicyConfig, device: str) -> None:
         super().__init__(config)
-        self.info = {"tp_size": RANKS}
+        self.info = {"tp_size": RANKS, "device": device}
+        self.digest = DIGESTS[device]
         self.reported = [2, 0, 3, 1]
         self.spoilt: tuple[int, str] | None = None
 
@@ -59,18 +60,18 @@ class Sharded(Double):
         whole = fused(self.model.state(), self.config)
         ranks: list[dict[str, Any]] = []
         for rank in self.reported:
-            sums = {name: digest(part(name, tensor, self.config, rank)) for name, tensor in whole.items()}
+            sums = {name: self.digest(part(name, tensor, self.config, rank)) for name, tensor in whole.items()}
             if self.spoilt is not None and self.spoilt[0] == rank:
                 sums[self.spoilt[1]] = "0" * 16
             ranks.append({"checksums": sums, "parallelism_info": [{"tp_rank": rank, "tp_size": RANKS}]})
         return web.json_response({"success": True, "message": "", "ranks": ranks})
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-async def test_every_rank_must_hold_its_part_of_the_version(tmp_path: Path, shape: str) -> None:
+@pytest.mark.parametrize(("shape", "device"), [("mixture", "cpu"), ("dense", "cpu"), ("mixture", "cuda")])
+async def test_every_rank_must_hold_its_part_of_the_version(tmp_path: Path, shape: str, device: str) -> None:
     config = SHAPES[shape]
     versions = Versions(config, tmp_path, exact=False)
-    double = Sharded(config)
+    double = Sharded(config, device)
     async with attached(versions, tmp_path, double=double) as (engine, _):
         assert engine.stats()["checked"], "version 0 was compared"
         await versions.load(engine, 1)
@@ -81,10 +82,10 @@ async def test_every_rank_must_hold_its_part_of_the_version(tmp_path: Path, shap
         assert engine.version == 1
 
 
-@pytest.mark.parametrize("fault", ["tensor", "rank"])
-async def test_one_wrong_rank_is_found(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(("fault", "device"), [("tensor", "cpu"), ("rank", "cpu"), ("tensor", "cuda")])
+async def test_one_wrong_rank_is_found(tmp_path: Path, fault: str, device: str) -> None:
     versions = Versions(MIXTURE, tmp_path, exact=False)
-    double = Sharded(MIXTURE)
+    double = Sharded(MIXTURE, device)
     async with attached(versions, tmp_path, double=double) as (engine, _):
         if fault == "tensor":
             double.spoilt = 2, "model.layers.1.self_attn.qkv_proj.weight"

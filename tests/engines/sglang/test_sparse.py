@@ -1,7 +1,6 @@
 """Differences between versions, and the loader that runs inside the server: played on the server's own layout."""
 
 import base64
-import importlib.util
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from headrace.engines.sglang.compatibility import IncompatibleServer
 from headrace.engines.sglang.weights import sparse
@@ -16,6 +16,7 @@ from headrace.engines.sglang.weights.checksums import digest, fused
 from headrace.weights import snapshot
 from tests.support import tiny
 from tests.support.engines import Versions
+from tests.support.sglang.cuda import loader
 from tests.support.sglang.requests import attached
 from tests.support.weights import step
 
@@ -37,13 +38,7 @@ class Inside:
 
 @pytest.fixture(scope="module")
 def apply() -> Any:
-    """The loader by its path, as the server finds it: it is no part of the package."""
-    name, _, function = sparse.LOADER.partition(".")
-    spec = importlib.util.spec_from_file_location(name, sparse.FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, function)
+    return loader()
 
 
 def given(file: Path) -> list[Any]:
@@ -91,6 +86,18 @@ def test_what_does_not_fit_is_left_alone(tmp_path: Path, apply: Any, capfd: pyte
         assert inside.sums() == sums, "not even what would fit"
     apply(inside, given(tmp_path / "no such file"))
     assert capfd.readouterr().out.count("nothing of") == 4
+
+
+def test_an_error_while_it_writes_does_not_end_the_server(
+    tmp_path: Path, apply: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    inside = Inside(tiny.model(CONFIG, exact=False).state())
+    sums = inside.sums()
+    name, tensor = next(iter(inside.live.items()))
+    beyond = {f"{name}.at": torch.tensor([tensor.numel()]), f"{name}.to": torch.ones(1, dtype=tensor.dtype)}
+    save_file(beyond, tmp_path / "changes", metadata={name: str(tensor.numel())})
+    apply(inside, given(tmp_path / "changes"))
+    assert "a part of" in capfd.readouterr().out and inside.sums() == sums
 
 
 def test_versions_far_apart_are_loaded_whole(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ class Double:
         self.fail_updates: list[str] = []
         """How the next updates fail: `refuse` (nothing changed), `half` (some tensors did), `lie` (it says done)."""
         self.drop_routes = False
+        self.more_posts: dict[str, Any] = {}
         self.seen: list[tuple[str, Any]] = []
         """Path and body of every request so far."""
         self.news = asyncio.Condition()
@@ -111,7 +112,7 @@ class Double:
         post = {
             "/generate": self._generate, "/abort_request": self._abort, "/pause_generation": self._pause,
             "/continue_generation": self._continue, "/update_weights_from_disk": self._update,
-            "/weights_checker": self._check, "/flush_cache": self._flush,
+            "/weights_checker": self._check, "/flush_cache": self._flush, **self.more_posts,
         }  # fmt: skip
         get = {
             "/server_info": self._server_info, "/model_info": self._model_info, "/v1/loads": self._loads,
@@ -354,9 +355,7 @@ class Double:
             return web.json_response({"success": False, "message": "partially updated"}, status=400)
         if body.get("flush_cache", True):
             if self.running or self.queue:
-                text = (
-                    "Weights were updated, but the cache was not flushed because requests are still running or queued."
-                )
+                text = "Weights were updated, but the cache was not flushed: requests are still running or queued."
                 return web.json_response({"success": False, "message": text}, status=400)
             self.prefixes.clear()
         self.model_path, self.told = body["model_path"], self.version

@@ -42,6 +42,7 @@ async def real(versions: Versions, folder: Path) -> AsyncIterator[SglangEngine]:
 
 
 def checked(engine: SglangEngine) -> bool:
-    """Whether the last load compared checksums; on a GPU there are none to compare with."""
-    terms = engine._life.terms
-    return bool(engine.stats()["checked"]) or (terms is not None and terms.device != "cpu")
+    """Whether the last load compared checksums; on a GPU also whether the first one decided against it."""
+    terms, stats = engine._life.terms, engine.stats()
+    assert terms is not None
+    return bool(stats["checked"]) or (terms.device != "cpu" and bool(stats["unchecked"] or terms.ep_size > 1))

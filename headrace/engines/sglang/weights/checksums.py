@@ -5,13 +5,15 @@ file's tensors in the same way (query, key and value; gate and up of all experts
 64 rows), hashes them with the same function, and compares. Equality proves that the server serves the version that the
 trainer published, after any number of updates in place.
 
-On the CPU the server's hash of a tensor is the first eight bytes of SHA-256 over its bits. With tensor parallelism each
-rank reports its part: heads, inner width and vocabulary are divided, norms and routers are not. On a GPU the hash is
-another function, which is not computed here (docs/sglang.md).
+On the CPU the server's hash of a tensor is the first eight bytes of SHA-256 over its bits; on a GPU it is another
+function (`cuda_digest`). With tensor parallelism each rank reports its part: heads, inner width and vocabulary are
+divided, norms and routers are not.
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.engines.sglang.weights import cuda_digest
 from headrace.policy.config import PolicyConfig
 from headrace.weights import snapshot
 
 VOCAB_PAD = 64
+THREADS = 8
+"""The most threads that compute a GPU's checksums."""
 
 
-def known(config: PolicyConfig, ranks: int = 1) -> bool:
-    """Whether the server's layout of this model on tensor-parallel ranks is known here: Qwen3, with all layers dense or
-    all layers a mixture."""
+def known(config: PolicyConfig, ranks: int = 1, *, device: str = "cpu", dtype: str = "bfloat16") -> bool:
+    """Whether the checksums of this model on tensor-parallel ranks are known here: Qwen3, with all layers dense or all
+    layers a mixture, on the CPU or on GPUs that can hash its largest tensor.
+
+    On a GPU the MoE runner decides the layout of the experts, so that the first comparison may still differ.
+    """
+    largest = max(config.vocab + VOCAB_PAD, 2 * config.expert_dim * max(1, config.experts)) * config.dim // ranks
     return (
-        config.model_type == ""
+        device in DIGESTS
+        and (device == "cpu" or largest * getattr(torch, dtype).itemsize <= cuda_digest.MOST_BYTES)
+        and config.model_type == ""
         and config.latent is None
         and not (config.dense_layers or config.shared_experts or config.expert_format)
         and not (config.heads % ranks or VOCAB_PAD % ranks or config.expert_dim % ranks)
@@ -37,14 +48,17 @@ def known(config: PolicyConfig, ranks: int = 1) -> bool:
     )
 
 
-def expected(path: str | Path, config: PolicyConfig, dtype: str, ranks: int = 1) -> dict[str, str]:
-    """The checksums (16 hex digits) by `label`, of a snapshot file that a server on the CPU holds in `dtype`."""
-    kind, tensors = getattr(torch, dtype), snapshot.read(path)
-    return {
-        label(name, rank, ranks): digest(tensor.to(kind))
-        for rank in range(ranks)
-        for name, tensor in fused(shard(tensors, config, rank, ranks), config, ranks).items()
-    }
+def expected(path: str | Path, config: PolicyConfig, dtype: str, ranks: int = 1, device: str = "cpu") -> dict[str, str]:
+    """The checksums (16 hex digits) by `label`, of a snapshot file that a server on `device` holds in `dtype`."""
+    kind, tensors, digest = getattr(torch, dtype), snapshot.read(path), DIGESTS[device]
+    threads = 1 if device == "cpu" else min(THREADS, len(os.sched_getaffinity(0)))
+    out: dict[str, str] = {}
+    with ThreadPoolExecutor(threads) as pool:
+        for rank in range(ranks):
+            parts = fused(shard(tensors, config, rank, ranks), config, ranks)
+            sums = pool.map(lambda part: digest(part.to(kind)), parts.values())
+            out |= {label(name, rank, ranks): value for name, value in zip(parts, sums, strict=True)}
+    return out
 
 
 def label(name: str, rank: int, ranks: int) -> str:
@@ -119,6 +133,10 @@ def digest(tensor: Tensor) -> str:
     """The server's checksum of a tensor on the CPU."""
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(bits.data).digest()[:8].hex()
+
+
+DIGESTS = {"cpu": digest, "cuda": cuda_digest.digest}
+"""The server's checksum of a tensor, by the device that the server reports."""
 
 
 def difference(wanted: Mapping[str, str], served: Mapping[str, str]) -> str:

@@ -12,15 +12,21 @@ Trap: with the default of flush_cache, an update under running requests answers 
 error of an update the server's weights are unknown, and it stays paused until the old version is loaded in full and has
 its checksums. If that fails too, it stays paused and no request is admitted.
 
+On a GPU the MoE runner may hold the experts in another layout than `checksums` computes, and the server does not report
+which. So the first load decides: if its checksums differ, a warning names the first such tensor, and this server is not
+compared; if they match, every later difference is an error.
+
 With `sparse` the load is a scattered write of the changed elements (`weights.sparse`), verified by the same checksums.
 Where it is not available, or fails, the version is loaded from disk.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.engines.base import EngineError
 from headrace.engines.sglang.compatibility import Terms
@@ -33,6 +39,17 @@ from headrace.policy.config import PolicyConfig
 
 LOAD_S = 600.0
 """Seconds after which a reload has failed."""
+_log = logging.getLogger("headrace.engines.sglang")
+
+
+class Wanted(NamedTuple):
+    """The checksums that a server must report."""
+
+    checksums: dict[str, str]
+    ranks: int
+    """Tensor-parallel ranks, each with checksums of its own."""
+    undecided: str = ""
+    """The fingerprint of a server on a GPU whose first load decides whether it is compared; empty for any other."""
 
 
 class Swapper:
@@ -54,9 +71,14 @@ class Swapper:
         self.reloads = 0
         """Number of failed updates after which the old version was loaded again."""
         self.checked = False
-        """Whether the last change compared checksums; they can be computed for Qwen3 on a CPU alone."""
-        self._ranks = 1
-        """Tensor-parallel ranks of the server, each with checksums of its own."""
+        """Whether the last change compared checksums."""
+        self._comparable: dict[str, bool] = {}
+        """By the fingerprint of a server on a GPU: whether its first load had the expected checksums."""
+
+    @property
+    def unchecked(self) -> int:
+        """Number of servers that are not compared, because their first load had other checksums."""
+        return sum(not comparable for comparable in self._comparable.values())
 
     @property
     def folder(self) -> Path:
@@ -70,7 +92,16 @@ class Swapper:
     async def holds(self, weights: VersionFile, terms: Terms) -> bool:
         """Whether the server serves exactly this version already, for example after a start from the staged folder."""
         info = await self._wire.get("/model_info")
-        return info.get("weight_version") == weights.label and not await self._difference(weights, terms)
+        if info.get("weight_version") != weights.label:
+            return False
+        wanted = await self._wanted(weights, terms)
+        self.checked = wanted is not None
+        if wanted is None:
+            return True
+        wrong = await self._difference(wanted)
+        if wanted.undecided and not wrong:
+            self._comparable[wanted.undecided] = True
+        return not wrong  # a first difference is decided after a load by this class
 
     async def change(
         self, weights: VersionFile, before: VersionFile | None, terms: Terms, take_back: Callable[[], Awaitable[None]]
@@ -97,7 +128,8 @@ class Swapper:
         try:
             await self.ready(weights)
             wanted = await self._wanted(weights, terms)
-            self.sparse_bytes = await self._differences(before, terms) if wanted is not None else 0
+            verified = wanted is not None and not wanted.undecided
+            self.sparse_bytes = await self._differences(before, terms) if verified else 0
         except EngineError:
             if before is not None:
                 await self.ready(before)  # a later restart of the server must find the weights that it served
@@ -153,7 +185,7 @@ class Swapper:
         what = self._changes, Path(before.path), self._stage.model, self._config, terms.dtype
         return await asyncio.to_thread(sglang_sparse.write, *what)
 
-    async def _apply(self, weights: VersionFile, wanted: dict[str, str] | None) -> bool:
+    async def _apply(self, weights: VersionFile, wanted: Wanted | None) -> bool:
         """Make the loader apply the changed elements. True when the server then serves exactly that version."""
         try:
             await self._wire.post("/begin_weight_update", {})
@@ -176,7 +208,7 @@ class Swapper:
             self._changes.unlink(missing_ok=True)
         return True
 
-    async def _load(self, weights: VersionFile, wanted: dict[str, str] | None) -> None:
+    async def _load(self, weights: VersionFile, wanted: Wanted | None) -> None:
         body = {
             "model_path": str(self._stage.folder),
             "weight_version": weights.label,
@@ -189,30 +221,52 @@ class Swapper:
             raise EngineError(f"the server could not load version {weights.version}: {answer.get('message')}")
         await self._check(weights, wanted)
 
-    async def _check(self, weights: VersionFile, wanted: dict[str, str] | None) -> None:
-        """EngineError unless the server reports the version and, where they are known, its checksums."""
+    async def _check(self, weights: VersionFile, wanted: Wanted | None) -> None:
+        """EngineError unless the server reports the version and, where they are known, its checksums. An undecided
+        server is decided."""
         served = (await self._wire.get("/model_info")).get("weight_version")
         if served != weights.label:
             raise EngineError(f"the server reports weight version {served}, expected {weights.label}")
         self.checked = wanted is not None
-        if wanted is not None and (wrong := checksums.difference(wanted, await self._checksums())):
+        if wanted is None:
+            return
+        wrong = await self._difference(wanted)
+        if wrong and not wanted.undecided:
             raise EngineError(f"version {weights.version}: {wrong}")
+        if wanted.undecided:
+            self._comparable[wanted.undecided] = self.checked = not wrong
+        if wrong:
+            _log.warning(
+                "the first load (version %d) of the server at %s does not have the expected checksums: %s. Either the "
+                "server holds weights in another layout (docs/sglang.md), or they are wrong; they are not checked from "
+                "now on",
+                weights.version,
+                self._wire.url,
+                wrong,
+            )
 
-    async def _difference(self, weights: VersionFile, terms: Terms) -> str:
-        wanted = await self._wanted(weights, terms)
-        self.checked = wanted is not None
-        return "" if wanted is None else checksums.difference(wanted, await self._checksums())
-
-    async def _wanted(self, weights: VersionFile, terms: Terms) -> dict[str, str] | None:
-        """The checksums of the staged version; None where the server's checksum function is not known here."""
-        self._ranks = terms.tp_size
-        if terms.device != "cpu" or terms.ep_size != 1 or not checksums.known(self._config, self._ranks):
-            return None
-        return await asyncio.to_thread(checksums.expected, self._stage.model, self._config, terms.dtype, self._ranks)
-
-    async def _checksums(self) -> dict[str, str]:
-        answer = await self._wire.post("/weights_checker", {"action": "checksum"}, LOAD_S)
+    async def _difference(self, wanted: Wanted) -> str:
+        """A text about the first difference between the server's checksums and these; empty when there is none."""
         try:
-            return checksums.served(answer, self._ranks)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise EngineError(f"/weights_checker answered without the server's checksums: {error}") from None
+            answer = await self._wire.post("/weights_checker", {"action": "checksum"}, LOAD_S)
+            try:
+                served = checksums.served(answer, wanted.ranks)
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise EngineError(f"/weights_checker answered without the server's checksums: {error}") from None
+        except EngineError as error:
+            lost = isinstance(error, ServerError) and error.kind in ("gone", "late")
+            if lost or not wanted.undecided:
+                raise
+            return str(error)
+        return checksums.difference(wanted.checksums, served)
+
+    async def _wanted(self, weights: VersionFile, terms: Terms) -> Wanted | None:
+        """The checksums of the staged version; None where they are not known here, or the first load had others."""
+        model, config, dtype, ranks, device = self._stage.model, self._config, terms.dtype, terms.tp_size, terms.device
+        gpu = device != "cpu"
+        unlike = gpu and not self._comparable.get(terms.fingerprint, True)
+        if unlike or terms.ep_size != 1 or not checksums.known(config, ranks, device=device, dtype=dtype):
+            return None
+        sums = await asyncio.to_thread(checksums.expected, model, config, dtype, ranks, device)
+        undecided = gpu and terms.fingerprint not in self._comparable
+        return Wanted(sums, ranks, terms.fingerprint if undecided else "")

@@ -3,7 +3,8 @@
 `--custom-weight-loader headrace_loader.apply` names it, this folder is on the server's PYTHONPATH
 (`engines.sglang.server` sets both). It must not raise: an exception here ends the scheduler. So everything is checked
 before the first element is written, and a file that does not fit is not applied; headrace compares checksums afterwards
-and then loads the version in full. headrace is not imported, because the server's environment does not have it.
+and then loads the version in full. A GPU may still lack memory for a tensor's indices, and then a part was applied.
+headrace is not imported, because the server's environment does not have it.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,10 @@ def apply(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
     except Exception as error:
         print(f"headrace_loader: nothing of {path} was applied: {error}", flush=True)  # noqa: T201
         return
-    with torch.no_grad():
-        for name, (at, to) in changes.items():
-            flat = live[name].data.view(-1)
-            flat.index_copy_(0, at.to(flat.device), to.to(flat.device))
+    try:
+        with torch.no_grad():
+            for name, (at, to) in changes.items():
+                flat = live[name].data.view(-1)
+                flat.index_copy_(0, at.to(flat.device), to.to(flat.device))
+    except Exception as error:  # for example a GPU without memory for the indices
+        print(f"headrace_loader: a part of {path} was applied: {error}", flush=True)  # noqa: T201
