@@ -24,6 +24,9 @@ from headrace.bus.runtime.delivery import DeliveryHandler, Report, silent
 
 HEARTBEAT_S = 5.0
 EXPIRES_S = 60.0
+MAX_WAITING = 65_536
+"""Pull requests that may wait at a durable: one for each idle actor. The broker refuses a further one, and its actor
+repeats it ten times a second."""
 _SECOND = 1_000_000_000
 
 
@@ -122,7 +125,7 @@ class Consumer:
             "ack_wait": int(self.ack_wait * _SECOND),
             "max_deliver": self.max_deliver,
             "max_ack_pending": 10_000,
-            "max_waiting": 512,
+            "max_waiting": MAX_WAITING,
             "replay_policy": "instant",
             "deliver_policy": "all",
         }
@@ -147,10 +150,12 @@ class Consumer:
         return await self.bus.connection.patiently(lambda: self.bus.connection.api(name, request))
 
     async def _keep_position(self, config: dict[str, Any], name: str) -> bool:
-        """A durable that exists keeps the start with which it was made: only the rest of its settings is updated."""
+        """A durable that exists keeps the start and the limit of waiting requests with which it was made, which the
+        broker never changes: only the rest of its settings is updated."""
         try:
             info = msgspec.json.decode(await self._api(f"CONSUMER.INFO.{self.stream}.{self.durable}"))
-            same = {key: info["config"][key] for key in ("deliver_policy", "opt_start_seq") if key in info["config"]}
+            fixed = ("deliver_policy", "opt_start_seq", "max_waiting")
+            same = {key: info["config"][key] for key in fixed if key in info["config"]}
             config.pop("opt_start_seq", None)
             await self._api(name, {"stream_name": self.stream, "config": config | same})
         except ApiError:
