@@ -22,6 +22,8 @@ each run, takes all of its steps.
 """
 
 import argparse
+import json
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -47,6 +49,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--drop", default="1", help="bounds under which a run more drops stale groups")
     parser.add_argument("--whole", action="store_true", help="each run takes its steps to the end")
+    parser.add_argument("--kept", default="", help="file of finished arms; one that is in it is not run again")
     parser.add_argument("--limit-s", type=float, default=300.0, help="an arm that takes longer is an error")
     args = parser.parse_args()
     args.arms = [Arm(f"bound{bound}", bound, whole=args.whole) for bound in numbers(args.bound)]
@@ -63,15 +66,19 @@ def numbers(text: str) -> list[int]:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Figures]:
-    """The figures of every arm."""
+    """The figures of every arm. Processes start only for arms that are not kept."""
     groups = args.samplers // args.group_size
     size = Size(args.samplers, args.steps, groups, args.group_size, args.speed, args.seed, args.limit_s)
-    seen: dict[str, Figures] = {}
-    with tempfile.TemporaryDirectory(prefix="headrace-samplers-") as folder:
-        async with Processes(size, Path(folder)) as processes:
-            for arm in args.arms:
-                seen[arm.name] = await run_arm(arm, processes)
-                print(arm.name, seen[arm.name], file=sys.stderr, flush=True)
+    kept = Path(args.kept) if args.kept else None
+    seen: dict[str, Figures] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    if missing := [arm for arm in args.arms if arm.name not in seen]:
+        with tempfile.TemporaryDirectory(prefix="headrace-samplers-") as folder:
+            async with Processes(size, Path(folder)) as processes:
+                for arm in missing:
+                    seen[arm.name] = await run_arm(arm, processes)
+                    print(arm.name, json.dumps(seen[arm.name]), file=sys.stderr, flush=True)
+                    if kept is not None:
+                        kept.write_text(json.dumps(seen))
     return seen
 
 
@@ -89,7 +96,7 @@ def main() -> None:
     walls = sorted(episode.wall_s for episode in trace.episodes)
     figures: Figures = {
         "simulated": True,
-        "command": f"python -m benchmarks.samplers {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python -m benchmarks.samplers {shlex.join(sys.argv[1:])}".strip(),
         "samplers": args.samplers,
         "slots_per_step": args.samplers,
         "steps": args.steps,
@@ -105,9 +112,7 @@ def main() -> None:
         "unbalanced": at_most(sum(not found["balanced"] for found in seen.values()), 0),
         "beyond_bound": at_most(sum(found["staleness_max"] > found["staleness_bound"] for found in seen.values()), 0),
         "duplicates": at_most(sum(found["duplicates"] for found in seen.values()), 0),
-        "lost": at_most(
-            sum(found["issued"] - found["trained"] for name, found in seen.items() if "drop" not in name), 0
-        ),
+        "lost": at_most(sum(map(lost, seen.values())), 0),
     }
     if {"bound0", "bound2"} <= seen.keys():
         ratio = seen["bound2"]["utilisation"] / seen["bound0"]["utilisation"]

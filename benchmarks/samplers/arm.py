@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.conditions import Figures
 from benchmarks.samplers.process import SUITE, Order, Part
-from benchmarks.samplers.sampler import Times
+from benchmarks.samplers.sampler import Cause, Times
 from headrace import process_stat
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
@@ -66,7 +66,7 @@ class Size(NamedTuple):
     @property
     def shares(self) -> list[tuple[int, ...]]:
         """The samplers of each process: large ones first, then those that hold a tenth and are killed in one arm."""
-        doomed = max(1, self.samplers // 10)
+        doomed = max(DOOMED, self.samplers // 10)
         numbers = range(self.samplers)
         large = [tuple(numbers[at : self.samplers - doomed : LARGE]) for at in range(LARGE)]
         small = [tuple(numbers[self.samplers - doomed :][at::DOOMED]) for at in range(DOOMED)]
@@ -183,12 +183,12 @@ async def run_arm(arm: Arm, processes: Processes) -> Figures:
     size, folder = processes.size, processes.folder
     run = f"samplers-{arm.name.replace('_', '-')}"
     async with Server(folder / arm.name) as broker:
-        place = {"url": broker.url, "credentials": str(broker.credentials)}
         async with await Bus.connect(broker.url, role="admin", credentials=broker.credentials) as bus:
             await declare(bus)
             order = Order(
                 part="curriculum",
-                **place,
+                url=broker.url,
+                credentials=str(broker.credentials),
                 folder=str(folder),
                 run=run,
                 seed=size.seed,
@@ -321,16 +321,15 @@ async def read(bus: Bus, run: str) -> Streams:
 def of_samplers(times: Sequence[Times], window: tuple[float, float]) -> Figures:
     """Shares of the samplers' time within the window, and the hand-over of requests."""
     begin, end = window
-    seconds: Counter[str] = Counter()
-    for part in times:
-        seconds.update({str(cause): spent for cause, spent in part.seconds.items()})
+    causes: tuple[Cause, ...] = ("turns", "bus", "swap", "handover", "slot")
+    seconds = {cause: sum(part.seconds.get(cause, 0.0) for part in times) for cause in causes}
     total = sum(seconds.values()) or 1.0
     handovers = sorted(took for part in times for took in part.handover_s)
-    shares = {cause: round(seconds[cause] / total, 4) for cause in ("turns", "bus", "swap", "handover", "slot")}
+    shares = {cause: round(seconds[cause] / total, 4) for cause in causes}
     return {
         "window_s": round(end - begin, 2),
-        "utilisation": shares.pop("turns"),
-        **{f"{cause}_share": share for cause, share in shares.items()},
+        "utilisation": shares["turns"],
+        **{f"{cause}_share": share for cause, share in shares.items() if cause != "turns"},
         "handover_p50_ms": round(1e3 * handovers[len(handovers) // 2], 2) if handovers else None,
         "handover_p99_ms": round(1e3 * handovers[int(0.99 * (len(handovers) - 1))], 2) if handovers else None,
         "episodes_in_window": sum(part.episodes for part in times),

@@ -8,7 +8,7 @@ engine, the calls, the tokens. A Trajectory's spans name the versions that the s
 import asyncio
 import random
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -57,7 +57,7 @@ class Times(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Timeline:
-    """What one sampler did when; times since the epoch."""
+    """The intervals of one sampler; times since the epoch."""
 
     parts: list[tuple[Part, float, float]] = field(default_factory=list)
     handovers: list[tuple[float, float]] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Timeline:
             open_parts.append(("swap" if self.closed_since is not None else "slot", self.idle_since, end))
         if self.busy_since is not None:
             open_parts.append(("episode", self.busy_since, end))
-        spent: Counter[Part] = Counter()
+        spent: defaultdict[Part, float] = defaultdict(float)
         for part, first, last in (*self.parts, *open_parts):
             spent[part] += max(0.0, min(last, end) - max(first, begin))
         return Times(
@@ -147,9 +147,10 @@ class Shared:
     def times(self, begin: float, end: float) -> Times:
         """The times of all samplers within a window."""
         each = [timeline.within(begin, end) for timeline in self.timelines]
-        seconds: Counter[Cause] = Counter()
+        seconds: defaultdict[Cause, float] = defaultdict(float)
         for times in each:
-            seconds.update(times.seconds)
+            for cause, spent in times.seconds.items():
+                seconds[cause] += spent
         return Times(
             seconds=dict(seconds),
             handover_s=[round(took, 6) for times in each for took in times.handover_s],
