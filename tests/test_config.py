@@ -163,6 +163,8 @@ def test_every_key_has_a_range() -> None:
         (["policy.kv_heads=2"], "policy.kv_heads: expected a divisor of heads"),
         (["policy.top_k=9"], "policy.top_k: expected at most experts"),
         (["policy.head_dim=31"], "policy.head_dim: expected an even number"),
+        (["trainer.ranks=2", "trainer.expert_ranks=2", "trainer.offload=optimizer"], "trainer.offload: expected none"),
+        (["algorithm.moments=eight_bit", "algorithm.beta1=0.995"], "algorithm.beta1: expected at most 0.99"),
         (["environment.max_vms=2"], "environment.max_vms: expected more than judge_share"),
         (["environment.warm=9"], "environment.warm: expected at most max_vms"),
         (["sandboxes.memory_mib=63"], "sandboxes.memory_mib: expected 0 or at least 64, got 63"),

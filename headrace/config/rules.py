@@ -13,7 +13,8 @@ from headrace.config.tree import Config
 Problem = tuple[str, str]
 """Dotted key, and what is wrong with its value."""
 _MOST_BETA = 0.99
-"""bfloat16 resolves 2^-8 to 2^-7 of a number: a moment that decays by less than half of that stays as it is."""
+"""bfloat16 resolves 2^-8 to 2^-7 of a number: a moment that decays by less than half of that stays as it is. Levels of
+eight bits are as far apart at best."""
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -104,11 +105,11 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     section = config.algorithm
     for name in ("beta1", "beta2"):
         beta = getattr(section, name)
-        if section.moments == "bfloat16" and beta > _MOST_BETA:
+        if section.moments != "float32" and beta > _MOST_BETA:
             yield (
                 f"algorithm.{name}",
-                f"expected at most {_MOST_BETA} with algorithm.moments = bfloat16, whose rounding keeps a moment from "
-                f"decaying more slowly; got {beta}",
+                f"expected at most {_MOST_BETA} with algorithm.moments = {section.moments}, whose rounding keeps a "
+                f"moment from decaying more slowly; got {beta}",
             )
     if not section.ratio_low <= 1.0 <= section.ratio_high:
         yield (
@@ -164,6 +165,12 @@ def _trainer(config: Config) -> Iterator[Problem]:
         yield (
             "trainer.context_ranks",
             f"expected a divisor of trainer.ranks ({section.ranks}), got {section.context_ranks}",
+        )
+    if section.offload != "none" and section.expert_ranks > 1:
+        yield (
+            "trainer.offload",
+            f"expected none with trainer.expert_ranks = {section.expert_ranks}, where experts are no shards of FSDP; "
+            f"got {section.offload!r}",
         )
     if section.ranks > 1 and ":" in section.device:
         yield (

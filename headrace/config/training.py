@@ -124,9 +124,9 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """AdamW's decay of the mean of gradients, per update."""
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.95
     """AdamW's decay of the mean of squared gradients, per update."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which AdamW's two moments are kept between updates; bfloat16 saves 4 bytes per parameter. Mid-training
-    keeps float32."""
+    moments: Literal["float32", "bfloat16", "eight_bit"] = "float32"
+    """Format in which AdamW's two moments are kept between updates. bfloat16 saves 4 of their 8 bytes per parameter,
+    eight_bit (blocks with a scale, headrace/algorithms/eight_bit.py) 6. Mid-training keeps float32."""
     weight_decay: Amount = 0.0
     """AdamW's decoupled weight decay: each update lowers a weight by this times the learning rate times the weight."""
     baseline: Literal["group", "class"] = "group"
@@ -236,6 +236,9 @@ class Trainer(Section, frozen=True, kw_only=True):
 
     device: Device = "auto"
     """Device of the model and the optimizer: auto (the first CUDA device, else the CPU), cpu, cuda or cuda:N."""
+    offload: Literal["none", "optimizer"] = "none"
+    """optimizer: float32 masters and AdamW's moments are in the host's memory and are updated there; with a GPU a step
+    is slower and needs less of its memory. On a CPU it changes nothing."""
     threads: Threads = 1
     """Torch threads of each rank."""
     ranks: Threads = 1

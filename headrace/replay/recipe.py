@@ -24,6 +24,8 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
             for name in ("ranks", "expert_ranks", "context_ranks")
             if (ranks := getattr(config.trainer, name)) > 1
         },
+        # A GPU and its host may round AdamW otherwise.
+        **({"offload": config.trainer.offload} if config.trainer.offload != "none" else {}),
         **{
             f"numerics.{name}": value
             for name, value in msgspec.to_builtins(config.numerics).items()

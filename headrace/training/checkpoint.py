@@ -4,8 +4,9 @@ The idea: besides its manifest, the next step depends on masters, moments, count
 trainer that loads them continues with the same bits as one that was never killed. The file gets its name only
 after its bytes are on the disk (fsync, rename, fsync of the folder); a kill at any moment leaves the previous one.
 
-Layout: ``master.*``, ``exp_avg.*``, ``exp_avg_sq.*`` by parameter name, ``kept.<version>.*`` by published name, and the
-metadata of safetensors: version, step, a hash over all bits, and the position in the streams that the caller gives.
+Layout: ``master.*``, ``exp_avg.*``, ``exp_avg_sq.*`` by parameter name, with moments of eight bits also their scales
+``exp_avg_scale.*`` and ``exp_avg_sq_scale.*``, ``kept.<version>.*`` by published name, and the metadata of safetensors:
+version, step, a hash over all bits, and the position in the streams that the caller gives.
 With an active guard also ``guard.*``, and the guard's state besides tensors.
 """
 

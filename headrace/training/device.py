@@ -30,11 +30,25 @@ def available_bytes(where: torch.device) -> int:
     raise TrainerError("expected a line MemAvailable in /proc/meminfo, there is none; a Linux kernel >= 3.14 is needed")
 
 
-def check_memory(config: Config, policy: PolicyConfig, available: int) -> None:
-    """TrainerError when the memory plan of this trainer is larger than the available bytes."""
-    needed = memory_plan.plan(policy, memory_plan.layout_of(config))
+def layout_on(config: Config, where: torch.device) -> memory_plan.Layout:
+    """The layout of a trainer on a device: a CPU's memory is the host's, so nothing is offloaded from it."""
+    layout = memory_plan.layout_of(config)
+    return layout._replace(offload=layout.offload and where.type != "cpu")
+
+
+def check_memory(policy: PolicyConfig, layout: memory_plan.Layout, available: int, host: int) -> None:
+    """TrainerError when the memory plan of a trainer is larger than the available bytes.
+
+    available: of its device; host: of the host's memory, for each process.
+    """
+    needed = memory_plan.plan(policy, layout)
     if needed.total > available:
         raise TrainerError(
             f"the trainer needs {needed.total / memory_plan.GIB:.1f} GiB and its device has "
             f"{available / memory_plan.GIB:.1f} GiB free; `headrace trainer plan` shows the causes and what would fit"
+        )
+    if needed.host.total > host:
+        raise TrainerError(
+            f"[trainer] offload: the trainer needs {needed.host.total / memory_plan.GIB:.1f} GiB of the host's memory "
+            f"for each process and {host / memory_plan.GIB:.1f} GiB are free; `headrace trainer plan` shows the causes"
         )

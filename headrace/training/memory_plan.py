@@ -4,9 +4,12 @@ The idea: parameters are counted from the policy's shape; activations are the te
 saves, written down term by term (`activation_bytes`). A test compares both with the model on the meta device. The
 trainer actor refuses to start when its plan is larger than the device's memory, instead of failing hours later.
 
-The plan is the larger of two phases: re-scoring, when rebuilt versions are in memory and gradients are not; and
+The plan is the largest of three phases: re-scoring, when rebuilt versions are in memory and gradients are not;
 backward, with activations, the gradients, and either the head's chunk of logits or the temporary tensors of one
-operation. These are a small share of a deep policy's activations; of a policy of two layers they are a third.
+operation, which are a small share of a deep policy's activations and a third of those of a policy of two layers; and
+the update, with the gradients and one piece of widened moments.
+
+With `trainer.offload` masters and moments are counted apart, as bytes of the host's memory for each process.
 
 Not counted: buffers of the communication library, fragmentation, imbalance between experts, the CUDA context. Leave a
 fifth of the memory free for them.
@@ -19,14 +22,23 @@ from typing import Literal, NamedTuple
 from headrace.config import Config
 from headrace.policy.adapters import shape
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout.sizes import element_bytes, parameters, trained_matrices
 
 GIB = 1 << 30
 _CHUNK = 1024
 """Rows of logits at once, `kernels.selected_logprob.CHUNK`."""
 _BLOCK = 64
 """Keys of a block, `kernels.block_attention.BLOCK`."""
-_DTYPES: dict[int, Literal["float32", "bfloat16"]] = {4: "float32", 2: "bfloat16"}
-"""Bytes of a moment's element to its dtype."""
+_SCALED = 256
+"""Elements that share a scale, `algorithms.eight_bit.BLOCK`."""
+_PIECE, _PIECE_ROWS = 1 << 22, 64
+"""Elements of an update's piece, `algorithms.adamw.PIECE`, and the number that divides its rows."""
+Moments = Literal["float32", "bfloat16", "eight_bit"]
+MOMENTS: dict[Moments, int] = {"float32": 4, "bfloat16": 2, "eight_bit": 1}
+"""Formats of `algorithm.moments` to the bytes of an element, without scales."""
+_WIDENED = {4: 0, 2: 8, 1: 18}
+"""Bytes of temporary tensors for each element of a piece: both moments in float32; with codes also a quotient, an index
+and the new codes."""
 
 
 class Layout(NamedTuple):
@@ -41,7 +53,7 @@ class Layout(NamedTuple):
     recompute: bool = False
     """Only the inputs of layers are kept; backward recomputes the other activations, one layer at a time."""
     moment_bytes: int = 4
-    """Bytes of an element of one of AdamW's two moments: 4, or 2 (`algorithm.moments`)."""
+    """Bytes of an element of one of AdamW's two moments: 4, 2, or 1 besides its scale (`algorithm.moments`)."""
     versions: int = 1
     """Largest number of earlier versions that re-scoring rebuilds: the staleness bound."""
     reference: bool = False
@@ -52,6 +64,26 @@ class Layout(NamedTuple):
     """Copies of masters and moments: 2 with the guard, 1 more with several minibatches."""
     blocked: bool = False
     """Attention by blocks of keys, as in exact mode on a CPU: its backward pass holds a block's scores."""
+    offload: bool = False
+    """Masters and moments are in the host's memory."""
+
+
+class HostMemory(NamedTuple):
+    """Bytes of the host's memory for each process, with `Layout.offload`."""
+
+    masters: int = 0
+    moments: int = 0
+    gradients: int = 0
+    """Of one parameter; of several ranks, of all of a rank's rows."""
+    snapshots: int = 0
+    versions: int = 0
+    """Of several ranks: the masters, copied aside while shards show another version."""
+    update: int = 0
+
+    @property
+    def total(self) -> int:
+        """The larger of re-scoring and the update, with the rest."""
+        return self.masters + self.moments + self.snapshots + max(self.versions, self.gradients + self.update)
 
 
 class MemoryPlan(NamedTuple):
@@ -72,12 +104,21 @@ class MemoryPlan(NamedTuple):
     versions: int
     reference: int
     snapshots: int
+    update: int
+    """One piece of moments, widened to float32."""
+    host: HostMemory
+    """Not on the device: what `Layout.offload` moves."""
 
     @property
     def total(self) -> int:
-        """The larger of the two phases."""
+        """The largest of the three phases."""
         state = self.weights + self.masters + self.moments + self.gathered + self.reference + self.snapshots
-        return state + max(self.versions, self.backward)
+        return state + max(self.versions, self.backward, self.gradients + self.update)
+
+    @property
+    def causes(self) -> dict[str, int]:
+        """Bytes on the device by cause."""
+        return {name: value for name, value in self._asdict().items() if name != "host"}
 
     @property
     def backward(self) -> int:
@@ -85,49 +126,26 @@ class MemoryPlan(NamedTuple):
         return self.gradients + self.activations + max(self.head, self.temporary)
 
 
-class Parameters(NamedTuple):
-    """Counts of elements."""
-
-    total: int
-    frozen: int
-    """Without gradient and master: corrections of routers; with an adapter, everything else."""
-    experts: int
-    """In mixtures, without shared experts."""
-    largest_layer: int
-
-
-def parameters(config: PolicyConfig) -> Parameters:
-    """Numbers of elements of the parameters of `policy.model.Model`."""
-    layers = [_layer(config, index) for index in range(config.layers)]
-    outside = config.vocab * config.dim * (1 if config.tied else 2) + config.dim
-    frozen = config.experts * config.sparse_layers if config.scores == "sigmoid" else 0
-    experts = 3 * config.experts * config.expert_dim * config.dim * config.sparse_layers
-    whole, adapter = sum(layers) + outside, shape.parameters(config)
-    return Parameters(whole + adapter, whole if adapter else frozen, experts, max(layers, default=0))
+def moment_bytes(config: PolicyConfig, each: int) -> int:
+    """Bytes of both moments of all trained parameters. each: `Layout.moment_bytes`."""
+    count = parameters(config)
+    trained = count.total - count.frozen
+    if each > 1:
+        return 2 * each * trained
+    matrices = trained_matrices(config)
+    scales = sum(rows * -(-width // _SCALED) for rows, width in matrices)
+    coded = sum(rows * width for rows, width in matrices)
+    return 2 * (coded + 4 * scales + 4 * (trained - coded))
 
 
-def _layer(c: PolicyConfig, index: int) -> int:
-    count = 2 * c.dim
-    if c.latent:
-        low, width = c.latent, c.heads * (c.latent.nope_dim + c.latent.rope_dim)
-        count += low.q_rank * (c.dim + 1 + width) if low.q_rank else width * c.dim
-        count += (low.kv_rank + low.rope_dim) * c.dim + low.kv_rank
-        count += c.heads * (low.nope_dim + low.value_dim) * low.kv_rank + c.dim * c.heads * low.value_dim
-    else:
-        width = (c.heads + 2 * c.kv_heads) * c.head_dim
-        count += width * c.dim + c.dim * c.heads * c.head_dim + (2 * c.head_dim if c.qk_norm else 0)
-        count += (width if c.qkv_bias else 0) + (c.dim if c.out_bias else 0)
-    if c.gpt_oss:
-        count += c.heads + c.experts * (1 + 2 * c.expert_dim + c.dim)  # sinks, biases of router and experts
-    if not c.sparse(index):
-        return count + 3 * (c.dense_dim or c.expert_dim) * c.dim
-    count += c.experts * c.dim + 3 * c.experts * c.expert_dim * c.dim + 3 * c.shared_experts * c.expert_dim * c.dim
-    return count + (c.experts if c.scores == "sigmoid" else 0)
-
-
-def element_bytes(config: PolicyConfig) -> int:
-    """Bytes of one served weight and of one activation."""
-    return {"float32": 4, "bfloat16": 2}[config.dtype]
+def update_bytes(config: PolicyConfig, layout: Layout) -> int:
+    """Bytes of the temporary tensors of an update: of one piece of the largest parameter."""
+    largest = 0
+    for rows, width in trained_matrices(config):
+        held = -(-rows // layout.devices)
+        piece = max(_PIECE_ROWS, _PIECE // width // _PIECE_ROWS * _PIECE_ROWS)
+        largest = max(largest, min(held, piece) * width)
+    return _WIDENED[layout.moment_bytes] * largest
 
 
 def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1) -> int:
@@ -234,7 +252,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     weights, gradients = size * share, (4 if config.dtype == "float32" else 4 + size) * trained
     if sharded and config.dtype != "float32":
         weights, gradients = size * -(-count.frozen // layout.devices), 4 * trained
-    moments = 2 * layout.moment_bytes * trained
+    moments = -(-moment_bytes(config, layout.moment_bytes) // layout.devices)
     tokens = -(-layout.tokens // layout.context)
     per_layer = [
         activation_bytes(config, config.sparse(index), layout.context) + score_bytes(config, index, tokens)
@@ -252,7 +270,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         outside = config.vocab * config.dim * (1 if config.tied else 2)
         gathered = 3 * size * count.largest_layer + size * outside
         gathered += 2 * 4 * max(count.largest_layer, outside)  # one's gradient in float32, sent and received
-    return MemoryPlan(
+    made = MemoryPlan(
         weights=weights,
         masters=masters,
         moments=moments,
@@ -265,7 +283,27 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         versions=layout.versions * size * share + (4 * trained if sharded and layout.versions else 0),
         reference=size * share if layout.reference else 0,
         snapshots=layout.snapshots * (masters + moments + (4 * trained if same else 0)),
+        update=update_bytes(config, layout),
+        host=HostMemory(),
     )
+    return _offloaded(made, config, layout, trained) if layout.offload else made
+
+
+def _offloaded(made: MemoryPlan, config: PolicyConfig, layout: Layout, trained: int) -> MemoryPlan:
+    """The plan with masters and moments in the host's memory. trained: elements that a device's process updates."""
+    sharded = layout.devices > 1
+    largest = max((rows * width for rows, width in trained_matrices(config)), default=0)
+    host = HostMemory(
+        masters=4 * trained,
+        moments=made.moments,
+        gradients=4 * (trained if sharded else largest),
+        snapshots=layout.snapshots * (4 * trained + made.moments),
+        versions=made.versions if sharded else 0,
+        update=made.update,
+    )
+    weights = element_bytes(config) * -(-parameters(config).frozen // layout.devices) if sharded else made.weights
+    versions = 0 if sharded else made.versions
+    return made._replace(weights=weights, masters=0, moments=0, snapshots=0, update=0, versions=versions, host=host)
 
 
 def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float = 0.2) -> Layout | None:
@@ -274,10 +312,10 @@ def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float =
     Tried in order of their cost: recompute, context parallelism, smaller moments.
     """
     degrees = [n for n in range(1, layout.devices + 1) if layout.devices % n == 0 and config.kv_heads % n == 0]
-    for moment_bytes in (4, 2):
+    for each in MOMENTS.values():
         for context in degrees:
             for recompute in (False, True):
-                tried = layout._replace(recompute=recompute, context=context, moment_bytes=moment_bytes)
+                tried = layout._replace(recompute=recompute, context=context, moment_bytes=each)
                 if plan(config, tried).total <= (1.0 - spare) * available:
                     return tried
     return None
@@ -290,7 +328,8 @@ def settings(layout: Layout) -> dict[str, str | int | bool]:
         "trainer.micro_tokens": layout.tokens,
         "trainer.context_ranks": layout.context,
         "numerics.recompute": layout.recompute,
-        "algorithm.moments": _DTYPES[layout.moment_bytes],
+        "algorithm.moments": next(name for name, each in MOMENTS.items() if each == layout.moment_bytes),
+        "trainer.offload": "optimizer" if layout.offload else "none",
     }
 
 
@@ -303,12 +342,13 @@ def layout_of(config: Config) -> Layout:
         context=config.trainer.context_ranks,
         tokens=config.trainer.micro_tokens,
         recompute=numerics.recompute,
-        moment_bytes=2 if algorithm.moments == "bfloat16" else 4,
+        moment_bytes=MOMENTS[algorithm.moments],
         versions=config.curriculum.staleness,
         reference=algorithm.kl_weight > 0.0,
         rounded=config.weights.precision == "bf16",
         snapshots=(2 if guarded else 0) + (1 if algorithm.minibatches > 1 else 0),
         blocked=config.engine.exact and not config.trainer.device.startswith("cuda"),
+        offload=config.trainer.offload == "optimizer" and config.trainer.device != "cpu",
     )
 
 

@@ -126,15 +126,17 @@ def run(
     progress: Callable[[Progress], None] = lambda _: None,
     every: int = 50,
     file: Path | None = None,
+    offload: bool = False,
 ) -> int:
     """Train `model` in place on `recipe.tokens` tokens, or until `traces` end; returns the number of steps.
 
     `progress` is called every `every` steps or REPORT_S and at the end, from this thread. `file` is the one to
     continue from, if it exists, and to write every KEEP_S or more (KEEP_SHARE); `traces` begin with the first one in
-    either case. MidTrainingFailed when the numbers break or the file is of another recipe, CheckpointError when it is
-    damaged.
+    either case. offload: as in TrainerState. MidTrainingFailed when the numbers break or the file is of another recipe,
+    CheckpointError when it is damaged.
     """
-    state = TrainerState(model, settings=OptimizerSettings((recipe.beta1, recipe.beta2), recipe.weight_decay))
+    settings = OptimizerSettings((recipe.beta1, recipe.beta2), recipe.weight_decay)
+    state = TrainerState(model, settings=settings, offload=offload)
     started = time.perf_counter()
     tokens, position = _resume(file, state, recipe) if file is not None else (0, "")
     saved = reported = started

@@ -28,5 +28,5 @@ def learning_rate(algorithm: Algorithm, step: int) -> float:
 
 def optimizer_settings(algorithm: Algorithm) -> OptimizerSettings:
     """AdamW's settings of a recipe."""
-    moments = {"float32": torch.float32, "bfloat16": torch.bfloat16}[algorithm.moments]
+    moments = {"float32": torch.float32, "bfloat16": torch.bfloat16, "eight_bit": torch.uint8}[algorithm.moments]
     return OptimizerSettings((algorithm.beta1, algorithm.beta2), algorithm.weight_decay, moments)

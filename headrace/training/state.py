@@ -5,7 +5,10 @@ the sampler. The optimizer updates float32 masters, which are rounded into the m
 is float32 itself, the masters are its parameters and nothing is copied. Gradients of micro-batches are added in float32
 too: in bfloat16 the sum of 16 has a relative error of 5e-3.
 
-All tensors are on the model's device.
+All tensors are on the model's device. With `offload`, masters and moments are in the host's memory: the gradient of one
+parameter after the other is copied there, AdamW runs there, and the new weights go back in the model's dtype. The
+device then holds weights and sums of gradients alone. Trade-off: a step copies 4 bytes per parameter to the host and 2
+back, and the host's cores compute the update.
 """
 
 import math
@@ -28,10 +31,14 @@ from headrace.weights.state import state_hash
 class TrainerState:
     """Model, masters, optimizer, version and step. `version` is the version of the model's current bytes."""
 
-    def __init__(self, model: Model, *, version: int = 0, settings: OptimizerSettings | None = None) -> None:
-        """A fresh optimizer over the model's weights."""
+    def __init__(
+        self, model: Model, *, version: int = 0, settings: OptimizerSettings | None = None, offload: bool = False
+    ) -> None:
+        """A fresh optimizer over the model's weights. offload: masters and moments are in the host's memory; with a
+        model on the CPU this changes nothing."""
         self.model = model
         self.version = version
+        self.offload = offload
         self.step = 0
         """Number of updates by this optimizer. A failed step makes a version but no update."""
         self.updated_at: float | None = None
@@ -56,7 +63,7 @@ class TrainerState:
     def _masters(self) -> dict[str, Tensor]:
         """The float32 master of every trained parameter, by name."""
         return {
-            name: precision.master_of(self.model, name, parameter)
+            name: precision.master_of(self.model, name, parameter, host=self.offload)
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
@@ -144,18 +151,21 @@ class TrainerState:
         """One update from the gradients times `scale` (for clipping), then round the masters into the model."""
         self.writable()
         parameters, gradients = self.parameters(), dict(self.gradients())
-        served: dict[str, Tensor] = {}
-        for name, master in self.master.items():
-            # An expert without tokens has no gradient: its moments still decay, the same in every replica.
-            gradient = gradients.get(name)
-            gradient = torch.zeros_like(master) if gradient is None else gradient.float()
-            master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
-            if self.log is not None and master is parameters[name]:
-                served[name] = self.served(name, master).clone()
-        self.optimizer.step(learning_rate)
-        for name, master in self.master.items():
-            self._serve(name, parameters[name], master, served.get(name))
-            master.grad = None
+        # With offload one parameter at a time, so that the host holds one gradient.
+        for names in [[name] for name in self.master] if self.offload else [list(self.master)]:
+            served: dict[str, Tensor] = {}
+            for name in names:
+                master, gradient = self.master[name], gradients.get(name)
+                # An expert without tokens has no gradient: its moments still decay, the same in every replica.
+                gradient = torch.zeros_like(master) if gradient is None else gradient.to(master.device, torch.float32)
+                master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
+                if self.log is not None and master is parameters[name]:
+                    served[name] = self.served(name, master).clone()
+            self.optimizer.step(learning_rate, [self.master[name] for name in names])
+            for name in names:
+                master = self.master[name]
+                self._serve(name, parameters[name], master, served.get(name))
+                master.grad = None
         self.zero_grad()
         self.step += 1
         self.updated_at = time.perf_counter()
@@ -179,7 +189,7 @@ class TrainerState:
         for name, master in self.master.items():
             out[f"master.{name}"] = master.detach()
             if (moments := self.optimizer.moments.get(master)) is not None:
-                out[f"exp_avg.{name}"], out[f"exp_avg_sq.{name}"] = moments.exp_avg, moments.exp_avg_sq
+                out.update(moments.tensors(name))
         for name, parameter in self.parameters().items():
             if name not in self.master:
                 out[f"frozen.{name}"] = parameter.detach()
@@ -200,11 +210,7 @@ class TrainerState:
             self._serve(name, parameters[name], master, before)
             self.optimizer.moments.pop(master, None)
             if step:
-                self.optimizer.moments[master] = Moments(
-                    torch.tensor(float(step), device=master.device),
-                    tensors[f"exp_avg.{name}"].to(master.device, copy=True),
-                    tensors[f"exp_avg_sq.{name}"].to(master.device, copy=True),
-                )
+                self.optimizer.moments[master] = Moments.load(tensors, name, step, master.device)
         for name, parameter in parameters.items():
             if name not in self.master:
                 before = parameter.detach().clone() if self.log is not None else None

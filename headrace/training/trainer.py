@@ -41,7 +41,7 @@ from headrace.training.batches import batch
 from headrace.training.batches.ahead import Ahead
 from headrace.training.batches.micro_batch import device_of
 from headrace.training.batches.segment import BatchError
-from headrace.training.device import TrainerError, available_bytes, check_memory, device_named
+from headrace.training.device import TrainerError, available_bytes, check_memory, device_named, layout_on
 from headrace.training.figures.clock import Clock, Pause
 from headrace.training.figures.work import Work, peak_flops, thread, work_of
 from headrace.training.gradient import Helpers, Recipe, in_order, nothing
@@ -109,13 +109,13 @@ class PolicyTrainer:
             raise TrainerError(
                 f"[engine] exact = true, but this machine has no exact mode: {numerics.reason}; set it to false"
             )
-        settings = optimizer_settings(config.algorithm)
+        settings, offload = optimizer_settings(config.algorithm), config.trainer.offload == "optimizer"
         file = folder / "checkpoint.safetensors"
         if file.exists():
             model = precision.served_as(
                 config, _freeze(Model(policy, numerics, seed=None), config.trainer.frozen).to(device)
             )
-            trainer = cls(config, folder, TrainerState(model, settings=settings), numerics)
+            trainer = cls(config, folder, TrainerState(model, settings=settings, offload=offload), numerics)
             trainer._load(file)
             return trainer
         model = Model(policy, numerics, seed=config.run.seed)
@@ -126,9 +126,11 @@ class PolicyTrainer:
         _freeze(model, config.trainer.frozen).to(device)
         if config.mid_training.tokens > 0 and base is None:
             model.numerics = probe(policy, exact=False, device=device)  # a fifth faster; no bits are compared
-            mid_training.run(model, traces(), config.mid_training, progress, file=folder / "mid-training.safetensors")
+            file = folder / "mid-training.safetensors"
+            mid_training.run(model, traces(), config.mid_training, progress, file=file, offload=offload)
             model.numerics = numerics
-        trainer = cls(config, folder, TrainerState(precision.served_as(config, model), settings=settings), numerics)
+        state = TrainerState(precision.served_as(config, model), settings=settings, offload=offload)
+        trainer = cls(config, folder, state, numerics)
         trainer._hold_reference()
         trainer.save({})
         (folder / "mid-training.safetensors").unlink(missing_ok=True)
@@ -140,9 +142,12 @@ class PolicyTrainer:
         plugins_of(config.algorithm)
         policy, device = _policy(config, folder, tokenizer_json), device_named(config.trainer.device)
         hugging_face.check_device(policy, device.type)
-        needed = memory_plan.plan(policy, memory_plan.layout_of(config)).total
-        share = 1 if device.type == "cuda" else config.trainer.ranks
-        check_memory(config, policy, memory_plan.freed(needed, lambda: available_bytes(device) // share))
+        layout = layout_on(config, device)
+        needed, ranks = memory_plan.plan(policy, layout), config.trainer.ranks
+        share, cpu = 1 if device.type == "cuda" else ranks, torch.device("cpu")
+        free = memory_plan.freed(needed.total, lambda: available_bytes(device) // share)
+        host = memory_plan.freed(needed.host.total, lambda: available_bytes(cpu) // ranks)
+        check_memory(policy, layout, free, host)
         return policy
 
     @property

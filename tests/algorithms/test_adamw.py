@@ -49,10 +49,11 @@ def test_the_dtype_may_change_between_updates() -> None:
     assert optimizer.moments[parameter].exp_avg.dtype == torch.float32
 
 
-def test_a_beta_that_bfloat16_cannot_follow_is_refused(tmp_path: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("moments", ["bfloat16", "eight_bit"])
+def test_a_beta_that_rounded_moments_cannot_follow_is_refused(tmp_path: pytest.TempPathFactory, moments: str) -> None:
     file = str(tmp_path) + "/run.toml"
     with open(file, "w", encoding="utf-8") as out:
-        out.write('[algorithm]\nmoments = "bfloat16"\n')
+        out.write(f'[algorithm]\nmoments = "{moments}"\n')
     assert isinstance(load(file), Config)
     with pytest.raises(ConfigError, match=r"algorithm.beta2: expected at most 0.99 .* got 0.999"):
         load(file, ["algorithm.beta2=0.999"])

@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace.policy.config import CheckpointError
-from headrace.policy.layout import checkpoint, hugging_face
+from headrace.policy.layout import checkpoint, hugging_face, sizes
 from headrace.policy.model import Model
-from headrace.training import memory_plan
 from tests.policy.test_families import QWEN, compared, theirs
 from tests.policy.test_model import decoded
 from tests.support import tiny
@@ -62,7 +61,7 @@ def test_a_gpt_oss_gives_its_logits_and_its_bits_reads_mxfp4_and_goes_out_again(
         assert torch.equal(loaded.eval()(ids[None]).logits, model(ids[None]).logits)
 
     lengths = [129, 1, 70]
-    assert memory_plan.parameters(config).total == sum(parameter.numel() for parameter in mine.parameters())
+    assert sizes.parameters(config).total == sum(parameter.numel() for parameter in mine.parameters())
     recorder: list[Tensor] = []
     whole = mine(ids, lengths, recorder=recorder)
     assert torch.equal(mine(ids, lengths, routed=torch.stack(recorder, 1)), whole)

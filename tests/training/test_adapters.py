@@ -14,9 +14,8 @@ from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.policy.adapters import low_rank, shape
 from headrace.policy.config import CheckpointError, Latent
-from headrace.policy.layout import hugging_face
+from headrace.policy.layout import hugging_face, sizes
 from headrace.policy.model import Model
-from headrace.training import memory_plan
 from headrace.weights import snapshot
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.snapshot import Snapshot
@@ -92,7 +91,7 @@ def test_a_merged_policy_computes_what_the_adapted_one_does(latent: bool) -> Non
         if low_rank.is_adapter(name):
             torch.nn.init.normal_(parameter, std=0.1)
     assert config.adapter is not None and len(config.adapter.targets) == (8 if latent else 7)
-    counted = memory_plan.parameters(config)
+    counted = sizes.parameters(config)
     assert counted.total == sum(parameter.numel() for parameter in model.parameters())
     assert counted.total - counted.frozen == shape.parameters(config)
     merged = Model(plain, model.numerics, seed=None)

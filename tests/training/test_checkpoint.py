@@ -4,6 +4,7 @@ import msgspec
 import pytest
 import torch
 
+from headrace.algorithms.adamw import OptimizerSettings
 from headrace.policy.model import Model
 from headrace.training import checkpoint
 from headrace.training.checkpoint import CheckpointError
@@ -11,9 +12,11 @@ from headrace.training.state import TrainerState
 from tests.support.world import NUMERICS, POLICY, model
 from tests.training.test_state import IDS, backward
 
+NARROW = OptimizerSettings(moments=torch.uint8)
 
-def moved(steps: int = 2) -> TrainerState:
-    state = TrainerState(model())
+
+def moved(steps: int = 2, settings: OptimizerSettings | None = None) -> TrainerState:
+    state = TrainerState(model(), settings=settings)
     for _ in range(steps):
         backward(state.model)
         state.apply(1e-2)
@@ -21,12 +24,13 @@ def moved(steps: int = 2) -> TrainerState:
     return state
 
 
-def blank() -> TrainerState:
-    return TrainerState(Model(POLICY, NUMERICS, seed=None))
+def blank(settings: OptimizerSettings | None = None) -> TrainerState:
+    return TrainerState(Model(POLICY, NUMERICS, seed=None), settings=settings)
 
 
-def test_goes_on_bit_equal(tmp_path: Path) -> None:
-    state, other = moved(), blank()
+@pytest.mark.parametrize("settings", [None, NARROW], ids=["float32", "eight_bit"])
+def test_goes_on_bit_equal(tmp_path: Path, settings: OptimizerSettings | None) -> None:
+    state, other = moved(settings=settings), blank(settings)
     checkpoint.save(tmp_path / "c", state, position={"close_seq": 17, "fence": "x"})
     loaded = checkpoint.load(tmp_path / "c", other)
     assert loaded.position == {"close_seq": 17, "fence": "x"}
@@ -38,6 +42,17 @@ def test_goes_on_bit_equal(tmp_path: Path) -> None:
     assert state.hash() == other.hash()
     tensors = other.tensors()
     assert all(torch.equal(value, tensors[name]) for name, value in state.tensors().items())
+
+
+def test_scales_of_moments_are_saved_and_needed(tmp_path: Path) -> None:
+    state = moved(settings=NARROW)
+    tensors = state.tensors()
+    assert tensors["exp_avg.layers.0.qkv"].dtype == torch.uint8
+    assert tensors["exp_avg_sq_scale.layers.0.qkv"].dtype == torch.float32
+    checkpoint.save(tmp_path / "c", state)
+    del tensors["exp_avg_sq_scale.layers.0.qkv"]
+    with pytest.raises(KeyError, match=r"exp_avg_sq_scale.layers.0.qkv"):
+        blank(NARROW).restore(tensors, version=2, step=2)
 
 
 def test_without_the_moments_it_would_not(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import msgspec
 import pytest
 import torch
 
+from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import Algorithm
 from headrace.messages.rollout import Span
 from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.model import Model
+from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
 from headrace.training.batches.batch import Batch
 from headrace.training.batches.segment import Segment
@@ -66,8 +68,11 @@ def batch(config: PolicyConfig) -> Batch:
     return Batch(tuple(segments), 4, (1.0, 0.0, 1.0, 0.0), 2, ("g",), frozenset({"f"}))
 
 
-def two_steps(model: Model, reference: Model, data: Batch) -> list[StepOutcome]:
-    state, helpers = TrainerState(model), Helpers(reference)
+def two_steps(
+    model: Model, reference: Model, data: Batch, moments: torch.dtype = torch.float32, offload: bool = False
+) -> list[StepOutcome]:
+    state = TrainerState(model, settings=OptimizerSettings(moments=moments), offload=offload)
+    helpers = Helpers(reference)
     state.log = []
     versions, outcomes = Versions(model, 0), []
     for _ in range(2):
@@ -76,6 +81,16 @@ def two_steps(model: Model, reference: Model, data: Batch) -> list[StepOutcome]:
         outcomes.append(take(state, data, Recipe(ALGORITHM, 24, bound=1), helpers=helpers))
         versions.advance(state.version, state.log)
         state.log = []
+    if offload:
+        held = [tensor for name, tensor in state.tensors().items() if not name.startswith("frozen.")]
+        assert not any(isinstance(tensor, other_device.Elsewhere) for tensor in held), "all of it is on the host"
+        saved, digest = state.tensors(), state.hash()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert state.hash() != digest
+        state.restore(saved, version=state.version, step=state.step)
+        assert state.hash() == digest
     return outcomes
 
 
@@ -102,6 +117,63 @@ def test_another_device_gives_the_cpus_bits(name: str, monkeypatch: pytest.Monke
     assert [str(msgspec.structs.replace(outcome, seconds=0.0)) for outcome in there] == [str(one) for one in same]
     per_batch = [site for site in other_device.READS if site.startswith("training/batches/micro_batch")]
     assert not per_batch, "a micro-batch is moved to the device once and read by the host never"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "moments", "offload"),
+    [
+        ("dense", torch.uint8, True),
+        ("mixture", torch.float32, True),
+        ("bfloat16", torch.uint8, True),
+        ("bfloat16", torch.uint8, False),
+        ("mxfp8", torch.bfloat16, True),
+        ("latent", torch.float32, True),
+    ],
+)
+def test_an_optimizer_on_the_host_or_of_eight_bits_gives_the_cpus_bits(
+    name: str, moments: torch.dtype, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = POLICIES[name]
+    numerics, data = probe(config), batch(config)
+    model, reference = Model(config, numerics, seed=1), Model(config, numerics, seed=2)
+    here = two_steps(copy.deepcopy(model), copy.deepcopy(reference), data, moments)
+    other_device.moved(model)
+    other_device.moved(reference)
+    with other_device.installed(monkeypatch):
+        there = two_steps(model, reference, data, moments, offload)
+    assert not here[0].failed and here[0].state_hash != here[1].state_hash
+    assert [outcome.state_hash for outcome in there] == [outcome.state_hash for outcome in here]
+
+
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    [
+        ("mxfp8", torch.uint8),
+        pytest.param("mixture", torch.float32, marks=pytest.mark.slow),
+        pytest.param("bfloat16", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_updates_on_the_host_serve_the_cpus_bits(
+    name: str, moments: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = OptimizerSettings(moments=moments)
+    here = Model(POLICIES[name], Numerics(exact=False, row_pad=1, reason="", fingerprint=""), seed=1)
+    states = [TrainerState(here, settings=settings)]
+    there = other_device.moved(copy.deepcopy(here))
+    assert isinstance(there, Model)
+    with other_device.installed(monkeypatch):
+        states.append(TrainerState(there, settings=settings, offload=True))
+        for number in range(3):
+            draw = torch.Generator().manual_seed(number)
+            for parameter, other in zip(here.parameters(), there.parameters(), strict=True):
+                parameter.grad = torch.randn(parameter.shape, generator=draw)
+                other.grad = other_device.Elsewhere(parameter.grad.clone())
+            for state in states:
+                state.apply(1e-2, 0.5)
+        assert states[0].hash() == states[1].hash()
+        held = states[1].tensors().values()
+        assert not any(isinstance(tensor, other_device.Elsewhere) for tensor in held), "all of it is on the host"
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

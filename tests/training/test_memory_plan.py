@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from headrace.algorithms.adamw import AdamW
 from headrace.cli.main import main
 from headrace.kernels import expert_mlp
 from headrace.kernels.block_attention import Packing
@@ -23,24 +24,28 @@ from headrace.policy.adapters import low_rank, shape
 from headrace.policy.config import Dtype, Latent, PolicyConfig
 from headrace.policy.layer import Chosen, Layer
 from headrace.policy.layout import hugging_face
+from headrace.policy.layout.sizes import parameters
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
 from headrace.training.batches.batch import Batch
 from headrace.training.batches.segment import Segment
-from headrace.training.device import TrainerError, check_memory
+from headrace.training.device import TrainerError, check_memory, layout_on
 from headrace.training.gradient import Recipe, accumulate
 from headrace.training.memory_plan import (
     GIB,
+    MOMENTS,
     Layout,
+    Moments,
     activation_bytes,
     fitting,
     layout_of,
-    parameters,
+    moment_bytes,
     plan,
     score_bytes,
     settings,
 )
+from headrace.training.schedule import optimizer_settings
 from headrace.training.state import TrainerState
 from tests.support.world import CONFIG, POLICY
 
@@ -140,6 +145,22 @@ def test_the_closed_form_is_within_five_percent_of_the_meta_device(name: str, mo
             assert told == pytest.approx(saved(config, layer, 16384, monkeypatch, context), rel=0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_moments_are_counted_by_the_shapes_of_the_parameters(name: str) -> None:
+    config = SHAPES[name]
+    with torch.device("meta"):
+        model = Model(config, Numerics(exact=False, row_pad=1, reason="", fingerprint=""), seed=None)
+    coded, whole = 0, 0
+    for parameter_name, parameter in model.named_parameters():
+        if low_rank.is_adapter(parameter_name) if config.adapter else parameter.requires_grad:
+            whole += parameter.numel()
+            rows = parameter.numel() // parameter.shape[-1]
+            coded += parameter.numel() + 4 * rows * -(-parameter.shape[-1] // 256) if parameter.dim() > 1 else 0
+            coded += 4 * parameter.numel() if parameter.dim() == 1 else 0
+    assert [moment_bytes(config, each) for each in (4, 2, 1)] == [8 * whole, 4 * whole, 2 * coded]
+
+
 GPT_OSS_20B: dict[str, Any] = {
     "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
@@ -231,9 +252,41 @@ def test_ranks_that_share_tokens_hold_their_part_of_the_activations() -> None:
 
 
 def test_the_trainer_refuses_a_plan_that_does_not_fit() -> None:
-    check_memory(CONFIG, POLICY, 1 * GIB)
+    layout = layout_of(CONFIG)
+    check_memory(POLICY, layout, 1 * GIB, 0)
     with pytest.raises(TrainerError, match=r"needs .* GiB and its device has 16.0 GiB free"):
-        check_memory(CONFIG, QWEN["4B"], 16 * GIB)
+        check_memory(QWEN["4B"], layout, 16 * GIB, 0)
+
+
+def test_offloading_moves_masters_and_moments_to_the_host() -> None:
+    for devices in (1, 8):
+        layout = Layout(devices=devices, tokens=4096, snapshots=1)
+        here, there = plan(QWEN["4B"], layout), plan(QWEN["4B"], layout._replace(offload=True))
+        assert there.masters + there.moments + there.snapshots + there.update == 0
+        assert there.host.moments == here.moments and there.host.snapshots == here.snapshots
+        assert there.host.masters == pytest.approx(4 * parameters(QWEN["4B"]).total / devices, rel=1e-6)
+        assert here.total - there.total >= here.masters + here.moments
+        assert here.host.total == 0
+    section = msgspec.structs.replace(CONFIG.trainer, offload="optimizer")
+    config = msgspec.structs.replace(CONFIG, trainer=section)
+    assert layout_of(config).offload
+    assert not layout_on(config, torch.device("cpu")).offload, "its memory is the host's"
+    layout = layout_on(config, torch.device("cuda"))
+    needed = plan(QWEN["4B"], layout)
+    check_memory(QWEN["4B"], layout, needed.total, needed.host.total)
+    with pytest.raises(TrainerError, match=r"\[trainer\] offload: .* of the host's memory .* 16.0 GiB are free"):
+        check_memory(QWEN["4B"], layout, needed.total, 16 * GIB)
+
+
+def test_the_command_prints_the_hosts_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text("[policy]\ndim = 64\n")
+    file = str(tmp_path / "run.toml")
+    assert main(["trainer", "plan", file, "--gpus", "2", "--moments", "eight_bit", "--offload", "optimizer"]) == 0
+    shown = capsys.readouterr().out
+    assert "algorithm.moments = eight_bit" in shown and "trainer.offload = optimizer" in shown
+    assert "GiB for 2 processes, each with" in shown
+    assert main(["trainer", "plan", file]) == 0
+    assert "in the host's memory" not in capsys.readouterr().out
 
 
 def test_the_command_needs_no_torch(tmp_path: Any) -> None:
@@ -259,6 +312,28 @@ def live_bytes(work: Callable[[], object]) -> int:
     events = watched.profiler.kineto_results.events()
     sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
     return int(max(itertools.accumulate(sizes)))
+
+
+OPTIMIZED = PolicyConfig(
+    dim=264, layers=2, heads=4, kv_heads=2, head_dim=64, experts=4, top_k=2, expert_dim=320, vocab=340, dtype="bfloat16"
+)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_the_plan_of_an_update_is_within_five_percent_of_its_live_tensors(moments: Moments) -> None:
+    settings = optimizer_settings(msgspec.structs.replace(CONFIG.algorithm, moments=moments))
+    model = Model(OPTIMIZED, probe(OPTIMIZED, exact=False), seed=1)
+    masters = [parameter.detach().float() for parameter in model.parameters()]
+    for master in masters:
+        master.grad = torch.randn_like(master)
+    optimizer = AdamW(masters, settings)
+    optimizer.step(1e-3)  # makes the moments
+    held = sum(tensor.nbytes for each in optimizer.moments.values() for tensor in each.tensors("x").values())
+    told = plan(OPTIMIZED, Layout(moment_bytes=MOMENTS[moments]))
+    assert told.moments == held
+    live = live_bytes(lambda: optimizer.step(1e-3))
+    print(f"{moments}: {held} bytes of moments, {live} alive in an update, {told.update} planned")
+    assert told.moments + told.update == pytest.approx(held + live, rel=0.05)
 
 
 LIVE = {

@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 
@@ -5,6 +6,7 @@ import msgspec
 import pytest
 import torch
 
+from headrace.algorithms.adamw import OptimizerSettings
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.training.state import TrainerState
@@ -51,6 +53,28 @@ def test_bfloat16_is_served_and_float32_remembered() -> None:
     served = state.model.get_parameter("layers.0.qkv")
     assert served.dtype == torch.bfloat16
     assert torch.equal(served, state.master["layers.0.qkv"].bfloat16())
+
+
+def eight_updates(moments: torch.dtype) -> TrainerState:
+    state = TrainerState(model(), settings=OptimizerSettings(moments=moments))
+    for step in range(8):
+        backward(state.model, 1.0 + step % 3)
+        state.apply(1e-3)
+    return state
+
+
+def test_eight_updates_with_moments_of_eight_bits_repeat_and_are_near_those_of_float32() -> None:
+    first, again, wide = eight_updates(torch.uint8), eight_updates(torch.uint8), eight_updates(torch.float32)
+    tensors = again.tensors()
+    assert first.hash() == again.hash() != wide.hash()
+    assert all(torch.equal(value, tensors[name]) for name, value in first.tensors().items())
+    start = {name: parameter.detach() for name, parameter in model().named_parameters()}
+    apart, length = (
+        math.sqrt(sum(float((wide.master[n].detach() - of[n].detach()).double().square().sum()) for n in start))
+        for of in (first.master, start)
+    )
+    print(f"relative L2 distance of eight updates: {apart / length:.4f}")
+    assert apart / length < 0.05
 
 
 def test_gradient_norm_and_clipping() -> None:

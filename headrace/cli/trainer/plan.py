@@ -1,6 +1,7 @@
 """`headrace trainer plan`: prints the bytes per device by cause, and whether they fit; in closed form, without torch.
 
-CONFIG is a run's TOML, or a Hugging Face folder (or its config.json). Of a folder only the shape is read.
+CONFIG is a run's TOML, or a Hugging Face folder (or its config.json). Of a folder only the shape is read. With
+`--offload optimizer` it also prints the bytes of the host's memory, of all processes together.
 """
 
 import argparse
@@ -13,6 +14,8 @@ from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from headrace.cli.arguments import Commands
     from headrace.training.memory_plan import Layout, MemoryPlan
 
@@ -31,7 +34,12 @@ def add(commands: "Commands") -> None:
         "--context", type=integer(1), metavar="N", help="devices that share one sequence (trainer.context_ranks)"
     )
     parser.add_argument(
-        "--moments", choices=("float32", "bfloat16"), help="dtype of the optimizer's moments (algorithm.moments)"
+        "--moments",
+        choices=("float32", "bfloat16", "eight_bit"),
+        help="format of the optimizer's moments (algorithm.moments)",
+    )
+    parser.add_argument(
+        "--offload", choices=("none", "optimizer"), help="what the host's memory holds instead (trainer.offload)"
     )
     parser.add_argument(
         "--recompute", action="store_true", help="compute activations again in backward (numerics.recompute)"
@@ -43,7 +51,7 @@ def add(commands: "Commands") -> None:
 def plan(args: argparse.Namespace) -> int:
     """Print the plan; 0 if a fifth of the memory stays free, 1 otherwise."""
     from headrace.policy.config import CheckpointError
-    from headrace.policy.layout import hugging_face
+    from headrace.policy.layout import hugging_face, sizes
     from headrace.training import memory_plan
 
     path = Path(args.config)
@@ -61,7 +69,8 @@ def plan(args: argparse.Namespace) -> int:
             )
         layout = memory_plan.layout_of(config)._replace(devices=args.gpus, blocked=False)
         layout = layout._replace(
-            moment_bytes={"float32": 4, "bfloat16": 2, None: layout.moment_bytes}[args.moments],
+            moment_bytes=memory_plan.MOMENTS.get(args.moments, layout.moment_bytes),
+            offload={"none": False, "optimizer": True}.get(args.offload, layout.offload),
             context=args.context or layout.context,
             tokens=args.tokens or layout.tokens,
             recompute=args.recompute or layout.recompute,
@@ -71,10 +80,15 @@ def plan(args: argparse.Namespace) -> int:
         other = memory_plan.fitting(policy, layout, available, SPARE)
     except (CheckpointError, ValueError) as error:
         raise RunError(str(error), 2) from None
-    count = memory_plan.parameters(policy)
+    count = sizes.parameters(policy)
     say(f"{count.total / 1e9:.2f} G parameters, {count.experts / 1e9:.2f} G of them in experts; {words(layout)}")
     for line in table(memory):
         say(line)
+    if layout.offload:
+        needed = args.gpus * memory.host.total / memory_plan.GIB
+        say(f"in the host's memory {needed:.2f} GiB for {args.gpus} processes, each with")
+        for line in rows({**memory.host._asdict(), "total": memory.host.total}):
+            say(line)
     limit = (1.0 - SPARE) * available
     fits = memory.total <= limit
     verdict = "fits" if fits else "does not fit"
@@ -87,8 +101,12 @@ def plan(args: argparse.Namespace) -> int:
 
 def table(memory: "MemoryPlan") -> list[str]:
     """A line per cause, in GiB, and the total."""
-    rows = [*memory._asdict().items(), ("total", memory.total)]
-    return [f"{name:>12} {value / (1 << 30):9.2f} GiB" for name, value in rows if value]
+    return rows({**memory.causes, "total": memory.total})
+
+
+def rows(causes: "Mapping[str, int]") -> list[str]:
+    """A line for each cause that has bytes."""
+    return [f"{name:>12} {value / (1 << 30):9.2f} GiB" for name, value in causes.items() if value]
 
 
 def words(layout: "Layout") -> str:

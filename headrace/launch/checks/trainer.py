@@ -41,6 +41,7 @@ def check(config: Config) -> Iterator[Finding]:
     try:
         policy = hugging_face.of_run(config)
         layout = memory_plan.layout_of(config)
+        layout = layout._replace(offload=layout.offload and cuda)
         needed = memory_plan.plan(policy, layout)
     except (CheckpointError, ValueError, OSError):
         return  # a finding of the checkpoint's or of the section's
@@ -50,11 +51,13 @@ def check(config: Config) -> Iterator[Finding]:
         if cuda
         else (available_bytes() or 0) // section.ranks
     )
-    largest = sorted(needed._asdict().items(), key=lambda item: -item[1])[:CAUSES]
+    largest = sorted(needed.causes.items(), key=lambda item: -item[1])[:CAUSES]
     causes = ", ".join(f"{name} {gib(value)}" for name, value in largest if value)
     device = ("a GPU" if cuda else "memory") + (f" of each of {section.ranks} processes" if section.ranks > 1 else "")
     if needed.total <= free:
         yield good("trainer", f"it needs {gib(needed.total)} of {device} ({causes}), {gib(free)} are free")
+        if layout.offload:
+            yield _host(needed.host.total * section.ranks)
         return
     other = memory_plan.fitting(policy, layout, free)
     fix = "lower trainer.micro_tokens, or choose a smaller policy"
@@ -63,6 +66,15 @@ def check(config: Config) -> Iterator[Finding]:
         changed = (f"{key} = {value}".lower() for key, value in settings.items() if before[key] != value)
         fix = f"set {', '.join(changed)}"
     yield bad("trainer", f"it needs {gib(needed.total)} of {device} ({causes}), {gib(free)} are free; {fix}")
+
+
+def _host(needed: int) -> Finding:
+    """Whether the host's memory holds what `trainer.offload` moves there. needed: bytes of all processes."""
+    free = available_bytes() or 0
+    said = f"optimizer needs {gib(needed)} of the host's memory, {gib(free)} are free"
+    if needed <= free:
+        return good("trainer.offload", said)
+    return bad("trainer.offload", f"{said}; set trainer.offload = 'none', or algorithm.moments = 'eight_bit'")
 
 
 def gib(count: int) -> str:

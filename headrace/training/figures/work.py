@@ -16,11 +16,11 @@ import torch
 
 from headrace.config import Config
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout.sizes import parameters
 from headrace.policy.moe import widen
 from headrace.training.batches.batch import Batch
 from headrace.training.batches.segment import Segment
 from headrace.training.gradient import computed
-from headrace.training.memory_plan import parameters
 from headrace.training.mismatch import drawn
 
 _PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}

@@ -8,15 +8,25 @@ A reduce-scatter adds in an order of its own, which depends on the number of pro
 of its shard from all others and adds them to the sum so far in the order of the micro-batches: the order of a single
 process. So any number of ranks gives the gradients of one, bit for bit. Trade-off: all parts of a round stay in memory
 until the last one has arrived.
+
+With `offload` the shards, their gradients and the optimizer are in the host's memory (FSDP's CPUOffloadPolicy): shards
+are copied to the device when a layer is gathered. The sums over micro-batches stay on the device.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from headrace.kernels import operators
@@ -105,13 +115,23 @@ class ShardedModel:
             total.total = None
 
 
-def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup) -> ShardedModel:
+class Policies(NamedTuple):
+    """How FSDP casts shards, and where they are."""
+
+    cast: MixedPrecisionPolicy
+    place: OffloadPolicy
+
+
+def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offload: bool = False) -> ShardedModel:
     """A sharded model with unset weights. With expert ranks the caller makes sure that `world.size` divides the
-    experts."""
+    experts. offload: the shards are in the host's memory; not with expert ranks."""
     model = Model(config, numerics, seed=None)
     model.shared = world.context
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    policy = MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = Policies(
+        MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy(),
+    )
     owned: set[nn.Parameter] = set()
     first: dict[str, int] = {}
     modules: list[FSDPModule] = []
@@ -154,7 +174,7 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup) -> Shar
     return ShardedModel(model, parameters, local, first, shapes, tuple(sums))
 
 
-def _cut(module: nn.Module, world: ProcessGroup, policy: MixedPrecisionPolicy, owned: set[nn.Parameter]) -> FSDPModule:
+def _cut(module: nn.Module, world: ProcessGroup, policy: Policies, owned: set[nn.Parameter]) -> FSDPModule:
     """Shard the parameters that no inner module has sharded. Unset weights become uninitialised float32 memory."""
     ignored = owned & set(module.parameters())
     for parameter in module.parameters():
@@ -163,7 +183,9 @@ def _cut(module: nn.Module, world: ProcessGroup, policy: MixedPrecisionPolicy, o
             ignored.add(parameter)
         elif not isinstance(parameter, DTensor) and parameter not in owned:
             parameter.data = torch.empty(parameter.shape, dtype=torch.float32)
-    cut: FSDPModule = fully_shard(module, mesh=world.mesh, mp_policy=policy, ignored_params=ignored)
+    cut: FSDPModule = fully_shard(
+        module, mesh=world.mesh, mp_policy=policy.cast, offload_policy=policy.place, ignored_params=ignored
+    )
     cut.set_gradient_divide_factor(1.0)  # gradients are added: the loss is divided by the batch's constant already
     cut.set_force_sum_reduction_for_comms(True)
     return cut

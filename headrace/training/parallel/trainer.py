@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from headrace.algorithms import adamw
 from headrace.config import Config
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
@@ -184,7 +185,7 @@ class ShardedTrainer(PolicyTrainer):
     def _whole(self, name: str, parameter: str, tensor: Tensor) -> tuple[TensorInfo, list[Run]]:
         """The description of a whole tensor of the checkpoint, and this process's rows of it."""
         sharded = self.sharded.sharded
-        shape = sharded.shapes[parameter]
+        shape = (sharded.shapes[parameter][0], *tensor.shape[1:])  # scales of moments have shorter rows
         (info,) = state.infos({name: torch.empty(shape, dtype=tensor.dtype, device="meta")})
         row = torch.Size(shape[1:]).numel()
         replicated = tensor.numel() == torch.Size(shape).numel()
@@ -239,7 +240,8 @@ class ShardedTrainer(PolicyTrainer):
         """This process's rows of a tensor of the checkpoint, copied."""
         sharded = self.sharded.sharded
         parameter = _parameter(name, sharded.shapes)
-        if tuple(whole.shape) != sharded.shapes[parameter]:
+        last = len(whole.shape) - (1 if "_scale." in name.removesuffix(parameter) else 0)
+        if tuple(whole.shape[:last]) != sharded.shapes[parameter][:last]:
             raise ValueError(f"{name} has shape {tuple(whole.shape)}, not {sharded.shapes[parameter]}")
         first = sharded.first[parameter]
         local = sharded.local[parameter]
@@ -289,7 +291,7 @@ class ShardedTrainer(PolicyTrainer):
 
 
 def _own_state(name: str) -> bool:
-    return name.startswith(("master.", "exp_avg.", "exp_avg_sq.", "frozen."))
+    return name.startswith(("master.", "frozen.", *(f"{kind}." for kind in adamw.KINDS)))
 
 
 def _parameter(name: str, shapes: Mapping[str, Any]) -> str:
@@ -314,7 +316,7 @@ def joined(config: Config, folder: Path, rank: int, store: Any = None) -> Sharde
     marks = world.gathered(numerics.fingerprint)
     if len(set(marks)) > 1:
         raise TrainerError(f"the ranks of a trainer need one numerics fingerprint, got {', '.join(sorted(set(marks)))}")
-    sharded = sharding.build(policy, numerics, world)
+    sharded = sharding.build(policy, numerics, world, offload=section.offload == "optimizer")
     settings = optimizer_settings(config.algorithm)
     trainer = ShardedTrainer(config, folder, ShardedState(sharded, world, settings=settings), numerics)
     trainer._load(folder / "checkpoint.safetensors")

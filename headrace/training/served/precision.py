@@ -21,8 +21,15 @@ def quantised(model: Model, name: str) -> bool:
     return name.rsplit(".", 1)[-1] in ("gate_up", "down") and model.get_parameter(name).dim() == 3
 
 
-def master_of(model: Model, name: str, parameter: nn.Parameter) -> Tensor:
-    """The float32 master of a parameter: the parameter itself where it is float32 and served without rounding."""
+def master_of(model: Model, name: str, parameter: nn.Parameter, *, host: bool = False) -> Tensor:
+    """The float32 master of a parameter: the parameter itself where it is float32 and served without rounding.
+
+    host: in the host's memory, from which a GPU can read it directly, where the parameter is on another device.
+    """
+    if host and parameter.device.type != "cpu":
+        pinned = parameter.device.type == "cuda"
+        master = torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=pinned)
+        return master.copy_(parameter.detach())
     if parameter.dtype == torch.float32 and not quantised(model, name) and model.served_dtype is None:
         return parameter
     return parameter.detach().float().clone()
@@ -30,12 +37,15 @@ def master_of(model: Model, name: str, parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def cast_into(model: Model, name: str, parameter: nn.Parameter, master: Tensor) -> None:
-    """Write a master into the model as it is served."""
+    """Write a master into the model as it is served. A master on the host is rounded to the dtype there, so that fewer
+    bytes are sent to the device."""
     if quantised(model, name):
         # A shard can be rounded alone: shards are cut between experts, and a block is within a row.
-        _local(parameter).copy_(operators.rounded(_local(master).to(parameter.dtype)))
+        rounded = operators.rounded(_local(master).to(parameter.dtype).to(parameter.device))
+        _local(parameter).copy_(rounded)
     else:
-        parameter.copy_(master if model.served_dtype is None else master.to(model.served_dtype))
+        served = master if model.served_dtype is None else master.to(model.served_dtype)
+        parameter.copy_(served.to(parameter.dtype) if served.device != parameter.device else served)
 
 
 def _local(x: Tensor) -> Tensor:
