@@ -195,7 +195,8 @@ def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1) -> in
 def temporary_bytes(config: PolicyConfig, sparse: bool, blocked: bool = False) -> int:
     """Bytes per token of the temporary tensors that the backward pass of one layer holds at once.
 
-    Of the experts: their gathered rows and the gradients of their inner width, each until its last use. Of attention:
+    Of the experts: their gathered rows and the gradients of their inner width, each until its last use; of a dense MLP
+    five inner widths, less the one that the second product saved. Of attention:
     gradients and copies of queries, keys and values, and with `blocked` the scores of 64 keys and their gradients; the
     MLP's activations are freed before. Three gradients of the hidden state are alive in both.
     """
@@ -204,7 +205,7 @@ def temporary_bytes(config: PolicyConfig, sparse: bool, blocked: bool = False) -
     wide = (
         4 if size == 4 else 8
     )  # bytes of a float32 copy and a product of it; the copy is the tensor itself in float32
-    mlp = size * k * max(5 * inner, 2 * (c.dim + inner) if sparse else 0)
+    mlp = size * k * max(5 * inner, 2 * (c.dim + inner)) if sparse else size * 4 * inner
     if sparse:
         mlp = max(mlp, size * k * (c.dim + 2 * inner) + wide * k * inner)
     freed = size * (2 * c.dim + (2 if sparse else 3) * k * inner) + 4 * (c.experts + 4 * k if sparse else 0)

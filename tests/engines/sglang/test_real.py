@@ -22,6 +22,7 @@ from headrace.engines.sglang.http import ServerError
 from headrace.engines.sglang.metrics import Requests
 from headrace.engines.sglang.reply import read
 from headrace.engines.sglang.weights import checksums
+from headrace.engines.sglang.weights.swap import LOAD_S
 from headrace.messages.rollout import Span
 from headrace.policy import scoring
 from headrace.weights import snapshot
@@ -188,7 +189,8 @@ async def test_a_delta_applied_beside_the_server_ends_in_the_trainers_checksums(
     stats = engine.stats()
     print(f"{how}: {stats['sparse_bytes']:.0f} of {manifest.raw_bytes} bytes, pause {stats['pause_ms']:.0f} ms")
     assert (stats["sparse_bytes"] > 0) == (how == "sparse"), "what went wrong was loaded from disk"
-    served = await engine._swapper._checksums()
+    answer = await engine._swapper._wire.post("/weights_checker", {"action": "checksum"}, LOAD_S)
+    served = checksums.served(answer, 1)
     for tensors, words in ((after, ""), (state, "tensors in the server differ from the version's")):
         wanted = {name: checksums.digest(tensor) for name, tensor in checksums.fused(tensors, versions.config).items()}
         message = checksums.difference(wanted, served)
