@@ -194,6 +194,8 @@ _WIDEST = Shape(64, 64, 32, 4, 2)
 """For float32, which the tensor cores do not multiply."""
 _BUSY = 128
 """Fewest tiles that keep a large GPU's multiprocessors busy."""
+LARGEST_ROWS = MANY.rows * _BUSY
+"""Rows from which every product takes the largest tiles, however few columns it has."""
 
 
 def _shape(m: int, n: int, dtype: torch.dtype) -> Shape:

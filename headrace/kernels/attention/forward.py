@@ -45,7 +45,6 @@ KEYS = 64
 """Keys of a step."""
 MANY, FEW, SINGLE = (128, 8, 3), (64, 4, 3), (64, 8, 2)
 """Rows of a tile, warps of a program and stages of its loop: of whole sequences, of new tokens, and in float32."""
-FUSED = False
 
 
 @jit
@@ -230,7 +229,7 @@ def _attend(
     if not len(work):
         return out, lse
     sizes: dict[str, Any] = {"BM": height, "BD": max(16, dispatch.power_of_two(d))}
-    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": FUSED}
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
     walk = {
         "PAGED": table is not None, "BK": KEYS, "PAGE": BLOCK, "SPLIT": SPLIT, "FULL": sizes["BD"] == d,
         "WIDE": dispatch.INTERPRETED, "num_stages": stages,

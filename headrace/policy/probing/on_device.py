@@ -1,7 +1,8 @@
 """The checks of exact mode on a GPU: the operators that a model calls, on few rows and on many.
 
 The operands are those of the CPU's probe, drawn there and moved. No padding is searched: the Triton kernels add in one
-order for every number of rows (`kernels/tile.py`). Rotary embedding, SwiGLU and rows of the embedding are plain torch
+order for every number of rows (`kernels/tile.py`). Tiles depend on the number of rows, so operands of products are
+repeated until the largest tiles are taken. Rotary embedding, SwiGLU and rows of the embedding are plain torch
 operations; here they are checked too.
 """
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import batch_invariant, operators
+from headrace.kernels import batch_invariant, dispatch, grouped_mm, operators
 from headrace.kernels.block_attention import BLOCK, Packing
 from headrace.kernels.route import Rule
 from headrace.policy import attention
@@ -69,6 +70,7 @@ def _products(config: PolicyConfig, generator: torch.Generator, device: torch.de
         shapes.append((torch.float32, config.experts, config.dim))
     for dtype, n, k in shapes:
         x, weight = (part.to(device) for part in operands.cancelling(generator, dtype, MANY, (n, k)))
+        x = x.repeat(dispatch.tiles(batch_invariant.LARGEST_ROWS, MANY), 1)
 
         def product(rows: Tensor, _: slice, weight: Tensor = weight) -> Tensor:
             return operators.linear(rows, weight, pad)
@@ -149,6 +151,8 @@ def _experts(config: PolicyConfig, generator: torch.Generator, device: torch.dev
 
 def _experts_differ(config: PolicyConfig, case: ExpertOperands, device: torch.device, pad: int) -> str:
     x, scores, gate_up, down = (t.to(device) for t in (case.x, case.scores, case.gate_up, case.down))
+    copies = dispatch.tiles(grouped_mm.MANY_ROWS * config.experts, MANY * config.top_k)
+    x, scores = x.repeat(copies, 1), scores.repeat(copies, 1)
     gates, chosen = _route(config, scores)
 
     def through(rows: Tensor, part: slice) -> Tensor:

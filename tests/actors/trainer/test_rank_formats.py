@@ -215,15 +215,18 @@ async def test_ranks_and_owned_experts_make_the_versions_of_one_process(
     assert relative_error(result, expected) == gradient_error(result, expected) == 0.0
 
 
+FOUR_RANKS = pytest.mark.xfail(strict=True, reason="the target is missed: 1.9e-5 and 1.4e-5 were measured")
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
         (Kind("dense", "float32"), Ranks(2, context_ranks=2)),
         (Kind("dense", "bfloat16"), Ranks(2, context_ranks=2)),
-        (Kind("mixture", "float32"), Ranks(4, expert_ranks=2, context_ranks=2)),
+        pytest.param(Kind("mixture", "float32"), Ranks(4, expert_ranks=2, context_ranks=2), marks=FOUR_RANKS),
         (Kind("mixture", "bfloat16"), Ranks(4, context_ranks=2)),
         (Kind("mixture", "mxfp8"), Ranks(2, context_ranks=2)),
-        (Kind("latent", "float32"), Ranks(4, context_ranks=4)),
+        pytest.param(Kind("latent", "float32"), Ranks(4, context_ranks=4), marks=FOUR_RANKS),
         (Kind("latent", "bfloat16"), Ranks(4, expert_ranks=4, context_ranks=2)),
     ],
     ids=str,
@@ -236,9 +239,7 @@ async def test_shared_tokens_give_the_log_probabilities_of_one_process_and_its_w
     assert_the_first_step_has_the_bits(result, expected)
     gradient, update = gradient_error(result, expected), relative_error(result, expected)
     # In 16 bits each process rounds its part of a gradient to eight significant ones.
-    # Four ranks in float32: 1.9e-5 and 1.4e-5 were measured; the target is 1e-5.
-    rounding = 1e-5 if ranks.ranks == 2 else 5e-5
-    limits = (1e-6, rounding) if kind.format == "float32" else (5e-3, 0.5)
+    limits = (1e-6, 1e-5) if kind.format == "float32" else (5e-3, 0.5)
     assert gradient < limits[0] and update <= limits[1], f"gradient {gradient:.1e}, update {update:.1e}"
 
 

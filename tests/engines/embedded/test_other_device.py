@@ -13,6 +13,7 @@ from headrace.engines.embedded.jobs import Job
 from headrace.engines.embedded.sampling import draw, drawn, uniform
 from headrace.engines.embedded.staging import LoadedWeights, Shell, Staging
 from headrace.engines.embedded.worker import Worker
+from headrace.kernels import batch_invariant, operators
 from headrace.messages.rollout import Sampling
 from headrace.policy.config import PolicyConfig
 from headrace.policy.model import Model
@@ -119,6 +120,20 @@ def test_a_planted_fault_is_named(module: str, name: str, says: str, monkeypatch
     monkeypatch.setattr(place, name, nudged)
     pad = tiny.numerics(config).row_pad
     assert on_device.failure(config, torch.Generator().manual_seed(0), torch.device("cpu"), pad).startswith(says)
+
+
+def test_a_fault_of_the_largest_tiles_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = operators.linear
+
+    def nudged(x: torch.Tensor, weight: torch.Tensor, pad: int) -> torch.Tensor:
+        out = real(x, weight, pad)
+        return torch.nextafter(out, out + 1) if len(x) >= batch_invariant.LARGEST_ROWS else out
+
+    monkeypatch.setattr(operators, "linear", nudged)
+    config = tiny.config()
+    pad = tiny.numerics(config).row_pad
+    reason = on_device.failure(config, torch.Generator().manual_seed(0), torch.device("cpu"), pad)
+    assert reason.startswith("a product from ")
 
 
 def test_a_grown_rotary_table_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
