@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.messages.rollout import RendererBundle
-from headrace.rendering import schemas, wordings
+from headrace.rendering import schemas, tiktoken, wordings
 from headrace.rendering.base import RendererError
 from headrace.rendering.native.opening import detect
 from headrace.rendering.parsers.registry import SYNTAXES
@@ -47,10 +47,7 @@ def checkpoint_bundle(
     renderer, chat_template, template_kwargs: as in ``[policy]``. date: what templates see as today; today by default.
     tools: all that the run's tasks may offer. system: the system's text; empty for `SYSTEM`.
     """
-    try:
-        tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    except OSError as error:
-        raise RendererError(f"{folder / 'tokenizer.json'} cannot be read: {error.strerror}") from None
+    tokenizer_json = _tokenizer_json(folder)
     tokenizer = Tokenizer.parse(tokenizer_json)
     is_terse = tokenizer.tag("<turn>") is not None and tokenizer.tag("</turn>") is not None
     if renderer == "terse" or (renderer == "auto" and is_terse):
@@ -68,6 +65,17 @@ def checkpoint_bundle(
         bundle = msgspec.structs.replace(bundle, renderer=name, plugin=source_hash(name))
     Renderers(bundle).open(tools)  # fails here rather than on every node
     return bundle
+
+
+def _tokenizer_json(folder: Path) -> str:
+    """The folder's tokenizer.json, or one that is made from its tiktoken.model."""
+    file = folder / "tokenizer.json"
+    if not file.exists() and (folder / tiktoken.FILE).exists():
+        return tiktoken.converted(folder)
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RendererError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _chat_bundle(folder: Path, tokenizer: Tokenizer, tokenizer_json: str, chat_template: str) -> RendererBundle:

@@ -67,6 +67,11 @@ class Renderers:
         mapped = wordings.worded(tools, wording)
         return wordings.Worded(self._open(tuple(tool.schema for tool in mapped)), mapped)
 
+    def for_conversations(self) -> Renderer:
+        """The renderer for conversations that bring their own tools, such as a client's or those of a chat file. The
+        tools that it is opened with only check the template, so they are not compared with the run's."""
+        return self._open(schemas.TABLE)
+
     def _open(self, key: tuple[ToolSchema, ...]) -> Renderer:
         if key not in self._opened:
             while len(self._opened) >= OPENED:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HuggingFace
 
+from headrace.harness.tools.registry import TOOLS, schemas_of
 from headrace.messages.rollout import RendererBundle
 from headrace.rendering import schemas, wordings
 from headrace.rendering.base import Renderer
@@ -87,6 +88,18 @@ COUNTED_IDS = """\
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"""
 
+LAST_SYSTEM = """\
+{{- bos_token }}{% for m in messages %}
+{%- if m.role == 'user' %}{{ '[INST]' }}
+{%- if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+{{- m.content }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '[/INST]' }}
+{%- elif m.tool_calls %}{{ '[TOOL_CALLS][' }}{% for call in m.tool_calls %}{% if not loop.first %}{{ ', ' }}{% endif %}
+{{- {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}{% endfor %}{{ ']</s>' }}
+{%- elif m.role == 'assistant' %}{{ m.content + '</s>' }}
+{%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
+{%- endif %}{% endfor %}"""
+"""Like Mistral-Nemo's: the system text stands in a user's message while it is the last one, and nowhere later."""
+
 TEMPLATES = {
     "hermes": CHATML,
     "glm": NEXT_ROLE,
@@ -128,7 +141,12 @@ def trained(texts: Sequence[str], special: Sequence[str], markers: Sequence[str]
 
 def tokenizer_for(template: str) -> str:
     """The tokenizer.json of the tiny tokenizer with the tokens that a published template writes."""
-    backend = HuggingFace.from_str(tokenizer_json())
+    return with_tokens(tokenizer_json(), template)
+
+
+def with_tokens(text: str, template: str) -> str:
+    """A tokenizer.json with the tokens that a published template writes as further added tokens."""
+    backend = HuggingFace.from_str(text)
     tokens = {*TOKEN.findall(template), "</s>", "<s>", "<|im_end|>", "<｜end▁of▁sentence｜>", "<|eot_id|>"}
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in sorted(tokens)])
     return str(backend.to_str())
@@ -139,12 +157,19 @@ def bundle(syntax: str, **changes: object) -> RendererBundle:
     fields = {
         "renderer": syntax,
         "tokenizer_json": tokenizer_json(),
-        "chat_template": TEMPLATES[syntax],
+        "chat_template": TEMPLATES.get(syntax, ""),
         "system": "You are a coding agent.",
         "date": "2026-11-22",
         "tools": schemas.functions_json() | {wordings.KEY: wordings.digest()},
     }
     return RendererBundle(**(fields | changes))  # type: ignore[arg-type]
+
+
+def bundle_of_run(syntax: str) -> RendererBundle:
+    """The bundle of one of the formats as a run makes it: with all of headrace's tools, some of which have more
+    arguments than the terse format shows."""
+    tools = schemas_of(tuple(name for name in TOOLS.names() if TOOLS.builtin(name)))
+    return bundle(syntax, tools=schemas.functions_json(tools) | {wordings.KEY: wordings.digest()})
 
 
 @lru_cache(16)

@@ -204,7 +204,7 @@ class Policies:
                 yield served
             return
         renderers = await self._open_renderers()
-        renderer = renderers.open(schemas.TABLE) if renderers is not None else None
+        renderer = renderers.for_conversations() if renderers is not None else None
         if not isinstance(renderer, NativeRenderer):
             raise UnusableConversation("this policy has no chat format: it serves only headrace's own sessions")
 

@@ -154,9 +154,17 @@ class NativeRenderer:
 
     def written(self, slots: Slots, opened: str, whole: str, thought: str = "") -> list[int]:
         """The ids of a turn, its stop included. opened: a rendering that ends with the turn's opening; whole: one that
-        contains the turn. Empty when the turn has a thought that `whole` does not show."""
-        start = self._common(opened, whole)
-        body, rest = whole[start:], opened[start:]
+        contains the turn. Empty when the turn has a thought that `whole` does not show.
+
+        Some templates change the text of earlier messages once a turn follows (Mistral-Nemo leaves out the system text),
+        so the two are compared from their last common content on."""
+        try:
+            ends = slots.behind_last(opened, whole)
+        except ValueError:
+            raise RendererError("the chat template leaves out a message when a turn follows it") from None
+        rest, body = opened[ends[0] :], whole[ends[1] :]
+        start = self._common(rest, body)
+        body, rest = body[start:], rest[start:]
         end = self._stops.search(body) or self._closers.search(body)
         if end is None:
             raise RendererError("the chat template does not end a turn with a stop token")

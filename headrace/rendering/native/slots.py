@@ -69,6 +69,16 @@ class Slots:
             at = match.end()
         return [piece for piece in [*pieces, (text[at:], True)] if piece[0]]
 
+    def behind_last(self, text: str, other: str) -> tuple[int, int]:
+        """The ends of a text's last placeholder in it and in another text. (0, 0) when it has none; ValueError when the
+        other text does not show it."""
+        last = None
+        for last in self._pattern.finditer(text):
+            pass
+        if last is None:
+            return 0, 0
+        return last.end(), other.rindex(last.group()) + len(last.group())
+
     def shown(self, text: str, kind: Kind) -> bool:
         """Whether a text has a placeholder of this kind."""
         return any(self._contents[int(match.group(1))][0] == kind for match in self._pattern.finditer(text))

@@ -6,7 +6,6 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.config.training import Data
 from headrace.messages.rollout import RendererBundle
-from headrace.rendering import schemas
 from headrace.rendering.native.renderer import NativeRenderer
 from headrace.rendering.registry import Renderers
 from headrace.rendering.tokenizer import Tokenizer
@@ -21,7 +20,7 @@ from headrace.training.data.trajectories import TrajectoryReader
 
 def open_chat(bundle: RendererBundle) -> Reader:
     """Conversations, rendered as episodes are. DataError for a policy without a chat template."""
-    renderer = Renderers(bundle).open(schemas.TABLE)
+    renderer = Renderers(bundle).for_conversations()
     if not isinstance(renderer, NativeRenderer):
         raise DataError(
             "[[mid_training.data]] kind = 'chat': expected a policy with a chat template, got the format "

@@ -39,7 +39,7 @@ from headrace.rendering.tokenizer import Tokenizer
 from headrace.weights import snapshot
 from tests.conftest import Connect
 from tests.support.actors import living
-from tests.support.chat_formats import bundle, tokenizer_json
+from tests.support.chat_formats import bundle_of_run, tokenizer_json
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
@@ -95,7 +95,7 @@ class Client:
 async def run(connect: Connect, tmp_path: Path, model: Model, request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """A run whose version 0 is staged on node n1 and whose renderer bundle is published."""
     run = f"c{abs(hash(request.node.name)) % 10**9}"
-    await renderer_bundles.publish(await connect("trainer"), run, bundle("hermes"))
+    await renderer_bundles.publish(await connect("trainer"), run, bundle_of_run("hermes"))
     file = tmp_path / "0.safetensors"
     state_hash = snapshot.write(file, model.state())
     staged = WeightsStaged(
@@ -147,7 +147,7 @@ async def test_a_session_is_sampled_recorded_and_rated(
             assert answer.status == 200, "a client that got no answer sends its rating again"
     end = await trajectory_of(observer, run, group)
     assert [turn.index for turn in end.turns] == [0, 1] and end.lane == "production"
-    assert end.renderer == bundle("hermes").sha256
+    assert end.renderer == bundle_of_run("hermes").sha256
     usage = second["usage"]
     ids = context(list(end.turns))
     assert usage["prompt_tokens"] + usage["completion_tokens"] == len(ids)

@@ -12,6 +12,7 @@ from headrace.rendering.base import Answered, RendererError
 from headrace.rendering.native.opening import build, detect
 from headrace.rendering.native.renderer import SUMMARY_REQUEST
 from headrace.rendering.native.template import ChatTemplate
+from headrace.rendering.registry import Renderers
 from headrace.rendering.tokenizer import Tokenizer
 from tests.support import chat_formats
 from tests.support.chat_formats import TEMPLATES, renderer
@@ -142,6 +143,22 @@ def test_calls_and_thoughts_are_read_as_they_were_written(name: str) -> None:
     assert parsed.thinking == ("first look" if name == "qwen_xml" else "")
     assert parsed.text.strip() == ("" if name == "qwen_xml" else "first look")
     assert [call.name for call in parsed.calls] == ["edit_file"]
+
+
+def test_a_turn_behind_a_message_that_a_template_renders_otherwise_later_has_nothing_of_that_message() -> None:
+    source = chat_formats.LAST_SYSTEM
+    bundle = chat_formats.bundle(
+        "mistral",
+        chat_template=source,
+        tokenizer_json=chat_formats.tokenizer_for(source),
+        special_tokens={"bos_token": "<s>"},
+    )
+    format = Renderers(bundle).for_conversations()
+    assert format.tokenizer.decode(format.prompt("go")).startswith("<s>[INST]You are a coding agent.\n\ngo")
+    for before in (0, 1):
+        written = format.tokenizer.decode(format.turn([("search", {"query": "x"})], before=before))
+        call = f'{{"name": "search", "arguments": {{"query": "x"}}, "id": "call0000{before}"}}'
+        assert written == f"[TOOL_CALLS][{call}]</s>"
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -11,9 +11,11 @@ from headrace.messages.rollout import ToolCall
 from headrace.rendering import schemas
 from headrace.rendering.native.conversation import answered
 from headrace.rendering.native.renderer import NativeRenderer
+from headrace.rendering.registry import Renderers
 from headrace.training.data.base import complaint
 from headrace.training.data.chat import ChatReader
-from tests.support.chat_formats import TEMPLATES, bundle, renderer
+from headrace.training.data.opening import open_chat
+from tests.support.chat_formats import TEMPLATES, bundle, bundle_of_run, renderer
 
 TASK, FOUND = "fix mean() <|im_end|> in kit/core.py", "kit/core.py:3: return sum(xs) </tool_call>"
 CALLS = [("search", {"query": "def mean"}), ("edit_file", {"path": "kit/core.py", "lines": "3", "text": "  x = 'é'\n"})]
@@ -62,6 +64,20 @@ def test_a_conversation_with_calls_has_the_ids_of_reinforcement_learning(syntax:
     assert native.tokenizer.decode(document.ids) == native.tokenizer.decode([*ids, *last])
     assert document.ids == [*ids, *last]
     assert document.weights == weights + [1.0] * len(last)
+
+
+def test_the_bundle_of_a_run_reads_conversations_with_their_own_tools_and_without() -> None:
+    """A run's bundle holds more arguments of some tools than the table of the terse format."""
+    bundle = bundle_of_run("hermes")
+    reader = open_chat(bundle)
+    native = renderer("hermes")
+    assert isinstance(native, NativeRenderer)
+    line = json.dumps(conversation(2)).encode()
+    assert reader.encode(line, FILE).ids == ChatReader(native).encode(line, FILE).ids
+    message = Renderers(bundle).open(())  # of a task without a sandbox
+    messages = [{"role": "user", "content": TASK}, {"role": "assistant", "content": "4"}]
+    document = reader.encode(json.dumps({"messages": messages}).encode(), FILE)
+    assert document.ids == [*message.prompt(TASK), *message.tokenizer.encode("4"), message.stop_ids[0]]
 
 
 def test_a_message_with_weight_0_is_shown_and_not_learned() -> None:
