@@ -94,7 +94,8 @@ LAST_SYSTEM = """\
 {%- if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
 {{- m.content }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '[/INST]' }}
 {%- elif m.tool_calls %}{{ '[TOOL_CALLS][' }}{% for call in m.tool_calls %}{% if not loop.first %}{{ ', ' }}{% endif %}
-{{- {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}{% endfor %}{{ ']</s>' }}
+{{- {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}{% endfor %}
+{{- ']</s>' }}
 {%- elif m.role == 'assistant' %}{{ m.content + '</s>' }}
 {%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
 {%- endif %}{% endfor %}"""

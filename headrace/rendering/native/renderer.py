@@ -156,8 +156,8 @@ class NativeRenderer:
         """The ids of a turn, its stop included. opened: a rendering that ends with the turn's opening; whole: one that
         contains the turn. Empty when the turn has a thought that `whole` does not show.
 
-        Some templates change the text of earlier messages once a turn follows (Mistral-Nemo leaves out the system text),
-        so the two are compared from their last common content on."""
+        Some templates change earlier messages once a turn follows (Mistral-Nemo leaves out the system text), so the two
+        are compared from their last common content on."""
         try:
             ends = slots.behind_last(opened, whole)
         except ValueError:

@@ -72,11 +72,10 @@ class Slots:
     def behind_last(self, text: str, other: str) -> tuple[int, int]:
         """The ends of a text's last placeholder in it and in another text. (0, 0) when it has none; ValueError when the
         other text does not show it."""
-        last = None
-        for last in self._pattern.finditer(text):
-            pass
-        if last is None:
+        placeholders = list(self._pattern.finditer(text))
+        if not placeholders:
             return 0, 0
+        last = placeholders[-1]
         return last.end(), other.rindex(last.group()) + len(last.group())
 
     def shown(self, text: str, kind: Kind) -> bool:
