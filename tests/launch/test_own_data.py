@@ -176,6 +176,6 @@ async def test_answers_then_groups_of_128_with_a_checker_and_no_sandbox(tmp_path
     assert report["rescored_tokens"] > 0 and report["max_abs_dlp"] == 0.0
     assert ledger["trained"] == STEPS * GROUP
     assert ledger["dropped"]["flat"] in range(GROUP, (STEPS + 1) * GROUP + 1, GROUP), "dynamic sampling"
-    points = [point for point in report["curve"] if point["suite"] == "later"]
-    assert points and points[-1]["rate"] > 0.25
+    rates = [point["rate"] for point in report["curve"] if point["suite"] == "later"]
+    assert rates and sum(rates) / len(rates) > 0.2, "before mid-training no answer was a word"
     exported(tmp_path, "--version", "2")
