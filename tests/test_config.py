@@ -164,6 +164,13 @@ def test_every_key_has_a_range() -> None:
         (["policy.top_k=9"], "policy.top_k: expected at most experts"),
         (["policy.head_dim=31"], "policy.head_dim: expected an even number"),
         (["trainer.ranks=2", "trainer.expert_ranks=2", "trainer.offload=optimizer"], "trainer.offload: expected none"),
+        (["trainer.ranks=4", "trainer.nodes=3"], "trainer.nodes: expected a divisor of trainer.ranks"),
+        (["trainer.ranks=2", "trainer.nodes=2"], "trainer.rendezvous: expected HOST:PORT"),
+        (["trainer.rendezvous=node0"], "trainer.rendezvous: expected HOST:PORT, or nothing, got 'node0'"),
+        (
+            ["trainer.ranks=4", "trainer.nodes=2", "trainer.rendezvous=node0:29500", "trainer.expert_ranks=4"],
+            "trainer.expert_ranks: expected a divisor of trainer.ranks / trainer.nodes",
+        ),
         (["algorithm.moments=eight_bit", "algorithm.beta1=0.995"], "algorithm.beta1: expected at most 0.99"),
         (["environment.max_vms=2"], "environment.max_vms: expected more than judge_share"),
         (["environment.warm=9"], "environment.warm: expected at most max_vms"),

@@ -41,6 +41,7 @@ from headrace.cli.run import actor, audit, chaos, check, down, evaluate, launch,
 from headrace.cli.run import export as run_export
 from headrace.cli.search import learn, publish
 from headrace.cli.tasks import atif, certify, export_suite, from_sdist, history, import_suite, make, show
+from headrace.cli.trainer import join as trainer_join
 from headrace.cli.trainer import plan
 from headrace.cli.vm import build, doctor, facts, fork, gc, import_image, pool, shell
 from headrace.cli.vm import run as vm_run
@@ -94,7 +95,7 @@ GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
     ),
     ("mcp", "serve headrace's tools to external agents", (mcp_serve,)),
     ("judge", "models that judge rubrics", (judge_card,)),
-    ("trainer", "plan the memory of a trainer", (plan,)),
+    ("trainer", "plan the memory of a trainer; start the ranks of another machine", (plan, trainer_join)),
     ("images", "the store of container images", (images_pull, images_take, images_build, images_list, images_gc)),
     (
         "vm",

@@ -42,6 +42,7 @@ ACTOR = r"^[a-z][a-z_]{0,31}(:[a-z0-9][a-z0-9_-]{0,62})?$"
 PATH = r"^[^\x00-\x1f\x7f]+$"
 PATH_OR_EMPTY = r"^[^\x00-\x1f\x7f]*$"
 HOST = r"^[A-Za-z0-9]([A-Za-z0-9.:-]*[A-Za-z0-9])?$"
+ADDRESS = r"^((\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?):[1-9][0-9]{0,4})?$"
 BROKERS = r"^((nats|tls|ws|wss)://[^\s,/]+(,(nats|tls|ws|wss)://[^\s,/]+)*)?$"
 HTTP_URL = r"^(https?://[^\s]+)?$"
 MODULE_ATTRIBUTE = r"^[A-Za-z_][\w./:-]{0,254}$"
@@ -56,6 +57,7 @@ WORDS = {
     PATH: "not empty, without control characters",
     PATH_OR_EMPTY: "text without control characters",
     HOST: "a host name or address",
+    ADDRESS: "HOST:PORT, or nothing",
     BROKERS: "nats://host:port, several separated by commas without spaces, or nothing",
     HTTP_URL: "an http:// or https:// address without spaces, or nothing",
     MODULE_ATTRIBUTE: "a name, or module:attribute",
@@ -73,6 +75,7 @@ Path = Annotated[str, Meta(pattern=PATH, max_length=4096)]
 OptionalPath = Annotated[str, Meta(pattern=PATH_OR_EMPTY, max_length=4096)]
 Text = Annotated[str, Meta(pattern=PATH_OR_EMPTY, max_length=4096)]
 Host = Annotated[str, Meta(pattern=HOST, max_length=253)]
+Address = Annotated[str, Meta(pattern=ADDRESS, max_length=260)]
 Brokers = Annotated[str, Meta(pattern=BROKERS, max_length=4096)]
 HttpUrl = Annotated[str, Meta(pattern=HTTP_URL, max_length=2048)]
 Reference = Annotated[str, Meta(pattern=MODULE_ATTRIBUTE)]

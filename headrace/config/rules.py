@@ -156,16 +156,19 @@ def _policy(config: Config) -> Iterator[Problem]:
 
 def _trainer(config: Config) -> Iterator[Problem]:
     section = config.trainer
-    if section.ranks % section.expert_ranks:
+    if section.ranks % section.nodes:
+        yield "trainer.nodes", f"expected a divisor of trainer.ranks ({section.ranks}), got {section.nodes}"
+        return
+    if section.nodes > 1 and not section.rendezvous:
         yield (
-            "trainer.expert_ranks",
-            f"expected a divisor of trainer.ranks ({section.ranks}), got {section.expert_ranks}",
+            "trainer.rendezvous",
+            f"expected HOST:PORT of the trainer's machine with trainer.nodes = {section.nodes}, got none",
         )
-    if section.ranks % section.context_ranks:
-        yield (
-            "trainer.context_ranks",
-            f"expected a divisor of trainer.ranks ({section.ranks}), got {section.context_ranks}",
-        )
+    per_node = section.ranks // section.nodes
+    said = "trainer.ranks" if section.nodes == 1 else "trainer.ranks / trainer.nodes"
+    for key, count in (("expert_ranks", section.expert_ranks), ("context_ranks", section.context_ranks)):
+        if per_node % count:
+            yield f"trainer.{key}", f"expected a divisor of {said} ({per_node}), got {count}"
     if section.offload != "none" and section.expert_ranks > 1:
         yield (
             "trainer.offload",

@@ -6,6 +6,7 @@ from msgspec import Meta
 
 from headrace.config.base import (
     Above0,
+    Address,
     Amount,
     Count,
     Device,
@@ -242,8 +243,14 @@ class Trainer(Section, frozen=True, kw_only=True):
     threads: Threads = 1
     """Torch threads of each rank."""
     ranks: Threads = 1
-    """Processes that train together: the actor's own and others that it starts on its machine, each with its part of
-    weights and optimizer. On CUDA each has one device, and `device` must not name one."""
+    """Processes that train together, each with its part of weights and optimizer: the actor's own, others that it
+    starts on its machine, and those of other nodes. On CUDA each has one device, and `device` must not name one."""
+    nodes: Threads = 1
+    """Machines with ranks / nodes of the ranks each. Every node holds a whole copy of weights and optimizer, cut into
+    shards over its ranks (HSDP). The actor's is node 0; `headrace trainer join` starts the ranks of another."""
+    rendezvous: Address = ""
+    """HOST:PORT at which the actor waits for the other nodes: an address of its machine that they reach. Needed with
+    `nodes`. It asks for no key, so only a private network may reach it."""
     expert_ranks: Threads = 1
     """Ranks that share one copy of a mixture's experts, each with some of them; 1 shards experts like all other
     weights."""

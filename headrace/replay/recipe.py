@@ -21,7 +21,7 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
         "staleness": config.curriculum.staleness,
         **{
             name: ranks
-            for name in ("ranks", "expert_ranks", "context_ranks")
+            for name in ("ranks", "nodes", "expert_ranks", "context_ranks")
             if (ranks := getattr(config.trainer, name)) > 1
         },
         # A GPU and its host may round AdamW otherwise.
@@ -36,7 +36,7 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
 
 def alone(config: Config) -> Config:
     """The configuration with one rank: a replay runs in one process, which computes the same gradient bits as ranks."""
-    trainer = msgspec.structs.replace(config.trainer, ranks=1, expert_ranks=1, context_ranks=1)
+    trainer = msgspec.structs.replace(config.trainer, ranks=1, nodes=1, expert_ranks=1, context_ranks=1)
     return msgspec.structs.replace(config, trainer=trainer)
 
 

@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     """The division of the work over devices, and the copies that are held."""
 
     devices: int = 1
-    """Devices that share parameters, masters, moments and gradients (FSDP)."""
+    """Devices that share parameters, masters, moments and gradients (FSDP): those of one node."""
     context: int = 1
     """Devices that share the tokens of a sequence (context parallelism); it divides `devices`."""
     tokens: int = 8192
@@ -66,6 +66,8 @@ class Layout(NamedTuple):
     """Attention by blocks of keys, as in exact mode on a CPU: its backward pass holds a block's scores."""
     offload: bool = False
     """Masters and moments are in the host's memory."""
+    nodes: int = 1
+    """Nodes with `devices` each, which hold a copy of all parameters, masters and moments each (HSDP)."""
 
 
 class HostMemory(NamedTuple):
@@ -249,7 +251,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     masters = 0 if same and not on_grid else 4 * mastered
     # In several processes the masters are the shards: rounded weights exist only while a layer is gathered, and a
     # micro-batch's gradients only until they are added to the float32 sums.
-    sharded = layout.devices > 1
+    sharded = layout.devices * layout.nodes > 1
     weights, gradients = size * share, (4 if config.dtype == "float32" else 4 + size) * trained
     if sharded and config.dtype != "float32":
         weights, gradients = size * -(-count.frozen // layout.devices), 4 * trained
@@ -271,6 +273,8 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         outside = config.vocab * config.dim * (1 if config.tied else 2)
         gathered = 3 * size * count.largest_layer + size * outside
         gathered += 2 * 4 * max(count.largest_layer, outside)  # one's gradient in float32, sent and received
+        if layout.nodes > 1:  # its shard of the sum of the nodes before it, and of the sum with its own parts
+            gathered += 2 * 4 * -(-max(count.largest_layer, outside) // layout.devices)
     made = MemoryPlan(
         weights=weights,
         masters=masters,
@@ -292,7 +296,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
 
 def _offloaded(made: MemoryPlan, config: PolicyConfig, layout: Layout, trained: int) -> MemoryPlan:
     """The plan with masters and moments in the host's memory. trained: elements that a device's process updates."""
-    sharded = layout.devices > 1
+    sharded = layout.devices * layout.nodes > 1
     largest = max((rows * width for rows, width in trained_matrices(config)), default=0)
     host = HostMemory(
         masters=4 * trained,
@@ -325,7 +329,8 @@ def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float =
 def settings(layout: Layout) -> dict[str, str | int | bool]:
     """The configuration keys that give this layout."""
     return {
-        "trainer.ranks": layout.devices,
+        "trainer.ranks": layout.devices * layout.nodes,
+        **({"trainer.nodes": layout.nodes} if layout.nodes > 1 else {}),
         "trainer.micro_tokens": layout.tokens,
         "trainer.context_ranks": layout.context,
         "numerics.recompute": layout.recompute,
@@ -339,7 +344,8 @@ def layout_of(config: Config) -> Layout:
     algorithm, numerics = config.algorithm, config.numerics
     guarded = algorithm.guard_k1 > 0.0 or numerics.on_mismatch == "roll_back"
     return Layout(
-        devices=config.trainer.ranks,
+        devices=config.trainer.ranks // config.trainer.nodes,
+        nodes=config.trainer.nodes,
         context=config.trainer.context_ranks,
         tokens=config.trainer.micro_tokens,
         recompute=numerics.recompute,

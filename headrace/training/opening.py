@@ -16,13 +16,22 @@ def prepare(
     traces: Callable[[], Iterable[Trace]],
     progress: Callable[[Progress], None] = lambda _: None,
     base: Path | None = None,
+    waiting: Callable[[str], None] = lambda _: None,
 ) -> PolicyTrainer:
-    """As `PolicyTrainer.prepare`, in one process or in several. GroupError when a rank cannot start. The caller closes
-    the trainer."""
+    """As `PolicyTrainer.prepare`, in one process or in several. GroupError when a rank cannot start. waiting: as in
+    `open_ranks`. The caller closes the trainer."""
     if config.trainer.ranks == 1:
         return PolicyTrainer.prepare(
             config, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base
         )
-    from headrace.training.parallel.trainer import open_ranks  # its imports take a second, and one process needs none
+    from headrace.training.parallel.opening import open_ranks  # its imports take a second, and one process needs none
 
-    return open_ranks(config, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)
+    return open_ranks(
+        config,
+        folder,
+        tokenizer_json=tokenizer_json,
+        traces=traces,
+        progress=progress,
+        base=base,
+        waiting=waiting,
+    )

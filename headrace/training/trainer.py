@@ -143,7 +143,7 @@ class PolicyTrainer:
         policy, device = _policy(config, folder, tokenizer_json), device_named(config.trainer.device)
         hugging_face.check_device(policy, device.type)
         layout = layout_on(config, device)
-        needed, ranks = memory_plan.plan(policy, layout), config.trainer.ranks
+        needed, ranks = memory_plan.plan(policy, layout), layout.devices
         share, cpu = 1 if device.type == "cuda" else ranks, torch.device("cpu")
         free = memory_plan.freed(needed.total, lambda: available_bytes(device) // share)
         host = memory_plan.freed(needed.host.total, lambda: available_bytes(cpu) // ranks)

@@ -381,3 +381,16 @@ def test_the_plan_of_a_micro_batch_is_within_five_percent_of_its_live_tensors(na
     told = plan(config, Layout(tokens=length * count, blocked=True))
     print(f"{name}: {live} bytes alive, {told.backward} planned, {told.temporary} of them temporary")
     assert told.backward == pytest.approx(live, rel=0.05)
+
+
+def test_nodes_hold_copies_and_add_their_shard_of_a_sum() -> None:
+    policy, layout = QWEN["4B"], Layout(devices=8, context=4, tokens=65536, recompute=True)
+    one, two = plan(policy, layout), plan(policy, layout._replace(nodes=2))
+    assert two._replace(gathered=0) == one._replace(gathered=0), "another node makes no shard smaller"
+    outside = policy.vocab * policy.dim
+    assert two.gathered - one.gathered == 8 * -(-outside // 8)
+    keys = settings(layout._replace(nodes=2))
+    assert (keys["trainer.ranks"], keys["trainer.nodes"]) == (16, 2)
+    section = msgspec.structs.replace(CONFIG.trainer, ranks=16, nodes=2, rendezvous="node0:29500")
+    made = layout_of(msgspec.structs.replace(CONFIG, trainer=section))
+    assert (made.devices, made.nodes) == (8, 2)

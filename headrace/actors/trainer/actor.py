@@ -17,7 +17,7 @@ from typing import ClassVar, TypeVar
 
 import msgspec
 
-from headrace.actors.trainer import base_policy, initial_policy, old_weights, records
+from headrace.actors.trainer import base_policy, initial_policy, old_weights, other_ranks, records
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
 from headrace.actors.trainer.closings import Batch, Closings, Ready
 from headrace.actors.trainer.records import StalenessWindow
@@ -42,15 +42,15 @@ from headrace.training.device import TrainerError
 from headrace.training.gradient import nothing
 from headrace.training.mid_training import Progress
 from headrace.training.outcome import StepOutcome
-from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.interface import GivenUp, GroupError
 from headrace.training.served.publication import Publication
 from headrace.training.trainer import PolicyTrainer
 
 T = TypeVar("T")
 
 
-class Stopped(Exception):
-    """Ends mid-training early; raised inside the worker thread."""
+class Stopped(GivenUp):
+    """Ends mid-training, or the wait for other nodes, early; raised inside the worker thread."""
 
 
 class Trainer(Actor):
@@ -97,7 +97,7 @@ class Trainer(Actor):
         await self._catch_up(trainer)
         self.spawn(self.closings.follow(trainer.version, trainer.expect), "collecting")
         if self.config.trainer.ranks > 1:
-            self.spawn(self._watch(trainer), "ranks")
+            self.spawn(other_ranks.watch(trainer), "ranks")
         if self.config.weights.collect_chains:
             self.spawn(old_weights.forget(self), "old weights")
         try:
@@ -121,6 +121,8 @@ class Trainer(Actor):
 
         base = await base_policy.fetch(self.bus, self.config, self.run, self.folder)
 
+        waits = other_ranks.Waits(self, self._end_if_stopped)
+
         def work() -> PolicyTrainer:
             return opening.prepare(
                 self.config,
@@ -129,6 +131,7 @@ class Trainer(Actor):
                 traces=lambda: initial_policy.mid_training(self.config, bundle, self._end_if_stopped),
                 progress=self._on_progress,
                 base=base.file if base is not None else None,
+                waiting=waits,
             )
 
         try:
@@ -381,12 +384,6 @@ class Trainer(Actor):
         purged = await self.store.purge(self.bus, self.run)
         if purged:
             await self.event("purged", f"{purged} messages of steps that are no longer kept", messages=purged)
-
-    async def _watch(self, trainer: PolicyTrainer) -> None:
-        """End this actor when a rank has ended, even between two steps; its successor starts all ranks again."""
-        while not trainer.lost:
-            await asyncio.sleep(0.2)
-        raise GroupError(trainer.lost)
 
     async def _measure(self) -> None:
         progress = self._progress

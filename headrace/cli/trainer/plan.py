@@ -27,7 +27,10 @@ def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("plan", help="print the memory of a trainer by cause, and whether it fits")
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or a folder with config.json")
-    parser.add_argument("--gpus", type=integer(1), default=1, metavar="N", help="devices that share the state")
+    parser.add_argument(
+        "--gpus", type=integer(1), default=1, metavar="N", help="devices of a node: they share the state"
+    )
+    parser.add_argument("--nodes", type=integer(1), metavar="N", help="nodes with so many devices (trainer.nodes)")
     parser.add_argument("--gpu-gib", type=number(0, above=True), default=80.0, metavar="GIB", help="memory per device")
     parser.add_argument("--tokens", type=integer(1), metavar="N", help="inputs of a micro-batch (trainer.micro_tokens)")
     parser.add_argument(
@@ -71,6 +74,7 @@ def plan(args: argparse.Namespace) -> int:
         layout = layout._replace(
             moment_bytes=memory_plan.MOMENTS.get(args.moments, layout.moment_bytes),
             offload={"none": False, "optimizer": True}.get(args.offload, layout.offload),
+            nodes=args.nodes or layout.nodes,
             context=args.context or layout.context,
             tokens=args.tokens or layout.tokens,
             recompute=args.recompute or layout.recompute,
@@ -92,7 +96,9 @@ def plan(args: argparse.Namespace) -> int:
     limit = (1.0 - SPARE) * available
     fits = memory.total <= limit
     verdict = "fits" if fits else "does not fit"
-    say(f"{verdict} {args.gpus} x {args.gpu_gib:g} GiB with {SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)")
+    nodes = f"{layout.nodes} nodes of " if layout.nodes > 1 else ""
+    spare = f"with {SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)"
+    say(f"{verdict} {nodes}{args.gpus} x {args.gpu_gib:g} GiB {spare}")
     if not fits:
         more = "memory" if policy.gpt_oss else "devices"
         say(f"fits with {words(other)}" if other is not None else f"no setting makes it fit: use more {more}")

@@ -27,6 +27,7 @@ from torch import Tensor
 from headrace.kernels import operators
 from headrace.policy.moe import ExpertFunction
 from headrace.training.figures.clock import Clock
+from headrace.training.parallel.nodes.sums import Sums
 
 
 class Groups(NamedTuple):
@@ -38,8 +39,8 @@ class Groups(NamedTuple):
     """Those that share the same run of experts."""
     clock: Clock
     """Gets the time of every exchange."""
-    contributors: Callable[[], int]
-    """Number of processes, from the first of all on, that add to the gradient of the current round."""
+    sums: Sums
+    """Adds the parts of a gradient, also over nodes."""
 
 
 class _Exchange(torch.autograd.Function):
@@ -84,10 +85,7 @@ class _Gathered(torch.autograd.Function):
             parts = torch.empty_like(computed)
             with groups.clock.transfer():
                 dist.all_to_all_single(parts, computed, group=groups.copies)
-        total: Tensor | None = shard.grad
-        for part in parts.flatten(0, 1)[: groups.contributors()]:
-            total = part.to(torch.float32, copy=True) if total is None else total + part
-        shard.grad = total
+        shard.grad = groups.sums.added(shard.grad, tuple(parts.flatten(0, 1)))
         return None, None, None
 
 

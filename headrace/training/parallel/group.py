@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from headrace.training.figures.clock import Clock
 from headrace.training.parallel.context import ContextParallel
 from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.nodes.sums import Sums
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=30)
@@ -34,14 +35,20 @@ JOIN = timedelta(seconds=60)
 times. All processes have started when it begins."""
 
 
-class Aside:
-    """A second connection between the processes of a group, for one thread that does not train: collectives of two
-    threads over one connection would meet each other. An `interface.Peers`."""
+class PeerGroup:
+    """Processes with a connection of their own, over gloo: an `interface.Peers`. A thread that does not train needs
+    such a connection, because collectives of two threads over one connection would meet each other."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        """Call it in every process after `join`."""
-        self.rank, self.size = rank, size
-        self.group = dist.new_group(backend="gloo", timeout=JOIN)
+    def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
+        """Call it in every process after `join`. rank, size: in the whole group. nodes: 1, or the number of parts of
+        the group, of which this process connects to its own."""
+        per_node = size // nodes
+        self.rank, self.size = rank % per_node, per_node
+        for node in range(nodes):  # every process takes part in the making of every group
+            members = list(range(node * per_node, (node + 1) * per_node))
+            made = dist.new_group(members, backend="gloo", timeout=JOIN)
+            if rank in members:
+                self.group = made
 
     def gathered(self, value: T) -> list[T]:
         """One value of every process, in the order of ranks."""
@@ -53,46 +60,99 @@ class Aside:
         """The bytes of the first process, which passes them; the others wait for them. RuntimeError when a process has
         ended."""
         size = torch.tensor([0 if data is None else len(data)])
-        dist.broadcast(size, src=0, group=self.group)
+        dist.broadcast(size, group_src=0, group=self.group)
         content = (
             torch.empty(int(size), dtype=torch.uint8)
             if data is None
             else torch.frombuffer(bytearray(data), dtype=torch.uint8)
         )
-        dist.broadcast(content, src=0, group=self.group)
+        dist.broadcast(content, group_src=0, group=self.group)
         return content.numpy().tobytes() if data is None else data
+
+    def exchange(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """Send uint8 parts [n] to each rank; sizes: number of bytes from each rank. Returns the received bytes, by
+        rank."""
+        got = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.all_to_all_single(got, torch.cat(parts), sizes, [len(part) for part in parts], group=self.group)
+        return list(torch.split(got, sizes))
 
 
 class ProcessGroup:
     """The processes of one trainer: an `interface.DataParallel`."""
 
-    def __init__(self, device: torch.device, expert_ranks: int = 1, context_ranks: int = 1) -> None:
+    def __init__(self, device: torch.device, expert_ranks: int = 1, context_ranks: int = 1, nodes: int = 1) -> None:
         """Call it in every process after `join`. expert_ranks: processes that share one copy of the experts;
-        context_ranks: processes that share the tokens of a micro-batch."""
-        self.device, self.expert_ranks, self.context_ranks = device, expert_ranks, context_ranks
+        context_ranks: processes that share the tokens of a micro-batch; nodes: machines, each with a copy of the
+        state in its processes."""
+        self.device, self.expert_ranks, self.context_ranks, self.nodes = device, expert_ranks, context_ranks, nodes
         self.clock = Clock()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        if self.size % expert_ranks:
-            raise GroupError(f"{expert_ranks} expert ranks do not divide {self.size} ranks")
-        if self.size % context_ranks:
-            raise GroupError(f"{context_ranks} context ranks do not divide {self.size} ranks")
-        self.aside, self.ahead = Aside(self.rank, self.size), Aside(self.rank, self.size)
-        """Connections of the thread that copies versions, and of the thread that sends or receives records."""
-        self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("shard",))
-        grid = (self.size // expert_ranks, expert_ranks)
-        self.grid: DeviceMesh = init_device_mesh(device.type, grid, mesh_dim_names=("copies", "experts"))
-        """Experts are owned along the second dimension and cut into shards along the first."""
+        if self.size % nodes:
+            raise GroupError(f"{nodes} nodes do not divide {self.size} ranks")
+        self.per_node = self.size // nodes
+        """Processes of a node."""
+        if self.per_node % expert_ranks:
+            raise GroupError(f"{expert_ranks} expert ranks do not divide {self.per_node} ranks of a node")
+        if self.per_node % context_ranks:
+            raise GroupError(f"{context_ranks} context ranks do not divide {self.per_node} ranks of a node")
+        self.copy, self.place = divmod(self.rank, self.per_node)
+        """Number of this process's node, which is that of its copy of the state, and its number among the processes of
+        the node: processes with one number hold the same rows."""
+        self.node = PeerGroup(self.rank, self.size, nodes)
+        """The processes of this node."""
+        self.aside, self.ahead = PeerGroup(self.rank, self.size, nodes), PeerGroup(self.rank, self.size)
+        """Connections of the thread that copies versions, to the processes of the node, and of the thread that sends
+        or receives records, to all."""
+        whole = init_device_mesh(device.type, (nodes, self.per_node), mesh_dim_names=("nodes", "shard"))
+        self.mesh: DeviceMesh = whole["shard"]
+        self.copies: dist.ProcessGroup = whole.get_group("nodes")
+        """The processes that hold the same rows, in the order of nodes."""
+        grid = (nodes, self.per_node // expert_ranks, expert_ranks)
+        self.grid: DeviceMesh = init_device_mesh(device.type, grid, mesh_dim_names=("nodes", "copies", "experts"))
+        """Experts are owned along the last dimension and cut into shards along the second."""
         self.context: ContextParallel | None = None
         """The processes that compute a micro-batch together with this one: neighbours in the order of ranks."""
         if context_ranks > 1:
             rows = (self.size // context_ranks, context_ranks)
             mesh = init_device_mesh(device.type, rows, mesh_dim_names=("micro_batches", "context"))
             self.context = ContextParallel(mesh.get_group("context"), self.clock)
-        groups = [None, self.aside.group, self.ahead.group, *self.mesh.get_all_groups(), *self.grid.get_all_groups()]
+        groups = [None, self.node.group, self.aside.group, self.ahead.group]
+        groups += [*whole.get_all_groups(), *self.grid.get_all_groups()]
         for member in groups + (mesh.get_all_groups() if context_ranks > 1 else []):
             _set_pg_timeout(PATIENCE, member)
         self.contributors = self.size
         """Number of processes, from the first on, that add to the gradient of the current round."""
+        self.sums = Sums(self.copies, lambda: self.contributors - self.copy * self.per_node, self.clock)
+
+    def agree(self, digest: str, what: str) -> str:
+        """The hash of `what` of this node's copy. All processes must call this. GroupError when nodes have different
+        ones."""
+        every = self.gathered(digest)[:: self.per_node] if self.nodes > 1 else []
+        for node, other in enumerate(every):
+            if other != every[0]:
+                raise GroupError(
+                    f"the {what} of node {node} has hash {other}, that of node 0 {every[0]}: the machines round "
+                    "otherwise, or one of them is damaged"
+                )
+        return digest
+
+    def copied(self, work: Callable[[], tuple[Any, dict[str, Tensor]]]) -> tuple[Any, dict[str, Tensor]]:
+        """A value and tensors that node 0 makes by `work`, in every node: from the process with the same rows. All
+        processes must call this. The other nodes get their tensors on the CPU."""
+        if self.nodes == 1:
+            return work()
+        value, tensors = work() if self.copy == 0 else (None, {})
+        told = [(value, [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])]
+        cpu = torch.device("cpu")
+        dist.broadcast_object_list(told, group=self.copies, group_src=0, device=cpu)
+        value, described = told[0]
+        for name, dtype, shape in described:
+            whole = tensors[name] if self.copy == 0 else torch.empty(shape, dtype=dtype)
+            raw = whole.to(cpu).contiguous().reshape(-1).view(torch.uint8)
+            if len(raw):
+                dist.broadcast(raw, group=self.copies, group_src=0)
+            tensors.setdefault(name, whole)
+        return value, tensors
 
     def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
         """As `DataParallel`: micro-batches are assigned round-robin, and every process gets all results.
@@ -136,13 +196,6 @@ class ProcessGroup:
         data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, src=0)
         return pickle.loads(data.numpy().tobytes())
-
-    def exchange(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """Send uint8 parts [n] to each rank; sizes: number of bytes from each rank. Returns the received bytes, by
-        rank."""
-        got = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.all_to_all_single(got, torch.cat(parts), sizes, [len(part) for part in parts])
-        return list(torch.split(got, sizes))
 
 
 def _on_cpu(value: Any) -> Any:

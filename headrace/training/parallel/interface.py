@@ -10,6 +10,10 @@ class GroupError(Exception):
     """The group of processes has ended; the text says why."""
 
 
+class GivenUp(Exception):
+    """Ends the wait for a group because its trainer is being stopped."""
+
+
 class DataParallel(Protocol):
     """The processes that train on one batch together."""
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from headrace.training.parallel import group, ranks
-from headrace.training.parallel.ranks import Hello
-from headrace.training.parallel.trainer import joined
+from headrace.training.parallel.nodes.local import Hello
+from headrace.training.parallel.opening import joined
 
 
 def _end_with_parent() -> None:

@@ -1,161 +1,118 @@
-"""Starts the other processes of a trainer's group, watches them, and ends them with the first process.
+"""Starts the other processes of a trainer's group and ends them with the first process.
 
-Each is `python -m headrace.training.parallel.rank` with torchrun's environment variables (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT). Its standard input is a pipe from the first process: the configuration comes through it, and
-its end means that the first process is gone. So no process outlives the actor, however the actor ends. When one of them
-ends, a thread kills the rest: the collective in which the first process waits then raises an error.
+Those of this machine are its children (`nodes.local`); other machines come to the rendezvous and start theirs
+(`nodes.rendezvous`). When one of them ends, a thread kills the rest: the collective in which the first process waits
+then raises an error.
 """
 
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from headrace.config import Config
-from headrace.python_modules import module_command
 from headrace.training.parallel import group
 from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.nodes import wire
+from headrace.training.parallel.nodes.local import STOP_S, Ending, Hello, LocalRanks, Store
+from headrace.training.parallel.nodes.rendezvous import Rendezvous, listening
 
-STOP_S = 20.0
-"""Seconds that a process may take to end after the order to stop."""
 GRACE_S = 5.0
 """Seconds to wait after a broken connection until a process ends, because that end is the cause to report."""
 POLL_S = 0.05
-_TAIL = 400
-
-
-class Hello(msgspec.Struct, frozen=True):
-    """The first line of a process's standard input."""
-
-    config: Config
-    folder: str
 
 
 class Ranks:
-    """All processes of a group except the first, on this machine."""
+    """All processes of a group except the first."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        """Start the processes. Each joins the group once it has started."""
-        size = config.trainer.ranks
-        self.store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=group.PATIENCE)
-        hello = msgspec.json.encode(Hello(config, str(folder.resolve()))) + b"\n"
-        self.why = ""
-        """A text about the first process that ended, and its exit; empty while all run."""
-        self._ending = threading.Event()
-        self._lock = threading.Lock()
-        self._logs = [tempfile.TemporaryFile() for _ in range(1, size)]
-        self.processes = [self._start(rank, size, hello) for rank in range(1, size)]
-        self._watchers = [
-            threading.Thread(target=self._watch, args=(rank,), name=f"rank {rank}", daemon=True)
-            for rank in range(1, size)
-        ]
-        for watcher in self._watchers:
-            watcher.start()
+        """Start the processes of this machine; each joins the group once it has started. With several nodes also listen
+        for the others. TrainerError, GroupError as `Rendezvous`."""
+        hello = Hello(config, str(folder.resolve()))
+        self.size = config.trainer.ranks
+        self._ending = Ending()
+        self.meeting: Rendezvous | None = None
+        host = "127.0.0.1"
+        if config.trainer.nodes > 1:
+            here = wire.coming(config, 0)
+            self.meeting = Rendezvous(config.trainer.rendezvous, config.trainer.nodes, here, self._failed)
+            host = self.meeting.host
+        self.store = _store(host, self.size)
+        self.local = LocalRanks(range(1, hello.per_node), hello, Store(host, self.store.port), self._failed)
+        self.processes = self.local.processes
+        if self.meeting is not None:
+            self.meeting.open(wire.Welcome(hello, self.store.port))
 
-    def wait(self) -> None:
+    @property
+    def why(self) -> str:
+        """A text about the first process that ended, and its exit; empty while all run."""
+        return self._ending.why
+
+    def _failed(self, why: str) -> None:
+        if self._ending.begin(why):
+            self._kill()
+
+    def _kill(self) -> None:
+        if self.meeting is not None:
+            self.meeting.close()
+        if hasattr(self, "local"):  # a node may fail before the processes of this machine have started
+            self.local.kill()
+
+    def wait(self, waiting: Callable[[str], None] = lambda _: None) -> None:
         """Return when all processes are about to join the group. GroupError when one ends before.
 
         The first process calls it before it joins, because nothing ends its wait for a process that never comes.
+        waiting: called often, with a text about the nodes that are missing; empty when none is.
         """
-        while not self.store.check([_place(rank) for rank in range(1, len(self.processes) + 1)]):
-            if self._ending.wait(POLL_S):
+        while not self.store.check([_place(rank) for rank in range(1, self.size)]):
+            waiting(self.meeting.text if self.meeting is not None else "")
+            if self._ending.begun.wait(POLL_S):
                 raise GroupError(self.why)
-
-    def _start(self, rank: int, size: int, hello: bytes) -> "subprocess.Popen[bytes]":
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": self.store.port}
-        process = subprocess.Popen(
-            module_command("headrace.training.parallel.rank"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=self._logs[rank - 1],
-            start_new_session=True,
-            env={
-                **os.environ,
-                **{name: str(value) for name, value in places.items()},
-                "MASTER_ADDR": "127.0.0.1",
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-                "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
-            },
-        )
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already; its watcher reports how
-            process.stdin.write(hello)
-            process.stdin.flush()
-        return process
-
-    def _watch(self, rank: int) -> None:
-        code = self.processes[rank - 1].wait()
-        with self._lock:
-            if self._ending.is_set():
-                return
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            self.why = f"rank {rank} (process {self.processes[rank - 1].pid}) {how}{self._last_words(rank)}"
-            self._ending.set()  # after the text, which its waiters read
-            self._kill()
-
-    def _last_words(self, rank: int) -> str:
-        log = self._logs[rank - 1]
-        log.seek(0)
-        lines = log.read().decode(errors="replace").strip().splitlines()
-        return f": {lines[-1][:_TAIL]}" if lines else ""
-
-    def _kill(self) -> None:
-        for process in self.processes:
-            process.kill()
 
     def cause(self) -> str:
         """After a broken connection: the text about the process that ended first; empty when none did."""
-        self._ending.wait(GRACE_S)
+        self._ending.begun.wait(GRACE_S)
         return self.why
 
-    def end(self, settle: Callable[[], None] = lambda: None) -> str:
+    def end(self, settle: Callable[[], None] = lambda: None, *, at_once: bool = False) -> str:
         """Kill the group. Returns as `cause`. settle: called before the group's connections are closed; ends threads
-        that use them."""
-        self.cause()
-        with self._lock:
-            self._ending.set()
-            self._kill()
-        for process in self.processes:
-            process.wait()
+        that use them. at_once: no process has failed."""
+        if not at_once:
+            self.cause()
+        self._ending.begin()
+        self._kill()
+        self.local.wait()
         settle()
         self._close()
         return self.why
 
     def stop(self, tell: Callable[[], None]) -> None:
         """End the group after the order to stop, which `tell` sends; kill processes that take longer than STOP_S."""
-        with self._lock:
-            ended = self._ending.is_set()
-            self._ending.set()
-        if not ended:
+        if self._ending.begin():
+            if self.meeting is not None:
+                self.meeting.stop()
             with suppress(RuntimeError):
                 tell()
-        for process in self.processes:
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self.local.wait(STOP_S)
         self._close()
 
     def _close(self) -> None:
-        for watcher in self._watchers:
-            watcher.join()
-        for process in self.processes:
-            with suppress(OSError):
-                assert process.stdin is not None
-                process.stdin.close()
-        for log in self._logs:
-            log.close()
+        if self.meeting is not None:
+            self.meeting.close()
+        self.local.close()
         group.leave()
+
+
+def _store(host: str, size: int) -> TCPStore:
+    """The group's store. It listens at this address alone: by itself it would at every one of the machine."""
+    port = (open_socket := listening(host, 0)).getsockname()[1]
+    fd = open_socket.detach()
+    return TCPStore(
+        host, port, size, is_master=True, wait_for_workers=False, timeout=group.PATIENCE, master_listen_fd=fd
+    )
 
 
 def announce() -> None:
@@ -169,5 +126,5 @@ def _place(rank: int) -> str:
 
 
 def device_of(device: torch.device, rank: int) -> torch.device:
-    """The device of a rank on this machine: a CUDA device of its own, or the CPU."""
+    """The device of a rank on this machine: a CUDA device of its own, or the CPU. rank: among those of its machine."""
     return torch.device("cuda", rank) if device.type == "cuda" else device

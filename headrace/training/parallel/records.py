@@ -13,13 +13,13 @@ import msgspec
 
 from headrace.messages.rollout import Trajectory
 from headrace.training.batches.ahead import Ahead
-from headrace.training.parallel.group import Aside
+from headrace.training.parallel.group import PeerGroup
 
 
 class Records:
     """The trajectories that were sent ahead of their step, by stream sequence."""
 
-    def __init__(self, aside: Aside, ahead: Ahead) -> None:
+    def __init__(self, aside: PeerGroup, ahead: Ahead) -> None:
         """aside: a connection that no other thread uses; ahead: of this process."""
         self._aside, self._ahead = aside, ahead
         self._sending = ThreadPoolExecutor(1, thread_name_prefix="records")

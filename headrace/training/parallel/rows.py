@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from headrace.messages.weights import TensorInfo
-from headrace.training.parallel.group import ProcessGroup
+from headrace.training.parallel.group import PeerGroup
 from headrace.training.served.runs import Run
 from headrace.weights import snapshot, state
 from headrace.weights.state import BLOCK, HASH_BYTES
@@ -34,7 +34,7 @@ class _Shared(NamedTuple):
     owner: int
 
 
-def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: ProcessGroup) -> bytes:
+def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: PeerGroup) -> bytes:
     """The hashes of all blocks in order, 16 bytes each, in every process. All processes must call this. WeightError
     when no process holds a block."""
     mine = {run.name: run for run in runs}
@@ -93,7 +93,7 @@ def _pass_on(
     described: Sequence[TensorInfo],
     runs: Mapping[str, Run],
     open_blocks: Mapping[int, xxhash.xxh3_128],
-    world: ProcessGroup,
+    world: PeerGroup,
 ) -> None:
     """One exchange: bytes of shared blocks go to their owners, which hash them in the order of elements."""
     send: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
@@ -117,7 +117,7 @@ def _pass_on(
             at[shared.source] += size
 
 
-def file_hashes(file: snapshot.Snapshot, world: ProcessGroup) -> bytes:
+def file_hashes(file: snapshot.Snapshot, world: PeerGroup) -> bytes:
     """The hashes of all blocks of a file that every process can read, 16 bytes each; each process reads its share."""
     digests: dict[int, bytes] = {}
     number = 0
@@ -132,7 +132,7 @@ def file_hashes(file: snapshot.Snapshot, world: ProcessGroup) -> bytes:
 
 
 def write(
-    path: Path, described: Sequence[TensorInfo], about: Mapping[str, str], runs: Sequence[Run], world: ProcessGroup
+    path: Path, described: Sequence[TensorInfo], about: Mapping[str, str], runs: Sequence[Run], world: PeerGroup
 ) -> None:
     """Write one safetensors file from the rows of all processes, atomically. All processes must call this. OSError in
     every process when one of them cannot write."""

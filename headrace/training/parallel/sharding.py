@@ -9,6 +9,9 @@ of its shard from all others and adds them to the sum so far in the order of the
 process. So any number of ranks gives the gradients of one, bit for bit. Trade-off: all parts of a round stay in memory
 until the last one has arrived.
 
+Of several nodes each has all shards, over its own processes, and sums go from node to node (`nodes.sums`): FSDP2 gets
+the mesh of one node, because its own sum over copies is an all-reduce.
+
 With `offload` the shards, their gradients and the optimizer are in the host's memory (FSDP's CPUOffloadPolicy): shards
 are copied to the device when a layer is gathered. The sums over micro-batches stay on the device.
 """
@@ -61,12 +64,14 @@ class OrderedSum:
         got = torch.empty_like(input_tensor)
         with self.world.clock.transfer():
             dist.all_to_all_single(got, input_tensor, group=group)
-        total = self.total
-        for part in got.view(group.size(), -1)[: self.world.contributors]:
-            total = part if total is None else total + part
-        assert total is not None
-        output_tensor.copy_(total)
+        output_tensor.copy_(self.world.sums.added(self.total, got.view(group.size(), -1).unbind()))
         self.total = output_tensor
+
+    def alone(self, gradient: Tensor) -> None:
+        """As `torch.distributed.fsdp` calls it after a reduce-scatter, which it leaves out where a node has one
+        process."""
+        gradient.copy_(self.world.sums.added(self.total, [gradient]))
+        self.total = gradient
 
 
 class TimedGather:
@@ -123,7 +128,7 @@ class Policies(NamedTuple):
 
 
 def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offload: bool = False) -> ShardedModel:
-    """A sharded model with unset weights. With expert ranks the caller makes sure that `world.size` divides the
+    """A sharded model with unset weights. With expert ranks the caller makes sure that `world.per_node` divides the
     experts. offload: the shards are in the host's memory; not with expert ranks."""
     model = Model(config, numerics, seed=None)
     model.shared = world.context
@@ -142,15 +147,15 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offl
             layer.function = OnGrid(layer.function, operators.rounded)
         if layer.sparse and world.expert_ranks > 1:
             for name in OWNED:
-                rows = config.experts // world.size
+                rows = config.experts // world.per_node
                 whole = layer.get_parameter(name)
                 part = torch.empty(rows, *whole.shape[1:], dtype=torch.float32, device=world.device)
                 layer.register_parameter(name, nn.Parameter(part))
                 owned.add(layer.get_parameter(name))
-                copy, member = divmod(world.rank, world.expert_ranks)
+                copy, member = divmod(world.place, world.expert_ranks)
                 first[f"layers.{index}.{name}"] = member * (config.experts // world.expert_ranks) + copy * rows
             owners, copies = world.grid.get_group("experts"), world.grid.get_group("copies")
-            groups = Groups(owners, copies, world.clock, lambda: world.contributors)
+            groups = Groups(owners, copies, world.clock, world.sums)
             layer.function = ExpertParallel(groups, config.torch_dtype, quantised)
         modules.append(_cut(layer, world, policy, owned))
     modules.append(_cut(model, world, policy, owned))
@@ -160,6 +165,8 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offl
         module.set_custom_all_gather(TimedGather(world))  # type: ignore[arg-type]
         sums.append(OrderedSum(world))
         module.set_custom_reduce_scatter(sums[-1])  # type: ignore[arg-type]
+        if world.per_node == 1:
+            module.set_all_reduce_hook(sums[-1].alone)
     parameters = dict(model.named_parameters())
     local: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
@@ -167,7 +174,7 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offl
             held = parameter.detach()
             assert isinstance(held, DTensor)
             local[name] = held.to_local()
-            first[name] = min(-(-shapes[name][0] // world.size) * world.rank, shapes[name][0])
+            first[name] = min(-(-shapes[name][0] // world.per_node) * world.place, shapes[name][0])
         else:
             local[name] = parameter.detach()
             first.setdefault(name, 0)

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from headrace.training.parallel import published, rows
 from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.interface import Peers
 from headrace.training.parallel.sharding import OWNED, ShardedModel
-from headrace.training.served.publication import Contents
+from headrace.training.served.publication import Contents, Publication
 from headrace.training.served.runs import Reader, Run
 from headrace.training.state import TrainerState
 from headrace.weights.state import root
@@ -72,7 +73,7 @@ class ShardedState(TrainerState):
         """Euclidean norm over all rows of all gradients; the same number in every process."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in self.gradients()]
         local = sum((norm**2 for norm in torch.stack(norms).cpu().tolist()), 0.0) if norms else 0.0
-        total = sum(self.world.gathered(local))
+        total = sum(self.world.gathered(local)[: self.world.per_node])  # in every node the numbers of node 0
         return math.sqrt(total) if math.isfinite(total) else math.nan
 
     @torch.no_grad()
@@ -126,6 +127,10 @@ class ShardedState(TrainerState):
             self._contents = Contents(described, self.runs())
         return self._contents
 
+    def publish(self, folder: Path) -> Publication:
+        """As TrainerState. Only node 0 writes a file: every node holds the whole policy."""
+        return Publication.existing(folder, "") if self.world.copy else super().publish(folder)
+
     def peers(self) -> Peers:
         """As TrainerState."""
         return self.world.aside
@@ -133,7 +138,7 @@ class ShardedState(TrainerState):
     def runs(self, source: Mapping[str, Tensor] | None = None) -> list[Run]:
         """This process's part of the published tensors; source: served rows of another version."""
         reads = {name: self._reader(name) for name in self.sharded.local} if source is None else _readers(source)
-        return published.runs(self.model.config, self.sharded, reads, self.world.rank)
+        return published.runs(self.model.config, self.sharded, reads, self.world.place)
 
     def _reader(self, name: str) -> Reader:
         """Elements of this process's rows as they are served; cast piece by piece, so no second copy is made."""
@@ -151,8 +156,8 @@ class ShardedState(TrainerState):
         """State hash of the published bytes, cached until they change."""
         if not self._hash:
             described = published.infos(self.model.config, self.sharded.shapes)
-            self.block_hashes = rows.hashes(described, self.runs(), self.world)
-            self._hash = root(described, self.block_hashes)
+            self.block_hashes = rows.hashes(described, self.runs(), self.world.node)
+            self._hash = self.world.agree(root(described, self.block_hashes), "policy")
         return self._hash
 
 

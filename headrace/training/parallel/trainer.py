@@ -3,15 +3,19 @@
 The first process is the actor's. It sends each call of step, give_up, publish, save and close to the others as an order
 (`take`, `give_up`, `publish`, `save`, `stop`) with the same arguments, and then makes the call itself; re-scoring is
 part of a step. The first process alone makes version 0, as without ranks, and writes it as a checkpoint; every process
-then reads its own rows of it. A checkpoint does not depend on the number of processes that wrote it, so any number of
-them can read it.
+then takes its own rows of it. A checkpoint does not depend on the number of processes that wrote it, so any number of
+them can take rows of it.
+
+With several nodes every node has all rows, so node 0 writes all files alone, and nodes share no folder: the rows of
+another node are sent by the process of node 0 that holds the same ones.
 
 A process that ends, or raises where the others do not, ends the group with `GroupError`. The files are complete then,
 and a new trainer continues from the checkpoint.
 """
 
-import gc
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,24 +29,18 @@ from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepManifest
 from headrace.messages.weights import TensorInfo
-from headrace.policy.config import PolicyConfig
-from headrace.policy.device import select
-from headrace.policy.layout import hugging_face
 from headrace.policy.numerics import Numerics
-from headrace.policy.numerics_probe import probe
 from headrace.training import checkpoint
-from headrace.training.device import TrainerError, device_named
+from headrace.training.device import TrainerError
 from headrace.training.gradient import nothing
 from headrace.training.guard import Guard
-from headrace.training.mid_training import Progress, Trace
 from headrace.training.outcome import StepOutcome
-from headrace.training.parallel import group, published, ranks, rows, sharding
-from headrace.training.parallel.group import ProcessGroup
+from headrace.training.parallel import published, ranks, rows, sharding
+from headrace.training.parallel.group import PeerGroup, ProcessGroup
 from headrace.training.parallel.interface import GroupError
 from headrace.training.parallel.records import Records
 from headrace.training.parallel.state import ShardedState
 from headrace.training.parallel.versions import ShardedVersions
-from headrace.training.schedule import optimizer_settings
 from headrace.training.served.publication import Publication
 from headrace.training.served.runs import Run
 from headrace.training.trainer import PolicyTrainer
@@ -60,7 +58,7 @@ class ShardedTrainer(PolicyTrainer):
     """A `PolicyTrainer` of whose state this process holds a part."""
 
     def __init__(self, config: Config, folder: Path, state: ShardedState, numerics: Numerics) -> None:
-        """Use `open_ranks`, or `joined` in the other processes."""
+        """Use `opening.open_ranks`, or `opening.joined` in the other processes."""
         super().__init__(config, folder, state, numerics)
         self.sharded = state
         self.world: ProcessGroup = state.world
@@ -177,8 +175,16 @@ class ShardedTrainer(PolicyTrainer):
             parts += [run._replace(name=head + run.name) for run in shards.runs(served)]
         described.sort(key=lambda info: info.name)
         about = checkpoint.facts(shards, sorted(earlier), position, guard)
-        about["hash"] = state.root(described, rows.hashes(described, parts, self.world))
-        rows.write(self.folder / "checkpoint.safetensors", described, about, parts, self.world)
+        digest = state.root(described, rows.hashes(described, parts, self.world.node))
+        about["hash"] = self.world.agree(digest, "checkpoint")
+        why = ""
+        if self.world.copy == 0:
+            try:
+                rows.write(self.folder / "checkpoint.safetensors", described, about, parts, self.world.node)
+            except OSError as error:
+                why = str(error)
+        if errors := [text for text in self.world.gathered(why) if text]:
+            raise OSError(errors[0])
         self.versions.release()
         self.position = dict(position)
 
@@ -189,7 +195,7 @@ class ShardedTrainer(PolicyTrainer):
         (info,) = state.infos({name: torch.empty(shape, dtype=tensor.dtype, device="meta")})
         row = torch.Size(shape[1:]).numel()
         replicated = tensor.numel() == torch.Size(shape).numel()
-        if not tensor.numel() or (replicated and self.world.rank):
+        if not tensor.numel() or (replicated and self.world.place):
             return info, []
         flat = tensor.reshape(-1)
         run = Run(
@@ -200,24 +206,27 @@ class ShardedTrainer(PolicyTrainer):
         )
         return info, [run]
 
-    def _load(self, file: Path) -> None:
-        """Restore the trainer from a checkpoint; this process reads its own rows. CheckpointError, TrainerError."""
-        shards = self.sharded
-        mapped = snapshot.Snapshot(file)
-        checkpoint.check(file, mapped.metadata, state.root(mapped.tensors, rows.file_hashes(mapped, self.world)))
-        tensors = snapshot.read(file)
-        contents = checkpoint.contents(mapped.metadata, tensors, self._cut)
+    def load(self, file: Path) -> None:
+        """Restore the trainer from a checkpoint, of which this process takes its own rows: in node 0 from the file, in
+        the others from the process of node 0 that has the same rows. CheckpointError, TrainerError."""
+        shards, world = self.sharded, self.world
+        source = Source(file, self._cut, world.node) if world.copy == 0 else None
+
+        def read(kind: str) -> tuple[Any, dict[str, Tensor]]:
+            assert source is not None
+            return source.about, source.rows(kind)
+
         try:
-            version, step = int(mapped.metadata["version"]), int(mapped.metadata["step"])
-            plain = {name: self._cut(name, value) for name, value in tensors.items() if _own_state(name)}
-            shards.restore(plain, version=version, step=step)
+            about, plain = world.copied(lambda: read("state"))
+            shards.restore(plain, version=int(about["version"]), step=int(about["step"]))
         except (KeyError, ValueError) as error:
             raise checkpoint.CheckpointError(f"{file} is of another model: {error}") from None
         shards.log = []
         self.versions = ShardedVersions(shards)
         later = self.versions.rows(shards.version)
-        for version in sorted(contents.kept, reverse=True):
-            served = published.take(shards.model.config, shards.sharded, contents.kept[version])
+        for version in sorted(json.loads(about["kept"]), reverse=True):
+            _, served = world.copied(partial(self._served, source, version))
+            served = {name: rows.to(shards.sharded.local[name].device) for name, rows in served.items()}
             if version < 0:
                 self._take_reference(served)
             else:
@@ -225,9 +234,16 @@ class ShardedTrainer(PolicyTrainer):
                 later = served
         if self.config.algorithm.kl_weight > 0.0 and self._reference is None:
             raise TrainerError(f"{file} holds no reference policy, and kl_weight > 0 needs one")
-        self.guard = contents.guard or Guard()
-        self.position, self.resumed = contents.position, True
+        _, copies = world.copied(lambda: read("guard"))
+        copies = {name: value.to(self._local(name).device) for name, value in copies.items()}
+        self.guard = Guard.load(json.loads(about["guard"]), copies) if "guard" in about else Guard()
+        self.position, self.resumed = json.loads(about["position"]), True
         shards.hash()
+
+    def _served(self, source: "Source | None", version: int) -> tuple[None, dict[str, Tensor]]:
+        """This process's served rows of a kept version."""
+        assert source is not None
+        return None, published.take(self.state.model.config, self.sharded.sharded, source.kept(version))
 
     def _take_reference(self, served: Mapping[str, Tensor]) -> None:
         reference = sharding.build(self.state.model.config, self.numerics, self.world)
@@ -235,6 +251,10 @@ class ShardedTrainer(PolicyTrainer):
             for name, tensor in reference.local.items():
                 tensor.copy_(served[name])
         self._reference, self.reference = reference, reference.model
+
+    def _local(self, name: str) -> Tensor:
+        """This process's rows of the parameter of a checkpoint's tensor."""
+        return self.sharded.sharded.local[_parameter(f".{name}", self.sharded.sharded.shapes)]
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         """This process's rows of a tensor of the checkpoint, copied."""
@@ -244,7 +264,7 @@ class ShardedTrainer(PolicyTrainer):
         if tuple(whole.shape[:last]) != sharded.shapes[parameter][:last]:
             raise ValueError(f"{name} has shape {tuple(whole.shape)}, not {sharded.shapes[parameter]}")
         first = sharded.first[parameter]
-        local = sharded.local[parameter]
+        local = self._local(name)
         return whole[first : first + len(local)].to(local.device, copy=True)
 
     def obey(self) -> None:
@@ -290,8 +310,27 @@ class ShardedTrainer(PolicyTrainer):
             self.others = None
 
 
-def _own_state(name: str) -> bool:
-    return name.startswith(("master.", "frozen.", *(f"{kind}." for kind in adamw.KINDS)))
+class Source:
+    """A checkpoint's file, of which a process reads its own rows."""
+
+    def __init__(self, file: Path, cut: Callable[[str, Tensor], Tensor], node: PeerGroup) -> None:
+        """cut: the rows of a whole tensor. The processes of the node check the file's hash together.
+        CheckpointError."""
+        mapped = snapshot.Snapshot(file)
+        self.about = mapped.metadata
+        checkpoint.check(file, self.about, state.root(mapped.tensors, rows.file_hashes(mapped, node)))
+        self._tensors, self._cut = snapshot.read(file), cut
+
+    def rows(self, kind: str) -> dict[str, Tensor]:
+        """The rows of `state` or of the `guard`. KeyError, ValueError for another model."""
+        heads = ("guard.",) if kind == "guard" else ("master.", "frozen.", *(f"{each}." for each in adamw.KINDS))
+        wanted = {name: value for name, value in self._tensors.items() if name.startswith(heads)}
+        return {name.removeprefix("guard."): self._cut(name, value) for name, value in wanted.items()}
+
+    def kept(self, version: int) -> dict[str, Tensor]:
+        """The whole tensors of a kept version, mapped."""
+        head = f"kept.{version}."
+        return {name[len(head) :]: value for name, value in self._tensors.items() if name.startswith(head)}
 
 
 def _parameter(name: str, shapes: Mapping[str, Any]) -> str:
@@ -301,87 +340,3 @@ def _parameter(name: str, shapes: Mapping[str, Any]) -> str:
         if (rest := ".".join(parts[start:])) in shapes:
             return rest
     raise KeyError(name)
-
-
-def joined(config: Config, folder: Path, rank: int, store: Any = None) -> ShardedTrainer:
-    """Join the group of a run's trainer and read this process's rows of the checkpoint. All processes call it."""
-    torch.set_num_threads(config.trainer.threads)
-    section = config.trainer
-    device = ranks.device_of(device_named(section.device), rank)
-    select(device)
-    group.join(device, rank, section.ranks, store)
-    world = ProcessGroup(device, section.expert_ranks, section.context_ranks)
-    policy = hugging_face.from_section(config.policy)
-    numerics = probe(policy, exact=config.engine.exact, device=device)
-    marks = world.gathered(numerics.fingerprint)
-    if len(set(marks)) > 1:
-        raise TrainerError(f"the ranks of a trainer need one numerics fingerprint, got {', '.join(sorted(set(marks)))}")
-    sharded = sharding.build(policy, numerics, world, offload=section.offload == "optimizer")
-    settings = optimizer_settings(config.algorithm)
-    trainer = ShardedTrainer(config, folder, ShardedState(sharded, world, settings=settings), numerics)
-    trainer._load(folder / "checkpoint.safetensors")
-    return trainer
-
-
-def _check(config: Config, policy: PolicyConfig) -> None:
-    """TrainerError for what several ranks cannot do."""
-    settings = config.trainer
-    if settings.expert_ranks > 1 and (not policy.experts or policy.experts % settings.ranks):
-        raise TrainerError(
-            f"[trainer] expert_ranks: expected experts that {settings.ranks} ranks can share evenly, the policy has "
-            f"{policy.experts}; set expert_ranks = 1 or another number of ranks"
-        )
-    if policy.kv_heads % settings.context_ranks:
-        raise TrainerError(
-            f"[trainer] context_ranks: expected a divisor of the policy's {policy.kv_heads} key-value heads, got "
-            f"{settings.context_ranks}"
-        )
-    rounded = config.weights.precision == "bf16" and policy.dtype == "float32"
-    if settings.frozen or rounded:
-        key = "[trainer] frozen" if settings.frozen else '[weights] precision = "bf16" of a float32 policy'
-        raise TrainerError(
-            f"[trainer] ranks: expected 1 with {key}, got {settings.ranks}; several ranks cannot do that yet"
-        )
-
-
-def open_ranks(
-    config: Config,
-    folder: Path,
-    *,
-    tokenizer_json: str,
-    traces: Callable[[], Iterable[Trace]],
-    progress: Callable[[Progress], None] = lambda _: None,
-    base: Path | None = None,
-) -> ShardedTrainer:
-    """As `PolicyTrainer.prepare`, in the first of `[trainer] ranks` processes; starts the others. GroupError when one
-    ends."""
-    resumed = (folder / "checkpoint.safetensors").exists()
-    _check(config, hugging_face.of_run(config))
-    PolicyTrainer.prepare_files(config, folder, tokenizer_json=tokenizer_json)
-    settings = config.trainer
-    device = device_named(settings.device)
-    if device.type == "cuda" and torch.cuda.device_count() < settings.ranks:
-        raise TrainerError(
-            f"[trainer] ranks: {settings.ranks} need as many CUDA devices, got {torch.cuda.device_count()}"
-        )
-    if not resumed:
-        tokens = -(-settings.micro_tokens // settings.context_ranks)  # for its memory plan: it takes no step
-        # One device may not hold all weights, and making version 0 without mid-training computes nothing on it.
-        place = settings.device if config.mid_training.tokens and base is None else "cpu"
-        alone = msgspec.structs.replace(
-            settings, ranks=1, expert_ranks=1, context_ranks=1, micro_tokens=tokens, device=place
-        )
-        first = msgspec.structs.replace(config, trainer=alone)
-        PolicyTrainer.prepare(first, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)
-        gc.collect()
-    others = ranks.Ranks(config, folder)
-    try:
-        others.wait()
-        trainer = joined(config, folder, 0, others.store)
-    except (TrainerError, checkpoint.CheckpointError):
-        others.end()
-        raise
-    except Exception as error:
-        raise GroupError(others.end() or f"{type(error).__name__}: {error}") from error
-    trainer.others, trainer.resumed = others, resumed
-    return trainer

@@ -51,8 +51,8 @@ async def alone(server: Server, folder: Path, steps: int, count: int = 1) -> lis
         return [feeder.hashes[number] for number in range(steps + 1)]
 
 
-def processes() -> list[int]:
-    """The ranks that this process has started and that still run."""
+def processes(starter: int = 0) -> list[int]:
+    """The ranks that a process has started and that still run. starter: 0 for this process."""
     pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
@@ -62,7 +62,7 @@ def processes() -> list[int]:
             command = (entry / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(parent) == os.getpid() and b"headrace.training.parallel.rank" in command:
+        if int(parent) == (starter or os.getpid()) and b"headrace.training.parallel.rank" in command:
             pids.append(int(entry.name))
     return sorted(pids)
 

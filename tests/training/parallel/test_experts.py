@@ -15,6 +15,7 @@ from headrace.kernels import operators
 from headrace.policy.moe import ExpertFunction
 from headrace.training.figures.clock import Clock
 from headrace.training.parallel.experts import ExpertParallel, Groups
+from headrace.training.parallel.nodes.sums import Sums
 from tests.support import tiny
 
 DIM, INNER = 32, 64
@@ -58,16 +59,17 @@ def equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("owners", "dtype", "quantised"),
+    ("owners", "dtype", "quantised", "nodes"),
     [
-        (2, "bfloat16", True),
-        (1, "bfloat16", False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "bfloat16", False), (2, "float32", False))),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "bfloat16", True), (1, "float32", False))),
+        (2, "bfloat16", True, 1),
+        (1, "bfloat16", False, 1),
+        (1, "bfloat16", False, 2),
+        *(pytest.param(2, *case, 1, marks=pytest.mark.slow) for case in (("bfloat16", False), ("float32", False))),
+        *(pytest.param(1, *case, 1, marks=pytest.mark.slow) for case in (("bfloat16", True), ("float32", False))),
     ],
 )
-def test_experts_of_two_processes_have_the_bits_of_one(owners: int, dtype: str, quantised: bool) -> None:
-    """owners: processes that share one copy; 1: each has a copy, which is cut into shards."""
+def test_experts_of_two_processes_have_the_bits_of_one(owners: int, dtype: str, quantised: bool, nodes: int) -> None:
+    """owners: processes that share one copy; 1: each has a copy, which is cut into shards, or whole in two nodes."""
     policy = tiny.config("bfloat16" if dtype == "bfloat16" else "float32", dim=DIM, expert_dim=INNER, experts=4)
     kind, pad, draw = policy.torch_dtype, tiny.numerics(policy).row_pad, torch.Generator().manual_seed(5)
     shapes = (policy.experts, 2 * INNER, DIM), (policy.experts, DIM, INNER)
@@ -95,14 +97,16 @@ def test_experts_of_two_processes_have_the_bits_of_one(owners: int, dtype: str, 
 
     def process(rank: int) -> tuple[list[list[Tensor]], list[Tensor]]:
         copy, member = divmod(rank, owners)
-        contributors = 2
+        contributors, clock, node, place = 2, Clock(), *divmod(rank, 2 // nodes)
+        copies = connected(store, f"nodes {place}", node, nodes)
         groups = Groups(
             connected(store, f"owners {copy}", member, owners),
-            connected(store, f"copies {member}", copy, 2 // owners),
-            Clock(),
-            lambda: contributors,
+            connected(store, f"copies {member} of node {node}", copy % (2 // owners // nodes), 2 // owners // nodes),
+            clock,
+            Sums(copies, lambda: contributors - node * (2 // nodes), clock),
         )
-        held = slice(rank * policy.experts // 2, (rank + 1) * policy.experts // 2)
+        count = policy.experts * nodes // 2
+        held = slice(place * count, (place + 1) * count)
         up, down = (torch.nn.Parameter(part[held].clone()) for part in masters)
         function = ExpertParallel(groups, kind, quantised)
         results = [micro_batches[rank].through(function, up, down, pad)]
@@ -114,4 +118,7 @@ def test_experts_of_two_processes_have_the_bits_of_one(owners: int, dtype: str, 
     with ThreadPoolExecutor(2) as pool:
         (first, gradients), (second, others) = pool.map(process, range(2))
     assert equal(first[0], want[0]) and equal(second[0], want[1]) and equal(first[1], want[2])
-    assert equal([torch.cat(parts) for parts in zip(gradients, others, strict=True)], sums)
+    if nodes == 1:
+        assert equal([torch.cat(parts) for parts in zip(gradients, others, strict=True)], sums)
+    else:
+        assert equal(gradients, sums) and equal(others, sums), "both nodes have the whole sum"

@@ -1,0 +1,1 @@
+"""The processes of a trainer on several machines: their meeting, and sums over them."""

@@ -1,0 +1,116 @@
+"""Opens a trainer on several processes: in the first one, and in each of the others."""
+
+import gc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from headrace.config import Config
+from headrace.policy.config import PolicyConfig
+from headrace.policy.device import select
+from headrace.policy.layout import hugging_face
+from headrace.policy.numerics_probe import probe
+from headrace.training import checkpoint
+from headrace.training.device import TrainerError, device_named
+from headrace.training.mid_training import Progress, Trace
+from headrace.training.parallel import group, ranks, sharding
+from headrace.training.parallel.group import ProcessGroup
+from headrace.training.parallel.interface import GivenUp, GroupError
+from headrace.training.parallel.state import ShardedState
+from headrace.training.parallel.trainer import ShardedTrainer
+from headrace.training.schedule import optimizer_settings
+from headrace.training.trainer import PolicyTrainer
+
+
+def joined(config: Config, folder: Path, rank: int, store: Any = None) -> ShardedTrainer:
+    """Join the group of a run's trainer and take this process's rows of the checkpoint. All processes call it; folder:
+    of node 0, which alone reads it."""
+    torch.set_num_threads(config.trainer.threads)
+    section = config.trainer
+    device = ranks.device_of(device_named(section.device), rank % (section.ranks // section.nodes))
+    select(device)
+    group.join(device, rank, section.ranks, store)
+    world = ProcessGroup(device, section.expert_ranks, section.context_ranks, section.nodes)
+    policy = hugging_face.from_section(config.policy)
+    numerics = probe(policy, exact=config.engine.exact, device=device)
+    marks = world.gathered(numerics.fingerprint)
+    if len(set(marks)) > 1:
+        raise TrainerError(f"the ranks of a trainer need one numerics fingerprint, got {', '.join(sorted(set(marks)))}")
+    sharded = sharding.build(policy, numerics, world, offload=section.offload == "optimizer")
+    settings = optimizer_settings(config.algorithm)
+    trainer = ShardedTrainer(config, folder, ShardedState(sharded, world, settings=settings), numerics)
+    trainer.load(folder / "checkpoint.safetensors")
+    return trainer
+
+
+def _check(config: Config, policy: PolicyConfig) -> None:
+    """TrainerError for what several ranks cannot do."""
+    settings = config.trainer
+    per_node = settings.ranks // settings.nodes
+    if settings.expert_ranks > 1 and (not policy.experts or policy.experts % per_node):
+        where = "" if settings.nodes == 1 else " of a node"
+        raise TrainerError(
+            f"[trainer] expert_ranks: expected experts that {per_node} ranks{where} can share evenly, the policy has "
+            f"{policy.experts}; set expert_ranks = 1 or another number of ranks"
+        )
+    if policy.kv_heads % settings.context_ranks:
+        raise TrainerError(
+            f"[trainer] context_ranks: expected a divisor of the policy's {policy.kv_heads} key-value heads, got "
+            f"{settings.context_ranks}"
+        )
+    rounded = config.weights.precision == "bf16" and policy.dtype == "float32"
+    if settings.frozen or rounded:
+        key = "[trainer] frozen" if settings.frozen else '[weights] precision = "bf16" of a float32 policy'
+        raise TrainerError(
+            f"[trainer] ranks: expected 1 with {key}, got {settings.ranks}; several ranks cannot do that yet"
+        )
+
+
+def open_ranks(
+    config: Config,
+    folder: Path,
+    *,
+    tokenizer_json: str,
+    traces: Callable[[], Iterable[Trace]],
+    progress: Callable[[Progress], None] = lambda _: None,
+    base: Path | None = None,
+    waiting: Callable[[str], None] = lambda _: None,
+) -> ShardedTrainer:
+    """As `PolicyTrainer.prepare`, in the first of `[trainer] ranks` processes; starts the others of its machine and
+    waits for those of other nodes. GroupError when one ends. waiting: called often while it waits, with a text about
+    the missing nodes; it may raise."""
+    resumed = (folder / "checkpoint.safetensors").exists()
+    _check(config, hugging_face.of_run(config))
+    PolicyTrainer.prepare_files(config, folder, tokenizer_json=tokenizer_json)
+    settings = config.trainer
+    device = device_named(settings.device)
+    per_node = settings.ranks // settings.nodes
+    if device.type == "cuda" and torch.cuda.device_count() < per_node:
+        raise TrainerError(f"[trainer] ranks: {per_node} need as many CUDA devices, got {torch.cuda.device_count()}")
+    if not resumed:
+        tokens = -(-settings.micro_tokens // settings.context_ranks)  # for its memory plan: it takes no step
+        # One device may not hold all weights, and making version 0 without mid-training computes nothing on it.
+        place = settings.device if config.mid_training.tokens and base is None else "cpu"
+        alone = msgspec.structs.replace(
+            settings, ranks=1, nodes=1, expert_ranks=1, context_ranks=1, micro_tokens=tokens, device=place
+        )
+        first = msgspec.structs.replace(config, trainer=alone)
+        PolicyTrainer.prepare(first, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)
+        gc.collect()
+    others = ranks.Ranks(config, folder)
+    try:
+        others.wait(waiting)
+        trainer = joined(config, folder, 0, others.store)
+    except (TrainerError, checkpoint.CheckpointError):
+        others.end()
+        raise
+    except GivenUp:
+        others.end(at_once=True)
+        raise
+    except Exception as error:
+        raise GroupError(others.end() or f"{type(error).__name__}: {error}") from error
+    trainer.others, trainer.resumed = others, resumed
+    return trainer

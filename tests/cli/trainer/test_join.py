@@ -1,0 +1,43 @@
+"""`headrace trainer join` before it reaches a trainer."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.cli.trainer.join import master_of, node_of
+from headrace.launch.runs import RunError
+
+
+def test_number_and_address_come_from_torchrun_or_slurm() -> None:
+    assert node_of({"SLURM_NODEID": "2", "NODE_RANK": "1"}) == 1
+    assert node_of({"SLURM_NODEID": "2", "NODE_RANK": ""}) == 2
+    assert node_of({}) is None
+    with pytest.raises(RunError, match="NODE_RANK: expected a number, got 'one'"):
+        node_of({"NODE_RANK": "one"})
+    assert master_of({"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}) == "node0:29500"
+    assert master_of({"MASTER_ADDR": "node0"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "trainer.nodes: expected 2 or more"),
+        (
+            ("--set", "trainer.ranks=2", "--set", "trainer.nodes=2", "--set", "trainer.rendezvous=127.0.0.1:1"),
+            "expected this machine's number: --node N, or one of NODE_RANK, GROUP_RANK, SLURM_NODEID",
+        ),
+    ],
+)
+def test_a_run_of_one_node_and_a_node_without_number_are_refused(
+    words: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run.toml").write_text("")
+    assert main(["trainer", "join", str(tmp_path / "run.toml"), *words]) == 2
+    assert says in capsys.readouterr().err
