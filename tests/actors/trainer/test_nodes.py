@@ -28,7 +28,7 @@ from tests.support.actors import living
 from tests.support.patience import PATIENCE_S
 from tests.support.recorded_run import RunFeeder, new_run
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def free_port() -> int:
@@ -105,7 +105,6 @@ async def bits(feeder: RunFeeder, want: list[str]) -> None:
     assert all(record.incarnation == 0 for record in records)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("per_node", "trainer"), [(1, {}), (2, {}), (2, {"expert_ranks": 2})])
 async def test_two_nodes_make_the_versions_of_one_process_also_after_a_rank_of_the_other_is_killed(
     connect: Connect, server: Server, tmp_path: Path, per_node: int, trainer: dict[str, Any]
@@ -135,7 +134,6 @@ async def test_two_nodes_make_the_versions_of_one_process_also_after_a_rank_of_t
     assert all(record.objective["ranks"] == 2 * per_node and record.objective["nodes"] == 2 for record in manifests)
 
 
-@pytest.mark.slow
 async def test_a_machine_that_dies_is_waited_for_and_takes_its_rows_of_the_checkpoint_again(
     connect: Connect, server: Server, tmp_path: Path
 ) -> None:
@@ -160,7 +158,6 @@ async def test_a_machine_that_dies_is_waited_for_and_takes_its_rows_of_the_check
     await bits(feeder, want)
 
 
-@pytest.mark.slow
 async def test_resumed_with_other_nodes(connect: Connect, server: Server, tmp_path: Path) -> None:
     """Two nodes, then two ranks of one, then one process, then two nodes: always from the files of node 0."""
     (tmp_path / "one").mkdir()

@@ -70,8 +70,8 @@ class Rendezvous:
     """The other nodes of a group."""
 
     def __init__(self, address: str, nodes: int, here: Coming, failed: Callable[[str], None]) -> None:
-        """Listen at HOST:PORT; it answers after `open`. here: the first line that node 0 would send. failed: gets a text about
-        a node that has gone. TrainerError, GroupError as `listening`."""
+        """Listen at HOST:PORT; it answers after `open`. here: the first line that node 0 would send. failed: gets a
+        text about a node that has gone. TrainerError, GroupError as `listening`."""
         self.address, self._nodes, self._here, self._failed = address, nodes, here, failed
         self.host, port = parted(address)
         self._socket = listening(self.host, port)
