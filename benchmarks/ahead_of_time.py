@@ -25,6 +25,8 @@ from benchmarks.conditions import conditions
 
 RESULT = Path(__file__).parent / "results" / "kernels_ahead_of_time.json"
 ARCHITECTURES = (90, 100)
+BLACKWELL = frozenset({"grouped mxfp8, block-scaled", "grouped nvfp4, block-scaled"})
+"""Launchers that are compiled for sm_100 alone: other GPUs have no such instruction."""
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -53,6 +55,7 @@ def launchers() -> dict[str, Callable[[], Any]]:
         selected_logprob,
     )
     from headrace.kernels.attention import backward, forward
+    from headrace.kernels.block_scaled import nvfp4, product
     from headrace.kernels.route import Rule
 
     half, single = torch.bfloat16, torch.float32
@@ -69,6 +72,10 @@ def launchers() -> dict[str, Callable[[], Any]]:
     rows, weights = new(512, 2048), new(experts, 2048, 2048)
     mx = grouped_mm.Mx(torch.zeros(512, 2048, dtype=torch.uint8), torch.zeros(512, 64, dtype=torch.uint8))
     mw = grouped_mm.Mx(torch.zeros(8, 2048, 2048, dtype=torch.uint8), torch.zeros(8, 2048, 64, dtype=torch.uint8))
+    nx = grouped_mm.Nv(new(512, 1024, dtype=torch.uint8), new(512, 128, dtype=torch.uint8), new(512, dtype=single))
+    nw = grouped_mm.Nv(
+        new(8, 2048, 1024, dtype=torch.uint8), new(8, 2048, 128, dtype=torch.uint8), new(8, 2048, dtype=single)
+    )
     slots, gates = torch.zeros(4096, dtype=torch.int64), new(512, 8, dtype=single)
     choice, logits = torch.zeros(512, 8, dtype=torch.int64), new(512, 128)
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
@@ -106,6 +113,7 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "quantise": lambda: mxfp8.quantise_triton(hidden),
         "quantise, columns": lambda: mxfp8.quantise_columns_triton(hidden),
         "quantise, both": lambda: mxfp8.dual_triton(hidden),
+        "quantise nvfp4": lambda: nvfp4.quantise_triton(hidden, lse),
         "grouped, many rows": lambda: grouped_mm.grouped_mm_triton(many, weights, more, half),
         "grouped, dgrad of many rows": lambda: grouped_mm.grouped_dgrad_triton(many, weights, more, half),
         "dequantise": lambda: mxfp8.dequantise_triton(*mw),
@@ -115,6 +123,8 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "grouped mxfp8": lambda: grouped_mm.grouped_mm_triton(mx, mw, ends, half),
         "grouped mxfp8, dgrad": lambda: grouped_mm.grouped_dgrad_triton(rows, mw, ends, half),
         "grouped mxfp8, wgrad": lambda: grouped_mm.grouped_wgrad_triton(rows, mx, ends, half),
+        "grouped mxfp8, block-scaled": lambda: product.scaled_mm_triton(mx, mw, ends, half),
+        "grouped nvfp4, block-scaled": lambda: product.scaled_mm_triton(nx, nw, ends, half),
         "delta, encode": lambda: delta.changes_triton(bits, bits),
         "delta, apply": lambda: delta.apply_triton(bits, at, at.int()),
     }
@@ -157,8 +167,14 @@ def _measured(compiled: Any) -> Row:
         "registers": int(usage_line[1]),
         "spilled_bytes": int(usage_line[2]),
         "shared_bytes": compiled.metadata.shared,
-        "tensor_core": "+".join(name for name, text in instructions.items() if text in code),
+        "tensor_core": "+".join(name for name, text in instructions.items() if text in code) + _formats(code),
     }
+
+
+def _formats(code: str) -> str:
+    """The number formats of block-scaled instructions."""
+    kinds = sorted(set(re.findall(r"kind::(\w+)\.block_scale", code)))
+    return f" ({', '.join(kinds)})" if kinds else ""
 
 
 def compiled(names: list[str]) -> list[Row]:
@@ -177,7 +193,8 @@ def compiled(names: list[str]) -> list[Row]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         types, constants, multiples = _described(self, args, options)
         chosen = {name: options[name] for name in _OPTIONS if name in options}
-        for architecture in ARCHITECTURES:
+        only = current in BLACKWELL and self.__name__ == "_scaled_kernel"
+        for architecture in ARCHITECTURES[-1:] if only else ARCHITECTURES:
             source = ASTSource(self, types, constants, multiples)
             out = compile_(source, target=GPUTarget("cuda", architecture, 32), options=chosen)
             head = {"launcher": current, "kernel": self.__name__, "sm": architecture}

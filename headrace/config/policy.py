@@ -60,9 +60,9 @@ class Policy(Section, frozen=True, kw_only=True):
     """Number of token ids; the tokenizer that is trained for a new policy has at most as many."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights of a new policy; a checkpoint has its own."""
-    expert_format: Literal["", "mxfp8"] = ""
+    expert_format: Literal["", "mxfp8", "nvfp4"] = ""
     """Number format in which experts are served and multiplied; empty is `dtype`. headrace/kernels/mxfp8.py has the
-    table."""
+    table. nvfp4 is experimental: one process, the embedded engine, not run on a GPU."""
 
 
 class Engine(Section, frozen=True, kw_only=True):

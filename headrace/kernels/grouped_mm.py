@@ -1,4 +1,4 @@
-"""Products of many experts in one launch: forward, dgrad and wgrad, operands plain or in MXFP8.
+"""Products of many experts in one launch: forward, dgrad and wgrad, operands plain, in MXFP8 or in NVFP4.
 
 Idea: the rows of an expert are contiguous, as `expert_mlp.plan` lays them out; `ends` says where each expert's rows
 end. The reduction in ascending tiles, no split (`tile`): a row's bits do not depend on its group's size. An MXFP8
@@ -12,8 +12,11 @@ and to bfloat16, so that the tensor cores do not wait for it.
 
 The table in `mxfp8` lists the quantised operands: weights and activations are quantised, gradients are not.
 
+On Blackwell `block_scaled.product` multiplies quantised operands by the tensor cores' block-scaled instruction, in
+ordinary mode and with many rows.
+
 Trade-off: Hopper's tensor cores stay at their bfloat16 rate: there MXFP8 saves bytes (few rows per expert), not
-operations. Blackwell's block-scaled product would take the same bytes; it is not used yet.
+operations. NVFP4 operands are widened before every other product; with few rows they save no bytes yet.
 
 Error against float64 of the widened operands: K 2^-24 of the sum of magnitudes, and one rounding of the result's dtype.
 `operators` calls the Triton side for tensors on a GPU.
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import dispatch, mxfp8, tile
+from headrace.kernels.block_scaled import nvfp4
 from headrace.kernels.dispatch import jit, tl
 from headrace.kernels.tile import Shape
 
@@ -39,7 +43,15 @@ class Mx(NamedTuple):
     scale: Tensor
 
 
-Operand = Tensor | Mx
+class Nv(NamedTuple):
+    """A quantised operand: uint8 [..., K / 2], scales float8_e4m3fn [..., K / 16] and float32 [...]; see `nvfp4`."""
+
+    q: Tensor
+    scale: Tensor
+    outer: Tensor
+
+
+Operand = Tensor | Mx | Nv
 Ends = Sequence[int] | Tensor
 """The end row of each expert. As int64 [E] on the device the host does not wait for it; it then consists of multiples
 of `TILE`."""
@@ -49,6 +61,8 @@ TILE = 64
 
 def widened(x: Operand, dtype: torch.dtype) -> Tensor:
     """An operand as numbers."""
+    if isinstance(x, Nv):
+        return nvfp4.dequantise(*x, dtype)
     return mxfp8.dequantise(x.q, x.scale, dtype) if isinstance(x, Mx) else x.to(dtype)
 
 
@@ -108,14 +122,7 @@ def _widen(  # type: ignore[no-untyped-def]
             mask = rows_live[:, None] & (groups < width // 32)[None, :]
             e = tl.load(scale + at, mask=mask, other=127).to(tl.int32)
         factor = (e << 23).to(tl.float32, bitcast=True)
-        if EMULATED:
-            byte = raw.to(tl.uint8, bitcast=True).to(tl.int32)
-            size, mantissa = (byte >> 3) & 15, byte & 7
-            normal = (((size + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
-            number = tl.where(size == 0, mantissa.to(tl.float32) * 0.001953125, normal)
-            number = tl.where((byte & 128) != 0, -number, number)
-        else:
-            number = raw.to(tl.float32)
+        number = mxfp8.number(raw, EMULATED)
         blocks = tl.reshape(number, (raw.shape[0], C // 32, 32)) * factor[:, :, None]
         out = tl.reshape(blocks, (raw.shape[0], C))
     else:
@@ -218,11 +225,11 @@ def _parts(x: Operand) -> tuple[Tensor, Tensor, bool]:
     """(bytes or numbers, scales, whether the operand is quantised)."""
     if isinstance(x, Mx):
         return x.q.contiguous().view(torch.float8_e4m3fn), x.scale.contiguous(), True
-    plain = x.contiguous()
+    plain = widened(x, torch.bfloat16).contiguous() if isinstance(x, Nv) else x.contiguous()
     return plain, plain, False
 
 
-def _tiles(ends: Ends, rows: int, height: int, device: torch.device) -> Tensor:
+def tiles_of(ends: Ends, rows: int, height: int, device: torch.device) -> Tensor:
     """int32 [., 3]: expert, first row, end row of each tile of `height` rows.
 
     The host does not wait for the ends: there are as many tiles as there may be, and those beyond the last have no row.
@@ -237,7 +244,7 @@ def _tiles(ends: Ends, rows: int, height: int, device: torch.device) -> Tensor:
 
 def _launch(a: Operand, w: Operand, ends: Ends, dtype: torch.dtype, back: bool) -> Tensor:
     count = len(ends)
-    many = len(a.q if isinstance(a, Mx) else a) >= MANY_ROWS * count
+    many = len(a if isinstance(a, Tensor) else a.q) >= MANY_ROWS * count
     if many and not dispatch.INTERPRETED:  # the product is bound by its operations, which widening would slow
         a, w = (mxfp8.dequantise_triton(*part) if isinstance(part, Mx) else part for part in (a, w))
     x, xs, quantised = _parts(a)
@@ -246,7 +253,7 @@ def _launch(a: Operand, w: Operand, ends: Ends, dtype: torch.dtype, back: bool) 
     wide, deep = (k, n) if back else (n, k)
     single = torch.float32 in (x.dtype, v.dtype)
     shape = SINGLE if single else MANY if many else FEW_MX if quantised or rough else FEW
-    tiles = _tiles(ends, len(x), shape.rows, x.device)
+    tiles = tiles_of(ends, len(x), shape.rows, x.device)
     out = torch.empty(len(x), wide, dtype=dtype, device=x.device)
     if len(x):
         _rows_kernel[(len(tiles) * dispatch.tiles(wide, shape.columns),)](

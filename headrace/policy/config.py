@@ -81,8 +81,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Leading layers with a dense MLP instead of a mixture."""
     dense_dim: int = 0
     """Inner width of their MLP; 0 is expert_dim."""
-    expert_format: Literal["", "mxfp8"] = ""
-    """How experts are served and multiplied; empty is `dtype`. See `kernels.mxfp8`."""
+    expert_format: Literal["", "mxfp8", "nvfp4"] = ""
+    """How experts are served and multiplied; empty is `dtype`. See `kernels.mxfp8`, `kernels.block_scaled.nvfp4`."""
     model_type: Literal["", "glm4_moe", "gpt_oss", "llama", "mistral", "qwen2"] = ""
     """Hugging Face's name of the architecture; empty: qwen3, qwen3_moe or deepseek_v3, as the other fields say."""
     qk_norm: bool = True
@@ -129,8 +129,11 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.model_type == "gpt_oss" and (self.expert_format or self.adapter):
             asked = "[policy] expert_format" if self.expert_format else "[trainer.lora] rank"
             raise CheckpointError(f"{asked} is not supported for gpt_oss: leave it out")
-        if self.expert_format == "mxfp8" and (self.dim % 32 or self.expert_dim % 32):
-            raise CheckpointError(f"mxfp8 needs widths that are multiples of 32, not {self.dim} and {self.expert_dim}")
+        block = {"mxfp8": 32, "nvfp4": 16}.get(self.expert_format, 1)
+        if self.dim % block or self.expert_dim % block:
+            raise CheckpointError(
+                f"{self.expert_format} needs widths that are multiples of {block}, not {self.dim} and {self.expert_dim}"
+            )
 
     @property
     def turned(self) -> int:

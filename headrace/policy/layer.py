@@ -47,7 +47,7 @@ class Chosen:
 
 def expert_function(config: PolicyConfig) -> moe.ExpertFunction:
     """The experts' arithmetic in the policy's number format."""
-    return partial(operators.experts, quantised=True) if config.expert_format == "mxfp8" else operators.experts
+    return partial(operators.experts, grid=config.expert_format) if config.expert_format else operators.experts
 
 
 class Layer(nn.Module):

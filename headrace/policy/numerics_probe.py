@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headrace.kernels import batch_invariant, block_attention, expert_mlp, mxfp8
+from headrace.kernels import batch_invariant, block_attention, expert_mlp, operators
 from headrace.kernels.block_attention import BLOCK, Packing
 from headrace.kernels.route import Rule, route, sigmoid
 from headrace.kernels.selected_logprob import from_logits, scaled
@@ -167,8 +167,8 @@ def _experts(config: PolicyConfig, pad: int, operands: list[ExpertOperands]) -> 
     """Tokens through their experts, few and many at once. The reason, or nothing."""
     c = config
     rule = Rule(c.scores == "sigmoid", c.expert_groups, c.kept_groups, c.gate_scale)
-    for x, scores, gate_up, down, quantised in operands:
-        cast = mxfp8.rounded if quantised else expert_mlp.as_is
+    for x, scores, gate_up, down, grid in operands:
+        cast = operators.cast(grid)
         gates, experts = route(scores, c.top_k, c.normalise_top_k, None, rule)
         many = expert_mlp.expert_mlp(x, gates, experts, gate_up, down, pad, cast)
         for count in COUNTS:

@@ -189,7 +189,7 @@ def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1) -> in
     row += c.experts + 4 * c.top_k + 1  # scores; experts as int64, two tensors of gates; their sum
     if c.scores == "sigmoid":
         row += 3 * c.experts + (c.dim if c.dtype != "float32" else 0)  # the router's product is float32
-    if c.expert_format == "mxfp8":
+    if c.expert_format:
         wide += c.dim  # the rounded input of the experts
     return size * wide + 4 * row
 
@@ -246,7 +246,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     trained = -(-(count.total - count.frozen) // layout.devices)
     # Masters are the weights themselves, but for trained experts on the eight-bit grid.
     same = config.dtype == "float32" and not layout.rounded
-    on_grid = config.expert_format == "mxfp8" and config.adapter is None
+    on_grid = bool(config.expert_format) and config.adapter is None
     mastered = -(-count.experts // layout.devices) if same else trained
     masters = 0 if same and not on_grid else 4 * mastered
     # In several processes the masters are the shards: rounded weights exist only while a layer is gathered, and a

@@ -2,8 +2,11 @@
 
 import torch
 
-from headrace.kernels import log_softmax, mxfp8, permute
-from headrace.kernels.expert_mlp import as_is, expert_mlp, plan
+from headrace.kernels import grouped_mm, log_softmax, mxfp8, permute
+from headrace.kernels.block_scaled import nvfp4, product
+from headrace.kernels.expert_mlp import expert_mlp, plan
+from headrace.kernels.grouped_mm import Mx, Nv
+from headrace.kernels.operators import formats
 from headrace.kernels.operators.experts import experts_backward_triton, experts_triton
 from headrace.kernels.route import Rule, route
 from headrace.kernels.route_topk import route_backward_triton, route_triton
@@ -104,16 +107,54 @@ def mixtures() -> None:
     for dtype in DTYPES:
         x, gates, pull = torch.randn(tokens, dim).to(dtype), torch.rand(tokens, k), torch.randn(tokens, dim).to(dtype)
         up, down = torch.randn(count, 2 * wide, dim).to(dtype) * 0.2, torch.randn(count, dim, wide).to(dtype) * 0.2
-        for quantised in (False, True):
-            out, inner = experts_triton(x, gates, experts, up, down, 1, quantised)
-            got = (out, *experts_backward_triton(pull, x, gates, experts, up, down, inner, 1, quantised))
+        for grid in ("", "mxfp8", "nvfp4"):
+            out, inner = experts_triton(x, gates, experts, up, down, 1, grid)
+            got = (out, *experts_backward_triton(pull, x, gates, experts, up, down, inner, 1, grid))
             leaves = [y.clone().requires_grad_() for y in (x, gates, up, down)]
-            cast = mxfp8.rounded if quantised else as_is
-            want = expert_mlp(leaves[0], leaves[1], experts, leaves[2], leaves[3], 1, cast)
+            want = expert_mlp(leaves[0], leaves[1], experts, leaves[2], leaves[3], 1, formats.cast(grid))
             slopes = torch.autograd.grad((want * pull).sum(), leaves)
             for a, b in zip(got, (want.detach(), *slopes), strict=True):
-                bound = 3e-2 if dtype == torch.bfloat16 or quantised else 1e-5  # an activation may round otherwise
+                # An activation may round otherwise.
+                bound = 0.1 if grid == "nvfp4" else 3e-2 if dtype == torch.bfloat16 or grid else 1e-5
                 assert a.dtype == b.dtype and float((a - b).norm()) <= bound * float(b.norm())
 
 
-KERNELS = {"experts": mixtures, "log_softmax": softmaxes, "permute": permutation, "route_topk": routing}
+def four_bits() -> None:
+    """The twin's bytes: rows and matrices of all sizes, ties, rows of zeros, blocks far below their tensor's scale."""
+    for dtype in DTYPES:
+        for m, k in shapes((33, 96), (4, 2080), (1, 16)):
+            x = (torch.randn(m, k) * torch.exp2(torch.randint(-60, 60, (m, 1)).float())).to(dtype)
+            x *= torch.exp2(torch.randint(-12, 12, (k,)).float()).to(dtype)
+            x[0, :16] = torch.arange(16).to(dtype) * 0.25
+            x[m - 1, : k // 2] = 0.0
+            for outer in (nvfp4.outer_of_rows(x), nvfp4.outer_of_matrices(x)):
+                (q, s), (want, scale) = nvfp4.quantise_triton(x, outer), nvfp4.quantise(x, outer)
+                assert torch.equal(s.view(torch.uint8), scale.view(torch.uint8)) and torch.equal(q, want)
+    ties = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 0])[None]
+    assert nvfp4.quantise_triton(ties, torch.ones(1))[0].tolist() == nvfp4.quantise(ties, torch.ones(1))[0].tolist()
+
+
+def scaled() -> None:
+    """Block-scaled products over ragged and empty groups, in both formats; against float64 of the operands' numbers."""
+    for ends, n, k in shapes(([5, 5, 140], 40, 64), ([0, 33, 40], 130, 160), ([1], 16, 32)):
+        x, w = torch.randn(ends[-1], k), torch.randn(len(ends), n, k) * 0.2
+        mx: Mx | Nv = Mx(*mxfp8.quantise(x))
+        mw: Mx | Nv = Mx(*mxfp8.quantise(w))
+        outer, whole = nvfp4.outer_of_rows(x), nvfp4.outer_of_matrices(w)
+        nx, nw = Nv(*nvfp4.quantise(x, outer), outer), Nv(*nvfp4.quantise(w, whole), whole)
+        for a, b in ((mx, mw), (nx, nw)):
+            want = product.scaled_mm(a, b, ends, torch.float64)
+            wide = [grouped_mm.widened(each, torch.float64).abs() for each in (a, b)]
+            bound = k * 2**-24 * grouped_mm.grouped_mm(*wide, ends, torch.float64) + 2**-24 * want.abs()
+            got = product.scaled_mm_triton(a, b, ends)
+            assert got.shape == want.shape and bool(((got.double() - want).abs() <= bound).all())
+
+
+KERNELS = {
+    "experts": mixtures,
+    "log_softmax": softmaxes,
+    "permute": permutation,
+    "route_topk": routing,
+    "nvfp4": four_bits,
+    "scaled": scaled,
+}

@@ -26,6 +26,11 @@ PRODUCTS = {
     "_wgrad_kernel",
 }
 """Kernels that multiply matrices."""
+BLOCK_SCALED = {
+    "grouped mxfp8, block-scaled": "tcgen05 (mxf8f6f4)",
+    "grouped nvfp4, block-scaled": "tcgen05 (mxf4nvf4)",
+}
+"""The instructions of launchers that are compiled for sm_100 alone, by `_scaled_kernel`."""
 SPILLS = {("_whole_kernel", 90), ("_whole_kernel", 100), ("_keys_kernel", 90), ("_selected_kernel", 90)}
 """Kernels that spill: their tiles without spills were slower on an H100 (docs/kernels.md)."""
 
@@ -38,7 +43,10 @@ def table() -> dict[str, Any]:
 def test_no_other_kernel_spills_and_products_use_the_newest_tensor_core_instruction() -> None:
     rows = table()["kernels"]
     assert {row["sm"] for row in rows} == set(ARCHITECTURES) and {row["kernel"] for row in rows} > PRODUCTS
-    for row in rows:
+    scaled = [row for row in rows if row["kernel"] == "_scaled_kernel"]
+    assert {row["launcher"]: row["tensor_core"] for row in scaled} == BLOCK_SCALED
+    assert all(row["sm"] == 100 and row["spilled_bytes"] == 0 for row in scaled)
+    for row in [row for row in rows if row not in scaled]:
         assert row["spilled_bytes"] == 0 or (row["kernel"], row["sm"]) in SPILLS, row
         assert row["tensor_core"] == (TENSOR_CORE[row["sm"]] if row["kernel"] in PRODUCTS else ""), row
 

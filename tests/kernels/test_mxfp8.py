@@ -7,6 +7,8 @@ from torch import Tensor
 
 from headrace.kernels import mxfp8
 from headrace.kernels.expert_mlp import expert_mlp
+from headrace.kernels.operators import cast as cast_of
+from headrace.kernels.operators import rounded, rounded_weights
 
 
 def draws(kind: str, rows: int, width: int, seed: int = 0) -> Tensor:
@@ -78,18 +80,19 @@ def test_columns_are_rows_of_the_transpose_and_dual_is_both() -> None:
     assert torch.equal(q.float(), mxfp8.quantise(x)[0].float()) and torch.equal(s, mxfp8.quantise(x)[1])
 
 
-def test_experts_under_a_cast_have_the_gradient_of_what_they_multiplied() -> None:
+@pytest.mark.parametrize("grid", ["mxfp8", "nvfp4"])
+def test_experts_under_a_cast_have_the_gradient_of_what_they_multiplied(grid: str) -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(40, 32, generator=generator).requires_grad_()
-    gate_up = mxfp8.rounded(torch.randn(5, 64, 32, generator=generator)).requires_grad_()
-    down = mxfp8.rounded(torch.randn(5, 32, 32, generator=generator)).requires_grad_()
+    gate_up = rounded_weights(torch.randn(5, 64, 32, generator=generator), grid, 2).requires_grad_()
+    down = rounded_weights(torch.randn(5, 32, 32, generator=generator), grid).requires_grad_()
     experts = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(40)])
     gates = torch.rand(40, 2, generator=generator).requires_grad_()
 
     class Through(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, value: Tensor) -> Tensor:
-            return mxfp8.rounded(value)
+            return rounded(value, grid)
 
         @staticmethod
         def backward(ctx: object, grad: Tensor) -> Tensor:
@@ -99,7 +102,7 @@ def test_experts_under_a_cast_have_the_gradient_of_what_they_multiplied() -> Non
         out: Tensor = Through.apply(value)  # type: ignore[no-untyped-call]
         return out
 
-    out = expert_mlp(x, gates, experts, gate_up, down, 4, mxfp8.rounded)
+    out = expert_mlp(x, gates, experts, gate_up, down, 4, cast_of(grid))
     assert not torch.allclose(out, expert_mlp(x, gates, experts, gate_up, down, 4), rtol=1e-3)
     every = torch.einsum("nd,eid->nei", cast(x), gate_up)
     inner = cast(torch.nn.functional.silu(every[..., :32]) * every[..., 32:])

@@ -18,6 +18,7 @@ SHAPE = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "exp
 POLICIES = {
     "dense": PolicyConfig(**SHAPE, experts=0, top_k=0),  # type: ignore[arg-type]
     "mixture": PolicyConfig(**SHAPE, experts=4, top_k=2, dtype="bfloat16", expert_format="mxfp8"),  # type: ignore[arg-type]
+    "nvfp4": PolicyConfig(**SHAPE, experts=4, top_k=2, dtype="bfloat16", expert_format="nvfp4"),  # type: ignore[arg-type]
     "latent": PolicyConfig(
         **{**SHAPE, "kv_heads": 4, "head_dim": 24},  # type: ignore[arg-type]
         experts=4,
@@ -43,7 +44,7 @@ def cases() -> dict[str, tuple[Any, ...]]:
     out, lse = (y.detach() for y in torch.ops.headrace.packed_attention(q, k, v, lengths, 0.25))
     logits, chosen = grown(9, 6), torch.stack([torch.randperm(6)[:2] for _ in range(9)])
     gates, up, down = torch.rand(9, 2).requires_grad_(), grown(6, 64, 32), grown(6, 32, 32)
-    inner = torch.ops.headrace.experts(x, gates, chosen, up, down, 4, False)[1].detach()
+    inner = torch.ops.headrace.experts(x, gates, chosen, up, down, 4, "")[1].detach()
     order = chosen.reshape(-1).argsort(stable=True)
     source, slots = order // 2, order.argsort()
     targets, heat = torch.randint(0, 48, (9,)), torch.rand(9)
@@ -64,14 +65,15 @@ def cases() -> dict[str, tuple[Any, ...]]:
         "cached_attention": (q_[:5], pool, pool, torch.tensor([[0, 1], [2, 0]]), [2, 3], [70, 5], 0.25, 4),
         "route": (logits, 2, True, chosen, None, False, 1, 1, 1.0, 0.0),
         "route_backward": (torch.rand(9, 2), logits_, chosen, True, False, 1.0),
-        "experts": (x, gates, chosen, up, down, 4, False),
-        "experts_backward": (torch.randn(9, 32), x_, gates_, chosen, up_, down_, inner, 4, False),
+        "experts": (x, gates, chosen, up, down, 4, "nvfp4"),
+        "experts_backward": (torch.randn(9, 32), x_, gates_, chosen, up_, down_, inner, 4, "nvfp4"),
         "permute": (x, source, slots),
         "unpermute": (grown(18, 32), slots, gates),
         "unpermute_backward": (torch.randn(9, 32), torch.randn(18, 32), slots, gates_),
         "selected_logprob": (x, weight, targets, heat, 4),
         "selected_logprob_backward": (torch.randn(9), x_, weight_, targets, heat, sums, True),
         "quantise": (x_,),
+        "quantise_nvfp4": (x_, torch.rand(9).exp2()),
         "changes": (old, new),
         "apply_changes": (old, at, folded),
     }

@@ -31,6 +31,7 @@ POLICIES = {
     "mixture": MIXTURE,
     "bfloat16": msgspec.structs.replace(MIXTURE, dtype="bfloat16"),
     "mxfp8": msgspec.structs.replace(MIXTURE, expert_format="mxfp8"),
+    "nvfp4": msgspec.structs.replace(MIXTURE, expert_format="nvfp4"),
     "latent": msgspec.structs.replace(
         MIXTURE,
         kv_heads=2,
@@ -95,7 +96,7 @@ def two_steps(
 
 
 # The mixture in float32 and bfloat16 has all that the dense model has.
-SLOW = {"dense", "latent", "mxfp8"}
+SLOW = {"dense", "latent", "mxfp8", "nvfp4"}
 
 
 @pytest.mark.parametrize(

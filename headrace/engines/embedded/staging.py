@@ -9,8 +9,8 @@ The model that is no longer served receives the next version. So the memory of t
 is allocated, faulted in or freed while requests wait.
 
 The state hash covers the weights that are served. A tensor in the engine's own dtype is hashed in the model's memory. A
-tensor that is published in fewer bits (bf16, or MXFP8 elements with their scales) is copied and hashed, and its exact
-values are written into the model. A tensor that is published in more bits than the engine computes with is refused.
+tensor that is published in fewer bits (bf16, or quantised elements with their scales) is copied and hashed, and its
+exact values are written into the model. A tensor that is published in more bits than the engine computes with is refused.
 
 On a GPU the file is copied and hashed in the host's memory, in one buffer for all versions. The verified bytes are then
 copied to the device, also in slices between two steps, into a model that is not served yet.
@@ -27,14 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from headrace.engines.base import EngineError
-from headrace.kernels import mxfp8
 from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import formats, names
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 from headrace.weights import state
-from headrace.weights.publishing.precision import SCALE
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import Bits, WeightError
 
@@ -158,11 +156,11 @@ class Staging:
     def _fill(self) -> Generator[None, None, None]:
         file = Snapshot(self._path)
         yield
-        self._check(file.tensors)
-        expected = {info.name: info for info in file.tensors}
+        quantised = self._check(file.tensors)
+        owners = {part.name: name for name, (_, parts) in quantised.items() for part in parts}
         hashes = bytearray()
-        copies: dict[str, Bits] = {}
-        """Copies of tensors that must be converted before they are served; each is dropped after its conversion."""
+        copies: list[Tensor] = []
+        """Of the parts of the quantised tensor that is read; their names follow each other."""
         for info in file.tensors:
             source = file.array(info)
             if info.name in self.shell.bits and _same(info, self.shell.tensors[info.name]):
@@ -170,11 +168,12 @@ class Staging:
                 continue
             copy = np.empty(source.size, source.dtype)
             hashes += yield from state.copied(source, copy, PIECE_BYTES)
-            name = info.name.removesuffix(SCALE)
-            if info.dtype == _EIGHT_BITS:
-                copies[info.name] = copy  # its scales are the next name
-            elif name in copies:
-                yield from self._widen_blocks(expected[name], copies.pop(name), copy)
+            if info.name in owners:
+                grid, parts = quantised[owners[info.name]]
+                copies.append(torch.from_numpy(copy.view(np.uint8)).view(state.DTYPES[info.dtype]).view(info.shape))
+                if len(copies) == len(parts):
+                    yield from self._widen_blocks(owners[info.name], grid, copies)
+                    copies = []
             elif info.name in self.shell.tensors:
                 yield from self._widen(info, copy)
         root = state.root(file.tensors, bytes(hashes))
@@ -184,10 +183,23 @@ class Staging:
             )
         yield from self.shell.upload()
 
-    def _check(self, tensors: tuple[TensorInfo, ...]) -> None:
-        """WeightError unless these are the model's tensors, in shapes and dtypes that it can serve exactly."""
+    def _grid(self, info: TensorInfo) -> str:
+        """The number format of a published tensor with scales, by the elements; empty without."""
+        four = self.shell.config.expert_format == "nvfp4" and formats.is_expert(info.name)
+        if info.name not in self.shell.tensors:
+            return ""
+        return "nvfp4" if four and info.dtype == "U8" else "mxfp8" if not four and info.dtype == _EIGHT_BITS else ""
+
+    def _check(self, tensors: tuple[TensorInfo, ...]) -> dict[str, tuple[str, list[TensorInfo]]]:
+        """The number format and the parts of each quantised tensor. WeightError unless these are the model's tensors,
+        in shapes and dtypes that it can serve exactly."""
         wanted, received = self.shell.tensors, {info.name: info for info in tensors}
-        scales = {info.name + SCALE for info in tensors if info.dtype == _EIGHT_BITS}
+        quantised = {
+            info.name: (grid, formats.described(grid, info.name, wanted[info.name].shape))
+            for info in tensors
+            if (grid := self._grid(info))
+        }
+        scales = {part.name for _, parts in quantised.values() for part in parts[1:]}
         extra = set(received) - set(wanted) - scales - ({"lm_head.weight"} if self.shell.config.tied else set())
         missing = (set(wanted) | scales) - set(received)
         if extra or missing:
@@ -197,13 +209,19 @@ class Staging:
             )
         for name, tensor in wanted.items():
             info = received[name]
-            if info.shape != tuple(tensor.shape):
-                raise WeightError(f"{name}: expected shape {list(tensor.shape)}, got {list(info.shape)}")
-            if info.dtype == _EIGHT_BITS:
-                scale = received[name + SCALE]
-                blocks = (*info.shape[:-1], info.shape[-1] // mxfp8.BLOCK)
-                if scale.shape != blocks or state.itemsize(scale.dtype) != 1 or info.shape[-1] % mxfp8.BLOCK:
-                    raise WeightError(f"{name}: expected one scale of one byte per {mxfp8.BLOCK} elements")
+            grid, parts = quantised.get(name, ("", []))
+            shape = parts[0].shape if parts else tuple(tensor.shape)
+            if info.shape != shape:
+                raise WeightError(f"{name}: expected shape {list(shape)}, got {list(info.shape)}")
+            if grid:
+                block = formats.FORMS[grid].block
+                fits = all(
+                    received[part.name].shape == part.shape
+                    and state.itemsize(received[part.name].dtype) == state.itemsize(part.dtype)
+                    for part in parts
+                )
+                if not fits or tensor.shape[-1] % block:
+                    raise WeightError(f"{name}: expected one scale of one byte per {block} elements")
                 continue
             coarse = self.shell.config.expert_format if formats.is_expert(name) else ""
             if coarse or (not _same(info, tensor) and (info.dtype, tensor.dtype) not in _WIDER):
@@ -212,6 +230,7 @@ class Staging:
                     f"{name} is published in {info.dtype}, which an engine of {kind} cannot serve as it is; "
                     "set [weights] precision or [policy] dtype"
                 )
+        return quantised
 
     def _widen(self, info: TensorInfo, copy: Bits) -> Iterator[None]:
         source = torch.from_numpy(copy.view(np.uint8)).view(state.DTYPES[info.dtype])
@@ -221,17 +240,16 @@ class Staging:
             target[at : at + step] = source[at : at + step]
             yield
 
-    def _widen_blocks(self, info: TensorInfo, elements: Bits, scales: Bits) -> Iterator[None]:
-        if not elements.size:
+    def _widen_blocks(self, name: str, grid: str, parts: list[Tensor]) -> Iterator[None]:
+        target = self.shell.tensors[name]
+        if not target.numel():
             return
-        width = info.shape[-1]
-        target = self.shell.tensors[info.name].view(-1, width)
-        source = torch.from_numpy(elements).view(torch.float8_e4m3fn).view(-1, width)
-        scale = torch.from_numpy(scales).view(-1, width // mxfp8.BLOCK)
-        step = max(1, PIECE_BYTES // 16 // width)
+        target = target.view(-1, target.shape[-1])
+        elements, scales = (part.view(len(target), -1) for part in parts[:2])
+        step = max(1, PIECE_BYTES // 16 // target.shape[-1])
         for at in range(0, len(target), step):
-            part = slice(at, at + step)
-            target[part] = mxfp8.dequantise(source[part], scale[part], target.dtype)
+            rows = slice(at, at + step)
+            target[rows] = formats.widened(grid, (elements[rows], scales[rows], *parts[2:]), target.dtype)
             yield
 
 

@@ -9,6 +9,7 @@ model lies on a GPU.
 Rotary embedding, SwiGLU and additions are plain torch operations on every device.
 """
 
+from headrace.kernels.grouped_mm import Nv
 from headrace.kernels.operators.attention import cached_attention, packed_attention
 from headrace.kernels.operators.experts import (
     experts,
@@ -18,12 +19,14 @@ from headrace.kernels.operators.experts import (
     route,
     unpermute,
 )
-from headrace.kernels.operators.formats import quantise, rounded
+from headrace.kernels.operators.formats import cast, quantise, quantise_nvfp4, rounded, rounded_weights
 from headrace.kernels.operators.likelihood import selected_logprob
 from headrace.kernels.operators.products import linear, rms_norm
 
 __all__ = [
+    "Nv",
     "cached_attention",
+    "cast",
     "experts",
     "experts_backward",
     "experts_forward",
@@ -31,8 +34,10 @@ __all__ = [
     "packed_attention",
     "permute",
     "quantise",
+    "quantise_nvfp4",
     "rms_norm",
     "rounded",
+    "rounded_weights",
     "route",
     "selected_logprob",
     "unpermute",

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels import batch_invariant, dispatch, expert_mlp, grouped_mm, mxfp8
+from headrace.kernels import batch_invariant, dispatch, expert_mlp, grouped_mm
 from headrace.kernels import permute as places
-from headrace.kernels.operators.formats import rounded
+from headrace.kernels.block_scaled import product as block_scaled
+from headrace.kernels.operators import formats
 from headrace.kernels.route import SOFTMAX, Rule, route_backward
 from headrace.kernels.route import route as route_twin
 from headrace.kernels.route_topk import route_backward_triton, route_triton
@@ -86,10 +87,6 @@ def route(
     return gates, experts
 
 
-def _cast(quantised: bool) -> expert_mlp.Cast:
-    return mxfp8.rounded if quantised else expert_mlp.as_is
-
-
 def _capacity(experts: Tensor, down: Tensor, dtype: torch.dtype, pad: int) -> int:
     """An upper bound of the rows for a number of (token, slot) pairs, for every selection and device."""
     most = max(grouped_mm.TILE, pad + expert_mlp.least_part(down, dtype, pad))
@@ -97,10 +94,10 @@ def _capacity(experts: Tensor, down: Tensor, dtype: torch.dtype, pad: int) -> in
 
 
 def experts_twin(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str
 ) -> tuple[Tensor, Tensor]:
     """(`experts`, inner activations) on a CPU."""
-    cast = _cast(quantised)
+    cast = formats.cast(grid)
     p = expert_mlp.plan(experts, gate_up.shape[0], pad, expert_mlp.least_part(down, x.dtype, pad))
     out, inner = expert_mlp.expert_forward(cast(x), gates, gate_up, down, p, cast)
     padded = inner.new_zeros(_capacity(experts, down, x.dtype, pad), inner.shape[1])
@@ -112,14 +109,20 @@ _experts = torch.library.custom_op("headrace::experts", experts_twin, mutates_ar
 
 
 def experts_triton(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str
 ) -> tuple[Tensor, Tensor]:
     """(`experts`, inner activations) on a GPU; nothing waits for the device."""
     p = places.plan_triton(experts, gate_up.shape[0], grouped_mm.TILE, _capacity(experts, down, x.dtype, pad))
-    rows = places.permute_triton(rounded(x) if quantised else x, p.source)
-    inner = grouped_mm.grouped_mm_triton(rows, gate_up, p.ends, x.dtype)
-    middle = batch_invariant.swiglu_forward(inner)
-    outer = grouped_mm.grouped_mm_triton(rounded(middle) if quantised else middle, down, p.ends, x.dtype)
+    rounded = formats.cast(grid)
+    if grid and block_scaled.used(len(p.source), len(gate_up), pad, x.device):
+        rows = formats.activations(places.permute_triton(x, p.source), grid)
+        inner = block_scaled.scaled_mm_triton(rows, formats.weights(gate_up, grid, 2), p.ends, x.dtype)
+        middle = formats.activations(batch_invariant.swiglu_forward(inner), grid)
+        outer = block_scaled.scaled_mm_triton(middle, formats.weights(down, grid), p.ends, x.dtype)
+    else:
+        inner = grouped_mm.grouped_mm_triton(places.permute_triton(rounded(x), p.source), gate_up, p.ends, x.dtype)
+        middle = rounded(batch_invariant.swiglu_forward(inner))
+        outer = grouped_mm.grouped_mm_triton(middle, down, p.ends, x.dtype)
     return places.unpermute_triton(outer, p.slots, gates), inner
 
 
@@ -128,7 +131,7 @@ _experts.register_kernel("cuda")(experts_triton)
 
 @_experts.register_fake
 def _(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str
 ) -> tuple[Tensor, Tensor]:
     capacity = _capacity(experts, down, x.dtype, pad)
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(capacity, gate_up.shape[1])
@@ -136,10 +139,10 @@ def _(
 
 def experts_backward_twin(
     grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
-    quantised: bool,
+    grid: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, gates, gate_up and down on a CPU."""
-    cast = _cast(quantised)
+    cast = formats.cast(grid)
     p = expert_mlp.plan(experts, gate_up.shape[0], pad, expert_mlp.least_part(down, x.dtype, pad))
     g_x, g_gates, g_up, g_down = expert_mlp.expert_backward(
         grad, cast(x), gates, gate_up, down, inner[: p.rows], p, cast
@@ -154,15 +157,15 @@ _experts_backward = torch.library.custom_op(
 
 def experts_backward_triton(
     grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
-    quantised: bool,
+    grid: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, gates, gate_up and down on a GPU, in one order: no atomics."""
     p = places.plan_triton(experts, gate_up.shape[0], grouped_mm.TILE, len(inner))
-    rows = places.permute_triton(rounded(x) if quantised else x, p.source)
+    rounded = formats.cast(grid)
+    rows = places.permute_triton(rounded(x), p.source)
     grads = places.permute_triton(grad, p.source)
     gate = gates.new_zeros(len(inner)).index_copy_(0, p.slots, gates.reshape(-1))[:, None]
-    middle = batch_invariant.swiglu_forward(inner)
-    middle = rounded(middle) if quantised else middle
+    middle = rounded(batch_invariant.swiglu_forward(inner))
     g_middle = grouped_mm.grouped_dgrad_triton(grads, down, p.ends, x.dtype)
     g_gate = (g_middle.float() * middle).sum(-1)
     g_down = grouped_mm.grouped_wgrad_triton(grads, (middle * gate).to(x.dtype), p.ends, down.dtype)
@@ -179,21 +182,21 @@ _experts_backward.register_kernel("cuda")(experts_backward_triton)
 @_experts_backward.register_fake
 def _(
     grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
-    quantised: bool,
+    grid: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     g_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     return g_x, torch.empty_like(gates), torch.empty_like(gate_up), torch.empty_like(down)
 
 
 def _keep_experts(ctx: Any, inputs: Any, output: Any) -> None:
-    *operands, ctx.pad, ctx.quantised = inputs
+    *operands, ctx.pad, ctx.grid = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*operands, output[1])
 
 
 def _pull_experts(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     pull = torch.ops.headrace.experts_backward
-    g_x, g_gates, g_up, g_down = pull(grad.contiguous(), *ctx.saved_tensors, ctx.pad, ctx.quantised)
+    g_x, g_gates, g_up, g_down = pull(grad.contiguous(), *ctx.saved_tensors, ctx.pad, ctx.grid)
     return g_x, g_gates, None, g_up, g_down, None, None
 
 
@@ -201,36 +204,36 @@ _experts.register_autograd(_pull_experts, setup_context=_keep_experts)
 
 
 def experts_forward(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str
 ) -> tuple[Tensor, Tensor]:
     """(`experts`, what `experts_backward` needs of its inner activations), not differentiable."""
     if dispatch.twin(x):
-        return experts_twin(x, gates, experts, gate_up, down, pad, quantised)
-    out, inner = torch.ops.headrace.experts(x, gates, experts, gate_up, down, pad, quantised)
+        return experts_twin(x, gates, experts, gate_up, down, pad, grid)
+    out, inner = torch.ops.headrace.experts(x, gates, experts, gate_up, down, pad, grid)
     return out, inner
 
 
 def experts_backward(
     grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
-    quantised: bool,
+    grid: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, gates, gate_up and down from that of `experts`."""
     function = experts_backward_twin if dispatch.twin(x) else torch.ops.headrace.experts_backward
-    g_x, g_gates, g_up, g_down = function(grad.contiguous(), x, gates, experts, gate_up, down, inner, pad, quantised)
+    g_x, g_gates, g_up, g_down = function(grad.contiguous(), x, gates, experts, gate_up, down, inner, pad, grid)
     return g_x, g_gates, g_up, g_down
 
 
 def experts(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool = False
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str = ""
 ) -> Tensor:
     """x [N, D] through the experts int64 [N, k] under gates float32 [N, k] -> [N, D]. Differentiable in x, gates,
     gate_up and down.
 
-    quantised: the inputs of each product are rounded to MXFP8, row by row.
+    grid: the number format of the weights, to which the inputs of each product are rounded, row by row.
     """
     if dispatch.twin(x):
-        return expert_mlp.expert_mlp(x, gates, experts, gate_up, down, pad, _cast(quantised))
-    out: Tensor = torch.ops.headrace.experts(x, gates, experts, gate_up, down, pad, quantised)[0]
+        return expert_mlp.expert_mlp(x, gates, experts, gate_up, down, pad, formats.cast(grid))
+    out: Tensor = torch.ops.headrace.experts(x, gates, experts, gate_up, down, pad, grid)[0]
     return out
 
 

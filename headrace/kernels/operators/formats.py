@@ -1,9 +1,17 @@
-"""Number formats: blocks of 32 in MXFP8, and the differences between two versions of a tensor."""
+"""Number formats of experts, and the differences between two versions of a tensor.
+
+A format, `grid`, is PolicyConfig.expert_format: "mxfp8", "nvfp4" or, for the policy's dtype, "". In the model,
+quantised weights are numbers of the policy's dtype on the format's grid.
+"""
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from headrace.kernels import delta, dispatch, mxfp8
+from headrace.kernels import delta, dispatch, expert_mlp, mxfp8
+from headrace.kernels.block_scaled import nvfp4
+from headrace.kernels.grouped_mm import Mx, Nv
 
 
 @torch.library.custom_op("headrace::quantise", mutates_args=(), device_types="cpu")
@@ -31,9 +39,62 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def rounded(x: Tensor) -> Tensor:
-    """x [..., K] quantised and widened again, in its own dtype. Idempotent."""
-    return mxfp8.dequantise(*quantise(x), x.dtype)
+@torch.library.custom_op("headrace::quantise_nvfp4", mutates_args=(), device_types="cpu")
+def _quantise_nvfp4(x: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
+    return nvfp4.quantise(x, outer)
+
+
+@_quantise_nvfp4.register_kernel("cuda")
+def _(x: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
+    q, scale = nvfp4.quantise_triton(x.reshape(-1, x.shape[-1]), outer.reshape(-1))
+    return q.view(*x.shape[:-1], -1), scale.view(*x.shape[:-1], -1)
+
+
+@_quantise_nvfp4.register_fake
+def _(x: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
+    head, wide = x.shape[:-1], x.shape[-1]
+    scales = x.new_empty(*head, wide // nvfp4.BLOCK, dtype=torch.float8_e4m3fn)
+    return x.new_empty(*head, wide // 2, dtype=torch.uint8), scales
+
+
+def quantise_nvfp4(x: Tensor, outer: Tensor) -> Nv:
+    """x [..., K], K a multiple of 16, under its tensors' scales, float32 [...]; see `nvfp4`. No gradient."""
+    if dispatch.twin(x):
+        return Nv(*nvfp4.quantise(x, outer), outer)
+    return Nv(*torch.ops.headrace.quantise_nvfp4(x, outer), outer)
+
+
+def activations(x: Tensor, grid: str) -> Mx | Nv:
+    """Inputs of a product [..., K], quantised row by row."""
+    return quantise_nvfp4(x, nvfp4.outer_of_rows(x)) if grid == "nvfp4" else Mx(*quantise(x))
+
+
+def weights(w: Tensor, grid: str, tensors: int = 1) -> Mx | Nv:
+    """Matrices [..., N, K], quantised. tensors: published tensors that each matrix has, one below the other."""
+    if grid != "nvfp4":
+        return Mx(*quantise(w))
+    outer = nvfp4.outer_of_matrices(w.unflatten(-2, (tensors, -1))).flatten(-2)
+    return quantise_nvfp4(w, outer)
+
+
+def _widened(x: Mx | Nv, dtype: torch.dtype) -> Tensor:
+    return nvfp4.dequantise(*x, dtype) if isinstance(x, Nv) else mxfp8.dequantise(*x, dtype)
+
+
+def rounded(x: Tensor, grid: str = "mxfp8") -> Tensor:
+    """Inputs of a product [..., K], quantised row by row and widened again, in their own dtype. Idempotent. In MXFP8
+    weights are rounded in the same way."""
+    return _widened(activations(x, grid), x.dtype)
+
+
+def rounded_weights(w: Tensor, grid: str, tensors: int = 1) -> Tensor:
+    """`weights`, widened again, in their own dtype. Idempotent."""
+    return _widened(weights(w, grid, tensors), w.dtype)
+
+
+def cast(grid: str) -> expert_mlp.Cast:
+    """The rounding of the experts' inputs."""
+    return partial(rounded, grid=grid) if grid else expert_mlp.as_is
 
 
 @torch.library.custom_op("headrace::changes", mutates_args=(), device_types="cpu")

@@ -69,21 +69,22 @@ def of_run(config: Config) -> PolicyConfig:
     """The shape of a run's policy: that of [policy], with the adapter of [trainer.lora]. CheckpointError, also where a
     part of the run does not compute this policy."""
     policy, lora = from_section(config.policy), config.trainer.lora
+    embedded = ("[engine] kind", config.engine.kind, "embedded")
+    process = ("[trainer] ranks", config.trainer.ranks, 1)
     if policy.gpt_oss:
-        _check_gpt_oss(config)
+        _check("gpt_oss", embedded, process, ("[trainer.lora] rank", lora.rank, 0))
+    if policy.expert_format == "nvfp4":
+        _check("nvfp4 experts", embedded, process, ("[weights] precision", config.weights.precision, "as_trained"))
     if not lora.rank:
         return policy
     return msgspec.structs.replace(policy, adapter=shape.resolved(policy, lora.rank, lora.alpha, lora.targets))
 
 
-def _check_gpt_oss(config: Config) -> None:
-    for key, got, wanted in (
-        ("[engine] kind", config.engine.kind, "embedded"),
-        ("[trainer] ranks", config.trainer.ranks, 1),
-        ("[trainer.lora] rank", config.trainer.lora.rank, 0),
-    ):
+def _check(kind: str, *settings: tuple[str, Any, Any]) -> None:
+    """settings: (key, value, supported value)."""
+    for key, got, wanted in settings:
         if got != wanted:
-            raise CheckpointError(f"{key} = {got!r} is not supported for gpt_oss, only {wanted!r}")
+            raise CheckpointError(f"{key} = {got!r} is not supported for {kind}, only {wanted!r}")
 
 
 def check_device(policy: PolicyConfig, device: str, key: str = "[trainer] device") -> None:
@@ -123,10 +124,11 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
     if turned not in (None, 1.0) and kind != "glm4_moe":
         raise CheckpointError(f"partial_rotary_factor {turned} is not supported for {kind}, only 1.0")
     quantised = raw.get("quantization_config") or {}
-    readable = "mxfp4" if kind == "gpt_oss" else "mxfp8"
-    if quantised and quantised.get("quant_method") != readable:
+    readable = ("mxfp4",) if kind == "gpt_oss" else ("mxfp8", "nvfp4")
+    if quantised and quantised.get("quant_method") not in readable:
         raise CheckpointError(
-            f"quant_method {quantised.get('quant_method')!r} is not supported for {kind}, only {readable!r}"
+            f"quant_method {quantised.get('quant_method')!r} is not supported for {kind}, only "
+            f"{' and '.join(map(repr, readable))}"
         )
     positions = raw.get("max_position_embeddings", 32_768)
     try:
@@ -145,7 +147,7 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
             "rope": scaling,
             "tied": bool(raw.get("tie_word_embeddings", False)),
             "max_positions": positions,
-            "expert_format": "mxfp8" if quantised and readable == "mxfp8" else "",
+            "expert_format": "" if not quantised or kind == "gpt_oss" else quantised["quant_method"],
             "adapter": msgspec.convert(raw[_ADAPTER], Adapter) if _ADAPTER in raw else None,
         }
         return PolicyConfig(**shared, **_READERS[kind](raw))

@@ -156,7 +156,7 @@ def _experts_differ(config: PolicyConfig, case: ExpertOperands, device: torch.de
     gates, chosen = _route(config, scores)
 
     def through(rows: Tensor, part: slice) -> Tensor:
-        return operators.experts(rows, gates[part], chosen[part], gate_up, down, pad, quantised=case.quantised)
+        return operators.experts(rows, gates[part], chosen[part], gate_up, down, pad, grid=case.grid)
 
     count = _differs(x, through)
     return f"experts of {count} tokens differ from the same tokens among {len(x)}" if count else ""

@@ -114,15 +114,15 @@ class ExpertOperands(NamedTuple):
     scores: Tensor
     gate_up: Tensor
     down: Tensor
-    quantised: bool
-    """Whether inputs of products are rounded to MXFP8."""
+    grid: str
+    """The number format to which inputs of products are rounded; empty: none."""
 
 
 def expert_operands(config: PolicyConfig, generator: torch.Generator) -> list[ExpertOperands]:
     """Ordinary operands in the experts' number format; then a first and a second product that cancel.
 
     The products are the same functions with and without a cast, which works row by row: the cancelling operands go
-    without, because rounding to eight bits would spoil their pairs.
+    without, because rounding to a format would spoil their pairs.
     """
     c = config
     if not c.experts:
@@ -131,11 +131,11 @@ def expert_operands(config: PolicyConfig, generator: torch.Generator) -> list[Ex
     scores = torch.randn(MANY, c.experts, generator=generator)
     x, gate_up, down = drawn(generator, c, MANY, c.dim), drawn(generator, c, *up), drawn(generator, c, *low)
     gate_up, down = gate_up * c.dim**-0.5, down * c.expert_dim**-0.5
-    cases = [ExpertOperands(x, scores, gate_up, down, c.expert_format == "mxfp8")]
+    cases = [ExpertOperands(x, scores, gate_up, down, c.expert_format)]
     twins, opposites = cancelling(generator, c.torch_dtype, MANY, up)
-    cases.append(ExpertOperands(twins, scores, opposites, down, False))
+    cases.append(ExpertOperands(twins, scores, opposites, down, ""))
     index, sign = _pairs(generator, c.expert_dim)
     paired = gate_up[:, torch.cat((index, index + c.expert_dim))]  # equal rows: equal inner activations
     opposites = down[..., index] * sign.to(down.dtype)
-    cases.append(ExpertOperands(x, scores, paired, opposites, False))
+    cases.append(ExpertOperands(x, scores, paired, opposites, ""))
     return cases

@@ -111,12 +111,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool
+        ctx: Any, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str
     ) -> Tensor:
         ones = torch.ones_like(gates)
-        out, inner = operators.experts_forward(x, ones, experts, gate_up, down, pad, quantised)
+        out, inner = operators.experts_forward(x, ones, experts, gate_up, down, pad, grid)
         ctx.save_for_backward(x, gates, experts, gate_up, down, inner)
-        ctx.how = pad, quantised
+        ctx.how = pad, grid
         return out
 
     @staticmethod
@@ -210,5 +210,6 @@ class ExpertParallel:
         count = len(x)
         if not count:
             x, gates, experts = (torch.cat((each, each.new_zeros(1, each.shape[1]))) for each in (x, gates, experts))
-        out: Tensor = _Product.apply(x, gates, experts, gate_up, down, pad, self.quantised)  # type: ignore[no-untyped-call]
+        grid = "mxfp8" if self.quantised else ""
+        out: Tensor = _Product.apply(x, gates, experts, gate_up, down, pad, grid)  # type: ignore[no-untyped-call]
         return out[:count]

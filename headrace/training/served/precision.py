@@ -1,4 +1,4 @@
-"""Conversion of float32 masters to the served weights: rounding to the dtype, or the eight-bit grid for experts.
+"""Conversion of float32 masters to the served weights: rounding to the dtype, or to their number format for experts.
 
 The idea: the optimizer never sees a rounded number. After each update every master is cast into the model, and the
 model holds exactly the values that engines get. `kernels.mxfp8` has the table of casts. With `Model.served_dtype` =
@@ -15,8 +15,8 @@ from headrace.policy.model import Model
 
 
 def quantised(model: Model, name: str) -> bool:
-    """Whether a parameter, by `Model`'s name, is served on the eight-bit grid."""
-    if model.config.expert_format != "mxfp8":
+    """Whether a parameter, by `Model`'s name, is served in the experts' number format."""
+    if not model.config.expert_format:
         return False
     return name.rsplit(".", 1)[-1] in ("gate_up", "down") and model.get_parameter(name).dim() == 3
 
@@ -41,8 +41,9 @@ def cast_into(model: Model, name: str, parameter: nn.Parameter, master: Tensor) 
     bytes are sent to the device."""
     if quantised(model, name):
         # A shard can be rounded alone: shards are cut between experts, and a block is within a row.
-        rounded = operators.rounded(_local(master).to(parameter.dtype).to(parameter.device))
-        _local(parameter).copy_(rounded)
+        values = _local(master).to(parameter.dtype).to(parameter.device)
+        tensors = 2 if name.endswith("gate_up") else 1
+        _local(parameter).copy_(operators.rounded_weights(values, model.config.expert_format, tensors))
     else:
         served = master if model.served_dtype is None else master.to(model.served_dtype)
         parameter.copy_(served.to(parameter.dtype) if served.device != parameter.device else served)

@@ -1,6 +1,7 @@
 """Runs of published tensors, read piece by piece as they are served: nothing is copied or packed before it is written.
 
-Experts in eight bits are two tensors, elements and scales, which are computed from the same values when they are read.
+A quantised expert is two or three tensors, elements and scales, which are computed from the same values when they are
+read. NVFP4's tensor scale is computed from the whole tensor for each piece, so such a run is a whole tensor.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,14 +11,13 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import mxfp8, operators
+from headrace.kernels.block_scaled import nvfp4
 from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import formats
+from headrace.policy.layout.formats import SCALE, TENSOR_SCALE
 from headrace.weights import state
 from headrace.weights.state import Bits
-
-SCALE = "_scale"
-"""Suffix of the tensor with the scales of an expert's tensor."""
 
 
 class Run(NamedTuple):
@@ -35,15 +35,14 @@ Reader = Callable[[int, int], Tensor]
 
 
 def packed(config: PolicyConfig, name: str) -> bool:
-    """Whether a tensor, by Hugging Face name, is published as eight-bit elements and scales."""
-    return config.expert_format == "mxfp8" and formats.is_expert(name)
+    """Whether a tensor, by Hugging Face name, is published as quantised elements and scales."""
+    return formats.form(config, name) is not None
 
 
 def described(config: PolicyConfig, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[TensorInfo]:
     """The published tensors of one Hugging Face name. dtype: of the served values."""
     if packed(config, name):
-        scales = (*shape[:-1], shape[-1] // mxfp8.BLOCK)
-        return [TensorInfo(name, "F8_E4M3", shape), TensorInfo(name + SCALE, "U8", scales)]
+        return formats.described(config.expert_format, name, shape)
     return list(state.infos({name: torch.empty(shape, dtype=dtype, device="meta")}))
 
 
@@ -51,6 +50,8 @@ def of(config: PolicyConfig, name: str, start: int, items: int, read: Reader, at
     """The runs of elements `start` to `start + items` of one Hugging Face name. at: their first element in `read`."""
     if not packed(config, name):
         return [Run(name, start, items, lambda first, count: state.bits(read(at + first, count)))]
+    if config.expert_format == "nvfp4":
+        return _nvfp4(name, start, items, read, at)
     size = mxfp8.BLOCK
 
     def elements(first: int, count: int) -> Bits:
@@ -60,6 +61,31 @@ def of(config: PolicyConfig, name: str, start: int, items: int, read: Reader, at
         return state.bits(operators.quantise(read(at + first * size, count * size).reshape(-1, size))[1])
 
     return [Run(name, start, items, elements), Run(name + SCALE, start // size, items // size, scales)]
+
+
+def _nvfp4(name: str, start: int, items: int, read: Reader, at: int) -> list[Run]:
+    if start:
+        raise ValueError(f"{name}: a part of a tensor has no scale of the tensor; expected whole tensors for nvfp4")
+    size = nvfp4.BLOCK
+
+    def outer() -> Tensor:
+        return nvfp4.outer_of_rows(read(at, items)[None])
+
+    def blocks(first: int, count: int) -> operators.Nv:
+        values = read(at + first * size, count * size).reshape(-1, size)
+        return operators.quantise_nvfp4(values, outer().expand(len(values)))
+
+    def elements(first: int, count: int) -> Bits:
+        half = size // 2  # bytes of a block
+        begin, end = first // half, -(-(first + count) // half)
+        inside = blocks(begin, end - begin).q.reshape(-1)[first - begin * half :][:count]
+        return state.bits(inside)
+
+    return [
+        Run(name, 0, items // 2, elements),
+        Run(name + SCALE, 0, items // size, lambda first, count: state.bits(blocks(first, count).scale)),
+        Run(name + TENSOR_SCALE, 0, 1, lambda first, count: state.bits(outer())),
+    ]
 
 
 def whole(config: PolicyConfig, views: Mapping[str, Tensor]) -> tuple[tuple[TensorInfo, ...], list[Run]]:

@@ -39,13 +39,14 @@ POLICIES: dict[str, PolicyConfig] = {
         dense_dim=48,
     ),
     "mxfp8": msgspec.structs.replace(world.POLICY, dtype="bfloat16", expert_format="mxfp8"),
+    "nvfp4": msgspec.structs.replace(world.POLICY, dtype="bfloat16", expert_format="nvfp4"),
 }
 
 SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "kind", ["bfloat16", "latent", *(pytest.param(kind, marks=SLOW) for kind in ("dense", "mxfp8"))]
+    "kind", ["bfloat16", "latent", *(pytest.param(kind, marks=SLOW) for kind in ("dense", "mxfp8", "nvfp4"))]
 )
 async def test_steps_have_the_bits_of_the_sampler_and_of_a_replay(connect: Connect, tmp_path: Path, kind: str) -> None:
     policy = POLICIES[kind]

@@ -1,6 +1,7 @@
-"""Experts in eight bits: masters stay float32, the same bytes are trained on, published and sampled from."""
+"""Experts in eight or four bits: masters stay float32, the same bytes are trained on, published and sampled from."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,12 +17,15 @@ from headrace.weights.state import state_hash
 from tests.policy.test_families import latent
 from tests.support import tiny
 from tests.support.engines import Versions, prompts, session
+from tests.support.world import CONFIG
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+ELEMENTS = {"mxfp8": torch.float8_e4m3fn, "nvfp4": torch.uint8}
+GRIDS = pytest.mark.parametrize("grid", ELEMENTS)
 
 
-def config(dtype: Dtype = "float32") -> PolicyConfig:
-    return tiny.config(dtype, expert_format="mxfp8")
+def config(grid: str, dtype: Dtype = "float32") -> PolicyConfig:
+    return tiny.config(dtype, expert_format=grid)
 
 
 def learnt(model: Model, steps: int = 2) -> TrainerState:
@@ -33,22 +37,25 @@ def learnt(model: Model, steps: int = 2) -> TrainerState:
     return state
 
 
+@GRIDS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_published_bytes_are_the_ones_computed_on(tmp_path: Path, dtype: Dtype) -> None:
-    model = tiny.model(config(dtype))
+def test_published_bytes_are_the_ones_computed_on(tmp_path: Path, grid: str, dtype: Dtype) -> None:
+    model = tiny.model(config(grid, dtype))
     state = learnt(model)
     published = state.published()
-    assert published[EXPERT].dtype == torch.float8_e4m3fn and published[EXPERT + "_scale"].dtype == torch.uint8
-    assert published["model.layers.1.mlp.gate.weight"].dtype == config(dtype).torch_dtype
+    assert published[EXPERT].dtype == ELEMENTS[grid] and published[EXPERT + "_scale"].itemsize == 1
+    assert (EXPERT + "_scale_2" in published) == (grid == "nvfp4")
+    assert published["model.layers.1.mlp.gate.weight"].dtype == config(grid, dtype).torch_dtype
     assert snapshot.write(tmp_path / "v1", published) == state.hash()
-    sampler = Model(config(dtype), model.numerics, seed=None)
+    sampler = Model(config(grid, dtype), model.numerics, seed=None)
     sampler.load_state(snapshot.read(tmp_path / "v1"))
     assert all(torch.equal(a, b) for a, b in zip(sampler.parameters(), model.parameters(), strict=True))
     assert state_hash(sampler.state()) == state.hash()
 
 
-def test_masters_keep_what_the_grid_drops() -> None:
-    model = tiny.model(config())
+@GRIDS
+def test_masters_keep_what_the_grid_drops(grid: str) -> None:
+    model = tiny.model(config(grid))
     before = model.get_parameter("layers.0.down").detach().clone()
     state = TrainerState(model)
     master = state.master["layers.0.down"]
@@ -60,50 +67,53 @@ def test_masters_keep_what_the_grid_drops() -> None:
     assert not torch.equal(master, before), "steps smaller than the grid add up"
     moved = (model.get_parameter("layers.0.down") != before).float().mean()
     assert float(moved) < 0.05
-    other = TrainerState(Model(config(), model.numerics, seed=4))
+    other = TrainerState(Model(config(grid), model.numerics, seed=4))
     other.restore(state.tensors(), version=3, step=3)
     assert other.hash() == state.hash() and torch.equal(other.master["layers.0.down"], master)
 
 
+@GRIDS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.anyio
-async def test_sampler_and_trainer_agree_bit_for_bit(tmp_path: Path, dtype: Dtype) -> None:
-    versions = Versions(config(dtype), tmp_path)
+async def test_sampler_and_trainer_agree_bit_for_bit(tmp_path: Path, grid: str, dtype: Dtype) -> None:
+    versions = Versions(config(grid, dtype), tmp_path)
     engine = versions.engine()
     await versions.load(engine, 0)
     records = [
-        await session(engine, config(dtype), f"s{i}", prompt, i, turns=2)
-        for i, prompt in enumerate(prompts(config(dtype), 3))
+        await session(engine, config(grid, dtype), f"s{i}", prompt, i, turns=2)
+        for i, prompt in enumerate(prompts(config(grid, dtype), 3))
     ]
     await engine.stop()
     for record in records:
         assert torch.equal(record.score(versions), torch.tensor(record.logprobs))
 
 
-def test_eight_bits_change_the_numbers_and_the_fingerprint() -> None:
-    plain, rough = tiny.model(tiny.config()), tiny.model(config())
+@GRIDS
+def test_a_coarse_grid_changes_the_numbers_and_the_fingerprint(grid: str) -> None:
+    plain, rough = tiny.model(tiny.config()), tiny.model(config(grid))
     ids = tiny.tokens(plain.config, 60)
     gap = (plain(ids, [60]) - rough(ids, [60])).detach().abs().mean()
     assert 1e-3 < float(gap) < 0.2
     assert plain.numerics.fingerprint != rough.numerics.fingerprint
 
 
-def test_checkpoints_in_both_precisions(tmp_path: Path) -> None:
-    rough = tiny.model(config())
-    checkpoint.save(tmp_path / "eight", rough, config())
+@GRIDS
+def test_checkpoints_in_both_precisions(tmp_path: Path, grid: str) -> None:
+    rough = tiny.model(config(grid))
+    checkpoint.save(tmp_path / "eight", rough, config(grid))
     read, tensors = checkpoint.load(tmp_path / "eight")
-    assert read == config() and tensors[EXPERT].dtype == torch.float8_e4m3fn
+    assert read == config(grid) and tensors[EXPERT].dtype == ELEMENTS[grid]
     back = Model(read, rough.numerics, seed=None)
     back.load_state(tensors)
     assert state_hash(back.state()) == state_hash(rough.state())
     checkpoint.save(tmp_path / "plain", tiny.model(tiny.config()), tiny.config())
-    asked = hugging_face.from_section(Policy(checkpoint=str(tmp_path / "plain"), expert_format="mxfp8"))
-    assert asked == config()
+    asked = hugging_face.from_section(Policy(checkpoint=str(tmp_path / "plain"), expert_format=grid))  # type: ignore[arg-type]
+    assert asked == config(grid)
     cast = Model(asked, rough.numerics, seed=None)
     cast.load_state(checkpoint.load(tmp_path / "plain")[1])
     assert state_hash(cast.state()) == state_hash(rough.state()), "the same weights, rounded on the way in"
     del tensors[EXPERT + "_scale"]
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight is in eight bits and has no"):
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight is in (eight|four) bits and has no"):
         back.load_state(tensors)
 
 
@@ -113,3 +123,20 @@ def test_deepseeks_experts_too_and_widths_that_do_not_fit_are_refused() -> None:
     assert model.state()["model.layers.2.mlp.shared_experts.down_proj.weight"].dtype == torch.float32
     with pytest.raises(CheckpointError, match="multiples of 32"):
         msgspec.structs.replace(tiny.odd(), expert_format="mxfp8").__post_init__()
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "text"),
+    [
+        ("engine", {"kind": "sglang"}, "kind = 'sglang'"),
+        ("trainer", {"ranks": 2}, "ranks = 2"),
+        ("weights", {"precision": "bf16"}, "precision = 'bf16'"),
+    ],
+)
+def test_parts_that_do_not_compute_four_bits_are_refused(section: str, changes: dict[str, Any], text: str) -> None:
+    policy = Policy(dim=64, head_dim=32, expert_dim=48, expert_format="nvfp4")
+    settings = msgspec.structs.replace(CONFIG, policy=policy)
+    assert hugging_face.of_run(settings).expert_format == "nvfp4"
+    changed = msgspec.structs.replace(getattr(settings, section), **changes)
+    with pytest.raises(CheckpointError, match=f"{text} is not supported for nvfp4 experts"):
+        hugging_face.of_run(msgspec.structs.replace(settings, **{section: changed}))

@@ -43,7 +43,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("changed", [{}, {"dtype": "bfloat16"}, {"expert_format": "mxfp8", "dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"expert_format": "mxfp8", "dtype": "bfloat16"},
+        {"expert_format": "nvfp4", "dtype": "bfloat16"},
+    ],
+)
 def test_a_published_file_has_the_bytes_and_the_hash_of_the_state(tmp_path: Path, changed: dict[str, str]) -> None:
     net = Model(msgspec.structs.replace(world.POLICY, **changed), world.NUMERICS, seed=1)
     trainer_state = TrainerState(net, version=7)

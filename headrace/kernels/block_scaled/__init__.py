@@ -1,0 +1,1 @@
+"""Numbers of four and eight bits under block scales, as Blackwell's tensor cores multiply them."""
