@@ -10,7 +10,8 @@ is allocated, faulted in or freed while requests wait.
 
 The state hash covers the weights that are served. A tensor in the engine's own dtype is hashed in the model's memory. A
 tensor that is published in fewer bits (bf16, or quantised elements with their scales) is copied and hashed, and its
-exact values are written into the model. A tensor that is published in more bits than the engine computes with is refused.
+exact values are written into the model. A tensor that is published in more bits than the engine computes with is
+refused.
 
 On a GPU the file is copied and hashed in the host's memory, in one buffer for all versions. The verified bytes are then
 copied to the device, also in slices between two steps, into a model that is not served yet.
