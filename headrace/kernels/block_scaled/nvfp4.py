@@ -79,7 +79,7 @@ def quantise(x: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
     ValueError otherwise."""
     if x.shape[-1] % BLOCK:
         raise ValueError(f"expected a multiple of {BLOCK} elements along the reduction for nvfp4, got {x.shape[-1]}")
-    blocks = x.float().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     size = blocks.abs()
     scale = block_scales(size.amax(-1), outer[..., None]).to(torch.uint8).view(torch.float8_e4m3fn)
     step = (scale.float() * outer[..., None])[..., None]
@@ -97,7 +97,7 @@ def dequantise(q: Tensor, scale: Tensor, outer: Tensor, dtype: torch.dtype) -> T
     table = torch.tensor([*_ELEMENTS, *(-element for element in _ELEMENTS)], device=q.device)
     elements = table[torch.stack((q & 15, q >> 4), -1).flatten(-2).int()]
     step = scale.view(torch.float8_e4m3fn).float() * outer[..., None]
-    return (elements.unflatten(-1, (scale.shape[-1], BLOCK)) * step[..., None]).flatten(-2).to(dtype)
+    return (elements.reshape(*scale.shape, BLOCK) * step[..., None]).flatten(-2).to(dtype)
 
 
 def rounded(x: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ def weights(w: Tensor, grid: str, tensors: int = 1) -> Mx | Nv:
     """Matrices [..., N, K], quantised. tensors: published tensors that each matrix has, one below the other."""
     if grid != "nvfp4":
         return Mx(*quantise(w))
-    outer = nvfp4.outer_of_matrices(w.unflatten(-2, (tensors, -1))).flatten(-2)
+    *head, rows, wide = w.shape
+    outer = nvfp4.outer_of_matrices(w.reshape(*head, tensors, rows // tensors, wide)).flatten(-2)
     return quantise_nvfp4(w, outer)
 
 
