@@ -32,7 +32,7 @@ from headrace.config import Policy, parse
 from headrace.engines.base import Engine, Sample, SampleRequest
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.server import Server, arguments, free_port
+from headrace.engines.sglang.server import Server, arguments
 from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.policy import moe
 from headrace.policy.config import PolicyConfig
@@ -146,7 +146,7 @@ def server_engine(python: str, folder: Path, config: PolicyConfig) -> SglangEngi
     args += ["--max-running-requests", str(MOST)]
     args += ["--enable-return-routed-experts"] if config.experts else []
     log = Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "log")
-    server = Server(python, free_port(), args, log, sparse=True)
+    server = Server(python, args, log, sparse=True)
     return SglangEngine(config, folder / "stage", server=server, tokenizer=tokenizer, max_batch=MOST)
 
 

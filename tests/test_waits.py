@@ -63,6 +63,7 @@ REVIEWED: dict[str, str] = {
     "engines/sglang/weights/lock.py: Gate.empty": INSIDE,
     "engines/sglang/weights/lock.py: Gate.enter": INSIDE,
     "engines/sglang/weights/swap.py: Swapper.change": OWN,
+    "engines/sglang/weights/transport.py: Transport._buckets": "the copy of a bucket into shared memory",
     "gateway/agents/store.py: Agents._store_end": "a session changes at its end, and the sweep ends idle ones",
     "gateway/endpoints.py: Endpoints._turn.handler": CLIENT,
     "gateway/endpoints.py: Endpoints._stream": CANCELLED,

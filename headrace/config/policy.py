@@ -90,12 +90,20 @@ class Engine(Section, frozen=True, kw_only=True):
     """Interpreter of the environment that has SGLang (docs/sglang.md): the actor then starts a server itself."""
     args: tuple[Text, ...] = ()
     """Further arguments of the server that is started."""
+    servers: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Servers that a rollout actor starts, each on a port of its own; they share `max_batch`."""
+    server_devices: tuple[Text, ...] = ()
+    """The GPUs of each server, as in CUDA_VISIBLE_DEVICES: ["0,1", "2,3"] for two servers. Empty: all that the actor
+    sees, for one server or for servers on a CPU."""
     swap: Literal["in_place", "abort"] = "in_place"
     """in_place: change weights under running requests. abort: abort them, keep the sampled tokens, and request the rest
     again."""
     sparse: bool = False
     """Write only the elements that differ between versions into the server's weights
     (engines/sglang/weights/sparse.py)."""
+    weights: Literal["auto", "tensor", "disk"] = "auto"
+    """How a version comes into a server. tensor: in shared memory of this machine. disk: as the staged file, which is
+    also the fallback of tensor. auto: tensor for a server on a CPU that headrace starts, otherwise disk."""
     deadline_s: Duration = 600.0
     """Time limit of one turn on a server."""
     start_s: Duration = 600.0

@@ -24,6 +24,7 @@ EVENTS = {
     "starts": "server_started",
     "reloads": "version_reloaded",
     "unchecked": "server_unchecked",
+    "tensor_failures": "weights_from_disk",
 }
 """Counters of the engine, and the event that an increase causes."""
 
@@ -53,7 +54,7 @@ class ServerReports:
         if server is not None:
             stats: dict[str, Any] = server.stats()
             for name, kind in EVENTS.items():
-                if stats[name] > self._reported[name]:
+                if stats.get(name, 0.0) > self._reported[name]:
                     self._reported[name] = stats[name]
                     level = "info" if name == "starts" else "warning"
                     await self._event(kind, f"{name}: {stats[name]:.0f} so far", level)

@@ -1,17 +1,19 @@
-"""Checks the reply of a server's /server_info before the server is used, and refuses an incompatible server.
+"""Checks what a server says about itself before the server is used, and refuses an incompatible server.
 
-SGLang changes its endpoints between releases. This client was measured with the releases in `VERSIONS` and refuses
-others, because a difference in them would show as a wrong number much later.
+/server_info has its settings, /openapi.json its paths and the fields of their requests (`probes.capabilities`). SGLang
+changes them between releases, and a difference would show as a wrong number much later. The version number decides
+nothing; a release that was not measured is named in the log.
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from headrace.engines.base import UnusableEngine
-from headrace.engines.sglang.versions import VERSIONS
+from headrace.engines.sglang.probes import capabilities, versions
 from headrace.engines.sglang.weights.sparse import LOADER
 from headrace.policy.config import PolicyConfig
 
@@ -33,6 +35,9 @@ ARITHMETIC = (
 """The reported settings that determine the bits of the server's results."""
 
 
+_log = logging.getLogger("headrace.engines.sglang")
+
+
 class IncompatibleServer(UnusableEngine):
     """A server that this client cannot use; the text says what to change."""
 
@@ -52,22 +57,28 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """Requests are scheduled and counted by priority."""
     loader: bool
     """Whether the server has headrace's loader; a request for an unknown loader would end the server."""
+    tensors: bool
+    """The server takes weights as tensors."""
+    session: bool
+    """Such an update needs a session around it."""
     fingerprint: str
     """Never equal to the trainer's, because another program computes the model."""
 
 
-def terms(info: Mapping[str, Any], config: PolicyConfig) -> Terms:
-    """The settings in a reply of GET /server_info. IncompatibleServer when this client cannot use the server."""
+def terms(info: Mapping[str, Any], openapi: Mapping[str, Any], config: PolicyConfig) -> Terms:
+    """The settings in the replies of GET /server_info and GET /openapi.json. IncompatibleServer when this client cannot
+    use the server."""
     version = str(info.get("version", "unknown"))
-    if version not in VERSIONS:
-        raise IncompatibleServer(
-            f"the server is SGLang {version}, expected {' or '.join(VERSIONS)}: install that one "
-            "(deploy/sglang/requirements.txt), or run `make test-sglang` on yours and add it to VERSIONS"
-        )
     if info.get("frontend") != "python":
         raise IncompatibleServer(
             f"the server's front end is {info.get('frontend')!r}, which has neither pauses nor routed experts; start "
             "it without SGLANG_RUST_SERVER"
+        )
+    able, lost = capabilities.decide(capabilities.described(openapi), mixture=bool(config.experts))
+    if lost:
+        raise IncompatibleServer(
+            f"the server (SGLang {version}) cannot be used: {'; '.join(lost)}; install SGLang {versions.VERIFIED[-1]} "
+            "(deploy/sglang/requirements.txt)"
         )
     if config.experts and not info.get("enable_return_routed_experts"):
         raise IncompatibleServer("a mixture needs routed experts: start the server with --enable-return-routed-experts")
@@ -89,6 +100,8 @@ def terms(info: Mapping[str, Any], config: PolicyConfig) -> Terms:
             "SGLang serves a float32 policy in float16 unless told: start it with --dtype float32 or bfloat16"
         )
     device = str(info.get("device", "unknown"))
+    if version not in versions.MEASURED:
+        _log.warning("%s; it has what this client asks for, so it is used", versions.said(version))
     said = "\0".join(f"{key}={info.get(key)}" for key in ARITHMETIC)
     return Terms(
         version=version,
@@ -98,7 +111,11 @@ def terms(info: Mapping[str, Any], config: PolicyConfig) -> Terms:
         ep_size=int(info.get("ep_size") or 1),
         context=int(info.get("context_length") or 0),
         deterministic=bool(info.get("enable_deterministic_inference")),
-        priorities=bool(info.get("enable_priority_scheduling")) and info.get("default_priority_value") == 0,
+        priorities=able.priorities
+        and bool(info.get("enable_priority_scheduling"))
+        and info.get("default_priority_value") == 0,
         loader=LOADER in (info.get("custom_weight_loader") or ()),
+        tensors=able.tensors,
+        session=able.session,
         fingerprint=f"sglang-{hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}",
     )

@@ -33,6 +33,7 @@ from headrace.engines.sglang.server import Server
 from headrace.engines.sglang.weights.lock import VersionFile
 from headrace.engines.sglang.weights.staging import Stage
 from headrace.engines.sglang.weights.swap import Swapper
+from headrace.engines.sglang.weights.transport import Choice
 from headrace.policy.config import PolicyConfig
 
 DEATHS = 2
@@ -71,6 +72,7 @@ class SglangEngine:
         max_batch: int = 64,
         swap: Literal["in_place", "abort"] = "in_place",
         sparse: bool = False,
+        weights: Choice = "disk",
         deadline_s: float = 600.0,
         start_s: float = 600.0,
     ) -> None:
@@ -78,7 +80,8 @@ class SglangEngine:
         otherwise `server` is the one to start.
 
         swap: change weights while requests run, or abort the requests first and send them again. sparse: send the
-        server only changed elements, through the loader that it was started with (`weights.sparse`). deadline_s:
+        server only changed elements, through the loader that it was started with (`weights.sparse`). weights: how whole
+        versions come into the server (`weights.transport`). deadline_s:
         seconds after which a turn is aborted and returns its tokens so far. start_s: seconds in which a server must
         answer. EngineError unless exactly one of `url` and `server` is given.
         """
@@ -88,7 +91,9 @@ class SglangEngine:
         self._deadline_s = deadline_s
         self._wire = Wire(server.url if server is not None else url)
         self._stage = Stage(folder, config, tokenizer)
-        self._swapper = Swapper(self._wire, self._stage, config, sparse=sparse)
+        self._swapper = Swapper(
+            self._wire, self._stage, config, sparse=sparse, weights=weights, started=server is not None
+        )
         self._life = Life(config, self._wire, self._swapper, server, start_s, self._take_back)
         self._admission = Admission(max_batch, lambda: self._wire.get("/v1/loads?include=core"))
         self._watch: asyncio.Task[None] | None = None
@@ -133,6 +138,8 @@ class SglangEngine:
             "stage_ms": swapper.stage_ms,
             "staged_bytes": self._stage.written_bytes,
             "sparse_bytes": swapper.sparse_bytes,
+            "tensor_bytes": swapper.transport.bytes,
+            "tensor_failures": swapper.transport.failures,
             "reloads": swapper.reloads,
             "checked": swapper.checked,
             "unchecked": swapper.unchecked,

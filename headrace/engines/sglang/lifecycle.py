@@ -7,19 +7,27 @@ request whose server is gone only reports that; the next request or `restore` br
 """
 
 import asyncio
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from headrace.engines.base import EngineError, SampleRequest
+from headrace.engines.sglang import metrics
 from headrace.engines.sglang.compatibility import IncompatibleServer, Terms, terms
 from headrace.engines.sglang.http import Reply, ServerError, Wire
+from headrace.engines.sglang.reply import body, read
 from headrace.engines.sglang.server import Server
 from headrace.engines.sglang.weights.lock import Gate, NotServed, VersionFile
 from headrace.engines.sglang.weights.sparse import FOLDER, LOADER
 from headrace.engines.sglang.weights.swap import Swapper
+from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.policy.config import PolicyConfig
 
 POLL_S = 0.25
+PROBE = SampleRequest(
+    session="probe", ids=(0, 1), policy=PolicyRef(), sampling=Sampling(max_turn_tokens=2), stop_ids=(), seed=0
+)
+"""The turn that shows which parts of a reply a server has."""
 
 
 class Life:
@@ -49,6 +57,8 @@ class Life:
         """The weights that the server is known to hold; None when that is not known."""
         self._pinned: dict[int, VersionFile] = {}
         self._strange = False
+        self._proven: set[str] = set()
+        """Fingerprints of servers whose probe turn was read."""
         self._mixed: Counter[str] = Counter()
         """Label to the number of times that requests of these weights continued with other weights."""
 
@@ -118,8 +128,8 @@ class Life:
 
     async def attach(self) -> None:
         """Check a running server. IncompatibleServer, EngineError."""
-        self.terms = terms(await self._answer(), self._config)
-        if self._swapper.sparse and not self.terms.loader:
+        accepted = self._accept(await self._answer())
+        if self._swapper.sparse and not accepted.loader:
             raise IncompatibleServer(
                 f"sparse = true needs --custom-weight-loader {LOADER}, and {FOLDER} on the server's PYTHONPATH"
             )
@@ -137,6 +147,7 @@ class Life:
                     self._mixed[self._held.label] += 1
                 await self._swapper.change(weights, self._held, terms, self._take_back)
             self._held, self._strange = weights, False
+            await self._prove(weights, terms)
         except ServerError as error:
             self._held = None
             raise NotServed(f"no server could be made to serve version {weights.version}: {error}") from error
@@ -157,21 +168,58 @@ class Life:
                 await self._server.start(self._swapper.folder, weights.label)
             if self.terms is None:
                 try:
-                    self.terms = terms(await self._answer(), self._config)
+                    return self._accept(await self._answer())
                 except NotServed:
                     if fresh:
                         raise
                     continue  # it ended during the check: start it again
             return self.terms
 
-    async def _answer(self) -> Reply:
-        """The first reply of /server_info. NotServed when this engine's server ended; ServerError after `start_s`
-        seconds."""
+    def _accept(self, replies: tuple[Reply, Reply]) -> Terms:
+        """Check a server's description of itself. IncompatibleServer."""
+        accepted = terms(*replies, self._config)
+        self._swapper.transport.check(accepted)
+        self.terms = accepted
+        return accepted
+
+    async def _prove(self, weights: VersionFile, terms: Terms) -> None:
+        """Ask for a turn of two tokens, which shows what a description does not contain: log-probabilities, the version
+        of each token, and routed experts. IncompatibleServer when the reply lacks one of them."""
+        if terms.fingerprint in self._proven:
+            return
+        asked = body(
+            PROBE, PROBE.ids, PROBE.sampling.max_turn_tokens, rid=f"{PROBE.session}{uuid.uuid4().hex}"[:32],
+            start=0, salt=weights.label, sparse=bool(self._config.experts), seeded=terms.deterministic,
+            priority=metrics.PRIORITY["train"] if terms.priorities else None,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(self._start_s):
+                reply = await self._wire.generate(asked, lambda event: None)
+            attempt = read(reply, prompt=len(PROBE.ids), start=0, config=self._config, stops=())
+        except TimeoutError:
+            raise ServerError(
+                "late", f"the server at {self._wire.url} did not sample two tokens within {self._start_s:.0f} s"
+            ) from None
+        except ServerError as error:
+            if error.kind in ("refused", "garbled"):
+                raise IncompatibleServer(f"the server's first turn cannot be used: {error}") from error
+            raise
+        if attempt.finish == "length":
+            self._proven.add(terms.fingerprint)
+
+    async def _answer(self) -> tuple[Reply, Reply]:
+        """The first replies of /server_info and /openapi.json. NotServed when this engine's server ended; ServerError
+        after `start_s` seconds; IncompatibleServer without a description."""
         end = asyncio.get_running_loop().time() + self._start_s
         while True:
             try:
-                return await self._wire.get("/server_info", 10.0)
+                info = await self._wire.get("/server_info", 10.0)
+                return info, await self._wire.get("/openapi.json", 60.0)
             except ServerError as error:
+                if error.status in (404, 405) and "/openapi.json" in str(error):
+                    raise IncompatibleServer(
+                        f"{self._wire.url} has no /openapi.json: start the server without DISABLE_OPENAPI_DOC"
+                    ) from None
                 if self._server is not None and not self._server.alive:
                     why = f"{self._server.reason()} (log: {self._server.log})"
                     raise NotServed(f"the SGLang server ended: {why}") from None

@@ -12,12 +12,13 @@ from headrace.engines.sglang import requirements
 
 if TYPE_CHECKING:
     from headrace.engines.sglang.engine import SglangEngine
+    from headrace.engines.sglang.fleet import Fleet
 
 
 class Sglang:
     """Opens an engine on a running server, or on a server that the engine starts."""
 
-    async def __call__(self, setup: EngineSetup) -> "SglangEngine":
+    async def __call__(self, setup: EngineSetup) -> "SglangEngine | Fleet":
         """The engine of a rollout actor. A running server is checked. UnusableEngine, EngineError."""
         from headrace.engines.sglang.open import open_engine
 

@@ -128,7 +128,7 @@ def read(reply: Mapping[str, Any], *, prompt: int, start: int, config: PolicyCon
         raise _garbled("a log-probability is not finite: the weights give logits that are not finite")
     covered = [index for stretch in stretches for index in range(stretch.start, stretch.end)]
     if covered != list(range(len(ids))):
-        raise _garbled(f"weight_versions do not cover the {len(ids)} sampled tokens")
+        raise _garbled(f"weight_versions, the versions that sampled each token, do not cover the {len(ids)} tokens")
     if finish == "stop" and (not ids or ids[-1] not in stops):
         raise _garbled(
             f"the server stopped at a token that is no stop id ({ending.get('matched')}); serve the model without "

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace import timed_commands
 from headrace.config import Engine as EngineSection
 from headrace.engines.registry import Problem, Requirement
-from headrace.engines.sglang.versions import VERSIONS
+from headrace.engines.sglang.probes import versions
 
 ANSWER_S = 1.0
 
@@ -25,6 +25,28 @@ def problems(section: EngineSection) -> Iterator[Problem]:
             "device",
             f"expected auto with engine.kind = 'sglang' (engine.args names its devices), got {section.device}",
         )
+
+    yield from _servers(section)
+
+
+def _servers(section: EngineSection) -> Iterator[Problem]:
+    """Contradictions of the number of servers and their devices."""
+    devices = [device.strip() for seen in section.server_devices for device in seen.split(",")]
+    if section.url and (section.servers > 1 or devices):
+        yield (
+            "servers",
+            "expected 1 and no engine.server_devices with engine.url: they are for servers that are started",
+        )
+    elif devices and len(section.server_devices) != section.servers:
+        yield (
+            "server_devices",
+            f"expected one entry for each of {section.servers} servers, got {len(section.server_devices)}",
+        )
+    elif section.servers > 1 and not devices and "cpu" not in section.args:
+        yield "server_devices", f"expected the GPUs of each of {section.servers} servers, such as '0,1'; got none"
+    elif len(set(devices)) < len(devices):
+        twice = next(device for device in devices if devices.count(device) > 1)
+        yield "server_devices", f"expected each GPU once, got {twice} more than once"
 
 
 def requirements(section: EngineSection) -> Iterator[Requirement]:
@@ -63,8 +85,9 @@ def _running(section: EngineSection) -> Requirement:
 
 
 def _release(key: str, release: str) -> Requirement:
-    if release not in VERSIONS:
-        expected = " or ".join(VERSIONS)
-        text = f"expected SGLang {expected}, got {release}; install deploy/sglang/requirements.txt"
+    lacking = versions.lacks(release)
+    if lacking:
+        newest = versions.VERIFIED[-1]
+        text = f"SGLang {release} lacks {lacking}; install {newest} (deploy/sglang/requirements.txt)"
         return Requirement(key, False, text)
-    return Requirement(key, True, f"SGLang {release}")
+    return Requirement(key, True, versions.said(release))

@@ -10,6 +10,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -41,21 +42,40 @@ def arguments() -> list[str]:
     return shlex.split(os.environ["HEADRACE_SGLANG_ARGS"]) if "HEADRACE_SGLANG_ARGS" in os.environ else list(CPU)
 
 
-def free_port() -> int:
-    """A free port on loopback."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def reserve() -> tuple[int, int]:
+    """A free port on loopback, and the descriptor of a socket that keeps it until it is closed.
+
+    The socket is bound and never listens. Nobody gets the port from the kernel while it is bound; a server that asks
+    for this port gets it, because both sockets have SO_REUSEADDR. The option is set after bind, so that the kernel does
+    not hand out a port which another such socket keeps.
+    """
+    keeper = socket.socket()
+    try:
+        keeper.bind(("127.0.0.1", 0))
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port = int(keeper.getsockname()[1])
+    except OSError:
+        keeper.close()
+        raise
+    return port, keeper.detach()
 
 
 class Server:
     """One SGLang server as a child process."""
 
-    def __init__(self, python: str, port: int, args: Sequence[str], log: Path, *, sparse: bool = False) -> None:
+    def __init__(
+        self, python: str, args: Sequence[str], log: Path, *, sparse: bool = False, devices: str | None = None
+    ) -> None:
         """python: the interpreter of the environment with SGLang. args: arguments of SGLang's launch_server. log: the
-        file for its output. sparse: give the server the loader that applies changed elements."""
-        self._sparse = sparse
-        self.python, self.port, self.args, self.log = python, port, list(args), log
+        file for its output. sparse: give the server the loader that applies changed elements. devices: the GPUs that it
+        sees, as in CUDA_VISIBLE_DEVICES; None for all that this process sees.
+
+        Its port is reserved as long as this object exists, also between two starts.
+        """
+        self._sparse, self._devices = sparse, devices
+        self.python, self.args, self.log = python, list(args), log
+        self.port, keeper = reserve()
+        self._keeper = weakref.finalize(self, os.close, keeper)
         self.process: asyncio.subprocess.Process | None = None
         self.starts = 0
 
@@ -81,6 +101,9 @@ class Server:
             env = {"OMP_NUM_THREADS": "1"} | env | {"SGLANG_USE_CPU_ENGINE": "1"}
         # The server's interpreter has its own packages; this process's paths must not apply to it.
         env = {key: value for key, value in env.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+        env.pop("DISABLE_OPENAPI_DOC", None)  # the client reads the description
+        if self._devices is not None:
+            env["CUDA_VISIBLE_DEVICES"] = self._devices
         if self._sparse:
             env["PYTHONPATH"] = str(FOLDER)
             argv += ["--custom-weight-loader", LOADER]

@@ -21,6 +21,7 @@ from headrace.engines.sglang.weights.staging import Stage
 from headrace.weights import snapshot
 from tests.support import tiny
 from tests.support.sglang.double import Double
+from tests.support.sglang.updates import openapi
 
 pytestmark = pytest.mark.anyio
 
@@ -197,7 +198,6 @@ def test_what_contradicts_itself_is_refused_at_the_door(changes: dict[str, Any],
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": "0.5.15"}, "the server is SGLang 0.5.15.*install that one"),
         ({"frontend": "rust"}, "SGLANG_RUST_SERVER"),
         ({"enable_return_routed_experts": False}, "--enable-return-routed-experts"),
         ({"incremental_streaming_output": True}, "--incremental-streaming-output"),
@@ -208,15 +208,15 @@ def test_what_contradicts_itself_is_refused_at_the_door(changes: dict[str, Any],
 )
 def test_a_server_that_is_unfit_is_told_what_to_change(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(IncompatibleServer, match=words):
-        terms(INFO | changes, CONFIG)
+        terms(INFO | changes, openapi(), CONFIG)
 
 
 def test_terms_of_a_fit_server() -> None:
-    accepted = terms(INFO, CONFIG)
+    accepted = terms(INFO, openapi(), CONFIG)
     assert (accepted.context, accepted.dtype, accepted.deterministic) == (512, "float32", False)
-    assert terms(INFO | {"dtype": "bfloat16"}, CONFIG).fingerprint != accepted.fingerprint
+    assert terms(INFO | {"dtype": "bfloat16"}, openapi(), CONFIG).fingerprint != accepted.fingerprint
     dense = tiny.config(experts=0, top_k=0)
-    assert terms(INFO | {"enable_return_routed_experts": False}, dense).version == "0.5.23"
+    assert terms(INFO | {"enable_return_routed_experts": False}, openapi(), dense).version == "0.5.23"
 
 
 def test_a_stage_writes_only_what_changed_and_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

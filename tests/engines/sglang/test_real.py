@@ -21,8 +21,8 @@ from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.http import ServerError
 from headrace.engines.sglang.metrics import Requests
 from headrace.engines.sglang.reply import read
-from headrace.engines.sglang.weights import checksums
-from headrace.engines.sglang.weights.swap import LOAD_S
+from headrace.engines.sglang.weights import checksums, tensors
+from headrace.engines.sglang.weights.transport import LOAD_S, Transport
 from headrace.messages.rollout import Span
 from headrace.policy import scoring
 from headrace.weights import snapshot
@@ -191,8 +191,8 @@ async def test_a_delta_applied_beside_the_server_ends_in_the_trainers_checksums(
     assert (stats["sparse_bytes"] > 0) == (how == "sparse"), "what went wrong was loaded from disk"
     answer = await engine._swapper._wire.post("/weights_checker", {"action": "checksum"}, LOAD_S)
     served = checksums.served(answer, 1)
-    for tensors, words in ((after, ""), (state, "tensors in the server differ from the version's")):
-        wanted = {name: checksums.digest(tensor) for name, tensor in checksums.fused(tensors, versions.config).items()}
+    for version, words in ((after, ""), (state, "tensors in the server differ from the version's")):
+        wanted = {name: checksums.digest(tensor) for name, tensor in checksums.fused(version, versions.config).items()}
         message = checksums.difference(wanted, served)
         assert words in message and bool(message) == bool(words)
     await versions.load(engine, number + 4 - number % 4)
@@ -276,6 +276,28 @@ async def test_production_goes_first_and_others_are_counted(engine: SglangEngine
     for index, sample in enumerate(await asyncio.gather(*training)):
         assert worst(kept([index, 2, 3], sample, versions), versions) < NATS_TOLERANCE
     assert engine.counts["retracted"] > retracted
+
+
+async def test_a_version_as_tensors_is_the_one_of_its_file(
+    engine: SglangEngine, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several buckets under a running turn, checksums of all tensors afterwards, and the same from disk."""
+    old = await on(engine, versions, 0)
+    by_tensors = Transport(engine._wire, "auto", engine._swapper.folder, started=True)
+    monkeypatch.setattr(engine._swapper, "transport", by_tensors)
+    monkeypatch.setattr(tensors, "BUCKET", 100_000)
+    pauses: dict[str, list[float]] = {"tensors": [], "disk": []}
+    for step_, way in enumerate(("tensors", "disk") * 3):
+        by_tensors._off = way == "disk"
+        work = asyncio.create_task(engine.sample(request(f"{way}{step_}", ids=(5, 6, 7), tokens=LONG * 4)))
+        await begun(engine)
+        await versions.load(engine, old + 1 + step_)
+        sample = await work
+        assert worst(kept([5, 6, 7], sample, versions), versions) < NATS_TOLERANCE and checked(engine)
+        stats = engine.stats()
+        assert bool(stats["tensor_bytes"]) == (way == "tensors") and not stats["tensor_failures"]
+        pauses[way].append(round(stats["pause_ms"], 1))
+    print(f"pauses in ms: {pauses}")
 
 
 async def test_golden_files_can_be_recorded(engine: SglangEngine, versions: Versions) -> None:

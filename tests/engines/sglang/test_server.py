@@ -13,7 +13,7 @@ from headrace.engines.base import EngineError
 from headrace.engines.sglang.compatibility import IncompatibleServer
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.open import opened
-from headrace.engines.sglang.server import Server, free_port
+from headrace.engines.sglang.server import Server
 from headrace.engines.sglang.weights.lock import NotServed
 from headrace.messages.rollout import Span
 from tests.support import tiny
@@ -36,7 +36,7 @@ def interpreter(folder: Path, command: str) -> str:
 async def test_it_is_started_on_the_version_it_serves_and_again_when_it_was_killed(tmp_path: Path) -> None:
     versions = Versions(tiny.config(), tmp_path, exact=False)
     python = interpreter(tmp_path, f"{sys.executable} -m tests.support.sglang.double_process")
-    server = Server(python, free_port(), ["--device", "cpu"], tmp_path / "logs" / "server.log")
+    server = Server(python, ["--device", "cpu"], tmp_path / "logs" / "server.log")
     engine = SglangEngine(versions.config, tmp_path / "stage", server=server, start_s=60.0)
     await versions.load(engine, 0)
     assert engine.stats()["pause_ms"] == 0.0 and engine.stats()["checked"], "what it started on is what it serves"
@@ -56,7 +56,7 @@ async def test_it_is_started_on_the_version_it_serves_and_again_when_it_was_kill
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     versions = Versions(tiny.config(), tmp_path, exact=False)
     python = interpreter(tmp_path, "sh -c 'echo ImportError: no such kernel >&2; exit 1'")
-    server = Server(python, free_port(), [], tmp_path / "server.log")
+    server = Server(python, [], tmp_path / "server.log")
     engine = SglangEngine(versions.config, tmp_path / "stage", server=server, start_s=20.0)
     with pytest.raises(NotServed, match="ImportError: no such kernel"):
         await versions.load(engine, 0)
@@ -77,6 +77,6 @@ def test_a_section_that_cannot_be_meant_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="expected either the url"):
         SglangEngine(config, tmp_path)
     made = opened(Section(kind="sglang", exact=False, python="p", stage_dir=str(tmp_path)), config, tmp_path, "r")
-    assert made.version == -1 and made._server is not None
+    assert isinstance(made, SglangEngine) and made.version == -1 and made._server is not None
     assert made._server.args[:4] == ["--dtype", "float32", "--max-running-requests", "64"]
     assert made._server.args[4:] == ["--enable-return-routed-experts"]

@@ -27,7 +27,8 @@ from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import checkpoint
 from tests.support import tiny
-from tests.support.sglang.priority import admit, page
+from tests.support.sglang import pages, updates
+from tests.support.sglang.priority import admit
 
 SAMPLING = {
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos",
@@ -90,6 +91,10 @@ class Double:
         """Overrides of /server_info."""
         self.fail_updates: list[str] = []
         """How the next updates fail: `refuse` (nothing changed), `half` (some tensors did), `lie` (it says done)."""
+        self.fail_tensors = ""
+        """How updates by tensors fail, as in `fail_updates`; `die` ends the server."""
+        self.session = False  # whether an update session is open
+        self.openapi: dict[str, Any] = updates.openapi()
         self.drop_routes = False
         self.more_posts: dict[str, Any] = {}
         self.seen: list[tuple[str, Any]] = []
@@ -112,11 +117,11 @@ class Double:
         post = {
             "/generate": self._generate, "/abort_request": self._abort, "/pause_generation": self._pause,
             "/continue_generation": self._continue, "/update_weights_from_disk": self._update,
-            "/weights_checker": self._check, "/flush_cache": self._flush, **self.more_posts,
+            "/weights_checker": self._check, "/flush_cache": self._flush, **updates.posts(self), **self.more_posts,
         }  # fmt: skip
         get = {
             "/server_info": self._server_info, "/model_info": self._model_info, "/v1/loads": self._loads,
-            "/ready": self._ready, "/health": self._health, "/ping": self._ping, "/metrics": self._metrics,
+            **pages.gets(self),
         }  # fmt: skip
         app.add_routes([web.post(path, handler) for path, handler in post.items()])
         app.add_routes([web.get(path, handler) for path, handler in get.items()])
@@ -137,7 +142,7 @@ class Double:
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await runner.cleanup()
-        self.running, self.queue, self.prefixes, self.paused = [], [], {}, False
+        self.running, self.queue, self.prefixes, self.paused, self.session = [], [], {}, False, False
         self.model, self.version = tiny.model(self.config, exact=False, seed=99), "default"
         self.told = self.version
 
@@ -155,7 +160,10 @@ class Double:
             self.news.notify_all()
 
     def bodies(self, path: str) -> list[Any]:
-        return [body for seen, body in self.seen if seen == path]
+        """The bodies of a path so far, without those of the client's probe turns."""
+        return [
+            body for seen, body in self.seen if seen == path and not str((body or {}).get("rid")).startswith("probe")
+        ]
 
     # Scheduling.
 
@@ -190,7 +198,7 @@ class Double:
         hidden = self.model.forward_cached(
             torch.tensor(new), [len(new)], [one.forwarded], table, one.cache, None, recorder
         )
-        fresh = torch.stack(recorder, 1).to(torch.int32).numpy()
+        fresh = (torch.stack(recorder, 1) if recorder else torch.empty(len(new), 0, 0)).to(torch.int32).numpy()
         one.rows = fresh if one.rows is None else np.concatenate((one.rows, fresh))
         one.forwarded = len(context)
         heat = float(one.params.get("temperature", 1.0))
@@ -342,15 +350,9 @@ class Double:
         if how == "refuse":
             return web.json_response({"success": False, "message": "no such file"}, status=400)
         _, tensors = checkpoint.load(body["model_path"])
-        state = self.model.state()
         names = sorted(tensors)
-        state |= {name: tensors[name] for name in (names[::2] if how else names)}
-        async with self.news:
-            for one in self.running:
-                if one.out:
-                    one.changes.append((self.version, len(one.out)))
-            self.model.load_state(state)
-            self.version = body.get("weight_version") or self.version
+        names = names[::2] if how else names
+        await self.take({name: tensors[name] for name in names}, body.get("weight_version"))
         if how == "half":
             return web.json_response({"success": False, "message": "partially updated"}, status=400)
         if body.get("flush_cache", True):
@@ -360,6 +362,17 @@ class Double:
             self.prefixes.clear()
         self.model_path, self.told = body["model_path"], self.version
         return web.json_response({"success": True, "message": "Succeeded", "num_paused_requests": 0})
+
+    async def take(self, tensors: Mapping[str, torch.Tensor], version: str | None) -> None:
+        """Compute with these tensors, and the others as before."""
+        async with self.news:
+            self.model.load_state(self.model.state() | dict(tensors))
+            if version is None or version == self.version:
+                return
+            for one in self.running:
+                if one.out:
+                    one.changes.append((self.version, len(one.out)))
+            self.version = version
 
     async def _check(self, request: web.Request) -> web.Response:
         sums = {name: digest(tensor) for name, tensor in fused(self.model.state(), self.config).items()}
@@ -385,15 +398,3 @@ class Double:
     async def _loads(self, request: web.Request) -> web.Response:
         load = {"num_running_reqs": len(self.running), "num_waiting_reqs": len(self.queue), "token_usage": 0.1}
         return web.json_response({"version": "0.5.23", "loads": [load]})
-
-    async def _ready(self, request: web.Request) -> web.Response:
-        return web.Response(status=503 if self.paused else 200)
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(status=503 if self.paused and self.sick_when_paused else 200)
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=page(self))
-
-    async def _ping(self, request: web.Request) -> web.Response:
-        return web.Response()

@@ -15,6 +15,7 @@ import aiohttp
 from headrace.engines.sglang.compatibility import ARITHMETIC
 from headrace.engines.sglang.http import Wire
 from headrace.engines.sglang.metrics import _WANTED
+from headrace.engines.sglang.probes import capabilities
 from headrace.policy.config import PolicyConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -33,6 +34,27 @@ async def raw(url: str, path: str, body: Any = None) -> dict[str, Any]:
         return {"status": got.status, "body": json.loads(text)}
     except ValueError:
         return {"status": got.status, "body": text}
+
+
+def needed(openapi: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a description that the client reads: its paths, their bodies, and the names of their fields."""
+    needs = (*capabilities.REQUIRED, *capabilities.REPLAY, *capabilities.PRIORITIES, *capabilities.TENSORS,
+             *capabilities.SESSION)  # fmt: skip
+    paths = {need.path: openapi["paths"][need.path] for need in needs if need.path in openapi["paths"]}
+    paths = {
+        path: {
+            method: {"requestBody": said["requestBody"]} if "requestBody" in said else {}
+            for method, said in methods.items()
+        }
+        for path, methods in paths.items()
+    }
+    text = json.dumps(paths)
+    schemas = {
+        name: {"properties": {field: {} for field in schema.get("properties", ())}}
+        for name, schema in openapi["components"]["schemas"].items()
+        if f'/{name}"' in text
+    }
+    return {"paths": paths, "components": {"schemas": schemas}}
 
 
 def asked(ids: list[int], tokens: int, **changes: Any) -> dict[str, Any]:
@@ -106,4 +128,7 @@ async def record_golden(wire: Wire, config: PolicyConfig, folder: Path) -> dict[
         GOLDEN.mkdir(exist_ok=True)
         file = GOLDEN / f"sglang-{info['version']}.json"
         file.write_text(json.dumps(exchanges, indent=1).replace(str(folder), "/stage") + "\n", encoding="utf-8")
+        described = needed(await wire.get("/openapi.json", 60.0))
+        file = GOLDEN / f"openapi-{info['version']}.json"
+        file.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     return exchanges

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.server import Server, arguments, free_port
+from headrace.engines.sglang.server import Server, arguments
 from headrace.rendering import schemas
 from headrace.rendering.tokenizer import Tokenizer
 from tests.support.engines import Versions
@@ -32,7 +32,7 @@ async def real(versions: Versions, folder: Path) -> AsyncIterator[SglangEngine]:
     args = [*arguments(), "--dtype", versions.config.dtype, "--context-length", "2048"]
     args += ["--max-running-requests", str(MAX_RUNNING), "--enable-return-routed-experts"]
     log = Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "server.log")
-    server = Server(python(), free_port(), args, log, sparse=True)
+    server = Server(python(), args, log, sparse=True)
     engine = SglangEngine(versions.config, folder / "stage", server=server, tokenizer=tokenizer, max_batch=MAX_RUNNING)
     try:
         await versions.load(engine, 0)

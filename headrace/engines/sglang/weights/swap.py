@@ -16,8 +16,9 @@ On a GPU the MoE runner may hold the experts in another layout than `checksums` 
 which. So the first load decides: if its checksums differ, a warning names the first such tensor, and this server is not
 compared; if they match, every later difference is an error.
 
-With `sparse` the load is a scattered write of the changed elements (`weights.sparse`), verified by the same checksums.
-Where it is not available, or fails, the version is loaded from disk.
+With `sparse` the load is a scattered write of the changed elements (`weights.sparse`); otherwise the whole version may
+be given as tensors in shared memory (`weights.transport`). Both are verified by the same checksums, and where one is
+not available, or fails, the version is loaded from disk.
 """
 
 import asyncio
@@ -35,10 +36,9 @@ from headrace.engines.sglang.weights import checksums
 from headrace.engines.sglang.weights import sparse as sglang_sparse
 from headrace.engines.sglang.weights.lock import NotServed, VersionFile
 from headrace.engines.sglang.weights.staging import Stage
+from headrace.engines.sglang.weights.transport import LOAD_S, Choice, Transport
 from headrace.policy.config import PolicyConfig
 
-LOAD_S = 600.0
-"""Seconds after which a reload has failed."""
 _log = logging.getLogger("headrace.engines.sglang")
 
 
@@ -55,9 +55,20 @@ class Wanted(NamedTuple):
 class Swapper:
     """The only caller of a server's administrative endpoints."""
 
-    def __init__(self, wire: Wire, stage: Stage, config: PolicyConfig, *, sparse: bool = False) -> None:
-        """sparse: the server has headrace's loader and gets changed elements."""
+    def __init__(
+        self,
+        wire: Wire,
+        stage: Stage,
+        config: PolicyConfig,
+        *,
+        sparse: bool = False,
+        weights: Choice = "disk",
+        started: bool = False,
+    ) -> None:
+        """sparse: the server has headrace's loader and gets changed elements. weights: how it gets whole versions.
+        started: this engine starts the server."""
         self._wire, self._stage, self._config, self.sparse = wire, stage, config, sparse
+        self.transport = Transport(wire, weights, stage.folder, started=started)
         self._changes = stage.folder.with_name(f"{stage.folder.name}.changes")
         """Not inside the folder, because the server reads every weight file in it."""
         self.sparse_bytes = 0
@@ -130,6 +141,8 @@ class Swapper:
             wanted = await self._wanted(weights, terms)
             verified = wanted is not None and not wanted.undecided
             self.sparse_bytes = await self._differences(before, terms) if verified else 0
+            if not self.sparse_bytes and (wanted is None or verified):
+                await self.transport.prepare(self._stage.model, terms, compared=verified)
         except EngineError:
             if before is not None:
                 await self.ready(before)  # a later restart of the server must find the weights that it served
@@ -140,8 +153,7 @@ class Swapper:
             await take_back()
             await self._pause()
             try:
-                if not self.sparse_bytes or not await self._apply(weights, wanted):
-                    self.sparse_bytes = 0
+                if not await self._without_disk(weights, wanted, terms):
                     await self._load(weights, wanted)
             except EngineError as error:
                 await self._go_back(before, terms, error)
@@ -153,7 +165,26 @@ class Swapper:
         except ServerError as error:
             raise NotServed(f"the server was lost during the change to version {weights.version}: {error}") from error
         finally:
+            self.transport.discard()
             self.pause_ms = (time.perf_counter() - began) * 1e3
+
+    async def _without_disk(self, weights: VersionFile, wanted: Wanted | None, terms: Terms) -> bool:
+        """Write the changed elements, or give the whole version as tensors, if one of them is prepared. True when the
+        server then serves exactly that version."""
+        if self.sparse_bytes:
+            if await self._apply(weights, wanted):
+                return True
+            self.sparse_bytes = 0
+        if not self.transport.ready or not await self.transport.send(weights.label, terms):
+            return False
+        try:
+            await self._check(weights, wanted)
+        except ServerError:
+            raise
+        except EngineError as error:
+            self.transport.failed(str(error))
+            return False
+        return True
 
     async def _go_back(self, before: VersionFile | None, terms: Terms, error: EngineError) -> None:
         """Load the old version in full. NotServed when that fails; the server then stays paused."""

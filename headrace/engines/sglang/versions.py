@@ -1,3 +1,0 @@
-"""The SGLang releases that this client was measured with (docs/sglang.md)."""
-
-VERSIONS = ("0.5.23",)
