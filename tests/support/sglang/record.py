@@ -49,7 +49,7 @@ def needed(openapi: dict[str, Any]) -> dict[str, Any]:
         for path, methods in paths.items()
     }
     text = json.dumps(paths)
-    schemas = {
+    schemas: dict[str, Any] = {
         name: {"properties": {field: {} for field in schema.get("properties", ())}}
         for name, schema in openapi["components"]["schemas"].items()
         if f'/{name}"' in text

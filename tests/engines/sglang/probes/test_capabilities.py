@@ -167,7 +167,9 @@ def test_a_source_is_read_as_a_description_is() -> None:
         ),
     }
     fields = sglang_versions.described(files)
-    assert fields("/generate") == {"rid", "cache_salt"} and fields("/pause_generation") == {"mode"}
+    assert fields("/generate") == frozenset({"rid", "cache_salt"}) and fields("/pause_generation") == frozenset(
+        {"mode"}
+    )
     assert fields("/ping") == frozenset() and fields("/v1/loads") is None
     said = sglang_versions.row(files)
     assert not said["usable"] and "prefix caches by version needs cache_salt of /generate" not in said["lacks"]
