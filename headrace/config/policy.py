@@ -101,9 +101,9 @@ class Engine(Section, frozen=True, kw_only=True):
     sparse: bool = False
     """Write only the elements that differ between versions into the server's weights
     (engines/sglang/weights/sparse.py)."""
-    weights: Literal["auto", "tensor", "disk"] = "auto"
-    """How a version comes into a server. tensor: in shared memory of this machine. disk: as the staged file, which is
-    also the fallback of tensor. auto: tensor for a server on a CPU that headrace starts, otherwise disk."""
+    weights: Literal["disk", "tensor", "auto"] = "disk"
+    """How a version comes into a server. disk: as the staged file, which is also the fallback of tensor. tensor: in
+    shared memory of this machine. auto: tensor for a server on a CPU that headrace starts, otherwise disk."""
     deadline_s: Duration = 600.0
     """Time limit of one turn on a server."""
     start_s: Duration = 600.0
