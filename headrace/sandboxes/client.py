@@ -8,12 +8,14 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from headrace.backoff import Backoff
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusTimeout, Disconnected, NoResponders
+from headrace.messages.base import Message
 from headrace.messages.sandbox import (
+    EVERYWHERE,
     Acquire,
     Acquired,
     GroupKey,
@@ -24,6 +26,7 @@ from headrace.messages.sandbox import (
     SandboxLost,
     SandboxReply,
     acquire_method,
+    holders,
 )
 from headrace.messages.subjects import RPC, RPC_NODE, token
 from headrace.sandboxes.calls import CannotCopy, NodeSilent, Superseded, ask, refusal
@@ -128,10 +131,9 @@ class Sandboxes:
             if node:
                 subject = RPC_NODE.at(service="environment", node=node, method="acquire")
                 reply = await ask(self._bus, subject, request, ANSWER_S, patient=patient)
-            else:  # sent once: another node might answer a repeat, and then two nodes would create a sandbox
-                subject = RPC.at(service="environment", method=acquire_method(token(request.run)))
+            else:
                 async with self._asking:
-                    reply = await self._bus.request(subject, request, timeout=ANSWER_S)
+                    reply = await self._ask_any(request)
         except (NoResponders, BusTimeout):
             # Acquiring again is safe: the same key gets the same sandbox.
             silence.unanswered(asked)
@@ -148,6 +150,19 @@ class Sandboxes:
         if isinstance(reply, SandboxReply) and reply.failure == "superseded":
             raise Superseded(f"{request.group}: {detail}")
         raise SandboxLost(f"no sandbox for {request.group}: {detail}")
+
+    async def _ask_any(self, request: Acquire) -> Message:
+        """Acquire at a node that holds the request's image; at any node where none does. A holder that is full is
+        waited for: a node without the image could not serve the request.
+
+        The request is sent once: another node might answer a repeat, and then two nodes would create a sandbox.
+        """
+        method = acquire_method(token(request.run))
+        if request.template != EVERYWHERE:
+            subject = RPC_NODE.at(service="environment", node=holders(request.template), method=method)
+            with suppress(NoResponders):
+                return await self._bus.request(subject, request, timeout=ANSWER_S)
+        return await self._bus.request(RPC.at(service="environment", method=method), request, timeout=ANSWER_S)
 
     async def fork(self, sandbox: RemoteSandbox, into: Sequence[Acquire]) -> list[RemoteSandbox]:
         """`RemoteSandbox.fork`; this actor owns the copies."""

@@ -1,8 +1,10 @@
 """The environment actor: serves the sandboxes of one node, by request and reply.
 
 The environment nodes of a run share ``hr.rpc.environment.acquire-<run>`` as a queue group: one node answers each
-request, and a full node answers ``no_room``, so that the next request may reach another node. Every later request goes
-to the node that holds the sandbox. `headrace.vmhost` decides in which machine a sandbox runs.
+request, and a full node answers ``no_room``, so that the next request may reach another node. The nodes that hold an
+image share ``hr.rpc.environment.holds-<hash of its name>.acquire-<run>``, and an acquire of the image is sent there
+first. Every later request goes to the node that holds the sandbox. `headrace.vmhost` decides in which machine a sandbox
+runs.
 """
 
 import asyncio
@@ -56,6 +58,7 @@ from headrace.messages.sandbox import (
     ToolLog,
     WriteFiles,
     acquire_method,
+    holders,
 )
 from headrace.messages.subjects import EVENT, RPC, RPC_NODE, token
 from headrace.vmhost.backends import registry as backends
@@ -63,6 +66,8 @@ from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.node.host import Host, VmSandbox
 
 REAP_EVERY_S = 1.0
+OFFER_EVERY_S = 5.0
+"""Seconds until a node is asked for an image that was stored on it."""
 LOG_BATCH = 64
 LOG_BACKLOG = 20_000
 """Largest number of tool-log lines that wait for the broker; the oldest are dropped and counted."""
@@ -81,6 +86,8 @@ class Environment(Actor):
         self._lines_ready = asyncio.Event()
         self._lines_lost = 0
         self._calls = 0
+        self._offered: dict[str, Any] = {}
+        """Subscriptions by the name of an image."""
         # Two runs of one broker may each have an environment on this node.
         shared = self.run == ANY_RUN
         self._node = token(self.bus.node) if shared else token(f"{self.bus.node}-{self.run}")
@@ -107,8 +114,19 @@ class Environment(Actor):
         }
         for method, handler in methods.items():
             await self.serve(RPC_NODE.at(service="environment", node=self._node, method=method), handler)
-        method = "*" if shared else acquire_method(self._run_token)
-        await self.serve(RPC.where(service="environment", method=method), self._acquire, queue="environment")
+        self._method = "*" if shared else acquire_method(self._run_token)
+        await self._offer()
+        self.every(OFFER_EVERY_S, self._offer, "images")
+        await self.serve(RPC.where(service="environment", method=self._method), self._acquire, queue="environment")
+
+    async def _offer(self) -> None:
+        """Answer acquires of the images that this node holds now, and of no others."""
+        names = await asyncio.to_thread(self._host.held)
+        for name in self._offered.keys() - names:
+            await self.unserve(self._offered.pop(name))
+        for name in names - self._offered.keys():
+            subject = RPC_NODE.where(service="environment", node=holders(name), method=self._method)
+            self._offered[name] = await self.serve(subject, self._acquire, queue="environment")
 
     async def stop(self) -> None:
         """End every machine; a later call to one of its sandboxes gets the answer ``lost``."""

@@ -2,6 +2,7 @@
 
 from headrace.messages.sandbox.calls import (
     ANY_RUN,
+    EVERYWHERE,
     Acquire,
     Acquired,
     Checkpoint,
@@ -25,6 +26,7 @@ from headrace.messages.sandbox.calls import (
     TestOutcome,
     ToolLog,
     acquire_method,
+    holders,
 )
 from headrace.messages.sandbox.operations import (
     ApplyChanges,
@@ -51,6 +53,7 @@ from headrace.messages.sandbox.operations import (
 
 __all__ = [
     "ANY_RUN",
+    "EVERYWHERE",
     "Acquire",
     "Acquired",
     "ApplyChanges",
@@ -94,4 +97,5 @@ __all__ = [
     "ToolLog",
     "WriteFiles",
     "acquire_method",
+    "holders",
 ]

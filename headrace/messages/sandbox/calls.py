@@ -3,6 +3,7 @@
 Harness, tasks and judge program against `Sandbox`, whatever backend implements it.
 """
 
+import hashlib
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -138,9 +139,18 @@ ANY_RUN = "any"
 """Run id of an environment that serves every run of its broker; others serve their own alone."""
 
 
+EVERYWHERE = "light"
+"""The template that every node has."""
+
+
 def acquire_method(run: str) -> str:
     """The method under which any node of a run may be asked for a sandbox; run: a token."""
     return f"acquire-{run}"
+
+
+def holders(template: str) -> str:
+    """The node token under which all nodes answer that hold a template or an image, by the name that a task gives."""
+    return f"holds-{hashlib.sha256(template.encode()).hexdigest()[:24]}"
 
 
 @message("acquired")

@@ -194,6 +194,18 @@ def full(reference: str) -> str:
     return name + at + digest
 
 
+def references(cache: Path) -> set[str]:
+    """All texts by which `find` finds an image of the store, digests included."""
+    out = set(names(cache))
+    for image in images(cache):
+        out |= {image.digest, f"sha256:{image.digest}"}
+        for tag in image.tags:
+            long = full(tag)
+            for short in (tag, long, long.removeprefix("docker.io/"), long.removeprefix("docker.io/library/")):
+                out |= {short, short.removesuffix(":latest")}
+    return out
+
+
 def names(cache: Path) -> list[str]:
     """Names of all imported images."""
     return sorted(path.name.removeprefix("image-") for path in cache.glob("image-*") if path.is_symlink())

@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,10 +22,12 @@ from headrace.vmhost.backend import Backend, Capabilities, Machine, OnEvent, dem
 from headrace.vmhost.backends.registry import backend_class, plugins_of
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.images import imported
 from headrace.vmhost.images.packages import FLAVOURS
 from headrace.vmhost.node import capacity, slot_assignment
 from headrace.vmhost.node.pool import Pool, PooledMachine
 from headrace.vmhost.node.sandbox import VmSandbox as VmSandbox
+from headrace.vmhost.templates import task_templates
 
 HOSTNAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 
@@ -51,6 +54,8 @@ class Host:
         self._keys: dict[SandboxKey, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._channels: set[Channel] = set()
+        self._held: tuple[int, frozenset[str]] = 0, frozenset()
+        """When the store was last changed, and the names of what it held then."""
         self._closed = False
 
     @classmethod
@@ -95,6 +100,18 @@ class Host:
             "vm_cpu_ms": self._backend.cpu_ms(),
             **self._pool.spent(),
         }
+
+    def held(self) -> frozenset[str]:
+        """Names by which tasks may ask this node for an image or a task template that is stored on it. Reads the
+        store where it changed since the last call."""
+        cache = Path(self._environment.cache_dir).absolute()
+        if not self.capabilities.upper_diff or not cache.is_dir():
+            return frozenset()
+        changed = cache.stat().st_mtime_ns
+        if changed != self._held[0]:
+            recipes = task_templates.names(cache) if self.capabilities.kernel_private else ()
+            self._held = changed, frozenset((*imported.references(cache), *recipes))
+        return self._held[1]
 
     async def acquire(self, request: Acquire) -> VmSandbox:
         """The sandbox of the request's key, with its files pushed; the same one when acquired again.
