@@ -343,7 +343,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=cache.parent, prefix="bench-images-") as name:
         temporary_cache = Path(name) / "cache"
         temporary_cache.mkdir()
-        for entry in (*cache.glob("base-*"), *cache.glob("probe.json")):
+        for entry in (*cache.glob("base-*"), *cache.glob("probe.json"), *cache.glob("template-*")):
             (temporary_cache / entry.name).symlink_to(entry)
         try:
             figures = uvloop.run(measure(args, temporary_cache, Path(name)))

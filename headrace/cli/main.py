@@ -40,7 +40,7 @@ from headrace.cli.replay import dlq, rejudge, replay, retrain
 from headrace.cli.run import actor, audit, chaos, check, down, evaluate, launch, staleness, status, subjects, up, wire
 from headrace.cli.run import export as run_export
 from headrace.cli.search import learn, publish
-from headrace.cli.tasks import atif, certify, export_suite, from_sdist, history, import_suite, make, show
+from headrace.cli.tasks import atif, certify, export_suite, from_sdist, history, import_suite, make, patches, show
 from headrace.cli.trainer import join as trainer_join
 from headrace.cli.trainer import plan
 from headrace.cli.vm import build, doctor, facts, fork, gc, import_image, pool, shell
@@ -91,7 +91,7 @@ GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
     (
         "tasks",
         "make, import and export task suites",
-        (from_sdist, make, history, import_suite, certify, export_suite, atif, show),
+        (from_sdist, make, history, import_suite, certify, export_suite, atif, patches, show),
     ),
     ("mcp", "serve headrace's tools to external agents", (mcp_serve,)),
     ("judge", "models that judge rubrics", (judge_card,)),

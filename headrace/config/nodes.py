@@ -140,7 +140,8 @@ class Sandboxes(Section, frozen=True, kw_only=True):
     memory_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
     """MiB of memory of a sandbox: at least 64, or 0 for no limit of its own."""
     disk_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
-    """MiB of files of a sandbox, at most three quarters of its memory, where they are kept; 0: no limit of its own."""
+    """MiB of files of a sandbox, kept in its memory, or on a disk if they exceed three quarters of it; 0: three
+    quarters of its memory."""
 
 
 class Environment(Section, frozen=True, kw_only=True):

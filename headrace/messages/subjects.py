@@ -233,7 +233,8 @@ RPC = Subject(
     publishers=_LIBRARY,
     readers=("environment", "rollout", "feedback", "search"),
     note="request and reply, never in a stream; one node's own methods are hr.rpc.environment.<node>.<method>, and any "
-    "node of a run answers hr.rpc.environment.acquire-<run>; the rollout actors of the production lane answer "
+    "node of a run answers hr.rpc.environment.acquire-<run>, any that holds an image "
+    "hr.rpc.environment.holds-<hash of its name>.acquire-<run>; the rollout actors of the production lane answer "
     "hr.rpc.rollout.turn-<run> and hr.rpc.rollout.command-<run>, all of them listen on hr.rpc.rollout.control-<run>, "
     "and any search actor of a run answers hr.rpc.search.query-<run>",
 )

@@ -60,7 +60,8 @@ class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     memory_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
     """0, or at least `LEAST_MEMORY_MIB`; ValueError."""
     disk_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
-    """Files that its programs write. They lie in the sandbox's memory and count there as well."""
+    """Files that its programs write, in an image. They lie in the sandbox's memory and count there as well; a limit of
+    more than three quarters of the memory gives the sandbox a disk of that size."""
     time_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     """Duration of an episode, in place of `[limits] wall_s`. The tests have a limit of their own (`TestPlan`)."""
 

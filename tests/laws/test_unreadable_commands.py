@@ -42,6 +42,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "export": ("export", RUN, "{folder}"),
     "policy collect": ("policy", "collect", RUN, "{folder}.jsonl", "--reward", "-9"),
     "tasks atif": ("tasks", "atif", RUN, "{folder}.jsonl"),
+    "tasks patches": ("tasks", "patches", RUN, "{folder}.jsonl"),
     "bus backup": ("bus", "backup", "{folder}", "--run", RUN, "--live"),
     "weights log": ("weights", "log", RUN),
     "weights show": ("weights", "show", RUN),

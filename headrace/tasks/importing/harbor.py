@@ -40,8 +40,8 @@ _COPY = re.compile(r"^\s*(?:COPY|ADD)\s+(?!--from)(?:--\S+\s+)*(\S+)\s+(\S+)\s*$
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
 _FROM = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)", re.IGNORECASE | re.MULTILINE)
 _MISSING = {"gpus": "GPU", "tpu": "TPU", "mcp_servers": "tools behind MCP", "healthcheck": "health check"}
-_MEMORY_MIB = 512
-"""Memory of an image whose task asks for none (vmhost/images/imported.py)."""
+_DISK_MIB = 64 << 10
+"""The largest disk of a sandbox (vmhost/node/capacity.py)."""
 _SIZES = {"memory": "memory_mib", "memory_mb": "memory_mib", "storage": "disk_mib", "storage_mb": "disk_mib"}
 _SERVICES = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
 
@@ -194,10 +194,9 @@ def _limits(
     for key, target in _SIZES.items():
         if key in environment:
             sizes[target] = _mib(key, environment[key])
-    if "disk_mib" in sizes and sizes["disk_mib"] > (most := sizes.get("memory_mib", _MEMORY_MIB) * 3 // 4):
-        # No sandbox can exceed a limit above its memory, so the task gets no limit and the note names the smaller disk.
-        notes.append(f"environment.storage: files lie in memory, at most {most} MiB")
-        del sizes["disk_mib"]
+    if sizes.get("disk_mib", 0) > _DISK_MIB:
+        notes.append(f"environment.storage: a sandbox's disk has at most {_DISK_MIB} MiB")
+        sizes["disk_mib"] = _DISK_MIB
     cpus = environment.get("cpus")
     if isinstance(cpus, float) and math.isfinite(cpus):  # limits_of refuses the others
         cpus = math.ceil(cpus)

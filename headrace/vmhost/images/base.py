@@ -83,6 +83,7 @@ class TemplatePlan(NamedTuple):
     recipe: task_templates.Recipe | None = None
     below: Any = None
     drives: int = 0
+    disk: bool = False
     limits: SandboxLimits = SandboxLimits()
     """The class of its machines."""
 
@@ -96,15 +97,22 @@ class TemplatePlan(NamedTuple):
             ports=ports,
             drives=self.drives,
             vcpus=max(1, self.limits.vcpus),
+            disk=self.disk,
         )
 
     @property
     def machine(self) -> "TemplatePlan":
-        """The template from which an image's clones are made: one for all images whose machines have equal memory and
-        equally many processors."""
+        """The template from which an image's clones are made: one for all images whose machines have equal memory,
+        equally many processors, and a disk or none."""
         vcpus = self.limits.vcpus
-        name = f"{template.MACHINE}-{self.memory_mb}" + (f"-{vcpus}cpu" if vcpus > 1 else "")
-        return TemplatePlan(name, self.memory_mb, 1, drives=store.DRIVES, limits=SandboxLimits(vcpus=vcpus))
+        disk = capacity.on_disk(self.memory_mb, self.limits)
+        name = f"{template.MACHINE}-{self.memory_mb}" + (f"-{vcpus}cpu" if vcpus > 1 else "") + "-disk" * disk
+        return TemplatePlan(name, self.memory_mb, 1, drives=store.DRIVES, disk=disk, limits=SandboxLimits(vcpus=vcpus))
+
+    @property
+    def disk_mib(self) -> int:
+        """Size of the disk of each of its machines; 0: they have none."""
+        return self.limits.disk_mib if self.image is not None and self.machine.disk else 0
 
     @property
     def root(self) -> imported.Image | None:
@@ -145,7 +153,6 @@ def plan(environment: Environment, name: str, depth: int = 0) -> TemplatePlan:
     image = imported.find(cache, name)
     if image is not None:
         memory = limits.memory_mib or max(environment.memory_mb, image.memory_mb)
-        capacity.upper_mib(memory, limits)
         return TemplatePlan(name, memory, 1, image, limits=limits)
     recipe = task_templates.find(cache, name)
     if recipe is None:

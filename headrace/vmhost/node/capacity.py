@@ -2,8 +2,9 @@
 
 Memory: every machine may grow to its full size, so the part that running machines have not used yet counts as used.
 Processors: the recent use by all machines is measured; a node whose machines keep it busy starts no further machine for
-training, which can wait or go elsewhere, but still starts machines for users and the judge. Disk: machines use none;
-templates that must be built do.
+training, which can wait or go elsewhere, but still starts machines for users and the judge. Disk: a sandbox whose
+`disk_mib` exceeds what its memory can hold has a disk, and every disk may grow to its full size as well; templates that
+must be built need space, too.
 """
 
 import os
@@ -19,6 +20,10 @@ OVERHEAD_MB = 96
 """Memory of a QEMU besides its guest's: translated code, tables, heap."""
 RESERVE_MB = 256
 """Memory that stays free for everything else on the node."""
+DISK_RESERVE_MB = 1024
+"""Disk that stays free for everything else on the node."""
+DISK_MOST_MB = 64 << 10
+"""Size of the largest disk: that of every drive (`store.DRIVE_BYTES`)."""
 SAMPLE_S = 1.0
 SAMPLES = 5
 """Seconds between two samples of processor time, and number of samples that count."""
@@ -51,14 +56,26 @@ class Processors:
 
 
 def upper_mib(memory_mib: int, limits: SandboxLimits) -> int:
-    """Capacity of an image's writable layer, which lies in the sandbox's memory. VmhostError for a limit above it."""
-    most = memory_mib * 3 // 4
-    if limits.disk_mib > most:
-        raise VmhostError(
-            f"the task's disk_mib is {limits.disk_mib}, and files lie in the sandbox's memory: expected at most three "
-            f"quarters of its {memory_mib} MiB, which are {most}; raise memory_mib or lower disk_mib"
-        )
-    return limits.disk_mib or most
+    """Capacity of an image's writable layer: its limit, or three quarters of the sandbox's memory."""
+    return limits.disk_mib or memory_mib * 3 // 4
+
+
+def on_disk(memory_mib: int, limits: SandboxLimits) -> bool:
+    """Whether an image's writable layer lies on a disk: three quarters of the sandbox's memory are too small."""
+    return limits.disk_mib > memory_mib * 3 // 4
+
+
+def disks_short(place: Path, size_mb: float, growth_mb: float) -> str:
+    """Why a disk of this size does not fit beside others that may still grow by `growth_mb`; empty when it does.
+    VmhostError where it never can."""
+    usage = shutil.disk_usage(place)
+    most = min(usage.total / 2**20 - DISK_RESERVE_MB, DISK_MOST_MB)
+    if size_mb > most:
+        raise VmhostError(f"the task's disk_mib is {size_mb:.0f}, and a disk in {place} has at most {most:.0f}")
+    left = usage.free / 2**20 - growth_mb - DISK_RESERVE_MB
+    if left >= size_mb:
+        return ""
+    return f"too little disk is free: {size_mb:.0f} MB are needed in {place}, {max(left, 0):.0f} are left"
 
 
 def memory_short(size_mb: float, growth_mb: float) -> str:

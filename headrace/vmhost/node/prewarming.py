@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 SPAN_S = 1.0
 MEMORY_S = 60.0
+FILL_AFTER_S, FILL_BY_S = 0.05, 0.5
+"""Prewarming waits until acquires pause for the first time, at most the second, so that it does not compete with them
+for the processor."""
 
 
 class Demand:

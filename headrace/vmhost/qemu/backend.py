@@ -17,10 +17,11 @@ from headrace.vmhost.images import base
 from headrace.vmhost.node import capacity
 from headrace.vmhost.node.capacity import OVERHEAD_MB
 from headrace.vmhost.node.doctor import doctor
-from headrace.vmhost.node.prewarming import MEMORY_S, Demand
+from headrace.vmhost.node.prewarming import FILL_AFTER_S, FILL_BY_S, MEMORY_S, Demand
 from headrace.vmhost.qemu import held, snapshot
 from headrace.vmhost.qemu.beginnings import Beginnings
 from headrace.vmhost.qemu.clone import Clone
+from headrace.vmhost.qemu.drives import Disk, disk_short
 from headrace.vmhost.qemu.held import HeldTemplates
 from headrace.vmhost.qemu.process import no_kvm
 from headrace.vmhost.qemu.snapshot import Snapshot
@@ -29,9 +30,6 @@ from headrace.vmhost.templates.template import Template
 
 WARM = "light"
 """The template of which clones are always kept ready, beside those that the configuration names."""
-FILL_AFTER_S, FILL_BY_S = 0.05, 0.5
-"""Prewarming waits until acquires pause for the first time, at most the second, so that it does not compete with them
-for the processor."""
 REPLACE_FIRST_S, REPLACE_MOST_S = 0.5, 30.0
 """Delay before a clone that died while it was parked is replaced. It grows while replacements die as well."""
 
@@ -61,12 +59,12 @@ class CloneBackend:
         if environment.accel == "kvm" and (reason := no_kvm()):
             text = f"{reason}; set environment.accel to auto or tcg, or give this user /dev/kvm"
             yield Requirement("accel", False, text)
-        for finding in doctor(environment, boot=False):
-            yield Requirement("", finding.good, finding.text)
+        yield from (Requirement("", finding.good, finding.text) for finding in doctor(environment, boot=False))
 
     def __init__(self, environment: Environment, templates: dict[str, Template], on_event: OnEvent) -> None:
         self.slots = environment.slots_per_vm
         self._environment = environment
+        self._cache = Path(environment.cache_dir).absolute()
         self._templates = templates
         self._event = on_event
         self._alive: set[Clone] = set()
@@ -145,9 +143,11 @@ class CloneBackend:
         template = classes.named(template, limits)
         try:
             made = await self.template(template)
+            disk = await asyncio.to_thread(Disk, self._cache, made.disk_mib) if made.disk_mib else None
         finally:
             self._reserved = max(0, self._reserved - 1)
-        self._demand.took(template)
+        if disk is None:  # no machine with a disk is parked: its disk would be made ahead of need
+            self._demand.took(template)
         try:
             while (clone := self._waiting(template)) is not None:
                 self._parked.remove(clone)
@@ -155,7 +155,7 @@ class CloneBackend:
                 with suppress(SandboxLost):
                     clone.resume()
                     return clone
-            clone = Clone(self, made, self._beginnings.find(made))
+            clone = Clone(self, made, self._beginnings.find(made), disk)
             clone.used = True
             self._alive.add(clone)
             await clone.start()
@@ -223,7 +223,7 @@ class CloneBackend:
     def _fill_now(self) -> None:
         if self._later is not None:
             self._later.cancel()
-            self._later = None
+        self._later = None
         self._filling = asyncio.get_running_loop().create_task(self._park())
 
     def _fill_again(self) -> None:
@@ -231,11 +231,11 @@ class CloneBackend:
         if self._closed or self._replacing is not None:
             return
 
-        def fill() -> None:
-            self._replacing = None
-            self._fill(0.0)
+        self._replacing = asyncio.get_running_loop().call_later(self._replace.next(), self._refill)
 
-        self._replacing = asyncio.get_running_loop().call_later(self._replace.next(), fill)
+    def _refill(self) -> None:
+        self._replacing = None
+        self._fill(0.0)
 
     def _waiting(self, template: str) -> Clone | None:
         """A parked clone of that template."""
@@ -298,7 +298,7 @@ class CloneBackend:
 
     def alive(self) -> list[Clone]:
         """All clones whose process exists."""
-        return list(self._alive)
+        return [*self._alive]
 
     def busy(self) -> str:
         """Why no machine that can wait should start: the machines use too much of the processors."""
@@ -309,11 +309,14 @@ class CloneBackend:
         template = classes.named(template, limits)
         if sum(clone.template is self._templates.get(template) for clone in self._parked) > self._reserved:
             return ""
-        if template not in self._templates:
-            size = base.plan(self._environment, template).memory_mb
-            if short := capacity.disk_short(Path(self._environment.cache_dir).absolute(), size):
-                return short
-        return self._memory_shortage(template)
+        wanted: Template | base.TemplatePlan | None = self._templates.get(template)
+        short = ""
+        if wanted is None:
+            wanted = base.plan(self._environment, template)
+            short = capacity.disk_short(self._cache, wanted.memory_mb)
+        disks = [clone.disk for clone in self._alive]
+        short = short or disk_short(self._cache, wanted.disk_mib, disks, self._reserved)
+        return short or self._memory_shortage(template)
 
     def reserve(self, template: str, limits: SandboxLimits) -> None:
         """Count one machine as present until `machine` or a copy starts it."""
@@ -331,10 +334,7 @@ class CloneBackend:
         ready = self._templates.get(template)
         # The first clone of a template in a process also brings the template's memory file into memory.
         size = ready.manifest.hardware.memory_mb if ready else 2 * base.plan(self._environment, template).memory_mb
-        growth = sum(
-            max(0.0, clone.template.manifest.hardware.memory_mb + OVERHEAD_MB - clone.private_mb())
-            for clone in self._alive
-        )
+        growth = sum(clone.growth_mb() for clone in self._alive)
         return capacity.memory_short(size, growth + self._reserved * (size + OVERHEAD_MB))
 
     def ended(self, clone: Clone, cpu_ms: float) -> None:

@@ -40,6 +40,8 @@ class Beginnings:
         """Take a snapshot of a clone that has just started, if its image had one clone before. SandboxLost."""
         template = clone.template
         key = _key(template)
+        if template.manifest.hardware.disk:  # a snapshot holds memory, not the files on a disk
+            return
         if template.image is None or template.attached or key in self._learning or self._known.get(key) is not None:
             return
         if key not in self._known:

@@ -7,6 +7,7 @@ at a snapshot of another clone gets that one's pages first, which adds one wait.
 
 import asyncio
 import os
+import resource
 import secrets
 import select
 import signal
@@ -24,7 +25,7 @@ from headrace.vmhost.guest.changes import UNCHANGED
 from headrace.vmhost.images.imported import Image
 from headrace.vmhost.node.capacity import OVERHEAD_MB
 from headrace.vmhost.qemu import snapshot
-from headrace.vmhost.qemu.drives import open_drives
+from headrace.vmhost.qemu.drives import Disk, open_drives
 from headrace.vmhost.qemu.memory import Memory
 from headrace.vmhost.qemu.process import Monitor, Qemu
 from headrace.vmhost.qemu.snapshot import Snapshot
@@ -51,7 +52,10 @@ class Owner(Protocol):
 class Clone:
     """One running machine."""
 
-    def __init__(self, owner: Owner, template: Template, begin: Snapshot | None = None) -> None:
+    def __init__(
+        self, owner: Owner, template: Template, begin: Snapshot | None = None, disk: Disk | None = None
+    ) -> None:
+        """begin: a snapshot of another clone. disk: of its writable layer, for a template whose machines have one."""
         self.slots = template.manifest.slots
         self.limit_bytes = template.push_mb << 20
         self.template = template
@@ -72,7 +76,8 @@ class Clone:
         self._mounts: dict[str, str] = begin.mounts if begin is not None else {}
         """The slot's mounts since it got its image."""
         self._devices = Memory("headrace-devices", 0)
-        drives = open_drives(template.manifest.hardware.drives, template.image)
+        self.disk = disk
+        drives = open_drives(template.manifest.hardware, template.image, disk)
         state = os.open(template.state, os.O_RDONLY) if begin is None else _in_memory(begin.state)
         try:
             self._qemu = Qemu(
@@ -88,6 +93,8 @@ class Clone:
                 os.close(fd)
         self._state_fd = state
         self.pid = self._qemu.pid
+        if disk is not None:  # the file is larger than its file system, and a guest's kernel could write all of it
+            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (disk.size_mib << 20, disk.size_mib << 20))
         self._control: Channel | None = None
         self._monitor: Monitor | None = None
         self._resuming: asyncio.Task[None] | None = None
@@ -141,6 +148,10 @@ class Clone:
         """
         if self._lost.done() or self._monitor is None:
             raise SandboxLost(self._reason or "the machine has not started")
+        if self.template.manifest.hardware.disk:
+            raise VmhostError(
+                "a sandbox whose files lie on a disk cannot be copied: lower disk_mib or raise memory_mib"
+            )
         await self._monitor.send("stop")
         try:
             await self._monitor.send("xen-save-devices-state", {"filename": self._devices.path})
@@ -196,7 +207,8 @@ class Clone:
         user = {"uid": image.uid, "gid": image.gid, "groups": image.groups}
         settings = user | {"env": image.env, "workdir": image.workdir}
         size = f"{disk}m" if (disk := self.template.limits.disk_mib) else UPPER_SIZE
-        header = {"op": "attach", "drives": len(image.boundaries), "size": size, "image": settings}
+        disk_here = self.template.manifest.hardware.disk
+        header = {"op": "attach", "drives": len(image.boundaries), "size": size, "image": settings, "disk": disk_here}
         answer, _ = await self._control.call(header, (), START_S)
         if not answer.get("ok", True):
             raise SandboxLost(f"vm {self.pid}: the image {image.name} cannot be mounted: {answer.get('error')}")
@@ -291,6 +303,10 @@ class Clone:
         stat = process_stat.read(self.pid)
         return 0.0 if stat is None else stat.cpu_s * 1000.0
 
+    def growth_mb(self) -> float:
+        """MB of memory that it may still take."""
+        return max(0.0, self.template.manifest.hardware.memory_mb + OVERHEAD_MB - self.private_mb())
+
     def private_mb(self) -> float:
         """Anonymous memory of the process: the clone's memory beyond its template's."""
         try:
@@ -330,6 +346,7 @@ class Clone:
             self._monitor.close()
         self._qemu.close()
         self._devices.close()
+        self.disk = None
         if self._group is not None:
             self._group.close()
         self._owner.ended(self, (usage.ru_utime + usage.ru_stime) * 1000)

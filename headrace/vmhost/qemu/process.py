@@ -3,7 +3,8 @@
 The device list of a template and of its clones comes from one function, because a snapshot only loads into the machine
 that it was taken from. There is no network card and no entropy device: the root is in RAM, shared copy-on-write with
 the template's file, and each slot has one serial port. A machine for images also has read-only drives. Their files are
-inherited descriptors as well, and a clone may use other files than its template: equal sizes suffice.
+inherited descriptors as well, and a clone may use other files than its template: equal sizes suffice. Behind them a
+machine may have one writable drive, the disk of its writable layer.
 
 A QEMU ends with the process that started it (PR_SET_PDEATHSIG, set by setpriv before the exec), also after a SIGKILL.
 The signal belongs to the starting *thread*, so clones are started from the event loop's thread.
@@ -51,6 +52,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     drives: int = 0
     """Read-only drives, each of `store.DRIVE_BYTES`."""
     vcpus: int = 1
+    disk: bool = False
+    """A writable drive of that size behind them."""
 
 
 def version() -> str:
@@ -75,7 +78,7 @@ def argv(
     serial: str = "null",
 ) -> list[str]:
     """The command line. `monitor` and `ports` are descriptors of connected sockets that the child inherits, `drives`
-    those of files, `ram` the path of one for its memory."""
+    those of files, the writable one last, `ram` the path of one for its memory."""
     kind = "device" if hardware.machine == "microvm" else "pci"
     machine = "microvm,rtc=on,pit=on,pic=on" if hardware.machine == "microvm" else "q35,usb=off,smbus=off,sata=off"
     line = [
@@ -96,9 +99,10 @@ def argv(
         # A descriptor set: QEMU duplicates it, because its user may not open the file.
         file = {"driver": "file", "filename": f"/dev/fdset/{number + 1}", "locking": "off", "aio": "threads"}
         cache = {"direct": False, "no-flush": True}
-        node = {"driver": "raw", "node-name": f"d{number}", "read-only": True, "cache": cache}
+        fixed = not hardware.disk or number < hardware.drives
+        node = {"driver": "raw", "node-name": f"d{number}", "read-only": fixed, "cache": cache}
         line += ["-add-fd", f"fd={fd},set={number + 1}"]
-        line += ["-blockdev", json.dumps(node | {"file": file | {"read-only": True}})]
+        line += ["-blockdev", json.dumps(node | {"file": file | {"read-only": fixed}})]
         line += ["-device", f"virtio-blk-{kind},drive=d{number},id=vb{number},serial=hr{number}"]
     return line
 

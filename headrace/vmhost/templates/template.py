@@ -108,6 +108,11 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
         return key_with(self.manifest.key, self.image, self.limits.disk_mib)
 
     @property
+    def disk_mib(self) -> int:
+        """Size of the disk of each of its machines; 0: they have none."""
+        return self.limits.disk_mib if self.manifest.hardware.disk else 0
+
+    @property
     def ram(self) -> Path:
         """The memory image."""
         return self.folder / "ram"
@@ -173,10 +178,12 @@ def key(name: str, base: Path, version: str, hardware: Hardware, slots: int) -> 
     shape = msgspec.to_builtins(hardware)
     if shape["vcpus"] == 1:  # templates from before the setting existed stay valid
         del shape["vcpus"]
+    if not shape["disk"]:
+        del shape["disk"]
     parts = [FORMAT, base.name, root, version, shape, slots, SIZE_MB.get(name, IMAGE_MB)]
     parts.append(hashlib.sha256(agent_archive()).hexdigest())
     parts.append(process.kernel_line(hardware, modules(hardware), 0))
-    ports, drives = range(hardware.ports), range(hardware.drives)
+    ports, drives = range(hardware.ports), range(hardware.drives + hardware.disk)
     words = process.argv(hardware, "ram", share=False, monitor=0, ports=ports, drives=drives)
     parts.append(words[words.index(process.BINARY) :])  # the words before it name the user
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -245,7 +252,7 @@ async def build(name: str, base: Path, hardware: Hardware, slots: int, folder: P
             given = [file.fileno() for file in (kernel, root, log)]
             paths = [descriptor(fd) for fd in given]
             extra = ("-kernel", paths[0], "-initrd", paths[1], "-append", line)
-            drives = open_drives(hardware.drives)
+            drives = open_drives(hardware)
             try:
                 machine = Qemu(
                     hardware, memory, share=True, drives=drives, serial=f"file:{paths[2]}", extra=extra, inherit=given
@@ -255,7 +262,7 @@ async def build(name: str, base: Path, hardware: Hardware, slots: int, folder: P
                     os.close(fd)
         try:
             async with asyncio.timeout(BOOT_S[hardware.accel]):
-                facts, surveyed = await _freeze(machine, name, hardware.drives, slots, making / "state")
+                facts, surveyed = await _freeze(machine, name, len(drives), slots, making / "state")
         except (TimeoutError, SandboxLost, OSError) as error:
             dead = machine.process.poll() is not None
             machine.process.kill()

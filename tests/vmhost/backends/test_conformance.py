@@ -1,7 +1,10 @@
 """One suite for every backend: what all do, what their capabilities promise, and the refusal of what they lack."""
 
 import asyncio
+import gc
 import os
+import shutil
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +21,7 @@ from headrace.messages.sandbox import (
     CheckIntegrity,
     Exec,
     ListFiles,
+    NoCapacity,
     PullChanges,
     ReadFile,
     SandboxLost,
@@ -28,6 +32,7 @@ from headrace.vmhost import cgroups
 from headrace.vmhost.backends.container.backend import unavailable
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import base, imported, packages
+from headrace.vmhost.node import capacity
 from headrace.vmhost.node.host import Host
 from headrace.vmhost.qemu import probe
 from tests.support import swerex
@@ -178,8 +183,8 @@ async def test_the_limits_of_a_task_hold_or_are_refused_by_name(host: Host) -> N
     if has.limit_disk:
         full = await two.call(Exec(argv=("sh", "-c", "dd if=/dev/zero of=full bs=1M; wc -c < full"), timeout_s=120.0))
         assert "No space left" in full.stderr and 20 << 20 < int(full.stdout) <= 24 << 20, full
-        with pytest.raises(VmhostError, match="at most three quarters of its 256 MiB"):
-            await host.acquire(request(2, limits=SandboxLimits(memory_mib=256, disk_mib=250)))
+        with pytest.raises(VmhostError, match=r"the task's disk_mib is 70000, and a disk in .* has at most "):
+            await host.acquire(request(2, limits=SandboxLimits(memory_mib=256, disk_mib=70_000)))
         with pytest.raises(VmhostError, match="repository has 1048577 bytes, and its disk_mib is 1"):
             await host.acquire(request(2, limits=SandboxLimits(disk_mib=1), files={"a": bytes((1 << 20) + 1)}))
     else:
@@ -187,6 +192,52 @@ async def test_the_limits_of_a_task_hold_or_are_refused_by_name(host: Host) -> N
             await host.acquire(request(2, limits=SandboxLimits(disk_mib=24)))
     with pytest.raises(VmhostError, match="this node has"):
         await host.acquire(request(3, limits=SandboxLimits(memory_mib=1 << 22)))
+
+
+async def test_files_that_exceed_the_memory_lie_on_a_disk_of_the_limits_size(host: Host) -> None:
+    if not host.capabilities.limit_disk or cgroups.lacks(SandboxLimits(memory_mib=64)):
+        pytest.skip(f"the {host.backend} backend has no limits of memory and disk here")
+    size = 400 if host.backend == "qemu" else 100
+    limits = SandboxLimits(memory_mib=256 if host.backend == "qemu" else 75, disk_mib=size)
+    sandbox = await host.acquire(request(limits=limits))
+    disk = weakref.ref(host.machine(sandbox.id).disk)  # type: ignore[union-attr]
+    script = "rm gone; mkdir d; echo 1 > d/f; dd if=/dev/zero of=/home/dev/large bs=1M; wc -c < /home/dev/large"
+    full = await sandbox.call(Exec(argv=("sh", "-c", script), timeout_s=300.0))
+    assert "No space left" in full.stderr and size * 7 // 8 << 20 < int(full.stdout) <= size << 20, full
+    removed = await sandbox.call(Exec(argv=("sh", "-c", "rm /home/dev/large; rm -r d; mkdir d; echo 2 > d/f")))
+    assert removed.ok and removed.code == 0, removed
+    pulled = await sandbox.call(PullChanges())
+    assert [(change.path, change.kind) for change in pulled.changes] == [
+        ("a.txt", "file"), ("d", "folder"), ("gone", "gone"), ("d/f", "file"),
+    ], pulled  # fmt: skip
+    fresh = await host.acquire(request(1, files={}, limits=limits))
+    assert (await fresh.call(ApplyChanges(changes=pulled.changes, files=pulled.files))).ok
+    assert (await fresh.call(PullChanges())).changes == pulled.changes
+    if host.capabilities.inspect:
+        assert (await fresh.call(CheckIntegrity(thorough=True))).tampered == ()
+    if host.capabilities.fork:
+        with pytest.raises(VmhostError, match="files lie on a disk cannot be copied"):
+            await host.fork(sandbox.id, [request(3, limits=limits)])
+    for taken in (sandbox, fresh):
+        host.release(taken.id)
+    await host.settle()
+    gc.collect()
+    assert disk() is None, "the file behind the disk is still open"
+
+
+async def test_a_node_makes_no_disk_for_which_it_lacks_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not host.capabilities.limit_disk or cgroups.lacks(SandboxLimits(memory_mib=64)):
+        pytest.skip(f"the {host.backend} backend has no limits of memory and disk here")
+    size = shutil.disk_usage(CACHE).free // (1 << 20) - 1000
+    monkeypatch.setattr(capacity, "DISK_RESERVE_MB", 400)
+    monkeypatch.setattr(capacity, "DISK_MOST_MB", size)
+    held = await host.acquire(request(limits=SandboxLimits(memory_mib=256, disk_mib=size)))
+    # The disk is nearly empty, and may still grow to its full size.
+    with pytest.raises(NoCapacity, match=r"too little disk is free: 700 MB are needed"):
+        await host.acquire(request(1, limits=SandboxLimits(memory_mib=256, disk_mib=700)))
+    host.release(held.id)
+    await host.settle()
+    host.release((await host.acquire(request(1, limits=SandboxLimits(memory_mib=256, disk_mib=700)))).id)
 
 
 def held() -> set[tuple[str, str]]:

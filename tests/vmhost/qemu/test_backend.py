@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.vmhost.node import capacity
+from headrace.vmhost.node import capacity, prewarming
 from headrace.vmhost.qemu import backend
 from headrace.vmhost.qemu.backend import CloneBackend
 from tests.support.hosts import CACHE, environment
@@ -25,7 +25,7 @@ async def test_a_backend_that_waits_for_its_templates_parks_nothing(monkeypatch:
         await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
         opening = asyncio.create_task(CloneBackend.open(environment(warm=1), lambda *_: None))
         # Long enough for the periodic check to run, and for its first attempt to fill the stock.
-        done, _ = await asyncio.wait([opening], timeout=backend.FILL_BY_S + 0.2)
+        done, _ = await asyncio.wait([opening], timeout=prewarming.FILL_BY_S + 0.2)
         assert not done
     opened = await opening
     await opened.filled()

@@ -34,6 +34,7 @@ from headrace.vmhost.guest.frames import LIMIT
 from headrace.vmhost.images import imported, store
 from headrace.vmhost.images.imported import Image
 from headrace.vmhost.node import capacity
+from headrace.vmhost.qemu.drives import Disk, disk_short
 
 START_S = 60.0
 CHANGES_S = 120.0
@@ -51,9 +52,16 @@ class ContainerMachine:
     limit_bytes = LIMIT
 
     def __init__(
-        self, backend: "ContainerBackend", image: Image, memory_mb: int, group: Group, control: Channel, slot: Channel
+        self,
+        backend: "ContainerBackend",
+        image: Image,
+        memory_mb: int,
+        group: Group,
+        control: Channel,
+        slot: Channel,
+        disk: Disk | None,
     ) -> None:
-        self.image, self.memory_mb, self.group = image, memory_mb, group
+        self.image, self.memory_mb, self.group, self.disk = image, memory_mb, group, disk
         self._backend, self._control, self._slot = backend, control, slot
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         for channel in (control, slot):
@@ -171,6 +179,9 @@ class ContainerBackend(WithoutCopies):
         if why := cgroups.lacks(limits):
             raise VmhostError(f"the container backend cannot enforce the task's limits on this machine: {why}")
         memory = self._memory_mb(image, limits)
+        disk = None
+        if capacity.on_disk(memory, limits):
+            disk = await asyncio.to_thread(Disk, self._cache, limits.disk_mib)
         name = f"container-{secrets.token_hex(4)}"
         group = cgroups.create(name, processes=PROCESSES, memory_mb=memory + OVERHEAD_MB, vcpus=limits.vcpus)
         if group is None:
@@ -186,12 +197,14 @@ class ContainerBackend(WithoutCopies):
             "join": group.join,
             "image": settings | {"workdir": image.workdir},
             "size": capacity.upper_mib(memory, limits),
+            "disk": disk is not None,
         }
         pairs = [socket.socketpair() for _ in range(2)]
         blobs = store.open_blobs(image.segments())
         try:
             fds = [theirs.fileno() for _, theirs in pairs]
-            socket.send_fds(self._requests, [json.dumps(request).encode()], [*fds, *blobs])
+            behind = [disk.fd] if disk is not None else []
+            socket.send_fds(self._requests, [json.dumps(request).encode()], [*fds, *blobs, *behind])
         except OSError as error:
             raise SandboxLost(f"the container backend's process has ended: {error}") from None
         finally:
@@ -200,7 +213,7 @@ class ContainerBackend(WithoutCopies):
             for blob in blobs:
                 os.close(blob)
         control, slot = [await Channel.connect(ours, f"{name} of {image.name}") for ours, _ in pairs]
-        made = ContainerMachine(self, image, memory, group, control, slot)
+        made = ContainerMachine(self, image, memory, group, control, slot, disk)
         self._alive.add(made)
         try:
             await control.call({"op": "hello"}, (), START_S)
@@ -212,6 +225,7 @@ class ContainerBackend(WithoutCopies):
     def ended(self, machine: ContainerMachine) -> None:
         """A container was ended: kill its remaining processes and remove its control group."""
         self._alive.discard(machine)
+        machine.disk = None
         task = asyncio.get_running_loop().create_task(_remove(machine.group))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
@@ -224,7 +238,10 @@ class ContainerBackend(WithoutCopies):
     def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Why another container could not grow to its full size; empty when it can."""
         wanted = self._memory_mb(self._image(template), limits)
-        capacity.upper_mib(wanted, limits)  # refuses limits that contradict each other
+        if capacity.on_disk(wanted, limits):
+            disks = [machine.disk for machine in self._alive]
+            if short := disk_short(self._cache, limits.disk_mib, disks, self._reserved):
+                return short
         others = sum(machine.memory_mb for machine in self._alive)
         return capacity.memory_short(wanted, others + self._reserved * wanted)
 
@@ -288,7 +305,7 @@ def unavailable() -> str:
     if places is None or not {"memory", "pids"} <= set(places.limits):
         return "it needs control groups for memory and processes (`headrace vm doctor` says what is missing)"
     supported = Path("/proc/filesystems").read_text().split()
-    missing = [name for name in ("erofs", "overlay") if name not in supported]
+    missing = [name for name in ("erofs", "overlay", "ext4") if name not in supported]
     if missing:
         return f"the kernel lacks {', '.join(missing)} (load it: modprobe {missing[0]})"
     if not os.path.exists("/dev/loop-control"):

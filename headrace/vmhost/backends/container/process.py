@@ -35,9 +35,10 @@ _PIVOT_ROOT, _PDEATHSIG = 155, 1
 _TRIES, _PAUSE_S = 200, 0.01
 
 
-def loop_device(blob: int) -> tuple[str, int]:
-    """A read-only loop device over a file, and its descriptor; it goes with its last user. OSError."""
-    info = _INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, _READ_ONLY | _AUTOCLEAR, b"", b"", b"", 0, 0)
+def loop_device(blob: int, writable: bool = False) -> tuple[str, int]:
+    """A loop device over a file, and its descriptor; it goes with its last user. OSError."""
+    flags = _AUTOCLEAR if writable else _READ_ONLY | _AUTOCLEAR
+    info = _INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, flags, b"", b"", b"", 0, 0)
     config = struct.pack("=II", blob, 0) + info + bytes(64)
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -46,7 +47,7 @@ def loop_device(blob: int) -> tuple[str, int]:
             path = f"/dev/loop{number}"
             with suppress(FileExistsError):
                 os.mknod(path, 0o60660, os.makedev(7, number))
-            device = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            device = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
             try:
                 fcntl.ioctl(device, _CONFIGURE, config)
                 return path, device
@@ -64,8 +65,9 @@ class Container:
     """One container, in the process outside its slot."""
 
     def __init__(self, request: dict[str, Any], control: int, port: int, blobs: list[int]) -> None:
-        """request: ``root`` (an empty folder), ``join`` (files of the control group), ``image`` and ``size``; control
-        and port: the channels of this process and of the slot."""
+        """request: ``root`` (an empty folder), ``join`` (files of the control group), ``image``, ``size``, and ``disk``
+        (whether the last blob is the writable layer); control and port: the channels of this process and of the
+        slot."""
         self.request, self.control, self.port = request, control, port
         self.blobs = blobs
 
@@ -99,9 +101,13 @@ class Container:
         root = self.request["root"]
         syscalls.check(syscalls.libc.unshare(syscalls.NEWNS), "unshare")
         mount("none", "/", "", REC | PRIVATE)
-        devices = [loop_device(blob) for blob in self.blobs]
+        disk = self.request["disk"]
+        last = len(self.blobs) - 1
+        devices = [loop_device(blob, disk and number == last) for number, blob in enumerate(self.blobs)]
         mount("root", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
-        drives.attach_at(root, [path for path, _ in devices], f"{self.request['size']}m")
+        paths = [path for path, _ in devices]
+        size = f"{self.request['size']}m"
+        drives.attach_at(root, paths[:-1] if disk else paths, size, paths[-1] if disk else "")
         for fd in (*(fd for _, fd in devices), *self.blobs):
             os.close(fd)
         os.chdir(root)

@@ -1,4 +1,5 @@
 """A machine's image on drives: read-only file systems over one another, and a writable layer above them (overlayfs).
+The writable layer is in memory, or on a disk, which is then the last drive.
 
 The template is booted with empty drives, its slot already forked and waiting. In a clone the drives hold the image that
 the host chose, and `attach` mounts it. The mounts are made here, in the first process's namespace, which shares them
@@ -64,20 +65,24 @@ def forget(paths: Sequence[str]) -> None:
         file.write("3")
 
 
-def attach(paths: Sequence[str], count: int, size: str) -> None:
-    """Mount the image of the first `count` drives, the bottom first. size: capacity of the writable layer, as tmpfs
-    writes it. OSError."""
-    attach_at("", paths[:count], size)
+def attach(paths: Sequence[str], count: int, size: str, disk: bool) -> None:
+    """Mount the image of the first `count` drives, the bottom first. size: capacity of a writable layer in memory, as
+    tmpfs writes it; disk: whether the last drive is the writable layer's. OSError."""
+    attach_at("", paths[:count], size, paths[-1] if disk else "")
 
 
-def attach_at(root: str, paths: Sequence[str], size: str) -> None:
-    """The same below a folder, with the folders of the mounts where they are missing. OSError."""
+def attach_at(root: str, paths: Sequence[str], size: str, disk: str = "") -> None:
+    """The same below a folder, with the folders of the mounts where they are missing. disk: the device of the writable
+    layer; empty: it is in memory. OSError."""
     lower = [f"{root}{LOWER}/{number}" for number in range(len(paths))]
     for folder in (root + IMAGE, root + UPPER, *lower):
         os.makedirs(folder, exist_ok=True)
     for path, folder in zip(paths, lower, strict=True):
         mount(path, folder, "erofs", RDONLY | NODEV)
-    mount("upper", root + UPPER, "tmpfs", NODEV, f"size={size},mode=755")
+    if disk:
+        mount(disk, root + UPPER, "ext4", NODEV)
+    else:
+        mount("upper", root + UPPER, "tmpfs", NODEV, f"size={size},mode=755")
     for name in ("files", "work"):
         os.mkdir(f"{root}{UPPER}/{name}")
     status = os.stat(lower[-1])

@@ -172,7 +172,7 @@ class Control:
         if self.waiting is None:
             raise ValueError("this machine has its image already")
         waiting, self.waiting = self.waiting, None
-        drives.attach(self.drives, header["drives"], header["size"])
+        drives.attach(self.drives, header["drives"], header["size"], header["disk"])
         waiting.begin(header["image"])
         return {"mounts": condition.mounts(self.slots)}
 
