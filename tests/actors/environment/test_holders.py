@@ -48,7 +48,7 @@ async def test_an_acquire_goes_to_a_node_that_holds_the_image(
     async with AsyncExitStack() as stack:
         for node in ("n1", "n2", "n3"):
             section = Section(
-                backend="container", cache_dir=tmp_path / node, warm=0, max_vms=3, judge_share=0, memory_mb=128
+                backend="container", cache_dir=str(tmp_path / node), warm=0, max_vms=3, judge_share=0, memory_mb=128
             )
             bus = await connect("environment", node=node)
             await stack.enter_async_context(living(Environment, Config(environment=section), bus, ANY_RUN))
