@@ -1,15 +1,18 @@
 """Builds templates from the start: packages, probe, boot, freeze. Every part is cached by content and made once per
 machine.
 
-Any number of processes may call `ensure` at once: one builds, the others wait on a lock file and then load.
+Any number of threads and processes may call `ensure` at once. Each template is made by one of them, and the others that
+want it wait for its lock file and then load; different templates are made at the same time. The lock of the whole cache
+is shared by all who make templates; whoever changes the store of images, or removes files, holds it alone.
 """
 
 import asyncio
 import fcntl
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -49,17 +52,39 @@ def ensure(
     except OSError as error:
         raise VmhostError(f"the cache folder {cache} can't be used: {error.strerror}") from None
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            for left in cache.glob("making-*"):  # left by a process that died: a live maker would hold the lock
-                shutil.rmtree(left, ignore_errors=True)
+            _clean(cache, lock)
             version = process.version()
-            base = packages.base(cache, say)
+            base = packages.folder(cache)
+            made = (base / "done").exists()
+            if not made or probe.remembered(base, cache, version, environment.accel) is None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                base = packages.base(cache, say)
             accel, machine, _ = probe.choose(base, cache, version, environment.accel)
+            fcntl.flock(lock, fcntl.LOCK_SH)
             parts = Parts(cache, base, version, accel, machine, say)
             return {name: _classed(plan(environment, name), parts) for name in templates}
         except OSError as error:
             raise VmhostError(f"the guest image can't be made in {cache}: {error}") from None
+
+
+def _clean(cache: Path, lock: IO[str]) -> None:
+    """Remove what processes left that died, unless another one uses the cache: what it makes looks the same."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    for left in cache.glob("making-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def maker(cache: Path, folder: str) -> Iterator[None]:
+    """Be the only one that makes or loads the template of this folder."""
+    (cache / "locks").mkdir(exist_ok=True)
+    with (cache / "locks" / folder).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class Parts(NamedTuple):
@@ -169,10 +194,16 @@ def _classed(wanted: TemplatePlan, parts: Parts) -> Template:
 
 
 def _one(wanted: TemplatePlan, parts: Parts) -> Template:
-    cache, say = parts.cache, parts.say
+    cache = parts.cache
     if wanted.image is not None:
         wanted.image.segments()
         return msgspec.structs.replace(_one(wanted.machine, parts), image=wanted.image, limits=wanted.limits)
+    with maker(cache, wanted.folder(parts)):
+        return _load_or_make(wanted, parts)
+
+
+def _load_or_make(wanted: TemplatePlan, parts: Parts) -> Template:
+    cache, say = parts.cache, parts.say
     key = wanted.key(parts)
     folder = cache / wanted.folder(parts)
     if folder.exists():

@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from headrace.backoff import Backoff
 from headrace.config import Environment
@@ -70,7 +71,7 @@ class CloneBackend:
         self._alive: set[Clone] = set()
         self._beginnings = Beginnings(on_event)
         self._spent_ms = 0.0
-        self._making = asyncio.Lock()
+        self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._held = HeldTemplates(environment.template_memory_mb)
         self._parked: list[Clone] = []
         self._reserved = 0
@@ -103,7 +104,7 @@ class CloneBackend:
 
     async def template(self, name: str) -> Template:
         """A template by name, built where it is missing or its files were changed. VmhostError."""
-        async with self._making:
+        async with self._making.setdefault(name, asyncio.Lock()):
             template = self._templates.get(name)
             if template is not None and not template.intact:
                 self._event("vm_template", f"the files of template {name} were changed; it is checked again", {})

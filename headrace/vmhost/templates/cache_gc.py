@@ -49,7 +49,7 @@ def holdings(environment: Environment) -> list[Entry]:
     entries = []
     for path in sorted(cache.iterdir()):
         template = _TEMPLATE.fullmatch(path.name)
-        if path.is_symlink() or path.name in ("lock", "probe.json"):
+        if path.is_symlink() or path.name in ("lock", "locks", "probe.json"):
             continue
         if template:
             why = "a host has it open" if image.in_use(path) else wanted.get(path.name, "")
