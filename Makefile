@@ -88,9 +88,9 @@ test: lint ## lint, then the default suite (real broker, real microVMs)
 test-all: lint ## also the tests that take minutes
 	$(PYTEST) -m "not gpu and not sglang and not clients"
 
-test-clients: setup $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed ## unmodified client programs against the gateway, a taskset of verifiers (installs 1.8 GB of packages, Node is needed)
+test-clients: setup $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/harbor/.installed ## unmodified client programs against the gateway, a taskset of verifiers, Harbor with Python 3.12 (installs 1.8 GB of packages, Node is needed)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[clients]'
-	$(BIN)/pytest -m clients tests/gateway tests/tasks/importing
+	$(BIN)/pytest -m clients tests/gateway tests/tasks/importing tests/tasks/exporting
 
 $(CLIENTS)/.installed:
 	@test -x $(CLIENTS)/mini/bin/python || $(PYTHON) -m venv $(CLIENTS)/mini
@@ -101,6 +101,15 @@ $(CLIENTS)/.installed:
 $(CLIENTS)/verifiers/.installed:
 	@test -x $(CLIENTS)/verifiers/bin/python || $(PYTHON) -m venv $(CLIENTS)/verifiers
 	$(CLIENTS)/verifiers/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) verifiers==0.4.0
+	@touch $@
+
+PYTHON312 ?= python3.12
+$(CLIENTS)/harbor/.installed:
+	@mkdir -p $(@D)
+	@command -v $(PYTHON312) > /dev/null || echo "no $(PYTHON312): Harbor is not installed, and its test is skipped"
+	@! command -v $(PYTHON312) > /dev/null || $(PYTHON312) -m venv $(@D)
+	@test ! -x $(@D)/bin/pip || $(@D)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps harbor==0.25.0
+	@test ! -x $(@D)/bin/pip || $(@D)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) pydantic toml
 	@touch $@
 
 test-sglang: setup $(SGLANG)/.installed ## tests with a real SGLang server on this CPU (installs 3 GB of packages, then takes minutes)
