@@ -3,7 +3,7 @@ machine.
 
 Any number of threads and processes may call `ensure` at once. Each template is made by one of them, and the others that
 want it wait for its lock file and then load; different templates are made at the same time. The lock of the whole cache
-is shared by all who make templates; whoever changes the store of images, or removes files, holds it alone.
+is shared by all who make templates; a caller that changes the store of images, or removes files, holds it alone.
 """
 
 import asyncio

@@ -7,7 +7,6 @@ at a snapshot of another clone gets that one's pages first, which adds one wait.
 
 import asyncio
 import os
-import resource
 import secrets
 import select
 import signal
@@ -87,14 +86,14 @@ class Clone:
                 drives=drives,
                 extra=("-incoming", "defer"),
                 inherit=(state, self._devices.fd),
+                # The disk's file is larger than its file system, and a guest's kernel could write all of it.
+                file_mib=disk.size_mib if disk is not None else 0,
             )
         finally:
             for fd in (state, *drives):
                 os.close(fd)
         self._state_fd = state
         self.pid = self._qemu.pid
-        if disk is not None:  # the file is larger than its file system, and a guest's kernel could write all of it
-            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (disk.size_mib << 20, disk.size_mib << 20))
         self._control: Channel | None = None
         self._monitor: Monitor | None = None
         self._resuming: asyncio.Task[None] | None = None

@@ -190,15 +190,19 @@ class Qemu:
         serial: str = "null",
         extra: Sequence[str] = (),
         inherit: Sequence[int] = (),
+        file_mib: int = 0,
     ) -> None:
+        """extra: more words of the command line; inherit: more descriptors; file_mib: the largest file that the process
+        may write, 0 for no limit."""
         pairs = [socket.socketpair() for _ in range(hardware.ports + 1)]
         theirs = [pair[1].fileno() for pair in pairs]
         line = argv(
             hardware, memory.path, share=share, monitor=theirs[0], ports=theirs[1:], drives=drives, serial=serial
         )
+        limited = ["prlimit", f"--fsize={file_mib << 20}", "--"] if file_mib else []
         try:
             self.process = subprocess.Popen(
-                [*line, *extra],
+                [*limited, *line, *extra],
                 pass_fds=[*theirs, memory.fd, *drives, *inherit],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Harbor itself reads exported folders. `make test-clients` installs it where a Python 3.12 is at hand."""
+"""Harbor itself reads exported folders. `make test-clients` installs it where a Python 3.12 is installed."""
 
 import json
 import subprocess

@@ -197,7 +197,7 @@ async def test_the_limits_of_a_task_hold_or_are_refused_by_name(host: Host) -> N
 async def test_files_that_exceed_the_memory_lie_on_a_disk_of_the_limits_size(host: Host) -> None:
     if not host.capabilities.limit_disk or cgroups.lacks(SandboxLimits(memory_mib=64)):
         pytest.skip(f"the {host.backend} backend has no limits of memory and disk here")
-    size = 400 if host.backend == "qemu" else 100
+    size = 220 if host.backend == "qemu" else 100
     limits = SandboxLimits(memory_mib=256 if host.backend == "qemu" else 75, disk_mib=size)
     sandbox = await host.acquire(request(limits=limits))
     disk = weakref.ref(host.machine(sandbox.id).disk)  # type: ignore[union-attr]
