@@ -27,9 +27,10 @@ PACKAGES = (
     "w3lib==2.2.1",
     "cachetools==8.0.1",
     "semver==3.0.4",
-    "parse==1.20.2",
-    "more-itertools==10.5.0",
+    "ordered-set==4.1.0",
+    "uritools==4.0.3",
     "isodate==0.7.2",
+    "parse==1.20.2",
 )
 _GROUPS = Path("/sys/fs/cgroup/cpuacct")
 
