@@ -333,7 +333,7 @@ async def measure(args: argparse.Namespace, cache: Path, work: Path) -> Figures:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.images", description=__doc__.split("\n")[0])
-    parser.add_argument("--filler", type=int, default=1700, help="MiB of random filler in the image")
+    parser.add_argument("--filler", type=int, default=2400, help="MiB of random filler in the image")
     parser.add_argument("--clones", type=int, default=10, help="clones of each kind")
     parser.add_argument("--images", type=int, default=200, help="different images in turn")
     parser.add_argument("--cache", default="", help="folder of templates and images; default: a temporary one")
