@@ -143,9 +143,9 @@ def scaled() -> None:
         outer, whole = nvfp4.outer_of_rows(x), nvfp4.outer_of_matrices(w)
         nx, nw = Nv(*nvfp4.quantise(x, outer), outer), Nv(*nvfp4.quantise(w, whole), whole)
         for a, b in ((mx, mw), (nx, nw)):
-            want = product.scaled_mm(a, b, ends, torch.float64)
-            wide = [grouped_mm.widened(each, torch.float64).abs() for each in (a, b)]
-            bound = k * 2**-24 * grouped_mm.grouped_mm(*wide, ends, torch.float64) + 2**-24 * want.abs()
+            want = grouped_mm.grouped_mm(a, b, ends, torch.float64)
+            rows, matrices = (grouped_mm.widened(each, torch.float64).abs() for each in (a, b))
+            bound = k * 2**-24 * grouped_mm.grouped_mm(rows, matrices, ends, torch.float64) + 2**-24 * want.abs()
             got = product.scaled_mm_triton(a, b, ends)
             assert got.shape == want.shape and bool(((got.double() - want).abs() <= bound).all())
 

@@ -66,6 +66,7 @@ OTHERS = {
     "bus restore": "writes the files of a backup",
     "down, logs": "read processes and log files",
     "check, config explain, deploy, trainer plan, subjects, wire, bus declare, bus permissions, acp": "read no records",
+    "trainer join": "starts ranks, which take their records from the trainer",
     "tasks from-sdist, tasks make, tasks history, tasks import, tasks certify, tasks export": "files",
     "tasks certificates, tasks show": "files",
     "policy from-gguf, mcp serve, judge card, keys add, keys list, keys revoke": "files",

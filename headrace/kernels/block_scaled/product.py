@@ -115,13 +115,8 @@ def _bytes(operand: Mx | Nv, scales: torch.dtype) -> tuple[Tensor, Tensor, Tenso
     return operand.q.contiguous().view(kind), operand.scale.contiguous().view(scales), outer
 
 
-def scaled_mm(x: Mx | Nv, w: Mx | Nv, ends: Ends, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The twin: `grouped_mm` over the widened operands."""
-    return grouped_mm.grouped_mm(x, w, ends.tolist() if isinstance(ends, Tensor) else ends, dtype)
-
-
 def scaled_mm_triton(x: Mx | Nv, w: Mx | Nv, ends: Ends, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Twin of `scaled_mm` for a GPU that `used` accepts."""
+    """Twin of `grouped_mm.grouped_mm` over quantised operands, for a GPU that `used` accepts."""
     four = isinstance(w, Nv)
     scales = torch.float8_e4m3fn if four else torch.uint8
     (q, s, o), (v, t, p) = _bytes(x, scales), _bytes(w, scales)

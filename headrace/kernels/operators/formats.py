@@ -61,7 +61,8 @@ def quantise_nvfp4(x: Tensor, outer: Tensor) -> Nv:
     """x [..., K], K a multiple of 16, under its tensors' scales, float32 [...]; see `nvfp4`. No gradient."""
     if dispatch.twin(x):
         return Nv(*nvfp4.quantise(x, outer), outer)
-    return Nv(*torch.ops.headrace.quantise_nvfp4(x, outer), outer)
+    q, scale = torch.ops.headrace.quantise_nvfp4(x, outer)
+    return Nv(q, scale, outer)
 
 
 def activations(x: Tensor, grid: str) -> Mx | Nv:

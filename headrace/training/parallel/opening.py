@@ -16,9 +16,10 @@ from headrace.policy.numerics_probe import probe
 from headrace.training import checkpoint
 from headrace.training.device import TrainerError, device_named
 from headrace.training.mid_training import Progress, Trace
-from headrace.training.parallel import group, ranks, sharding
+from headrace.training.parallel import group, sharding
 from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.interface import GivenUp, GroupError
+from headrace.training.parallel.nodes import ranks
 from headrace.training.parallel.state import ShardedState
 from headrace.training.parallel.trainer import ShardedTrainer
 from headrace.training.schedule import optimizer_settings

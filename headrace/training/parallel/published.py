@@ -15,9 +15,10 @@ from headrace.kernels import mxfp8
 from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import names
+from headrace.policy.layout.formats import SCALE
 from headrace.training.parallel.sharding import ShardedModel
 from headrace.training.served import runs as served_runs
-from headrace.training.served.runs import SCALE, Reader, Run, packed
+from headrace.training.served.runs import Reader, Run, packed
 
 
 class Place(NamedTuple):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.training.parallel import group, ranks
+from headrace.training.parallel import group
+from headrace.training.parallel.nodes import ranks
 from headrace.training.parallel.nodes.local import Hello
 from headrace.training.parallel.opening import joined
 

@@ -35,9 +35,10 @@ from headrace.training.device import TrainerError
 from headrace.training.gradient import nothing
 from headrace.training.guard import Guard
 from headrace.training.outcome import StepOutcome
-from headrace.training.parallel import published, ranks, rows, sharding
+from headrace.training.parallel import published, rows, sharding
 from headrace.training.parallel.group import PeerGroup, ProcessGroup
 from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.nodes import ranks
 from headrace.training.parallel.records import Records
 from headrace.training.parallel.state import ShardedState
 from headrace.training.parallel.versions import ShardedVersions

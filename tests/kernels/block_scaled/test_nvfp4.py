@@ -33,7 +33,7 @@ def test_elements_and_scales_are_to_nearest_even(dtype: torch.dtype) -> None:
     outer = nvfp4.outer_of_matrices(x)
     q, scale = nvfp4.quantise(x, outer)
     assert (q.dtype, q.shape, scale.dtype, scale.shape) == (torch.uint8, (64, 48), torch.float8_e4m3fn, (64, 6))
-    amax = x.float().unflatten(-1, (6, 16)).abs().amax(-1)
+    amax = x.float().reshape(64, 6, 16).abs().amax(-1)
     assert torch.equal(scale.float(), (amax / 6 / outer[:, None]).clamp(2.0**-6, 448).to(scale.dtype).float())
     ratio = x.double().abs() / steps(scale, outer)
     apart = (ratio[..., None] - ELEMENTS.double()).abs()

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from headrace.config import Config, Policy, Trainer
 from headrace.training.parallel import group
 from headrace.training.parallel.interface import GroupError
-from headrace.training.parallel.ranks import Ranks
+from headrace.training.parallel.nodes.ranks import Ranks
 
 
 def test_a_process_that_ends_before_it_joins_ends_the_group(tmp_path: Path) -> None:
