@@ -168,7 +168,7 @@ async def steps(folder: Path, args: argparse.Namespace, name: str) -> Figures:
         "rescored_tokens": sum(record.rescored_tokens for record in done),
         "first_step_s": done[0].efficiency.wall_s if done[0].efficiency else 0.0,
         "micro_tokens": setup.trainer.micro_tokens,
-        "peak_gib": round((torch.cuda.max_memory_allocated() - before) / gib, 2),
+        "peak_gib": round((max(each.efficiency.peak_bytes for each in done if each.efficiency) - before) / gib, 2),
         "plan_gib": round(memory_plan.plan(policy_of(args.shape, arm), layout).total / gib, 2),
     }
 

@@ -168,6 +168,13 @@ def _efficiency(steps: Sequence[StepDone]) -> list[str]:
 
     causes = dict.fromkeys(f"{cause}_s" for _, efficiency in told for cause in efficiency.seconds)
     utilised = any("mfu" in values for _, values in figures)
+    optional = {
+        "Largest memory of a process, and its plan (bytes)": ("peak_bytes", "planned_bytes"),
+        "Longest time of a process in collectives, and waiting for a slower one (s)": (
+            "longest_collectives_s",
+            "longest_straggler_s",
+        ),
+    }
     return [
         chart("Seconds of a step by cause", causes),
         chart("Tokens per second of wall time", ("trained_tokens_per_s", "forwarded_tokens_per_s")),
@@ -175,6 +182,7 @@ def _efficiency(steps: Sequence[StepDone]) -> list[str]:
         if utilised
         else "<p>MFU and HFU: unknown peak; set [trainer] peak_tflops.</p>",
         chart("Busiest expert over the mean expert", ("expert_load",)),
+        *(chart(title, names) for title, names in optional.items() if any(names[0] in values for _, values in figures)),
     ]
 
 

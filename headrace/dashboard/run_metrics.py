@@ -149,6 +149,10 @@ class RunMetrics(Collector):
             "headrace_expert_load_ratio": ("Routed rows of the busiest expert over the mean's.", named["expert_load"]),
             "headrace_mfu_ratio": ("Share of the peak that trained; absent where the peak is unknown.", efficiency.mfu),
             "headrace_hfu_ratio": ("Share of the peak that computed; absent where it is unknown.", efficiency.hfu),
+            "headrace_trainer_peak_bytes": ("Largest memory of a rank in the step.", named.get("peak_bytes")),
+            "headrace_trainer_planned_bytes": ("The memory plan of a rank.", named.get("planned_bytes")),
+            "headrace_rank_collectives_seconds": ("Longest of a rank.", named.get("longest_collectives_s")),
+            "headrace_rank_straggler_seconds": ("Longest wait of a rank.", named.get("longest_straggler_s")),
         }
         for name, (text, value) in figures.items():
             if value is not None:

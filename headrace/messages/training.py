@@ -115,7 +115,7 @@ class StepFigures(Message, frozen=True, kw_only=True):
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of a step went, and the work that was done in it. The step's time runs from the end of the step
     before it to its own end, so it includes the checkpoint of the version before and the wait for that version's
-    publication. In a group of processes these are the seconds of the first one."""
+    publication. In a group of processes `seconds` are those of the first one, and `collectives_s` those of all."""
 
     seconds: dict[str, Finite]
     """Seconds by cause; their sum is the step's wall time. busy: computing; batch: waiting for the batch; rescore:
@@ -138,6 +138,16 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     where that step made no update."""
     expert_load: Finite = 0.0
     """Routed rows of the busiest expert over the mean expert's, of the worst layer; 0 without a mixture."""
+    collectives_s: tuple[Finite, ...] = ()
+    """Seconds in collectives of each process, in the order of ranks, without those before the step; empty for one
+    process. A process that is slower than the others waits less, so the least of them is the communication, and what a
+    process has more it waited for slower ones."""
+    peak_bytes: Count = 0
+    """Largest memory of a process in the step, of all processes the largest; 0 where it was not measured. On CUDA the
+    bytes that torch allocated at once. On the CPU the growth of resident memory since before the policy was made, which
+    also has records, code and freed memory."""
+    planned_bytes: Count = 0
+    """Bytes of the memory plan for each process: of live tensors. 0 in records of earlier versions of headrace."""
 
     @property
     def mfu(self) -> float | None:
@@ -149,17 +159,35 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
         """Share of the peak that computed; None where the peak is not known."""
         return self.hardware_flops / (self.wall_s * self.peak_flops) if self.peak_flops and self.wall_s else None
 
+    @property
+    def waits_s(self) -> tuple[float, ...]:
+        """Seconds that each process waited for slower ones, in the order of ranks; empty for one process."""
+        return tuple(seconds - min(self.collectives_s) for seconds in self.collectives_s)
+
+    @property
+    def peak_to_plan(self) -> float | None:
+        """The peak of memory over the plan's; None where one of them is missing."""
+        return self.peak_bytes / self.planned_bytes if self.peak_bytes and self.planned_bytes else None
+
     def figures(self) -> dict[str, float]:
-        """Name to value, as reports, exporters and metrics show them. MFU and HFU are left out where the peak is not
-        known."""
+        """Name to value, as reports, exporters and metrics show them. Those that are not known are left out."""
         wall = self.wall_s or 1.0
         named = {
             "trained_tokens_per_s": self.trained_tokens / wall,
             "forwarded_tokens_per_s": self.forwarded_tokens / wall,
             "expert_load": self.expert_load,
         }
-        shares = {name: share for name, share in (("mfu", self.mfu), ("hfu", self.hfu)) if share is not None}
-        return named | shares | {f"{cause}_s": spent for cause, spent in self.seconds.items()}
+        optional: dict[str, float | None] = {
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "peak_bytes": self.peak_bytes or None,
+            "planned_bytes": self.planned_bytes or None,
+            "peak_to_plan": self.peak_to_plan,
+            "longest_collectives_s": max(self.collectives_s, default=None),
+            "longest_straggler_s": max(self.waits_s, default=None),
+        }
+        told = {name: value for name, value in optional.items() if value is not None}
+        return named | told | {f"{cause}_s": spent for cause, spent in self.seconds.items()}
 
 
 class Behaviour(msgspec.Struct, frozen=True, kw_only=True):

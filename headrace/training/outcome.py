@@ -22,6 +22,12 @@ class StepOutcome(StepFigures, frozen=True, kw_only=True):
     """Seconds from the last update to this step's first forward pass, without waiting for a batch."""
     peak_flops: float = 0.0
     """Of all devices together, per second; 0 where it is not known."""
+    peak_bytes: int = 0
+    """Largest peak of a process's memory in the step, see `figures.memory`; 0 where it was not measured."""
+    planned_bytes: int = 0
+    """Of the memory plan, for each process."""
+    collectives_s: tuple[float, ...] = ()
+    """Seconds in collectives, of each process; empty for a single one."""
     gaps: tuple[TokenGap, ...] = ()
     """Trainer minus sampler by token, of the re-scored trajectories."""
 

@@ -43,6 +43,7 @@ from headrace.training.batches.micro_batch import device_of
 from headrace.training.batches.segment import BatchError
 from headrace.training.device import TrainerError, available_bytes, check_memory, device_named, layout_on
 from headrace.training.figures.clock import Clock, Pause
+from headrace.training.figures.memory import Peak, without_policy
 from headrace.training.figures.work import Work, peak_flops, thread, work_of
 from headrace.training.gradient import Helpers, Recipe, in_order, nothing
 from headrace.training.guard import Guard
@@ -139,6 +140,7 @@ class PolicyTrainer:
     @staticmethod
     def prepare_files(config: Config, folder: Path, *, tokenizer_json: str) -> PolicyConfig:
         """Check plugins, device and memory, and write config.json and tokenizer.json. TrainerError, CheckpointError."""
+        without_policy()
         plugins_of(config.algorithm)
         policy, device = _policy(config, folder, tokenizer_json), device_named(config.trainer.device)
         hugging_face.check_device(policy, device.type)
@@ -199,7 +201,8 @@ class PolicyTrainer:
         self.state.model.plausible = self.config.numerics.replay_plausible
         self.state.configure(optimizer_settings(self.config.algorithm))
         built = self.ahead.take(seq for group in manifest.groups for seq, _ in group.slots)
-        measured, pause = Measured(), Pause(self.state.updated_at, self.clock)
+        device = device_of(self.state.model)
+        measured, pause, peak = Measured(), Pause(self.state.updated_at, self.clock), Peak(device)
         self.state.updated_at = None
         begins = in_order(pause.end, before_forward)
         work: Callable[[], Work] = Work
@@ -249,7 +252,9 @@ class PolicyTrainer:
             alarm=measured.alarm(self.config.numerics),
             work=work(),
             between_s=pause.seconds,
-            peak_flops=peak_flops(self.config, self.state.model.config, device_of(self.state.model)),
+            peak_flops=peak_flops(self.config, self.state.model.config, device),
+            peak_bytes=peak.bytes,
+            planned_bytes=memory_plan.plan(self.state.model.config, layout_on(self.config, device)).total,
         )
 
     def expect(self, trajectories: Mapping[int, Trajectory]) -> None:

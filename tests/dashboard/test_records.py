@@ -87,12 +87,27 @@ async def test_a_report_is_made_of_the_streams(connect: Connect) -> None:
     watch.steps = [msgspec.structs.replace(done, efficiency=msgspec.structs.replace(told, peak_flops=3e9))]
     drawn = page.render(built, watch, collected)
     assert "unknown peak" not in drawn and "Seconds of a step by cause" in drawn
+    assert "Largest memory" not in drawn and "in collectives" not in drawn, "an earlier headrace measured neither"
     assert gauges(watch, operator) == spent | {"trained": 25.0, "mfu": 0.5}
+    more = {"peak_bytes": 3 << 30, "planned_bytes": 2 << 30, "collectives_s": (1.0, 0.25, 0.75)}
+    watch.steps = [msgspec.structs.replace(done, efficiency=msgspec.structs.replace(told, **more))]
+    drawn = page.render(built, watch, collected)
+    assert "Largest memory" in drawn and "in collectives" in drawn
+    memory = {"peak": 3.0 * (1 << 30), "plan": 2.0 * (1 << 30)}
+    assert gauges(watch, operator) == spent | {"trained": 25.0, "collectives": 1.0, "straggler": 0.75} | memory
 
 
 def gauges(watch: Watch, bus: Bus) -> dict[str, float]:
-    """What Prometheus reads of the newest step's efficiency: seconds by cause, trained tokens a second, MFU."""
-    names = {"headrace_trained_tokens_per_second": "trained", "headrace_mfu_ratio": "mfu"}
+    """What Prometheus reads of the newest step's efficiency: seconds by cause, trained tokens a second, MFU, memory,
+    and the longest times of ranks."""
+    names = {
+        "headrace_trained_tokens_per_second": "trained",
+        "headrace_mfu_ratio": "mfu",
+        "headrace_trainer_peak_bytes": "peak",
+        "headrace_trainer_planned_bytes": "plan",
+        "headrace_rank_collectives_seconds": "collectives",
+        "headrace_rank_straggler_seconds": "straggler",
+    }
     samples = [sample for metric in RunMetrics(watch, bus, Path()).collect() for sample in metric.samples]
     causes = {s.labels["cause"]: s.value for s in samples if s.name == "headrace_step_cause_seconds"}
     return causes | {names[s.name]: s.value for s in samples if s.name in names}

@@ -15,6 +15,7 @@ from headrace.policy.layout import hugging_face
 from headrace.policy.numerics_probe import probe
 from headrace.training import checkpoint
 from headrace.training.device import TrainerError, device_named
+from headrace.training.figures.memory import without_policy
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.parallel import group, sharding
 from headrace.training.parallel.group import ProcessGroup
@@ -29,6 +30,7 @@ from headrace.training.trainer import PolicyTrainer
 def joined(config: Config, folder: Path, rank: int, store: Any = None) -> ShardedTrainer:
     """Join the group of a run's trainer and take this process's rows of the checkpoint. All processes call it; folder:
     of node 0, which alone reads it."""
+    without_policy()
     torch.set_num_threads(config.trainer.threads)
     section = config.trainer
     device = ranks.device_of(device_named(section.device), rank % (section.ranks // section.nodes))

@@ -123,8 +123,11 @@ class ShardedTrainer(PolicyTrainer):
             outcome = super().step(manifest, trajectories, scores, before_update, hashed, before_forward)
             # The slowest process waits least in its collectives: what others wait longer, they wait for it.
             spent = self.clock.seconds["communication"] - before
-            self.clock.waited(spent - min(self.world.gathered(spent)))
-            return outcome
+            every = self.world.gathered((spent, outcome.peak_bytes))
+            collectives = tuple(seconds for seconds, _ in every)
+            self.clock.waited(spent - min(collectives))
+            peak = max(peak for _, peak in every)
+            return msgspec.structs.replace(outcome, collectives_s=collectives, peak_bytes=peak)
         except TrainerError:
             raise  # a plugin differs from the manifest's: every process compares the hashes first, so all of them raise
         except Exception as error:
@@ -280,12 +283,13 @@ class ShardedTrainer(PolicyTrainer):
             if order.kind == "take":
                 config, manifest, trajectories, scores, hashed, sent = order.arguments
                 self.config = msgspec.json.decode(config, type=Config)
-                self.step(
-                    msgspec.msgpack.decode(manifest, type=StepManifest),
-                    msgspec.msgpack.decode(trajectories, type=dict[int, Trajectory]) | self.records.take(sent),
-                    msgspec.msgpack.decode(scores, type=dict[int, Score]),
-                    hashed=hashed,
-                )
+                with self.clock.spent("busy"):  # as in the first process: collectives then count as communication
+                    self.step(
+                        msgspec.msgpack.decode(manifest, type=StepManifest),
+                        msgspec.msgpack.decode(trajectories, type=dict[int, Trajectory]) | self.records.take(sent),
+                        msgspec.msgpack.decode(scores, type=dict[int, Score]),
+                        hashed=hashed,
+                    )
             elif order.kind == "give_up":
                 reason, detail, hashed = order.arguments
                 self.give_up(reason, detail, hashed=hashed)

@@ -19,6 +19,7 @@ from headrace.messages.training import Behaviour, StepDone, StepFailed, StepMani
 from headrace.replay.fetching import Records
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
+from headrace.training.memory_plan import layout_of, plan
 from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import PolicyTrainer
 from headrace.weights import snapshot
@@ -26,6 +27,7 @@ from tests.conftest import Connect
 from tests.support import chat_formats
 from tests.support.actors import living
 from tests.support.recorded_run import GROUP, PER_STEP, RunFeeder, config, kill, new_run
+from tests.support.world import POLICY
 
 pytestmark = pytest.mark.anyio
 
@@ -75,6 +77,9 @@ async def test_batches_become_versions_in_the_order_of_closings(connect: Connect
         assert sum(each.seconds.values()) == pytest.approx(each.wall_s, rel=1e-6)
         assert all(each.seconds[cause] > 0.0 for cause in ("busy", "batch", "rescore", "publish", "records"))
         assert each.seconds["communication"] == each.seconds["straggler"] == 0.0, "one process"
+        assert each.collectives_s == () and each.peak_bytes > 0, "resident memory"
+        assert each.planned_bytes == plan(POLICY, layout_of(settings)).total
+        assert each.peak_to_plan == each.figures()["peak_to_plan"] == each.peak_bytes / each.planned_bytes
         assert each.mfu is not None and each.hfu is not None and 0.0 < each.mfu < each.hfu < 1.0
     assert sum(each.wall_s for each in figures) < elapsed, "no moment counts in two steps"
     assert all(r.seconds <= f.seconds["busy"] for r, f in zip(done, figures, strict=True))

@@ -22,11 +22,13 @@ from headrace.messages.subjects import EVENT
 from headrace.messages.training import StepDone, StepManifest
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
+from headrace.training.memory_plan import layout_of, plan
 from headrace.weights import snapshot
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.patience import PATIENCE_S
 from tests.support.recorded_run import RunFeeder, config, new_run
+from tests.support.world import POLICY
 
 pytestmark = pytest.mark.anyio
 
@@ -117,12 +119,29 @@ async def test_two_ranks_make_the_versions_of_one_process_also_after_one_is_kill
         assert each is not None
         assert sum(each.seconds.values()) == pytest.approx(each.wall_s, rel=1e-6)
         assert each.seconds["communication"] > 0.0 and each.seconds["straggler"] >= 0.0
+        first, second = each.collectives_s
+        assert min(first, second) > 0.0 and each.seconds["straggler"] >= each.waits_s[0] - 1e-9
+        assert each.waits_s == (first - min(first, second), second - min(first, second))
+        assert each.peak_bytes > 0 and each.planned_bytes == plan(POLICY, layout_of(several(tmp_path, 2))).total
         assert each.mfu is None, "nobody said what the peak of a CPU rank is"
     manifests = [record for record in records if isinstance(record, StepManifest)]
     assert all(record.objective["ranks"] == 2 for record in manifests)
     recorded = await of_run(await connect("replay"), several(tmp_path, 2), feeder.folder, feeder.run)
     (line,) = [line async for line in replay_steps(recorded, [2])]
     assert line.bitwise_equal and line.weights_hash == want[3], "one process replays what two have done"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_collectives_of_training_count_in_every_rank(connect: Connect, server: Server, tmp_path: Path) -> None:
+    """Without re-scoring, training alone has collectives."""
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with living(Trainer, several(tmp_path, 2, rescore=0), await connect("trainer"), feeder.run):
+        await feeder.batch(0)
+        await feeder.version(1)
+    (done,) = [record for record in await feeder.steps() if isinstance(record, StepDone)]
+    assert done.efficiency is not None and len(done.efficiency.collectives_s) == 2
+    assert min(done.efficiency.collectives_s) > 0.0 and min(done.efficiency.waits_s) == 0.0
 
 
 @pytest.mark.slow
