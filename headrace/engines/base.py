@@ -8,6 +8,7 @@ position.
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.messages.base import Array
 from headrace.messages.rollout import Lane, PolicyRef, Sampling, Span
@@ -29,6 +30,9 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seed and position determine every draw: a repetition with the same weights gives the same ids in any batch."""
     lane: Lane = "train"
     """The lane of the request: when capacity is short, production goes first."""
+    routed: int = 0
+    """Number of leading positions whose routes the caller has from earlier turns, less than `ids`. A sample need not
+    repeat them, also where it forwards these positions again."""
 
 
 def check_request(request: SampleRequest, vocab: int, longest: int) -> None:
@@ -40,6 +44,8 @@ def check_request(request: SampleRequest, vocab: int, longest: int) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
             bad = next(id for id in ids if not 0 <= id < vocab)
             raise EngineError(f"{what} id {bad} is outside the vocabulary of {vocab}; expected 0 to {vocab - 1}")
+    if not 0 <= request.routed < len(request.ids):
+        raise EngineError(f"expected routes of 0 to {len(request.ids) - 1} leading positions, got {request.routed}")
     if request.sampling.max_turn_tokens < 1:
         raise EngineError(f"expected max_turn_tokens >= 1, got {request.sampling.max_turn_tokens}")
     if not 0 <= request.sampling.temperature < float("inf"):
@@ -58,10 +64,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[float, ...]
     """Log-probability of each id under the sampling that was used, rounded to float32."""
     routed: Array | None
-    """Routed experts [positions forwarded in this call, sparse layers, top_k]; None for a dense model."""
+    """Routed experts [positions from `routed_start` on, sparse layers, top_k]; None for a dense model."""
     spans: tuple[Span, ...]
-    """The positions that this call forwarded, contiguous and counted from the start of the context, by version."""
+    """The positions that this call forwarded, counted from the start of the context, by version. Contiguous, unless the
+    call forwarded its context again with other weights."""
     stop: Literal["stop", "length", "abort"]
+    routed_start: int | UnsetType = UNSET
+    """As in a `Turn`."""
 
 
 class Swap(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from headrace.harness.context import Context
 from headrace.harness.prompt import initial_prompt, toolbox_for
 from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.base import Array
-from headrace.messages.rollout import RolloutRequest, ToolCall, ToolResult, Turn
+from headrace.messages.rollout import RolloutRequest, ToolCall, ToolResult, Turn, routes_end
 from headrace.messages.sandbox import Sandbox
 from headrace.messages.tasks import Task
 from headrace.rendering.base import Parsed, Renderer
@@ -177,6 +177,7 @@ async def sample_turn(
             stop_ids=renderer.stop_ids,
             seed=(request.seed + context.segment * _GOLDEN) % (1 << 63),
             lane=request.lane,
+            routed=routes_end(turns, context.segment),
         )
     )
     if sample.stop == "abort":
@@ -190,6 +191,7 @@ async def sample_turn(
         ids=Array.of(sample.ids, "<i4"),
         logprobs=Array.of(sample.logprobs, "<f4"),
         routed=sample.routed,
+        routed_start=sample.routed_start,
         spans=sample.spans,
         calls=calls_of(parsed, index, request.limits.max_parallel_calls) if kind == "act" else (),
         stop=sample.stop,

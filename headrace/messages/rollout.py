@@ -189,15 +189,37 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Array
     """<f4 [m]: log-probability of each sampled id under the sampling that was used."""
     routed: Array | None = None
-    """|u1 or <u2 [positions forwarded in this turn, layers, top_k]: experts that each position was routed to."""
+    """|u1 or <u2 [positions, layers, top_k]: experts that each position was routed to, from `routed_start` to the last
+    position forwarded in this turn."""
     spans: tuple[Span, ...] = ()
-    """They cover exactly the positions forwarded in this turn; the last sampled token is forwarded in the next one."""
+    """They cover exactly the positions forwarded in this turn, in the order of forwards; the last sampled token is
+    forwarded in the next one. A position may be in several spans and turns, because it was forwarded again after a swap
+    or by another engine. The token after it was sampled from its first forward in the turn that sampled the token."""
     calls: tuple[ToolCall, ...] = ()
     results: tuple[ToolResult, ...] = ()
     stop: Literal["stop", "length", "abort"] = "stop"
     kind: Literal["act", "summary"] = "act"
     kinds: TokenKinds | UnsetType = UNSET
     """Unset in older records, and where the renderer does not count them."""
+    routed_start: Count | UnsetType = UNSET
+    """First position of `routed`. Unset: that of the first span. Positions before it were forwarded again, and their
+    routes are in earlier turns: the trainer replays the routes of a position's first forward."""
+
+    @property
+    def first_routed(self) -> int:
+        """First position of `routed`."""
+        if isinstance(self.routed_start, int):
+            return self.routed_start
+        return self.spans[0].start if self.spans else 0
+
+
+def routes_end(turns: Iterable[Turn], segment: int) -> int:
+    """Number of positions, from the first of a segment on, whose routes its turns hold."""
+    end = 0
+    for turn in turns:
+        if turn.segment == segment and turn.routed is not None and turn.first_routed <= end:
+            end = max(end, turn.first_routed + len(turn.routed))
+    return end
 
 
 def kinds_of(turns: Iterable[Turn]) -> TokenKinds | None:

@@ -1,7 +1,7 @@
 """The version that sampled each token, read from a Trajectory's spans alone.
 
 Positions count within a segment, which is the concatenation of (prompt_ids, ids) of its turns. The token at position i
-was sampled by the version that computed position i - 1, in the same turn.
+was sampled by the version that computed position i - 1 first in the same turn.
 """
 
 from headrace.messages.rollout import Trajectory
@@ -16,5 +16,5 @@ def versions(trajectory: Trajectory) -> list[int]:
         lengths[turn.segment] = start + len(turn.ids)
         for position in range(start - 1, start + len(turn.ids) - 1):
             covering = [span.version for span in turn.spans if span.start <= position < span.end]
-            sampled_by.append(covering[-1] if covering else -1)
+            sampled_by.append(covering[0] if covering else -1)
     return sampled_by

@@ -69,14 +69,16 @@ class Record:
         self.logprobs += sample.logprobs
         assert len(sample.ids) == len(sample.logprobs) > 0
         ends = [span.end for span in sample.spans]
-        assert [span.start for span in sample.spans[1:]] == ends[:-1], "contiguous"
+        again = [(span.start, end) for span, end in zip(sample.spans[1:], ends, strict=False) if span.start != end]
+        assert all(start == 0 for start, _ in again), "contiguous, or the whole context again"
         assert ends[-1] == len(self.ids) - 1, "the last sampled token has no forward yet"
         start = sample.spans[0].start
         assert start <= len(self.ids) - len(sample.ids) - 1
         if config.experts:
             rows = moe.from_array(sample.routed, config.sparse_layers, config.top_k)
-            assert len(rows) == ends[-1] - start
-            self.routes.append((start, rows))
+            first = sample.routed_start if isinstance(sample.routed_start, int) else start
+            assert len(rows) == ends[-1] - first
+            self.routes.append((first, rows))
         self.spans += sample.spans
         self.swapped_turns += len(sample.spans) > 1
         self.capped += sample.stop == "length"

@@ -34,7 +34,17 @@ from headrace.messages.product import (
     ClientTurnDone,
     ClientUsage,
 )
-from headrace.messages.rollout import Capture, PolicyRef, Sampling, TokenKinds, ToolCall, ToolResult, Trajectory, Turn
+from headrace.messages.rollout import (
+    Capture,
+    PolicyRef,
+    Sampling,
+    TokenKinds,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    routes_end,
+)
 from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import TaskRef
 from headrace.rendering.native.client import ClientRenderer, UnusableConversation
@@ -172,6 +182,7 @@ class ClientTurns:
                 stop_ids=renderer.stop_ids,
                 seed=request.seed,
                 lane="production",
+                routed=routes_end(session.turns, request.segment),
             ),
             trajectory,
         )
@@ -286,6 +297,7 @@ def _turn(
         ids=Array.of(sample.ids, "<i4"),
         logprobs=Array.of(sample.logprobs, "<f4"),
         routed=sample.routed,
+        routed_start=sample.routed_start,
         spans=sample.spans,
         calls=tuple(ToolCall(id=call.id, name=call.name, arguments=_texts(call.arguments)) for call in calls),
         stop=sample.stop,

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from msgspec import UNSET
+
 from headrace.engines.base import EngineError, Sample, SampleRequest
 from headrace.engines.embedded.cache import Session
 from headrace.engines.embedded.staging import LoadedWeights
@@ -53,10 +55,10 @@ class Job:
         """Set the sample as the result. row: bytes of routes per position."""
         session, start = self.session, self.report
         end = len(session.ids)
-        routed = None
+        routed, first = None, max(start, self.request.routed)
         if config.experts:
-            shape = (end - start, config.sparse_layers, config.top_k)
-            routed = Array(config.routed_dtype, shape, bytes(session.routed[start * row : end * row]))
+            shape = (end - first, config.sparse_layers, config.top_k)
+            routed = Array(config.routed_dtype, shape, bytes(session.routed[first * row : end * row]))
         self.future.set_result(
             Sample(
                 ids=tuple(self.context[self.given :]),
@@ -64,6 +66,7 @@ class Job:
                 routed=routed,
                 spans=tuple(Span(max(s.start, start), s.end, s.version) for s in session.spans if s.end > start),
                 stop="stop" if stop == "stop" else "length",
+                routed_start=first if config.experts and first > start else UNSET,
             )
         )
 

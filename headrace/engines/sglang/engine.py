@@ -286,12 +286,13 @@ class SglangEngine:
         async with place, self._life.gate.enter(lambda: self._life.wanted(request)) as weights:
             self._keep()
             start, flight = turn.start(weights.label), InFlight()
+            routes = turn.routes(start)
             self._in_flight[flight.rid] = flight
             self.counts["attempts"] += 1
             try:
                 terms = self._life.terms
                 asked = body(
-                    request, turn.ids, turn.left, rid=flight.rid, start=start, salt=self._life.salt(weights),
+                    request, turn.ids, turn.left, rid=flight.rid, start=routes, salt=self._life.salt(weights),
                     sparse=bool(self._config.experts), seeded=terms is not None and terms.deterministic,
                     priority=PRIORITY[request.lane] if terms is not None and terms.priorities else None,
                 )  # fmt: skip
@@ -302,7 +303,7 @@ class SglangEngine:
                 raise
             finally:
                 del self._in_flight[flight.rid]
-            attempt = read(reply, prompt=len(turn.ids), start=start, config=self._config, stops=request.stop_ids)
+            attempt = read(reply, prompt=len(turn.ids), start=routes, config=self._config, stops=request.stop_ids)
             return self._take(turn, attempt, start, weights), late
 
     def _take(self, turn: Turn, attempt: Attempt, start: int, weights: VersionFile) -> str:

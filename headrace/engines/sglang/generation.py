@@ -1,18 +1,18 @@
 """A turn that is being generated: joins its attempts into one sample.
 
 Idea: a turn may need several requests, because one was aborted for a swap or by the server, or lost with the server.
-Tokens of earlier attempts are kept: the next attempt's context is the turn's context and those tokens, and it reports
-routes from the position where the last attempt ended. Spans count forwarded positions: the token at position i was
-sampled by the version that forwarded position i - 1.
+Tokens of earlier attempts are kept: the next attempt's context is the turn's context and those tokens. Spans count
+forwarded positions: the token at position i was sampled by the version that forwarded position i - 1 first.
 
-Between turns a session records the positions that were reported, and their weights. While these weights serve, the next
-turn requests only new routes, and its prefix is cached. After a swap the prefix belongs to other weights: the whole
-context is forwarded again under the new salt, and reported again.
+A session records the positions that were forwarded, and their weights. While these weights serve, the prefix is cached.
+After a swap it belongs to other weights: the whole context is forwarded again under the new salt, and spans say so.
+Routes are requested only of positions that have none yet, because a trainer replays those of the first forward.
 """
 
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from headrace.engines.base import Sample, SampleRequest
@@ -29,7 +29,7 @@ class Session(NamedTuple):
     ids: tuple[int, ...]
     """Context and sampled tokens of its last turn; all positions but the last one have routes."""
     label: str
-    """The label of the weights that forwarded all positions; empty when several versions did."""
+    """The label of the weights of all positions' keys and values; empty when they are of several versions."""
 
 
 class Turn:
@@ -42,7 +42,12 @@ class Turn:
         self._rows: list[NDArray[np.unsignedinteger]] = []
         self._spans: list[Span] = []
         self._labels: set[str] = set()
-        self._reported: int | None = None
+        self._routed = request.routed
+        """Number of leading positions with routes."""
+        self._first: int | UnsetType = UNSET
+        """First position of the routes of this turn."""
+        self._sent = ""
+        """The label of the weights that began the last attempt that counts."""
 
     @property
     def left(self) -> int:
@@ -50,20 +55,28 @@ class Turn:
         return self.request.sampling.max_turn_tokens - len(self.logprobs)
 
     def start(self, label: str) -> int:
-        """First position whose routes the next attempt must report, when the weights with this label serve."""
-        if self._reported is not None:
-            return self._reported
+        """First position that the next attempt forwards, when the weights with this label serve."""
+        if self._sent:
+            return len(self.ids) - 1 if label == self._sent else 0
         session = self._session
         if session is not None and session.label == label and session.ids == self.request.ids[: len(session.ids)]:
             return len(session.ids) - 1
         return 0
 
+    def routes(self, start: int) -> int:
+        """First position whose routes an attempt must report that forwards the context from `start` on."""
+        return max(start, self._routed)
+
     def add(self, attempt: Attempt, start: int, weights: VersionFile, version_of: dict[str, int]) -> None:
-        """Append an attempt that reports routes from position `start` on and whose first token was sampled by
-        `weights`."""
+        """Append an attempt that forwarded the context from position `start` on, has the routes from `routes(start)`
+        on, and whose first token was sampled by `weights`."""
         if not attempt.ids:
             return
-        prompt = len(self.ids)
+        prompt, self._sent = len(self.ids), weights.label
+        if self._first is UNSET:
+            self._first = self.routes(start)
+        if not start:
+            self._labels.clear()  # all positions have keys and values of these weights now
         self._span(start, prompt - 1, weights.version)
         for stretch in attempt.stretches:
             self._span(prompt - 1 + stretch.start, prompt - 1 + stretch.end, version_of[stretch.label])
@@ -72,28 +85,31 @@ class Turn:
             self._rows.append(attempt.rows)
         self.ids += attempt.ids
         self.logprobs += attempt.logprobs
-        self._reported = len(self.ids) - 1
+        self._routed = len(self.ids) - 1
 
     def _span(self, start: int, end: int, version: int) -> None:
         if end <= start:
             return
-        if self._spans and self._spans[-1].version == version:
+        if self._spans and self._spans[-1].version == version and self._spans[-1].end == start:
             self._spans[-1] = Span(self._spans[-1].start, end, version)
         else:
             self._spans.append(Span(start, end, version))
 
     def sample(self, finish: str) -> Sample:
         """All attempts as one sample. finish: the reason for which the last one ended."""
-        routed = None
+        routed: Array | None = None
+        start: int | UnsetType = UNSET
         if self._config.experts and self._rows:
             rows = np.concatenate(self._rows)
             routed = Array(self._config.routed_dtype, rows.shape, rows.tobytes())
+            start = self._first if self._first != self._spans[0].start else UNSET
         return Sample(
             ids=tuple(self.ids[len(self.request.ids) :]),
             logprobs=tuple(self.logprobs),
             routed=routed,
             spans=tuple(self._spans),
             stop="stop" if finish == "stop" else "length" if finish == "length" else "abort",
+            routed_start=start,
         )
 
     def session(self) -> Session | None:

@@ -160,16 +160,16 @@ def _segment(trajectory: Trajectory, turns: Sequence[Turn]) -> Segment | None:
 
 
 def _versions(trajectory: Trajectory, turn: Turn, start: int, end: int) -> list[Tensor]:
-    """The version that forwarded each of the positions start..end-1 in this turn, by runs of equal ones."""
+    """The version that forwarded each of the positions start..end-1 first in this turn, by runs of equal ones."""
     runs: list[Tensor] = []
     at = start
-    for span in sorted(turn.spans, key=lambda span: span.start):
-        first, last = max(span.start, start), min(span.end, end)
-        if first >= last:
-            continue
-        if first != at or span.version < 0:
-            break  # a gap, a position that was forwarded twice, or no version
-        runs.append(torch.full((last - first,), span.version))
+    for span in turn.spans:
+        last = min(span.end, end)
+        if last <= at:
+            continue  # positions before, or forwarded again
+        if span.start > at or span.version < 0:
+            break  # a gap, or no version
+        runs.append(torch.full((last - at,), span.version))
         at = last
     else:
         if at == end:
@@ -186,7 +186,7 @@ def _routed(trajectory: Trajectory, turns: Sequence[Turn], covered: int) -> Tens
         if turn.routed is None or not turn.spans:
             continue
         narrow = tensor(turn.routed)
-        start, end = turn.spans[0].start, turn.spans[-1].end
+        start, end = turn.first_routed, turn.spans[-1].end
         if narrow.shape[0] != end - start:
             raise BatchError(f"trajectory {trajectory.id}: turn {turn.index} has routes for other positions than spans")
         same = not parts or (narrow.dtype, narrow.shape[1:]) == (parts[0][1].dtype, parts[0][1].shape[1:])

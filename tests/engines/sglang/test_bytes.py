@@ -6,9 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from headrace.engines.base import SampleRequest
 from headrace.engines.sglang.engine import SglangEngine
+from headrace.messages.rollout import Span
 from tests.support import tiny
 from tests.support.engines import Versions
 from tests.support.sglang.double import Double, Request
@@ -74,3 +76,21 @@ async def test_the_bytes_of_a_reply_do_not_grow_with_the_context(
         replies.append(events)
         assert asked <= 800 + 5 * len(again), "the API needs the whole context; an id here has at most three digits"
     assert max(replies) <= 1.1 * min(replies)
+
+
+async def test_after_a_swap_a_reply_has_the_routes_of_new_positions_alone(versions: Versions, tmp_path: Path) -> None:
+    """The context is forwarded again as a whole, and the spans say so."""
+    double, context, rows, replies = Counting(), tuple(5 + place % 300 for place in range(512)), [0], []
+    async with attached(versions, tmp_path, double=double) as (engine, _):
+        for version in range(3):
+            await versions.load(engine, version)
+            double.events.clear()
+            sample = await engine.sample(msgspec.structs.replace(request(ids=context, tokens=4), routed=sum(rows)))
+            assert sample.spans == (Span(0, len(context) + 3, version),)
+            assert sample.routed is not None and sample.routed_start == (sum(rows) or UNSET)
+            rows.append(len(sample.routed))
+            replies.append(sum(double.events))
+            context = (*context, *sample.ids, *range(5, 21))
+    print(f"rows of routes {rows[1:]}, replies of {replies} bytes")
+    assert rows[1:] == [515, 20, 20]
+    assert max(replies[1:]) < replies[0] / 8

@@ -8,8 +8,10 @@ import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from headrace.engines.base import Engine, EngineError
 from headrace.engines.sglang.engine import SglangEngine
@@ -110,11 +112,18 @@ async def test_abort_and_resume_keeps_what_was_sampled(versions: Versions, tmp_p
         await double.let_go()
         sample = await work
         assert list(sample.ids[:5]) == partial and len(sample.ids) == 12
-        assert sample.spans == (Span(0, 8, 0), Span(8, 15, 1))
-        assert sample.routed is not None and sample.routed.shape[0] == 15
+        assert sample.spans == (Span(0, 8, 0), Span(0, 15, 1)), "old keys are not reused"
+        assert sample.routed is not None and sample.routed.shape[0] == 15 and sample.routed_start is UNSET
+        record = Record(temperature=1.0)
+        record.add([1, 2, 3, 4], sample, versions.config)
+        assert close(record, versions)
         first, second = double.bodies("/generate")
         assert second["input_ids"] == [1, 2, 3, 4, *partial] and second["sampling_params"]["max_new_tokens"] == 7
         assert second["routed_experts_start_len"] == 8 and second["cache_salt"] != first["cache_salt"]
+        again = await engine.sample(request(ids=(*record.ids, 9)))
+        assert again.spans == (Span(15, 24, 1),), "the new weights forwarded the whole prefix"
+        record.add([9], again, versions.config)
+        assert engine.counts["cached"] == 15 and close(record, versions)
 
 
 async def test_what_nobody_began_to_compute_is_taken_back_before_a_pause(versions: Versions, tmp_path: Path) -> None:
@@ -154,6 +163,7 @@ async def test_a_prompt_that_was_forwarded_on_the_other_side_of_a_swap_is_drawn_
         (request(ids=(-1,)), "token id -1 is outside"),
         (request(stops=(5, 400)), "stop id 400 is outside"),
         (request(ids=()), "no tokens"),
+        (msgspec.structs.replace(request(), routed=3), "expected routes of 0 to 2 leading positions, got 3"),
         (request(tokens=0), "expected max_turn_tokens >= 1"),
         (request(temperature=math.inf), "expected a finite temperature"),
         (request(ids=(1,) * 2045), "exceed 2048 positions"),

@@ -7,9 +7,10 @@ import torch
 
 from headrace.messages.base import Array
 from headrace.messages.judging import Score
-from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
+from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn, routes_end
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import BatchGroup
+from headrace.replay.tokens import versions
 from headrace.training.batches.batch import build
 from headrace.training.batches.segment import BatchError, segments_of
 
@@ -121,6 +122,33 @@ def test_after_a_move_without_kv_the_first_forward_wrote_the_token() -> None:
     assert segment.versions.tolist() == [5, 5, 6, 6, 6]
     assert segment.routes is not None
     assert segment.routes[:, 0, 0].tolist() == [0, 1, 2, 3, 34, 35, 36, 37, 38]  # the first forward counts
+
+
+def test_routes_with_a_start_of_their_own_give_the_same_tensors() -> None:
+    moved = turn(1, [13, 14], [22, 23, 24], [Span(0, 9, 6)], first=30)
+    assert moved.routed is not None
+    new = Array("|u1", (5, 2, 2), moved.routed.data[4 * 4 :])
+    later = msgspec.structs.replace(moved, routed=new, routed_start=4)
+    (whole,), (short,) = segments_of(trajectory(TWO_TURNS[0], moved)), segments_of(trajectory(TWO_TURNS[0], later))
+    for field in dataclasses.fields(whole):
+        if field.name != "routed":  # widened where positions have several records
+            left, right = getattr(whole, field.name), getattr(short, field.name)
+            assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+    assert whole.routes is not None and short.routes is not None and torch.equal(whole.routes, short.routes)
+    assert short.routed is not None and short.routed.dtype == torch.uint8
+    ends = [routes_end(turns, 0) for turns in ((), TWO_TURNS[:1], (TWO_TURNS[0], moved), (TWO_TURNS[0], later))]
+    assert ends == [0, 4, 9, 9] and routes_end(TWO_TURNS, 1) == 0
+    gap = turn(0, [10, 11, 12], [20, 21], [Span(2, 4, 5)])
+    assert routes_end([gap], 0) == 0, "positions without routes come first"
+
+
+def test_a_context_that_one_turn_forwarded_twice_belongs_to_the_first_forward() -> None:
+    once = turn(0, [10, 11, 12], [20, 21, 22], [Span(0, 5, 6)])
+    twice = msgspec.structs.replace(once, spans=(Span(0, 4, 5), Span(0, 5, 6)))
+    (segment,) = segments_of(trajectory(twice))
+    assert segment.versions.tolist() == versions(trajectory(twice)) == [5, 5, 6]
+    assert segment.spans == (Span(0, 4, 5), Span(0, 5, 6))
+    assert segment.routes is not None and segment.routes[:, 0, 0].tolist() == list(range(5))
 
 
 def test_a_cached_prefix_has_no_routes() -> None:
