@@ -20,8 +20,9 @@ from headrace.kernels import delta, grouped_mm, log_softmax, mxfp8, permute
 from headrace.kernels.attention.backward import packed_attention_backward_triton
 from headrace.kernels.attention.forward import cached_attention_triton, packed_attention_triton
 from headrace.kernels.batch_invariant import linear_triton, rms_norm_triton
-from headrace.kernels.block_attention import BLOCK
+from headrace.kernels.block_attention import BLOCK, Packing
 from headrace.kernels.grouped_mm import Mx
+from headrace.kernels.operators import library
 from headrace.kernels.route_topk import route_triton
 from headrace.kernels.selected_logprob import selected_logprob_backward_triton, selected_logprob_triton
 
@@ -303,7 +304,47 @@ def deltas() -> Figures:
     return out
 
 
-PARTS: tuple[Callable[[], Figures], ...] = (products, attention, rows, eight_bits, selected, mixture, deltas)
+def ordinary() -> Figures:
+    """The kernels of PyTorch that ordinary mode takes against those of exact mode: our speed over theirs, and the
+    largest relative difference of results and gradients. An expert has no rows."""
+    lengths, heads, kv_heads, d = [4096] * 4, 32, 8, 128
+    q, k, v = (draw(sum(lengths), count, d).requires_grad_() for count in (heads, kv_heads, kv_heads))
+    packing, scale, pull = Packing(lengths, q.device), d**-0.5, draw(sum(lengths), heads, d)
+    attended = library.varlen_attention(q, k, v, packing, scale)
+    bare = [x.detach() for x in (q, k, v)]
+    whole, lse = packed_attention_triton(bare[0], bare[1], bare[2], lengths, scale)
+
+    def mine() -> Sequence[Tensor]:
+        return packed_attention_backward_triton(pull, bare[0], bare[1], bare[2], whole, lse, lengths, scale)
+
+    def theirs() -> Sequence[Tensor]:
+        return torch.autograd.grad(attended, (q, k, v), pull, retain_graph=True)
+
+    pairs = [(attended.detach(), whole), *zip(theirs(), mine(), strict=True)]
+    out: Figures = {
+        "varlen_relative_difference": max(relative(a, b.double()) for a, b in pairs),
+        "attention_prefill_over_varlen": paired(
+            lambda: packed_attention_triton(bare[0], bare[1], bare[2], lengths, scale),
+            lambda: library.varlen_attention(bare[0], bare[1], bare[2], packing, scale),
+            rounds=5,
+        ),
+        "attention_backward_over_varlen": paired(mine, theirs, rounds=5),
+    }
+    ends = torch.arange(1, 33, device="cuda") * 1024
+    ends[7] = ends[6]
+    x, g, w = draw(32 * 1024 + 64, 2048), draw(32 * 1024 + 64, 1536), draw(32, 1536, 2048)
+    for name, operands in (("forward", (x, w)), ("dgrad", (g, w)), ("wgrad", (g, x))):
+        ours, other = (getattr(each, name) for each in (library.TRITON, library.LIBRARY))
+        both = [product(*operands, ends, torch.bfloat16)[: int(ends[-1])] for product in (ours, other)]
+        out[f"grouped_{name}_relative_difference"] = relative(both[1], both[0].double())
+        out[f"grouped_{name}_over_library"] = paired(
+            lambda f=ours, of=operands: f(*of, ends, torch.bfloat16),  # type: ignore[misc]
+            lambda f=other, of=operands: f(*of, ends, torch.bfloat16),  # type: ignore[misc]
+        )
+    return out
+
+
+PARTS: tuple[Callable[[], Figures], ...] = (products, attention, rows, eight_bits, selected, mixture, deltas, ordinary)
 
 
 def measured(names: Sequence[str] = ()) -> Figures:

@@ -58,6 +58,9 @@ class Packing:
         size = torch.tensor(lengths, dtype=torch.int64)
         first = size.cumsum(0) - size
         self.tokens = int(size.sum())
+        self.longest = max(self.lengths, default=0)
+        self.borders = F.pad(size[size > 0].cumsum(0), (1, 0)).to(device, torch.int32)
+        """int32 [B + 1]: the tokens before each sequence that has tokens, and all of them."""
         starts = first.repeat_interleave(size)
         self.positions = (torch.arange(self.tokens) - starts).to(device)
         """[N] position of each token in its sequence."""

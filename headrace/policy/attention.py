@@ -1,8 +1,12 @@
 """Rotary positions and the two ways to attend: over packed sequences, and over a cache.
 
-Both call the block loop of `kernels.block_attention` in exact mode. Ordinary mode uses the method that is fastest on a
-CPU: two matrix products and a softmax over a cache and for short training sequences, otherwise torch's fused attention.
+Both call the block loop of `kernels.block_attention` in exact mode. Ordinary mode takes `varlen_attn` for packed
+sequences in bfloat16 on CUDA (`kernels.library` has the conditions). Elsewhere it uses the method that is fastest on a
+CPU: two matrix products and a softmax over a cache and for short training sequences, otherwise torch's fused attention
+over sequences that are padded to whole blocks.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,26 +53,62 @@ def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, exac
     """Causal attention within packed sequences: q [N, H, D], k and v [N, V, D] -> [N, H, D]."""
     if exact:
         return operators.packed_attention(q, k, v, packing, scale)
+    if not operators.varlen_refusal(q, v):
+        return operators.varlen_attention(q, k, v, packing, scale)
     heads = k.shape[1]
-    out = torch.zeros_like(q)
+    parts = []
     for bucket in packing.buckets:
         short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and bucket.keys <= _SHORT
-        if short and torch.is_grad_enabled():
-            part = _short(q, k, v, bucket, scale)
-        else:
-            part = _fused(q, k, v, bucket, scale)
-        flat = (
-            part.view(bucket.sequences, heads, bucket.keys, -1, q.shape[2]).transpose(1, 2).flatten(0, 1).flatten(1, 2)
-        )
-        out = out.index_copy(0, bucket.rows, flat.index_select(0, bucket.key_places))
+        attend = _short if short and torch.is_grad_enabled() else _fused
+        part = attend(q, k, v, bucket, scale)
+        part = part.view(bucket.sequences, heads, bucket.keys, -1, q.shape[2])
+        parts.append(part.transpose(1, 2).flatten(0, 1).flatten(1, 2))
+    if not parts:
+        return torch.zeros_like(q)
+    out: Tensor = _Packed.apply(packing, *parts)  # type: ignore[no-untyped-call]
     return out
+
+
+class _Aligned(torch.autograd.Function):
+    """Packed [N, heads, D] -> [B, S, heads, D]. For backward it keeps no tensor; `index_copy` would keep its source."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bucket: Bucket) -> Tensor:
+        ctx.bucket, ctx.tokens = bucket, len(x)
+        flat = x.new_zeros(bucket.sequences * bucket.keys, *x.shape[1:])
+        flat.index_copy_(0, bucket.key_places, x.index_select(0, bucket.rows))
+        return flat.view(bucket.sequences, bucket.keys, *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rows = grad.flatten(0, 1).index_select(0, ctx.bucket.key_places)
+        return grad.new_zeros(ctx.tokens, *grad.shape[2:]).index_copy_(0, ctx.bucket.rows, rows), None
+
+
+class _Packed(torch.autograd.Function):
+    """The inverse for all buckets of a packing, [B * S, heads, D] each -> [N, heads, D]; it keeps no tensor either."""
+
+    @staticmethod
+    def forward(ctx: Any, packing: Packing, *parts: Tensor) -> Tensor:
+        ctx.packing = packing
+        out = parts[0].new_empty(packing.tokens, *parts[0].shape[1:])
+        for bucket, part in zip(packing.buckets, parts, strict=True):
+            out.index_copy_(0, bucket.rows, part.index_select(0, bucket.key_places))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        out = []
+        for bucket in ctx.packing.buckets:
+            flat = grad.new_zeros(bucket.sequences * bucket.keys, *grad.shape[1:])
+            out.append(flat.index_copy_(0, bucket.key_places, grad.index_select(0, bucket.rows)))
+        return None, *out
 
 
 def _aligned(x: Tensor, bucket: Bucket) -> Tensor:
     """Packed [N, heads, D] -> [B, S, heads, D], zeros where a sequence is shorter than its bucket."""
-    flat = x.new_zeros(bucket.sequences * bucket.keys, *x.shape[1:])
-    flat = flat.index_copy(0, bucket.key_places, x.index_select(0, bucket.rows))
-    return flat.view(bucket.sequences, bucket.keys, *x.shape[1:])
+    out: Tensor = _Aligned.apply(x, bucket)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:

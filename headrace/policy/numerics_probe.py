@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headrace.kernels import batch_invariant, block_attention, expert_mlp, operators
 from headrace.kernels.block_attention import BLOCK, Packing
+from headrace.kernels.operators import library
 from headrace.kernels.route import Rule, route, sigmoid
 from headrace.kernels.selected_logprob import from_logits, scaled
 from headrace.policy.adapters import low_rank
@@ -194,12 +195,20 @@ def _fingerprint(config: PolicyConfig, numerics: Numerics, device: torch.device)
     mode = f"exact{numerics.row_pad}" if numerics.exact else "ordinary"
     if device.type == "cpu" and numerics.exact and config.torch_dtype.itemsize == 2:
         mode += f"over{batch_invariant.SMALL}"  # runs that were recorded without `least_rows` have other bits
+    if device.type != "cpu" and not numerics.exact:
+        mode = "+".join((mode, *_library(config, device)))
     chip, versions = _chip(device), torch.__version__.split("+")[0]
     if device.type != "cpu":
         versions = f"{versions}-triton{_triton()}"
     digest = hashlib.sha256(f"{chip} {versions} {mode} {config.described}".encode())
     digest.update(torch.cat((logp, entropy)).cpu().numpy().tobytes())
     return f"{device.type}-{chip}-torch{versions}-{mode}-{digest.hexdigest()[:16]}"
+
+
+def _library(config: PolicyConfig, device: torch.device) -> list[str]:
+    """The kernels of PyTorch that training takes there in ordinary mode."""
+    widths = (config.dim, config.expert_dim) if config.experts and not config.gpt_oss else ()
+    return library.taken(device, config.torch_dtype, config.head_dim, widths, config.gpt_oss)
 
 
 def _chip(device: torch.device) -> str:

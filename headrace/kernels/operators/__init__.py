@@ -6,6 +6,7 @@ here decide by the device of their operand (`dispatch.twin`): a CPU tensor goes 
 anything else through `torch.ops`. So the engine and the trainer, which both call them, run Triton as soon as their
 model lies on a GPU.
 
+On CUDA devices, ordinary mode takes kernels of PyTorch for packed attention and the experts' products (`library`).
 Rotary embedding, SwiGLU and additions are plain torch operations on every device.
 """
 
@@ -20,6 +21,7 @@ from headrace.kernels.operators.experts import (
     unpermute,
 )
 from headrace.kernels.operators.formats import cast, quantise, quantise_nvfp4, rounded, rounded_weights
+from headrace.kernels.operators.library import varlen_attention, varlen_refusal
 from headrace.kernels.operators.likelihood import selected_logprob
 from headrace.kernels.operators.products import linear, rms_norm
 
@@ -41,4 +43,6 @@ __all__ = [
     "route",
     "selected_logprob",
     "unpermute",
+    "varlen_attention",
+    "varlen_refusal",
 ]

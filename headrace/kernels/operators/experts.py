@@ -8,7 +8,7 @@ from torch import Tensor
 from headrace.kernels import batch_invariant, dispatch, expert_mlp, grouped_mm
 from headrace.kernels import permute as places
 from headrace.kernels.block_scaled import product as block_scaled
-from headrace.kernels.operators import formats
+from headrace.kernels.operators import formats, library
 from headrace.kernels.route import SOFTMAX, Rule, route_backward
 from headrace.kernels.route import route as route_twin
 from headrace.kernels.route_topk import route_backward_triton, route_triton
@@ -120,9 +120,10 @@ def experts_triton(
         outputs = formats.activations(batch_invariant.swiglu_forward(inner), grid)
         outer = block_scaled.scaled_mm_triton(outputs, formats.weights(down, grid), p.ends, x.dtype)
     else:
-        inner = grouped_mm.grouped_mm_triton(places.permute_triton(rounded(x), p.source), gate_up, p.ends, x.dtype)
+        forward = library.products(x, down, len(p.source), pad).forward
+        inner = forward(places.permute_triton(rounded(x), p.source), gate_up, p.ends, x.dtype)
         middle = rounded(batch_invariant.swiglu_forward(inner))
-        outer = grouped_mm.grouped_mm_triton(middle, down, p.ends, x.dtype)
+        outer = forward(middle, down, p.ends, x.dtype)
     return places.unpermute_triton(outer, p.slots, gates), inner
 
 
@@ -159,19 +160,20 @@ def experts_backward_triton(
     grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
     grid: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, gates, gate_up and down on a GPU, in one order: no atomics."""
+    """Gradients of x, gates, gate_up and down on a GPU; with the Triton products in one order: no atomics."""
+    _, dgrad, wgrad = library.products(x, down, len(inner), pad)
     p = places.plan_triton(experts, gate_up.shape[0], grouped_mm.TILE, len(inner))
     rounded = formats.cast(grid)
     rows = places.permute_triton(rounded(x), p.source)
     grads = places.permute_triton(grad, p.source)
     gate = gates.new_zeros(len(inner)).index_copy_(0, p.slots, gates.reshape(-1))[:, None]
     middle = rounded(batch_invariant.swiglu_forward(inner))
-    g_middle = grouped_mm.grouped_dgrad_triton(grads, down, p.ends, x.dtype)
+    g_middle = dgrad(grads, down, p.ends, x.dtype)
     g_gate = (g_middle.float() * middle).sum(-1)
-    g_down = grouped_mm.grouped_wgrad_triton(grads, (middle * gate).to(x.dtype), p.ends, down.dtype)
+    g_down = wgrad(grads, (middle * gate).to(x.dtype), p.ends, down.dtype)
     g_inner = batch_invariant.swiglu_backward(inner, g_middle.mul_(gate))
-    g_up = grouped_mm.grouped_wgrad_triton(g_inner, rows, p.ends, gate_up.dtype)
-    g_rows = grouped_mm.grouped_dgrad_triton(g_inner, gate_up, p.ends, x.dtype)
+    g_up = wgrad(g_inner, rows, p.ends, gate_up.dtype)
+    g_rows = dgrad(g_inner, gate_up, p.ends, x.dtype)
     g_x = places.unpermute_triton(g_rows, p.slots, torch.ones_like(gates))
     return g_x, g_gate.index_select(0, p.slots).view_as(gates), g_up, g_down
 
