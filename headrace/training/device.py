@@ -33,7 +33,8 @@ def available_bytes(where: torch.device) -> int:
 def layout_on(config: Config, where: torch.device) -> memory_plan.Layout:
     """The layout of a trainer on a device: a CPU's memory is the host's, so nothing is offloaded from it."""
     layout = memory_plan.layout_of(config)
-    return layout._replace(offload=layout.offload and where.type != "cpu")
+    cpu = where.type == "cpu"
+    return layout._replace(offload=layout.offload and not cpu, cpu=cpu)
 
 
 def check_memory(policy: PolicyConfig, layout: memory_plan.Layout, available: int, host: int) -> None:

@@ -1,8 +1,9 @@
 """Bytes that a trainer needs per device, by cause, computed from formulas: no allocation, no import of torch.
 
 The idea: parameters are counted from the policy's shape; activations are the tensors that one layer's autograd graph
-saves, written down term by term (`activation_bytes`). A test compares both with the model on the meta device. The
-trainer actor refuses to start when its plan is larger than the device's memory, instead of failing hours later.
+saves, written down term by term (`policy.layout.activations`). A test compares both with the model on the meta device.
+Exact and ordinary mode keep other tensors of attention; the plan is that of the configuration's mode and of its device.
+The trainer actor refuses to start when its plan is larger than the device's memory, instead of failing hours later.
 
 The plan is the largest of three phases: re-scoring, when rebuilt versions are in memory and gradients are not;
 backward, with activations, the gradients, and either the head's chunk of logits or the temporary tensors of one
@@ -12,7 +13,8 @@ the update, with the gradients and one piece of widened moments.
 With `trainer.offload` masters and moments are counted apart, as bytes of the host's memory for each process.
 
 Not counted: buffers of the communication library, fragmentation, imbalance between experts, the CUDA context. Leave a
-fifth of the memory free for them.
+fifth of the memory free for them. In ordinary mode re-scoring holds the scores of a span over its cache, which grow
+with the square of its tokens; they are not counted either (`policy.grouped_attention`).
 """
 
 import time
@@ -20,15 +22,14 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from headrace.config import Config
-from headrace.policy.adapters import shape
+from headrace.kernels import library
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout.activations import Attention, activation_bytes, score_bytes, temporary_bytes
 from headrace.policy.layout.sizes import element_bytes, parameters, trained_matrices
 
 GIB = 1 << 30
 _CHUNK = 1024
 """Rows of logits at once, `kernels.selected_logprob.CHUNK`."""
-_BLOCK = 64
-"""Keys of a block, `kernels.block_attention.BLOCK`."""
 _SCALED = 256
 """Elements that share a scale, `algorithms.eight_bit.BLOCK`."""
 _PIECE, _PIECE_ROWS = 1 << 22, 64
@@ -62,8 +63,10 @@ class Layout(NamedTuple):
     """A float32 policy that is served as bfloat16: its masters are not its weights."""
     snapshots: int = 0
     """Copies of masters and moments: 2 with the guard, 1 more with several minibatches."""
-    blocked: bool = False
-    """Attention by blocks of keys, as in exact mode on a CPU: its backward pass holds a block's scores."""
+    exact: bool = True
+    """Exact mode, in which attention keeps no copies."""
+    cpu: bool = False
+    """The device is a CPU."""
     offload: bool = False
     """Masters and moments are in the host's memory."""
     nodes: int = 1
@@ -150,89 +153,15 @@ def update_bytes(config: PolicyConfig, layout: Layout) -> int:
     return _WIDENED[layout.moment_bytes] * largest
 
 
-def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1) -> int:
-    """Bytes per token that one layer saves for backward, without `score_bytes`.
-
-    context: devices that share a sequence. The bytes are then per token of one device, and attention's output counts
-    twice, because it is kept by heads and by tokens.
-
-    Each term is a saved tensor: inputs of norms and products, rotated queries and keys, values, attention's output and
-    log-sum-exp, the MLP's inner width, and in float32 what norms and routing keep per row. An adapter saves the outputs
-    of its A; the inputs of fixed weights stay counted, although few of them are saved then.
-    """
-    c, size = config, element_bytes(config)
-    wide, row = 4 * c.dim, 2  # both norms' inputs and outputs; both norms' scales
-    if c.latent:
-        low, head = c.latent, c.latent.nope_dim + c.latent.rope_dim
-        wide += 4 * c.heads * head + c.heads * low.value_dim + 2 * low.kv_rank + 2 * low.q_rank
-        row += 1 + c.heads + (1 if low.q_rank else 0)
-    else:
-        wide += 2 * (c.heads + c.kv_heads) * c.head_dim  # queries, keys, values, the output
-        row += c.heads
-        if c.qk_norm:  # normalising queries and keys keeps the whole product
-            wide += (c.heads + 2 * c.kv_heads) * c.head_dim
-            row += c.heads + c.kv_heads
-    if c.gpt_oss:  # copies of queries, keys, values and the output by sequence; the output in float32, its totals
-        wide += 2 * (c.heads + c.kv_heads) * c.head_dim
-        row += c.heads * (c.head_dim + 1)
-    if context > 1 and not c.latent:  # latent values are cut out of the output in any case
-        wide += c.heads * c.head_dim
-    if c.adapter:
-        wide += len(shape.targeted(c, 0)) * c.adapter.rank
-    if not sparse:
-        return size * (wide + 3 * (c.dense_dim or c.expert_dim)) + 4 * row
-    if c.gpt_oss:  # autograd differentiates the experts: their input rows, nine inner tensors, the output in float32
-        wide += c.top_k * (9 * c.expert_dim + c.dim)
-        row += c.top_k * c.dim
-    else:
-        wide += c.top_k * 2 * c.expert_dim + 3 * c.shared_experts * c.expert_dim
-    row += c.experts + 4 * c.top_k + 1  # scores; experts as int64, two tensors of gates; their sum
-    if c.scores == "sigmoid":
-        row += 3 * c.experts + (c.dim if c.dtype != "float32" else 0)  # the router's product is float32
-    if c.expert_format:
-        wide += c.dim  # the rounded input of the experts
-    return size * wide + 4 * row
-
-
-def temporary_bytes(config: PolicyConfig, sparse: bool, blocked: bool = False) -> int:
-    """Bytes per token of the temporary tensors that the backward pass of one layer holds at once.
-
-    Of the experts: their gathered rows and the gradients of their inner width, each until its last use; of a dense MLP
-    five inner widths, less the one that the second product saved. Of attention:
-    gradients and copies of queries, keys and values, and with `blocked` the scores of 64 keys and their gradients; the
-    MLP's activations are freed before. Three gradients of the hidden state are alive in both.
-    """
-    c, size = config, element_bytes(config)
-    inner, k = c.expert_dim if sparse else c.dense_dim or c.expert_dim, c.top_k if sparse else 1
-    wide = (
-        4 if size == 4 else 8
-    )  # bytes of a float32 copy and a product of it; the copy is the tensor itself in float32
-    mlp = size * k * max(5 * inner, 2 * (c.dim + inner)) if sparse else size * 4 * inner
-    if sparse:
-        mlp = max(mlp, size * k * (c.dim + 2 * inner) + wide * k * inner)
-    freed = size * (2 * c.dim + (2 if sparse else 3) * k * inner) + 4 * (c.experts + 4 * k if sparse else 0)
-    head = c.latent.nope_dim + c.latent.rope_dim if c.latent else c.head_dim
-    attention = size * head * (2 * c.heads + 4 * c.kv_heads)
-    if blocked:
-        attention = head * (size * (4 * c.heads + 6 * c.kv_heads) + 4 * c.heads) + 2 * wide * _BLOCK * c.heads
-    return max(mlp, attention - freed) + 3 * size * c.dim
-
-
-def score_bytes(config: PolicyConfig, layer: int, tokens: int) -> int:
-    """Bytes per token that a layer's attention saves for backward, in one sequence of `tokens`: 0 where it is fused.
-
-    gpt_oss has no fused attention here. For each block of 64 keys that is not left out, masked keys included, a query
-    saves its probabilities in float32 and, where that is another one, in the policy's dtype, a factor, and the mask.
-    """
-    c, window = config, config.seen(layer)
-    if not c.gpt_oss:
-        return 0
-    blocks = 0  # for each query of a sequence
-    for first in range(0, tokens, _BLOCK):
-        seen = first // _BLOCK + 1 - (max(0, first - window + 1) // _BLOCK if window else 0)
-        blocks += seen * min(_BLOCK, tokens - first)
-    each = c.heads * (_BLOCK * (4 if c.dtype == "float32" else 6) + 4) + _BLOCK * c.heads // c.kv_heads
-    return -(-blocks * each // tokens)
+def attention_of(config: PolicyConfig, layout: Layout) -> tuple[Attention, str]:
+    """How packed sequences attend, and why ordinary mode does not take `varlen_attn`; that is empty where it does."""
+    if layout.exact:
+        return "blocks" if layout.cpu else "fused", ""
+    device, head = "cpu" if layout.cpu else "cuda", config.head_dim
+    why = library.attention_refusal(device, config.dtype, head, head, config.gpt_oss)
+    if not why:
+        return "fused", ""
+    return "products" if layout.cpu and config.dtype == "bfloat16" else "padded", why
 
 
 def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
@@ -257,8 +186,9 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         weights, gradients = size * -(-count.frozen // layout.devices), 4 * trained
     moments = -(-moment_bytes(config, layout.moment_bytes) // layout.devices)
     tokens = -(-layout.tokens // layout.context)
+    attention, _ = attention_of(config, layout)
     per_layer = [
-        activation_bytes(config, config.sparse(index), layout.context) + score_bytes(config, index, tokens)
+        activation_bytes(config, config.sparse(index), layout.context, attention) + score_bytes(config, index, tokens)
         for index in range(config.layers)
     ]
     activations = tokens * sum(per_layer)
@@ -266,7 +196,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         activations = tokens * (config.layers * config.dim * size + max(per_layer, default=0))
     head = min(tokens, _CHUNK) * config.vocab * 4 * 3 + 4 * config.vocab * config.dim + tokens * config.dim * size * 3
     temporary = tokens * max(
-        (temporary_bytes(config, config.sparse(index), layout.blocked) for index in range(config.layers)), default=0
+        (temporary_bytes(config, config.sparse(index), attention) for index in range(config.layers)), default=0
     )
     gathered = 0
     if sharded:  # two layers ahead and one's gradient, and the embedding and the head
@@ -354,7 +284,8 @@ def layout_of(config: Config) -> Layout:
         reference=algorithm.kl_weight > 0.0,
         rounded=config.weights.precision == "bf16",
         snapshots=(2 if guarded else 0) + (1 if algorithm.minibatches > 1 else 0),
-        blocked=config.engine.exact and not config.trainer.device.startswith("cuda"),
+        exact=config.engine.exact,
+        cpu=not config.trainer.device.startswith("cuda"),
         offload=config.trainer.offload == "optimizer" and config.trainer.device != "cpu",
     )
 

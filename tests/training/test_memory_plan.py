@@ -17,13 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 from headrace.algorithms.adamw import AdamW
 from headrace.cli.main import main
 from headrace.kernels import expert_mlp
-from headrace.kernels.block_attention import Packing
 from headrace.messages.rollout import Span
-from headrace.policy import gpt_oss
 from headrace.policy.adapters import low_rank, shape
-from headrace.policy.config import Dtype, Latent, PolicyConfig
+from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.layer import Chosen, Layer
 from headrace.policy.layout import hugging_face
+from headrace.policy.layout.activations import activation_bytes
 from headrace.policy.layout.sizes import parameters
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
@@ -37,12 +36,11 @@ from headrace.training.memory_plan import (
     MOMENTS,
     Layout,
     Moments,
-    activation_bytes,
+    attention_of,
     fitting,
     layout_of,
     moment_bytes,
     plan,
-    score_bytes,
     settings,
 )
 from headrace.training.schedule import optimizer_settings
@@ -174,42 +172,6 @@ GPT_OSS_20B: dict[str, Any] = {
     "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
 """The fields of the published config.json that headrace reads; it names no dtype."""
-
-
-def scored(config: PolicyConfig, index: int, tokens: int) -> float:
-    """Bytes per token that a layer of gpt_oss saves, its attention included."""
-    layer = Layer(config, index)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
-    x = torch.randn(tokens, config.dim).to(config.torch_dtype).requires_grad_()
-    cos = torch.ones(tokens, 1, config.head_dim // 2, dtype=config.torch_dtype)
-    input_storages = {parameter.untyped_storage()._cdata for parameter in layer.parameters()} | {
-        cos.untyped_storage()._cdata
-    }
-    storages: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        assert sinks is not None
-        return gpt_oss.packed(q, k, v, sinks, Packing([tokens]), 1.0, config.seen(index))
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x, cos, cos, attend, 1, None, Chosen())
-    return sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in input_storages) / tokens
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_scores_that_gpt_oss_keeps_are_counted(dtype: Dtype) -> None:
-    config = PolicyConfig(
-        dim=192, layers=2, heads=8, kv_heads=2, head_dim=32, experts=8, top_k=2, expert_dim=160, vocab=100, dtype=dtype,
-        model_type="gpt_oss", qk_norm=False, qkv_bias=True, out_bias=True, window=128, clamp=7.0,
-    )  # fmt: skip
-    for index in (0, 1):
-        told = activation_bytes(config, True) + score_bytes(config, index, 600)
-        assert told == pytest.approx(scored(config, index, 600), rel=0.05)
 
 
 def test_gpt_oss_20b_is_planned_from_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -349,10 +311,18 @@ LIVE = {
 }
 
 
+MODES = {
+    **{name: (name, True, "float32") for name in LIVE},
+    **{f"{name}, ordinary": (name, False, "float32") for name in LIVE},
+    "dense, ordinary, bfloat16": ("dense", False, "bfloat16"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("name", MODES)
 def test_the_plan_of_a_micro_batch_is_within_five_percent_of_its_live_tensors(name: str) -> None:
-    config, length, count = LIVE[name], 256, 16
+    shape_name, exact, dtype = MODES[name]
+    config, length, count = msgspec.structs.replace(LIVE[shape_name], dtype=dtype), 256, 16
     draw = torch.Generator().manual_seed(1)
     segments = []
     for index in range(count):
@@ -373,14 +343,35 @@ def test_the_plan_of_a_micro_batch_is_within_five_percent_of_its_live_tensors(na
             )
         )
     batch = Batch(tuple(segments), count, (1.0, 0.0) * (count // 2), count // 2, ("g",), frozenset({"f"}))
-    state = TrainerState(Model(config, probe(config), seed=1))
-    assert state.model.numerics.exact
+    state = TrainerState(Model(config, probe(config, exact=exact), seed=1))
+    assert state.model.numerics.exact == exact
     accumulate(state, batch, Recipe(CONFIG.algorithm, length * count))  # fills caches
     state.zero_grad()
     live = live_bytes(lambda: accumulate(state, batch, Recipe(CONFIG.algorithm, length * count)))
-    told = plan(config, Layout(tokens=length * count, blocked=True))
+    told = plan(config, Layout(tokens=length * count, exact=exact, cpu=True))
     print(f"{name}: {live} bytes alive, {told.backward} planned, {told.temporary} of them temporary")
     assert told.backward == pytest.approx(live, rel=0.05)
+
+
+def test_the_plan_is_that_of_the_configurations_mode_and_device() -> None:
+    ordinary = msgspec.structs.replace(CONFIG, engine=msgspec.structs.replace(CONFIG.engine, exact=False))
+    layouts = {name: layout_on(each, torch.device("cuda")) for name, each in (("e", CONFIG), ("o", ordinary))}
+    assert [layout.exact for layout in layouts.values()] == [True, False]
+    assert plan(QWEN["0.6B"], layouts["o"]) == plan(QWEN["0.6B"], layouts["e"]), "varlen_attn keeps what Triton's does"
+    assert attention_of(QWEN["0.6B"], layouts["o"]) == ("fused", "")
+    wide = msgspec.structs.replace(QWEN["0.6B"], dtype="float32")
+    more = plan(wide, layouts["o"]).activations - plan(wide, layouts["e"]).activations
+    assert more == layouts["o"].tokens * 28 * 4 * 16 * 128, "torch's own output is kept beside the packed one"
+    assert attention_of(wide, layouts["o"]) == ("padded", "varlen_attn takes bfloat16, not float32")
+    assert attention_of(QWEN["0.6B"], layout_on(ordinary, torch.device("cpu")))[0] == "products"
+    assert attention_of(QWEN["0.6B"], layout_on(CONFIG, torch.device("cpu"))) == ("blocks", "")
+
+
+def test_the_command_says_how_ordinary_mode_attends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text("[policy]\ndim = 64\n")
+    for exact, said in (("true", ""), ("false", "attention padded: varlen_attn takes bfloat16, not float32")):
+        assert main(["trainer", "plan", str(tmp_path / "run.toml"), "--set", f"engine.exact={exact}"]) == 0
+        assert ("ordinary mode" in (shown := capsys.readouterr().out)) == bool(said) and said in shown
 
 
 def test_nodes_hold_copies_and_add_their_shard_of_a_sum() -> None:

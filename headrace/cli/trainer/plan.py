@@ -70,7 +70,7 @@ def plan(args: argparse.Namespace) -> int:
                 "memory as --gpu-gib",
                 2,
             )
-        layout = memory_plan.layout_of(config)._replace(devices=args.gpus, blocked=False)
+        layout = memory_plan.layout_of(config)._replace(devices=args.gpus, cpu=False)
         layout = layout._replace(
             moment_bytes=memory_plan.MOMENTS.get(args.moments, layout.moment_bytes),
             offload={"none": False, "optimizer": True}.get(args.offload, layout.offload),
@@ -86,6 +86,9 @@ def plan(args: argparse.Namespace) -> int:
         raise RunError(str(error), 2) from None
     count = sizes.parameters(policy)
     say(f"{count.total / 1e9:.2f} G parameters, {count.experts / 1e9:.2f} G of them in experts; {words(layout)}")
+    attention, why = memory_plan.attention_of(policy, layout)
+    if not layout.exact:
+        say(f"ordinary mode, attention {attention}: {why or 'by varlen_attn'}")
     for line in table(memory):
         say(line)
     if layout.offload:

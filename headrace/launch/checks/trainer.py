@@ -41,7 +41,7 @@ def check(config: Config) -> Iterator[Finding]:
     try:
         policy = hugging_face.of_run(config)
         layout = memory_plan.layout_of(config)
-        layout = layout._replace(offload=layout.offload and cuda)
+        layout = layout._replace(offload=layout.offload and cuda, cpu=not cuda)
         needed = memory_plan.plan(policy, layout)
     except (CheckpointError, ValueError, OSError):
         return  # a finding of the checkpoint's or of the section's
