@@ -117,8 +117,8 @@ def experts_triton(
     if grid and block_scaled.used(len(p.source), len(gate_up), pad, x.device):
         rows = formats.activations(places.permute_triton(x, p.source), grid)
         inner = block_scaled.scaled_mm_triton(rows, formats.weights(gate_up, grid, 2), p.ends, x.dtype)
-        outputs = formats.activations(batch_invariant.swiglu_forward(inner), grid)
-        outer = block_scaled.scaled_mm_triton(outputs, formats.weights(down, grid), p.ends, x.dtype)
+        quantised = formats.activations(batch_invariant.swiglu_forward(inner), grid)
+        outer = block_scaled.scaled_mm_triton(quantised, formats.weights(down, grid), p.ends, x.dtype)
     else:
         forward = library.products(x, down, len(p.source), pad).forward
         inner = forward(places.permute_triton(rounded(x), p.source), gate_up, p.ends, x.dtype)

@@ -49,7 +49,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: f
     # Imported here: the module loads torch's compiler, which takes seconds.
     from torch.nn.attention.varlen import varlen_attn
 
-    out: Tensor = varlen_attn(q, k, v, **varlen_arguments(varlen_attn, packing, scale, q.shape[1] != k.shape[1]))
+    out = varlen_attn(q, k, v, **varlen_arguments(varlen_attn, packing, scale, q.shape[1] != k.shape[1]))
+    assert isinstance(out, Tensor)  # a tuple where `return_aux` is given
     return out
 
 
