@@ -3,6 +3,7 @@
 `varlen_attn` runs on CUDA alone and was not run on a GPU: here the meta device gives its shapes, dtypes and arguments.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -140,8 +141,8 @@ def test_the_flag_for_grouped_heads_is_given_where_torch_has_it() -> None:
     packing = Packing([3, 0, 2])
     assert packing.borders.tolist() == [0, 3, 5] and packing.borders.dtype == torch.int32 and packing.longest == 3
     old, new = (calls.varlen_arguments(each, packing, 0.25, True) for each in (of_torch_2_11, of_torch_2_13))
-    of_torch_2_11(None, None, None, **old)
-    of_torch_2_13(None, None, None, **new)
+    inspect.signature(of_torch_2_11).bind(None, None, None, **old)
+    inspect.signature(of_torch_2_13).bind(None, None, None, **new)
     assert new == {**old, "enable_gqa": True} and old["window_size"] == (-1, 0) and old["scale"] == 0.25
     assert "enable_gqa" not in calls.varlen_arguments(of_torch_2_13, packing, 0.25, False)
 
@@ -161,8 +162,6 @@ class Arguments(TorchDispatchMode):
 
 @pytest.mark.slow  # the import of torch's compiler takes ten seconds of processor time
 def test_ordinary_attention_calls_varlen_attn_with_its_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    import inspect
-
     from torch.nn.attention.varlen import varlen_attn
 
     assert list(inspect.signature(varlen_attn).parameters) == list(inspect.signature(of_torch_2_13).parameters)
@@ -170,7 +169,12 @@ def test_ordinary_attention_calls_varlen_attn_with_its_operands(monkeypatch: pyt
     meta = torch.device("meta")
     q, k, v = (torch.empty(16, n, 32, device=meta, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
     saved: list[Tensor] = []
-    with Arguments() as called, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with Arguments() as called, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = attention.packed(q, k, v, Packing([11, 0, 5], meta), 0.25, exact=False)
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
