@@ -10,7 +10,7 @@ CONFIG  ?= deploy/demo.toml
 
 DEBIAN := python3-venv qemu-system-x86 mmdebstrap cpio
 
-# The CPU environment of the SGLang server: 3 GB, created by `make test-sglang`.
+# The CPU environment of the SGLang server: 3 GB, created by `make test-sglang` and `make demo-sglang-pretrained`.
 SGLANG  := .cache/sglang
 
 # Client programs of other projects that use the gateway, each in its own environment.
@@ -19,7 +19,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian demo demo-pretrained proof proof-pretrained proof-compaction test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint format docs clean web browser screenshots own
+.PHONY: image release help setup debian demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint format docs clean web browser screenshots own
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +52,9 @@ $(SMOLLM2)/.made: deploy/smollm2.jinja
 
 demo-pretrained: setup $(SMOLLM2)/.made ## train SmolLM2-135M, dequantised from GGUF, in real microVMs (CPUs only; half an hour or more)
 	$(BIN)/headrace up deploy/demo-pretrained.toml
+
+demo-sglang-pretrained: setup $(SMOLLM2)/.made $(SGLANG)/.installed ## its first three steps with a real SGLang server as the sampler, on a CPU (installs 3 GB of packages)
+	$(BIN)/headrace up deploy/demo-sglang-pretrained.toml
 
 proof-pretrained: setup $(SMOLLM2)/.made ## the pretrained recipe on three seeds, 200 held-out and 200 unseen tasks each; resumable (hours)
 	$(BIN)/python -m benchmarks.proof_pretrained

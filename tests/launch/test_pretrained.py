@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
 from benchmarks import proof_pretrained
 from headrace.cli.main import main
@@ -17,6 +18,7 @@ from tests.policy.gguf.test_convert import written
 from tests.support.paths import ROOT
 
 DEMO = ROOT / "deploy" / "demo-pretrained.toml"
+SGLANG = ROOT / "deploy" / "demo-sglang-pretrained.toml"
 TEMPLATE = ROOT / "deploy" / "smollm2.jinja"
 
 
@@ -54,6 +56,14 @@ def test_the_configuration_of_the_demo_is_in_order() -> None:
     assert config.policy.checkpoint == ".cache/smollm2"
     assert config.weights.precision == "bf16" and config.trainer.frozen == ("embedding",)
     assert config.limits.max_turns * config.limits.max_turn_tokens >= config.limits.max_tokens
+
+
+def test_the_demo_with_sglang_is_the_same_recipe_with_another_engine() -> None:
+    """The file repeats what it shares with the demo's: only these sections may differ."""
+    ours, demos = (to_builtins(load(path)) for path in (SGLANG, DEMO))
+    assert {name for name in ours if ours[name] != demos[name]} == {"engine", "curriculum", "evaluation"}
+    assert ours["curriculum"] == demos["curriculum"] | {"steps": 3}
+    assert ours["engine"]["kind"] == "sglang" and not ours["engine"]["exact"]
 
 
 def test_intervals_of_the_proof_are_over_templates_and_not_over_tasks() -> None:

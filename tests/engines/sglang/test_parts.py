@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import transformers
 from aiohttp import web
 
 from headrace.engines.base import EngineError
@@ -238,6 +239,16 @@ def test_a_stage_writes_only_what_changed_and_is_what_it_says(tmp_path: Path, mo
         stage.put(3, str(tmp_path / "2"), first)
     stage.remove()
     assert not stage.folder.exists()
+
+
+@pytest.mark.parametrize("kind", ["", "llama", "mistral"])
+def test_a_server_reads_no_end_of_sequence_in_the_staged_folder(tmp_path: Path, kind: str) -> None:
+    """transformers gives some architectures an end of their own, at which a server would end turns."""
+    dense = tiny.config(heads=2, experts=0, top_k=0, model_type=kind, qk_norm=not kind)
+    digest = snapshot.write(tmp_path / "0", tiny.model(dense, exact=False).state())
+    stage = Stage(tmp_path / "stage", dense)
+    stage.put(0, str(tmp_path / "0"), digest)
+    assert transformers.AutoConfig.from_pretrained(stage.folder).eos_token_id is None
 
 
 def test_checksums_name_what_differs(tmp_path: Path) -> None:

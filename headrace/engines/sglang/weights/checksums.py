@@ -31,8 +31,8 @@ THREADS = 8
 
 
 def known(config: PolicyConfig, ranks: int = 1, *, device: str = "cpu", dtype: str = "bfloat16") -> bool:
-    """Whether the checksums of this model on tensor-parallel ranks are known here: Qwen3, with all layers dense or all
-    layers a mixture, on the CPU or on GPUs that can hash its largest tensor.
+    """Whether the checksums of this model on tensor-parallel ranks are known here: Llama, or Qwen3 with all layers
+    dense or all layers a mixture, on the CPU or on GPUs that can hash its largest tensor.
 
     On a GPU the MoE runner decides the layout of the experts, so that the first comparison may still differ.
     """
@@ -40,7 +40,8 @@ def known(config: PolicyConfig, ranks: int = 1, *, device: str = "cpu", dtype: s
     return (
         device in DIGESTS
         and (device == "cpu" or largest * getattr(torch, dtype).itemsize <= cuda_digest.MOST_BYTES)
-        and config.model_type == ""
+        and config.model_type in ("", "llama")
+        and not (config.qkv_bias or config.out_bias)
         and config.latent is None
         and not (config.dense_layers or config.shared_experts or config.expert_format)
         and not (config.heads % ranks or VOCAB_PAD % ranks or config.expert_dim % ranks)
@@ -101,7 +102,8 @@ def shard(tensors: Mapping[str, Tensor], config: PolicyConfig, rank: int, ranks:
 
 
 def fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: int = 1) -> dict[str, Tensor]:
-    """Hugging Face tensors, or a rank's `shard` of them, under the names and in the layout of SGLang's Qwen3 models."""
+    """Hugging Face tensors, or a rank's `shard` of them, under the names and in the layout of SGLang's Qwen3 and
+    Llama models."""
     out: dict[str, Tensor] = {"model.norm.weight": tensors["model.norm.weight"]}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in tensors:
@@ -111,7 +113,7 @@ def fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: int = 1) -
         at = f"model.layers.{index}."
         for name in ("input_layernorm", "post_attention_layernorm"):
             out[f"{at}{name}.weight"] = tensors[f"{at}{name}.weight"]
-        for name in ("q_norm", "k_norm", "o_proj"):
+        for name in ("q_norm", "k_norm", "o_proj") if config.qk_norm else ("o_proj",):
             out[f"{at}self_attn.{name}.weight"] = tensors[f"{at}self_attn.{name}.weight"]
         out[f"{at}self_attn.qkv_proj.weight"] = torch.cat([tensors[f"{at}self_attn.{n}_proj.weight"] for n in "qkv"])
         if config.experts:

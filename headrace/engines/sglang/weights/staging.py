@@ -54,7 +54,9 @@ class Stage:
     def _describe(self) -> None:
         """Write config.json and the tokenizer files."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        texts = {"config.json": json.dumps(hugging_face.as_json(self._config), indent=2) + "\n"}
+        # transformers gives a Llama, Mistral or DeepSeek without this field an end of its own, id 2 or 1.
+        shape = hugging_face.as_json(self._config) | {"eos_token_id": None}
+        texts = {"config.json": json.dumps(shape, indent=2) + "\n"}
         if self._tokenizer is not None:
             texts["tokenizer.json"] = self._tokenizer.read_text(encoding="utf-8")
             texts["tokenizer_config.json"] = json.dumps(TOKENIZER) + "\n"

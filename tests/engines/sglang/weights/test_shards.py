@@ -21,7 +21,9 @@ pytestmark = pytest.mark.anyio
 
 RANKS = 4
 MIXTURE = msgspec.structs.replace(tiny.config(), heads=8, kv_heads=2, expert_dim=24)
-SHAPES = {"mixture": MIXTURE, "dense": msgspec.structs.replace(MIXTURE, experts=0, top_k=0, kv_heads=4)}
+DENSE = msgspec.structs.replace(MIXTURE, experts=0, top_k=0, kv_heads=4)
+LLAMA = msgspec.structs.replace(DENSE, model_type="llama", qk_norm=False, tied=True)
+SHAPES = {"mixture": MIXTURE, "dense": DENSE, "llama": LLAMA}
 
 
 def part(name: str, whole: Tensor, config: PolicyConfig, rank: int) -> Tensor:
@@ -67,7 +69,9 @@ class Sharded(Double):
         return web.json_response({"success": True, "message": "", "ranks": ranks})
 
 
-@pytest.mark.parametrize(("shape", "device"), [("mixture", "cpu"), ("dense", "cpu"), ("mixture", "cuda")])
+@pytest.mark.parametrize(
+    ("shape", "device"), [("mixture", "cpu"), ("dense", "cpu"), ("mixture", "cuda"), ("llama", "cpu")]
+)
 async def test_every_rank_must_hold_its_part_of_the_version(tmp_path: Path, shape: str, device: str) -> None:
     config = SHAPES[shape]
     versions = Versions(config, tmp_path, exact=False)
