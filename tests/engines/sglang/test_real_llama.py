@@ -2,7 +2,7 @@
 
 `make test-sglang`. The folder is made of a tiny GGUF file as the Makefile makes SmolLM2's; a second one is SmolLM2
 itself where .cache/smollm2 is there (`make demo-sglang-pretrained`). The server has the arguments of the demo's
-configuration, and versions are published in bfloat16 while it computes in float32.
+configuration and gets versions as tensors, published in bfloat16 while it computes in float32.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Served:
             self.files.append((str(path), snapshot.write(path, state)))
             self.models[version] = Model(self.config, tiny.numerics(self.config, False), seed=None)
             self.models[version].load_state(state)
-        section = msgspec.structs.replace(load(DEMO).engine, python=python(), stage_dir=str(work))
+        section = msgspec.structs.replace(load(DEMO).engine, python=python(), stage_dir=str(work), weights="auto")
         made = opened(section, self.config, work, "llama")
         assert isinstance(made, SglangEngine)
         self.engine = made
@@ -125,7 +125,8 @@ async def test_the_servers_tokenizer_gives_the_renderers_ids(served: Served) -> 
 
 async def test_turns_in_its_own_format_have_the_trainers_logprobs(served: Served) -> None:
     """Two turns with a result between them, as the harness plays them."""
-    renderer, record, history = served.renderer, Record(temperature=1.0), []
+    renderer, record = served.renderer, Record(temperature=1.0)
+    history: list[Answered] = []
     more = renderer.prompt("f should give 1")
     for _ in range(2):
         sample = await served.turn("episode", [*record.ids, *more], 24, renderer.stop_ids)
