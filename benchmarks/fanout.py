@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,13 +35,10 @@ import torch
 import uvloop
 
 from benchmarks.conditions import Figures, Target, at_least, at_most, cannot_run, finish
+from benchmarks.region_fleet import PATIENCE_S, Fleet
 from benchmarks.weight_delta import ours
 from benchmarks.wide_area import WideArea, enter, ping, wide_area
-from headrace.bus.broker import regions
-from headrace.bus.broker.server import Server, find_binary
 from headrace.bus.connection import Bus
-from headrace.bus.errors import BusError
-from headrace.bus.nats.streams import declare
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightsStaged
@@ -55,7 +51,6 @@ LATE = "af"
 RUN = "fanout"
 PIECE = 4 << 20
 """Elements of a tensor."""
-PATIENCE_S = 300.0
 Mix = tuple[float, ...]
 MAGNITUDES = ((1, 1), (2, 2), (3, 7), (8, 60))
 """Units in the last place by which an element moves: from, to."""
@@ -121,67 +116,26 @@ def density_for(folder: Path, piece: dict[str, torch.Tensor], ratio: float) -> f
     return (low + high) / 2
 
 
-class Fleet:
-    """The hub, the regions and their processes."""
-
-    def __init__(self, area: WideArea, folder: Path) -> None:
-        self.area, self.folder = area, folder
-        self.hub = Server(folder / "hub", host=area.hub.address, prepared=True)
-        self.children: list[subprocess.Popen[bytes]] = []
+class Fanout(Fleet):
+    """The hub with a sender, the regions with receivers, and this process as the trainer."""
 
     async def start(self) -> None:
-        """The hub's broker and sender."""
-        regions.prepare_hub(self.hub.folder, host=self.area.hub.address)
-        await self.hub.start()
-        self.admin = await Bus.connect(self.hub.url, role="admin", credentials=self.hub.credentials)
-        await declare(self.admin)
+        """The hub's broker, and the trainer's connection."""
+        await super().start()
         self.trainer = await Bus.connect(self.hub.url, role="trainer", credentials=self.hub.credentials)
-        self._actor("hub", "weight_sender", self.hub.url, self.hub.credentials, ())
 
-    async def join(self, name: str) -> None:
-        """A region's broker with its mirror, and its receiver."""
-        place = self.area.regions[name]
-        key = self.hub.credentials / "region.nk"
-        link = f"nats-leaf://{self.area.hub.address}:7422"
-        folder = regions.prepare_region(self.folder / name / "broker", name, link, key)
-        inside = ("ip", "netns", "exec", place.namespace)
-        argv = [find_binary(), "-c", str(folder / "nats.conf"), "-a", place.address, "-p", "4222"]
-        self._spawn(name, "broker", [*inside, *argv, "-sd", str(folder / "store"), "-l", str(folder / "log")])
-        url, keys = f"nats://{place.address}:4222", folder / "credentials"
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                admin = await Bus.connect(url, role="admin", credentials=keys)
-                break
-            except BusError:
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.05)
-        await regions.declare_mirror(admin)
-        await admin.close()
-        self._actor(name, "weight_receiver", url, keys, (*inside, "unshare", "--uts"))
+    def send(self) -> None:
+        """Start the sender."""
+        self.actor("hub", "weight_sender", self._config("hub"), RUN)
 
-    def _actor(self, name: str, actor: str, url: str, keys: Path, inside: tuple[str, ...]) -> None:
-        config = self.folder / f"{name}.toml"
+    def receive(self, name: str) -> None:
+        """Start a region's receiver."""
+        self.actor(name, "weight_receiver", self._config(name), RUN)
+
+    def _config(self, name: str) -> Path:
+        config = self.folder / f"{name}.{RUN}.toml"
         config.write_text(f'[run]\ndir = "{self.folder / name / "runs"}"\n[weights]\nregion = "{name}"\n')
-        words = [sys.executable, "-m", "headrace.cli", "actor", actor, "--config", str(config)]
-        words += ["--run", RUN, "--url", url, "--credentials", str(keys)]
-        if inside:
-            words = [*inside, "sh", "-c", f'hostname {name} && exec "$@"', "sh", *words]
-        self._spawn(name, actor, words)
-
-    def _spawn(self, name: str, what: str, words: list[str]) -> None:
-        log = self.folder / f"{name}.{what}.log"
-        with open(log, "wb") as out:
-            env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.children.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env))
-
-    async def present(self, count: int) -> None:
-        """Wait until `count` weight actors are running, so that process starts are not measured."""
-        presence = await self.admin.kv("HR_PRESENCE")
-        async with asyncio.timeout(PATIENCE_S):
-            while len(await presence.keys("weight_sync.>")) < count:
-                await asyncio.sleep(0.1)
+        return config
 
     async def announce(self, version: int, tensors: dict[str, torch.Tensor]) -> float:
         """Write the trainer's file and announce it; the time at which the hub stored the announcement."""
@@ -221,16 +175,6 @@ class Fleet:
         manifest = await chain.manifest(self.admin, RUN, commit.manifest_seq)
         first = (await self.admin.get("HR_WEIGHTS", manifest.chunks[0].stream_seq)).time
         return Push(announced, first, head, manifest.wire_bytes, staged, at)
-
-    def stop(self) -> None:
-        """End the children."""
-        for child in self.children:
-            child.send_signal(signal.SIGTERM)
-        for child in self.children:
-            try:
-                child.wait(15)
-            except subprocess.TimeoutExpired:
-                child.kill()
 
 
 def figures_of(push: Push, area: WideArea, names: set[str]) -> Figures:
@@ -277,12 +221,14 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
     alone = trial(folder, piece, 0.0094, FINE)
     out: Figures = {"raw_bytes": raw, "link_mbit": args.mbit, "changed_pct": round(100 * density, 2)}
     out |= {f"rtt_{name}_ms": round(1e3 * ping(area, name), 1) for name in area.regions}
-    fleet = Fleet(area, folder)
+    fleet = Fanout(area, folder)
     try:
         await fleet.start()
+        fleet.send()
         for name in names:
             await fleet.join(name)
-        await fleet.present(1 + len(names))
+            fleet.receive(name)
+        await fleet.present("weight_sync.>", 1 + len(names))
         print(f"{len(names)} regions joined; a delta changes {100 * density:.3g} % of {raw >> 20} MiB", flush=True)
         pushes: dict[str, Figures] = {}
         for version, kind in enumerate(("full", "delta", "cut")):
@@ -309,6 +255,7 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
             print(f"{kind}: {pushes[kind]}", flush=True)
         since = time.time()
         await fleet.join(LATE)
+        fleet.receive(LATE)
         staged, when = await fleet.staged(version, {LATE})
         out["late_join_s"] = round(when[LATE] - since, 3)
         out["late_stage_s"] = round(staged[LATE].stage_s, 3)

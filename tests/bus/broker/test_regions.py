@@ -4,6 +4,7 @@ import asyncio
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from secrets import token_bytes, token_hex
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from headrace.bus.errors import BusError, NoResponders
 from headrace.messages.operations import Ack, Event, Heartbeat
 from headrace.messages.product import Traffic
 from headrace.messages.rollout import TurnDone
-from headrace.messages.subjects import EVENT, FAIL, LEDGER, STREAMS, TRAFFIC, TURN
+from headrace.messages.subjects import EVENT, FAIL, LEDGER, STREAMS, TRAFFIC, TRAJ, TURN
 from headrace.messages.weights import WeightHead
 from tests.support import records
 from tests.support.patience import PATIENCE_S
@@ -87,6 +88,28 @@ async def test_requests_cross_the_link_both_ways(brokers: World) -> None:
     assert await asker.request("hr.rpc.environment.there.ping", beat) == beat
     asker = await brokers.connect("judge")
     assert await asker.request("hr.rpc.environment.here.ping", beat) == beat
+
+
+async def test_payloads_over_a_mebibyte_cross_the_link_both_ways(brokers: World) -> None:
+    """Their chunks are stored at the hub alone, from where both ends read them."""
+    hub, here = await brokers.connect("judge"), await brokers.connect("rollout", region="eu")
+    made = records.trajectory(records.issued("g", 0, run="r8"))
+    large = msgspec.structs.replace(made, diff={"a.bin": token_bytes(3 << 20)})
+    seq = await here.publish(TRAJ.at(run="r8", group="g"), large)
+    assert (await hub.get("HR_TRAJ", seq)).message == large
+    assert (await here.get("HR_TRAJ", seq)).message == large
+    asked, answer = Ack(detail=token_hex(1 << 20)), Ack(detail=token_hex(1 << 20))
+    heard: list[object] = []
+
+    async def reply(message: object) -> Ack:
+        heard.append(message)
+        return answer
+
+    environment = await brokers.connect("environment", region="eu")
+    await environment.respond("hr.rpc.environment.large.ping", reply)
+    await environment.connection.flush()
+    assert await hub.request("hr.rpc.environment.large.ping", asked, timeout=PATIENCE_S) == answer
+    assert heard == [asked]
 
 
 async def test_a_turn_is_answered_in_the_region_that_asks(brokers: World) -> None:
