@@ -97,14 +97,17 @@ def or_later(times: dict[tuple[str, int], float], name: str, version: int) -> fl
     return min((at for (region, other), at in times.items() if region == name and other >= version), default=None)
 
 
-def delays(moments: Moments, names: list[str], cut: Cut) -> Figures:
-    """Seconds from StepDone, by version and region, and their medians without the versions of the cut. The last step's
-    version is left out: the run ends with it."""
+def delays(moments: Moments, names: list[str], cut: Cut, bound: int) -> Figures:
+    """Seconds from StepDone, by version and region, and their medians without the versions of the cut.
+
+    bound: of staleness. The last `bound` + 1 versions are left out: when they are made, every attempt of the run has
+    been issued.
+    """
     table: dict[str, dict[str, Any]] = {}
     seconds: dict[str, dict[str, list[float]]] = {name: {"staged": [], "swapped": [], "sampled": []} for name in names}
     every: list[float] = []
     skipped = never = 0
-    for version, done in sorted(moments.done.items())[:-1]:
+    for version, done in sorted(moments.done.items())[: -1 - bound]:
         row: dict[str, Any] = {"head_s": round(moments.head[version] - done, 3)}
         last: list[float] = []
         apart = cut.since - CUT_WITHIN_S <= done <= cut.until

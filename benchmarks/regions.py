@@ -47,6 +47,7 @@ from benchmarks.region_times import Cut, delays, records
 from benchmarks.tiny_run import TINY
 from benchmarks.wide_area import WideArea, enter, ping, wide_area
 from headrace.bus.connection import Bus
+from headrace.bus.runtime.ack_waits import ROLLOUT_S
 from headrace.config import load
 from headrace.messages.operations import Event
 from headrace.messages.subjects import EVENT, STEP
@@ -121,7 +122,7 @@ async def _finished(bus: Bus) -> None:
             return
 
 
-def audit(fleet: Fleet, config: Path) -> dict[str, Any]:
+def audit(fleet: Fleet) -> dict[str, Any]:
     """`headrace audit` at the hub: its report; RuntimeError when it gives none."""
     place = fleet.folder / "audit.toml"
     keys = fleet.hub.credentials
@@ -130,7 +131,6 @@ def audit(fleet: Fleet, config: Path) -> dict[str, Any]:
     done = subprocess.run(words, cwd=fleet.folder, capture_output=True, text=True, check=False)
     if not done.stdout.strip():
         raise RuntimeError(f"headrace audit printed nothing: {done.stderr}")
-    print(done.stderr.strip(), file=sys.stderr)
     report: dict[str, Any] = json.loads(done.stdout)
     return report
 
@@ -150,7 +150,7 @@ async def train(fleet: Fleet, names: list[str], args: argparse.Namespace) -> Fig
     cut = await until_finished(fleet, cut_link(fleet, names[-1], max(1, args.steps // 2), args.cut_s))
     wall = time.time() - since
     found = await records(fleet.admin, RUN, names, cut)
-    report = audit(fleet, config)
+    report = audit(fleet)
     fleet.stop_actors()
     histogram: Counter[str] = Counter()
     for outcome in found.outcomes:
@@ -171,7 +171,7 @@ async def train(fleet: Fleet, names: list[str], args: argparse.Namespace) -> Fig
         "cut_region": cut.region if args.cut_s else "",
         "cut_s": round(cut.until - cut.since, 1),
         "cut_sampled_after_return_s": round(found.back - cut.until, 3) if args.cut_s else None,
-        **delays(found.moments, names, cut),
+        **delays(found.moments, names, cut, report["staleness_bound"]),
     }
 
 
@@ -243,7 +243,7 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
         "staleness_above_bound": at_most(max(0, out["staleness_max"] - out["staleness_bound"]), 0),
         "regions_with_trained_attempts": at_least(sampling, len(names)),
         "versions_never_sampled": at_most(out["versions_never_sampled"], 0),
-        "cut_sampled_after_return_s": at_most(out["cut_sampled_after_return_s"] or 0.0, 10),
+        "cut_sampled_after_return_s": at_most(out["cut_sampled_after_return_s"] or 0.0, ROLLOUT_S),
     }
     return out, targets
 
