@@ -112,6 +112,18 @@ async def test_payloads_over_a_mebibyte_cross_the_link_both_ways(brokers: World)
     assert heard == [asked]
 
 
+async def test_a_link_compresses_fast(brokers: World) -> None:
+    """The broker's default compresses hardest where the round trip is over 100 ms: text then passes at some MB/s, and
+    requests time out."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", brokers.regions["eu"].wire.port)
+    async with asyncio.timeout(PATIENCE_S):
+        word, _, info = (await reader.readline()).partition(b" ")
+    writer.close()
+    assert (word, msgspec.json.decode(info)["compression"]) == (b"INFO", "s2_fast")
+    remote = regions.REGION_CONF.read_text().partition("remotes:")[2]
+    assert "compression: s2_fast" in remote
+
+
 async def test_a_turn_is_answered_in_the_region_that_asks(brokers: World) -> None:
     """The scavenger's rule depends on it: a gateway concerns the actors of its own region while one answers there."""
     turn, traffic = "hr.rpc.rollout.turn-r7", TRAFFIC.at(region="eu")
