@@ -38,7 +38,7 @@ class Moments(NamedTuple):
 
 
 class Records(NamedTuple):
-    """What the streams hold of the run."""
+    """The records of the run, read from its streams."""
 
     moments: Moments
     outcomes: list[StepDone]

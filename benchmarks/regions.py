@@ -10,7 +10,7 @@ Every time is that at which the hub's streams stored a record. For each version 
 region's WeightsStaged, its WeightsSwapped, its first TurnSampled with a token of that version. Turns are counted in
 attempts with a Trajectory, which names the rollout actor. A region may skip a version: then it counts when the region
 samples a later one. At the outcome of a step in the middle the last region's link drops every packet for `--cut-s`;
-versions from then until its return are left out of the medians. `headrace audit` counts the books at the end. The
+versions from then until its return are left out of the medians. `headrace audit` balances at the end. The
 policy is too small to solve a task: its rewards differ by the penalty for length alone.
 
 1 TB from measured parts: step + copy + max(encode, link, stage) + load. step: the slowest region's median from StepDone
@@ -136,7 +136,7 @@ def audit(fleet: Fleet) -> dict[str, Any]:
 
 
 async def train(fleet: Fleet, names: list[str], args: argparse.Namespace) -> Figures:
-    """The run with rollouts in the regions, its books and its times."""
+    """The run with rollouts in the regions, its audit and its times."""
     for name in names:
         config = write_config(fleet.folder, name, args)
         for group in GROUPS["region"]:
@@ -149,15 +149,15 @@ async def train(fleet: Fleet, names: list[str], args: argparse.Namespace) -> Fig
     since = time.time()
     cut = await until_finished(fleet, cut_link(fleet, names[-1], max(1, args.steps // 2), args.cut_s))
     wall = time.time() - since
-    found = await records(fleet.admin, RUN, names, cut)
+    stored = await records(fleet.admin, RUN, names, cut)
     report = audit(fleet)
     fleet.stop_actors()
     histogram: Counter[str] = Counter()
-    for outcome in found.outcomes:
+    for outcome in stored.outcomes:
         histogram.update(outcome.staleness)
     size = (fleet.folder / HUB / "runs" / RUN / "snapshots").glob("*.safetensors")
     return {
-        "steps": len(found.outcomes),
+        "steps": len(stored.outcomes),
         "wall_s": round(wall, 1),
         "policy_bytes": max((path.stat().st_size for path in size), default=0),
         "audit_balanced": report["balanced"],
@@ -165,13 +165,13 @@ async def train(fleet: Fleet, names: list[str], args: argparse.Namespace) -> Fig
         "staleness_bound": report["staleness_bound"],
         "staleness_max": report["staleness_max"],
         "staleness_tokens": dict(sorted(histogram.items())),
-        **{f"{name}_trained_attempts": found.trained[name] for name in names},
-        **{f"{name}_attempts": found.attempts[name] for name in names},
-        "sandbox_in_another_region": found.elsewhere,
+        **{f"{name}_trained_attempts": stored.trained[name] for name in names},
+        **{f"{name}_attempts": stored.attempts[name] for name in names},
+        "sandbox_in_another_region": stored.elsewhere,
         "cut_region": cut.region if args.cut_s else "",
         "cut_s": round(cut.until - cut.since, 1),
-        "cut_sampled_after_return_s": round(found.back - cut.until, 3) if args.cut_s else None,
-        **delays(found.moments, names, cut, report["staleness_bound"]),
+        "cut_sampled_after_return_s": round(stored.back - cut.until, 3) if args.cut_s else None,
+        **delays(stored.moments, names, cut, report["staleness_bound"]),
     }
 
 

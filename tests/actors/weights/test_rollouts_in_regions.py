@@ -18,7 +18,7 @@ NO_NAMESPACES = bool(os.geteuid()) or shutil.which("ip") is None or not os.path.
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(NO_NAMESPACES, reason="network namespaces need root, iproute2 and /dev/net/tun")
 def test_regions_behind_their_own_brokers_sample_what_is_trained(tmp_path: Path) -> None:
-    """Two regions, one of which is cut off for a while: the books balance, and each has sampled every version."""
+    """Two regions, one of which is cut off for a while: the audit balances, and each has sampled every version."""
     words = (sys.executable, "-m", "benchmarks.regions", "--regions", "2", "--steps", "4", "--cut-s", "8")
     done = subprocess.run((*words, "--folder", str(tmp_path)), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
