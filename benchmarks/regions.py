@@ -90,11 +90,12 @@ def write_config(folder: Path, place: str, args: argparse.Namespace) -> Path:
 
 async def until_finished(fleet: Fleet, cut: Coroutine[Any, Any, Cut]) -> Cut:
     """Wait for the curriculum's last event, with a cut link in between. RuntimeError when a process ends before it."""
-    follow = asyncio.gather(_finished(fleet.admin), cut)
+    follow: asyncio.Future[tuple[None, Cut]] = asyncio.gather(_finished(fleet.admin), cut)
     async with asyncio.timeout(RUN_S):
         while not (await asyncio.wait({follow}, timeout=1.0))[0]:
             fleet.check()
-    return (await follow)[1]
+    _, link = await follow
+    return link
 
 
 async def cut_link(fleet: Fleet, region: str, version: int, seconds: float) -> Cut:
