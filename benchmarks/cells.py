@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import uvloop
 
+from benchmarks.processors import Processors
 from headrace.actors.trainer import initial_policy
 from headrace.bus.broker.server import open_store, running
 from headrace.bus.connection import Bus
@@ -72,6 +73,10 @@ class Seen(msgspec.Struct, kw_only=True):
     """(time, outcome)."""
     by_length: Any
     cpu_s: dict[str, float] = {}
+    begun: float = 0.0
+    """Time of the first SlotIssued."""
+    spent: dict[str, float] = {}
+    """CPU-seconds by part (`benchmarks.processors`) from the first SlotIssued to the last step's end."""
     last_issue_s: float = 0.0
     training: list[Interval] = []
     """From each manifest to its outcome."""
@@ -214,9 +219,12 @@ def whole_run(
             subprocess.Popen([sys.executable, *argv], env=env, stdout=log, stderr=log)
             for argv, env in ((command, os.environ), (["-m", *helper], helper_environ))
         ]
+        processors = Processors(*(child.pid for child in children))
+        processors.start()
         try:
             code = children[0].wait(timeout=limit_s)
         finally:
+            processors.stop()
             for child in children:
                 child.terminate()
                 child.wait()
@@ -225,6 +233,7 @@ def whole_run(
     load = os.getloadavg()[0]
     seen = uvloop.run(read(folder))
     seen.load = round(load, 2)
+    seen.spent = processors.between(seen.begun, seen.begun + seen.wall_s)
     told.write_bytes(msgspec.msgpack.encode((setting, seen)))
     return seen
 
@@ -290,6 +299,7 @@ async def told_by(bus: Bus, folder: Path) -> Seen:
         steps=steps,
         by_length=ledger.get("dropped_by_length", {}),
         cpu_s=report["cpu_s"],
+        begun=begin,
         last_issue_s=max(issued.values()) - begin,
         training=[(manifests[done.step], at) for at, done in steps],
         episodes=episodes,
