@@ -49,8 +49,8 @@ def test_the_asynchronous_row_names_its_backend_its_waits_and_the_ratio_in_micro
         f"shell calls did ({sleeps}), and {cell['vms_waits_async2_over_sync_ratio']:.2f}x if waits are short",
         f"without waits {cell['plain_async2_over_sync_ratio']:.2f}x",
         *(f"{entry['value']}" for entry in missed),
-        *(f"{entry['target']})" for entry in missed),
-        f"{['No', 'One', 'Two', 'Three'][len(missed)]} targets are missed",
+        *(f"{entry['target']}" for entry in missed),
+        f"{['No', 'One', 'Two', 'Three', 'Four', 'Five'][len(missed)]} targets are missed",
     )
 
 
