@@ -35,33 +35,27 @@ def handle(args: argparse.Namespace) -> int:
 async def write(args: argparse.Namespace) -> int:
     """Run the command on the event loop."""
     from headrace import __version__
+    from headrace.cli.tasks.attempts import attempts
     from headrace.config import load
     from headrace.launch import runs
     from headrace.launch.session import bus_of
-    from headrace.messages.rollout import Trajectory
-    from headrace.messages.subjects import TRAJ
-    from headrace.tasks import UnknownSuite, open_suite
+    from headrace.tasks import UnknownSuite
     from headrace.tasks.exporting.atif import trajectory
 
     folder = runs.find(args.run)
-    config = load(folder.config)
     count = 0
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(bus_of(folder, "judge"))
         decode, scores = await _decoder(bus, folder.id), await _scores(bus, folder.id)
         file = stack.enter_context(args.file.open("w", encoding="utf-8"))
-        async for received in bus.history("HR_TRAJ", TRAJ.at(run=folder.id, group="any").removesuffix("any") + "*"):
-            made = received.message
-            if not isinstance(made, Trajectory) or made.lane == "production":
-                continue
-            try:
-                task = open_suite(made.task.suite, config.tasks.dir).task(made.task.task)
-            except UnknownSuite as error:
-                raise RunError(str(error)) from None
-            version = f"{made.policy.kind}:{made.policy.name or made.policy.version}"
-            document = trajectory(made, task, decode, scores.get(received.seq), __version__, version)
-            file.write(json.dumps(document, ensure_ascii=False) + "\n")
-            count += 1
+        try:
+            async for attempt in attempts(bus, folder.id, load(folder.config).tasks.dir):
+                score = scores.get(attempt.seq)
+                document = trajectory(attempt.made, attempt.task, decode, score, __version__, attempt.policy)
+                file.write(json.dumps(document, ensure_ascii=False) + "\n")
+                count += 1
+        except UnknownSuite as error:
+            raise RunError(str(error)) from None
     say(f"{count} trajectories in {args.file}")
     return 0 if count else 1
 

@@ -32,36 +32,35 @@ def handle(args: argparse.Namespace) -> int:
 
 async def write(args: argparse.Namespace) -> int:
     """Run the command on the event loop."""
+    from headrace.cli.tasks.attempts import attempts
     from headrace.config import load
     from headrace.launch import runs
     from headrace.launch.session import bus_of
-    from headrace.messages.rollout import Trajectory
-    from headrace.messages.subjects import TRAJ
-    from headrace.tasks import UnknownSuite, open_suite
+    from headrace.tasks import UnknownSuite
     from headrace.tasks.exporting.patches import patch
 
     folder = runs.find(args.run)
-    config = load(folder.config)
     count = 0
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(bus_of(folder, "judge"))
         file = stack.enter_context(args.file.open("w", encoding="utf-8"))
-        async for received in bus.history("HR_TRAJ", TRAJ.at(run=folder.id, group="any").removesuffix("any") + "*"):
-            made = received.message
-            if not isinstance(made, Trajectory) or made.lane == "production":
-                continue
-            try:
-                text, left_out = patch(open_suite(made.task.suite, config.tasks.dir).task(made.task.task), made)
-            except (UnknownSuite, ValueError) as error:
-                raise RunError(f"{made.task.task}: {error}") from None
-            row = {
-                "instance_id": made.task.task,
-                "model_name_or_path": f"{made.policy.kind}:{made.policy.name or made.policy.version}",
-                "model_patch": text.decode("utf-8", "surrogateescape"),
-                "attempt": made.id,
-                "left_out": left_out,
-            }
-            file.write(json.dumps(row) + "\n")
-            count += 1
+        try:
+            async for attempt in attempts(bus, folder.id, load(folder.config).tasks.dir):
+                name = attempt.made.task.task
+                try:
+                    text, left_out = patch(attempt.task, attempt.made)
+                except ValueError as error:
+                    raise RunError(f"{name}: {error}") from None
+                row = {
+                    "instance_id": name,
+                    "model_name_or_path": attempt.policy,
+                    "model_patch": text.decode("utf-8", "surrogateescape"),
+                    "attempt": attempt.made.id,
+                    "left_out": left_out,
+                }
+                file.write(json.dumps(row) + "\n")
+                count += 1
+        except UnknownSuite as error:
+            raise RunError(str(error)) from None
     say(f"{count} patches in {args.file}")
     return 0 if count else 1

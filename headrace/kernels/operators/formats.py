@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headrace.kernels import delta, dispatch, expert_mlp, mxfp8
+from headrace.kernels import delta, dispatch, expert_mlp, grouped_mm, mxfp8
 from headrace.kernels.block_scaled import nvfp4
 from headrace.kernels.grouped_mm import Mx, Nv
 
@@ -79,19 +79,15 @@ def weights(w: Tensor, grid: str, tensors: int = 1) -> Mx | Nv:
     return quantise_nvfp4(w, outer)
 
 
-def _widened(x: Mx | Nv, dtype: torch.dtype) -> Tensor:
-    return nvfp4.dequantise(*x, dtype) if isinstance(x, Nv) else mxfp8.dequantise(*x, dtype)
-
-
 def rounded(x: Tensor, grid: str = "mxfp8") -> Tensor:
     """Inputs of a product [..., K], quantised row by row and widened again, in their own dtype. Idempotent. In MXFP8
     weights are rounded in the same way."""
-    return _widened(activations(x, grid), x.dtype)
+    return grouped_mm.widened(activations(x, grid), x.dtype)
 
 
 def rounded_weights(w: Tensor, grid: str, tensors: int = 1) -> Tensor:
     """`weights`, widened again, in their own dtype. Idempotent."""
-    return _widened(weights(w, grid, tensors), w.dtype)
+    return grouped_mm.widened(weights(w, grid, tensors), w.dtype)
 
 
 def cast(grid: str) -> expert_mlp.Cast:
