@@ -15,7 +15,7 @@ from headrace.harness.tools.base import Answer, Workspace, number_range
 from headrace.messages.sandbox import FeedJob, FollowJob, OpResult, StartJob, StopJob
 
 LIMIT_S = 30.0
-"""Shortest time limit of a program; the time limit of the task's tests applies if it is longer."""
+"""Shortest time limit of a program; the time limit of the task's tests or of its episode applies if it is longer."""
 MOST_YIELD_MS = 300_000
 KEEP_BYTES = 4 << 20
 """Bytes of logs that an episode keeps; the oldest logs are removed first."""
@@ -71,7 +71,8 @@ def wait_ms(arguments: Mapping[str, str], default: int) -> int | Answer:
 
 async def start(workspace: Workspace, command: str, yield_ms: int) -> Answer:
     """Run a shell command and wait for its end or for `yield_ms`."""
-    limit = max(LIMIT_S, workspace.task.tests.timeout_s)
+    task = workspace.task
+    limit = max(LIMIT_S, task.tests.timeout_s, task.sandbox_limits.time_s)
     argv = ("sh", "-c", command)
     begun = await workspace.call(StartJob(argv=argv, open_input=True, timeout_s=limit, output_cap=_PIECE))
     if not begun.ok:

@@ -11,7 +11,7 @@ from headrace.harness.tools.process import sessions, terminal
 from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.rollout import ToolCall, ToolResult
 from headrace.messages.sandbox import Sandbox
-from headrace.messages.tasks import Task, TaskRef, TestPlan
+from headrace.messages.tasks import SandboxLimits, Task, TaskRef, TestPlan
 from headrace.vmhost.node.host import Host
 from tests.support import hosts
 
@@ -187,6 +187,16 @@ async def test_a_program_that_never_stops_writing_is_yielded_and_ended_by_its_ta
         arguments = {"session": "1", "yield_time_ms": LONG_MS}
         shown = await box.run(ToolCall(id=str(number), name="terminal_session", arguments=arguments), sandbox, task)
     assert shown.output.endswith("time limit") and not shown.ok
+
+
+async def test_a_program_may_run_as_long_as_the_episode_of_its_task(
+    fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "LIMIT_S", 0.05)
+    program = ToolCall(id="0", name="terminal", arguments={"command": "sleep 0.5; echo end"})
+    for limits, output in ((SandboxLimits(), "time limit"), (SandboxLimits(time_s=60.0), "end")):
+        task = msgspec.structs.replace(TASK, tests=TestPlan(timeout_s=0.05), tools=("terminal",), limits=limits)
+        assert (await Toolbox(("terminal",)).run(program, await fresh(), task)).output == output
 
 
 async def test_a_task_without_sessions_waits_for_the_end(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
