@@ -23,7 +23,7 @@ from headrace.policy.config import PolicyConfig
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.training.state import TrainerState
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.snapshot import Snapshot
 
@@ -48,7 +48,7 @@ def arm(config: PolicyConfig, rate: float, steps: int, folder: Path) -> Figures:
     state = TrainerState(model)
     generator = torch.Generator().manual_seed(7)
     base, deltas, changed = folder / "base", [], []
-    snapshot.write(base, state.published())
+    tensor_state.write(base, state.published())
     for _ in range(steps):
         ids = torch.randint(0, config.vocab, (SEQUENCES, LENGTH), generator=generator)
         advantages = torch.randn(SEQUENCES, generator=generator)
@@ -58,7 +58,7 @@ def arm(config: PolicyConfig, rate: float, steps: int, folder: Path) -> Figures:
         state.collect_gradients()
         state.apply(rate, min(1.0, 1.0 / state.gradient_norm()))
         target = folder / "target"
-        snapshot.write(target, state.published())
+        tensor_state.write(target, state.published())
         encoding = Encoding(Snapshot(target), Snapshot(base))
         deltas.append(sum(len(chunk) for chunk in encoding.chunks()))
         changed.append(encoding.changed)

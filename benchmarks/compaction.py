@@ -60,7 +60,7 @@ from headrace.training.batches.segment import Segment
 from headrace.training.gradient import Recipe
 from headrace.training.state import TrainerState
 from headrace.training.step import take
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 
 VALUES, MARKED, KEY, SEGMENTS = 8, 4, 2, 3
 PROMPT, WAIT = "keep", "wait"
@@ -235,7 +235,7 @@ async def run(
     try:
         for step in range(args.steps):
             file = folder / f"{arm}-{seed}-{step % 2}"
-            digest = snapshot.write(file, state.published())
+            digest = tensor_state.write(file, state.published())
             await engine.load(state.version, str(file), digest)
             batch, share = await played(world, engine, seed, step, args.groups, arm)
             shares.append(share)

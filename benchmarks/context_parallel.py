@@ -42,7 +42,7 @@ from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.training import memory_plan
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.support import world
 from tests.support.actors import living
 from tests.support.recorded_run import RunFeeder, config, new_run
@@ -187,7 +187,7 @@ def run(folder: Path, tokens: int, sequence: int, name: str) -> Figures:
 
 def error(start: dict[str, torch.Tensor], one: str, two: str) -> float:
     """Relative L2 error of the second update against the first."""
-    first, second = snapshot.read(Path(one)), snapshot.read(Path(two))
+    first, second = tensor_state.read(Path(one)), tensor_state.read(Path(two))
     far = sum(float((second[name].double() - first[name].double()).square().sum()) for name in first)
     moved = sum(float((first[name].double() - start[name].double()).square().sum()) for name in first)
     return float((far / moved) ** 0.5)

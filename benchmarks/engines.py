@@ -41,7 +41,7 @@ from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.policy.scoring import score
 from headrace.rendering.tokenizer import Tokenizer
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 
 PROMPT = 100
 MOST = 32
@@ -133,7 +133,7 @@ def neighbour(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def versions(folder: Path, model: Model) -> list[tuple[str, str]]:
     """Write a model on the CPU and its `neighbour` as two versions. Returns path and state hash of each."""
     return [
-        (str(folder / name), snapshot.write(folder / name, state))
+        (str(folder / name), tensor_state.write(folder / name, state))
         for name, state in (("0", model.state()), ("1", neighbour(model.state())))
     ]
 

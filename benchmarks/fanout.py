@@ -42,7 +42,7 @@ from headrace.bus.connection import Bus
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightsStaged
-from headrace.weights import chain, snapshot, state
+from headrace.weights import chain, tensor_state
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.snapshot import Snapshot
 
@@ -89,26 +89,29 @@ def stepped(tensors: dict[str, torch.Tensor], seed: int, density: float, mix: Mi
         at += some
     out = {}
     for name, tensor in tensors.items():
-        bits = state.bits(tensor).view(np.int16) + table[rng.integers(0, table.size, tensor.numel(), dtype=np.uint16)]
+        bits = (
+            tensor_state.bits(tensor).view(np.int16)
+            + table[rng.integers(0, table.size, tensor.numel(), dtype=np.uint16)]
+        )
         out[name] = torch.from_numpy(bits).view(torch.bfloat16)
     return out
 
 
 def trial(folder: Path, piece: dict[str, torch.Tensor], density: float, mix: Mix) -> Figures:
     """Ratio, and GB/s of one core's processor time to encode and to stage, of our codec on one tensor."""
-    snapshot.write(folder / "a", piece)
-    snapshot.write(folder / "b", stepped(piece, 2, density, mix))
+    tensor_state.write(folder / "a", piece)
+    tensor_state.write(folder / "b", stepped(piece, 2, density, mix))
     return ours("d8-zstd", Snapshot(folder / "a"), Snapshot(folder / "b"), folder, 3)
 
 
 def density_for(folder: Path, piece: dict[str, torch.Tensor], ratio: float) -> float:
     """The share of changed elements at which a delta shrinks by `ratio`."""
     low, high = 0.001, 0.98
-    snapshot.write(folder / "a", piece)
+    tensor_state.write(folder / "a", piece)
     base = Snapshot(folder / "a")
     for _ in range(8):
         middle = (low + high) / 2
-        snapshot.write(folder / "b", stepped(piece, 2, middle, COARSE))
+        tensor_state.write(folder / "b", stepped(piece, 2, middle, COARSE))
         encoding = Encoding(Snapshot(folder / "b"), base, base_hashes=base.hashes())
         for _ in encoding.chunks():
             pass
@@ -140,7 +143,7 @@ class Fanout(Fleet):
     async def announce(self, version: int, tensors: dict[str, torch.Tensor]) -> float:
         """Write the trainer's file and announce it; the time at which the hub stored the announcement."""
         path = self.folder / "snapshots" / f"{version}.safetensors"
-        state_hash = snapshot.write(path, tensors)
+        state_hash = tensor_state.write(path, tensors)
         ready = SnapshotReady(
             run=RUN, version=version, path=str(path), state_hash=state_hash, bytes=path.stat().st_size
         )

@@ -36,7 +36,7 @@ from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 
 PROMOTED = PolicyRef("pinned", 0)
 FILES = 3
@@ -107,7 +107,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[Figures, dict
     config = hugging_face.from_section(Policy(dim=args.dim, expert_dim=args.dim))
     numerics = probe(config)
     files = [
-        (str(folder / f"{seed}"), snapshot.write(folder / f"{seed}", Model(config, numerics, seed=seed).state()))
+        (str(folder / f"{seed}"), tensor_state.write(folder / f"{seed}", Model(config, numerics, seed=seed).state()))
         for seed in range(FILES)
     ]
     engine = EmbeddedEngine(config, numerics)

@@ -32,7 +32,7 @@ from headrace.policy.cache import KVCache
 from headrace.policy.config import Dtype, PolicyConfig
 from headrace.policy.model import Layer, Model
 from headrace.policy.numerics_probe import probe
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 
 
 class Size(NamedTuple):
@@ -68,7 +68,7 @@ async def sides(config: PolicyConfig, folder: Path) -> list[Side]:
         model = Model(config, numerics, seed=1)
         with torch.no_grad():
             model.head_weight.mul_(20)  # an untrained head is nearly flat: no mismatch would show
-        digest = snapshot.write(folder / name, model.state())
+        digest = tensor_state.write(folder / name, model.state())
         engine = EmbeddedEngine(config, numerics)
         await engine.load(0, str(folder / name), digest)
         opened.append(Side(name, model, engine, spent))

@@ -46,7 +46,7 @@ from headrace.training.batches.batch import Batch
 from headrace.training.batches.segment import Segment
 from headrace.training.gradient import Recipe, accumulate
 from headrace.training.state import TrainerState
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 
 CONTEXT = 256
 SEQUENCES = 8
@@ -303,7 +303,7 @@ async def measure(folder: Path, batches: list[int], tokens: int, repeats: int) -
         for side, numerics in sides.items():
             model = Model(config, numerics, seed=None)
             model.load_state(tensors)
-            digest = snapshot.write(Path(place) / side, model.state())
+            digest = tensor_state.write(Path(place) / side, model.state())
             engines[side] = EmbeddedEngine(config, numerics, prefill_tokens=SEQUENCES * CONTEXT)
             await engines[side].load(0, str(Path(place) / side), digest)
             states[side] = TrainerState(model)

@@ -52,7 +52,7 @@ from headrace.config import load
 from headrace.messages.operations import Event
 from headrace.messages.subjects import EVENT, STEP
 from headrace.messages.training import StepDone
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from headrace.weights.snapshot import Snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -183,7 +183,7 @@ def speeds(folder: Path) -> Figures:
     best = {"copy": float("inf"), "load": float("inf")}
     for _ in range(3):
         since = time.process_time()
-        snapshot.write(folder / "copied", weights)
+        tensor_state.write(folder / "copied", weights)
         written = time.process_time()
         opened = Snapshot(folder / "copied")
         _ = opened.hashes()

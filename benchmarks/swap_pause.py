@@ -39,7 +39,7 @@ from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.policy.scoring import score
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 
 PROMPT = 32
 FILES = 4
@@ -168,7 +168,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[Figures, dict
         with torch.no_grad():
             model.head_weight.mul_(20)  # an untrained head is nearly flat: versions would hardly differ
         models.append(model)
-        files.append((str(folder / f"{seed}"), snapshot.write(folder / f"{seed}", model.state())))
+        files.append((str(folder / f"{seed}"), tensor_state.write(folder / f"{seed}", model.state())))
     engine = EmbeddedEngine(config, numerics, max_batch=args.batch)
     watch = Watch(engine)
     await engine.load(0, *files[0])

@@ -39,7 +39,7 @@ from headrace.messages.subjects import EVENT, WEIGHT_CHUNK, WEIGHT_HEAD, WEIGHT_
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightHead, WeightsStaged
 from headrace.parent_death import die_with
-from headrace.weights import proof, snapshot
+from headrace.weights import proof, snapshot, tensor_state
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
@@ -124,7 +124,7 @@ class Arena:
         self._weights[hit] *= 1 + 2.0**-7 * rng.choice([-1, 1], int(hit.sum())).astype(np.float32)
         path = self.folder / "trainer" / f"{version}.safetensors"
         tensors = {"layer.weight": torch.from_numpy(self._weights).bfloat16(), "norm.weight": torch.ones(64)}
-        self.hashes[version] = snapshot.write(path, tensors)
+        self.hashes[version] = tensor_state.write(path, tensors)
         (self.folder / "trainer" / f"{version - 3}.safetensors").unlink(missing_ok=True)
         return SnapshotReady(
             run=RUN, version=version, path=str(path), state_hash=self.hashes[version], bytes=path.stat().st_size

@@ -27,7 +27,7 @@ from benchmarks.conditions import Figures, at_least, finish
 from benchmarks.weight_peers import Peer, peers
 from benchmarks.weight_steps import SIZES, Trained, Weights, density, mxfp8, rate_for
 from headrace.messages.weights import WeightManifest
-from headrace.weights import snapshot, state
+from headrace.weights import snapshot, state, tensor_state
 from headrace.weights.codecs import codec, ulp_delta
 from headrace.weights.codecs.chunks import frames
 from headrace.weights.codecs.codec import CODECS
@@ -117,8 +117,8 @@ def theirs(peer: Peer, before: Weights, after: Weights) -> Figures:
     for name, tensor in before.items():
         if tensor.dim() < 2:
             continue
-        base = state.bits(tensor).view(np.uint8)
-        new = state.bits(after[name]).view(np.uint8)
+        base = tensor_state.bits(tensor).view(np.uint8)
+        new = tensor_state.bits(after[name]).view(np.uint8)
         since = time.process_time()
         blob = peer.compress(base, new)
         middle = time.process_time()
@@ -140,7 +140,7 @@ def entropy_bound(before: Weights, after: Weights) -> float:
     """Ratio of an ideal coder that knows each element's tensor and exponent: their conditional entropy."""
     total = raw = 0.0
     for name, tensor in before.items():
-        old, new = state.bits(tensor), state.bits(after[name])
+        old, new = tensor_state.bits(tensor), tensor_state.bits(after[name])
         raw += old.size * 16
         exponents = (old >> 7) & 0xFF
         zigzagged = ulp_delta.zigzag_difference(old, new)
@@ -172,13 +172,13 @@ def main() -> None:
     compare = {"at_0p94_pct", "at_2p6_pct"}
     with tempfile.TemporaryDirectory(prefix="headrace-delta-") as text:
         folder = Path(text)
-        snapshot.write(folder / "base", trained.before)
+        tensor_state.write(folder / "base", trained.before)
         base = Snapshot(folder / "base")
         for case, (rate, after) in cases.items():
             share = density(trained.before, after)
             print(f"\n{case}: learning rate {rate:.3g}, {100 * share:.3g} % of the elements changed")
             figures |= {f"{case}_learning_rate": rate, f"{case}_changed_pct": round(100 * share, 4)}
-            snapshot.write(folder / "target", after)
+            tensor_state.write(folder / "target", after)
             rows: dict[str, Figures] = {}
             for name in CODECS:
                 rows[name.replace("-", "_")] = ours(name, base, Snapshot(folder / "target"), folder, args.repeats)
@@ -189,8 +189,8 @@ def main() -> None:
                 print(f"  {name:18} " + "  ".join(f"{key} {value}" for key, value in row.items()))
                 figures |= {f"{case}_{name}_{key}": value for key, value in row.items()}
         served, later = mxfp8(trained.before), mxfp8(trained.step(1e-6))
-        snapshot.write(folder / "base8", served)
-        snapshot.write(folder / "target8", later)
+        tensor_state.write(folder / "base8", served)
+        tensor_state.write(folder / "target8", later)
         row = ours("d8-zstd", Snapshot(folder / "base8"), Snapshot(folder / "target8"), folder, args.repeats)
         print(f"\nMXFP8, learning rate 1e-6\n  {row}")
         figures |= {f"mxfp8_lr_1e-6_{key}": value for key, value in row.items()}

@@ -20,7 +20,7 @@ import torch
 from benchmarks.conditions import Figures, at_most, finish
 from benchmarks.weight_steps import SIZES, Trained, density
 from headrace.messages.weights import WeightChunk, WeightManifest
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from headrace.weights.publishing import squash
 from headrace.weights.publishing.encoding import Encoding, describe
 from headrace.weights.receiving.staging import StagedFile
@@ -73,13 +73,13 @@ def published(held: Held, version: int, path: Path, before: WeightManifest, base
 def measure(trained: Trained, rate: float, count: int, folder: Path) -> Figures:
     """Bytes of single and squashed deltas at a learning rate."""
     first = trained.published()
-    snapshot.write(folder / "0", first)
+    tensor_state.write(folder / "0", first)
     start = Encoding(Snapshot(folder / "0"), None)
     infos = [describe(data, 0, at, 0) for at, data in enumerate(start.chunks())]
     held, manifests = Held(), [start.manifest("bench", 0, infos, base=None)]
     after = first
     for version, after in enumerate(trained.walk(rate, count), 1):
-        snapshot.write(folder / str(version), after)
+        tensor_state.write(folder / str(version), after)
         path, base = folder / str(version), folder / str(version - 1)
         manifests.append(published(held, version, path, manifests[-1], base))
     since = time.process_time()

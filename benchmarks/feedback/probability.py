@@ -26,7 +26,7 @@ from headrace.rendering.native.client import ClientRenderer
 from headrace.rendering.native.renderer import NativeRenderer
 from headrace.rendering.registry import Renderers
 from headrace.rendering.tokenizer import Tokenizer
-from headrace.weights import chain, report, snapshot
+from headrace.weights import chain, report, tensor_state
 
 TEMPERATURE = 1.0
 """The clients name none, so the gateway samples at 1."""
@@ -49,7 +49,7 @@ async def behaviour(source: chain.StreamSource, config: Config, run: str, versio
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "weights.safetensors"
         await chain.obtain(source, head, file, lambda version, state_hash: None)
-        model.load_state(snapshot.read(file))
+        model.load_state(tensor_state.read(file))
     return measured(model)
 
 

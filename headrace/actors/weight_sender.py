@@ -20,7 +20,7 @@ from headrace.bus.runtime.actor import Actor
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.training import SnapshotReady
 from headrace.weights import chain, heads, shards, snapshot
-from headrace.weights.publishing import precision, release, squash
+from headrace.weights.publishing import release, squash
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.publishing.release import Commit, NewVersion
 from headrace.weights.receiving.store import SnapshotStore
@@ -160,11 +160,13 @@ class WeightSender(Actor):
         """
         kind = self.config.weights.precision
         new = NewVersion(self.run, ready.version, ready.state_hash, ready.learning_rate)
-        if kind == precision.AS_TRAINED:
+        if kind == "as_trained":
             return await asyncio.to_thread(self.store.take, ready.path, ready.version), new
         path = self.store.path(ready.version)
 
         def rounded() -> str:
+            from headrace.weights.publishing import precision  # it needs torch, which takes seconds to import
+
             file_hash = snapshot.file_hash(ready.path)
             if file_hash != ready.state_hash:
                 raise WeightError(f"the file has state {file_hash}, the trainer announced {ready.state_hash}")

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from headrace.training.guard import Guard
 from headrace.training.state import TrainerState
-from headrace.weights import snapshot
-from headrace.weights.state import block_hashes, infos, root, state_bits
+from headrace.weights import snapshot, tensor_state
+from headrace.weights.state import block_hashes, root
+from headrace.weights.tensor_state import infos, state_bits
 
 FORMAT = 1
 
@@ -85,7 +86,7 @@ def load(path: str | Path, state: TrainerState) -> CheckpointContents:
     model."""
     file = snapshot.Snapshot(path)
     check(path, file.metadata, file.state_hash())
-    tensors = snapshot.read(path)
+    tensors = tensor_state.read(path)
     try:
         state.restore(tensors, version=int(file.metadata["version"]), step=int(file.metadata["step"]))
     except (KeyError, ValueError) as error:

@@ -25,7 +25,7 @@ from headrace.training.parallel.interface import SINGLE_PROCESS, Peers
 from headrace.training.served import precision, runs
 from headrace.training.served.publication import Contents, Publication, Publisher
 from headrace.training.served.versions import Change, Log, change
-from headrace.weights.state import state_hash
+from headrace.weights.tensor_state import state_hash
 
 
 class TrainerState:

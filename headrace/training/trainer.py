@@ -57,7 +57,7 @@ from headrace.training.served.publication import Publication
 from headrace.training.served.versions import Versions, adapters, trained
 from headrace.training.state import TrainerState
 from headrace.training.step import take
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 
 
 class PolicyTrainer:
@@ -121,7 +121,7 @@ class PolicyTrainer:
             return trainer
         model = Model(policy, numerics, seed=config.run.seed)
         if base is not None:
-            model.load_state(adapters(model) | snapshot.read(base))
+            model.load_state(adapters(model) | tensor_state.read(base))
         elif config.policy.checkpoint:
             model.load_state(adapters(model) | huggingface.load(config.policy.checkpoint)[1])
         _freeze(model, config.trainer.frozen).to(device)

@@ -18,8 +18,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from headrace.messages.weights import TensorInfo
 from headrace.weights import state
@@ -209,31 +207,6 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorInfo, ...], dict[st
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightError(f"{path} is not a safetensors file: {error}") from None
     return tuple(tensors), offsets, metadata
-
-
-def write(path: str | Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write named tensors as one file, atomically. Returns their state hash. OSError on a full disk."""
-    described = state.infos(tensors)
-    arrays = state.state_bits(tensors)
-    digest = state.root(described, state.block_hashes(described, arrays))
-    with Draft(path, described, {"state_hash": digest}) as draft:
-        for tensor, array in enumerate(arrays):
-            draft.write(tensor, 0, array)
-        draft.commit()
-    return digest
-
-
-def read(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a file, by name, in mapped memory: pages are read at first use, and writes stay in this
-    process."""
-    file = Snapshot(path)
-    out: dict[str, Tensor] = {}
-    for info in file.tensors:
-        array = file.array(info)
-        dtype = state.DTYPES[info.dtype]
-        flat = torch.from_numpy(array.view(np.uint8)).view(dtype) if array.size else torch.empty(0, dtype=dtype)
-        out[info.name] = flat.reshape(info.shape)
-    return out
 
 
 def file_hash(path: str | Path) -> str:

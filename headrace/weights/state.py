@@ -8,18 +8,17 @@ Why xxh3-128 and not a cryptographic hash: it reads 33 GB/s on one core, sixteen
 against corruption. Chunks on the wire carry sha256 as well; they are a hundredth of the size.
 
 Layout: tensors sorted by name, blocks in flat C order; a block never crosses a tensor. Bits are hashed little-endian,
-as they are in memory.
+as they are in memory. Nothing here needs torch, so a process that only moves weights does not import it;
+`tensor_state.py` has the functions over tensors.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
-from torch import Tensor
 
 from headrace.messages.weights import TensorInfo
 
@@ -30,23 +29,22 @@ HASH_BYTES = 16
 Bits = NDArray[np.unsignedinteger]
 """Flat unsigned view of a tensor's bit patterns: u1, u2 or u4 (8-byte types count as two u4 per element)."""
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
 }
-"""The dtypes that can be published, in safetensors' spelling."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The dtypes that can be published, in safetensors' spelling, and the bytes of an element."""
 _UNSIGNED: dict[int, np.dtype[np.unsignedinteger]] = {
     1: np.dtype(np.uint8),
     2: np.dtype("<u2"),
@@ -62,9 +60,9 @@ class WeightError(Exception):
 def itemsize(dtype: str) -> int:
     """Bytes of one element of a dtype in safetensors' spelling. WeightError when it is not one we publish."""
     try:
-        return DTYPES[dtype].itemsize
+        return SIZES[dtype]
     except KeyError:
-        raise WeightError(f"dtype {dtype!r} cannot be published; expected one of {', '.join(DTYPES)}") from None
+        raise WeightError(f"dtype {dtype!r} cannot be published; expected one of {', '.join(SIZES)}") from None
 
 
 def unsigned(dtype: str) -> np.dtype[np.unsignedinteger]:
@@ -83,32 +81,6 @@ def elements(info: TensorInfo) -> int:
 def nbytes(info: TensorInfo) -> int:
     """Bytes of a tensor."""
     return elements(info) * itemsize(info.dtype)
-
-
-def infos(tensors: Mapping[str, Tensor]) -> tuple[TensorInfo, ...]:
-    """The tensors of a state, sorted by name: the order of blocks and hashes."""
-    out = []
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        if tensor.dtype not in _NAMES:
-            expected = ", ".join(DTYPES)
-            raise WeightError(f"{name}: dtype {tensor.dtype} cannot be published; expected one of {expected}")
-        out.append(TensorInfo(name, _NAMES[tensor.dtype], tuple(tensor.shape)))
-    return tuple(out)
-
-
-def bits(tensor: Tensor) -> Bits:
-    """A tensor's bit patterns, flat. Shares memory when the tensor is contiguous and on the CPU, else copies."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
-    if flat.numel() == 0:
-        return np.empty(0, unsigned(_NAMES[tensor.dtype]))
-    raw: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return raw.view(unsigned(_NAMES[tensor.dtype]))
-
-
-def state_bits(tensors: Mapping[str, Tensor]) -> list[Bits]:
-    """The bit patterns of all tensors in name order."""
-    return [bits(tensors[name]) for name in sorted(tensors)]
 
 
 def blocks(info: TensorInfo) -> Iterator[tuple[int, int]]:
@@ -197,9 +169,3 @@ def root(tensors: Sequence[TensorInfo], hashes: bytes) -> str:
     """The state hash (32 hex digits) from names, dtypes, shapes and block hashes."""
     head = msgspec.msgpack.encode([(info.name, info.dtype, info.shape) for info in tensors])
     return xxhash.xxh3_128_hexdigest(len(head).to_bytes(8, "little") + head + hashes)
-
-
-def state_hash(tensors: Mapping[str, Tensor]) -> str:
-    """The state hash of named tensors, 32 hex digits: the same for the same bits, names, dtypes and shapes."""
-    described = infos(tensors)
-    return root(described, block_hashes(described, (bits(tensors[info.name]) for info in described)))

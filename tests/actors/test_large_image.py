@@ -50,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     task = folder / "tasks" / "large"
     for path, text in {
         "task.toml": 'version = "1.0"\n[environment]\ndocker_image = "large"\nworkdir = "/testbed"\n'
-        f"memory_mb = {MEMORY_MIB}\n[verifier]\ntimeout_sec = 900.0\n",
+        f"memory_mb = {MEMORY_MIB}\n[agent]\ntimeout_sec = 1800.0\n[verifier]\ntimeout_sec = 900.0\n",
         "instruction.md": "Clean the repository up.",
         "solution/solve.sh": SOLUTION,
         "tests/test.sh": VERIFIER,

@@ -13,7 +13,7 @@ from headrace.policy.adapters import low_rank, shape
 from headrace.policy.adapters import peft as peft_folder
 from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.launch.test_model_families import FAMILIES, made
 from tests.launch.test_up import FEW, HEADRACE, command, up
 from tests.policy.test_families import theirs
@@ -75,7 +75,7 @@ async def test_three_steps_of_an_adapter(tmp_path: Path, monkeypatch: pytest.Mon
 
     (trained,) = (run.run / "snapshots").glob("v00000003-*.safetensors")
     config, before = checkpoint.load(folder)
-    tensors = snapshot.read(trained)
+    tensors = tensor_state.read(trained)
     moved = {name for name, tensor in tensors.items() if name not in before or not torch.equal(tensor, before[name])}
     assert moved == {name for name in tensors if low_rank.is_published(name)}
 

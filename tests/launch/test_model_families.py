@@ -15,7 +15,7 @@ import transformers
 
 from headrace.policy.layout import checkpoint
 from headrace.policy.model import Model
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.launch.test_up import FEW, HEADRACE, command, up
 from tests.policy.test_families import DEEPSEEK, GLM, QWEN, theirs
 from tests.policy.test_gpt_oss import GPT_OSS
@@ -123,7 +123,7 @@ async def test_three_steps_and_out_again(kind: str, tmp_path: Path, monkeypatch:
     (trained,) = (run.run / "snapshots").glob("v00000003-*.safetensors")
     config, before = checkpoint.load(folder)
     mine = Model(config, tiny.numerics(config), seed=None)
-    mine.load_state(snapshot.read(trained))
+    mine.load_state(tensor_state.read(trained))
     moved = [name for name, tensor in mine.state().items() if not torch.equal(tensor, before[name])]
     assert len(moved) > len(before) // 2
     ids = tiny.tokens(config, 150)

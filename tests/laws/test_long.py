@@ -30,7 +30,7 @@ from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
 from headrace.training.batches.micro_batch import micro_batches
 from headrace.training.batches.segment import segments_of
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.conftest import Connect
 from tests.support import records as r
 from tests.support import world
@@ -100,7 +100,7 @@ async def test_a_trajectory_of_100_000_tokens_in_a_group_of_128(connect: Connect
     async with living(Trainer, config(tmp_path), await connect("trainer"), run):
         model = Model(POLICY, NUMERICS, seed=None)
         async for received in admin.follow("HR_EVENT", EVENT.where(run=run, actor="trainer", type="snapshot_ready")):
-            model.load_state(snapshot.read(received.message.path))
+            model.load_state(tensor_state.read(received.message.path))
             break
         long = episode(model, run, 0, SEGMENTS, TURNS, PROMPT, SAMPLED)
         assert sum(len(turn.prompt_ids) + len(turn.ids) for turn in long.turns) == 100_000

@@ -7,7 +7,7 @@ from typing import Any
 from headrace.bus.broker.keys import Key
 from headrace.bus.connection import Bus
 from headrace.messages.weights import WeightHead
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from headrace.weights.publishing import release
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.publishing.release import Commit
@@ -33,7 +33,7 @@ class Run:
     async def publish(self, version: int, *, density: float = 0.02) -> WeightHead:
         """The next version, as a delta to the one before."""
         self.tensors = step(self.tensors, version, density) if self.tensors else model(wide=self.wide)
-        digest = snapshot.write(self.path(version), self.tensors)
+        digest = tensor_state.write(self.path(version), self.tensors)
         base = Snapshot(self.path(self.commit.head.version)) if self.commit else None
         encoding = Encoding(Snapshot(self.path(version)), base, name=self.codec)
         new = release.NewVersion(self.id, version, digest)

@@ -14,7 +14,7 @@ from headrace.messages.rollout import PolicyRef, Sampling, Span
 from headrace.policy import moe, scoring
 from headrace.policy.config import PolicyConfig
 from headrace.policy.model import Model
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.support import tiny
 
 LATEST = PolicyRef()
@@ -30,7 +30,7 @@ class Versions:
         for seed, model in enumerate(self.models):
             path = folder / f"{seed}.safetensors"
             state = {name: tensor.cpu() for name, tensor in model.state().items()}
-            self.files.append((str(path), snapshot.write(path, state)))
+            self.files.append((str(path), tensor_state.write(path, state)))
 
     def model(self, version: int) -> Model:
         return self.models[version % 4]

@@ -18,7 +18,7 @@ from headrace.messages.rollout import ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.subjects import CLOSE, EVENT, SCORE, STEP, TRAJ
 from headrace.messages.training import SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.policy.model import Model
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.support import world
 from tests.support.patience import PATIENCE_S
 
@@ -63,7 +63,7 @@ class RunFeeder:
                 if (ready.version, ready.state_hash) not in self._loaded:
                     self._loaded.add((ready.version, ready.state_hash))
                     self.models[ready.version] = self._make()
-                    self.models[ready.version].load_state(snapshot.read(ready.path))
+                    self.models[ready.version].load_state(tensor_state.read(ready.path))
                     self.hashes[ready.version] = ready.state_hash
                 if ready.version == number and ready.state_hash != instead_of:
                     assert isinstance(ready, SnapshotReady)

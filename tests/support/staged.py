@@ -18,7 +18,7 @@ from headrace.policy.numerics_probe import probe
 from headrace.rendering import schemas
 from headrace.rendering.bundle import terse_bundle
 from headrace.rendering.tokenizer import Tokenizer
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.conftest import Connect
 
 SHAPE = Policy(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_dim=32, vocab=320)
@@ -40,7 +40,7 @@ def made(folder: Path) -> dict[int, tuple[str, str]]:
     numerics = probe(shape)
     files = {version: folder / f"{version}.safetensors" for version in range(3)}
     return {
-        version: (str(file), snapshot.write(file, Model(shape, numerics, seed=version).state()))
+        version: (str(file), tensor_state.write(file, Model(shape, numerics, seed=version).state()))
         for version, file in files.items()
     }
 

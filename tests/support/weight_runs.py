@@ -15,7 +15,7 @@ from headrace.messages.base import Message
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightHead, WeightsStaged
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.conftest import Connect
 from tests.support.weights import model, step
 
@@ -56,7 +56,7 @@ class WeightRun:
         if version and not same:
             self.tensors = step(self.tensors, version, density)
         path = self.path(version)
-        self.hashes[version] = snapshot.write(path, self.tensors)
+        self.hashes[version] = tensor_state.write(path, self.tensors)
         return SnapshotReady(
             run=self.id, version=version, path=str(path), state_hash=self.hashes[version], bytes=path.stat().st_size
         )

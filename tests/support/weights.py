@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.messages.weights import ChunkInfo, WeightManifest
-from headrace.weights import snapshot, state
+from headrace.weights import tensor_state
 from headrace.weights.publishing.encoding import Encoding, describe
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import Bits
@@ -19,7 +19,7 @@ DENSITIES = (0.0, 1e-5, 0.001, 0.01, 0.06, 0.3, 0.7, 1.0)
 def weights(rng: np.random.Generator, count: int, dtype: str = "BF16") -> Bits:
     """Bits of normal weights of scale 0.02."""
     values = torch.from_numpy(rng.standard_normal(count).astype(np.float32) * 0.02)
-    return state.bits(values.to(state.DTYPES[dtype])).copy()
+    return tensor_state.bits(values.to(tensor_state.DTYPES[dtype])).copy()
 
 
 def stepped(rng: np.random.Generator, base: Bits, density: float) -> Bits:
@@ -48,7 +48,7 @@ def step(tensors: Mapping[str, Tensor], seed: int, density: float = 0.02) -> dic
     rng = np.random.default_rng(seed)
     out = {}
     for name, tensor in tensors.items():
-        bits = stepped(rng, state.bits(tensor), density)
+        bits = stepped(rng, tensor_state.bits(tensor), density)
         out[name] = torch.from_numpy(bits.view(np.uint8).copy()).view(tensor.dtype).reshape(tensor.shape)
     return out
 
@@ -71,7 +71,7 @@ class Chain:
         """The next version, as a delta when it can be one."""
         version = len(self.states)
         self.states.append(tensors)
-        snapshot.write(self.path(version), tensors)
+        tensor_state.write(self.path(version), tensors)
         base = None if full or not version else Snapshot(self.path(version - 1))
         encoding = Encoding(Snapshot(self.path(version)), base, name=self.codec)
         infos: list[ChunkInfo] = []

@@ -16,7 +16,7 @@ from headrace.policy.adapters import low_rank, shape
 from headrace.policy.config import CheckpointError, Latent
 from headrace.policy.layout import hugging_face, sizes
 from headrace.policy.model import Model
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.snapshot import Snapshot
 from tests.support import tiny, world
@@ -44,7 +44,9 @@ def test_adapters_alone_are_trained_published_and_resumed_and_an_engine_samples_
     before = trainer.publish(tmp_path).durable.result()
     outcomes = advance(trainer, 1)
     trainer.save({})
-    kept_names = [name for name in snapshot.read(tmp_path / "a" / "checkpoint.safetensors") if name.startswith("kept.")]
+    kept_names = [
+        name for name in tensor_state.read(tmp_path / "a" / "checkpoint.safetensors") if name.startswith("kept.")
+    ]
     assert kept_names and all(low_rank.is_published(name) for name in kept_names), (
         "a kept version holds what can differ"
     )

@@ -106,8 +106,8 @@ def test_refuses_what_is_broken_or_foreign(tmp_path: Path) -> None:
     small = msgspec.structs.replace(POLICY, layers=1, vocab=300)
     with pytest.raises(CheckpointError, match="another model"):
         checkpoint.load(file, TrainerState(Model(small, NUMERICS, seed=0)))
-    from headrace.weights import snapshot
+    from headrace.weights import tensor_state
 
-    snapshot.write(file, model().state())
+    tensor_state.write(file, model().state())
     with pytest.raises(CheckpointError, match="not a trainer checkpoint"):
         checkpoint.load(file, blank())

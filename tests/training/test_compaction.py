@@ -9,7 +9,7 @@ from benchmarks.compaction import ARMS, SEGMENTS, SLOTS, World, played, shape
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ async def test_every_sampled_token_is_trained_once_and_only_summaries_are_masked
     config = shape(world, Namespace(dim=16))
     model = Model(config, probe(config), seed=1)
     engine = EmbeddedEngine(config, model.numerics)
-    await engine.load(0, str(tmp_path / "0"), snapshot.write(tmp_path / "0", model.state()))
+    await engine.load(0, str(tmp_path / "0"), tensor_state.write(tmp_path / "0", model.state()))
     batch, _ = await played(world, engine, 1, 0, 1, arm)
     await engine.stop()
     assert len(batch.segments) == SEGMENTS * SLOTS

@@ -19,7 +19,7 @@ from headrace.training.device import TrainerError
 from headrace.training.figures.work import Work, work_of
 from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import PolicyTrainer
-from headrace.weights import snapshot
+from headrace.weights import snapshot, tensor_state
 from tests.support.paths import ROOT
 from tests.support.world import CONFIG, NUMERICS, TOKENIZER, batch
 from tests.training.test_mid_training import texts
@@ -108,7 +108,7 @@ def test_publishes_the_served_bytes(tmp_path: Path) -> None:
     assert publication.hashed.result() == outcome.state_hash
     path = publication.durable.result()
     served = Model(hugging_face.read(trainer.policy_folder), NUMERICS, seed=None)
-    served.load_state(snapshot.read(path))
+    served.load_state(tensor_state.read(path))
     assert snapshot.file_hash(path) == outcome.state_hash
 
 

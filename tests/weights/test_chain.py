@@ -12,7 +12,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import WrongSequence
 from headrace.messages import subjects
 from headrace.messages.weights import WeightChunk, WeightHead
-from headrace.weights import chain, report, snapshot
+from headrace.weights import chain, report, snapshot, tensor_state
 from headrace.weights.publishing import release
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.publishing.release import Commit
@@ -42,7 +42,7 @@ class Run:
     def encoding(self, version: int, *, density: float = 0.01) -> tuple[Encoding, str]:
         if version:
             self.tensors = step(self.tensors, version, density)
-        digest = snapshot.write(self.path(version), self.tensors)
+        digest = tensor_state.write(self.path(version), self.tensors)
         base = Snapshot(self.path(self.commit.head.version)) if self.commit else None
         return Encoding(Snapshot(self.path(version)), base), digest
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.messages.weights import ChunkInfo, TensorInfo
-from headrace.weights import shards, snapshot, state
+from headrace.weights import shards, snapshot, state, tensor_state
 from headrace.weights.publishing.encoding import Encoding, Figures, ShardEncoding, describe
 from headrace.weights.receiving.staging import BrokenVersion, StagedFile
 from headrace.weights.snapshot import Snapshot
@@ -16,8 +16,8 @@ from tests.support.weights import model, step
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
     tensors = model(wide=4000)
-    snapshot.write(tmp_path / "base", tensors)
-    snapshot.write(tmp_path / "target", step(tensors, 1, 0.05))
+    tensor_state.write(tmp_path / "base", tensors)
+    tensor_state.write(tmp_path / "target", step(tensors, 1, 0.05))
     return tmp_path / "base", tmp_path / "target"
 
 
@@ -88,10 +88,10 @@ def test_a_rank_builds_its_own_tensors_from_its_own_chunks(files: tuple[Path, Pa
                 staged.add(info, data[info.shard, info.seq])
             state_hash = staged.finish()
         assert state_hash == snapshot.file_hash(path) == shards.state_hash(manifest, wanted) != manifest.state_hash
-        part, whole = snapshot.read(path), snapshot.read(files[1])
+        part, whole = tensor_state.read(path), tensor_state.read(files[1])
         assert set(part) == {info.name for info in manifest.tensors if info.shard in wanted}
         assert {"layers.0.norm", "layers.0.scale"} <= set(part) and len(part) < len(whole)
-        assert state.state_hash(part) == state.state_hash({name: whole[name] for name in part})
+        assert tensor_state.state_hash(part) == tensor_state.state_hash({name: whole[name] for name in part})
         other = next(info for info in manifest.chunks if info.shard not in wanted)
         with (
             StagedFile(path, manifest, source, wanted) as staged,

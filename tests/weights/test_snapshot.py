@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from headrace.weights import snapshot, state
+from headrace.weights import snapshot, state, tensor_state
 
 
 @pytest.fixture
@@ -26,45 +26,45 @@ def tensors() -> dict[str, Tensor]:
 
 
 def test_what_is_written_is_read_bit_for_bit(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    digest = snapshot.write(tmp_path / "deep" / "v.safetensors", tensors)
-    back = snapshot.read(tmp_path / "deep" / "v.safetensors")
+    digest = tensor_state.write(tmp_path / "deep" / "v.safetensors", tensors)
+    back = tensor_state.read(tmp_path / "deep" / "v.safetensors")
     assert {name: (t.dtype, t.shape) for name, t in back.items()} == {
         name: (t.dtype, t.shape) for name, t in tensors.items()
     }
-    assert digest == state.state_hash(back) == state.state_hash(tensors)
+    assert digest == tensor_state.state_hash(back) == tensor_state.state_hash(tensors)
     assert digest == snapshot.file_hash(tmp_path / "deep" / "v.safetensors")
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["v.safetensors"]
 
 
 def test_safetensors_itself_reads_ours_and_we_read_its(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    digest = snapshot.write(tmp_path / "ours", tensors)
+    digest = tensor_state.write(tmp_path / "ours", tensors)
     theirs = safetensors.torch.load_file(tmp_path / "ours")
-    assert state.state_hash(theirs) == digest
+    assert tensor_state.state_hash(theirs) == digest
     safetensors.torch.save_file(tensors, tmp_path / "theirs", {"format": "pt"})
     assert snapshot.file_hash(tmp_path / "theirs") == digest
 
 
 def test_the_same_state_is_the_same_file(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    snapshot.write(tmp_path / "a", tensors)
-    snapshot.write(tmp_path / "b", {name: tensors[name] for name in reversed(tensors)})
+    tensor_state.write(tmp_path / "a", tensors)
+    tensor_state.write(tmp_path / "b", {name: tensors[name] for name in reversed(tensors)})
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_tensors_are_private_and_outlive_the_file(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     path = tmp_path / "v"
-    digest = snapshot.write(path, tensors)
-    back = snapshot.read(path)
+    digest = tensor_state.write(path, tensors)
+    back = tensor_state.read(path)
     back["w"].zero_()
     assert snapshot.file_hash(path) == digest
-    again = snapshot.read(path)
+    again = tensor_state.read(path)
     path.unlink()
-    assert state.state_hash(again) == digest
+    assert tensor_state.state_hash(again) == digest
 
 
 def test_a_draft_that_is_not_committed_leaves_nothing(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    described = state.infos(tensors)
+    described = tensor_state.infos(tensors)
     with pytest.raises(RuntimeError, match="half"), snapshot.Draft(tmp_path / "v", described) as draft:
-        draft.write(0, 0, state.state_bits(tensors)[0])
+        draft.write(0, 0, tensor_state.state_bits(tensors)[0])
         raise RuntimeError("half way")
     assert list(tmp_path.iterdir()) == []
 
@@ -72,16 +72,16 @@ def test_a_draft_that_is_not_committed_leaves_nothing(tmp_path: Path, tensors: d
 def test_a_reader_of_the_old_file_keeps_it_when_a_new_one_takes_the_name(
     tmp_path: Path, tensors: dict[str, Tensor]
 ) -> None:
-    old = snapshot.write(tmp_path / "v", tensors)
-    held = snapshot.read(tmp_path / "v")
-    new = snapshot.write(tmp_path / "v", {"w": torch.ones(3)})
-    assert (state.state_hash(held), snapshot.file_hash(tmp_path / "v")) == (old, new)
+    old = tensor_state.write(tmp_path / "v", tensors)
+    held = tensor_state.read(tmp_path / "v")
+    new = tensor_state.write(tmp_path / "v", {"w": torch.ones(3)})
+    assert (tensor_state.state_hash(held), snapshot.file_hash(tmp_path / "v")) == (old, new)
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "length", "json", "cut", "dtype"])
 def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, tensors: dict[str, Tensor], damage: str) -> None:
     path = tmp_path / "v.safetensors"
-    snapshot.write(path, tensors)
+    tensor_state.write(path, tensors)
     data = path.read_bytes()
     path.write_bytes(
         {
@@ -109,7 +109,7 @@ def test_drafts_of_processes_that_have_ended_are_deleted(tmp_path: Path) -> None
 
 
 def test_metadata_of_another_length_cannot_replace_a_drafts(tmp_path: Path) -> None:
-    described = state.infos({"a": torch.zeros(3)})
+    described = tensor_state.infos({"a": torch.zeros(3)})
     with snapshot.Draft(tmp_path / "x", described, {"state_hash": "00"}) as draft:
         draft.describe({"state_hash": "ab"})
         with pytest.raises(ValueError, match="expected metadata of as many bytes as before"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.messages.weights import TensorInfo
-from headrace.weights import state
+from headrace.weights import state, tensor_state
 
 
 def _state() -> dict[str, Tensor]:
@@ -25,8 +25,8 @@ def test_equal_bits_hash_equal_whatever_the_order_and_the_strides() -> None:
     second = {name: first[name].clone() for name in reversed(first)}
     second["b.weight"] = first["b.weight"].t().contiguous().t()
     assert not second["b.weight"].is_contiguous()
-    assert state.state_hash(first) == state.state_hash(second)
-    assert len(state.state_hash(first)) == 32
+    assert tensor_state.state_hash(first) == tensor_state.state_hash(second)
+    assert len(tensor_state.state_hash(first)) == 32
 
 
 @pytest.mark.parametrize("change", ["bit", "sign_of_zero", "nan_payload", "name", "dtype", "shape", "missing"])
@@ -34,7 +34,7 @@ def test_every_change_shows(change: str) -> None:
     tensors = _state()
     tensors["b.weight"][0, 0] = 0.0
     tensors["b.weight"][0, 1] = math.nan
-    before = state.state_hash(tensors)
+    before = tensor_state.state_hash(tensors)
     if change == "bit":
         tensors["a.weight"].view(torch.int16)[32] ^= 1
     elif change == "sign_of_zero":
@@ -49,7 +49,7 @@ def test_every_change_shows(change: str) -> None:
         tensors["b.weight"] = tensors["b.weight"].reshape(5, 7)
     else:
         del tensors["scale"]
-    assert state.state_hash(tensors) != before
+    assert tensor_state.state_hash(tensors) != before
 
 
 def test_blocks_cover_a_tensor_and_never_exceed_the_limit() -> None:
@@ -84,11 +84,11 @@ def test_units_hold_every_block_once_of_one_dtype_and_never_more_than_a_block() 
     assert len({state.unit_hash(unit, hashes) for unit in units}) == 4
 
 
-@pytest.mark.parametrize("dtype", list(state.DTYPES))
+@pytest.mark.parametrize("dtype", list(tensor_state.DTYPES))
 def test_bits_share_memory_for_every_dtype(dtype: str) -> None:
     tensor = torch.zeros(16, dtype=torch.uint8)
-    typed = tensor.view(state.DTYPES[dtype])
-    view = state.bits(typed)
+    typed = tensor.view(tensor_state.DTYPES[dtype])
+    view = tensor_state.bits(typed)
     assert view.dtype.kind == "u"
     tensor[0] = 1
     assert view[0] == 1
@@ -97,4 +97,4 @@ def test_bits_share_memory_for_every_dtype(dtype: str) -> None:
 
 def test_a_dtype_that_is_not_published_is_refused_by_name() -> None:
     with pytest.raises(state.WeightError, match="phase"):
-        state.state_hash({"phase": torch.zeros(2, dtype=torch.complex64)})
+        tensor_state.state_hash({"phase": torch.zeros(2, dtype=torch.complex64)})

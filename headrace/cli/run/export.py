@@ -40,7 +40,7 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
     from headrace.policy.layout.export import Export
     from headrace.policy.layout.export import export as write
     from headrace.weights import chain as chains
-    from headrace.weights import report, snapshot
+    from headrace.weights import report, tensor_state
     from headrace.weights.publishing import precision
 
     folder, target = chain.folder, Path(args.dir)
@@ -55,7 +55,7 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
         await chains.obtain(chain.bus, head, weights, lambda version, state_hash: None, trust=chain.trust)
         try:
             # Weights in eight bits become bfloat16, which holds them exactly and every reader supports.
-            shape, tensors = shape_of(folder, config), precision.restore(snapshot.read(weights))
+            shape, tensors = shape_of(folder, config), precision.restore(tensor_state.read(weights))
             text = card(folder, config, head)
             if args.adapter:
                 size = peft.export(shape, tensors, base_of(config), text, target)

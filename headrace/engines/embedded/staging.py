@@ -33,7 +33,7 @@ from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import formats, names
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
-from headrace.weights import state
+from headrace.weights import state, tensor_state
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import Bits, WeightError
 
@@ -79,7 +79,7 @@ class Shell:
         apart = [name for name, view in self.tensors.items() if not view.is_contiguous() or view.device.type != "cpu"]
         if apart:
             raise EngineError(f"{apart[0]} is not contiguous in this machine's memory: it cannot be staged")
-        self.bits: dict[str, Bits] = {name: state.bits(view) for name, view in self.tensors.items()}
+        self.bits: dict[str, Bits] = {name: tensor_state.bits(view) for name, view in self.tensors.items()}
         """The bit views of the same memory."""
 
     def upload(self) -> Iterator[None]:
@@ -171,7 +171,9 @@ class Staging:
             hashes += yield from state.copied(source, copy, PIECE_BYTES)
             if info.name in owners:
                 grid, parts = quantised[owners[info.name]]
-                copies.append(torch.from_numpy(copy.view(np.uint8)).view(state.DTYPES[info.dtype]).view(info.shape))
+                copies.append(
+                    torch.from_numpy(copy.view(np.uint8)).view(tensor_state.DTYPES[info.dtype]).view(info.shape)
+                )
                 if len(copies) == len(parts):
                     yield from self._widen_blocks(owners[info.name], grid, copies)
                     copies = []
@@ -234,7 +236,7 @@ class Staging:
         return quantised
 
     def _widen(self, info: TensorInfo, copy: Bits) -> Iterator[None]:
-        source = torch.from_numpy(copy.view(np.uint8)).view(state.DTYPES[info.dtype])
+        source = torch.from_numpy(copy.view(np.uint8)).view(tensor_state.DTYPES[info.dtype])
         target = self.shell.tensors[info.name].view(-1)
         step = PIECE_BYTES // target.itemsize
         for at in range(0, target.numel(), step):
@@ -255,4 +257,4 @@ class Staging:
 
 
 def _same(info: TensorInfo, tensor: Tensor) -> bool:
-    return state.DTYPES[info.dtype] == tensor.dtype
+    return tensor_state.DTYPES[info.dtype] == tensor.dtype

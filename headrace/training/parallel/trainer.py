@@ -45,7 +45,7 @@ from headrace.training.parallel.versions import ShardedVersions
 from headrace.training.served.publication import Publication
 from headrace.training.served.runs import Run
 from headrace.training.trainer import PolicyTrainer
-from headrace.weights import snapshot, state
+from headrace.weights import snapshot, state, tensor_state
 
 
 class Order(NamedTuple):
@@ -196,7 +196,7 @@ class ShardedTrainer(PolicyTrainer):
         """The description of a whole tensor of the checkpoint, and this process's rows of it."""
         sharded = self.sharded.sharded
         shape = (sharded.shapes[parameter][0], *tensor.shape[1:])  # scales of moments have shorter rows
-        (info,) = state.infos({name: torch.empty(shape, dtype=tensor.dtype, device="meta")})
+        (info,) = tensor_state.infos({name: torch.empty(shape, dtype=tensor.dtype, device="meta")})
         row = torch.Size(shape[1:]).numel()
         replicated = tensor.numel() == torch.Size(shape).numel()
         if not tensor.numel() or (replicated and self.world.place):
@@ -206,7 +206,7 @@ class ShardedTrainer(PolicyTrainer):
             name,
             sharded.first[parameter] * row,
             tensor.numel(),
-            lambda start, count: state.bits(flat[start : start + count]),
+            lambda start, count: tensor_state.bits(flat[start : start + count]),
         )
         return info, [run]
 
@@ -324,7 +324,7 @@ class Source:
         mapped = snapshot.Snapshot(file)
         self.about = mapped.metadata
         checkpoint.check(file, self.about, state.root(mapped.tensors, rows.file_hashes(mapped, node)))
-        self._tensors, self._cut = snapshot.read(file), cut
+        self._tensors, self._cut = tensor_state.read(file), cut
 
     def rows(self, kind: str) -> dict[str, Tensor]:
         """The rows of `state` or of the `guard`. KeyError, ValueError for another model."""

@@ -16,7 +16,7 @@ from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import formats
 from headrace.policy.layout.formats import SCALE, TENSOR_SCALE
-from headrace.weights import state
+from headrace.weights import tensor_state
 from headrace.weights.state import Bits
 
 
@@ -43,22 +43,22 @@ def described(config: PolicyConfig, name: str, shape: tuple[int, ...], dtype: to
     """The published tensors of one Hugging Face name. dtype: of the served values."""
     if packed(config, name):
         return formats.described(config.expert_format, name, shape)
-    return list(state.infos({name: torch.empty(shape, dtype=dtype, device="meta")}))
+    return list(tensor_state.infos({name: torch.empty(shape, dtype=dtype, device="meta")}))
 
 
 def of(config: PolicyConfig, name: str, start: int, items: int, read: Reader, at: int = 0) -> list[Run]:
     """The runs of elements `start` to `start + items` of one Hugging Face name. at: their first element in `read`."""
     if not packed(config, name):
-        return [Run(name, start, items, lambda first, count: state.bits(read(at + first, count)))]
+        return [Run(name, start, items, lambda first, count: tensor_state.bits(read(at + first, count)))]
     if config.expert_format == "nvfp4":
         return _nvfp4(name, start, items, read, at)
     size = mxfp8.BLOCK
 
     def elements(first: int, count: int) -> Bits:
-        return state.bits(operators.quantise(read(at + first, count).reshape(-1, size))[0])
+        return tensor_state.bits(operators.quantise(read(at + first, count).reshape(-1, size))[0])
 
     def scales(first: int, count: int) -> Bits:
-        return state.bits(operators.quantise(read(at + first * size, count * size).reshape(-1, size))[1])
+        return tensor_state.bits(operators.quantise(read(at + first * size, count * size).reshape(-1, size))[1])
 
     return [Run(name, start, items, elements), Run(name + SCALE, start // size, items // size, scales)]
 
@@ -79,12 +79,12 @@ def _nvfp4(name: str, start: int, items: int, read: Reader, at: int) -> list[Run
         half = size // 2  # bytes of a block
         begin, end = first // half, -(-(first + count) // half)
         inside = blocks(begin, end - begin).q.reshape(-1)[first - begin * half :][:count]
-        return state.bits(inside)
+        return tensor_state.bits(inside)
 
     return [
         Run(name, 0, items // 2, elements),
-        Run(name + SCALE, 0, items // size, lambda first, count: state.bits(blocks(first, count).scale)),
-        Run(name + TENSOR_SCALE, 0, 1, lambda first, count: state.bits(outer())),
+        Run(name + SCALE, 0, items // size, lambda first, count: tensor_state.bits(blocks(first, count).scale)),
+        Run(name + TENSOR_SCALE, 0, 1, lambda first, count: tensor_state.bits(outer())),
     ]
 
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import mxfp8
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from headrace.weights.state import WeightError
 
-AS_TRAINED, BF16, MXFP8 = "as_trained", "bf16", "mxfp8"
+BF16, MXFP8 = "bf16", "mxfp8"
 SCALE = "_scale"
 KEPT = ("*embed*", "*norm*", "*lm_head*", "*.mlp.gate.weight", "*router*", "*.lora_?.weight")
 """Tensors that stay bf16 under mxfp8."""
@@ -37,7 +37,7 @@ def publish(source: str | Path, path: str | Path, precision: str) -> str:
     WeightError for another precision than bf16 and mxfp8."""
     if precision not in (BF16, MXFP8):
         raise WeightError(f"cannot round to precision {precision!r}; expected {BF16} or {MXFP8}")
-    return snapshot.write(path, dict(_served(snapshot.read(source), precision)))
+    return tensor_state.write(path, dict(_served(tensor_state.read(source), precision)))
 
 
 def _served(tensors: Mapping[str, Tensor], precision: str) -> Iterator[tuple[str, Tensor]]:

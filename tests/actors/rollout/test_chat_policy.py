@@ -27,7 +27,7 @@ from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.rendering.registry import Renderers
 from headrace.tasks import open_suite
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.actors.rollout.test_policies import end_of, issue
 from tests.conftest import Connect
 from tests.support import chat_formats
@@ -99,7 +99,7 @@ async def test_an_episode_in_a_checkpoints_own_format(
     model = Model(shape, probe(shape), seed=None)
     model.load_state(state)
     file = tmp_path / "0.safetensors"
-    await stage(observer, run, "here", 0, str(file), snapshot.write(file, model.state()))
+    await stage(observer, run, "here", 0, str(file), tensor_state.write(file, model.state()))
 
     async with living(Rollout, config, await connect("rollout", node="here"), run, "roll"):
         await issue(observer, run, "sampled", wording=wording)

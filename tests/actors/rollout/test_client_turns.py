@@ -36,7 +36,7 @@ from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.rendering.tokenizer import Tokenizer
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.chat_formats import bundle_of_run, tokenizer_json
@@ -97,7 +97,7 @@ async def run(connect: Connect, tmp_path: Path, model: Model, request: pytest.Fi
     run = f"c{abs(hash(request.node.name)) % 10**9}"
     await renderer_bundles.publish(await connect("trainer"), run, bundle_of_run("hermes"))
     file = tmp_path / "0.safetensors"
-    state_hash = snapshot.write(file, model.state())
+    state_hash = tensor_state.write(file, model.state())
     staged = WeightsStaged(
         run=run, node="n1", region="local", version=0, path=str(file), state_hash=state_hash, stage_s=0.0
     )

@@ -16,7 +16,7 @@ from headrace.rendering.bundle import terse_bundle
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
 from headrace.weights import snapshot
-from headrace.weights.state import state_hash
+from headrace.weights.tensor_state import state_hash
 from tests.conftest import Connect
 from tests.support import tiny, world
 from tests.support.actors import living

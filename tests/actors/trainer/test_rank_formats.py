@@ -23,7 +23,7 @@ from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.layout import checkpoint
 from headrace.policy.model import Model
 from headrace.rendering.bundle import terse_bundle
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.support import tiny, world
 from tests.support.actors import living
 from tests.support.patience import PATIENCE_S
@@ -105,7 +105,7 @@ class Run:
     def tensors(self, version: int, head: str) -> dict[str, Tensor]:
         """Masters or moments of a version's checkpoint, by parameter."""
         file = self.feeder.folder / "checkpoints" / f"v{version:08d}.safetensors"
-        named = snapshot.read(file).items()
+        named = tensor_state.read(file).items()
         return {name.removeprefix(head): value.clone() for name, value in named if name.startswith(head)}
 
 

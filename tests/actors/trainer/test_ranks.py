@@ -23,7 +23,7 @@ from headrace.messages.training import StepDone, StepManifest
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
 from headrace.training.memory_plan import layout_of, plan
-from headrace.weights import snapshot
+from headrace.weights import snapshot, tensor_state
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.patience import PATIENCE_S
@@ -172,7 +172,7 @@ async def test_more_ranks_and_owned_experts(
     done = [record for record in await feeder.steps() if isinstance(record, StepDone)]
     assert all(record.max_abs_dlp == 0.0 and record.exact for record in done), "Law 5 over shards"
     one = next((tmp_path / "one").glob(f"*/snapshots/v00000008-{want[8][:8]}.safetensors"))
-    published, expected = snapshot.read(last.path), snapshot.read(one)
+    published, expected = tensor_state.read(last.path), tensor_state.read(one)
     assert feeder.hashes[0] == want[0]
     worst = max(float((published[name] - expected[name]).abs().max()) for name in expected)
     assert worst <= 1e-5, f"{worst:.1e}"

@@ -11,7 +11,7 @@ from headrace.actors.weight_sender import WeightSender
 from headrace.bus.broker import credentials, keys
 from headrace.config import Weights
 from headrace.messages.subjects import WEIGHT_HEAD
-from headrace.weights import chain, proof, shards, snapshot
+from headrace.weights import chain, proof, shards, snapshot, tensor_state
 from headrace.weights.publishing import precision
 from headrace.weights.signing import Trust, sealed
 from tests.conftest import Connect
@@ -94,7 +94,7 @@ async def test_a_node_stages_its_own_shards_and_finds_them_again(run: WeightRun)
         == snapshot.file_hash(staged.path)
         != head.state_hash
     )
-    assert set(snapshot.read(staged.path)) == {
+    assert set(tensor_state.read(staged.path)) == {
         info.name for info in manifest.tensors if info.shard in (node_shards or ())
     }
     await receiver.shut(1.0)

@@ -29,7 +29,7 @@ from headrace.rendering import schemas
 from headrace.rendering.bundle import terse_bundle
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.training.trainer import PolicyTrainer
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from headrace.weights.publishing import precision, release
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.snapshot import Snapshot
@@ -65,7 +65,7 @@ async def publish(root: Path, versions: list[dict[str, Tensor]], bundle: Rendere
             commit, base = None, None
             for version, tensors in enumerate(versions):
                 path = root / f"{version}.safetensors"
-                digest = snapshot.write(path, tensors)
+                digest = tensor_state.write(path, tensors)
                 encoding = Encoding(Snapshot(path), base, name="d8-zstd")
                 new = release.NewVersion("r1", version, digest)
                 commit = await release.release(bus, encoding, new, commit, signer=key)

@@ -16,7 +16,7 @@ from headrace.engines.embedded.sampling import draw, uniform
 from headrace.engines.embedded.worker import SHARED
 from headrace.messages.rollout import PolicyRef, Sampling, Span
 from headrace.policy import moe
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.support import tiny
 from tests.support.engines import LATEST, Versions
 
@@ -309,7 +309,7 @@ async def test_a_failing_forward_is_an_error_not_a_hang(
 async def test_weights_that_diverged_are_an_error(engine: EmbeddedEngine, versions: Versions, tmp_path: Path) -> None:
     state = versions.model(0).state()
     state["model.norm.weight"][3] = math.nan
-    await engine.load(9, str(tmp_path / "nan"), snapshot.write(tmp_path / "nan", state))
+    await engine.load(9, str(tmp_path / "nan"), tensor_state.write(tmp_path / "nan", state))
     with pytest.raises(EngineError, match="version 9 gives logits that are not finite"):
         await engine.sample(request())
     await versions.load(engine, 0)

@@ -11,7 +11,7 @@ from headrace.engines.base import EngineError
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.messages.rollout import PolicyRef
 from headrace.policy.config import Dtype
-from headrace.weights import snapshot
+from headrace.weights import snapshot, tensor_state
 from headrace.weights.publishing import precision
 from tests.engines.embedded.test_engine import request, until
 from tests.support import tiny
@@ -28,9 +28,9 @@ def made(dtype: Dtype) -> EmbeddedEngine:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [precision.BF16, precision.MXFP8])
 async def test_published_bytes_are_served_as_what_they_stand_for(tmp_path: Path, kind: str, dtype: Dtype) -> None:
-    snapshot.write(tmp_path / "trained", tiny.model(tiny.config()).state())
+    tensor_state.write(tmp_path / "trained", tiny.model(tiny.config()).state())
     digest = precision.publish(tmp_path / "trained", tmp_path / "published", kind)
-    shipped = snapshot.read(tmp_path / "published")
+    shipped = tensor_state.read(tmp_path / "published")
     assert (kind == precision.MXFP8) == any(tensor.dtype == torch.float8_e4m3fn for tensor in shipped.values())
     engine = made(dtype)
     swap = await engine.load(3, str(tmp_path / "published"), digest)
@@ -51,7 +51,7 @@ async def test_published_bytes_are_served_as_what_they_stand_for(tmp_path: Path,
 
 
 async def test_no_byte_of_published_weights_is_taken_on_trust(tmp_path: Path) -> None:
-    snapshot.write(tmp_path / "trained", tiny.model(tiny.config()).state())
+    tensor_state.write(tmp_path / "trained", tiny.model(tiny.config()).state())
     digest = precision.publish(tmp_path / "trained", tmp_path / "published", precision.MXFP8)
     file = snapshot.Snapshot(tmp_path / "published")
     whole = bytearray((tmp_path / "published").read_bytes())
@@ -70,22 +70,22 @@ async def test_no_byte_of_published_weights_is_taken_on_trust(tmp_path: Path) ->
 
 async def test_what_cannot_be_served_as_it_is_is_refused(tmp_path: Path) -> None:
     state = tiny.model(tiny.config()).state()
-    trained = snapshot.write(tmp_path / "trained", state)
+    trained = tensor_state.write(tmp_path / "trained", state)
     half, whole = made("bfloat16"), made("float32")
     with pytest.raises(EngineError, match="published in F32, which an engine of bfloat16 cannot serve"):
         await half.load(1, str(tmp_path / "trained"), trained)
     eight = dict(state)
     name = "model.layers.0.self_attn.q_proj.weight"
     eight[name], scale = precision.quantise(state[name])
-    lonely = snapshot.write(tmp_path / "lonely", eight)
+    lonely = tensor_state.write(tmp_path / "lonely", eight)
     with pytest.raises(
         EngineError, match=f"1 tensors are missing and 0 are not of this model; the first is {name}_scale"
     ):
         await half.load(1, str(tmp_path / "lonely"), lonely)
-    few = snapshot.write(tmp_path / "few", eight | {f"{name}_scale": scale[:, :1]})
+    few = tensor_state.write(tmp_path / "few", eight | {f"{name}_scale": scale[:, :1]})
     with pytest.raises(EngineError, match="expected one scale of one byte per 32"):
         await whole.load(1, str(tmp_path / "few"), few)
-    cut = snapshot.write(tmp_path / "cut", state | {name: state[name][:-1]})
+    cut = tensor_state.write(tmp_path / "cut", state | {name: state[name][:-1]})
     with pytest.raises(EngineError, match="expected shape"):
         await whole.load(1, str(tmp_path / "cut"), cut)
     grid = tiny.config(expert_format="mxfp8")

@@ -23,7 +23,7 @@ from headrace.messages.product import CapacityLease, Traffic
 from headrace.messages.rollout import Lane
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT, FAIL, TRAFFIC
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.actors.rollout.test_actor import event, waiting
 from tests.actors.rollout.test_policies import end_of, issue
 from tests.conftest import Connect
@@ -179,7 +179,7 @@ async def test_a_lent_server_is_given_back_in_the_middle_of_a_turn_and_nothing_i
     connect: Connect, double: Double, tmp_path: Path
 ) -> None:
     file = tmp_path / "0.safetensors"
-    digest = snapshot.write(file, tiny.model(POLICY, exact=False, seed=0).state())
+    digest = tensor_state.write(file, tiny.model(POLICY, exact=False, seed=0).state())
     observer, leases = await connect("admin"), await (await connect("scavenger")).kv("HR_LEASE")
 
     async def lend(lanes: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ from headrace.engines.sglang.load import Admission, Load, allowance, load_of
 from headrace.engines.sglang.reply import Stretch, read
 from headrace.engines.sglang.weights import checksums, staging
 from headrace.engines.sglang.weights.staging import Stage
-from headrace.weights import snapshot
+from headrace.weights import snapshot, tensor_state
 from tests.support import tiny
 from tests.support.sglang.double import Double
 from tests.support.sglang.updates import openapi
@@ -223,16 +223,16 @@ def test_terms_of_a_fit_server() -> None:
 def test_a_stage_writes_only_what_changed_and_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "BLOCK", 4096)
     state = tiny.model(CONFIG, exact=False).state()
-    first = snapshot.write(tmp_path / "0", state)
+    first = tensor_state.write(tmp_path / "0", state)
     state["model.norm.weight"] = state["model.norm.weight"] + 1
-    second = snapshot.write(tmp_path / "1", state)
+    second = tensor_state.write(tmp_path / "1", state)
     stage = Stage(tmp_path / "stage", CONFIG)
     stage.put(0, str(tmp_path / "0"), first)
     size = stage.model.stat().st_size
     assert stage.written_bytes == size == (tmp_path / "0").stat().st_size
     stage.put(1, str(tmp_path / "1"), second)
     assert 0 < stage.written_bytes <= 4 * 4096 and snapshot.file_hash(stage.model) == second
-    small = snapshot.write(tmp_path / "2", {"only": state["model.norm.weight"]})
+    small = tensor_state.write(tmp_path / "2", {"only": state["model.norm.weight"]})
     stage.put(2, str(tmp_path / "2"), small)
     assert stage.model.read_bytes() == (tmp_path / "2").read_bytes()
     with pytest.raises(EngineError, match="has state hash"):
@@ -245,7 +245,7 @@ def test_a_stage_writes_only_what_changed_and_is_what_it_says(tmp_path: Path, mo
 def test_a_server_reads_no_end_of_sequence_in_the_staged_folder(tmp_path: Path, kind: str) -> None:
     """transformers gives some architectures an end of their own, at which a server would end turns."""
     dense = tiny.config(heads=2, experts=0, top_k=0, model_type=kind, qk_norm=not kind)
-    digest = snapshot.write(tmp_path / "0", tiny.model(dense, exact=False).state())
+    digest = tensor_state.write(tmp_path / "0", tiny.model(dense, exact=False).state())
     stage = Stage(tmp_path / "stage", dense)
     stage.put(0, str(tmp_path / "0"), digest)
     assert transformers.AutoConfig.from_pretrained(stage.folder).eos_token_id is None
@@ -253,7 +253,7 @@ def test_a_server_reads_no_end_of_sequence_in_the_staged_folder(tmp_path: Path, 
 
 def test_checksums_name_what_differs(tmp_path: Path) -> None:
     state = tiny.model(CONFIG, exact=False).state()
-    snapshot.write(tmp_path / "0", state)
+    tensor_state.write(tmp_path / "0", state)
     wanted = checksums.expected(tmp_path / "0", CONFIG, "bfloat16")
     assert checksums.difference(wanted, wanted | {"model.rope.cos_sin_cache": "00"}) == ""
     broken = wanted | {"model.layers.1.mlp.experts.w13_weight": "0" * 16}

@@ -25,7 +25,7 @@ from headrace.engines.sglang.weights import checksums, tensors
 from headrace.engines.sglang.weights.transport import LOAD_S, Transport
 from headrace.messages.rollout import Span
 from headrace.policy import scoring
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.support import tiny
 from tests.support.engines import Record, Versions
 from tests.support.sglang.record import asked, raw, record_golden
@@ -316,7 +316,7 @@ async def test_an_update_that_fails_is_never_served(engine: SglangEngine, versio
     state = versions.model(1).state()
     name = "model.layers.1.self_attn.o_proj.weight"
     state[name] = state[name][:, :-1].contiguous()
-    digest = snapshot.write(tmp_path / "broken", state)
+    digest = tensor_state.write(tmp_path / "broken", state)
     work = asyncio.create_task(engine.sample(request("undone", ids=(3, 4, 5), tokens=LONG * 4)))
     await begun(engine)
     with pytest.raises(EngineError, match=r"refused, the one before serves on|lost during the change"):

@@ -24,7 +24,7 @@ from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT, FAIL, TASK, token
 from headrace.messages.tasks import TaskRef
 from headrace.tasks import open_suite
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.actors.rollout.test_actor import event
 from tests.actors.rollout.test_policies import end_of
 from tests.conftest import Connect
@@ -66,7 +66,7 @@ async def engine_of(actor: Rollout) -> SglangEngine:
 
 async def test_lent_given_back_lent_again_and_killed_under_its_turns(connect: Connect, tmp_path: Path) -> None:
     file = tmp_path / "0.safetensors"
-    digest = snapshot.write(file, tiny.model(POLICY, exact=False, seed=0).state())
+    digest = tensor_state.write(file, tiny.model(POLICY, exact=False, seed=0).state())
     observer, leases = await connect("admin"), await (await connect("scavenger")).kv("HR_LEASE")
 
     async def lend(lanes: tuple[str, ...]) -> None:

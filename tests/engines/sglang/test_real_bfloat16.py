@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace.engines.sglang.engine import SglangEngine
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.engines.sglang.test_real import routes
 from tests.support import tiny
 from tests.support.engines import Record, Versions
@@ -27,7 +27,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
     for index, (model, (path, _)) in enumerate(zip(made.models, made.files, strict=True)):
         with torch.no_grad():
             model.head_weight.mul_(0.25)
-        made.files[index] = (path, snapshot.write(path, model.state()))
+        made.files[index] = (path, tensor_state.write(path, model.state()))
     return made
 
 

@@ -27,7 +27,7 @@ from headrace.rendering.base import Answered
 from headrace.rendering.bundle import checkpoint_bundle
 from headrace.rendering.registry import Renderers
 from headrace.rendering.schemas import TABLE
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.policy.gguf.test_convert import written
 from tests.support import tiny
 from tests.support.engines import LATEST, Record
@@ -66,7 +66,7 @@ class Served:
         for version in range(2):
             state = {name: (tensor * (1 + version / 64)).bfloat16() for name, tensor in tensors.items()}
             path = work / f"{version}.safetensors"
-            self.files.append((str(path), snapshot.write(path, state)))
+            self.files.append((str(path), tensor_state.write(path, state)))
             self.models[version] = Model(self.config, tiny.numerics(self.config, False), seed=None)
             self.models[version].load_state(state)
         section = msgspec.structs.replace(load(DEMO).engine, python=python(), stage_dir=str(work), weights="auto")
@@ -164,7 +164,7 @@ async def test_a_version_is_swapped_in_place_under_a_turn(served: Served) -> Non
     record.add(prompt, sample, served.config)
     assert [span.version for span in sample.spans] == [0, 1] and len(sample.ids) == 128
     assert stats["checked"] and stats["tensor_bytes"] == sum(
-        tensor.nbytes for tensor in snapshot.read(served.files[1][0]).values()
+        tensor.nbytes for tensor in tensor_state.read(served.files[1][0]).values()
     )
     gap = served.worst(record)
     print(f"largest difference {gap:.2e} nats in two spans, pause {stats['pause_ms']:.0f} ms")

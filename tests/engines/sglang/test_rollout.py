@@ -17,7 +17,7 @@ from headrace.engines.base import UnusableEngine
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT
 from headrace.policy.layout import hugging_face
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.actors.rollout.test_policies import end_of, issue
 from tests.conftest import Connect
 from tests.support import tiny
@@ -55,7 +55,7 @@ async def test_a_rollout_actor_follows_staged_versions_on_a_server(
     files = {}
     for version in (0, 1):
         file = tmp_path / f"{version}.safetensors"
-        files[version] = (str(file), snapshot.write(file, tiny.model(POLICY, exact=False, seed=version).state()))
+        files[version] = (str(file), tensor_state.write(file, tiny.model(POLICY, exact=False, seed=version).state()))
     observer = await connect("admin")
     settings = config(tmp_path, EngineSection(kind="sglang", exact=False, url=double.url, stage_dir=str(tmp_path)))
     await prepare(connect, "s1")

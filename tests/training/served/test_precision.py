@@ -12,8 +12,8 @@ from headrace.policy.config import CheckpointError, Dtype, PolicyConfig
 from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
 from headrace.training.state import TrainerState
-from headrace.weights import snapshot
-from headrace.weights.state import state_hash
+from headrace.weights import tensor_state
+from headrace.weights.tensor_state import state_hash
 from tests.policy.test_families import latent
 from tests.support import tiny
 from tests.support.engines import Versions, prompts, session
@@ -46,9 +46,9 @@ def test_published_bytes_are_the_ones_computed_on(tmp_path: Path, grid: str, dty
     assert published[EXPERT].dtype == ELEMENTS[grid] and published[EXPERT + "_scale"].itemsize == 1
     assert (EXPERT + "_scale_2" in published) == (grid == "nvfp4")
     assert published["model.layers.1.mlp.gate.weight"].dtype == config(grid, dtype).torch_dtype
-    assert snapshot.write(tmp_path / "v1", published) == state.hash()
+    assert tensor_state.write(tmp_path / "v1", published) == state.hash()
     sampler = Model(config(grid, dtype), model.numerics, seed=None)
-    sampler.load_state(snapshot.read(tmp_path / "v1"))
+    sampler.load_state(tensor_state.read(tmp_path / "v1"))
     assert all(torch.equal(a, b) for a, b in zip(sampler.parameters(), model.parameters(), strict=True))
     assert state_hash(sampler.state()) == state.hash()
 

@@ -15,7 +15,7 @@ from headrace.policy.model import Model
 from headrace.training.served import publication, runs
 from headrace.training.served.publication import Contents, Publisher, path_of
 from headrace.training.state import TrainerState
-from headrace.weights import snapshot, state
+from headrace.weights import snapshot, state, tensor_state
 from tests.support import world
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def test_a_published_file_has_the_bytes_and_the_hash_of_the_state(tmp_path: Path
     assert out.durable.result() == path_of(tmp_path, 7, digest)
     (file,) = tmp_path.iterdir()
     assert snapshot.file_hash(file) == digest == snapshot.Snapshot(file).metadata["state_hash"]
-    assert all(torch.equal(value, trainer_state.published()[name]) for name, value in snapshot.read(file).items())
+    assert all(torch.equal(value, trainer_state.published()[name]) for name, value in tensor_state.read(file).items())
     assert out.seconds["copied"] <= out.seconds["hashed"] and out.seconds["durable"] > 0.0
     trainer_state.settle(end=True)
 
@@ -87,8 +87,8 @@ def test_blocks_of_several_processes_get_the_hash_of_one(tmp_path: Path, size: i
         publisher.start(tmp_path, 3, lambda rank=rank: Contents(described, cut(rank)))  # type: ignore[misc]
         for rank, publisher in enumerate(publishers)
     ]
-    assert {one.hashed.result() for one in told} == {state.state_hash(whole)}
-    assert snapshot.file_hash(told[0].durable.result()) == state.state_hash(whole)
+    assert {one.hashed.result() for one in told} == {tensor_state.state_hash(whole)}
+    assert snapshot.file_hash(told[0].durable.result()) == tensor_state.state_hash(whole)
     for publisher in publishers:
         publisher.close()
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.weights import snapshot, state
+from headrace.weights import snapshot, tensor_state
 from headrace.weights.publishing import precision
 from headrace.weights.publishing.precision import BF16, MXFP8
 from headrace.weights.state import WeightError
@@ -62,10 +62,10 @@ def test_exact_powers_zeros_and_what_is_no_number() -> None:
 
 
 def test_what_is_published_is_what_is_served(tmp_path: Path, trained: dict[str, torch.Tensor]) -> None:
-    snapshot.write(tmp_path / "trained", trained)
+    tensor_state.write(tmp_path / "trained", trained)
     digest = precision.publish(tmp_path / "trained", tmp_path / "served", MXFP8)
-    served = snapshot.read(tmp_path / "served")
-    assert digest == snapshot.file_hash(tmp_path / "served") == state.state_hash(served)
+    served = tensor_state.read(tmp_path / "served")
+    assert digest == snapshot.file_hash(tmp_path / "served") == tensor_state.state_hash(served)
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     assert {key for key, tensor in served.items() if tensor.dtype == torch.float8_e4m3fn} == {name}
     assert served[f"{name}_scale"].shape == (96, 2)
@@ -78,7 +78,7 @@ def test_what_is_published_is_what_is_served(tmp_path: Path, trained: dict[str, 
     precision.publish(tmp_path / "trained", tmp_path / "half", BF16)
     assert all(
         torch.equal(tensor, trained[key].bfloat16() if trained[key].is_floating_point() else trained[key])
-        for key, tensor in snapshot.read(tmp_path / "half").items()
+        for key, tensor in tensor_state.read(tmp_path / "half").items()
     )
 
 

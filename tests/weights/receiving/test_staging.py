@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from headrace.messages.weights import WeightManifest
-from headrace.weights import signing, snapshot
+from headrace.weights import signing, snapshot, tensor_state
 from headrace.weights.codecs.chunks import Packer, frames
 from headrace.weights.codecs.codec import to_bytes
 from headrace.weights.publishing.encoding import Encoding, describe
@@ -103,7 +103,7 @@ def test_a_base_with_a_flipped_bit_where_nothing_changes_is_refused(tmp_path: Pa
     tensors = dict(chain.states[0])
     tensors["layers.0.norm"] = tensors["layers.0.norm"].clone()
     tensors["layers.0.norm"][3] = 2.0
-    snapshot.write(tmp_path / "bad", tensors)
+    tensor_state.write(tmp_path / "bad", tensors)
     assert "layers.0.norm" in refusal(chain, chain.manifests[1], tmp_path / "bad", tmp_path / "out" / "v")
 
 

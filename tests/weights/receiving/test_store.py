@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.weights import snapshot
+from headrace.weights import snapshot, tensor_state
 from headrace.weights.receiving.store import SnapshotStore
 
 
 def put(store: SnapshotStore, version: int) -> str:
-    digest = snapshot.write(store.path(version), {"w": torch.full((4,), float(version))})
+    digest = tensor_state.write(store.path(version), {"w": torch.full((4,), float(version))})
     store.put(version, digest)
     return digest
 
@@ -46,7 +46,7 @@ def test_a_start_takes_stock_and_clears_what_is_half(tmp_path: Path) -> None:
 
 
 def test_a_file_is_taken_by_link_and_outlives_its_owner(tmp_path: Path) -> None:
-    digest = snapshot.write(tmp_path / "trainer" / "a", {"w": torch.ones(3)})
+    digest = tensor_state.write(tmp_path / "trainer" / "a", {"w": torch.ones(3)})
     store = SnapshotStore(tmp_path / "node")
     for _ in range(2):
         path = store.take(tmp_path / "trainer" / "a", 4)

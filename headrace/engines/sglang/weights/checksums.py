@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headrace.engines.sglang.weights import cuda_digest
 from headrace.policy.config import PolicyConfig
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 
 VOCAB_PAD = 64
 THREADS = 8
@@ -51,7 +51,7 @@ def known(config: PolicyConfig, ranks: int = 1, *, device: str = "cpu", dtype: s
 
 def expected(path: str | Path, config: PolicyConfig, dtype: str, ranks: int = 1, device: str = "cpu") -> dict[str, str]:
     """The checksums (16 hex digits) by `label`, of a snapshot file that a server on `device` holds in `dtype`."""
-    kind, tensors, digest = getattr(torch, dtype), snapshot.read(path), DIGESTS[device]
+    kind, tensors, digest = getattr(torch, dtype), tensor_state.read(path), DIGESTS[device]
     threads = 1 if device == "cpu" else min(THREADS, len(os.sched_getaffinity(0)))
     out: dict[str, str] = {}
     with ThreadPoolExecutor(threads) as pool:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from headrace.engines.sglang.weights.checksums import fused
 from headrace.policy.config import PolicyConfig
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 
 LOADER = "headrace_loader.apply"
 FOLDER = Path(__file__).parent / "inside_server"
@@ -42,7 +42,7 @@ def write(file: Path, before: Path, after: Path, config: PolicyConfig, dtype: st
     Returns the bytes of the file; 0, without a file, when too many elements differ or shapes differ.
     """
     kind = getattr(torch, dtype)
-    old, new = (fused(snapshot.read(path), config) for path in (before, after))
+    old, new = (fused(tensor_state.read(path), config) for path in (before, after))
     out, sizes, changed, whole = {}, {}, 0, 0
     for name, tensor in new.items():
         was, now = old[name].to(kind).flatten(), tensor.to(kind).flatten()

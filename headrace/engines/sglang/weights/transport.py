@@ -22,7 +22,7 @@ from headrace.engines.base import EngineError
 from headrace.engines.sglang.compatibility import IncompatibleServer, Terms
 from headrace.engines.sglang.http import ServerError, Wire
 from headrace.engines.sglang.weights import tensors
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 
 Choice = Literal["auto", "tensor", "disk"]
 LOAD_S = 600.0
@@ -70,7 +70,7 @@ class Transport:
         if self._choice == "auto" and not (self._started and compared and terms.device == "cpu"):
             return
         try:
-            self._rest = deque(tensors.buckets(snapshot.read(model)))
+            self._rest = deque(tensors.buckets(tensor_state.read(model)))
             await self._write()
         except OSError as error:
             self._failed(f"shared memory cannot be written: {error}")

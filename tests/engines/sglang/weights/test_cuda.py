@@ -12,7 +12,7 @@ import torch
 from headrace.engines.base import EngineError, Sample
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.weights import checksums, cuda_digest
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.support import tiny
 from tests.support.engines import Versions
 from tests.support.sglang.cuda import CudaDouble
@@ -132,7 +132,7 @@ async def test_a_first_load_with_other_checksums_is_reported_and_the_server_is_n
         why = f"2 of 21 tensors in the server differ from the version's; {EXPERTS} has other bits"
         assert (why if fault == "layout" else "out of memory") in record.message
         assert checked(engine) == (False, 1)
-        near = snapshot.write(tmp_path / "near", step(versions.model(0).state(), 3, density=0.01))
+        near = tensor_state.write(tmp_path / "near", step(versions.model(0).state(), 3, density=0.01))
         await engine.load(1, str(tmp_path / "near"), near)
         assert engine.version == 1 and checked(engine) == (False, 1)
         assert len(double.bodies("/weights_checker")) == 1 and len(caplog.records) == 1, "decided once"
@@ -174,7 +174,7 @@ async def test_a_checked_server_takes_differences(versions: Versions, tmp_path: 
             state = step(state, version, density=0.01)
             file = tmp_path / f"near{version}"
             double.spoilt = EXPERTS if version == 2 else ""
-            await engine.load(version, str(file), snapshot.write(file, state))
+            await engine.load(version, str(file), tensor_state.write(file, state))
             assert checked(engine) == (True, 0) and engine.version == version
             loads = len(double.bodies("/update_weights_from_disk"))
             assert bool(engine.stats()["sparse_bytes"]) == (version == 1) and loads == version

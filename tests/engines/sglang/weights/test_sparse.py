@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from headrace.engines.sglang.compatibility import IncompatibleServer
 from headrace.engines.sglang.weights import sparse
 from headrace.engines.sglang.weights.checksums import digest, fused
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.support import tiny
 from tests.support.engines import Versions
 from tests.support.sglang.cuda import loader
@@ -55,7 +55,7 @@ def test_what_differs_turns_one_version_into_the_other(tmp_path: Path, apply: An
     after["lm_head.weight"][0, 0] = -0.0
     before["lm_head.weight"][0, 0] = 0.0
     for name, state in (("old", before), ("new", after)):
-        snapshot.write(tmp_path / name, state)
+        tensor_state.write(tmp_path / name, state)
     file = tmp_path / "changes"
     size = sparse.write(file, tmp_path / "old", tmp_path / "new", CONFIG, "bfloat16")
     assert 0 < size == file.stat().st_size < (tmp_path / "new").stat().st_size / 4
@@ -69,7 +69,7 @@ def test_what_differs_turns_one_version_into_the_other(tmp_path: Path, apply: An
 def test_what_does_not_fit_is_left_alone(tmp_path: Path, apply: Any, capfd: pytest.CaptureFixture[str]) -> None:
     before = tiny.model(CONFIG, exact=False).state()
     for name, state in (("old", before), ("new", step(before, 3, density=0.01))):
-        snapshot.write(tmp_path / name, state)
+        tensor_state.write(tmp_path / name, state)
     file = tmp_path / "changes"
     assert sparse.write(file, tmp_path / "old", tmp_path / "new", CONFIG, "bfloat16")
     last = list(Inside(before).live)[-1]
@@ -102,8 +102,8 @@ def test_an_error_while_it_writes_does_not_end_the_server(
 
 def test_versions_far_apart_are_loaded_whole(tmp_path: Path) -> None:
     for seed in (1, 2):
-        snapshot.write(tmp_path / str(seed), tiny.model(CONFIG, exact=False, seed=seed).state())
-    snapshot.write(tmp_path / "3", tiny.model(tiny.config("bfloat16", vocab=384), exact=False).state())
+        tensor_state.write(tmp_path / str(seed), tiny.model(CONFIG, exact=False, seed=seed).state())
+    tensor_state.write(tmp_path / "3", tiny.model(tiny.config("bfloat16", vocab=384), exact=False).state())
     for other in ("2", "3"):
         file = tmp_path / "changes"
         assert not sparse.write(file, tmp_path / "1", tmp_path / other, CONFIG, "bfloat16")
@@ -118,6 +118,6 @@ async def test_a_server_without_the_loader_is_refused_and_never_asked_for_it(tmp
             pass
     async with attached(versions, tmp_path) as (engine, double):
         engine._swapper.sparse = True
-        near = snapshot.write(tmp_path / "near", step(versions.model(0).state(), 3, density=0.01))
+        near = tensor_state.write(tmp_path / "near", step(versions.model(0).state(), 3, density=0.01))
         await engine.load(1, str(tmp_path / "near"), near)
         assert engine.stats()["sparse_bytes"] == 0 and not double.bodies("/update_weights_from_tensor")

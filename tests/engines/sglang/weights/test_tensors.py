@@ -14,7 +14,7 @@ from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.weights import tensors
 from headrace.engines.sglang.weights.lock import NotServed
 from headrace.messages.rollout import Span
-from headrace.weights import snapshot
+from headrace.weights import tensor_state
 from tests.support import tiny
 from tests.support.engines import Record, Versions
 from tests.support.sglang.cuda import CudaDouble
@@ -103,7 +103,9 @@ async def test_a_version_is_given_in_buckets_under_running_turns(versions: Versi
         assert not any(asked["flush_cache"] for asked in double.bodies(UPDATE)) and not double.bodies(DISK)
         stats = engine.stats()
         assert stats["checked"] and stats["tensor_failures"] == 0 and stats["pause_ms"] > 0
-        assert stats["tensor_bytes"] == sum(tensor.nbytes for tensor in snapshot.read(versions.files[1][0]).values())
+        assert stats["tensor_bytes"] == sum(
+            tensor.nbytes for tensor in tensor_state.read(versions.files[1][0]).values()
+        )
         assert not segments(tmp_path / "stage") and not double.session
 
 
