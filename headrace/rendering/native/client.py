@@ -5,6 +5,7 @@ and no text from outside becomes an added token. A segment is `start`, then turn
 Tool names and schemas stand in the template's own text, so tools that spell an added token are refused.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from headrace.messages.rollout import TokenKinds
 from headrace.rendering.base import RendererError
 from headrace.rendering.kinds import token_kinds
 from headrace.rendering.native.conversation import FILLER
-from headrace.rendering.native.renderer import NativeRenderer
+from headrace.rendering.native.renderer import THOUGHT_FIELDS, NativeRenderer
 from headrace.rendering.native.slots import Kind, Slots
 from headrace.rendering.native.template import Message, TemplateRefused
 from headrace.rendering.parsers.base import Completion, WrittenCall
@@ -66,13 +67,32 @@ class ClientRenderer:
         ids = self._encode(slots, tail[end.start() :])
         return ids[1:] if stopped is not None and ids[:1] == [stopped] else ids
 
-    def turn(self, messages: Sequence[ClientMessage]) -> list[int]:
+    def turn(self, messages: Sequence[ClientMessage], thinking: str = "") -> list[int]:
         """The ids of the last message, an assistant's, as the policy writes it. They follow the opening with which
-        `start` and `delta` end, and the stop id is the last. UnusableConversation."""
-        slots = Slots()
-        written = self._messages(slots, messages)
+        `start` and `delta` end, and the stop id is the last. thinking: what the assistant thought before it.
+        UnusableConversation."""
         if len(messages[-1].calls) > 1 and not self._format.traits.parallel:
             raise UnusableConversation("the chat template of this policy takes one call per turn")
+        plain = self._turn_ids(messages)
+        if not thinking:
+            return plain
+        stop = next(tag for tag, id in self._renderer.tokenizer.tags.items() if id == plain[-1])
+        # Templates differ in the field, and some leave out the thinking of a turn that a user's message follows.
+        for field, end in itertools.product(THOUGHT_FIELDS[:-1], ("", stop)):
+            if ids := self._turn_ids(messages, field, thinking, end):
+                return ids
+        raise UnusableConversation("the chat template of this policy shows no thinking of this turn")
+
+    def _turn_ids(
+        self, messages: Sequence[ClientMessage], field: str = "", thinking: str = "", end: str = ""
+    ) -> list[int]:
+        """The ids of the last message. Empty when it has thinking that the template does not show. field: of the
+        template's message, for the thinking. end: the stop token, which makes another message behind it needless."""
+        slots = Slots()
+        written = self._messages(slots, messages)
+        mark = slots.add("thought", thinking) if thinking else ""
+        if thinking:
+            written[-1][field] = mark
         # Templates that end a turn with the opening of the next one need a message behind it.
         behind: list[Message] = [{"role": "user", "content": FILLER}]
         if calls := written[-1].get("tool_calls"):
@@ -80,9 +100,10 @@ class ClientRenderer:
                 {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": FILLER}
                 for call in calls
             ]
-        opened, whole = self._render(written[:-1]), self._render([*written, *behind], generation=False)
+        opened = self._render(written[:-1])
+        whole = self._render([*written, *([] if end else behind)], generation=False) + end
         try:
-            return self._renderer.written(slots, opened, whole)
+            return self._renderer.written(slots, opened, whole, thinking, mark=mark)
         except RendererError as error:
             raise UnusableConversation(str(error)) from None
 

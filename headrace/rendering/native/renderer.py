@@ -152,9 +152,10 @@ class NativeRenderer:
                 return ids
         raise RendererError("the chat template shows no thought of a turn with calls")
 
-    def written(self, slots: Slots, opened: str, whole: str, thought: str = "") -> list[int]:
+    def written(self, slots: Slots, opened: str, whole: str, thought: str = "", *, mark: str = "") -> list[int]:
         """The ids of a turn, its stop included. opened: a rendering that ends with the turn's opening; whole: one that
-        contains the turn. Empty when the turn has a thought that `whole` does not show.
+        contains the turn. Empty when the turn has a thought that `whole` does not show. mark: the thought's
+        placeholder, where the turn has other text of that kind.
 
         Some templates change earlier messages once a turn follows (Mistral-Nemo leaves out the system text), so the two
         are compared from their last common content on."""
@@ -173,7 +174,8 @@ class NativeRenderer:
         if begin in rest and close not in rest and not body.lstrip().startswith(close):
             body = f"{slots.add('thought', thought)}\n{close}\n\n{body}"  # the opening begins to think
             return self._encode(slots, body)
-        return self._encode(slots, body) if not thought or slots.shown(body, "thought") else []
+        shown = mark in body if mark else slots.shown(body, "thought")
+        return self._encode(slots, body) if shown or not thought else []
 
     def _common(self, first: str, second: str) -> int:
         """The length of two texts' common start, in whole added tokens and thinking tags."""

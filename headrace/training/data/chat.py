@@ -2,7 +2,8 @@
 
 The ids are those of a conversation in reinforcement learning: prompt, then turn by turn the turn and the text behind
 it, where earlier turns stay as they were written even if the template would render them differently. Assistants' turns
-are the targets; a message with `"weight": 0` is only shown.
+are the targets; a message with `"weight": 0` is only shown. An assistant's `reasoning_content` is its thinking: a
+target as well, which stays in the text behind it, as sampled thinking does.
 """
 
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[ClientTool, ...]
     weights: tuple[float, ...]
     """Loss weight of each message: 0 for all but an assistant's."""
+    thinking: tuple[str, ...]
+    """What an assistant thought before each message; empty for the others."""
 
 
 class ChatReader(Lines):
@@ -91,7 +94,7 @@ def rendered(client: ClientRenderer, conversation: Conversation) -> Document:
             continue
         before = messages[:index]
         shown = client.delta(before, shown_before, stopped=ids[-1]) if shown_before else client.start(before)
-        written = client.turn(messages[: index + 1])
+        written = client.turn(messages[: index + 1], conversation.thinking[index])
         ids += [*shown, *written]
         weights += [0.0] * len(shown) + [conversation.weights[index]] * len(written)
         shown_before = index + 1
@@ -119,8 +122,8 @@ def _conversation(line: _Line) -> Conversation:
             raise ValueError(f"expected a user's or a tool's message between two of an assistant, got none {where}")
         if message.role == "assistant" and all(earlier.role == "system" for earlier in messages):
             raise ValueError(f"expected a user's message before an assistant's, got none {where}")
-        if message.reasoning_content:
-            raise ValueError(f"expected no reasoning_content, which no format of headrace learns yet, got some {where}")
+        if message.reasoning_content and message.role != "assistant":
+            raise ValueError(f"expected reasoning_content of an assistant alone, got that of {message.role} {where}")
         open_calls += [call.id for call in calls]
         role = "system" if message.role == "developer" else message.role
         messages.append(ClientMessage(role=role, text=_text(message.content), calls=calls, call_id=call_id))
@@ -128,7 +131,8 @@ def _conversation(line: _Line) -> Conversation:
         raise ValueError("expected at least one message of an assistant, got none")
     taught = [message.weight if message.role == "assistant" else 0.0 for message in line.messages]
     tools = tuple(tool.function for tool in line.tools)
-    return Conversation(messages=tuple(messages), tools=tools, weights=tuple(taught))
+    thinking = tuple((message.reasoning_content or "").strip() for message in line.messages)
+    return Conversation(messages=tuple(messages), tools=tools, weights=tuple(taught), thinking=thinking)
 
 
 def _calls(message: _Message, index: int, where: str) -> tuple[ClientCall, ...]:

@@ -12,11 +12,14 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from headrace.messages.product import ClientCall, ClientMessage, ClientTool
 from headrace.messages.rollout import RendererBundle, ToolCall
 from headrace.rendering import schemas
 from headrace.rendering.base import Renderer, RendererError
+from headrace.rendering.native.client import ClientRenderer, UnusableConversation
 from headrace.rendering.native.conversation import answered
 from headrace.rendering.native.opening import detect
+from headrace.rendering.native.renderer import NativeRenderer
 from headrace.rendering.parsers.registry import SYNTAXES
 from headrace.rendering.registry import Renderers
 from headrace.rendering.tokenizer import Tokenizer
@@ -229,3 +232,35 @@ def test_auto_chooses_the_syntax_with_the_real_tokenizer(template: str, name: st
     _, bundle = opened(template, name)
     tokenizer = Tokenizer.parse(bundle.tokenizer_json)
     assert detect(msgspec.structs.replace(bundle, renderer=""), tokenizer, TOOLS) == READ[template]
+
+
+WITHOUT_THINKING = {
+    "MiMo-VL",
+    "Qwen-Qwen2.5-7B-Instruct",
+    "Qwen3-Coder",
+    "deepseek-ai-DeepSeek-V3.1",
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "meta-llama-Llama-3.2-3B-Instruct",
+    "meta-llama-Llama-3.3-70B-Instruct",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "moonshotai-Kimi-K2",
+}
+"""Templates that write no thinking of a message."""
+
+
+@pytest.mark.parametrize("calls", [False, True])
+@pytest.mark.parametrize(("template", "name"), PAIRS)
+def test_thinking_of_a_conversation_is_written_and_read_again(template: str, name: str, calls: bool) -> None:
+    native = opened(template, name)[0]
+    assert isinstance(native, NativeRenderer)
+    search = ClientTool(name="search", parameters=TOOLS[0].function()["function"]["parameters"])
+    client = ClientRenderer(native, [search] if calls and native.format.traits.tools else [])
+    made = (ClientCall(id="c0", name="search", arguments='{"query": "def mean"}'),) if calls else ()
+    text = "" if calls else "text"
+    messages = [ClientMessage(role="user", text="go"), ClientMessage(role="assistant", text=text, calls=made)]
+    if template in WITHOUT_THINKING:
+        with pytest.raises(UnusableConversation, match="shows no thinking"):
+            client.turn(messages, "a thought")
+        return
+    read = client.parse(client.turn(messages, "a thought"), prompt=client.start(messages[:1]))
+    assert (read.thinking.strip(), read.content.strip(), len(read.calls)) == ("a thought", text, len(made))

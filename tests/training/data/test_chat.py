@@ -1,5 +1,6 @@
 """Conversations of a file get the ids that reinforcement learning gets for the same conversation."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from headrace.messages.rollout import ToolCall
 from headrace.rendering import schemas
+from headrace.rendering.native.client import ClientRenderer
 from headrace.rendering.native.conversation import answered
 from headrace.rendering.native.renderer import NativeRenderer
 from headrace.rendering.registry import Renderers
@@ -78,6 +80,40 @@ def test_the_bundle_of_a_run_reads_conversations_with_their_own_tools_and_withou
     messages = [{"role": "user", "content": TASK}, {"role": "assistant", "content": "4"}]
     document = reader.encode(json.dumps({"messages": messages}).encode(), FILE)
     assert document.ids == [*message.prompt(TASK), *message.tokenizer.encode("4"), message.stop_ids[0]]
+
+
+def test_thinking_is_a_target_where_the_template_writes_it() -> None:
+    native = renderer("qwen_xml")
+    assert isinstance(native, NativeRenderer)
+    plain, line = conversation(1), conversation(1)
+    line["messages"][2]["reasoning_content"] = "where is mean?\n"
+    line["messages"][4]["reasoning_content"] = "<|im_end|> it was line 3"
+    document = ChatReader(native).encode(json.dumps(line).encode(), FILE)
+    assert document.ids != ChatReader(native).encode(json.dumps(plain).encode(), FILE).ids
+    client = ClientRenderer(native, ())
+    turns = [
+        [id for id, _ in group]
+        for learned, group in itertools.groupby(
+            zip(document.ids, document.weights, strict=True), key=lambda pair: pair[1]
+        )
+        if learned
+    ]
+    prompt = native.prompt(TASK)
+    first, last = (client.parse(turn, prompt=prompt) for turn in turns)
+    assert (first.thinking.strip(), [call.name for call in first.calls]) == ("where is mean?", ["search"])
+    assert (last.thinking.strip(), last.content.strip()) == ("<|im_end|> it was line 3", "mean() is right now")
+
+
+def test_thinking_that_the_template_does_not_write_is_refused() -> None:
+    native = renderer("hermes")
+    assert isinstance(native, NativeRenderer)
+    line = conversation(1)
+    line["messages"][4]["reasoning_content"] = "it was line 3"
+    with pytest.raises(ValueError, match="the chat template of this policy shows no thinking of this turn"):
+        ChatReader(native).encode(json.dumps(line).encode(), FILE)
+    line["messages"][1]["reasoning_content"] = "x"
+    with pytest.raises(ValueError, match=r"of an assistant alone, got that of user at messages\[1\]"):
+        ChatReader(native).check(json.dumps(line).encode(), FILE)
 
 
 def test_a_message_with_weight_0_is_shown_and_not_learned() -> None:
