@@ -5,6 +5,7 @@ verifier looks at each of these in the judge's fresh clone, so what passes there
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (task / path).write_text(text)
     headrace(folder, "tasks", "import", "harbor", str(task.parent), "--name", "large", "--tools", "terminal")
     yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize("backend", ["container", "qemu"])
