@@ -24,7 +24,7 @@ import uvloop
 
 from benchmarks.conditions import Figures, at_most, cannot_run, finish
 from benchmarks.episode import GROUP, measure
-from headrace.actors.rollout.episode import PULL_LIMIT
+from headrace.actors.rollout.diff import PULL_LIMIT
 from headrace.config import Config, Environment
 from headrace.judging.candidates import repository
 from headrace.messages.sandbox import (

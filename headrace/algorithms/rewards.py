@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
-from headrace.messages.judging import RubricScore, TurnRewards
+from headrace.messages.judging import RubricScore, StepScore, TurnRewards
 from headrace.messages.rollout import TokenKinds, Trajectory
 from headrace.messages.sandbox import TestOutcome
 from headrace.registry import Registry
@@ -33,6 +33,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     tests: tuple[TestOutcome, ...]
     value: float | None = None
     """The number of a reward file or a checker; None where tests decide."""
+    steps: tuple[StepScore, ...] = ()
+    """The verdicts on the steps, where the task has some; `value` is the sum of their shares."""
     suspicions: tuple[str, ...]
     rubric: RubricScore | None = None
     """The answers of a rubric judge; None without one."""
@@ -64,10 +66,13 @@ def shaped(judged: Judged) -> float:
 
 
 def shaped_parts(judged: Judged) -> dict[str, float]:
-    """The parts of the built-in reward by name. A cheating attempt gets no rubric reward."""
+    """The parts of the built-in reward by name; each step of a task with steps is one. A cheating attempt gets no
+    rubric reward."""
     options = judged.options
     verdict = earned(judged)
     parts = {"verdict": verdict}
+    if judged.steps and judged.verdict in ("passed", "failed"):
+        parts = {f"step {step.name}": step.share for step in judged.steps}
     if price := float(options["length_penalty"]):
         priced = verdict - price * concave(effort(judged), float(options["length_k"]), float(options["length_q"]))
         if priced != verdict:

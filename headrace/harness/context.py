@@ -3,12 +3,16 @@
 A segment's context is the concatenation of appended and sampled ids, token for token. When it reaches the task's limit,
 the policy writes a summary, and a new segment starts from the task's prompt and that summary. All segments belong to
 one trajectory and get its reward.
+
+In a task with steps a turn that ends a step is followed by the next step's prompt, as a message of the user. Later
+segments start from that prompt.
 """
 
 from collections.abc import Sequence
 
 import msgspec
 
+from headrace.harness.prompt import whole_prompt
 from headrace.harness.tools.base import shortened
 from headrace.messages.rollout import ToolResult, Turn
 from headrace.rendering.base import Renderer
@@ -17,10 +21,23 @@ from headrace.rendering.base import Renderer
 class Context:
     """The token ids and turns of the current segment."""
 
-    def __init__(self, renderer: Renderer, prompt: str, limit: int, longest: int | None = None) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        prompt: str,
+        limit: int,
+        longest: int | None = None,
+        *,
+        system: str = "",
+        later: Sequence[str] = (),
+    ) -> None:
         """prompt: the text of the first turn. limit: tokens after which the segment must be summarised. longest:
-        tokens that a request for a summary may have; None sets no limit."""
+        tokens that a request for a summary may have; None sets no limit. system: the suite's instructions, which stand
+        before the prompt of a segment. later: the prompts of the task's later steps."""
         self._renderer, self._prompt, self._limit, self._longest = renderer, prompt, limit, longest
+        self._system, self._later = system, list(later)
+        self._task = ""
+        """The prompt of the step that begins after the last turn."""
         self.segment = 0
         self.ids: list[int] = []
         self._summary: tuple[int, ...] = ()
@@ -32,6 +49,9 @@ class Context:
         ids = [int(id) for id in turn.ids.tolist()]
         self.ids += [int(id) for id in turn.prompt_ids.tolist()] + ids
         self._turns.append(turn)
+        self._task = self._later.pop(0) if turn.finishes and self._later else ""
+        if self._task:
+            self._prompt = whole_prompt(self._system, self._task)
         if turn.kind == "summary":
             self.segment, self.ids, self._summary, self._turns = self.segment + 1, [], tuple(ids), []
 
@@ -73,6 +93,8 @@ class Context:
 
     def _delta(self, turns: Sequence[Turn], *, summary: bool) -> list[int]:
         stopped = self.ids[-1] if turns[-1].stop == "stop" else None
+        if self._task and not summary:
+            return self._renderer.delta(turns, stopped=stopped, task=self._task)
         return self._renderer.delta(turns, stopped=stopped, summary=summary)
 
     def full(self, more: Sequence[int]) -> bool:

@@ -29,6 +29,7 @@ Outcome = Literal["finished", "max_turns", "max_tokens", "wall_time", "context",
 """``cancelled`` is not the loop's: a rollout actor writes it for the turns of an attempt that its user ended."""
 OnSampled = Callable[[Turn], Awaitable[None]]
 OnDone = Callable[[int, tuple[ToolResult, ...]], Awaitable[None]]
+OnStep = Callable[[int], Awaitable[None]]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -51,6 +52,10 @@ async def _ignore_done(index: int, results: tuple[ToolResult, ...]) -> None:
     return None
 
 
+async def _ignore_step(ended: int) -> None:
+    return None
+
+
 async def run_episode(
     *,
     engine: Sampler,
@@ -60,12 +65,15 @@ async def run_episode(
     task: Task,
     on_sampled: OnSampled = _ignore_sampled,
     on_done: OnDone = _ignore_done,
+    on_step: OnStep = _ignore_step,
     resume: Sequence[Turn] = (),
     toolbox: Toolbox | None = None,
 ) -> Episode:
     """Run the attempt of `request`, or resume it.
 
     resume: the logged turns in order, each with the results of its TurnDone; only the last may have none.
+    on_step: awaited with the number of steps that ended, after the calls of a turn that ends a step which is not the
+    last, and before `on_done`.
     The wall-time limit counts from this call. SandboxLost, SearchLost and EngineError are raised: they are
     infrastructure failures, not outcomes.
     """
@@ -74,7 +82,9 @@ async def run_episode(
     # Without a reserve every request for a summary is longer than context_tokens, which is only its trigger then.
     summary_tokens = min(request.sampling.max_turn_tokens, limits.reserve_tokens // 2)
     longest = limits.context_tokens - summary_tokens if limits.reserve_tokens else None
-    context = Context(renderer, initial_prompt(request, task), limits.context_tokens - limits.reserve_tokens, longest)
+    later = [step.prompt for step in task.later]
+    most = limits.context_tokens - limits.reserve_tokens
+    context = Context(renderer, initial_prompt(request, task), most, longest, system=task.system, later=later)
     turns: list[Turn] = []
     start = time.monotonic()
     sessions: set[str] = set()
@@ -82,6 +92,8 @@ async def run_episode(
     async def answer(turn: Turn) -> Turn:
         """Run the turn's calls and close it."""
         results = context.fitting(await _run_calls(turn.calls, box, sandbox, task, f"{request.trajectory}/"))
+        if turn.finishes and (ended := 1 + _finished(turns)) <= len(later):
+            await on_step(ended)
         await on_done(turn.index, results)
         context.answer(results)
         return msgspec.structs.replace(turn, results=results)
@@ -95,7 +107,7 @@ async def run_episode(
             turns.append(await answer(turn))
 
     try:
-        while (outcome := _outcome(turns, request, start, wall_s)) is None:
+        while (outcome := _outcome(turns, request, start, wall_s, 1 + len(later))) is None:
             more = context.next_ids()
             kind: Literal["act", "summary"] = "act"
             if context.full(more):
@@ -127,10 +139,15 @@ async def run_episode(
     )
 
 
-def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float, wall_s: float) -> Outcome | None:
+def _finished(turns: Sequence[Turn]) -> int:
+    """Number of steps that the turns ended."""
+    return sum(turn.finishes for turn in turns)
+
+
+def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float, wall_s: float, steps: int) -> Outcome | None:
     """How the episode ended; None while it continues."""
     limits = request.limits
-    if any(call.name == "finish" and not call.error for turn in turns[-1:] for call in turn.calls):
+    if _finished(turns) >= steps:
         return "finished"
     if sum(turn.kind == "act" for turn in turns) >= limits.max_turns:
         return "max_turns"

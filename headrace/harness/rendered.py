@@ -10,14 +10,23 @@ from headrace.messages.rollout import Turn
 from headrace.rendering.base import Renderer
 
 
-def differing(turns: Sequence[Turn], prompt: str, renderer: Renderer, max_parallel_calls: int) -> tuple[int, ...]:
+def differing(
+    turns: Sequence[Turn],
+    prompt: str,
+    renderer: Renderer,
+    max_parallel_calls: int,
+    *,
+    system: str = "",
+    later: Sequence[str] = (),
+) -> tuple[int, ...]:
     """The turns whose prompt ids, calls or tokens by kind are others than the recorded ones; none when the replay is
     equal.
 
-    prompt: as `initial_prompt` gave it. renderer: of the recorded bundle, tools and wording. The whole context of every
-    segment is then equal too, because it consists of prompt ids and recorded samples.
+    prompt: as `initial_prompt` gave it. renderer: of the recorded bundle, tools and wording. system, later: as in
+    `Context`. The whole context of every segment is then equal too, because it consists of prompt ids and recorded
+    samples.
     """
-    context = Context(renderer, prompt, 1 << 62)
+    context = Context(renderer, prompt, 1 << 62, system=system, later=later)
     indices = []
     for turn in turns:
         asks = turn.kind == "summary" and bool(context.ids)

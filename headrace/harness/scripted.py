@@ -55,7 +55,10 @@ def script(name: str, task: Task, oracle: Oracle) -> list[list[Call]]:
     if not task.sandbox:
         return []
     if name == "idle":
-        return [[_FINISH]]
+        return [[_FINISH]] * (1 + len(task.later))
+    if name == "oracle" and oracle.steps:
+        rounds = [[("terminal", {"command": step.script})] if step.script else [] for step in oracle.steps.tests]
+        return [turn for calls in rounds for turn in _turns(calls)]
     if name == "oracle":
         calls = [
             call
@@ -75,7 +78,12 @@ def script(name: str, task: Task, oracle: Oracle) -> list[list[Call]]:
         calls += [("terminal", {"command": _FORGED})] if task.image else []
     else:
         raise ValueError(f"no scripted policy {name!r}: expected one of {', '.join(NAMES)}")
-    turns = [calls[start : start + _TOGETHER] for start in range(0, len(calls), _TOGETHER)] or [[]]
+    return [turn for _ in range(1 + len(task.later)) for turn in _turns(calls)]
+
+
+def _turns(calls: Sequence[Call]) -> list[list[Call]]:
+    """The turns of one step: the calls, the tests, the end."""
+    turns = [[*calls[start : start + _TOGETHER]] for start in range(0, len(calls), _TOGETHER)] or [[]]
     turns[-1].append(_TEST)
     return [*turns, [_FINISH]]
 

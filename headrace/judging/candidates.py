@@ -34,9 +34,9 @@ def _allowed(task: Task, path: str) -> bool:
 
 def repository(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: Sequence[str]) -> dict[str, bytes]:
     """The files to be tested: the task's, the allowed changes, and the hidden tests on top of all. For a task with
-    separate tests the task's own files are left out."""
+    separate tests the task's own files at other paths than the allowed ones are left out."""
     changed, gone = allowed_part(task, diff, deleted)
-    given = {} if oracle.separate else task.files
+    given = {path: content for path, content in task.files.items() if not oracle.separate or _allowed(task, path)}
     files = {path: content for path, content in given.items() if path not in gone}
     return files | changed | oracle.hidden | oracle.sealed
 
@@ -58,3 +58,13 @@ def image_changes(task: Task, trajectory: Trajectory) -> ApplyChanges:
     )
     files = {change.path: trajectory.diff[change.path] for change in changes if change.kind == "file"}
     return ApplyChanges(changes=changes, files=files)
+
+
+def from_root(task: Task, changes: ApplyChanges) -> ApplyChanges:
+    """The same changes for a sandbox whose workspace is the image's root. task: it names its repository."""
+
+    def place(path: str) -> str:
+        return path if path.startswith("/") else f"{task.repository.rstrip('/')}/{path}"
+
+    moved = tuple(msgspec.structs.replace(change, path=place(change.path)) for change in changes.changes)
+    return ApplyChanges(changes=moved, files={place(path): content for path, content in changes.files.items()})

@@ -114,6 +114,8 @@ def _no_solution(task: Task, oracle: Oracle) -> str:
     """The reason why the task cannot be examined; empty if it can."""
     if task.image:
         return "the repository lies in a container image, whose solution is not examined"
+    if oracle.steps:
+        return "the task has steps, whose solutions are programs, which are not run"
     if oracle.script:
         return "the solution is a program, which is not run"
     if not (oracle.solution or oracle.removed or oracle.answer):

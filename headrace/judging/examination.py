@@ -8,6 +8,9 @@ that differ show that one candidate reached another, and the curriculum drops th
 the machine from outside (`CheckIntegrity`): a verdict from a machine that was changed is not used, and a candidate that
 changes a machine of its own has cheated.
 
+Every step of a task with steps is examined like an attempt (judging/steps.py). A verifier with an image of its own gets
+the artifacts of a fresh sandbox of the task's image, in which the candidate's changes were made (judging/artifacts.py).
+
 Every candidate gets a verdict. A checker that raises or exceeds its time limit gives reward 0 (`reward_error`). Output
 outside the bounds is the candidate's (judging/outcomes.py); a machine that dies twice under a candidate is a crash of
 the candidate. An exception while the judge processes its data is a fault of the judge and gives reward 0 too, with the
@@ -16,13 +19,13 @@ traceback in an event. Only sandboxes that our own parts lose are infrastructure
 
 import asyncio
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
 
-from headrace.judging import checkers, rules
-from headrace.judging.candidates import Candidate, image_changes, repository
+from headrace.judging import artifacts, checkers, rules, steps
+from headrace.judging.candidates import Candidate, from_root, image_changes, repository
 from headrace.judging.grading import LARGEST, examined
 from headrace.judging.machines import Machines, S
 from headrace.judging.outcomes import RefusedOutput
@@ -31,17 +34,19 @@ from headrace.judging.verdicts import Examination, Verdict, conclude, passes
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import (
     Acquire,
+    ApplyChanges,
     CheckIntegrity,
     Isolation,
     NoCapacity,
     OpResult,
+    PushTar,
     ReadFile,
     RunTests,
     Sandbox,
     SandboxLost,
     WriteFiles,
 )
-from headrace.messages.tasks import ANSWER
+from headrace.messages.tasks import ANSWER, Verifier
 from headrace.sandboxes.calls import NodeSilent, Superseded
 
 TRIES = 3
@@ -76,9 +81,14 @@ async def examine(candidate: Candidate, machines: Machines[S], report: Report, o
     failed `TRIES` times, PluginError where the task's checker cannot be used, and whatever the machines' own transport
     raises. Nothing that a candidate sends raises.
     """
-    examiner = _Examiner(candidate, machines, report, options)
-    verdict = await examiner.verdict()
-    return msgspec.structs.replace(verdict, plugins=tuple(examiner.plugins))
+    verdicts: list[Verdict] = []
+    for part in steps.parts(candidate):
+        examiner = _Examiner(part, machines, report, options)
+        verdict = await examiner.verdict()
+        verdicts.append(msgspec.structs.replace(verdict, plugins=tuple(examiner.plugins)))
+        if steps.ends(candidate, verdicts):
+            break
+    return steps.combined(candidate, verdicts, options.severities)
 
 
 class _CandidateDied(Exception):
@@ -214,10 +224,18 @@ class _Examiner:
             requires=("upper_diff",) if self.candidate.task.image else (),
             files=files,
         )
+        archives: tuple[PushTar, ...] = ()
+        if verifier := self.candidate.oracle.verifier:
+            archives = await self._artifacts(verifier, request)
+            request = msgspec.structs.replace(
+                request, template=verifier.image, workdir="/", limits=verifier.limits, files={}
+            )
         sandbox = await self.machines.acquire(request)
         self.plugins.update(dict.fromkeys(sandbox.plugins))
         try:
-            if self.candidate.task.image:
+            if verifier:
+                await self._place(sandbox, archives, f"{trajectory.id}-place{number}")
+            elif self.candidate.task.image:
                 await self._apply(sandbox, f"{trajectory.id}-apply{number}")
             result = await sandbox.call(RunTests(plan=self.candidate.oracle.tests), f"{trajectory.id}-judge{number}")
             written = await self._written(sandbox, f"{trajectory.id}-written{number}")
@@ -240,12 +258,47 @@ class _Examiner:
         read = await sandbox.call(ReadFile(path=path, limit=LARGEST), call_id)
         return read.data if read.ok else None
 
+    async def _artifacts(self, verifier: Verifier, request: Acquire) -> tuple[PushTar, ...]:
+        """The artifacts of a verifier with an image of its own, from a fresh sandbox of the task's image with the
+        candidate's changes. None of the candidate's programs runs there."""
+        task = self.candidate.task
+        root = task.repository.strip("/")
+        source = msgspec.structs.replace(
+            request,
+            group=f"{request.group}-artifacts",
+            isolation="episode",
+            workdir="/",
+            files={f"{root}/{path}": content for path, content in task.files.items()},
+        )
+        sandbox = await self.machines.acquire(source)
+        try:
+            await self._change(sandbox, from_root(task, image_changes(task, self.candidate.trajectory)), "artifacts")
+            return await artifacts.collect(sandbox, verifier.artifacts)
+        except artifacts.NotCollected as error:
+            raise _NotApplied(str(error)) from None
+        finally:
+            self.machines.give_back(sandbox)
+
+    async def _place(self, sandbox: Sandbox, archives: Sequence[PushTar], call_id: str) -> None:
+        """Put the artifacts and the hidden tests into a fresh sandbox of the verifier's image."""
+        for index, archive in enumerate(archives):
+            put = await sandbox.call(archive, f"{call_id}-{index}")
+            if not put.ok:
+                raise _NotApplied(f"an artifact cannot be put into the verifier's sandbox: {put.error}")
+        await self._add_tests(sandbox, call_id)
+
     async def _apply(self, sandbox: Sandbox, call_id: str) -> None:
         """Make the candidate's changes in a fresh sandbox of its image, then add the hidden tests."""
-        task, oracle = self.candidate.task, self.candidate.oracle
-        changed = await sandbox.call(image_changes(task, self.candidate.trajectory), call_id)
+        await self._change(sandbox, image_changes(self.candidate.task, self.candidate.trajectory), call_id)
+        await self._add_tests(sandbox, call_id)
+
+    async def _change(self, sandbox: Sandbox, changes: ApplyChanges, call_id: str) -> None:
+        changed = await sandbox.call(changes, call_id)
         if not changed.ok:
             raise _NotApplied(f"the changes cannot be made in a fresh sandbox: {changed.error}")
+
+    async def _add_tests(self, sandbox: Sandbox, call_id: str) -> None:
+        oracle = self.candidate.oracle
         added = await sandbox.call(WriteFiles(files=oracle.hidden | oracle.sealed), f"{call_id}-tests")
         if not added.ok:
             raise _NotApplied(f"the hidden tests cannot be written over the changes: {added.error}")

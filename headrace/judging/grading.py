@@ -22,16 +22,18 @@ def examined(
     written: the content of `Grading.file`, None where the run left no such file.
     """
     grading, value = oracle.grading, None
+    rewards: dict[str, float] = {}
     tests = read(result)
     if grading.kind == "reward_file":
-        value = reward(written)
+        value, rewards = reward(written), numbers(written)
     elif grading.kind == "exit_code":
         bad = result.code != 0 or result.timed_out
         tests = (TestOutcome(COMMAND, "failed" if bad else "passed", result.error[:500]),)
     elif grading.parser:
         tests = parsed(oracle, result, written)
     tests = compare_answers(tests, oracle.answers)
-    return Examination(ok=passes(oracle, tests, value), tests=tests, value=value, touched=touched, alone=alone)
+    ok = passes(oracle, tests, value)
+    return Examination(ok=ok, tests=tests, value=value, rewards=rewards, touched=touched, alone=alone)
 
 
 def parsed(oracle: Oracle, result: OpResult, written: bytes | None) -> tuple[TestOutcome, ...]:
@@ -64,3 +66,17 @@ def reward(written: bytes | None) -> float:
     if not math.isfinite(value):
         raise RefusedOutput(f"expected a finite reward, got {value}")
     return value
+
+
+def numbers(written: bytes | None) -> dict[str, float]:
+    """All finite numbers in a reward file that `reward` takes, by their keys; a plain one has the key ``reward``."""
+    data = json.loads(written or b"0")
+    pairs = data if isinstance(data, dict) else {"reward": data}
+    return {key: float(value) for key, value in pairs.items() if isinstance(value, int | float) and _finite(value)}
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from headrace.algorithms.rewards import REWARDS, Given, Judged, Option, shaped_parts
 from headrace.config import Config
@@ -98,6 +99,7 @@ class Rewarder:
             passed=verdict.passed,
             tests=verdict.tests,
             value=verdict.value,
+            steps=verdict.steps,
             suspicions=verdict.suspicions,
             rubric=verdict.rubric,
             tokens=sum(len(turn.ids) for turn in trajectory.turns),
@@ -164,6 +166,7 @@ def score_of(
         passed=verdict.passed,
         tests=verdict.tests,
         value=verdict.value,
+        steps=verdict.steps or UNSET,
         suspicions=verdict.suspicions,
         parts={} if verdict.reason or reason else by.parts(trajectory, verdict, reward),
         rubric=verdict.rubric,
@@ -193,6 +196,7 @@ def scored_again(old: Score, trajectory: Trajectory, verdict: Verdict, reward: G
         **_fields(reward),
         tests=verdict.tests,
         value=verdict.value,
+        steps=verdict.steps or UNSET,
         suspicions=verdict.suspicions,
         reason=verdict.reason,
         parts={} if verdict.reason else by.parts(trajectory, verdict, reward),

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.judging import rules
 from headrace.judging.rules import Severity
-from headrace.messages.judging import RubricScore, Score
+from headrace.messages.judging import RubricScore, Score, StepScore
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import TestOutcome
 from headrace.messages.tasks import Oracle
@@ -29,6 +29,10 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     tests: tuple[TestOutcome, ...] = ()
     value: float | None = None
     """The number of a reward file or a checker."""
+    rewards: dict[str, float] = {}
+    """All numbers of a reward file by key."""
+    steps: tuple[StepScore, ...] = ()
+    """The verdicts on the steps of a task with steps, whose examinations it stands for."""
     crashed: bool = False
     """Whether the machine died twice under the candidate."""
     refused: str = ""
@@ -46,6 +50,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     tests: tuple[TestOutcome, ...] = ()
     value: float | None = None
     """The number of a reward file or a checker; None where tests decide."""
+    rewards: dict[str, float] = {}
+    """All numbers of a reward file by key."""
+    steps: tuple[StepScore, ...] = ()
+    """The verdicts on the steps, where the task has some."""
     suspicions: tuple[str, ...] = ()
     again: Literal["", "same", "other"] = ""
     """Whether a second examination, alone in a machine, gave the same; empty without one."""
@@ -107,15 +115,19 @@ def named_passed(tests: Sequence[TestOutcome], to_pass: Sequence[str], to_keep: 
     )
 
 
-def decide(ok: bool, suspicions: Sequence[str], severities: Mapping[str, Severity] | None = None) -> Decision:
-    """``passed``, ``failed`` or ``cheating``.
+def decide(
+    ok: bool, suspicions: Sequence[str], severities: Mapping[str, Severity] | None = None, *, partly: bool = False
+) -> Decision:
+    """``passed``, ``failed`` or ``cheating``. partly: whether a step of a failed attempt has a reward.
 
     Changed tests do not void a pass, because the host's own tests replaced them; without a pass they are an attempt to
     cheat. A changed machine is such an attempt with or without a pass.
     """
     zero = rules.zero_rules(suspicions, severities)
+    if (ok or partly) and zero - {"changes_tests"}:
+        return "cheating"
     if ok:
-        return "cheating" if zero - {"changes_tests"} else "passed"
+        return "passed"
     return "cheating" if zero & {"changes_tests", *rules.WHETHER_PASSED} else "failed"
 
 
@@ -134,11 +146,15 @@ def conclude(
         matched += [f"machine_touched:{what}" for what in examination.touched]
     matched += rules.impossible_passed(oracle, examination.ok)
     table = {rule.name: rule.severity for rule in oracle.cheating} | dict(severities or {})
-    decision: Decision = "candidate_crash" if examination.crashed else decide(examination.ok, matched, table)
+    partly = any(step.value for step in examination.steps)
+    decided = decide(examination.ok, matched, table, partly=partly)
+    decision: Decision = "candidate_crash" if examination.crashed else decided
     return Verdict(
         decision=decision,
         tests=examination.tests,
         value=examination.value,
+        rewards=examination.rewards,
+        steps=examination.steps,
         suspicions=tuple(matched),
         again=again,
         reason=f"refused_output: {examination.refused}" if examination.refused else "",
@@ -154,6 +170,7 @@ def recorded(score: Score, oracle: Oracle) -> Examination:
         ok=score.verdict != "candidate_crash" and not refused and passes(oracle, score.tests, score.value),
         tests=score.tests,
         value=score.value,
+        steps=score.steps or (),
         crashed=score.verdict == "candidate_crash",
         refused=refused,
         touched=tuple(entry.removeprefix(prefix) for entry in score.suspicions if entry.startswith(prefix)),

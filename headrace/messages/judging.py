@@ -4,6 +4,7 @@ import math
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.messages.base import Amount, Count, Finite, Message, Name, Share, Version, message
 from headrace.messages.plugins import Plugin
@@ -74,6 +75,18 @@ class TurnRewards(msgspec.Struct, frozen=True, kw_only=True):
         return self.final + math.fsum(self.turns)
 
 
+class StepScore(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on one step of an attempt."""
+
+    name: str
+    value: Finite | None = None
+    """The step's own reward; None where its tests gave none or did not run."""
+    share: Finite = 0.0
+    """Its part of the attempt's value."""
+    reason: str = ""
+    """Why there is no value, or why the later steps earn nothing."""
+
+
 @message("score")
 class Score(Message, frozen=True, kw_only=True):
     """The judge's verdict and reward for one trajectory, which it names by stream sequence."""
@@ -101,6 +114,8 @@ class Score(Message, frozen=True, kw_only=True):
     """The number that a reward file or a checker gave; None where tests decide."""
     parts: dict[str, Finite] = {}
     """The parts whose sum is the reward, by name; a reward from outside the package is one part."""
+    steps: tuple[StepScore, ...] | UnsetType = UNSET
+    """The verdicts on the steps of a task with steps, in order; `value` is the sum of their shares."""
     rubric: RubricScore | None = None
     suspicions: tuple[str, ...] = ()
     again: Literal["", "same", "other"] = ""

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from headrace.messages.base import Array, Count, Finite, Message, Name, Seconds, Seed, Version, message
 from headrace.messages.operations import BlobRef
 from headrace.messages.plugins import Plugin
-from headrace.messages.sandbox import Change, Isolation
+from headrace.messages.sandbox import Change, Isolation, Snapshot
 from headrace.messages.search import Retrieved
 from headrace.messages.tasks import TaskRef
 
@@ -75,21 +75,6 @@ class Workspace(msgspec.Struct, frozen=True, kw_only=True):
     """Where it was last; empty at the beginning."""
     hold_s: Seconds = 0.0
     """How long it is held after the attempt."""
-
-
-@message("attempt_control")
-class AttemptControl(Message, frozen=True, kw_only=True):
-    """Asks the rollout actors of a run to end an attempt, or to release a held sandbox. Core NATS, at most once: its
-    sender repeats it until it sees the effect."""
-
-    run: str
-    group: Name | None = None
-    """Cancel the running attempt of this group."""
-    workspace: Name | None = None
-    """Release the sandbox held under this name."""
-    user: Name | None = None
-    """Cancel every running attempt of this user, release the sandboxes held for the user and forget the user's
-    sessions."""
 
 
 @message("rollout_request")
@@ -206,6 +191,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     routes are in earlier turns: the trainer replays the routes of a position's first forward."""
 
     @property
+    def finishes(self) -> bool:
+        """Whether it ends the task, or the present step of one with steps."""
+        return any(call.name == "finish" and not call.error for call in self.calls)
+
+    @property
     def first_routed(self) -> int:
         """First position of `routed`."""
         if isinstance(self.routed_start, int):
@@ -255,6 +245,8 @@ class TurnDone(Message, frozen=True, kw_only=True):
     trajectory: Name
     index: Count
     results: tuple[ToolResult, ...]
+    step: Snapshot | UnsetType = UNSET
+    """The changes so far, where the turn ends a step that is not the last."""
 
 
 @message("sandbox_kept")
@@ -305,6 +297,8 @@ class Trajectory(Message, frozen=True, kw_only=True):
     """The former content of changed files of an image, as far as it is small."""
     touched: tuple[str, ...] = ()
     """Changed paths outside the allowed ones: the judge's tests ignore them, its cheating rules read them."""
+    earlier: tuple[Snapshot, ...] | UnsetType = UNSET
+    """The changes so far at the end of every earlier step; the fields above are those of the step that was reached."""
     digest_before: str = ""
     digest_after: str = ""
     fingerprint: str = ""

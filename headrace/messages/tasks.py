@@ -153,6 +153,14 @@ class Grading(msgspec.Struct, frozen=True, kw_only=True):
     """``log``: a line that the candidate prints can forge the verdict. Training on it needs `[tasks] train_on_logs`."""
 
 
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """A later step of a task, which begins when the agent has finished the step before it."""
+
+    prompt: str
+    files: dict[str, bytes] = {}
+    """Written into the workspace when the step begins."""
+
+
 @message("task")
 class Task(Message, frozen=True, kw_only=True):
     """The agent's part of a task. Nothing in it tells the answer."""
@@ -198,6 +206,15 @@ class Task(Message, frozen=True, kw_only=True):
     """Address of a search service for the tool `web_search`, with ``{query}`` where the query stands. `network` must
     list its host. Unset: `[tools] web_search`. Unset it is not encoded, as with `limits`."""
 
+    steps: tuple[Step, ...] | UnsetType = UNSET
+    """The later steps of a task with steps, in order; `prompt` is the first one's. Unset it is not encoded, as with
+    `limits`."""
+
+    @property
+    def later(self) -> tuple[Step, ...]:
+        """The steps after the first one; none where the task has one instruction."""
+        return self.steps or ()
+
     @property
     def sandbox_limits(self) -> SandboxLimits:
         """The limits of its sandboxes; no limits of its own where it sets none."""
@@ -207,6 +224,49 @@ class Task(Message, frozen=True, kw_only=True):
     def machine(self) -> str:
         """The image, or the template of a task without one: the name that a sandbox is asked for by."""
         return self.image or self.template
+
+
+class Artifact(msgspec.Struct, frozen=True, kw_only=True):
+    """A file or folder that a verifier with an image of its own gets from the attempt's."""
+
+    path: str
+    """Absolute, the same in both images."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of paths below a folder that are left out, as of ``tar --exclude``."""
+
+
+class Verifier(msgspec.Struct, frozen=True, kw_only=True):
+    """The sandbox of tests that run in an image of their own. All paths of the tests are relative to its root."""
+
+    image: str
+    """As `Task.image`."""
+    artifacts: tuple[Artifact, ...]
+    """All that it gets of the attempt. An artifact that the attempt lacks is left out."""
+    limits: SandboxLimits = SandboxLimits()
+
+
+class StepTests(msgspec.Struct, frozen=True, kw_only=True):
+    """The judge's part of one step: fields of an Oracle, of which each step has its own, and the step's condition."""
+
+    name: str
+    hidden: dict[str, bytes]
+    tests: TestPlan
+    script: str = ""
+    separate: bool = False
+    allowed: tuple[str, ...] = ("**",)
+    """Globs of the changed paths that its tests get, among those of the task."""
+    verifier: Verifier | UnsetType = UNSET
+    min_reward: dict[str, Finite] = {}
+    """Least values of the reward file's numbers, by key; an attempt below one earns nothing in later steps."""
+
+
+class Steps(msgspec.Struct, frozen=True, kw_only=True):
+    """The judge's part of a task with steps."""
+
+    tests: tuple[StepTests, ...]
+    """One for each step, in order."""
+    reward: Literal["mean", "final"] = "mean"
+    """The attempt's reward: the mean of the steps' rewards, or the reward of the last step."""
 
 
 @message("oracle")
@@ -237,4 +297,9 @@ class Oracle(Message, frozen=True, kw_only=True):
     rubric: tuple[Criterion, ...] = ()
     """Criteria of this task, beside those of `[judge] rubric`."""
     separate: bool = False
-    """The tests run beside the agent's changed files alone, without the rest of the repository."""
+    """The tests run beside the files of the allowed paths alone, without the rest of the repository."""
+    verifier: Verifier | UnsetType = UNSET
+    """The tests run in an image of their own. Unset it is not encoded, as with `Task.limits`."""
+    steps: Steps | UnsetType = UNSET
+    """The tests of a task with steps, in place of `hidden`, `tests`, `script`, `separate` and `verifier`. Unset it is
+    not encoded, as with `Task.limits`."""

@@ -71,11 +71,13 @@ class Renderer(Protocol):
     def prompt(self, task_prompt: str, summary: Sequence[int] = ()) -> list[int]:
         """The start of a segment, up to the first turn. summary: ids that the policy wrote at the last one's end."""
 
-    def delta(self, history: Sequence[Exchange], *, stopped: int | None, summary: bool = False) -> list[int]:
+    def delta(
+        self, history: Sequence[Exchange], *, stopped: int | None, summary: bool = False, task: str = ""
+    ) -> list[int]:
         """The ids after the last turn of the history: its end, its results, and the opening of the next turn.
 
         history: the turns of this segment. stopped: the stop id that ended the last one, None when it was cut at its
-        token limit. summary: ask for a summary instead of a turn.
+        token limit. summary: ask for a summary instead of a turn. task: the user's next message, after the results.
         """
 
     def parse(self, ids: Sequence[int], *, prompt: Sequence[int] = ()) -> Parsed:

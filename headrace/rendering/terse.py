@@ -114,11 +114,15 @@ class TerseRenderer(Format):
         ids = [id for id in summary if id not in self.stop_ids]
         return [*self.encode(pieces[:at]), *ids, *self.encode(pieces[at + 1 :])]
 
-    def delta(self, history: Sequence[Exchange], *, stopped: int | None, summary: bool = False) -> list[int]:
-        """Results of the last turn, then the opening of the next turn or of a summary."""
+    def delta(
+        self, history: Sequence[Exchange], *, stopped: int | None, summary: bool = False, task: str = ""
+    ) -> list[int]:
+        """Results of the last turn and the next task, then the opening of the next turn or of a summary."""
         results, closed = history[-1].results, stopped is not None
         if not summary:
-            return self.encode(self.result_pieces(results, closed))
+            *pieces, opening = self.result_pieces(results, closed)
+            pieces += [(_TASK[0], True), (task, False), (_TASK[1], True)] if task else []
+            return self.encode([*pieces, opening])
         pieces = self.result_pieces(results, closed)[:-1] if results or not closed else []
         return self.encode([*pieces, (_SUMMARY[0], True), (_TURN[0], True)])
 

@@ -313,9 +313,13 @@ class Worded:
         """As `Renderer.prompt`."""
         return self._renderer.prompt(task_prompt, summary)
 
-    def delta(self, history: Sequence[Exchange], *, stopped: int | None, summary: bool = False) -> list[int]:
+    def delta(
+        self, history: Sequence[Exchange], *, stopped: int | None, summary: bool = False, task: str = ""
+    ) -> list[int]:
         """As `Renderer.delta`; templates that name the tool of a result name it as the policy did."""
         named = [Answered(calls=tuple(map(_as_written, turn.calls)), results=turn.results) for turn in history]
+        if task:
+            return self._renderer.delta(named, stopped=stopped, summary=summary, task=task)
         return self._renderer.delta(named, stopped=stopped, summary=summary)
 
     def parse(self, ids: Sequence[int], *, prompt: Sequence[int] = ()) -> Parsed:

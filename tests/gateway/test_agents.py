@@ -22,9 +22,8 @@ from headrace.gateway.signals.reporting import Noted, Repository
 from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.messages import subjects
 from headrace.messages.base import Array
-from headrace.messages.product import Feedback
+from headrace.messages.product import AttemptControl, Feedback
 from headrace.messages.rollout import (
-    AttemptControl,
     RolloutRequest,
     SlotFailed,
     ToolCall,

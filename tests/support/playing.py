@@ -2,13 +2,16 @@
 
 from typing import Any
 
-from headrace.actors.rollout.diff import diff
+from msgspec import UNSET
+
+from headrace.actors.rollout.diff import pull
 from headrace.harness.loop import run_episode
 from headrace.harness.message import run_message
 from headrace.harness.scripted import ScriptedEngine, script
+from headrace.harness.steps import begin_step
 from headrace.judging import Candidate, HostMachines, Options, Verdict, examine
 from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling, Trajectory
-from headrace.messages.sandbox import Acquire, PullTree
+from headrace.messages.sandbox import Acquire, Snapshot
 from headrace.messages.tasks import ANSWER
 from headrace.rendering.terse import TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
@@ -21,11 +24,11 @@ LIMITS = Limits(max_turns=40, max_tokens=200_000, context_tokens=200_000)
 async def report(*event: object, **data: object) -> None: ...
 
 
-async def played(host: Host | None, suite: Suite, id: str, policy: str) -> Verdict:
+async def played(host: Host | None, suite: Suite, id: str, policy: str, limits: Limits = LIMITS) -> Verdict:
     """The verdict on a scripted policy's attempt at a task."""
     task, oracle = suite.task(id), suite.oracle(id)
     slot: dict[str, Any] = {"run": "p", "lane": "eval", "group": f"{id}-{policy}", "slot": 0, "attempt": 0, "seed": 1}
-    request = RolloutRequest(**slot, task=task.ref, limits=LIMITS)
+    request = RolloutRequest(**slot, task=task.ref, limits=limits)
     renderer = TerseRenderer(Tokenizer.train((), 400))
     message = None if task.sandbox else oracle.answer if policy == "oracle" else "done"
     engine = ScriptedEngine(script(policy, task, oracle), renderer, message)
@@ -50,12 +53,24 @@ async def played(host: Host | None, suite: Suite, id: str, policy: str) -> Verdi
             files=task.files,
         )
         sandbox = await host.acquire(acquire)
-        episode = await run_episode(engine=engine, sandbox=sandbox, renderer=renderer, request=request, task=task)
-        tree = (await sandbox.call(PullTree(patterns=("**",), limit=32 << 20))).files
+        steps: list[Snapshot] = []
+
+        async def on_step(ended: int) -> None:
+            steps.append((await pull(sandbox, task, f"step{ended}")).changes)
+            await begin_step(sandbox, task, ended, slot["id"])
+
+        episode = await run_episode(
+            engine=engine, sandbox=sandbox, renderer=renderer, request=request, task=task, on_step=on_step
+        )
+        changes = (await pull(sandbox, task, "end")).changes
         host.release(sandbox.id)
-        changes = diff(task.files, tree, task.allowed)
         trajectory = Trajectory(
-            **slot, turns=episode.turns, diff=changes.changed, deleted=changes.deleted, touched=changes.touched
+            **slot,
+            turns=episode.turns,
+            diff=changes.diff,
+            deleted=changes.deleted,
+            touched=changes.touched,
+            earlier=tuple(steps) if task.later else UNSET,
         )
     candidate = Candidate(trajectory=trajectory, task=task, oracle=oracle)
     machines: Any = HostMachines(host) if host is not None else None

@@ -23,6 +23,7 @@ from headrace.messages.base import Message
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.operations import Ack
 from headrace.messages.product import (
+    AttemptControl,
     DeniedUser,
     FeedbackPurged,
     PurgeCertificate,
@@ -33,7 +34,7 @@ from headrace.messages.product import (
     certificate_key,
     denied_key,
 )
-from headrace.messages.rollout import AttemptControl, SlotFailed
+from headrace.messages.rollout import SlotFailed
 from headrace.messages.subjects import FAIL, FATE, LEDGER, RPC, TRAJ, token
 from headrace.messages.training import StepDone
 

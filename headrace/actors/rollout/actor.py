@@ -40,8 +40,8 @@ from headrace.ledger.training import suites_during
 from headrace.messages.base import Message
 from headrace.messages.ledger import Admission, admission_key
 from headrace.messages.plugins import Plugin
-from headrace.messages.product import CapacityLease, Promotion, lease_key, promotion_key
-from headrace.messages.rollout import AttemptControl, Lane, RolloutRequest, Trajectory
+from headrace.messages.product import AttemptControl, CapacityLease, Promotion, lease_key, promotion_key
+from headrace.messages.rollout import Lane, RolloutRequest, Trajectory
 from headrace.messages.sandbox import NoCapacity, SandboxLost
 from headrace.messages.search import SearchLost
 from headrace.messages.subjects import FAIL, RPC, TASK, token

@@ -1,12 +1,19 @@
-"""Computes the diff of an episode: the changes between the workspace before and after it."""
+"""Computes the diff of an episode: pulls the workspace and compares it with what it was before."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from headrace.messages.sandbox import Change
+from headrace.messages.sandbox import Change, PullChanges, PullTree, Sandbox, Snapshot
+from headrace.messages.tasks import Task
 from headrace.vmhost.guest import globs
 from headrace.vmhost.guest.globs import matches
 
+PULL_LIMIT = 32 << 20
+"""Largest number of bytes that are pulled from a workspace: more than a light machine's workspace can hold."""
+PULL_WHOLE = 512 << 10
+"""A repository of at most this many bytes is pulled completely; from a larger one only allowed and suspect paths."""
+SUSPECT = ("**/test_*.py", "**/*_test.py", "**/conftest.py", "**/*.pth", "**/sitecustomize.py", "**/usercustomize.py")
+"""Paths whose changes are reported although the judge replaces or ignores these files."""
 _TEST_CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
 """Folders that test runs create: files in them are not reported as changes."""
 
@@ -56,3 +63,55 @@ def diff(before: Mapping[str, bytes], after: Mapping[str, bytes], allowed: Seque
         else:
             changed[path] = content
     return Diff(changed, tuple(deleted), tuple(touched))
+
+
+class Pulled(NamedTuple):
+    """The changes of a sandbox since its attempt began."""
+
+    changes: Snapshot
+    """Empty when there are too many."""
+    over: bool
+    """Whether the candidate changed more than `PULL_LIMIT` bytes."""
+    digest: str
+    """Of the workspace; empty in an image."""
+
+
+async def pull(sandbox: Sandbox, task: Task, call_id: str) -> Pulled:
+    """The changes so far. call_id: its beginning. TreeTooLarge, SandboxLost."""
+    if task.image:
+        tree = await sandbox.call(PullChanges(limit=PULL_LIMIT), f"{call_id}-changes")
+        over = tree.truncated  # only changes to the image are pulled, so the candidate wrote all of them
+        if not tree.ok:
+            raise TreeTooLarge(tree.error)
+        changes, of_image = image_diff(tree.changes, tree.files, task.allowed)
+    else:
+        patterns = _patterns(task)
+        tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT), f"{call_id}-tree")
+        over = tree.truncated and _fits_at_first(task)
+        if not over and (tree.truncated or not tree.ok):
+            raise TreeTooLarge(tree.error or f"the workspace holds more than {PULL_LIMIT >> 20} MiB in {patterns}")
+        before = {path: data for path, data in task.files.items() if any(matches(p, path, True) for p in patterns)}
+        changes, of_image = diff(before, tree.files, task.allowed), ()
+    snapshot = Snapshot(
+        diff=changes.changed,
+        deleted=changes.deleted,
+        changes=of_image,
+        originals={path: data for path, data in tree.originals.items() if path in changes.changed},
+        touched=changes.touched,
+    )
+    return Pulled(Snapshot(diff={}) if over else snapshot, over, tree.digest)
+
+
+def _patterns(task: Task) -> tuple[str, ...]:
+    """Globs of the paths that are pulled from the workspace of a task without an image."""
+    if sum(map(len, task.files.values())) <= PULL_WHOLE:
+        return ("**",)
+    return (*task.allowed, *SUSPECT)
+
+
+def _fits_at_first(task: Task) -> bool:
+    """Whether the workspace was within the limit before the first call. If so, the candidate filled it, and that counts
+    as the candidate's outcome: with infrastructure failures a policy could remove its own failures from the
+    baseline."""
+    sizes = [len(data) for data in task.files.values()]
+    return bool(sizes) and sum(sizes) <= PULL_LIMIT  # without files the repository is in an image

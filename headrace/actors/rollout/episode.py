@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from headrace.actors.rollout.diff import TreeTooLarge, diff, image_diff
+from headrace.actors.rollout.diff import pull
 from headrace.actors.rollout.publication import publish, trajectory_of
 from headrace.actors.rollout.sandbox_checkpoint import MAX_COPIES, CheckpointSchedule, replay_calls, restore
 from headrace.actors.rollout.spans import TracedEngine, TracedToolbox
@@ -22,30 +23,24 @@ from headrace.engines.base import Engine
 from headrace.harness.loop import Episode as Turns
 from headrace.harness.loop import run_episode
 from headrace.harness.prompt import toolbox_for
+from headrace.harness.steps import begin_step, step_ended
 from headrace.harness.tools.search.session import SearchSession, template_of
 from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.plugins import Plugin
-from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn, Workspace
-from headrace.messages.sandbox import Acquire, OpResult, PullChanges, PullTree, SandboxLost
+from headrace.messages.rollout import RolloutRequest, ToolCall, ToolResult, Trajectory, Turn, Workspace
+from headrace.messages.sandbox import Acquire, PullTree, SandboxLost, Snapshot
 from headrace.messages.search import Searcher
 from headrace.messages.tasks import Task
 from headrace.rendering.base import Renderer
 from headrace.sandboxes.client import NodeSilent, RemoteSandbox, Sandboxes, Superseded
 from headrace.search.chunks import PATTERNS
-from headrace.vmhost.guest.globs import matches
 
-PULL_LIMIT = 32 << 20
-"""Largest number of bytes that are pulled from a workspace: more than a light machine's workspace can hold."""
-PULL_WHOLE = 512 << 10
-"""A repository of at most this many bytes is pulled completely; from a larger one only allowed and suspect paths."""
 CAPACITY_WAIT_S = 15.0
 """Seconds that an attempt waits for a sandbox before its request goes back to the end of the queue. Each hand-over
 doubles it, at most `DOUBLED` times: with few machines all requests wait, and requeueing gets none of them a sandbox."""
 DOUBLED = 3
 SHORTEST_WAIT_S = 0.1
 """Shortest wait in seconds, so that an attempt requests a sandbox at least once after its waits are used up."""
-SUSPECT = ("**/test_*.py", "**/*_test.py", "**/conftest.py", "**/*.pth", "**/sitecustomize.py", "**/usercustomize.py")
-"""Paths whose changes are reported although the judge replaces or ignores these files."""
 
 
 class Episode:
@@ -82,6 +77,10 @@ class Episode:
         self._writing_checkpoint: asyncio.Task[None] | None = None
         """The checkpoint that is written while the next turn is sampled."""
         self._copies = 0
+        self._steps: list[Snapshot] = []
+        """The changes at the end of every step that ended."""
+        self._step: Snapshot | UnsetType = UNSET
+        """Those of the step that the present turn ends."""
 
     async def resume_state(self) -> ResumeState:
         """The state at which an earlier rollout actor stopped. Read it once, before `run`."""
@@ -168,6 +167,7 @@ class Episode:
     async def _run_once(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:
         request, task = self._request, self._task
         self._fingerprint = engine.fingerprint
+        self._steps, self._step = list(resume.steps), UNSET
         sandbox = self._sandbox = await self._acquire(resume, renderer)
         if not resume.turns and self._digest is None and not task.image:
             # The digest is computed while the first turn is sampled: no call has changed the workspace yet.
@@ -180,23 +180,14 @@ class Episode:
             task=task,
             on_sampled=self._on_sampled,
             on_done=self._on_done,
+            on_step=self._on_step,
             resume=resume.turns,
             toolbox=self._toolbox(renderer),
         )
         if self._writing_checkpoint is not None:
             await self._writing_checkpoint
         await self._log.flush()
-        if task.image:
-            tree = await sandbox.call(PullChanges(limit=PULL_LIMIT), f"{request.trajectory}-changes")
-            over = tree.truncated  # only changes to the image are pulled, so the candidate wrote all of them
-            if not tree.ok:
-                raise TreeTooLarge(tree.error)
-            changes, of_image = image_diff(tree.changes, tree.files, task.allowed)
-        else:
-            tree, over = await self._pull(sandbox)
-            patterns = self._patterns()
-            before = {path: data for path, data in task.files.items() if any(matches(p, path, True) for p in patterns)}
-            changes, of_image = diff(before, tree.files, task.allowed), ()
+        changes, over, digest = await pull(sandbox, task, request.trajectory)
         trajectory = trajectory_of(
             request,
             task,
@@ -210,38 +201,18 @@ class Episode:
         trajectory = msgspec.structs.replace(
             trajectory,
             digest_before=await self._digest if self._digest is not None else "",
-            digest_after=tree.digest,
+            digest_after=digest,
             backend=sandbox.backend,
-            originals={path: data for path, data in tree.originals.items() if path in changes.changed},
+            originals=changes.originals,
+            diff=changes.diff,
+            deleted=changes.deleted,
+            changes=changes.changes,
+            touched=changes.touched,
+            earlier=tuple(self._steps) if task.later else UNSET,
         )
         if over:
             trajectory = msgspec.structs.replace(trajectory, outcome="sandbox_limit")
-        else:
-            trajectory = msgspec.structs.replace(
-                trajectory,
-                diff=changes.changed,
-                deleted=changes.deleted,
-                changes=of_image,
-                touched=changes.touched,
-            )
         return await publish(self._bus, trajectory)
-
-    async def _pull(self, sandbox: RemoteSandbox) -> tuple[OpResult, bool]:
-        """The workspace of a task without an image, and whether the candidate exceeded the limit. TreeTooLarge if the
-        workspace was too large before the first call."""
-        patterns = self._patterns()
-        tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT), f"{self._request.trajectory}-tree")
-        over = tree.truncated and self._fits_at_first()
-        if not over and (tree.truncated or not tree.ok):
-            raise TreeTooLarge(tree.error or f"the workspace holds more than {PULL_LIMIT >> 20} MiB in {patterns}")
-        return tree, over
-
-    def _fits_at_first(self) -> bool:
-        """Whether the workspace was within the limit before the first call. If so, the candidate filled it, and that
-        counts as the candidate's outcome: with infrastructure failures a policy could remove its own failures from the
-        baseline."""
-        sizes = [len(data) for data in self._task.files.values()]
-        return bool(sizes) and sum(sizes) <= PULL_LIMIT  # without files the repository is in an image
 
     async def _acquire(self, resume: ResumeState, renderer: Renderer) -> RemoteSandbox:
         """The attempt's sandbox. A resumed attempt gets the sandbox that holds its work, or a copy of it."""
@@ -281,10 +252,15 @@ class Episode:
         self._copies += 1
         sandbox = await restore(self._sandboxes, acquire, resume, patience_s)
         box = self._toolbox(renderer)
+
+        async def again(call: ToolCall) -> ToolResult:
+            result = await box.run(call, sandbox, task, f"{request.trajectory}/")
+            if ended := step_ended(resume.turns, call, task):
+                await begin_step(sandbox, task, ended, request.trajectory)
+            return result
+
         try:
-            await replay_calls(
-                resume, lambda call: box.run(call, sandbox, task, f"{request.trajectory}/"), box.external
-            )
+            await replay_calls(resume, again, box.external)
         except BaseException:
             self._sandboxes.give_back(sandbox)
             raise
@@ -328,11 +304,6 @@ class Episode:
     async def _digest_of(self, sandbox: RemoteSandbox) -> str:
         return (await sandbox.call(PullTree(patterns=()), f"{self._request.trajectory}-digest")).digest
 
-    def _patterns(self) -> tuple[str, ...]:
-        if sum(map(len, self._task.files.values())) <= PULL_WHOLE:
-            return ("**",)
-        return (*self._task.allowed, *SUSPECT)
-
     async def _on_sampled(self, turn: Turn) -> None:
         assert self._sandbox is not None
         if self._digest is not None:
@@ -343,8 +314,17 @@ class Episode:
         self._turn = turn
         await self._log.sampled(turn, self._sandbox.node, self._sandbox.id, self._fingerprint)
 
+    async def _on_step(self, ended: int) -> None:
+        """Take the changes of a step that ended, and begin the next one."""
+        assert self._sandbox is not None
+        name = f"{self._request.trajectory}-step{ended}"
+        self._step = (await pull(self._sandbox, self._task, name)).changes
+        self._steps.append(self._step)
+        await begin_step(self._sandbox, self._task, ended, self._request.trajectory)
+
     async def _on_done(self, index: int, results: Sequence[ToolResult]) -> None:
-        await self._log.done(index, results)
+        await self._log.done(index, results, self._step)
+        self._step = UNSET
         checkpoints, turn, sandbox = self._checkpoints, self._turn, self._sandbox
         if checkpoints is None or turn is None or sandbox is None or not checkpoints.due(turn, self._request):
             return

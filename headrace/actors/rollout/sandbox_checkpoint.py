@@ -40,10 +40,10 @@ class CheckpointSchedule(NamedTuple):
     report: Report
 
     def due(self, turn: Turn, request: RolloutRequest) -> bool:
-        """Whether to write a checkpoint after this turn. The last turn needs none."""
-        is_last = any(call.name == "finish" and not call.error for call in turn.calls)
+        """Whether to write a checkpoint after this turn. The last turn needs none, and the turn that ends a step is
+        replayed."""
         own_machine = request.lane != "production" and request.isolation == "episode"
-        return own_machine and self.every > 0 and not is_last and (turn.index + 1) % self.every == 0
+        return own_machine and self.every > 0 and not turn.finishes and (turn.index + 1) % self.every == 0
 
     async def write(self, sandbox: RemoteSandbox, log: TurnLog, index: int, trajectory: str) -> None:
         """Store the sandbox after turn `index`. WrongSequence when another actor has taken over the attempt."""

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.messages.rollout import SandboxCheckpoint, ToolResult, Turn, TurnDone, TurnSampled
+from headrace.messages.sandbox import Snapshot
 from headrace.messages.subjects import TRAJ, TURN
 
 
@@ -36,6 +38,8 @@ class ResumeState(NamedTuple):
     """Whether the Trajectory is published, so that nothing is left to do."""
     checkpoint: StoredCheckpoint | None = None
     """The newest checkpoint of the sandbox."""
+    steps: tuple[Snapshot, ...] = ()
+    """The changes at the end of every step that ended."""
 
 
 class TurnLog:
@@ -55,6 +59,7 @@ class TurnLog:
         turns: list[Turn] = []
         node = sandbox = ""
         checkpoint: StoredCheckpoint | None = None
+        steps: list[Snapshot] = []
         async for received in self._bus.history("HR_TURN", self._subject):
             self._last = max(self._last, received.seq)
             record = received.message
@@ -63,9 +68,11 @@ class TurnLog:
                 node, sandbox = record.node, record.sandbox
             elif isinstance(record, TurnDone):
                 turns[-1] = msgspec.structs.replace(turns[-1], results=record.results)
+                steps += [record.step] if record.step is not UNSET else []
             elif isinstance(record, SandboxCheckpoint):
                 checkpoint = StoredCheckpoint(record.index, record.node, record.data)
-        return ResumeState(tuple(turns), node, sandbox, await self._has_trajectory(), checkpoint)
+        finished = await self._has_trajectory()
+        return ResumeState(tuple(turns), node, sandbox, finished, checkpoint, tuple(steps))
 
     async def is_current(self) -> bool:
         """Whether the last record is this log's: False when another actor has written since, or a write failed."""
@@ -97,10 +104,11 @@ class TurnLog:
         )
         self._last = await self._bus.publish(self._subject, record, expect=self._last)
 
-    async def done(self, index: int, results: Sequence[ToolResult]) -> None:
-        """Write a turn's results while the next turn is sampled; `sampled` and `flush` wait for the write."""
+    async def done(self, index: int, results: Sequence[ToolResult], step: Snapshot | UnsetType = UNSET) -> None:
+        """Write a turn's results while the next turn is sampled; `sampled` and `flush` wait for the write. step: as in
+        `TurnDone`."""
         await self.flush()
-        record = TurnDone(run=self._run, trajectory=self._trajectory, index=index, results=tuple(results))
+        record = TurnDone(run=self._run, trajectory=self._trajectory, index=index, results=tuple(results), step=step)
         self._writing = asyncio.create_task(self._bus.publish(self._subject, record, expect=self._last))
 
     async def checkpoint(self, index: int, node: str, data: bytes) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.actors.rollout.episode import CAPACITY_WAIT_S, PULL_LIMIT
+from headrace.actors.rollout.diff import PULL_LIMIT
+from headrace.actors.rollout.episode import CAPACITY_WAIT_S
 from headrace.messages.product import WorkspaceCommand, WorkspaceReport
 from headrace.messages.sandbox import Acquire, Exec, NoCapacity, OpResult, PullChanges, PullTree, SandboxLost
 from headrace.messages.tasks import Task, TaskRef

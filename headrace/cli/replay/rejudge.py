@@ -143,11 +143,11 @@ def _rubrics(config: "Config") -> "RubricJudge | None":
 def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None" = None) -> "Verdicts":
     """A function that judges a trajectory with the rules of this version. Hidden tests run in a sandbox of `host`;
     without `host` it uses the recorded outcomes. Without `rubrics` it uses the rubric judge's recorded answers."""
-    from headrace.judging import rules
     from headrace.judging.candidates import Candidate
     from headrace.judging.examination import Options, examine
     from headrace.judging.machines import HostMachines
     from headrace.judging.scoring import RewardBroken, RewardError, scored_again
+    from headrace.judging.steps import suspicions
     from headrace.judging.verdicts import conclude, recorded
     from headrace.messages.sandbox import SandboxLost
     from headrace.replay.recorded_run import ReplayError
@@ -169,9 +169,7 @@ def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None
             raise ReplayError(str(error)) from None
         candidate = Candidate(trajectory=trajectory, task=task, oracle=oracle)
         if machines is None:
-            suspicions = rules.suspicions(task, oracle, trajectory.diff, trajectory.touched)
-            suspicions += rules.behaviour(task, trajectory)
-            verdict = conclude(oracle, recorded(old, oracle), suspicions, severities=options.severities)
+            verdict = conclude(oracle, recorded(old, oracle), suspicions(candidate), severities=options.severities)
         else:
             # A machine of its own, so that a crash can only come from this candidate. No request of the run has this
             # name.

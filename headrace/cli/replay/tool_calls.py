@@ -65,6 +65,7 @@ async def replay_calls(
     from headrace.harness.mcp.tools import LISTING, listings, offer
     from headrace.harness.prompt import toolbox_for, whole_prompt
     from headrace.harness.rendered import differing
+    from headrace.harness.steps import begin_step, step_ended
     from headrace.harness.tools.registry import schemas_of
     from headrace.harness.tools.toolbox import tools_of, with_linter, with_search, with_tools, with_web_search
     from headrace.messages.rollout import RendererBundle
@@ -103,7 +104,8 @@ async def replay_calls(
             raise ReplayError(str(error)) from None
         if task.sandbox and trajectory.renderer == bundle.sha256:
             prompt, most = whole_prompt(task.system, task.prompt), config.limits.max_parallel_calls
-            prompts_differ = differing(trajectory.turns, prompt, renderer, most)
+            later = [step.prompt for step in task.later]
+            prompts_differ = differing(trajectory.turns, prompt, renderer, most, system=task.system, later=later)
     search = _recorded_search(config, task, trajectory, adapters) if searching else None
     box = toolbox_for(task, renderer, config.limits.context_tokens, search)
     await prepare_host(config)
@@ -128,8 +130,12 @@ async def replay_calls(
 
         async def run(call: "ToolCall") -> "ToolResult":
             if not box.repeatable(call) and not call.error:
-                return recorded[call.id]  # an external server may give another answer now
-            return await box.run(call, sandbox, task, f"{trajectory.id}/")
+                result = recorded[call.id]  # an external server may give another answer now
+            else:
+                result = await box.run(call, sandbox, task, f"{trajectory.id}/")
+            if ended := step_ended(trajectory.turns, call, task):
+                await begin_step(sandbox, task, ended, trajectory.id)
+            return result
 
         async def digest() -> str:
             return (await sandbox.call(PullTree(patterns=()), f"{trajectory.id}-tree")).digest

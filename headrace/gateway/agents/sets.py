@@ -20,8 +20,7 @@ from headrace.gateway.agents.store import KEPT_BYTES, Agents, GatewayParts, Memb
 from headrace.gateway.agents.views import agent_view, check_view, run_view
 from headrace.gateway.tenants.keys import ApiKey
 from headrace.messages import subjects
-from headrace.messages.product import Agent, AgentSet, WorkspaceCommand, WorkspaceReport
-from headrace.messages.rollout import AttemptControl
+from headrace.messages.product import Agent, AgentSet, AttemptControl, WorkspaceCommand, WorkspaceReport
 
 ANSWER_S = 60.0
 """Seconds to acquire and copy a sandbox, in addition to the command's own time limit."""

@@ -25,8 +25,8 @@ from headrace.gateway.split import Split
 from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
-from headrace.messages.product import Agent, AgentRun
-from headrace.messages.rollout import AttemptControl, PolicyRef, SlotFailed, Trajectory, TurnSampled, Workspace
+from headrace.messages.product import Agent, AgentRun, AttemptControl
+from headrace.messages.rollout import PolicyRef, SlotFailed, Trajectory, TurnSampled, Workspace
 
 KEPT_BYTES = 512 << 10
 """The most bytes of files that an agent's record holds. With more, the next run needs the held sandbox."""

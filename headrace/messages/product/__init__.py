@@ -38,6 +38,7 @@ from headrace.messages.product.ratings import (
 )
 from headrace.messages.product.serving import (
     CLIENT_SUITE,
+    AttemptControl,
     CapacityLease,
     ClientCall,
     ClientMessage,
@@ -62,6 +63,7 @@ __all__ = [
     "AgentRun",
     "AgentSet",
     "Arm",
+    "AttemptControl",
     "Branch",
     "CapacityLease",
     "ClientCall",

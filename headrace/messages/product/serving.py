@@ -7,13 +7,28 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.messages.base import Amount, Count, Message, Seed, Share, Version, message
+from headrace.messages.base import Amount, Count, Message, Name, Seed, Share, Version, message
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling
 
 CLIENT_SUITE = "client"
 """The suite in the Trajectory of a client's session; the task is the tenant."""
 TurnStop = Literal["stop", "calls", "length"]
 """How a turn ended: by itself, with calls that the client runs, or at its token limit."""
+
+
+@message("attempt_control")
+class AttemptControl(Message, frozen=True, kw_only=True):
+    """Asks the rollout actors of a run to end an attempt, or to release a held sandbox. Core NATS, at most once: its
+    sender repeats it until it sees the effect."""
+
+    run: str
+    group: Name | None = None
+    """Cancel the running attempt of this group."""
+    workspace: Name | None = None
+    """Release the sandbox held under this name."""
+    user: Name | None = None
+    """Cancel every running attempt of this user, release the sandboxes held for the user and forget the user's
+    sessions."""
 
 
 class ClientCall(msgspec.Struct, frozen=True, kw_only=True):

@@ -154,6 +154,16 @@ class Change(msgspec.Struct, frozen=True):
     """Target of a link."""
 
 
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The changes of an attempt when it ended a step, in the fields of a Trajectory, which holds those at its end."""
+
+    diff: dict[str, bytes]
+    deleted: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    originals: dict[str, bytes] = {}
+    touched: tuple[str, ...] = ()
+
+
 class PullChanges(msgspec.Struct, frozen=True, kw_only=True, tag="pull_changes"):
     """Read the changes of a sandbox in its image, from the writable layer of its root: `OpResult.changes` in the order
     in which they are made again, contents of changed files in `OpResult.files`, and what they replaced in

@@ -15,7 +15,7 @@ from headrace.rendering.base import Call, Exchange, Parsed, RendererError
 from headrace.rendering.kinds import token_kinds
 from headrace.rendering.native.conversation import Conversation, Traits, answered
 from headrace.rendering.native.slots import Change, Kind, Slots
-from headrace.rendering.native.template import ChatTemplate
+from headrace.rendering.native.template import ChatTemplate, Message, TemplateRefused
 from headrace.rendering.parsers.base import Completion, Syntax, Types, WrittenCall
 from headrace.rendering.tokenizer import Piece, Tokenizer
 
@@ -84,12 +84,15 @@ class NativeRenderer:
         ends = {self._after_turn(Slots(), [answered([turn], ["ok"])], "")[0] for turn in turns}
         return {self.tokenizer.tags[end] for end in ends if end not in self._syntax.ends}
 
-    def _after_turn(self, slots: Slots, history: Sequence[Exchange], request: str) -> tuple[str, str]:
+    def _after_turn(self, slots: Slots, history: Sequence[Exchange], request: str, task: str = "") -> tuple[str, str]:
         """The token that ends the last turn, and the rendered text from that token on."""
         anchor = f"{slots.nonce}A"
-        messages = self._conversation.opening(slots, "")
-        messages += self._conversation.history(slots, history, anchor, request)
-        text = self._conversation.render(messages, generation=True)
+        opening = self._conversation.opening(slots, "")
+        messages = [*opening, *self._conversation.history(slots, history, anchor, request)]
+        text = self._with_task(slots, messages, task) if task else ""
+        if task and not text:
+            messages = [*opening, *self._conversation.history(slots, history, anchor, f"{request}\n\n{task}")]
+        text = text or self._conversation.render(messages, generation=True)
         _, separator, tail = text.rpartition(anchor)
         end = self._closers.search(tail) if separator else None
         if end is None:
@@ -98,6 +101,15 @@ class NativeRenderer:
                 "(eos_token_id of generation_config.json adds to them)"
             )
         return end.group(), tail[end.start() :]
+
+    def _with_task(self, slots: Slots, messages: Sequence[Message], task: str) -> str:
+        """The messages and a user's message; empty where the template takes none between results and a turn."""
+        content = slots.add("user", task)
+        try:
+            text = self._conversation.render([*messages, {"role": "user", "content": content}], generation=True)
+        except TemplateRefused:
+            return ""
+        return text if content in text else ""
 
     def prompt(self, task_prompt: str, summary: Sequence[int] = ()) -> list[int]:
         """The system's and the task's message and the opening of the first turn."""
@@ -124,10 +136,13 @@ class NativeRenderer:
         added = set(self.tokenizer.tags.values())
         return [id for id in ids if id not in added]
 
-    def delta(self, history: Sequence[Exchange], *, stopped: int | None, summary: bool = False) -> list[int]:
-        """The template's own text from the last turn's stop to the opening of the next turn."""
+    def delta(
+        self, history: Sequence[Exchange], *, stopped: int | None, summary: bool = False, task: str = ""
+    ) -> list[int]:
+        """The template's own text from the last turn's stop to the opening of the next turn. A template that refuses a
+        user's message behind results gets the task as the end of the last result, as a request for a summary is."""
         slots = Slots()
-        end, text = self._after_turn(slots, history, SUMMARY_REQUEST if summary else "")
+        end, text = self._after_turn(slots, history, SUMMARY_REQUEST if summary else "", task)
         ids = self._encode(slots, text)
         if ids[0] != self.tokenizer.tag(end):
             raise RendererError(f"the stop token {end!r} is not encoded as one id")

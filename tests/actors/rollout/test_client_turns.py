@@ -20,6 +20,7 @@ from headrace.config import Config, Engine, Policy, Production, Run
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.gateway.tenants.keys import ApiKeys
 from headrace.messages.product import (
+    AttemptControl,
     ClientCall,
     ClientMessage,
     ClientSessionEnd,
@@ -28,7 +29,7 @@ from headrace.messages.product import (
     ClientTurnDone,
     Feedback,
 )
-from headrace.messages.rollout import AttemptControl, PolicyRef, Sampling, Span, Trajectory, Turn
+from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
 from headrace.messages.subjects import EVENT, FEEDBACK, RPC, TRAJ, token
 from headrace.messages.weights import WeightsStaged
 from headrace.policy import scoring

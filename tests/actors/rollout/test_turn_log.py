@@ -6,6 +6,7 @@ from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.errors import WrongSequence
 from headrace.messages.base import Array
 from headrace.messages.rollout import PolicyRef, Sampling, ToolCall, ToolResult, Trajectory, Turn
+from headrace.messages.sandbox import Snapshot
 from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import TaskRef
 from tests.conftest import Connect
@@ -36,14 +37,15 @@ async def test_a_successor_reads_every_turn_and_goes_on_writing(connect: Connect
     bus = await connect("rollout")
     first = TurnLog(bus, "r1", "g1", "g1-0-0")
     await first.sampled(turn(0), "node", "box", "fp")
-    await first.done(0, RESULTS)
+    step = Snapshot(diff={"a": b"1"}, deleted=("b",))
+    await first.done(0, RESULTS, step)
     await first.sampled(turn(1), "node", "box", "fp")
 
     second = TurnLog(bus, "r1", "g1", "g1-0-0")
     resume = await second.read()
     assert [t.index for t in resume.turns] == [0, 1]
     assert resume.turns[0].results == RESULTS and resume.turns[1].results == ()
-    assert (resume.node, resume.sandbox, resume.finished) == ("node", "box", False)
+    assert (resume.node, resume.sandbox, resume.finished, resume.steps) == ("node", "box", False, (step,))
     await second.done(1, RESULTS)
     await second.flush()
     assert (await TurnLog(bus, "r1", "g1", "g1-0-0").read()).turns[1].results == RESULTS

@@ -9,8 +9,8 @@ import pytest
 from headrace.actors.environment.actor import Environment
 from headrace.actors.rollout.actor import Rollout
 from headrace.bus.connection import Bus
+from headrace.messages.product import AttemptControl
 from headrace.messages.rollout import (
-    AttemptControl,
     RolloutRequest,
     SlotFailed,
     Trajectory,
