@@ -1,4 +1,4 @@
-"""Makes ten SWE-bench rows and five Harbor folders out of packages of PyPI, with an image for each:
+"""Makes ten SWE-bench rows and seven Harbor folders out of packages of PyPI, with an image for each:
 
     python -m tests.support.image_rows FOLDER
 
@@ -277,11 +277,33 @@ HARBOR: dict[str, dict[str, str]] = {
         "solution/solve.sh": "tail -n 1 words.txt > last.txt\n",
         "tests/test.sh": '[ "$(cat /app/last.txt)" = "$WANTED" ] && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n',
     },
+    "with-steps": {
+        "task.toml": 'schema_version = "1.4"\n[environment]\ndocker_image = "headrace.example/app:1"\n'
+        'workdir = "/app"\n[[steps]]\nname = "sort"\nmin_reward = 1.0\n[[steps]]\nname = "join"\n',
+        "steps/sort/instruction.md": "Sort /app/words.txt into /app/sorted.txt.",
+        "steps/sort/solution/solve.sh": "sort words.txt > sorted.txt\n",
+        "steps/sort/tests/test.sh": 'sort -c /app/sorted.txt && [ ! -e /app/end.txt ] && r=1 || r=0\n'
+        "echo $r > /logs/verifier/reward.txt\n",
+        "steps/join/instruction.md": "Append /app/end.txt to /app/sorted.txt.",
+        "steps/join/workdir/end.txt": "omega\n",
+        "steps/join/solution/solve.sh": "cat end.txt >> sorted.txt\n",
+        "steps/join/tests/test.sh": '[ "$(tail -n 1 /app/sorted.txt)" = omega ] && r=1 || r=0\n'
+        "echo $r > /logs/verifier/reward.txt\n",
+    },
+    "own-image": {
+        "task.toml": 'schema_version = "1.4"\nartifacts = ["/app/words.txt", "/app/first.txt"]\n'
+        '[environment]\ndocker_image = "headrace.example/app:1"\nworkdir = "/app"\n[verifier.environment]\n',
+        "instruction.md": "Write the first word of /app/words.txt to /app/first.txt.",
+        "solution/solve.sh": "echo left > scratch\nhead -n 1 words.txt > first.txt\n",
+        "tests/Dockerfile": "FROM headrace.example/base:1\nWORKDIR /judge\nCOPY . /tests/\n",
+        "tests/test.sh": '[ "$(head -n 1 /app/words.txt)" = "$(cat /app/first.txt)" ] && [ ! -e /app/scratch ] '
+        "&& r=1 || r=0\necho $r > /logs/verifier/reward.txt\n",
+    },
 }  # fmt: skip
 
 
 def make(folder: Path) -> None:
-    """``rows.jsonl``, the folder ``harbor`` of five tasks, ``layout`` with all images, and their ``tags``."""
+    """``rows.jsonl``, the folder ``harbor`` of seven tasks, ``layout`` with all images, and their ``tags``."""
     folder.mkdir(parents=True)
     maker = Maker(folder)
     maker.base_layers()

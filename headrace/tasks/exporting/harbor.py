@@ -52,6 +52,8 @@ def folder_of(task: Task, oracle: Oracle, organisation: str = "headrace") -> dic
     """The files of one Harbor folder. ExportRefused."""
     if not task.sandbox:
         raise ExportRefused("a task without a sandbox has no environment")
+    if oracle.steps or oracle.verifier:
+        raise ExportRefused("steps, and a verifier with an image of its own, are not exported")
     if oracle.grading.trust == "log" or oracle.grading.parser:
         raise ExportRefused("a log that headrace parses has no place in a Harbor verifier")
     tests = {f"tests/files/{path}": data for path, data in oracle.hidden.items()}

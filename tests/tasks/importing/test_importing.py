@@ -140,7 +140,6 @@ async def test_harbor_folders_run_in_a_template(host: Host, tmp_path: Path) -> N
         **{"tests/test.sh": TEST_SH.replace("echo 1;", "echo '{\"reward\": 1}';").replace(".txt\n", ".json\n")},
     )
     harbor(tasks, "old", TASK_TOML.replace("schema_version", "version").replace("1.4", "1.0"))
-    harbor(tasks, "steps", TASK_TOML + '[[steps]]\nname = "one"\n')
     harbor(tasks, "gpu", TASK_TOML + "gpus = 1\n")
     harbor(tasks, "compose", **{"environment/docker-compose.yaml": "services: {}\n"})
     harbor(tasks, "future", TASK_TOML.replace("1.4", "2.0"))
@@ -150,7 +149,6 @@ async def test_harbor_folders_run_in_a_template(host: Host, tmp_path: Path) -> N
         "compose": "environment/docker-compose.yaml: a task here has one machine",
         "future": "task.toml has schema 2.0; expected one of 1.0, 1.1, 1.2, 1.3, 1.4",
         "gpu": "environment.gpus: sandboxes here have no GPU",
-        "steps": "the task has 1 steps; a task here has one instruction",
     }
     assert report["notes"] == {"paths /app, /tests and /logs moved into the workspace": 4}
     assert suite.task("shared").files == {"README.md": b"read me\n"}

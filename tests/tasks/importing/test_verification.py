@@ -1,0 +1,144 @@
+"""Separate verifiers of Harbor tasks: artifacts, images of their own, and what is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.messages.tasks import Artifact, Oracle, SandboxLimits, Task, Verifier
+from headrace.tasks.importing import dockerfiles
+from headrace.tasks.importing.base import ImportRefused
+from tests.support import rows
+from tests.tasks.importing.test_stepwise import made, sides
+
+TOML = """schema_version = "1.4"
+artifacts = {artifacts}
+[environment]
+docker_image = "app:1"
+workdir = "/app"
+[verifier]
+environment_mode = "separate"
+{verifier}
+"""
+
+
+def folder(place: Path, artifacts: str = '["/app/out"]', verifier: str = "", **files: str) -> None:
+    toml = TOML.format(artifacts=artifacts, verifier=verifier)
+    rows.write(place, {"task.toml": toml, "instruction.md": "Do it.", "tests/test.sh": "true\n"} | files)
+
+
+def task_of(place: Path, **settings: str) -> tuple[Task, Oracle]:
+    folder(place / "tasks" / "t", **settings)
+    return sides(place)
+
+
+def verifier_of(oracle: Oracle) -> Verifier:
+    assert isinstance(oracle.verifier, Verifier)
+    return oracle.verifier
+
+
+def test_artifacts_outside_of_the_work_folder_and_the_published_ones_are_allowed(tmp_path: Path) -> None:
+    task, oracle = task_of(tmp_path, artifacts='["/app/out", "/data/x.json", "rel.txt"]')
+    assert not oracle.verifier and oracle.separate
+    assert task.allowed[:2] == ("/logs/artifacts", "/logs/artifacts/**")
+    assert task.allowed[2:] == ("out", "out/**", "/data/x.json", "/data/x.json/**", "rel.txt", "rel.txt/**")
+
+
+def test_a_verifier_gets_an_image_that_is_named(tmp_path: Path) -> None:
+    artifacts = '[{source = "/app/out", exclude = ["*.pyc"]}]'
+    environment = '[verifier.environment]\ndocker_image = "judge:1"\nworkdir = "/work"\nmemory_mb = 512\ncpus = 1\n'
+    task, oracle = task_of(tmp_path, artifacts=artifacts, verifier=f"{environment}env = {{A = '1 2'}}")
+    assert oracle.verifier == Verifier(
+        image="judge:1",
+        artifacts=(Artifact(path="/logs/artifacts"), Artifact(path="/app/out", exclude=("*.pyc",))),
+        limits=SandboxLimits(vcpus=1, memory_mib=512),
+    )
+    assert oracle.hidden[".headrace/root/tests/test.sh"] == b"true\n"
+    script = oracle.hidden[".headrace/verify.sh"].decode()
+    assert "export A='1 2'\n" in script and "cd /work\n" in script and "bash /tests/test.sh\n" in script
+    assert task.image == "app:1" and task.allowed == ("/logs/artifacts", "/logs/artifacts/**", "out", "out/**")
+
+
+@pytest.mark.parametrize("named", ["", "[verifier.environment]\ncpus = 1\n"])
+def test_a_dockerfile_of_the_tests_without_commands_makes_an_image(tmp_path: Path, named: str) -> None:
+    docker = "FROM judge:2\nENV MODE=strict PATH=/opt/bin:$PATH\nWORKDIR /judge\nCOPY . /tests/\nCOPY data/ ./data\n"
+    files = {"tests/Dockerfile": docker, "tests/data/want.txt": "42"}
+    folder(tmp_path / "tasks" / "t", verifier=named, **files)
+    if not named:  # without an image of the agent's that Harbor would take
+        toml = tmp_path / "tasks" / "t" / "task.toml"
+        toml.write_text(toml.read_text().replace('docker_image = "app:1"\n', ""))
+        rows.write(tmp_path / "tasks" / "t", {"environment/Dockerfile": "FROM app:1\n"})
+    _, oracle = sides(tmp_path)
+    assert verifier_of(oracle).image == "judge:2"
+    assert sorted(oracle.hidden) == [
+        ".headrace/root/judge/data/want.txt",
+        ".headrace/root/tests/data/want.txt",
+        ".headrace/root/tests/test.sh",
+        ".headrace/verify.sh",
+    ]
+    script = oracle.hidden[".headrace/verify.sh"].decode()
+    assert 'export MODE="strict"\nexport PATH="/opt/bin:$PATH"\n' in script
+    assert ("cd /judge\n" if named else "cd /app\n") in script, "a copy of the environment has its work folder"
+
+
+REFUSED = [
+    ({"artifacts": '["/tmp/x"]'}, "the artifact /tmp/x lies in /tmp, whose changes no diff of an image holds"),
+    ({"artifacts": '["/app/../etc"]'}, "the artifact /app/../etc: expected a path below the root without .."),
+    ({"artifacts": '["/"]'}, "the artifact /: expected a path below the root"),
+    ({"artifacts": "[{source = '/x', service = 'db'}]"}, "the artifact /x is of service 'db'"),
+    ({"artifacts": "[{source = '/x', exclude = ['a']}]"}, "an artifact has exclude, which needs a verifier with"),
+    ({"verifier": "[verifier.environment]\ncpus = 1"}, "verifier.environment names no docker_image, and there is no"),
+    ({"verifier": "[verifier.environment]\ngpus = 1\ndocker_image = 'x'"}, "verifier.environment.gpus: sandboxes here"),
+    (
+        {"verifier": "[verifier.environment]\nenv = {KEY = '${KEY}'}\ndocker_image = 'x'"},
+        "verifier.environment.env.KEY is filled in from the host's environment",
+    ),
+    (
+        {"verifier": "[verifier.environment]", "tests/Dockerfile": "FROM x\nRUN make\nCOPY . /tests\n"},
+        "tests/Dockerfile has RUN, which needs a build: build it",
+    ),
+    (
+        {"verifier": "[verifier.environment]", "tests/Dockerfile": "FROM x\nCOPY test.sh /judge/\n"},
+        "tests/Dockerfile copies no /tests/test.sh",
+    ),
+    (
+        {"verifier": "[verifier.environment]\ndocker_image = 'x'", "tests/docker-compose.yaml": "services: {}"},
+        "tests/docker-compose.yaml: a verifier here has one machine",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "reason"), REFUSED)
+def test_a_verifier_that_has_no_form_here_is_named(tmp_path: Path, settings: dict[str, str], reason: str) -> None:
+    folder(tmp_path / "tasks" / "t", **settings)
+    (refusal,) = made(tmp_path).refused
+    assert refusal.reason.startswith(reason), refusal.reason
+
+
+COPIES = [
+    ("COPY a.txt /x", {"/x": b"a"}),
+    ("COPY a.txt /x/", {"/x/a.txt": b"a"}),
+    ("COPY a.txt sub/b.txt /x", {"/x/a.txt": b"a", "/x/b.txt": b"b"}),
+    ('COPY ["a.txt", "/x y"]', {"/x y": b"a"}),
+    ("COPY --chown=1:1 sub /x", {"/x/b.txt": b"b"}),
+    ("WORKDIR /w\nCOPY a.txt .\nWORKDIR in\nADD *.txt ./", {"/w/a.txt": b"a", "/w/in/a.txt": b"a"}),
+    ("COPY a.txt \\\n  /x", {"/x": b"a"}),
+    ("# COPY a.txt /x\nLABEL a=b", {}),
+    ("COPY a.txt /w/one\nCOPY sub/b.txt /w", {"/w/one": b"a", "/w/b.txt": b"b"}),
+]
+
+
+@pytest.mark.parametrize(("text", "files"), COPIES)
+def test_copies_land_where_docker_puts_them(tmp_path: Path, text: str, files: dict[str, bytes]) -> None:
+    rows.write(tmp_path, {"a.txt": "a", "sub/b.txt": "b", "Dockerfile": text})
+    assert dockerfiles.placed(tmp_path, "Dockerfile", f"FROM x\n{text}").files == files
+
+
+def test_a_dockerfile_of_several_stages_or_of_foreign_files_is_refused(tmp_path: Path) -> None:
+    for text, reason in (
+        ("FROM a AS b\nFROM c", "D has 2 stages, expected one FROM with an image"),
+        ("FROM a\nCOPY ../x /x", "D copies ../x, expected a path below the folder"),
+        ("FROM a\nCOPY missing /x", "D copies missing, and the folder .* has no such file"),
+        ("FROM a\nCOPY", "D copies '', expected sources and a target"),
+    ):
+        with pytest.raises(ImportRefused, match=reason):
+            dockerfiles.placed(tmp_path, "D", text)
