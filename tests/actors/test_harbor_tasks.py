@@ -1,6 +1,7 @@
 """Harbor tasks with steps, and with a verifier's own image, through rollout, environment and judge."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from headrace.config import Config, Production, Run, Tasks
 from headrace.config import Environment as Section
 from headrace.judging.rules import VERSION
 from headrace.messages.judging import Score, StepScore
-from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Trajectory
+from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Trajectory, TurnSampled
 from headrace.messages.sandbox import ANY_RUN
-from headrace.messages.subjects import FAIL, SCORE, TASK, TRAJ, token
+from headrace.messages.subjects import FAIL, SCORE, TASK, TRAJ, TURN, token
 from headrace.messages.tasks import TaskRef
 from headrace.tasks.importing import harbor
 from headrace.tasks.importing.base import ImportOptions
@@ -127,6 +128,30 @@ async def test_every_step_is_judged_with_the_changes_at_its_end(connect: Connect
         StepScore(name="first", value=0.0, reason="min_reward: reward is 0, expected at least 1"),
         StepScore(name="second", reason="not examined, because of step first"),
     )
+
+
+async def test_an_attempt_that_is_handed_over_keeps_the_changes_of_its_earlier_steps(
+    connect: Connect, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    solve = f"cat {gate}\ncat given.txt > second.txt\n"
+    test_stepwise.folder(tmp_path / "tasks" / "t", **{"steps/second/solution/solve.sh": solve})
+    suite(tmp_path, "light")
+    settings, bus, run = config(tmp_path, Section(backend="process")), await connect("admin"), "over"
+    async with living(Environment, settings, await connect("environment", node="n1"), ANY_RUN):
+        async with living(Rollout, settings, await connect("rollout"), run, "leaving"):
+            await issue(bus, run, 0, "oracle")
+            async for received in bus.follow("HR_TURN", TURN.at(run=run, trajectory="g-0-0")):
+                if isinstance(received.message, TurnSampled) and received.message.turn.index == 2:
+                    break
+        async with living(Rollout, settings, await connect("rollout"), run, "heir"):
+            with await asyncio.to_thread(gate.open, "w"):  # once the script reads
+                pass
+            end = (await trajectories(bus, run, 1))[0]
+    assert (end.rollout, end.outcome, len(end.turns)) == ("heir", "finished", 4)
+    assert [snapshot.diff for snapshot in end.earlier or ()] == [{"first.txt": b"one\n"}]
+    assert end.diff["second.txt"] == b"two\n"
 
 
 def images(place: Path) -> None:
