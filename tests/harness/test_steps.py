@@ -114,27 +114,28 @@ async def test_a_step_follows_the_end_of_the_one_before(format: Renderer, made: 
 async def test_a_summary_at_the_end_of_a_step_begins_with_the_next_prompt(
     renderer: TerseRenderer, made: Made, task: Task
 ) -> None:
-    turns = turns_of(renderer, made)
+    files = task.files | {"notes.txt": b"wrong\n", "log.txt": b"a line of a long log\n" * 40}
+    turns = [renderer.turn([("read_file", {"path": "log.txt"})]), *turns_of(renderer, made)]
     common: dict[str, Any] = {"renderer": renderer, "task": task}
     whole = await run_episode(
         engine=Played(turns, renderer.stop_ids),
-        sandbox=LocalFiles(task.files | {"notes.txt": b"wrong\n"}),
+        sandbox=LocalFiles(files),
         request=wanted(task.ref, LARGE),
         **common,
     )
-    filled = sum(len(turn.prompt_ids) + len(turn.ids) for turn in whole.turns[:2]) + len(whole.turns[2].prompt_ids)
+    filled = sum(len(turn.prompt_ids) + len(turn.ids) for turn in whole.turns[:3]) + len(whole.turns[3].prompt_ids)
     limits = msgspec.structs.replace(LARGE, context_tokens=filled)
     summary = [*renderer.tokenizer.encode("The bug is repaired."), *renderer.stop_ids]
     short = await run_episode(
-        engine=Played([*turns[:2], summary, *turns[2:]], renderer.stop_ids),
-        sandbox=LocalFiles(task.files | {"notes.txt": b"wrong\n"}),
+        engine=Played([*turns[:3], summary, *turns[3:]], renderer.stop_ids),
+        sandbox=LocalFiles(files),
         request=wanted(task.ref, limits),
         **common,
     )
-    assert [(turn.kind, turn.segment) for turn in short.turns[2:]] == [("summary", 0), ("act", 1), ("act", 1)]
+    assert [(turn.kind, turn.segment) for turn in short.turns[3:]] == [("summary", 0), ("act", 1), ("act", 1)]
     texts = [renderer.tokenizer.decode(turn.prompt_ids.tolist()) for turn in short.turns]
-    assert SECOND not in texts[2] and SECOND in texts[3] and "The bug is repaired." in texts[3]
-    assert "Be brief." in texts[3] and made.task.prompt not in texts[3]
+    assert SECOND not in texts[3] and SECOND in texts[4] and "The bug is repaired." in texts[4]
+    assert "Be brief." in texts[4] and made.task.prompt not in texts[4]
     prompt = initial_prompt(wanted(task.ref, limits), task)
     assert differing(short.turns, prompt, renderer, 6, system=task.system, later=[SECOND]) == ()
 

@@ -51,9 +51,8 @@ def oracle(grading: Grading, plan: tasks.TestPlan, **changes: Any) -> Oracle:
 
 
 async def verdict(host: Host | None, known: Oracle, diff: dict[str, bytes], **changes: Any) -> Verdict:
-    task = Task(
-        ref=REF, family="toy", prompt="add", files={"calc.py": BUG}, allowed=("**",), tests=known.tests, **changes
-    )
+    fields = {"files": {"calc.py": BUG}, "allowed": ("**",)} | changes
+    task = Task(ref=REF, family="toy", prompt="add", tests=known.tests, **fields)
     candidate = Candidate(
         trajectory=trajectory("r", f"g{abs(hash(str(diff)))}", diff, isolation="episode", task=REF),
         task=task,
@@ -125,11 +124,14 @@ async def test_a_candidate_writes_no_reward_file_of_its_own(host: Host) -> None:
     assert (told.decision, told.reason) == ("failed", "refused_output: the tests wrote no reward file")
 
 
-async def test_separate_tests_see_the_changed_files_alone(host: Host) -> None:
-    plan = tasks.TestPlan(kind="command", argv=("sh", "-c", "test ! -e calc.py && grep -q 42 out/answer.txt"))
+async def test_separate_tests_see_the_allowed_files_alone_changed_or_not(host: Host) -> None:
+    command = "test ! -e calc.py && grep -q 42 out/answer.txt && grep -q kept out/old.txt"
+    plan = tasks.TestPlan(kind="command", argv=("sh", "-c", command))
     answers = oracle(Grading(kind="exit_code"), plan, separate=True)
-    assert (await verdict(host, answers, {"out/answer.txt": b"42\n"})).decision == "passed"
-    assert (await verdict(host, answers, {"out/answer.txt": b"41\n"})).decision == "failed"
+    places: dict[str, Any] = {"files": {"calc.py": BUG, "out/old.txt": b"kept\n"}, "allowed": ("out/**",)}
+    diff = {"out/answer.txt": b"42\n", "calc.py": BUG + b"\n"}
+    assert (await verdict(host, answers, diff, **places)).decision == "passed"
+    assert (await verdict(host, answers, {"out/answer.txt": b"41\n"}, **places)).decision == "failed"
 
 
 async def test_a_message_is_graded_without_a_sandbox() -> None:

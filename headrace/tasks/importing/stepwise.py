@@ -6,7 +6,7 @@ own, and its verifier's settings over those of the task.
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from headrace.messages.tasks import Step, Steps, StepTests
 from headrace.tasks.importing import trees
@@ -34,9 +34,10 @@ def read(folder: Path, config: dict[str, Any], place: Place, notes: list[str]) -
     tables = list_of(config, "steps")
     if not tables:
         return None
-    reward = config.get("multi_step_reward_strategy") or "mean"
-    if reward not in ("mean", "final"):
-        raise ImportRefused(f"multi_step_reward_strategy: expected mean or final, got {reward!r:.80}")
+    strategy = config.get("multi_step_reward_strategy") or "mean"
+    if strategy not in ("mean", "final"):
+        raise ImportRefused(f"multi_step_reward_strategy: expected mean or final, got {strategy!r:.80}")
+    reward: Literal["mean", "final"] = "final" if strategy == "final" else "mean"
     steps: list[Step] = []
     tests: list[StepTests] = []
     times: list[Any] = []
