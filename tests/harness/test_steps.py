@@ -62,7 +62,9 @@ def turns_of(format: Renderer, made: Made) -> list[list[int]]:
 
 
 async def test_a_step_follows_the_end_of_the_one_before(format: Renderer, made: Made, task: Task) -> None:
-    turns, log, ended = turns_of(format, made), [], []
+    turns = turns_of(format, made)
+    log: list[Turn] = []
+    ended: list[tuple[int, dict[str, bytes]]] = []
 
     async def on_sampled(turn: Turn) -> None:
         log.append(turn)
@@ -74,6 +76,7 @@ async def test_a_step_follows_the_end_of_the_one_before(format: Renderer, made: 
         answered = len(resume) > 1 and bool(resume[1].results)
         sandbox = LocalFiles(task.files | ({"notes.txt": b"wrong\n"} if answered else {}))
         before = len(ended)
+        logging: dict[str, Any] = {} if resume else {"on_sampled": on_sampled, "on_done": on_done}
 
         async def on_step(number: int) -> None:
             ended.append((number, dict(sandbox.files)))
@@ -86,7 +89,7 @@ async def test_a_step_follows_the_end_of_the_one_before(format: Renderer, made: 
             request=wanted(task.ref, LARGE),
             task=task,
             on_step=on_step,
-            **({} if resume else {"on_sampled": on_sampled, "on_done": on_done}),
+            **logging,
             resume=resume,
         )
         assert len(ended) - before == (not answered), "a step that was stored does not end again"
@@ -133,7 +136,7 @@ async def test_a_summary_at_the_end_of_a_step_begins_with_the_next_prompt(
         **common,
     )
     assert [(turn.kind, turn.segment) for turn in short.turns[3:]] == [("summary", 0), ("act", 1), ("act", 1)]
-    texts = [renderer.tokenizer.decode(turn.prompt_ids.tolist()) for turn in short.turns]
+    texts = [renderer.tokenizer.decode([int(id) for id in turn.prompt_ids.tolist()]) for turn in short.turns]
     assert SECOND not in texts[3] and SECOND in texts[4] and "The bug is repaired." in texts[4]
     assert "Be brief." in texts[4] and made.task.prompt not in texts[4]
     prompt = initial_prompt(wanted(task.ref, limits), task)
