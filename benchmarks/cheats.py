@@ -23,13 +23,13 @@ import msgspec
 import uvloop
 
 from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
-from headrace.actors.rollout.diff import diff
 from headrace.config import Environment
 from headrace.judging import rules
 from headrace.judging.candidates import repository
 from headrace.judging.verdicts import all_passed, decide
 from headrace.messages.sandbox import Acquire, CheckIntegrity, Exec, GroupKey, PullTree, Role, RunTests, SandboxLost
 from headrace.messages.tasks import Oracle
+from headrace.tasks.diff import diff
 from headrace.tasks.generated.repositories import Made, make
 from headrace.tasks.sealing import compare_answers, known, recorded, seal
 from headrace.vmhost.errors import VmhostError

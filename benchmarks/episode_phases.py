@@ -24,7 +24,6 @@ import uvloop
 
 from benchmarks.conditions import Figures, at_most, cannot_run, finish
 from benchmarks.episode import GROUP, measure
-from headrace.actors.rollout.diff import PULL_LIMIT
 from headrace.config import Config, Environment
 from headrace.judging.candidates import repository
 from headrace.messages.sandbox import (
@@ -39,6 +38,7 @@ from headrace.messages.sandbox import (
     RunTests,
     Search,
 )
+from headrace.tasks.diff import PULL_LIMIT
 from headrace.tasks.generated.repositories import SEEDS, Made, make
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.node.host import Host, VmSandbox

@@ -36,7 +36,6 @@ from aiohttp import web
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.conditions import Figures, at_least, at_most, finish
-from headrace.actors.rollout.diff import diff
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
@@ -59,6 +58,7 @@ from headrace.rendering.base import Call
 from headrace.rendering.terse import Format, TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import open_suite
+from headrace.tasks.diff import diff
 from headrace.tasks.generated import traces
 from headrace.tasks.local import LocalFiles
 

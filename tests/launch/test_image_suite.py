@@ -65,7 +65,7 @@ async def test_a_policy_trains_on_images(tmp_path: Path) -> None:
         "environment.max_vms": 6,
         "environment.warm": 0,
         "tasks.suite": "scripts",
-        "tasks.uncertified": True,  # a task with an image has no certificate
+        "tasks.uncertified": True,  # tests/judging/test_certifying.py certifies tasks with an image
         "curriculum.steps": STEPS,
         "limits.wall_s": 1200.0,
     }

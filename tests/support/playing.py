@@ -4,7 +4,6 @@ from typing import Any
 
 from msgspec import UNSET
 
-from headrace.actors.rollout.diff import pull
 from headrace.harness.loop import run_episode
 from headrace.harness.message import run_message
 from headrace.harness.scripted import ScriptedEngine, script
@@ -16,6 +15,7 @@ from headrace.messages.tasks import ANSWER
 from headrace.rendering.terse import TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import Suite
+from headrace.tasks.diff import pull
 from headrace.vmhost.node.host import Host
 
 LIMITS = Limits(max_turns=40, max_tokens=200_000, context_tokens=200_000)

@@ -15,7 +15,6 @@ import msgspec
 
 from headrace.actors.rollout import spans
 from headrace.actors.rollout.client_turns import ClientTurns
-from headrace.actors.rollout.diff import TreeTooLarge
 from headrace.actors.rollout.episode import Episode
 from headrace.actors.rollout.failures import CANCELLED, PURGED, Cancelled, NoEnvironment, NoFreeNode, failure
 from headrace.actors.rollout.message import MessageEpisode
@@ -53,6 +52,7 @@ from headrace.sandboxes.client import Sandboxes, Superseded
 from headrace.search.client import SearchClient
 from headrace.search.models import SearchModelError, find, offers_search, plugin
 from headrace.tasks import UnknownSuite, open_suite
+from headrace.tasks.diff import TreeTooLarge
 from headrace.tasks.suites import suite_plugins
 
 LANES: tuple[Lane, ...] = get_args(Lane)

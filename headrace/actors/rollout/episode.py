@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.actors.rollout.diff import pull
 from headrace.actors.rollout.publication import publish, trajectory_of
 from headrace.actors.rollout.sandbox_checkpoint import MAX_COPIES, CheckpointSchedule, replay_calls, restore
 from headrace.actors.rollout.spans import TracedEngine, TracedToolbox
@@ -34,6 +33,7 @@ from headrace.messages.tasks import Task
 from headrace.rendering.base import Renderer
 from headrace.sandboxes.client import NodeSilent, RemoteSandbox, Sandboxes, Superseded
 from headrace.search.chunks import PATTERNS
+from headrace.tasks.diff import pull
 
 CAPACITY_WAIT_S = 15.0
 """Seconds that an attempt waits for a sandbox before its request goes back to the end of the queue. Each hand-over

@@ -1,11 +1,11 @@
 """Reasons for which an attempt ends without a Trajectory, and their names in SlotFailed."""
 
-from headrace.actors.rollout.diff import TreeTooLarge
 from headrace.actors.rollout.pins import NoPolicy
 from headrace.engines.base import EngineError
 from headrace.messages.rollout import RolloutRequest, SlotFailed
 from headrace.messages.sandbox import SandboxLost
 from headrace.messages.search import SearchLost
+from headrace.tasks.diff import TreeTooLarge
 
 CANCELLED, PURGED = "the user cancelled the run", "the user's data is purged"
 

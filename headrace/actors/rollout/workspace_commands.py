@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.actors.rollout.diff import PULL_LIMIT
 from headrace.actors.rollout.episode import CAPACITY_WAIT_S
 from headrace.messages.product import WorkspaceCommand, WorkspaceReport
 from headrace.messages.sandbox import Acquire, Exec, NoCapacity, OpResult, PullChanges, PullTree, SandboxLost
 from headrace.messages.tasks import Task, TaskRef
 from headrace.sandboxes.client import CannotCopy, RemoteSandbox, Sandboxes
 from headrace.tasks import UnknownSuite
+from headrace.tasks.diff import PULL_LIMIT
 from headrace.tasks.workspace import LIGHT, WORKSPACE
 
 OUTPUT_CHARS = 4096

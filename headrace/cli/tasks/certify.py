@@ -9,8 +9,12 @@ from headrace.launch.output import complain, say
 from headrace.launch.runs import RunError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.cli.arguments import Commands
     from headrace.messages.judging import Certificate
+    from headrace.tasks import Suite
+    from headrace.vmhost.node.host import Host
 
 
 def add(commands: "Commands") -> None:
@@ -79,6 +83,7 @@ async def examine(args: argparse.Namespace) -> int:
             complain(f"{kind}: {text}")
 
     try:
+        demand_images(suite, ids, host)
         made = await asyncio.gather(*(one(id) for id in ids))
     except (UnknownSuite, PluginError, SandboxLost, NoCapacity) as error:
         raise RunError(f"{args.suite} cannot be certified: {error}", 1) from None
@@ -88,6 +93,21 @@ async def examine(args: argparse.Namespace) -> int:
     path = write(suite, made, BUNDLED if args.bundled else folder)
     say(f"{summary(made)}; written to {path}")
     return 0 if all(certificate.verdict == "certified" for certificate in made) else 1
+
+
+def demand_images(suite: "Suite", ids: "Sequence[str]", host: "Host") -> None:
+    """RunError or VmhostError when this machine cannot run the image of every task: before the first is examined. An
+    outside backend may hold images elsewhere."""
+    images = {suite.task(id).image for id in ids} - {""}
+    if not images or host.plugins:
+        return
+    host.demand("upper_diff")
+    if absent := sorted(images - host.held()):
+        raise RunError(
+            f"{len(absent)} of {len(images)} images of {suite.name} are not stored on this machine, such as "
+            f"{absent[0]}; store them with `headrace images pull` or `headrace images import`",
+            1,
+        )
 
 
 def line(made: "Certificate") -> str:

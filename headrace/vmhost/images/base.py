@@ -182,7 +182,10 @@ def plan(environment: Environment, name: str, depth: int = 0) -> TemplatePlan:
     recipe = task_templates.find(cache, name)
     if recipe is None:
         names = [*packages.FLAVOURS, *imported.names(cache), *task_templates.names(cache)]
-        raise VmhostError(f"there is no template {name!r}; known are {', '.join(names)}")
+        raise VmhostError(
+            f"there is no template {name!r}; known are {', '.join(names)}: a container image is stored by "
+            "`headrace images import`"
+        )
     if depth == task_templates.DEPTH:
         raise VmhostError(f"{name}: more than {task_templates.DEPTH} levels of templates, or a circle of them")
     below = plan(environment, classes.named(recipe.base, limits), depth + 1)

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from headrace.actors.environment.actor import Environment
-from headrace.actors.rollout import diff as rollout_diff
 from headrace.actors.rollout.actor import Rollout
 from headrace.actors.rollout.turn_log import TurnLog
 from headrace.bus.broker.server import Server
@@ -40,6 +39,7 @@ from headrace.messages.rollout import (
 )
 from headrace.messages.sandbox import ANY_RUN, ToolLog
 from headrace.messages.subjects import EVENT, FAIL, TASK, TRAJ, TURN, token
+from headrace.tasks import diff as task_diff
 from headrace.tasks import open_suite
 from headrace.tasks.suites import write_suite
 from tests.conftest import Connect
@@ -320,7 +320,7 @@ async def test_a_microvm_that_is_killed_fails_the_slot_and_not_the_policy(
 async def test_a_tree_that_is_too_large_to_pull_fails_the_slot_and_is_no_empty_diff(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_diff, "PULL_LIMIT", 16)
+    monkeypatch.setattr(task_diff, "PULL_LIMIT", 16)
     async with living(Rollout, config(tmp_path), await connect("rollout"), "a12", "roll-1"):
         await issue(observer, request("a12", "g1", policy="idle"))
         failed = await first(observer, "HR_LEDGER", FAIL.at(run="a12", group="g1"), SlotFailed)
@@ -340,7 +340,7 @@ async def test_a_candidate_that_fills_its_workspace_gets_an_outcome(
     wanted = msgspec.structs.replace(
         request("a13", "g1", policy="oracle"), task=tasks.TaskRef("generated/train", grows)
     )
-    monkeypatch.setattr(rollout_diff, "PULL_LIMIT", size[grows])
+    monkeypatch.setattr(task_diff, "PULL_LIMIT", size[grows])
     async with living(Rollout, config(tmp_path), await connect("rollout"), "a13", "roll-1"):
         await issue(observer, wanted)
         end = await first(observer, "HR_TRAJ", TRAJ.at(run="a13", group="g1"), Trajectory)

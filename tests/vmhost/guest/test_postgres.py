@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from headrace.actors.rollout.diff import diff
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, CheckIntegrity, Exec, PullTree, Role, RunTests, WriteFiles
 from headrace.messages.tasks import TestPlan
+from headrace.tasks.diff import diff
 from headrace.vmhost.images import base, imported, packages
 from headrace.vmhost.node.host import Host, VmSandbox
 from headrace.vmhost.templates import task_templates

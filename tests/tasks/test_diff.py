@@ -1,6 +1,6 @@
 """Changes that count as the agent's own."""
 
-from headrace.actors.rollout.diff import diff
+from headrace.tasks.diff import diff
 
 BEFORE = {"app/a.py": b"1", "app/b.py": b"2", "test_visible.py": b"t", "README.md": b"r"}
 

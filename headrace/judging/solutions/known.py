@@ -1,0 +1,249 @@
+"""The known solution of a task as changes of a sandbox.
+
+Files over a template are such changes already. A solution that is a program, or that belongs into a container image,
+is made in a fresh sandbox, as the agent's, and pulled from there in the way in which a rollout pulls an attempt: its
+modes, links and deletions are part of it, and paths that the task does not allow are left out.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from headrace.judging.machines import Machines
+from headrace.messages.plugins import Plugin
+from headrace.messages.sandbox import (
+    Acquire,
+    Change,
+    Exec,
+    NoCapacity,
+    OpResult,
+    PullChanges,
+    PullTree,
+    Sandbox,
+    SandboxLost,
+    WriteFiles,
+)
+from headrace.messages.tasks import ANSWER, HOST_FOLDER, Oracle, Task
+from headrace.sandboxes.calls import NodeSilent, Superseded
+from headrace.tasks.certificates import task_hash
+from headrace.tasks.diff import diff, image_diff
+from headrace.vmhost.guest.globs import matches
+
+PULL_LIMIT = 32 << 20
+"""Bytes of a solution's files, as of an attempt's."""
+_PULL_WHOLE = 512 << 10
+"""A repository of at most this many bytes is pulled completely; from a larger one only allowed paths."""
+_ORIGINALS = 4 << 20
+"""Bytes of the largest original that is read: functions are compared with it."""
+_SCRIPT = f"{HOST_FOLDER}solve"
+TRIES = 3
+"""Number of sandboxes that our own parts may lose before the failure is raised."""
+DEATHS = 2
+"""Number of sandboxes that may end while the solution's program runs, before the solution is refused."""
+RETRY_S = 0.5
+"""Pause before another sandbox is asked for, times the number of failures."""
+
+
+class NoSolution(Exception):
+    """The known solution cannot be made; the text says why."""
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes of a workspace, as a Trajectory holds them."""
+
+    files: dict[str, bytes] = {}
+    """Changed or new files."""
+    deleted: tuple[str, ...] = ()
+    entries: tuple[Change, ...] = ()
+    """In an image: every change in the order in which they are made again."""
+    originals: dict[str, bytes] = {}
+    """In an image: the former content of changed files."""
+    touched: tuple[str, ...] = ()
+    """Changed paths that the task does not allow."""
+
+    def only(self, files: Mapping[str, bytes]) -> "Changes":
+        """Other contents of some of its files, without its other changes."""
+        entries = tuple(change for change in self.entries if change.kind == "file" and change.path in files)
+        return Changes(files=dict(files), entries=entries, originals=self.originals)
+
+    def over(self, files: Mapping[str, bytes]) -> "Changes":
+        """All of its changes, with other contents of some of its files."""
+        return msgspec.structs.replace(self, files=self.files | dict(files))
+
+    def repaired(self, task: Task) -> dict[str, bytes]:
+        """The files whose content is new; in an image the task's own files are changes as well."""
+        before = self.before(task)
+        return {path: data for path, data in self.files.items() if before.get(path) != data}
+
+    def before(self, task: Task) -> dict[str, bytes]:
+        """The files that an attempt begins with, as far as they are read."""
+        return self.originals | task.files
+
+
+class AgentSandboxes:
+    """Fresh sandboxes of a task, as its agent gets them."""
+
+    def __init__(self, task: Task, oracle: Oracle, machines: Machines[Any], lease_s: float) -> None:
+        self._task, self._oracle, self._machines, self._lease_s = task, oracle, machines, lease_s
+        self._group = f"c{task_hash(task, oracle)[:16]}"
+        self._count = 0
+        self.plugins: dict[Plugin, None] = {}
+        """Sandbox backends that come from outside of headrace."""
+
+    @asynccontextmanager
+    async def sandbox(self) -> AsyncIterator[Sandbox]:
+        """A fresh sandbox, given back at the end. SandboxLost, NoCapacity after `TRIES` failures."""
+        sandbox = await self._acquire()
+        self.plugins.update(dict.fromkeys(sandbox.plugins))
+        try:
+            yield sandbox
+        finally:
+            self._machines.give_back(sandbox)
+
+    async def _acquire(self) -> Any:
+        task, failures = self._task, 0
+        while True:
+            self._count += 1
+            request = Acquire(
+                run="certify",
+                lane="eval",
+                role="rollout",
+                group=self._group,
+                slot=self._count,
+                attempt=0,
+                isolation="episode",
+                template=task.machine,
+                workdir=task.repository,
+                limits=task.sandbox_limits,
+                lease_s=self._lease_s,
+                network=task.network,
+                requires=("upper_diff",) if task.image else (),
+                files=task.files,
+            )
+            try:
+                return await self._machines.acquire(request)
+            except Superseded:
+                raise
+            except (SandboxLost, NoCapacity):
+                failures += 1
+                if failures == TRIES:
+                    raise
+                await asyncio.sleep(RETRY_S * failures)
+
+    async def known(self) -> Changes:
+        """The known solution. NoSolution when it cannot be made or changes nothing; SandboxLost, NoCapacity."""
+        task, oracle = self._task, self._oracle
+        if not task.sandbox:
+            return Changes(files={ANSWER: oracle.answer.encode()})
+        if not task.image and not oracle.script:
+            return Changes(files=oracle.solution, deleted=oracle.removed)
+        deaths = 0
+        while True:
+            try:
+                async with self.sandbox() as sandbox:
+                    changes = await self._made(sandbox)
+                break
+            except (NodeSilent, Superseded):
+                raise
+            except _Died as error:
+                deaths += 1
+                if deaths == DEATHS:
+                    raise NoSolution(f"{DEATHS} sandboxes ended while the known solution was made: {error}") from None
+        if not self._changed(changes):
+            outside = f"; it changes {changes.touched[0]}, which the task does not allow" if changes.touched else ""
+            raise NoSolution(f"the known solution changes nothing{outside}")
+        return changes
+
+    async def _made(self, sandbox: Sandbox) -> Changes:
+        try:
+            await self._write(sandbox)
+            await self._run(sandbox)
+            return await self._pulled(sandbox)
+        except (NodeSilent, Superseded):
+            raise
+        except SandboxLost as error:
+            raise _Died(str(error)) from None
+
+    async def _write(self, sandbox: Sandbox) -> None:
+        oracle = self._oracle
+        if oracle.solution or oracle.removed:
+            written = await sandbox.call(WriteFiles(files=oracle.solution, delete=oracle.removed))
+            if not written.ok:
+                raise NoSolution(f"the known solution cannot be written: {written.error}")
+
+    async def _run(self, sandbox: Sandbox) -> None:
+        """Run the solution's program from a file, because one argument of a program has at most 128 KiB."""
+        task, oracle = self._task, self._oracle
+        if not oracle.script:
+            return
+        limit = task.sandbox_limits.time_s or oracle.tests.timeout_s
+        written = await sandbox.call(WriteFiles(files={_SCRIPT: oracle.script.encode()}))
+        if not written.ok:
+            raise NoSolution(f"the solution's program cannot be written: {written.error}")
+        done = await sandbox.call(Exec(argv=(*interpreter(oracle.script), _SCRIPT), timeout_s=limit))
+        await sandbox.call(WriteFiles(files={}, delete=(HOST_FOLDER.rstrip("/"),)))
+        if done.timed_out:
+            raise NoSolution(f"the solution's program does not end within {limit:g} s")
+        if done.code or not done.ok:
+            raise NoSolution(f"the solution's program ends with code {done.code}: {_last_line(done)}")
+
+    async def _pulled(self, sandbox: Sandbox) -> Changes:
+        """The changes of a sandbox, as a rollout pulls them."""
+        task = self._task
+        if task.image:
+            tree = await sandbox.call(PullChanges(limit=PULL_LIMIT, originals=_ORIGINALS))
+            _check(tree)
+            changes, entries = image_diff(tree.changes, tree.files, task.allowed)
+            originals = {path: data for path, data in tree.originals.items() if path in changes.changed}
+            return Changes(
+                files=changes.changed,
+                deleted=changes.deleted,
+                entries=entries,
+                originals=originals,
+                touched=changes.touched,
+            )
+        patterns = ("**",) if sum(map(len, task.files.values())) <= _PULL_WHOLE else task.allowed
+        tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT))
+        _check(tree)
+        before = {path: data for path, data in task.files.items() if any(matches(p, path, True) for p in patterns)}
+        changes = diff(before, tree.files, task.allowed)
+        return Changes(files=changes.changed, deleted=changes.deleted, touched=changes.touched)
+
+    def _changed(self, changes: Changes) -> bool:
+        """Whether there is any change besides the task's own files, which an image gets with its sandbox."""
+        if not self._task.image:
+            return bool(changes.files or changes.deleted)
+        pushed = self._task.files
+        folders = {path[:at] for path in pushed for at, char in enumerate(path) if char == "/"}
+        for change in changes.entries:
+            same = change.kind == "file" and pushed.get(change.path) == changes.files[change.path]
+            if not (same and change.mode == 0o644) and not (change.kind == "folder" and change.path in folders):
+                return True
+        return False
+
+
+class _Died(Exception):
+    """The sandbox ended while the known solution was made in it."""
+
+
+def interpreter(script: str) -> tuple[str, ...]:
+    """The program that runs a script, with its arguments: the one that its first line names, or ``sh``."""
+    first = script.partition("\n")[0]
+    words = first[2:].split() if first.startswith("#!") else []
+    return tuple(words) or ("sh",)
+
+
+def _last_line(done: OpResult) -> str:
+    lines = [line for text in (done.stderr, done.stdout, done.error) for line in text.strip().splitlines()[-1:]]
+    return lines[0][:200] if lines else "no output"
+
+
+def _check(tree: OpResult) -> None:
+    """NoSolution unless all changes were pulled."""
+    if not tree.ok:
+        raise NoSolution(f"the known solution's changes cannot be read: {tree.error}")
+    if tree.truncated:
+        raise NoSolution(f"the known solution's files have more than {PULL_LIMIT >> 20} MiB")

@@ -1,0 +1,142 @@
+"""Parts of the solution or of the hidden tests that the agent can read: in the prompt, in its files, in its image.
+
+An image is searched in a fresh sandbox, as the agent's, with the image's own ``find`` and ``git``. Git is asked for
+objects by their hash, so every branch, pack and unreachable object counts: a history that goes on after the task's
+commit holds the repair, and an agent can read it there.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from headrace.messages.sandbox import Exec, Sandbox
+from headrace.messages.tasks import Oracle, Task
+from headrace.tasks import leaks as scan
+
+SHORTEST = 40
+"""Characters from which the solution's new text counts as leaked: shorter ones occur by chance."""
+_LARGEST = 1 << 20
+"""Bytes of a file that is compared line by line, or searched for in an image."""
+_SEARCH_S = 120.0
+_SIZES = 2000
+"""Sizes of files that are searched for."""
+_OUTPUT = 1 << 20
+_PATCHED = re.compile(
+    rb"^diff --git a/\S.* b/(\S.*)\n(?:(?!diff --git |index ).*\n){0,6}index [0-9a-f]+\.\.([0-9a-f]{7,64})",
+    re.MULTILINE,
+)
+"""A file of a git patch, and the hash of its content afterwards."""
+_FIND = """command -v find > /dev/null && command -v sha256sum > /dev/null || exit 101
+places=.
+for folder in /tests /solution; do if [ -d "$folder" ]; then places="$places $folder"; fi; done
+exec find $places -xdev -name .git -prune -o -type f "(" "$@" ")" -exec sha256sum {} +
+"""
+"""/tests and /solution are where Harbor has a task's tests and its solution while it uses them."""
+_GIT = """d=$(pwd)
+while [ -n "$d" ] && [ ! -e "$d/.git" ]; do d=${d%/*}; done
+[ -e "$d/.git" ] || exit 100
+command -v git > /dev/null || exit 101
+export GIT_NO_LAZY_FETCH=1
+exec git --git-dir="$d/.git" cat-file --batch-check
+"""
+"""Git reads a repository that is named in this way, also of another owner."""
+_NO_REPOSITORY, _NO_PROGRAM = 100, 101
+
+
+class Found(NamedTuple):
+    """The result of a search."""
+
+    leaks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Places that could not be searched."""
+
+
+def told(task: Task, oracle: Oracle, before: Mapping[str, bytes], solution: Mapping[str, bytes]) -> Found:
+    """Leaks in the prompt and in the files that an attempt begins with, as far as they are known."""
+    reasons, notes = [], []
+    hidden = set(_decisive(oracle).values())
+    reasons += [f"{path} is a hidden test file" for path, content in sorted(task.files.items()) if content in hidden]
+    reasons += [f"the prompt names the hidden test {name}" for name in oracle.expected if name in task.prompt]
+    for path, content in sorted(solution.items()):
+        original = before.get(path, b"")
+        if content.strip() and len(content) >= SHORTEST:
+            twins = [other for other, text in sorted(before.items()) if content.strip() in text]
+            reasons += [f"{twin} holds the solution of {path}" for twin in twins]
+        if min(len(content), len(original)) > _LARGEST:
+            notes.append(f"{path} is too large: its changed lines were not searched for")
+            continue
+        others = {other: text for other, text in before.items() if other not in solution}
+        blocks = scan.added(original, content)
+        reasons += list(scan.remains(others | {path: original}, blocks))
+        added = max(blocks, key=len, default="").strip()
+        if len(added) >= SHORTEST and added in task.prompt:
+            reasons.append(f"the prompt holds the solution of {path}")
+    return Found(tuple(reasons), tuple(notes))
+
+
+def _decisive(oracle: Oracle) -> dict[str, bytes]:
+    """The hidden files that the agent must not see. A file whose tests are all to be kept may be shown: it passes
+    without the solution."""
+    decisive = {path for path in oracle.hidden if any(name.startswith(f"{path}::") for name in oracle.expected)}
+    return {path: content for path, content in oracle.hidden.items() if path in decisive or not decisive}
+
+
+async def in_image(sandbox: Sandbox, oracle: Oracle, solution: Mapping[str, bytes]) -> Found:
+    """Leaks in a fresh sandbox of an image. solution: the files that the known solution repairs."""
+    names = {content: f"is the hidden file {path}" for path, content in sorted(_decisive(oracle).items())}
+    names |= {oracle.script.encode(): "is the solution's program"}
+    names |= {content: f"holds the solution of {path}" for path, content in sorted(solution.items())}
+    texts = {content: name for content, name in names.items() if SHORTEST <= len(content.strip()) <= _LARGEST}
+    files, objects = await _files(sandbox, texts), await _objects(sandbox, oracle, solution)
+    return Found((*files.leaks, *objects.leaks), (*files.notes, *objects.notes))
+
+
+async def _files(sandbox: Sandbox, texts: Mapping[bytes, str]) -> Found:
+    """Files of the repository with one of these contents."""
+    sizes = sorted({len(content) for content in texts})
+    if not sizes:
+        return Found()
+    wanted = [word for size in sizes[:_SIZES] for word in ("-o", "-size", f"{size}c")][1:]
+    search = Exec(argv=("sh", "-c", _FIND, "find", *wanted), timeout_s=_SEARCH_S, output_cap=_OUTPUT)
+    done = await sandbox.call(search)
+    if done.code == _NO_PROGRAM:
+        return Found(notes=("the image's files were not searched: it has no find or no sha256sum",))
+    in_part = done.timed_out or done.truncated or len(sizes) > _SIZES
+    notes = ("the image's files were searched in part, because they are too many",) if in_part else ()
+    names = {hashlib.sha256(content).hexdigest(): name for content, name in texts.items()}
+    lines = (line.lstrip("\\").split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
+    return Found(tuple(f"{path.removeprefix('./')} {names[sum]}" for sum, path in lines if sum in names), notes)
+
+
+async def _objects(sandbox: Sandbox, oracle: Oracle, solution: Mapping[str, bytes]) -> Found:
+    """Repaired files, and the files of a hidden patch, in the object store of the repository."""
+    wanted: dict[str, str] = {}
+    for path, content in sorted(solution.items()):
+        if len(content.strip()) >= SHORTEST:
+            blob = b"blob %d\0" % len(content) + content
+            for hashed in (hashlib.sha1(blob, usedforsecurity=False), hashlib.sha256(blob)):
+                wanted[hashed.hexdigest()] = f"the repository's history holds the solution of {path}"
+    for content in oracle.hidden.values():
+        for path, name in _PATCHED.findall(content):
+            if name.strip(b"0"):
+                text = f"the repository's history holds the hidden tests of {path.decode('utf-8', 'replace')}"
+                wanted.setdefault(name.decode(), text)
+    if not wanted:
+        return Found()
+    asked = "".join(f"{name}\n" for name in wanted)
+    done = await sandbox.call(Exec(argv=("sh", "-c", _GIT), stdin=asked.encode(), output_cap=_OUTPUT))
+    if done.code == _NO_REPOSITORY:
+        return Found()
+    if done.code == _NO_PROGRAM:
+        return Found(notes=("the repository's history was not searched: the image has no git",))
+    if done.code or not done.ok:
+        why = (done.stderr.strip() or done.error).partition("\n")[0]
+        return Found(notes=(f"the repository's history was not searched: {why[:200]}",))
+    return Found(_present(done.stdout.splitlines(), wanted))
+
+
+def _present(lines: Iterable[str], wanted: Mapping[str, str]) -> tuple[str, ...]:
+    """The texts of the names that git knows, each once. lines: git's answers in the order of the names."""
+    held = (text for line, text in zip(lines, wanted.values(), strict=False) if line.split(" ")[1:2] == ["blob"])
+    return tuple(dict.fromkeys(held))

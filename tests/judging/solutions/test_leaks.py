@@ -1,0 +1,72 @@
+"""The search for a solution and for hidden tests in a sandbox, with its own find and git."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from headrace.config import Environment
+from headrace.judging.solutions import leaks
+from headrace.messages.sandbox import Acquire, Exec, Sandbox
+from headrace.messages.tasks import Oracle, TaskRef, TestPlan
+from headrace.vmhost.node.host import Host
+
+pytestmark = pytest.mark.anyio
+
+BUG = b"def larger(a, b):\n    return a if a < b else b\n"
+RIGHT = BUG.replace(b"<", b">")
+HISTORY = """set -e
+git init -q
+save() { git add -A && git -c user.name=a -c user.email=a@b commit -qm "$1"; }
+save bug
+sed -i 's/</>/' code_.py
+echo 'assert larger(1, 2) == 2  # and a comment of some length' > test_code.py
+save repair
+git diff HEAD~1 -- test_code.py
+git reset -q --hard HEAD~1
+git reflog expire --expire=now --all  # the objects stay, and no name leads to them
+"""
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    host = await Host.open(Environment(backend="process", max_vms=1))
+    fields = {"run": "r", "lane": "eval", "group": "g", "slot": 0, "attempt": 0}
+    yield await host.acquire(Acquire(role="rollout", isolation="episode", files={"code_.py": BUG}, **fields))  # type: ignore[arg-type]
+    await host.close()
+
+
+def oracle(hidden: dict[str, bytes]) -> Oracle:
+    plan = TestPlan(kind="command", argv=("true",))
+    return Oracle(ref=TaskRef("s", "1"), hidden=hidden, tests=plan, expected=(), solution={}, script="short")
+
+
+async def sh(sandbox: Sandbox, script: str) -> str:
+    done = await sandbox.call(Exec(argv=("sh", "-c", script)))
+    assert done.ok, done
+    return done.stdout
+
+
+async def test_objects_without_a_name_are_found(sandbox: Sandbox) -> None:
+    patch = (await sh(sandbox, HISTORY)).encode()
+    assert b"+assert larger" in patch
+    found = await leaks.in_image(sandbox, oracle({"p": patch}), {"code_.py": RIGHT})
+    assert found.leaks == (
+        "the repository's history holds the solution of code_.py",
+        "the repository's history holds the hidden tests of test_code.py",
+    )
+    assert found.notes == ()
+    other = RIGHT.replace(b"larger", b"smaller")
+    assert await leaks.in_image(sandbox, oracle({"p": b"no patch"}), {"code_.py": other}) == leaks.Found()
+
+
+async def test_copies_are_found_and_short_files_do_not_count(sandbox: Sandbox) -> None:
+    await sh(sandbox, "mkdir -p a/b; sed 's/</>/' code_.py > 'a/b/the copy'; echo short > c; printf '' > empty")
+    hidden = {"test_code.py": RIGHT.replace(b"a", b"c"), "__init__.py": b"", "d": b"short\n"}
+    found = await leaks.in_image(sandbox, oracle(hidden), {"code_.py": RIGHT})
+    assert found == leaks.Found(("a/b/the copy holds the solution of code_.py",))
+
+
+async def test_a_history_that_git_cannot_read_is_a_note(sandbox: Sandbox) -> None:
+    await sh(sandbox, "mkdir .git")
+    found = await leaks.in_image(sandbox, oracle({}), {"code_.py": RIGHT})
+    assert found.leaks == () and "history was not searched: fatal: not a git repository" in found.notes[0]
