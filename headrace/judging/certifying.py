@@ -24,6 +24,7 @@ from headrace.judging.examination import Options, Report, examine
 from headrace.judging.machines import Machines
 from headrace.judging.solutions import broken, leaks
 from headrace.judging.solutions.known import AgentSandboxes, Changes, NoSolution
+from headrace.judging.verdicts import Verdict
 from headrace.messages.judging import Certificate
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
@@ -63,6 +64,7 @@ async def certify(
     except NoSolution as error:
         return msgspec.structs.replace(made, verdict="refused", plugins=exam.used(made), reasons=(str(error),))
     gold = [await exam.decision(solution) for _ in range(GOLD_RUNS)]
+    why = exam.why
     await exam.prepare(_required(oracle), solution)
     noop = await exam.rejection(Changes())
     if oracle.grading.kind == "exact" and noop != "passed":
@@ -97,7 +99,7 @@ async def certify(
         survivors=tuple(survivors),
         leaks=(*leaked.leaks, *searched.leaks),
     )
-    reasons = _reasons(made, gold)
+    reasons = _reasons(made, why)
     notes = []
     if made.killed < KILLED * tried:
         notes.append(f"the tests refuse {made.killed} of {tried} broken solutions, less than {KILLED:.0%}")
@@ -108,13 +110,12 @@ async def certify(
     return msgspec.structs.replace(made, verdict=verdict, reasons=reasons, notes=tuple(notes))
 
 
-def _reasons(made: Certificate, gold: Sequence[str]) -> tuple[str, ...]:
-    """Why a task is not certified. gold: the decisions on the known solution."""
+def _reasons(made: Certificate, why: str) -> tuple[str, ...]:
+    """Why a task is not certified. why: the reason of an examination that the known solution did not pass."""
     reasons = []
     if made.gold_passed < made.gold_runs:
         flaky = "flaky: " if made.gold_passed else ""
-        others = sorted(set(gold) - {"passed", "failed"})
-        judged = f" ({', '.join(others)})" if others else ""
+        judged = f": {why}" if why else ""
         reasons.append(f"{flaky}the known solution passes {made.gold_passed} of {made.gold_runs} times{judged}")
     if made.noop == "passed":
         reasons.append("the untouched repository passes")
@@ -137,6 +138,8 @@ class _Exam:
         self.sandboxes = AgentSandboxes(task, oracle, machines, Options().lease_s)
         self.tests: tuple[TestOutcome, ...] = ()
         """The outcomes of the latest examination."""
+        self.why = ""
+        """The reason of the latest examination that was not passed; empty where only the number tells."""
         self._few: Oracle | None = None
 
     def used(self, made: Certificate) -> tuple[Plugin, ...]:
@@ -187,7 +190,18 @@ class _Exam:
         verdict = await examine(candidate, self._machines, self._report, Options())
         self._plugins = merged(self._plugins, verdict.plugins)
         self.tests = verdict.tests
+        if not verdict.passed:
+            self.why = _why(oracle, verdict)
         return verdict.decision
+
+
+def _why(oracle: Oracle, verdict: Verdict) -> str:
+    """Why a verdict is no pass."""
+    if verdict.decision != "failed":
+        return f"{verdict.decision} {', '.join(verdict.suspicions)}".strip()
+    passed = {test.name for test in verdict.tests if test.outcome == "passed"}
+    missing = [name for name in oracle.expected if name not in passed]
+    return verdict.reason or (f"{missing[0]} does not pass" if missing else "")
 
 
 def _required(oracle: Oracle) -> Oracle | None:

@@ -2,7 +2,7 @@
 
 The images, rows and folders are made by tests/support/image_rows.py of packages of PyPI and Debian; the judge, the
 rollout actor and the environment are those of `headrace eval`. A known solution passes, no change and changed tests do
-not.
+not. All of them are certified.
 """
 
 import json
@@ -61,3 +61,11 @@ def test_only_the_known_solution_passes(
         headrace(place, "eval", "--policy", f"scripted:{policy}", "--suite", suite, **settings).splitlines()[-1]
     )
     assert (told["tasks"], told["passed"], told["infra_failures"]) == (tasks, tasks * passes, 0), told
+
+
+@pytest.mark.parametrize(("suite", "tasks"), [("rows", 10), ("folders", 5)])
+def test_all_are_certified(place: Path, suite: str, tasks: int) -> None:
+    if why := unavailable():
+        pytest.skip(f"no containers here: {why}")
+    told = headrace(place, "tasks", "certify", suite, **{"environment.backend": "container"})
+    assert f"{tasks} of {tasks} tasks are certified" in told, told

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import AsyncIterator
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,12 @@ def test_type():
         ("echo 1 > other.py", TESTS, {}, "changes nothing; it changes other.py, which the task does not allow"),
         ("sleep 60", TESTS, {"limits": SandboxLimits(time_s=0.2)}, "the solution's program does not end within 0.2 s"),
         ("kill -9 $PPID; sleep 60", TESTS, {}, "2 sandboxes ended while the known solution was made"),
-        ("echo '#' >> code_.py", TESTS, {}, "the known solution passes 0 of 5 times"),
+        (
+            "echo '#' >> code_.py",
+            TESTS,
+            {},
+            "the known solution passes 0 of 5 times: test_code.py::test_larger does not pass",
+        ),
         (REPAIR, COUNTED, {}, "flaky: the known solution passes 4 of 5 times"),
         (
             REPAIR,
@@ -202,7 +208,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         members += [folder(name, uid=1000, gid=100), *tree(repository / ".git", f"{name}/.git")]
         members += [file(f"{name}/code_.py", BUG, uid=1000, gid=100)]
         members += tree(repository / "old", f"{name}/old") if name == "copies" else []
-        members += [file(f"{name}/check", CHECK)] if name == "copies" else []
+        members += [file(f"{name}/check", CHECK, uid=1000, gid=100)] if name == "copies" else []
     saved = docker_save(place / "i.tar", [members], ["certified:1"], User="dev", WorkingDir="/clean")
     imported.take(place / "cache", saved, "certified")
     return place / "cache"
@@ -212,16 +218,8 @@ CHECK = b"""set -e
 grep -q 'return a if a > b else b' code_.py
 grep -q 'return 1' code_.py  # the log of this check stays empty
 """
-PATCH = """cat > /tmp/patch <<'END'
---- a/code_.py
-+++ b/code_.py
-@@ -1,2 +1,2 @@
- def larger(a, b):
--    return a if a < b else b
-+    return a if a > b else b
-END
-git apply /tmp/patch
-"""
+LINES = unified_diff(*(text.decode().splitlines(True) for text in (BUG, RIGHT)), "a/code_.py", "b/code_.py")
+PATCH = f"cat > /tmp/patch <<'END'\n{''.join(LINES)}END\ngit apply /tmp/patch\n"
 
 
 def in_image(folder: Path, repository: str, check: bytes = CHECK, **solution: Any) -> Suite:
@@ -246,7 +244,7 @@ def in_image(folder: Path, repository: str, check: bytes = CHECK, **solution: An
         ("/copies", {}, "refused", ("check is the hidden file check", "old/code_.py holds the solution of code_.py")),
         ("/clean", {"script": "exit 1"}, "refused", ("the solution's program ends with code 1",)),
         ("/clean", {"script": "echo '#' >> code_.py"}, "refused", ("the known solution passes 0 of 5 times",)),
-        ("/clean", {"check": b"true\n"}, "refused", ("the untouched repository passes",)),
+        ("/clean", {"check": b"true\n"}, "refused", ("the untouched repository passes", "empty functions passes")),
     ],
 )
 async def test_a_solution_in_an_image_is_examined(

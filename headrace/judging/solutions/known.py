@@ -88,7 +88,7 @@ class AgentSandboxes:
 
     def __init__(self, task: Task, oracle: Oracle, machines: Machines[Any], lease_s: float) -> None:
         self._task, self._oracle, self._machines, self._lease_s = task, oracle, machines, lease_s
-        self._group = f"c{task_hash(task, oracle)[:16]}"
+        self._group = f"c{task_hash(task, oracle)[:16]}-agent"
         self._count = 0
         self.plugins: dict[Plugin, None] = {}
         """Sandbox backends that come from outside of headrace."""
@@ -97,8 +97,8 @@ class AgentSandboxes:
     async def sandbox(self) -> AsyncIterator[Sandbox]:
         """A fresh sandbox, given back at the end. SandboxLost, NoCapacity after `TRIES` failures."""
         sandbox = await self._acquire()
-        self.plugins.update(dict.fromkeys(sandbox.plugins))
         try:
+            self.plugins.update(dict.fromkeys(sandbox.plugins))
             yield sandbox
         finally:
             self._machines.give_back(sandbox)
@@ -110,7 +110,7 @@ class AgentSandboxes:
             request = Acquire(
                 run="certify",
                 lane="eval",
-                role="rollout",
+                role="judge",  # of the judge's share of a node
                 group=self._group,
                 slot=self._count,
                 attempt=0,
@@ -237,7 +237,7 @@ def interpreter(script: str) -> tuple[str, ...]:
 
 
 def _last_line(done: OpResult) -> str:
-    lines = [line for text in (done.stderr, done.stdout, done.error) for line in text.strip().splitlines()[-1:]]
+    lines = [line for text in (done.stderr, done.stdout) for line in text.strip().splitlines()[-1:]]
     return lines[0][:200] if lines else "no output"
 
 

@@ -18,6 +18,23 @@ SHORTEST = 40
 """Characters from which the solution's new text counts as leaked: shorter ones occur by chance."""
 _LARGEST = 1 << 20
 """Bytes of a file that is compared line by line, or searched for in an image."""
+_DATA = (
+    ".csv",
+    ".json",
+    ".jsonl",
+    ".txt",
+    ".md",
+    ".xml",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".tsv",
+    ".dat",
+    ".bin",
+    ".npy",
+    ".png",
+)
+"""Endings of hidden files that may be the tests' copy of what the agent gets: in an image one is a note."""
 _SEARCH_S = 120.0
 _SIZES = 2000
 """Sizes of files that are searched for."""
@@ -106,7 +123,9 @@ async def _files(sandbox: Sandbox, texts: Mapping[bytes, str]) -> Found:
     notes = ("the image's files were searched in part, because they are too many",) if in_part else ()
     names = {hashlib.sha256(content).hexdigest(): name for content, name in texts.items()}
     lines = (line.lstrip("\\").split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
-    return Found(tuple(f"{path.removeprefix('./')} {names[sum]}" for sum, path in lines if sum in names), notes)
+    copies = [f"{path.removeprefix('./')} {names[digest]}" for digest, path in lines if digest in names]
+    data = tuple(copy for copy in copies if " is the hidden file " in copy and copy.endswith(_DATA))
+    return Found(tuple(copy for copy in copies if copy not in data), (*data, *notes))
 
 
 async def _objects(sandbox: Sandbox, oracle: Oracle, solution: Mapping[str, bytes]) -> Found:

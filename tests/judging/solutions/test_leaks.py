@@ -61,9 +61,10 @@ async def test_objects_without_a_name_are_found(sandbox: Sandbox) -> None:
 
 async def test_copies_are_found_and_short_files_do_not_count(sandbox: Sandbox) -> None:
     await sh(sandbox, "mkdir -p a/b; sed 's/</>/' code_.py > 'a/b/the copy'; echo short > c; printf '' > empty")
-    hidden = {"test_code.py": RIGHT.replace(b"a", b"c"), "__init__.py": b"", "d": b"short\n"}
+    hidden = {"test_code.py": RIGHT.replace(b"a", b"c"), "__init__.py": b"", "d": b"short\n", "in.json": BUG}
     found = await leaks.in_image(sandbox, oracle(hidden), {"code_.py": RIGHT})
-    assert found == leaks.Found(("a/b/the copy holds the solution of code_.py",))
+    assert found.leaks == ("a/b/the copy holds the solution of code_.py",)
+    assert found.notes == ("code_.py is the hidden file in.json",)
 
 
 async def test_a_history_that_git_cannot_read_is_a_note(sandbox: Sandbox) -> None:
