@@ -144,7 +144,6 @@ def test_type():
             {},
             "the untouched repository passes",
         ),
-        (REPAIR, TESTS, {"prompt": "Pass test_code.py::test_one."}, "the prompt names the hidden test"),
     ],
 )
 async def test_a_program_whose_tests_say_nothing_about_it_is_refused(

@@ -29,9 +29,9 @@ git reflog expire --expire=now --all  # the objects stay, and no name leads to t
 
 @pytest.fixture
 async def sandbox() -> AsyncIterator[Sandbox]:
-    host = await Host.open(Environment(backend="process", max_vms=1))
+    host = await Host.open(Environment(backend="process", max_vms=2))
     fields = {"run": "r", "lane": "eval", "group": "g", "slot": 0, "attempt": 0}
-    yield await host.acquire(Acquire(role="rollout", isolation="episode", files={"code_.py": BUG}, **fields))  # type: ignore[arg-type]
+    yield await host.acquire(Acquire(role="judge", isolation="episode", files={"code_.py": BUG}, **fields))  # type: ignore[arg-type]
     await host.close()
 
 
