@@ -217,13 +217,13 @@ CHECK = b"""set -e
 grep -q 'return a if a > b else b' code_.py
 grep -q 'return 1' code_.py  # the log of this check stays empty
 """
-LINES = unified_diff(*(text.decode().splitlines(True) for text in (BUG, RIGHT)), "a/code_.py", "b/code_.py")
+LINES = unified_diff(BUG.decode().splitlines(True), RIGHT.decode().splitlines(True), "a/code_.py", "b/code_.py")
 PATCH = f"cat > /tmp/patch <<'END'\n{''.join(LINES)}END\ngit apply /tmp/patch\n"
 
 
 def in_image(folder: Path, repository: str, check: bytes = CHECK, **solution: Any) -> Suite:
     ref, plan = TaskRef("s", "1"), TestPlan(kind="command", argv=("sh", "check"), timeout_s=60.0)
-    where = {"image": "certified", "repository": repository}
+    where: dict[str, Any] = {"image": "certified", "repository": repository}
     task = Task(ref=ref, family="f", prompt="Find the bug.", files={}, allowed=("**",), tests=plan, **where)
     fields: dict[str, Any] = {"solution": {}} | (solution or {"script": PATCH})
     grading = Grading(kind="exit_code")
