@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
@@ -28,7 +29,7 @@ from headrace.judging.verdicts import Verdict
 from headrace.messages.judging import Certificate
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
-from headrace.messages.sandbox import Isolation, TestOutcome
+from headrace.messages.sandbox import Isolation, Snapshot, TestOutcome
 from headrace.messages.tasks import Oracle, Task
 from headrace.registry import merged
 from headrace.tasks.base import Suite
@@ -56,8 +57,8 @@ async def certify(
         backend=backend,
         verdict="uncertifiable",
     )
-    if not (oracle.solution or oracle.removed or oracle.script or oracle.answer):
-        return msgspec.structs.replace(made, reasons=("there is no known solution",))
+    if why := _no_solution(oracle):
+        return msgspec.structs.replace(made, reasons=(why,))
     exam = _Exam(task, oracle, machines, report, isolation)
     try:
         solution = await exam.sandboxes.known()
@@ -66,7 +67,7 @@ async def certify(
     gold = [await exam.decision(solution) for _ in range(GOLD_RUNS)]
     why = exam.why
     await exam.prepare(_required(oracle), solution)
-    noop = await exam.rejection(Changes())
+    noop = await exam.rejection(Changes(earlier=tuple(Snapshot(diff={}) for _ in task.later)))
     if oracle.grading.kind == "exact" and noop != "passed":
         await exam.prepare(_noticing(oracle, exam.tests), solution)
     before, repaired = solution.before(task), solution.repaired(task)
@@ -81,11 +82,12 @@ async def certify(
         elif await exam.rejection(solution.over(files)) == "passed":
             survivors.append(name)
     tried = len(drawn) - equivalent
-    leaked = leaks.told(task, oracle, before, repaired if task.sandbox else {})
+    secret = _with_hidden(oracle)
+    leaked = leaks.told(task, secret, before, repaired if task.sandbox else {})
     searched = leaks.Found()
     if task.image:
         async with exam.sandboxes.sandbox() as sandbox:
-            searched = await leaks.in_image(sandbox, oracle, repaired)
+            searched = await leaks.in_image(sandbox, secret, repaired)
     made = msgspec.structs.replace(
         made,
         plugins=exam.used(made),
@@ -122,6 +124,23 @@ def _reasons(made: Certificate, why: str) -> tuple[str, ...]:
     if made.stub == "passed":
         reasons.append("the solution with empty functions passes")
     return (*reasons, *made.leaks)
+
+
+def _no_solution(oracle: Oracle) -> str:
+    """The reason why there is nothing to examine; empty if there is a known solution."""
+    if oracle.steps:
+        lacking = next((step.name for step in oracle.steps.tests if not step.script), "")
+        return f"there is no known solution of the step {lacking}" if lacking else ""
+    solved = oracle.solution or oracle.removed or oracle.script or oracle.answer
+    return "" if solved else "there is no known solution"
+
+
+def _with_hidden(oracle: Oracle) -> Oracle:
+    """The oracle with the hidden files of all steps."""
+    if not oracle.steps:
+        return oracle
+    hidden = {path: data for step in oracle.steps.tests for path, data in step.hidden.items()}
+    return msgspec.structs.replace(oracle, hidden=hidden)
 
 
 class _Exam:
@@ -184,6 +203,7 @@ class _Exam:
             changes=changes.entries,
             originals=changes.originals,
             touched=changes.touched,
+            earlier=changes.earlier if self._task.later else UNSET,
             isolation=self._isolation,
         )
         candidate = Candidate(trajectory=trajectory, task=self._task, oracle=oracle)

@@ -61,7 +61,32 @@ def write(suite: Suite, certificates: Sequence[Certificate], folder: Path) -> Pa
     )
     path = file_of(suite.name, folder)
     path.write_bytes(_lines(made))
+    _unfinished(suite.name, folder).unlink(missing_ok=True)
     return path
+
+
+def append(name: str, certificate: Certificate, folder: Path) -> None:
+    """Note a certificate of a suite whose other tasks are still examined."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _unfinished(name, folder).open("ab") as file:
+        file.write(msgspec.json.encode(certificate) + b"\n")
+
+
+def begun(name: str, folder: Path) -> dict[str, Certificate]:
+    """The certificates of an examination that ended before its last task, by task hash."""
+    file = _unfinished(name, folder)
+    made = {}
+    for line in file.read_bytes().splitlines() if file.is_file() else ():
+        try:
+            certificate = msgspec.json.decode(line, type=Certificate)
+        except ValueError:  # the last line may be cut
+            continue
+        made[certificate.task_hash] = certificate
+    return made
+
+
+def _unfinished(name: str, folder: Path) -> Path:
+    return file_of(name, folder).with_suffix(".part")
 
 
 def _lines(made: SuiteCertificates) -> bytes:

@@ -1,7 +1,8 @@
 """A task in an image of 3 GiB with a git repository of 20,000 files, through rollout, environment and judge.
 
 The known solution deletes, renames and links files, changes a mode, writes binaries, commits and removes `.git`. The
-verifier looks at each of these in the judge's fresh clone, so what passes there has travelled in the diff alone.
+verifier looks for all changes in the judge's fresh clone, which gets the diff alone. Changes of `.git` are not part of
+a diff, so the clone has the repository as it was.
 """
 
 import json
@@ -34,7 +35,7 @@ check test "$(stat -c %a pkg60/module00060.py)" = 755
 check test "$(readlink link)" = renamed.py
 check sha256sum --quiet -c sums
 check test "$(grep -lx x pkg*/module000[0-2]?.py | wc -l)" = 30
-check test ! -e .git
+check test "$({GIT} rev-list --count HEAD)" = 1
 check python3 -m pytest -q -p no:cacheprovider test_two.py
 echo $((1 - ${{wrong:-0}})) > /logs/verifier/reward.txt
 """

@@ -7,6 +7,7 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.cli.main import main
@@ -14,7 +15,7 @@ from headrace.config import Environment
 from headrace.judging import HostMachines, certifying
 from headrace.judging.machines import Named
 from headrace.messages.sandbox import Acquire, Op, OpResult, RunTests
-from headrace.messages.tasks import Grading, Oracle, SandboxLimits, Task, TaskRef, TestPlan
+from headrace.messages.tasks import Grading, Oracle, SandboxLimits, Steps, Task, TaskRef, TestPlan
 from headrace.tasks import Suite, certificates, open_suite
 from headrace.tasks.suites import write_suite
 from headrace.vmhost.backends.container.backend import unavailable
@@ -23,6 +24,7 @@ from headrace.vmhost.node.host import Host
 from tests.support.archives import docker_save, file, folder
 from tests.support.playing import report
 from tests.support.programs import programs, tree
+from tests.tasks.importing import test_stepwise
 
 pytestmark = pytest.mark.anyio
 
@@ -155,6 +157,45 @@ async def test_a_program_whose_tests_say_nothing_about_it_is_refused(
     made = await certifying.certify(suite, "1", HostMachines(host), report)
     assert made.verdict == "refused" and any(why in reason for reason in made.reasons), made
     assert host.usage()["sandboxes"] == 0
+
+
+def test_an_examination_that_ended_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certifying, "GOLD_RUNS", 1)
+    monkeypatch.setattr(certifying, "MUTANTS", 0)
+    suite = functions(tmp_path, "sed -i 's/a < b/a > b/' code_.py\n")
+    settings = ["--set", f"tasks.dir={json.dumps(str(tmp_path))}", "--set", 'environment.backend="process"']
+    assert main(["tasks", "certify", suite.name, *settings]) == 0
+    (made,) = (certificates.read(suite.name, tmp_path) or pytest.fail("no file")).certificates
+    folder = tmp_path / "certificates"
+    certificates.append(suite.name, msgspec.structs.replace(made, notes=("from the first time",)), folder)
+    certificates.append(suite.name, msgspec.structs.replace(made, judge_version="other", task_hash="0"), folder)
+    (part,) = folder.glob("*.part")
+    with part.open("ab") as cut:
+        cut.write(b'{"task":')
+    assert main(["tasks", "certify", suite.name, *settings]) == 0
+    (again,) = (certificates.read(suite.name, tmp_path) or pytest.fail("no file")).certificates
+    assert again.notes == ("from the first time",) and not part.exists()
+
+
+async def test_the_solutions_of_a_tasks_steps_are_made_one_after_the_other(host: Host, tmp_path: Path) -> None:
+    test_stepwise.folder(tmp_path / "tasks" / "t")
+    assert not test_stepwise.made(tmp_path, "light").refused
+    machines = HostMachines(host)
+    made = await certifying.certify(open_suite("s", tmp_path), "t", machines, report)
+    assert (made.verdict, made.gold_passed, made.noop) == ("certified", 5, "failed"), made
+    oracle = open_suite("s", tmp_path).oracle("t")
+    task, (first, second) = open_suite("s", tmp_path).task("t"), test_stepwise.of_steps(oracle)
+    for script, verdict, reason in (
+        ("true\n", "refused", "the known solution passes 0 of 5 times"),
+        ("", "uncertifiable", "there is no known solution of the step second"),
+    ):
+        last = msgspec.structs.replace(second, script=script)
+        steps = Steps(tests=(first, last))
+        suite = write_suite(
+            f"s{verdict}", tmp_path / verdict, [(task, msgspec.structs.replace(oracle, steps=steps))], "x"
+        )
+        made = await certifying.certify(suite, "t", machines, report)
+        assert made.verdict == verdict and made.reasons[0].startswith(reason), made.reasons
 
 
 async def test_a_certificate_says_that_no_broken_solution_was_tried(host: Host, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 
 def headrace(folder: Path, *words: str, **settings: object) -> str:
-    """What a command prints that must succeed. settings: configuration keys with their values."""
+    """The output of a command that must succeed. settings: configuration keys with their values."""
     places = {"environment.cache_dir": folder / "cache", "tasks.dir": folder / "suites", "run.dir": folder / "runs"}
     values = {key: str(value) for key, value in places.items()} | settings
     options = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]

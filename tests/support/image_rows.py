@@ -1,4 +1,4 @@
-"""Makes ten SWE-bench rows and seven Harbor folders out of packages of PyPI, with an image for each:
+"""Makes ten SWE-bench rows and eight Harbor folders out of packages of PyPI, with an image for each:
 
     python -m tests.support.image_rows FOLDER
 
@@ -270,6 +270,12 @@ HARBOR: dict[str, dict[str, str]] = {
         "tests/test.sh": "[ ! -e /app/scratch ] && grep -q '\"words\": 4' /app/result.json && r=1 || r=0\n"
         "echo $r > /logs/verifier/reward.txt\n",
     },
+    "outside": {
+        "task.toml": 'version = "1.0"\n[environment]\ndocker_image = "headrace.example/app:1"\nworkdir = "/app"\n',
+        "instruction.md": "Write hello to /etc/greeting.",
+        "solution/solve.sh": "echo hello > /etc/greeting\n",
+        "tests/test.sh": 'grep -qx hello /etc/greeting && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n',
+    },
     "with-variables": {
         "task.toml": 'schema_version = "1.3"\n[environment]\ndocker_image = "headrace.example/app:1"\n'
         'workdir = "/app"\ncpus = 1\n[verifier]\ntimeout_sec = 300.0\n[verifier.env]\nWANTED = "delta"\n',
@@ -303,7 +309,7 @@ HARBOR: dict[str, dict[str, str]] = {
 
 
 def make(folder: Path) -> None:
-    """``rows.jsonl``, the folder ``harbor`` of seven tasks, ``layout`` with all images, and their ``tags``."""
+    """``rows.jsonl``, the folder ``harbor`` of eight tasks, ``layout`` with all images, and their ``tags``."""
     folder.mkdir(parents=True)
     maker = Maker(folder)
     maker.base_layers()

@@ -51,13 +51,16 @@ async def examine(args: argparse.Namespace) -> int:
     import asyncio
 
     from headrace.config import load
+    from headrace.judging import rules
     from headrace.judging.certifying import certify as certificate_of
     from headrace.judging.machines import HostMachines
     from headrace.launch.guests import prepare_host
     from headrace.messages.sandbox import NoCapacity, SandboxLost
     from headrace.registry import PluginError
     from headrace.tasks import UnknownSuite, open_suite
-    from headrace.tasks.certificates import BUNDLED, sample_of, source_of, write
+    from headrace.tasks import certificates as files
+    from headrace.tasks.base import both_sides
+    from headrace.tasks.certificates import BUNDLED, sample_of, source_of
     from headrace.vmhost.node.host import Host
 
     config = load(args.config, args.set)
@@ -71,10 +74,17 @@ async def examine(args: argparse.Namespace) -> int:
     await prepare_host(config)
     host = await Host.open(config.environment, limits=config.sandboxes)
     free = asyncio.Semaphore(args.parallel)
+    folder = BUNDLED if args.bundled else Path(args.out) if args.out else Path(config.tasks.dir) / "certificates"
+    begun = files.begun(suite.name, folder)
 
     async def one(id: str) -> "Certificate":
         async with free:
+            earlier = begun.get(files.task_hash(*both_sides(suite, id)))
+            conditions = (rules.VERSION, host.backend, ())  # a plugin may have changed
+            if earlier is not None and (earlier.judge_version, earlier.backend, earlier.plugins) == conditions:
+                return earlier
             made = await certificate_of(suite, id, HostMachines(host), event, backend=host.backend)
+            files.append(suite.name, made, folder)
             say(line(made))
             return made
 
@@ -89,8 +99,7 @@ async def examine(args: argparse.Namespace) -> int:
         raise RunError(f"{args.suite} cannot be certified: {error}", 1) from None
     finally:
         await host.close()
-    folder = Path(args.out) if args.out else Path(config.tasks.dir) / "certificates"
-    path = write(suite, made, BUNDLED if args.bundled else folder)
+    path = files.write(suite, made, folder)
     say(f"{summary(made)}; written to {path}")
     return 0 if all(certificate.verdict == "certified" for certificate in made) else 1
 
@@ -98,7 +107,9 @@ async def examine(args: argparse.Namespace) -> int:
 def demand_images(suite: "Suite", ids: "Sequence[str]", host: "Host") -> None:
     """RunError or VmhostError when this machine cannot run the image of every task: before the first is examined. An
     outside backend may hold images elsewhere."""
-    images = {suite.task(id).image for id in ids} - {""}
+    verifiers = [verifier for id in ids if (verifier := suite.oracle(id).verifier)]
+    images = {suite.task(id).image for id in ids} | {verifier.image for verifier in verifiers}
+    images -= {""}
     if not images or host.plugins:
         return
     host.demand("upper_diff")

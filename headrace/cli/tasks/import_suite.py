@@ -30,6 +30,9 @@ def add(commands: "Commands") -> None:
         "--system", type=Path, metavar="FILE", help="file with instructions to the agent, used for every task"
     )
     parser.add_argument("--tools", default="", metavar="A,B", help="tools that the tasks offer; default: all")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="GLOB", help="harbor: hand changes there to the verifier, too"
+    )
     parser.add_argument("--python", type=Path, metavar="PATH", help="verifiers: the environment of the taskset")
     parser.add_argument("--taskset-config", default="", metavar="JSON", help="verifiers: the taskset's configuration")
     parser.add_argument("--count", type=integer(1), default=0, help="verifiers: the most tasks to read; default: all")
@@ -51,6 +54,10 @@ def handle(args: argparse.Namespace) -> int:
         raise RunError(f"expected a suite name without a slash, got {name!r}")
     if args.format != "verifiers" and (args.python or args.taskset_config or args.count):
         raise RunError(f"--python, --taskset-config and --count are for verifiers, not for {args.format}")
+    if args.allow and (args.format != "harbor" or args.template):
+        raise RunError("--allow is for harbor tasks in images, whose changes outside of the work folder it names")
+    if wrong := next((glob for glob in args.allow if not glob.startswith("/")), ""):
+        raise RunError(f"--allow: expected a pattern of absolute paths, such as '/etc/**', got {wrong!r}")
     options = ImportOptions(
         suite=name,
         source=args.source,
@@ -58,6 +65,7 @@ def handle(args: argparse.Namespace) -> int:
         template=args.template,
         system=text_of("--system", args.system).strip() if args.system else "",
         tools=tuple(tool for tool in args.tools.split(",") if tool),
+        allow=tuple(args.allow),
         python=args.python,
         taskset_config=args.taskset_config,
         count=args.count,

@@ -6,7 +6,7 @@ modes, links and deletions are part of it, and paths that the task does not allo
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,22 +20,16 @@ from headrace.messages.sandbox import (
     Exec,
     NoCapacity,
     OpResult,
-    PullChanges,
-    PullTree,
     Sandbox,
     SandboxLost,
+    Snapshot,
     WriteFiles,
 )
-from headrace.messages.tasks import ANSWER, HOST_FOLDER, Oracle, Task
+from headrace.messages.tasks import ANSWER, HOST_FOLDER, Oracle, StepTests, Task
 from headrace.sandboxes.calls import NodeSilent, Superseded
 from headrace.tasks.certificates import task_hash
-from headrace.tasks.diff import diff, image_diff
-from headrace.vmhost.guest.globs import matches
+from headrace.tasks.diff import PULL_LIMIT, TreeTooLarge, pull
 
-PULL_LIMIT = 32 << 20
-"""Bytes of a solution's files, as of an attempt's."""
-_PULL_WHOLE = 512 << 10
-"""A repository of at most this many bytes is pulled completely; from a larger one only allowed paths."""
 _ORIGINALS = 4 << 20
 """Bytes of the largest original that is read: functions are compared with it."""
 _SCRIPT = f"{HOST_FOLDER}solve"
@@ -63,11 +57,13 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """In an image: the former content of changed files."""
     touched: tuple[str, ...] = ()
     """Changed paths that the task does not allow."""
+    earlier: tuple[Snapshot, ...] = ()
+    """In a task with steps: the changes at the end of each step but the last."""
 
     def only(self, files: Mapping[str, bytes]) -> "Changes":
         """Other contents of some of its files, without its other changes."""
         entries = tuple(change for change in self.entries if change.kind == "file" and change.path in files)
-        return Changes(files=dict(files), entries=entries, originals=self.originals)
+        return Changes(files=dict(files), entries=entries, originals=self.originals, earlier=self.earlier)
 
     def over(self, files: Mapping[str, bytes]) -> "Changes":
         """All of its changes, with other contents of some of its files."""
@@ -138,7 +134,7 @@ class AgentSandboxes:
         task, oracle = self._task, self._oracle
         if not task.sandbox:
             return Changes(files={ANSWER: oracle.answer.encode()})
-        if not task.image and not oracle.script:
+        if not task.image and not oracle.script and not oracle.steps:
             return Changes(files=oracle.solution, deleted=oracle.removed)
         deaths = 0
         while True:
@@ -160,8 +156,10 @@ class AgentSandboxes:
     async def _made(self, sandbox: Sandbox) -> Changes:
         try:
             await self._write(sandbox)
-            await self._run(sandbox)
-            return await self._pulled(sandbox)
+            if self._oracle.steps:
+                return await self._stepwise(sandbox, self._oracle.steps.tests)
+            await self._run(sandbox, self._oracle.script, self._oracle.tests.timeout_s)
+            return self._as_changes(await self._pulled(sandbox, "solution"))
         except (NodeSilent, Superseded):
             raise
         except SandboxLost as error:
@@ -174,43 +172,50 @@ class AgentSandboxes:
             if not written.ok:
                 raise NoSolution(f"the known solution cannot be written: {written.error}")
 
-    async def _run(self, sandbox: Sandbox) -> None:
-        """Run the solution's program from a file, because one argument of a program has at most 128 KiB."""
-        task, oracle = self._task, self._oracle
-        if not oracle.script:
+    async def _stepwise(self, sandbox: Sandbox, steps: Sequence[StepTests]) -> Changes:
+        """The solutions of a task's steps, one after the other."""
+        earlier: list[Snapshot] = []
+        for number, step in enumerate(steps):
+            if number and (files := self._task.later[number - 1].files):
+                await sandbox.call(WriteFiles(files=files))
+            await self._run(sandbox, step.script, step.tests.timeout_s)
+            earlier.append(await self._pulled(sandbox, f"solution{number}"))
+        return msgspec.structs.replace(self._as_changes(earlier.pop()), earlier=tuple(earlier))
+
+    async def _run(self, sandbox: Sandbox, script: str, tests_s: float) -> None:
+        """Run the solution's program from a file, because one argument of a program has at most 128 KiB. tests_s: its
+        time limit where the task has none."""
+        if not script:
             return
-        limit = task.sandbox_limits.time_s or oracle.tests.timeout_s
-        written = await sandbox.call(WriteFiles(files={_SCRIPT: oracle.script.encode()}))
+        limit = self._task.sandbox_limits.time_s or tests_s
+        written = await sandbox.call(WriteFiles(files={_SCRIPT: script.encode()}))
         if not written.ok:
             raise NoSolution(f"the solution's program cannot be written: {written.error}")
-        done = await sandbox.call(Exec(argv=(*interpreter(oracle.script), _SCRIPT), timeout_s=limit))
+        done = await sandbox.call(Exec(argv=(*interpreter(script), _SCRIPT), timeout_s=limit))
         await sandbox.call(WriteFiles(files={}, delete=(HOST_FOLDER.rstrip("/"),)))
         if done.timed_out:
             raise NoSolution(f"the solution's program does not end within {limit:g} s")
         if done.code or not done.ok:
             raise NoSolution(f"the solution's program ends with code {done.code}: {_last_line(done)}")
 
-    async def _pulled(self, sandbox: Sandbox) -> Changes:
+    async def _pulled(self, sandbox: Sandbox, call_id: str) -> Snapshot:
         """The changes of a sandbox, as a rollout pulls them."""
-        task = self._task
-        if task.image:
-            tree = await sandbox.call(PullChanges(limit=PULL_LIMIT, originals=_ORIGINALS))
-            _check(tree)
-            changes, entries = image_diff(tree.changes, tree.files, task.allowed)
-            originals = {path: data for path, data in tree.originals.items() if path in changes.changed}
-            return Changes(
-                files=changes.changed,
-                deleted=changes.deleted,
-                entries=entries,
-                originals=originals,
-                touched=changes.touched,
-            )
-        patterns = ("**",) if sum(map(len, task.files.values())) <= _PULL_WHOLE else task.allowed
-        tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT))
-        _check(tree)
-        before = {path: data for path, data in task.files.items() if any(matches(p, path, True) for p in patterns)}
-        changes = diff(before, tree.files, task.allowed)
-        return Changes(files=changes.changed, deleted=changes.deleted, touched=changes.touched)
+        try:
+            pulled = await pull(sandbox, self._task, call_id, _ORIGINALS)
+        except TreeTooLarge as error:
+            raise NoSolution(f"the known solution's changes cannot be read: {error}") from None
+        if pulled.over:
+            raise NoSolution(f"the known solution's files have more than {PULL_LIMIT >> 20} MiB")
+        return pulled.changes
+
+    def _as_changes(self, pulled: Snapshot) -> Changes:
+        return Changes(
+            files=pulled.diff,
+            deleted=pulled.deleted,
+            entries=pulled.changes,
+            originals=pulled.originals,
+            touched=pulled.touched,
+        )
 
     def _changed(self, changes: Changes) -> bool:
         """Whether there is any change besides the task's own files, which an image gets with its sandbox."""
@@ -239,11 +244,3 @@ def interpreter(script: str) -> tuple[str, ...]:
 def _last_line(done: OpResult) -> str:
     lines = [line for text in (done.stderr, done.stdout) for line in text.strip().splitlines()[-1:]]
     return lines[0][:200] if lines else "no output"
-
-
-def _check(tree: OpResult) -> None:
-    """NoSolution unless all changes were pulled."""
-    if not tree.ok:
-        raise NoSolution(f"the known solution's changes cannot be read: {tree.error}")
-    if tree.truncated:
-        raise NoSolution(f"the known solution's files have more than {PULL_LIMIT >> 20} MiB")

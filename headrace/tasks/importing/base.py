@@ -57,6 +57,8 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Run without the task's image, in this template; needs the files beside the row."""
     system: str = ""
     tools: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+    """Globs of absolute paths, outside of the work folder of an image, whose changes the judge makes again."""
     python: Path | None = None
     """Interpreter of the environment that a verifiers taskset is installed in."""
     taskset_config: str = ""

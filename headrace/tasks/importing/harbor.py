@@ -47,7 +47,7 @@ def read(options: ImportOptions) -> Iterator[Entry]:
     if not folders:
         raise SourceError(f"{root} has no task.toml, and no folder in it has one; expected Harbor tasks")
     for number, folder in enumerate(folders, 1):
-        settings = json.dumps([FORM, options.template, options.system, *options.tools]).encode()
+        settings = json.dumps([FORM, options.template, options.system, options.allow, *options.tools]).encode()
         try:
             files = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
             parts = [part for path in files for part in (os.fsencode(path.relative_to(folder)), _bytes(path))]
@@ -81,7 +81,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
     if environment.get("env") or any(name == "ENV" for name, _ in instructions):
         notes.append("environment variables: the agent's sandbox has those of its image alone")
     where, files = _place(folder, environment, workdir, options)
-    place = Place(workdir, str(where.get("image", "")), environment)
+    place = Place(workdir, str(where.get("image", "")), environment, options.allow)
     staged = stepwise.read(folder, config, place, notes)
     limits = _limits(config, environment, options, notes, staged)
     if place.mapped:

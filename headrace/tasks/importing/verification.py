@@ -41,6 +41,8 @@ class Place(NamedTuple):
     image: str
     """Empty in a template."""
     environment: dict[str, Any]
+    allow: tuple[str, ...] = ()
+    """Globs of changes outside of the work folder that a shared verifier gets as well."""
 
     @property
     def mapped(self) -> bool:
@@ -81,7 +83,7 @@ def tests_of(
     exports = _exports(table_of(verifier, "env", "verifier."), "verifier.env")
     separate = mode == "separate"
     artifacts = _artifacts(declared, place) if separate else []
-    allowed = _globs(artifacts, place) if separate else ("**",)
+    allowed = _globs(artifacts, place) if separate else ("**", *place.allow)
     if separate and not place.mapped:
         image = _own_image(environment, contexts, files, place, notes)
         if image is None and any(artifact.exclude for artifact in artifacts):
@@ -96,6 +98,8 @@ def tests_of(
         notes.append("verifier.environment: the template's sandbox takes its place")
     if "test.sh" not in files:
         raise ImportRefused(f"expected {' or '.join(f'{context.name}/test.sh' for context in contexts) or 'test.sh'}")
+    if not (separate or place.mapped or place.allow):
+        notes.append("the verifier gets the changes in the work folder; --allow '/etc/**' adds others")
     hidden = {f"{TESTS}{path}": data for path, data in files.items()}
     hidden[VERIFY] = _verify(place.workdir, place.mapped, exports).encode()
     return Tests(hidden, plan, allowed, separate, UNSET)

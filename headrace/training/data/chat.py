@@ -60,7 +60,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     weights: tuple[float, ...]
     """Loss weight of each message: 0 for all but an assistant's."""
     thinking: tuple[str, ...]
-    """What an assistant thought before each message; empty for the others."""
+    """The thinking of each message: empty for all but an assistant's."""
 
 
 class ChatReader(Lines):

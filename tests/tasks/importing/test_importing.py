@@ -179,6 +179,11 @@ def test_a_harbor_folder_names_its_image(tmp_path: Path) -> None:
     assert report["refused"][1]["reason"] == "environment.memory: expected a size such as 2048 or 2G, got 'much'"
     assert image.limits is UNSET
     assert b"cp -r .headrace/tests/. /tests/" in suite.oracle("image").hidden[".headrace/verify.sh"]
+    assert image.allowed == ("**",)
+    note = "the verifier gets the changes in the work folder; --allow '/etc/**' adds others"
+    assert report["notes"][note] == 5
+    suite, report = imported(tmp_path, "harbor", tmp_path / "tasks", "--allow", "/etc/**", "--allow", "/srv/*")
+    assert suite.task("image").allowed == ("**", "/etc/**", "/srv/*") and note not in report["notes"]
 
 
 MINE: list[dict[str, Any]] = [
@@ -268,3 +273,7 @@ def test_a_source_without_tasks_is_one_sentence(tmp_path: Path, capsys: pytest.C
     assert "cannot be read" in capsys.readouterr().err
     assert main(["tasks", "import", "jsonl", str(jsonl(tmp_path, *MINE)), "--tools", "no_tool", *options]) == 2
     assert "--tools: headrace.tools" in capsys.readouterr().err
+    assert main(["tasks", "import", "harbor", str(tmp_path), "--allow", "etc", *options]) == 2
+    assert "--allow: expected a pattern of absolute paths, such as '/etc/**', got 'etc'" in capsys.readouterr().err
+    assert main(["tasks", "import", "jsonl", str(jsonl(tmp_path, *MINE)), "--allow", "/etc/**", *options]) == 2
+    assert "--allow is for harbor tasks in images" in capsys.readouterr().err
