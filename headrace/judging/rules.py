@@ -5,10 +5,10 @@ Data from outside can: the values that sealed tests must see (tasks/sealing.py),
 files that only the host writes, and the text of the diff. The rules look at what a diff adds: a repository (or its
 known solution) that uses `sys.modules` may go on doing so.
 
-A rule of severity ``zero`` turns a pass into ``cheating``. One of severity ``note`` is reported with the Score and
-makes the judge examine the candidate a second time, alone in a machine; honest fixes match such rules too. A rule is
-``zero`` only where an honest fix has no use for it. A suite changes severities and adds patterns (`Oracle.cheating`);
-`[judge] severities` in the TOML changes single ones for a run.
+A rule of severity ``zero`` turns a pass, or a failure with a part of the reward, into ``cheating``. One of severity
+``note`` is reported with the Score and makes the judge examine the candidate a second time, alone in a machine; honest
+fixes match such rules too. A rule is ``zero`` only where an honest fix has no use for it. A suite changes severities
+and adds patterns (`Oracle.cheating`); `[judge] severities` in the TOML changes single ones for a run.
 """
 
 import re

@@ -162,3 +162,10 @@ def test_hidden_tests_win_over_an_allowed_path() -> None:
 )
 def test_verdicts(ok: bool, found: list[str], verdict: str) -> None:
     assert verdicts.decide(ok, found) == verdict
+
+
+@pytest.mark.parametrize(("value", "decision"), [(0.0, "failed"), (0.5, "cheating")])
+def test_a_rule_that_voids_a_pass_voids_a_part_of_the_reward(value: float, decision: str) -> None:
+    examination = verdicts.Examination(ok=False, value=value)
+    assert verdicts.conclude(ORACLE, examination, ("exits_early:a.py",)).decision == decision
+    assert verdicts.conclude(ORACLE, examination, ("dynamic_code:a.py",)).decision == "failed"
