@@ -69,10 +69,12 @@ def _snapshots(trajectory: Trajectory) -> list[Snapshot]:
     return [*(trajectory.earlier or ()), Snapshot(**last)]
 
 
-def suspicions(candidate: Candidate) -> tuple[str, ...]:
-    """The rules that an attempt matches, in any of its steps."""
+def suspicions(candidate: Candidate, scores: Sequence[StepScore] = ()) -> tuple[str, ...]:
+    """The rules that an attempt matches, in any of its steps. scores: the recorded verdicts on them; the rules were not
+    applied to steps behind the first that ended the examination."""
+    last = next((number for number, score in enumerate(scores, 1) if score.reason), None)
     matched: dict[str, None] = {}
-    for part in parts(candidate):
+    for part in parts(candidate)[:last]:
         trajectory = part.trajectory
         of_diff = rules.suspicions(part.task, part.oracle, trajectory.diff, trajectory.touched, trajectory.originals)
         matched |= dict.fromkeys((*of_diff, *rules.behaviour(part.task, trajectory)))

@@ -163,3 +163,13 @@ def test_the_parts_of_the_reward_are_the_steps_and_a_recorded_score_gives_the_sa
     )
     again = conclude(attempt.oracle, recorded(score, attempt.oracle), ())
     assert (again.decision, again.value, again.steps) == (verdict.decision, verdict.value, verdict.steps)
+
+
+def test_rules_are_not_applied_to_recorded_steps_that_were_not_examined() -> None:
+    attempt = candidate(reached=2, a={"reward": 1.0})
+    attempt.trajectory.diff["x.py"] = b"import pytest\n"
+    ended = Verdict(decision="failed", value=0.5, rewards={"reward": 0.5})
+    scores = combined(attempt, [ended]).steps
+    assert suspicions(attempt, scores) == () and suspicions(attempt) == ("test_runner:x.py",)
+    scores = combined(candidate(reached=2), [PASSED, FAILED]).steps
+    assert suspicions(attempt, scores) == ("test_runner:x.py",)

@@ -169,7 +169,8 @@ def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None
             raise ReplayError(str(error)) from None
         candidate = Candidate(trajectory=trajectory, task=task, oracle=oracle)
         if machines is None:
-            verdict = conclude(oracle, recorded(old, oracle), suspicions(candidate), severities=options.severities)
+            matched = suspicions(candidate, old.steps or ())
+            verdict = conclude(oracle, recorded(old, oracle), matched, severities=options.severities)
         else:
             # A machine of its own, so that a crash can only come from this candidate. No request of the run has this
             # name.
