@@ -191,12 +191,12 @@ def _below(path: str, folder: str) -> bool:
 
 
 def _globs(artifacts: Sequence[Artifact], place: Place) -> tuple[str, ...]:
-    """Globs of the changed paths that are artifacts."""
+    """Globs of the changed paths that are artifacts. Those of the work folder are relative."""
     globs: list[str] = []
     for artifact in artifacts:
-        if artifact.path == place.workdir.rstrip("/"):
+        if _below(place.workdir.rstrip("/"), artifact.path):
             globs.append("**")
-        else:
+        if artifact.path != place.workdir.rstrip("/"):
             inner = artifact.path.removeprefix(f"{place.workdir.rstrip('/')}/")
             globs += [inner, f"{inner}/**"]
     return tuple(dict.fromkeys(globs))
@@ -242,10 +242,11 @@ def _take(logs: str) -> str:
 
 
 def _verify_own(workdir: str, exports: str) -> str:
-    """The script of a verifier with an image of its own. It starts in the image's root."""
+    """The script of a verifier with an image of its own. It starts in the image's root. It ends without a reward where
+    a hidden file cannot be placed, such as over a link that the agent made: the tests would read the agent's file."""
     return (
         f"#!/bin/bash\nroot=$PWD\nrm -rf {HOST_FOLDER}logs\nmkdir -p {LOGS} /logs/verifier\n"
-        f"rm -f /logs/verifier/reward.*\n{exports}[ ! -d {ROOT} ] || cp -r {ROOT}/. /\n"
+        f"rm -f /logs/verifier/reward.*\n{exports}[ ! -d {ROOT} ] || cp -r {ROOT}/. / || exit 1\n"
         f"mkdir -p {shlex.quote(workdir or '/')} && cd {shlex.quote(workdir or '/')}\n"
         f'bash /tests/test.sh\ncd "$root"\n{_take("/logs/verifier")}'
     )
@@ -256,7 +257,7 @@ def _verify(workdir: str, mapped: bool, exports: str) -> str:
     head = f"#!/bin/bash\nroot=$PWD\nrm -rf {HOST_FOLDER}logs\nmkdir -p {LOGS}\n{exports}"
     if not mapped:
         inside = "mkdir -p /logs/verifier /tests\nrm -f /logs/verifier/reward.*\n"
-        inside += f'cp -r {TESTS}. /tests/\nbash /tests/test.sh\ncd "$root"\n'
+        inside += f'cp -r {TESTS}. /tests/ || exit 1\nbash /tests/test.sh\ncd "$root"\n'
         return head + inside + _take("/logs/verifier")
     # Longest first: the tests' own folder may lie below the work folder.
     moves = [(r"/logs/verifier", f"$root/{LOGS.rstrip('/')}"), (r"/tests", f"$root/{TESTS.rstrip('/')}")]

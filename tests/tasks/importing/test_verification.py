@@ -1,5 +1,6 @@
 """Separate verifiers of Harbor tasks: artifacts, images of their own, and what is refused by name."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from headrace.messages.tasks import Artifact, Oracle, SandboxLimits, Task, Verifier
 from headrace.tasks.importing import dockerfiles
 from headrace.tasks.importing.base import ImportRefused
+from headrace.vmhost.guest.globs import allowed
 from tests.support import rows
 from tests.tasks.importing.test_stepwise import made, sides
 
@@ -41,6 +43,47 @@ def test_artifacts_outside_of_the_work_folder_and_the_published_ones_are_allowed
     assert not oracle.verifier and oracle.separate
     assert task.allowed[:2] == ("/logs/artifacts", "/logs/artifacts/**")
     assert task.allowed[2:] == ("out", "out/**", "/data/x.json", "/data/x.json/**", "rel.txt", "rel.txt/**")
+
+
+def test_a_folder_above_the_work_folder_holds_its_changes(tmp_path: Path) -> None:
+    folder(tmp_path / "tasks" / "t", artifacts='["/srv"]')
+    toml = tmp_path / "tasks" / "t" / "task.toml"
+    toml.write_text(toml.read_text().replace('"/app"', '"/srv/app"'))
+    task, _ = sides(tmp_path)
+    assert [path for path in ("out/x", "/srv/y", "/etc/z") if allowed(task.allowed, path)] == ["out/x", "/srv/y"]
+
+
+@pytest.mark.parametrize("verifier", ["", '[verifier.environment]\ndocker_image = "judge:1"'])
+def test_no_test_runs_where_the_hidden_files_cannot_be_placed(tmp_path: Path, verifier: str) -> None:
+    _, oracle = task_of(tmp_path, verifier=verifier)
+    machine = tmp_path / "machine"
+    root = machine / "root"
+    for path, data in oracle.hidden.items():
+        target = machine / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    script = oracle.hidden[".headrace/verify.sh"].decode().replace(" /. ", f" {root}/. ")
+    for place in ("/logs/", "/tests"):
+        script = script.replace(f" {place}", f" {root}{place}")
+    script = script.replace("/root/. / ", f"/root/. {root}/ ")
+    assert script.count(f"{root}/") >= 5, "nothing outside of the test's folder is written"
+    test = b"echo 1 > %s/logs/verifier/reward.txt\n" % bytes(root)
+    at = next(machine.glob(".headrace/**/test.sh"))
+    at.write_bytes(test)
+    (machine / "run.sh").write_text(script)
+
+    def reward() -> bool:
+        subprocess.run(["bash", "run.sh"], cwd=machine, check=False, capture_output=True)
+        return (machine / ".headrace/logs/verifier/reward").exists()
+
+    (root / "tests").mkdir(parents=True)
+    assert reward()
+    # The candidate's folder and its own test, in place of the judge's.
+    (root / "tests" / "test.sh").unlink()
+    (root / "tests" / "data").symlink_to(root)
+    (at.parent / "data").mkdir()
+    (at.parent / "data" / "want").write_text("42")
+    assert not reward()
 
 
 def test_a_verifier_gets_an_image_that_is_named(tmp_path: Path) -> None:
