@@ -254,13 +254,14 @@ class Episode:
         box = self._toolbox(renderer)
 
         async def again(call: ToolCall) -> ToolResult:
-            result = await box.run(call, sandbox, task, f"{request.trajectory}/")
-            if ended := step_ended(resume.turns, call, task):
+            return await box.run(call, sandbox, task, f"{request.trajectory}/")
+
+        async def answered(turn: Turn) -> None:
+            if turn.finishes and (ended := step_ended(resume.turns, turn.calls[-1], task)):
                 await begin_step(sandbox, task, ended, request.trajectory)
-            return result
 
         try:
-            await replay_calls(resume, again, box.external)
+            await replay_calls(resume, again, box.external, answered)
         except BaseException:
             self._sandboxes.give_back(sandbox)
             raise

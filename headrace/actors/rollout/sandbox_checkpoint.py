@@ -74,15 +74,20 @@ async def restore(sandboxes: Sandboxes, acquire: Acquire, resume: ResumeState, p
         raise SandboxLost(f"{acquired.node} cannot restore a checkpoint of {resume.sandbox}: {error}") from None
 
 
-async def replay_calls(resume: ResumeState, run: Runner, external: Callable[[ToolCall], bool]) -> None:
+async def replay_calls(
+    resume: ResumeState, run: Runner, external: Callable[[ToolCall], bool], answered: Callable[[Turn], Awaitable[None]]
+) -> None:
     """Run the calls that were answered after the checkpoint again in a copy. Calls to MCP servers are left out, because
-    they do not change the sandbox. SandboxLost when an answer differs from the recorded one."""
+    they do not change the sandbox. answered: awaited after the calls of each turn. SandboxLost when an answer differs
+    from the recorded one."""
     assert resume.checkpoint is not None
-    answered: Sequence[Turn] = resume.turns[resume.checkpoint.turn + 1 :]
-    for turn in answered:
+    turns: Sequence[Turn] = resume.turns[resume.checkpoint.turn + 1 :]
+    for turn in turns:
         for call, recorded in zip(turn.calls, turn.results, strict=False):  # an open turn has no results yet
             if external(call):
                 continue
             result = await run(call)
             if not same(recorded, result):
                 raise SandboxLost(f"a copy of {resume.sandbox} gave another answer to call {call.id} than recorded")
+        if turn.results:
+            await answered(turn)

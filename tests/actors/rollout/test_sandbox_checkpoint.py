@@ -222,14 +222,22 @@ async def test_a_copy_that_remembers_something_else_is_lost() -> None:
         asked.append(call.id)
         return ToolResult(call_id=call.id, ok=True, output={"1.0": "took 3.45 s", "1.1": "b"}[call.id])
 
-    await replay_calls(resume, run, lambda call: False)
+    turns: list[int] = []
+
+    async def answered(turn: Turn) -> None:
+        turns.append(turn.index)
+
+    await replay_calls(resume, run, lambda call: False, answered)
     assert asked == ["1.0", "1.1"], "neither what the copy has seen, nor what is yet to be asked"
     asked.clear()
-    await replay_calls(resume, run, lambda call: call.id == "1.0")
+    await replay_calls(resume, run, lambda call: call.id == "1.0", answered)
     assert asked == ["1.1"], "a call to an MCP server is not sent again"
+    asked.clear()
+    await replay_calls(resume, run, lambda call: True, answered)
+    assert asked == [] and turns == [1, 1, 1], "a turn of such calls alone may end a step"
     other = resume._replace(turns=(turn(0), turn(1, "took 0.12 s", "c")))
     with pytest.raises(SandboxLost, match=r"gave another answer to call 1\.1"):
-        await replay_calls(other, run, lambda call: False)
+        await replay_calls(other, run, lambda call: False, answered)
 
 
 async def test_a_checkpoint_is_a_record_like_any_other(connect: Connect) -> None:
