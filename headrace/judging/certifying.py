@@ -82,7 +82,7 @@ async def certify(
         elif await exam.rejection(solution.over(files)) == "passed":
             survivors.append(name)
     tried = len(drawn) - equivalent
-    secret = _with_hidden(oracle)
+    secret = with_hidden(oracle)
     leaked = leaks.told(task, secret, before, repaired if task.sandbox else {})
     searched = leaks.Found()
     if task.image:
@@ -135,11 +135,11 @@ def _no_solution(oracle: Oracle) -> str:
     return "" if solved else "there is no known solution"
 
 
-def _with_hidden(oracle: Oracle) -> Oracle:
-    """The oracle with the hidden files of all steps."""
+def with_hidden(oracle: Oracle) -> Oracle:
+    """The oracle with the hidden files of all steps, which have the same paths in each."""
     if not oracle.steps:
         return oracle
-    hidden = {path: data for step in oracle.steps.tests for path, data in step.hidden.items()}
+    hidden = {f"steps/{step.name}/{path}": data for step in oracle.steps.tests for path, data in step.hidden.items()}
     return msgspec.structs.replace(oracle, hidden=hidden)
 
 

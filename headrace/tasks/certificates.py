@@ -69,7 +69,7 @@ def append(name: str, certificate: Certificate, folder: Path) -> None:
     """Note a certificate of a suite whose other tasks are still examined."""
     folder.mkdir(parents=True, exist_ok=True)
     with _unfinished(name, folder).open("ab") as file:
-        file.write(msgspec.json.encode(certificate) + b"\n")
+        file.write(b"\n" + msgspec.json.encode(certificate))  # the line before may be cut
 
 
 def begun(name: str, folder: Path) -> dict[str, Certificate]:
@@ -79,7 +79,7 @@ def begun(name: str, folder: Path) -> dict[str, Certificate]:
     for line in file.read_bytes().splitlines() if file.is_file() else ():
         try:
             certificate = msgspec.json.decode(line, type=Certificate)
-        except ValueError:  # the last line may be cut
+        except ValueError:  # an empty line, or one that an interruption cut
             continue
         made[certificate.task_hash] = certificate
     return made

@@ -171,7 +171,9 @@ def test_an_examination_that_ended_early_goes_on(tmp_path: Path, monkeypatch: py
     certificates.append(suite.name, msgspec.structs.replace(made, judge_version="other", task_hash="0"), folder)
     (part,) = folder.glob("*.part")
     with part.open("ab") as cut:
-        cut.write(b'{"task":')
+        cut.write(b'\n{"task":')
+    certificates.append(suite.name, msgspec.structs.replace(made, task_hash="1"), folder)
+    assert certificates.begun(suite.name, folder).keys() == {made.task_hash, "0", "1"}
     assert main(["tasks", "certify", suite.name, *settings]) == 0
     (again,) = (certificates.read(suite.name, tmp_path) or pytest.fail("no file")).certificates
     assert again.notes == ("from the first time",) and not part.exists()

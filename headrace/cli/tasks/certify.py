@@ -107,9 +107,7 @@ async def examine(args: argparse.Namespace) -> int:
 def demand_images(suite: "Suite", ids: "Sequence[str]", host: "Host") -> None:
     """RunError or VmhostError when this machine cannot run the image of every task: before the first is examined. An
     outside backend may hold images elsewhere."""
-    verifiers = [verifier for id in ids if (verifier := suite.oracle(id).verifier)]
-    images = {suite.task(id).image for id in ids} | {verifier.image for verifier in verifiers}
-    images -= {""}
+    images = images_of(suite, ids)
     if not images or host.plugins:
         return
     host.demand("upper_diff")
@@ -119,6 +117,15 @@ def demand_images(suite: "Suite", ids: "Sequence[str]", host: "Host") -> None:
             f"{absent[0]}; store them with `headrace images pull` or `headrace images import`",
             1,
         )
+
+
+def images_of(suite: "Suite", ids: "Sequence[str]") -> set[str]:
+    """The images of tasks, and those of the verifiers of them and of their steps."""
+    images = {suite.task(id).image for id in ids}
+    for oracle in map(suite.oracle, ids):
+        steps = oracle.steps.tests if oracle.steps else ()
+        images |= {tests.verifier.image for tests in (oracle, *steps) if tests.verifier}
+    return images - {""}
 
 
 def line(made: "Certificate") -> str:

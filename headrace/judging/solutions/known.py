@@ -66,8 +66,14 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
         return Changes(files=dict(files), entries=entries, originals=self.originals, earlier=self.earlier)
 
     def over(self, files: Mapping[str, bytes]) -> "Changes":
-        """All of its changes, with other contents of some of its files."""
-        return msgspec.structs.replace(self, files=self.files | dict(files))
+        """All of its changes, with other contents of some of its files, also at the end of earlier steps that had
+        them."""
+        earlier = []
+        for step in self.earlier:
+            same = {path for path, data in step.diff.items() if data == self.files.get(path)}
+            others = {path: data for path, data in files.items() if path in same}
+            earlier.append(msgspec.structs.replace(step, diff=step.diff | others))
+        return msgspec.structs.replace(self, files=self.files | dict(files), earlier=tuple(earlier))
 
     def repaired(self, task: Task) -> dict[str, bytes]:
         """The files whose content is new; in an image the task's own files are changes as well."""

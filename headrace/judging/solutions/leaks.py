@@ -74,6 +74,7 @@ def told(task: Task, oracle: Oracle, before: Mapping[str, bytes], solution: Mapp
     reasons, notes = [], []
     hidden = set(_decisive(oracle).values())
     reasons += [f"{path} is a hidden test file" for path, content in sorted(task.files.items()) if content in hidden]
+    reasons += _of_steps(task, oracle)
     reasons += [f"the prompt names the hidden test {name}" for name in oracle.expected if name in task.prompt]
     for path, content in sorted(solution.items()):
         original = before.get(path, b"")
@@ -92,6 +93,17 @@ def told(task: Task, oracle: Oracle, before: Mapping[str, bytes], solution: Mapp
     return Found(tuple(reasons), tuple(notes))
 
 
+def _of_steps(task: Task, oracle: Oracle) -> list[str]:
+    """Files of a step that are hidden tests of that step or of a later one."""
+    reasons = []
+    for number, step in enumerate(task.later if oracle.steps else (), 1):
+        remaining = oracle.steps.tests[number:] if oracle.steps else ()
+        hidden = {data for tests in remaining for data in tests.hidden.values() if len(data.strip()) >= SHORTEST}
+        leaked = sorted(path for path, data in step.files.items() if data in hidden and not path.endswith(_DATA))
+        reasons += [f"{path}, a file of the step {remaining[0].name}, is a hidden test file" for path in leaked]
+    return reasons
+
+
 def _decisive(oracle: Oracle) -> dict[str, bytes]:
     """The hidden files that the agent must not see. A file whose tests are all to be kept may be shown: it passes
     without the solution."""
@@ -102,7 +114,8 @@ def _decisive(oracle: Oracle) -> dict[str, bytes]:
 async def in_image(sandbox: Sandbox, oracle: Oracle, solution: Mapping[str, bytes]) -> Found:
     """Leaks in a fresh sandbox of an image. solution: the files that the known solution repairs."""
     names = {content: f"is the hidden file {path}" for path, content in sorted(_decisive(oracle).items())}
-    names |= {oracle.script.encode(): "is the solution's program"}
+    programs = (oracle.script, *(step.script for step in oracle.steps.tests)) if oracle.steps else (oracle.script,)
+    names |= {program.encode(): "is the solution's program" for program in programs}
     names |= {content: f"holds the solution of {path}" for path, content in sorted(solution.items())}
     texts = {content: name for content, name in names.items() if SHORTEST <= len(content.strip()) <= _LARGEST}
     files, objects = await _files(sandbox, texts), await _objects(sandbox, oracle, solution)

@@ -2,12 +2,14 @@
 
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from headrace.config import Environment
+from headrace.judging.certifying import with_hidden
 from headrace.judging.solutions import leaks
-from headrace.messages.sandbox import Acquire, Exec, Sandbox
-from headrace.messages.tasks import Oracle, TaskRef, TestPlan
+from headrace.messages.sandbox import Acquire, Exec, Sandbox, WriteFiles
+from headrace.messages.tasks import Oracle, Step, Steps, StepTests, Task, TaskRef, TestPlan
 from headrace.vmhost.node.host import Host
 
 pytestmark = pytest.mark.anyio
@@ -71,3 +73,45 @@ async def test_a_history_that_git_cannot_read_is_a_note(sandbox: Sandbox) -> Non
     await sh(sandbox, "mkdir .git")
     found = await leaks.in_image(sandbox, oracle({}), {"code_.py": RIGHT})
     assert found.leaks == () and "history was not searched: fatal: not a git repository" in found.notes[0]
+
+
+SECRET = b"grep -q 'the expected line of the result' /app/result\n"
+
+
+def stepwise(*files: dict[str, bytes]) -> tuple[Task, Oracle]:
+    """A task whose later steps have these files, with a test of its own for every step."""
+    plan = TestPlan(kind="command", argv=("true",))
+    names = ("first", "second", "third")[: len(files) + 1]
+    tests = [
+        StepTests(name=name, hidden={"test.sh": name.encode() + SECRET}, tests=plan, script=f"solve {name} {'x' * 40}")
+        for name in names
+    ]
+    later = tuple(Step(prompt="Go on.", files=given) for given in files)
+    task = Task(ref=TaskRef("s", "1"), family="f", prompt="Begin.", files={}, allowed=(), tests=plan, steps=later)
+    steps = Steps(tests=tuple(tests))
+    return task, msgspec.structs.replace(oracle({}), steps=steps)
+
+
+def test_a_file_of_a_step_may_be_the_test_of_an_earlier_one_alone() -> None:
+    first, second, third = (name + SECRET for name in (b"first", b"second", b"third"))
+    task, secret = stepwise({"old.sh": first, "now.sh": second}, {"old.sh": second, "now.sh": third, "more.txt": third})
+    assert leaks.told(task, secret, {}, {}).leaks == (
+        "now.sh, a file of the step second, is a hidden test file",
+        "now.sh, a file of the step third, is a hidden test file",
+    )
+    task, secret = stepwise({"soon.sh": third}, {})
+    assert leaks.told(task, secret, {}, {}).leaks == ("soon.sh, a file of the step second, is a hidden test file",)
+
+
+async def test_tests_and_programs_of_every_step_are_searched_for(sandbox: Sandbox) -> None:
+    _, secret = stepwise({})
+    assert isinstance(secret.steps, Steps)
+    scripts = {f"{step.name}.sh": step.script.encode() for step in secret.steps.tests}
+    await sandbox.call(WriteFiles(files={"a": b"first" + SECRET, "b": b"second" + SECRET} | scripts))
+    found = await leaks.in_image(sandbox, with_hidden(secret), {})
+    assert sorted(found.leaks) == [
+        "a is the hidden file steps/first/test.sh",
+        "b is the hidden file steps/second/test.sh",
+        "first.sh is the solution's program",
+        "second.sh is the solution's program",
+    ]

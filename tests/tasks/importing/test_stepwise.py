@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.tasks.certify import images_of
 from headrace.messages.rollout import Limits
 from headrace.messages.tasks import Oracle, Step, Steps, StepTests, Task
 from headrace.tasks.exporting.harbor import ExportRefused, folder_of
@@ -112,6 +113,7 @@ def test_steps_have_artifacts_and_images_of_their_own(tmp_path: Path) -> None:
     ]
     assert second.allowed == ("/logs/artifacts", "/logs/artifacts/**", "first.txt", "first.txt/**")
     assert task.allowed == (*second.allowed, "/logs/notes", "/logs/notes/**")
+    assert images_of(FolderSuite("s", tmp_path / "s"), ["t"]) == {"app:1", "judge:1"}, "all that a machine has to store"
 
 
 @pytest.mark.parametrize(
