@@ -23,12 +23,17 @@ def trajectory(
     steps: list[dict[str, Any]] = [{"step_id": 1, "source": "user", "message": prompt}]
     context: list[int] = []
     segment = 0
+    later, waiting = [step.prompt for step in task.later], ""
     for turn in made.turns:
+        if waiting and turn.kind != "summary":  # a summary at the end of a step precedes the next prompt
+            steps.append({"step_id": len(steps) + 1, "source": "user", "message": waiting})
+            waiting = ""
         if turn.segment != segment:
             segment, context = turn.segment, []
         context += [int(id) for id in turn.prompt_ids.tolist()]
         steps.append(_step(turn, len(steps) + 1, context, decode))
         context += [int(id) for id in turn.ids.tolist()]
+        waiting = later.pop(0) if turn.finishes and later else waiting
     extra: dict[str, Any] = {
         "run": made.run,
         "lane": made.lane,

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.cli.main import main
@@ -13,6 +14,7 @@ from headrace.judging import Candidate, HostMachines, Options, examine
 from headrace.judging.verdicts import Verdict
 from headrace.messages.base import Array
 from headrace.messages.rollout import ToolCall, ToolResult, Turn
+from headrace.messages.tasks import Step
 from headrace.tasks import Suite, open_suite
 from headrace.tasks.exporting.atif import trajectory as document
 from headrace.vmhost.node.host import Host
@@ -77,3 +79,22 @@ def test_a_trajectory_is_an_atif_document() -> None:
     agent_only = {"tool_calls", "metrics", "reasoning_content", "model_name"}
     assert not agent_only & told["steps"][0].keys() and told["steps"][0]["source"] == "user"
     assert told["final_metrics"] == {"total_prompt_tokens": 4, "total_completion_tokens": 3, "total_steps": 4}
+
+
+def test_the_prompts_of_later_steps_are_messages_of_the_user() -> None:
+    parts: dict[str, Any] = {"logprobs": Array.of([-0.5], "<f4"), "ids": Array.of([9], "<i4"), "segment": 0}
+    parts["prompt_ids"] = Array.of([1], "<i4")
+    end = {"calls": (ToolCall(id="e", name="finish"),)}
+    turns = (
+        Turn(index=0, **parts, **end),
+        Turn(index=1, **parts, kind="summary"),
+        Turn(index=2, **parts, **end),
+        Turn(index=3, **parts, **end),
+    )
+    task = msgspec.structs.replace(TASK, steps=(Step(prompt="second"), Step(prompt="third")))
+    told = document(trajectory("r", "g", {}, turns=turns), task, str)
+    assert [step["source"] for step in told["steps"]] == ["user", "agent", "agent", "user", "agent", "user", "agent"]
+    assert [step["message"] for step in told["steps"] if step["source"] == "user"][1:] == ["second", "third"]
+    assert [step["step_id"] for step in told["steps"]] == list(range(1, 8))
+    told = document(trajectory("r", "g", {}, turns=turns[:1]), task, str)
+    assert len(told["steps"]) == 2, "the policy never saw the prompt of a step in which it took no turn"
