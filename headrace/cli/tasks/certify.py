@@ -123,8 +123,8 @@ def images_of(suite: "Suite", ids: "Sequence[str]") -> set[str]:
     """The images of tasks, and those of the verifiers of them and of their steps."""
     images = {suite.task(id).image for id in ids}
     for oracle in map(suite.oracle, ids):
-        steps = oracle.steps.tests if oracle.steps else ()
-        images |= {tests.verifier.image for tests in (oracle, *steps) if tests.verifier}
+        verifiers = [oracle.verifier, *(step.verifier for step in (oracle.steps.tests if oracle.steps else ()))]
+        images |= {verifier.image for verifier in verifiers if verifier}
     return images - {""}
 
 

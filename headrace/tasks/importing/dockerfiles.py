@@ -13,6 +13,8 @@ from headrace.tasks.importing.base import ImportRefused
 STILL = frozenset({"FROM", "WORKDIR", "COPY", "ADD", "ENV", "LABEL"})
 """Instructions that need no build."""
 _LEFT_OUT = ("Dockerfile", ".dockerignore")
+_UNPACKED = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+"""Endings of archives, which ADD unpacks."""
 
 
 class Instruction(NamedTuple):
@@ -59,6 +61,8 @@ def placed(context: Path, where: str, text: str) -> Placed:
         raise ImportRefused(f"{where} has {commands[0]}, which needs a build: build it (`headrace images build`)")
     if len(images) != 1 or not images[0]:
         raise ImportRefused(f"{where} has {len(images)} stages, expected one FROM with an image")
+    if any(name in ("COPY", "ADD") and _foreign(_words(arguments)) for name, arguments in instructions):
+        raise ImportRefused(f"{where} copies from another image, which needs a build (`headrace images build`)")
     return Placed(
         next((word for word in images[0] if not word.startswith("--")), ""),
         workdir(instructions),
@@ -79,18 +83,25 @@ def copies(context: Path, where: str, instructions: Iterable[Instruction], defau
         if name not in ("COPY", "ADD"):
             continue
         words = _words(arguments)
-        if any(word.startswith("--from") for word in words):
-            continue  # of another stage, which only a build has
+        if _foreign(words):
+            continue  # only a build has it
         *sources, target = [word for word in words if not word.startswith("--")] or [""]
         if not sources:
             raise ImportRefused(f"{where} copies {arguments!r}, expected sources and a target")
         place = _absolute(target, folder)
         into = len(sources) > 1 or target.endswith(("/", "/.")) or target == "." or place in folders
         for source in sources:
+            if name == "ADD" and source.endswith(_UNPACKED):
+                raise ImportRefused(f"{where} unpacks {source}, which needs a build (`headrace images build`)")
             for path, data in _copied(context, where, source):
                 files[_absolute(path, place) if path.startswith("./") or into else place] = data
         folders |= {path.rpartition("/")[0] for path in files}
     return files
+
+
+def _foreign(words: Iterable[str]) -> bool:
+    """Whether COPY takes files of another stage or image."""
+    return any(word.startswith("--from") for word in words)
 
 
 def _copied(context: Path, where: str, source: str) -> Iterator[tuple[str, bytes]]:

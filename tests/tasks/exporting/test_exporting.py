@@ -84,7 +84,7 @@ def test_a_trajectory_is_an_atif_document() -> None:
 def test_the_prompts_of_later_steps_are_messages_of_the_user() -> None:
     parts: dict[str, Any] = {"logprobs": Array.of([-0.5], "<f4"), "ids": Array.of([9], "<i4"), "segment": 0}
     parts["prompt_ids"] = Array.of([1], "<i4")
-    end = {"calls": (ToolCall(id="e", name="finish"),)}
+    end: dict[str, Any] = {"calls": (ToolCall(id="e", name="finish"),)}
     turns = (
         Turn(index=0, **parts, **end),
         Turn(index=1, **parts, kind="summary"),

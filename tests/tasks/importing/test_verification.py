@@ -182,6 +182,8 @@ def test_a_dockerfile_of_several_stages_or_of_foreign_files_is_refused(tmp_path:
         ("FROM a\nCOPY ../x /x", "D copies ../x, expected a path below the folder"),
         ("FROM a\nCOPY missing /x", "D copies missing, and the folder .* has no such file"),
         ("FROM a\nCOPY", "D copies '', expected sources and a target"),
+        ("FROM a\nCOPY --from=uv:1 /uv /bin/", "D copies from another image, which needs a build"),
+        ("FROM a\nADD data.tar.gz /data", "D unpacks data.tar.gz, which needs a build"),
     ):
         with pytest.raises(ImportRefused, match=reason):
             dockerfiles.placed(tmp_path, "D", text)
