@@ -40,7 +40,13 @@ def test_the_asynchronous_row_names_its_backend_its_waits_and_the_ratio_in_micro
     sides = ("vms_sleeps_sync", "vms_sleeps_async2")
     loads = [load for side in sides for load in cell[f"{side}_load_by_seed"]]
     busy = " and ".join(f"{cell[f'{side}_cpu_s_per_s']:.2f}" for side in sides)
-    sleeps = f"{seeds}, load {min(loads):.0f} to {max(loads):.0f}, {busy} CPU-seconds a second"
+    sleeps = f"{seeds}, load {min(loads):.1f} to {max(loads):.1f}, {busy} CPU-seconds a second"
+    sleeps += (
+        f", {cell['vms_sleeps_steps']} steps; the reward differs by {-cell['vms_sleeps_reward_lost']:+.2f} at equal "
+    )
+    sleeps += f"samples, with a standard error of {cell['vms_sleeps_reward_lost_error']:.2f}, and by "
+    equal_time = (cell[f"{side}_reward_at_equal_wall_mean"] for side in reversed(sides))
+    sleeps += f"{next(equal_time) - next(equal_time):+.2f} at equal time"
     check(
         "python -m benchmarks.async_vs_sync",
         "waits injected into tool calls",
