@@ -5,6 +5,7 @@ lie in one temporary folder of their host (scratch.py).
 """
 
 import asyncio
+import itertools
 import json
 import os
 import socket
@@ -26,6 +27,9 @@ from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.frames import LIMIT
 from headrace.vmhost.guest.local import PROCESSES
 
+_group_numbers = itertools.count(1)
+"""Two backends of one process have the same folder of groups, and the group of a closed one
+stays there while a process is in it."""
 _START = "import sys; sys.path.insert(0, sys.argv[2]); from guest import local; local.main(int(sys.argv[1]))"
 
 
@@ -125,7 +129,7 @@ class ProcessBackend(WithoutCopies):
             raise SandboxLost(f"{name}: {self._scratch.path} was removed while this host uses it") from None
         self._groups = [group for group in self._groups if not group.close()]
         group = cgroups.create(
-            f"sandbox-{self._count}", processes=PROCESSES, memory_mb=limits.memory_mib, vcpus=limits.vcpus
+            f"sandbox-{next(_group_numbers)}", processes=PROCESSES, memory_mb=limits.memory_mib, vcpus=limits.vcpus
         )
         if group is not None and group.refused and (limits.memory_mib or limits.vcpus):
             group.close()

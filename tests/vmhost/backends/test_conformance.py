@@ -251,6 +251,20 @@ def held() -> set[tuple[str, str]]:
     return limits
 
 
+async def test_two_backends_of_one_process_hold_their_own_limits() -> None:
+    if why := cgroups.lacks(SandboxLimits(vcpus=1, memory_mib=64)):
+        pytest.skip(f"no limits here: {why}")
+    hosts = [await Host.open(Environment(backend="process")) for _ in range(2)]
+    try:
+        for number, host in enumerate(hosts):
+            limits = SandboxLimits(memory_mib=192 + number)
+            assert (await (await host.acquire(request(limits=limits))).call(ReadFile(path="a.txt"))).ok
+        assert {("memory", str(192 << 20)), ("memory", str(193 << 20))} <= held()
+    finally:
+        for host in hosts:
+            await host.close()
+
+
 async def test_a_task_without_limits_has_those_of_the_configuration() -> None:
     host = await Host.open(Environment(backend="process"), limits=Sandboxes(disk_mib=64))
     try:
