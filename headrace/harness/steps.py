@@ -7,17 +7,7 @@ its prompt follows as the user's next message. Limits hold for all steps togethe
 from collections.abc import Sequence
 
 from headrace.messages.rollout import ToolCall, Turn
-from headrace.messages.sandbox import Sandbox, WriteFiles
 from headrace.messages.tasks import Task
-
-
-async def begin_step(sandbox: Sandbox, task: Task, ended: int, trajectory: str) -> None:
-    """Write the files of the step that follows the first `ended` ones. SandboxLost.
-
-    A file whose path the agent made a folder is not written: that is the attempt's own work.
-    """
-    if files := task.later[ended - 1].files:
-        await sandbox.call(WriteFiles(files=files), f"{trajectory}-step{ended}-files")
 
 
 def step_ended(turns: Sequence[Turn], call: ToolCall, task: Task) -> int:

@@ -24,7 +24,7 @@ from headrace.judging.candidates import Candidate
 from headrace.judging.examination import Options, Report, examine
 from headrace.judging.machines import Machines
 from headrace.judging.solutions import broken, leaks
-from headrace.judging.solutions.known import AgentSandboxes, Changes, NoSolution
+from headrace.judging.solutions.known import AgentSandboxes, NoSolution, Solution
 from headrace.judging.verdicts import Verdict
 from headrace.messages.judging import Certificate
 from headrace.messages.plugins import Plugin
@@ -67,7 +67,7 @@ async def certify(
     gold = [await exam.decision(solution) for _ in range(GOLD_RUNS)]
     why = exam.why
     await exam.prepare(_required(oracle), solution)
-    noop = await exam.rejection(Changes(earlier=tuple(Snapshot(diff={}) for _ in task.later)))
+    noop = await exam.rejection(Solution(earlier=tuple(Snapshot(diff={}) for _ in task.later)))
     if oracle.grading.kind == "exact" and noop != "passed":
         await exam.prepare(_noticing(oracle, exam.tests), solution)
     before, repaired = solution.before(task), solution.repaired(task)
@@ -165,24 +165,24 @@ class _Exam:
         """The plugins of a certificate, and those of its sandboxes."""
         return merged(made.plugins, self._plugins, tuple(self.sandboxes.plugins))
 
-    async def prepare(self, few: Oracle | None, solution: Changes) -> None:
+    async def prepare(self, few: Oracle | None, solution: Solution) -> None:
         """Check whether these required tests are enough for a decision: the known solution passes them without the
         other tests."""
         if few is not None and await self._decide(few, solution) == "passed":
             self._few = few
 
-    async def rejection(self, changes: Changes) -> str:
+    async def rejection(self, solution: Solution) -> str:
         """The judge's decision on changes that should fail. One failed required test decides, so the few of `prepare`
         run first, and all tests run only where those pass."""
-        if self._few is not None and (early := await self._decide(self._few, changes)) != "passed":
+        if self._few is not None and (early := await self._decide(self._few, solution)) != "passed":
             return early
-        return await self.decision(changes)
+        return await self.decision(solution)
 
-    async def decision(self, changes: Changes) -> str:
+    async def decision(self, solution: Solution) -> str:
         """The judge's decision on these changes."""
-        return await self._decide(self._oracle, changes)
+        return await self._decide(self._oracle, solution)
 
-    async def _decide(self, oracle: Oracle, changes: Changes) -> str:
+    async def _decide(self, oracle: Oracle, solution: Solution) -> str:
         self._count += 1
         trajectory = Trajectory(
             run="certify",
@@ -198,13 +198,9 @@ class _Exam:
             sampling=Sampling(),
             outcome="finished",
             turns=(),
-            diff=changes.files,
-            deleted=changes.deleted,
-            changes=changes.entries,
-            originals=changes.originals,
-            touched=changes.touched,
-            earlier=changes.earlier if self._task.later else UNSET,
+            earlier=solution.earlier if self._task.later else UNSET,
             isolation=self._isolation,
+            **msgspec.structs.asdict(solution.last),
         )
         candidate = Candidate(trajectory=trajectory, task=self._task, oracle=oracle)
         verdict = await examine(candidate, self._machines, self._report, Options())

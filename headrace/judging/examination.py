@@ -48,6 +48,7 @@ from headrace.messages.sandbox import (
 )
 from headrace.messages.tasks import ANSWER, Verifier
 from headrace.sandboxes.calls import NodeSilent, Superseded
+from headrace.tasks.sandboxes import for_task
 
 TRIES = 3
 """Number of sandboxes of one candidate that our own parts may lose before the judge gives up."""
@@ -216,14 +217,10 @@ class _Examiner:
             slot=trajectory.slot,
             attempt=trajectory.attempt,
             isolation=isolation,
-            template=self.candidate.task.machine,
-            workdir=self.candidate.task.repository,
-            limits=self.candidate.task.sandbox_limits,
             seed=trajectory.seed,
             lease_s=self.options.lease_s,
-            requires=("upper_diff",) if self.candidate.task.image else (),
-            files=files,
         )
+        request = for_task(request, self.candidate.task, files)
         archives: tuple[PushTar, ...] = ()
         if verifier := self.candidate.oracle.verifier:
             archives = await self._artifacts(verifier, request)

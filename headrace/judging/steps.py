@@ -35,7 +35,7 @@ def parts(candidate: Candidate) -> list[Candidate]:
     given: dict[str, bytes] = {}
     for index, (tests, snapshot) in enumerate(zip(oracle.steps.tests, _snapshots(trajectory), strict=False)):
         given |= task.later[index - 1].files if index else {}
-        changes = {name: getattr(snapshot, name) for name in snapshot.__struct_fields__}
+        changes = msgspec.structs.asdict(snapshot)
         # The rules compare with the step's own files too, which are no work of the candidate's.
         changes["originals"] = given | snapshot.originals
         part = msgspec.structs.replace(

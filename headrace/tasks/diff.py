@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from headrace.messages.sandbox import Change, PullChanges, PullTree, Sandbox, Snapshot
 from headrace.messages.tasks import Task
 from headrace.vmhost.guest import globs
@@ -78,14 +76,15 @@ class Pulled(NamedTuple):
     """Of the workspace; empty in an image."""
 
 
-async def pull(sandbox: Sandbox, task: Task, call_id: str, originals: int | None = None) -> Pulled:
+ORIGINALS = PullChanges().originals
+"""Bytes of the largest original that a rollout reads in an image."""
+
+
+async def pull(sandbox: Sandbox, task: Task, call_id: str, originals: int = ORIGINALS) -> Pulled:
     """The changes so far. call_id: its beginning. originals: bytes of the largest original that is read in an image.
     TreeTooLarge, SandboxLost."""
     if task.image:
-        request = PullChanges(limit=PULL_LIMIT)
-        if originals is not None:
-            request = msgspec.structs.replace(request, originals=originals)
-        tree = await sandbox.call(request, f"{call_id}-changes")
+        tree = await sandbox.call(PullChanges(limit=PULL_LIMIT, originals=originals), f"{call_id}-changes")
         over = tree.truncated  # only changes to the image are pulled, so the candidate wrote all of them
         if not tree.ok:
             raise TreeTooLarge(tree.error)

@@ -8,7 +8,7 @@ import pytest
 from headrace.harness.loop import run_episode
 from headrace.harness.prompt import initial_prompt
 from headrace.harness.rendered import differing
-from headrace.harness.steps import begin_step, step_ended
+from headrace.harness.steps import step_ended
 from headrace.messages.rollout import Limits, ToolResult, Turn
 from headrace.messages.tasks import Step, Task
 from headrace.rendering import schemas
@@ -17,6 +17,7 @@ from headrace.rendering.registry import Renderers
 from headrace.rendering.terse import TerseRenderer
 from headrace.tasks.generated.repositories import TOOLS, Made, make
 from headrace.tasks.local import LocalFiles
+from headrace.tasks.sandboxes import begin_step
 from tests.harness.conftest import Played
 from tests.harness.test_chat_formats import FORMATS, LARGE, edit, segments, wanted
 from tests.support import chat_formats

@@ -7,7 +7,6 @@ from msgspec import UNSET
 from headrace.harness.loop import run_episode
 from headrace.harness.message import run_message
 from headrace.harness.scripted import ScriptedEngine, script
-from headrace.harness.steps import begin_step
 from headrace.judging import Candidate, HostMachines, Options, Verdict, examine
 from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling, Trajectory
 from headrace.messages.sandbox import Acquire, Snapshot
@@ -16,6 +15,7 @@ from headrace.rendering.terse import TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import Suite
 from headrace.tasks.diff import pull
+from headrace.tasks.sandboxes import begin_step
 from headrace.vmhost.node.host import Host
 
 LIMITS = Limits(max_turns=40, max_tokens=200_000, context_tokens=200_000)

@@ -11,6 +11,10 @@ from headrace.messages.weights import TensorInfo
 from headrace.weights import state, tensor_state
 
 
+def test_sizes_are_those_of_the_tensors() -> None:
+    assert {name: dtype.itemsize for name, dtype in tensor_state.DTYPES.items()} == state.SIZES
+
+
 def _state() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {

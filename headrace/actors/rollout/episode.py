@@ -22,7 +22,7 @@ from headrace.engines.base import Engine
 from headrace.harness.loop import Episode as Turns
 from headrace.harness.loop import run_episode
 from headrace.harness.prompt import toolbox_for
-from headrace.harness.steps import begin_step, step_ended
+from headrace.harness.steps import step_ended
 from headrace.harness.tools.search.session import SearchSession, template_of
 from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.plugins import Plugin
@@ -34,6 +34,7 @@ from headrace.rendering.base import Renderer
 from headrace.sandboxes.client import NodeSilent, RemoteSandbox, Sandboxes, Superseded
 from headrace.search.chunks import PATTERNS
 from headrace.tasks.diff import pull
+from headrace.tasks.sandboxes import begin_step, for_task
 
 CAPACITY_WAIT_S = 15.0
 """Seconds that an attempt waits for a sandbox before its request goes back to the end of the queue. Each hand-over
@@ -203,12 +204,8 @@ class Episode:
             digest_before=await self._digest if self._digest is not None else "",
             digest_after=digest,
             backend=sandbox.backend,
-            originals=changes.originals,
-            diff=changes.diff,
-            deleted=changes.deleted,
-            changes=changes.changes,
-            touched=changes.touched,
             earlier=tuple(self._steps) if task.later else UNSET,
+            **msgspec.structs.asdict(changes),
         )
         if over:
             trajectory = msgspec.structs.replace(trajectory, outcome="sandbox_limit")
@@ -226,16 +223,12 @@ class Episode:
             slot=request.slot,
             attempt=request.attempt,
             isolation="episode" if request.lane == "production" else request.isolation,
-            template=task.machine,
-            workdir=task.repository,
-            limits=task.sandbox_limits,
             seed=request.seed,
             lease_s=self._lease_s,
             handovers=request.handovers,
             network=task.network,
-            requires=("upper_diff",) if task.image else (),
-            files=task.files,
         )
+        acquire = for_task(acquire, task)
         if request.workspace is not None:
             return await self._enter(acquire, request.workspace, resume)
         try:

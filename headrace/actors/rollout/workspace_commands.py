@@ -17,6 +17,7 @@ from headrace.messages.tasks import Task, TaskRef
 from headrace.sandboxes.client import CannotCopy, RemoteSandbox, Sandboxes
 from headrace.tasks import UnknownSuite
 from headrace.tasks.diff import PULL_LIMIT
+from headrace.tasks.sandboxes import for_task
 from headrace.tasks.workspace import LIGHT, WORKSPACE
 
 OUTPUT_CHARS = 4096
@@ -43,13 +44,9 @@ class WorkspaceCommands:
                 slot=0,
                 attempt=0,
                 isolation="episode",
-                template=task.machine,
-                workdir=task.repository,
-                limits=task.sandbox_limits,
                 lease_s=self._lease_s,
-                requires=("upper_diff",) if task.image else (),
-                files=request.files,
             )
+            acquire = for_task(acquire, task, request.files)
             sandbox = await self._sandboxes.acquire(acquire, patience_s=CAPACITY_WAIT_S)
         except (UnknownSuite, NoCapacity, SandboxLost) as error:
             return WorkspaceReport(failed=f"no sandbox: {error}")

@@ -65,7 +65,7 @@ async def replay_calls(
     from headrace.harness.mcp.tools import LISTING, listings, offer
     from headrace.harness.prompt import toolbox_for, whole_prompt
     from headrace.harness.rendered import differing
-    from headrace.harness.steps import begin_step, step_ended
+    from headrace.harness.steps import step_ended
     from headrace.harness.tools.registry import schemas_of
     from headrace.harness.tools.toolbox import tools_of, with_linter, with_search, with_tools, with_web_search
     from headrace.messages.rollout import RendererBundle
@@ -76,6 +76,7 @@ async def replay_calls(
     from headrace.search.models import offers_search
     from headrace.tasks import open_suite
     from headrace.tasks.base import UnknownSuite
+    from headrace.tasks.sandboxes import begin_step, for_task
     from headrace.vmhost.node.host import Host
 
     if trajectory.lane == "production":
@@ -111,22 +112,17 @@ async def replay_calls(
     await prepare_host(config)
     host = await Host.open(config.environment, limits=config.sandboxes)
     try:
-        sandbox = await host.acquire(
-            Acquire(
-                run=trajectory.run,
-                lane=trajectory.lane,
-                role="rollout",
-                group=trajectory.group,
-                slot=trajectory.slot,
-                attempt=trajectory.attempt,
-                isolation=trajectory.isolation,
-                template=task.machine,
-                workdir=task.repository,
-                limits=task.sandbox_limits,
-                seed=trajectory.seed,
-                files=task.files,
-            )
+        request = Acquire(
+            run=trajectory.run,
+            lane=trajectory.lane,
+            role="rollout",
+            group=trajectory.group,
+            slot=trajectory.slot,
+            attempt=trajectory.attempt,
+            isolation=trajectory.isolation,
+            seed=trajectory.seed,
         )
+        sandbox = await host.acquire(for_task(request, task))
 
         async def run(call: "ToolCall") -> "ToolResult":
             if not box.repeatable(call) and not call.error:

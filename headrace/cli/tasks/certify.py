@@ -58,9 +58,8 @@ async def examine(args: argparse.Namespace) -> int:
     from headrace.messages.sandbox import NoCapacity, SandboxLost
     from headrace.registry import PluginError
     from headrace.tasks import UnknownSuite, open_suite
-    from headrace.tasks import certificates as files
     from headrace.tasks.base import both_sides
-    from headrace.tasks.certificates import BUNDLED, sample_of, source_of
+    from headrace.tasks.certificates import BUNDLED, append, begun, sample_of, source_of, task_hash, write
     from headrace.vmhost.node.host import Host
 
     config = load(args.config, args.set)
@@ -75,16 +74,16 @@ async def examine(args: argparse.Namespace) -> int:
     host = await Host.open(config.environment, limits=config.sandboxes)
     free = asyncio.Semaphore(args.parallel)
     folder = BUNDLED if args.bundled else Path(args.out) if args.out else Path(config.tasks.dir) / "certificates"
-    begun = files.begun(suite.name, folder)
+    unfinished = begun(suite.name, folder)
 
     async def one(id: str) -> "Certificate":
         async with free:
-            earlier = begun.get(files.task_hash(*both_sides(suite, id)))
+            earlier = unfinished.get(task_hash(*both_sides(suite, id)))
             conditions = (rules.VERSION, host.backend, ())  # a plugin may have changed
             if earlier is not None and (earlier.judge_version, earlier.backend, earlier.plugins) == conditions:
                 return earlier
             made = await certificate_of(suite, id, HostMachines(host), event, backend=host.backend)
-            files.append(suite.name, made, folder)
+            append(suite.name, made, folder)
             say(line(made))
             return made
 
@@ -99,7 +98,7 @@ async def examine(args: argparse.Namespace) -> int:
         raise RunError(f"{args.suite} cannot be certified: {error}", 1) from None
     finally:
         await host.close()
-    path = files.write(suite, made, folder)
+    path = write(suite, made, folder)
     say(f"{summary(made)}; written to {path}")
     return 0 if all(certificate.verdict == "certified" for certificate in made) else 1
 

@@ -16,7 +16,6 @@ from headrace.judging.machines import Machines
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import (
     Acquire,
-    Change,
     Exec,
     NoCapacity,
     OpResult,
@@ -29,6 +28,7 @@ from headrace.messages.tasks import ANSWER, HOST_FOLDER, Oracle, StepTests, Task
 from headrace.sandboxes.calls import NodeSilent, Superseded
 from headrace.tasks.certificates import task_hash
 from headrace.tasks.diff import PULL_LIMIT, TreeTooLarge, pull
+from headrace.tasks.sandboxes import begin_step, for_task
 
 _ORIGINALS = 4 << 20
 """Bytes of the largest original that is read: functions are compared with it."""
@@ -45,44 +45,39 @@ class NoSolution(Exception):
     """The known solution cannot be made; the text says why."""
 
 
-class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes of a workspace, as a Trajectory holds them."""
+class Solution(msgspec.Struct, frozen=True, kw_only=True):
+    """A solution as changes of a workspace."""
 
-    files: dict[str, bytes] = {}
-    """Changed or new files."""
-    deleted: tuple[str, ...] = ()
-    entries: tuple[Change, ...] = ()
-    """In an image: every change in the order in which they are made again."""
-    originals: dict[str, bytes] = {}
-    """In an image: the former content of changed files."""
-    touched: tuple[str, ...] = ()
-    """Changed paths that the task does not allow."""
+    last: Snapshot = Snapshot(diff={})
+    """The changes at its end; in an image every change, and the former content of changed files."""
     earlier: tuple[Snapshot, ...] = ()
     """In a task with steps: the changes at the end of each step but the last."""
 
-    def only(self, files: Mapping[str, bytes]) -> "Changes":
+    def only(self, files: Mapping[str, bytes]) -> "Solution":
         """Other contents of some of its files, without its other changes."""
-        entries = tuple(change for change in self.entries if change.kind == "file" and change.path in files)
-        return Changes(files=dict(files), entries=entries, originals=self.originals, earlier=self.earlier)
+        entries = tuple(change for change in self.last.changes if change.kind == "file" and change.path in files)
+        last = Snapshot(diff=dict(files), changes=entries, originals=self.last.originals)
+        return Solution(last=last, earlier=self.earlier)
 
-    def over(self, files: Mapping[str, bytes]) -> "Changes":
+    def over(self, files: Mapping[str, bytes]) -> "Solution":
         """All of its changes, with other contents of some of its files, also at the end of earlier steps that had
         them."""
         earlier = []
         for step in self.earlier:
-            same = {path for path, data in step.diff.items() if data == self.files.get(path)}
+            same = {path for path, data in step.diff.items() if data == self.last.diff.get(path)}
             others = {path: data for path, data in files.items() if path in same}
             earlier.append(msgspec.structs.replace(step, diff=step.diff | others))
-        return msgspec.structs.replace(self, files=self.files | dict(files), earlier=tuple(earlier))
+        last = msgspec.structs.replace(self.last, diff=self.last.diff | dict(files))
+        return Solution(last=last, earlier=tuple(earlier))
 
     def repaired(self, task: Task) -> dict[str, bytes]:
         """The files whose content is new; in an image the task's own files are changes as well."""
         before = self.before(task)
-        return {path: data for path, data in self.files.items() if before.get(path) != data}
+        return {path: data for path, data in self.last.diff.items() if before.get(path) != data}
 
     def before(self, task: Task) -> dict[str, bytes]:
         """The files that an attempt begins with, as far as they are read."""
-        return self.originals | task.files
+        return self.last.originals | task.files
 
 
 class AgentSandboxes:
@@ -117,16 +112,11 @@ class AgentSandboxes:
                 slot=self._count,
                 attempt=0,
                 isolation="episode",
-                template=task.machine,
-                workdir=task.repository,
-                limits=task.sandbox_limits,
                 lease_s=self._lease_s,
                 network=task.network,
-                requires=("upper_diff",) if task.image else (),
-                files=task.files,
             )
             try:
-                return await self._machines.acquire(request)
+                return await self._machines.acquire(for_task(request, task))
             except Superseded:
                 raise
             except (SandboxLost, NoCapacity):
@@ -135,18 +125,18 @@ class AgentSandboxes:
                     raise
                 await asyncio.sleep(RETRY_S * failures)
 
-    async def known(self) -> Changes:
+    async def known(self) -> Solution:
         """The known solution. NoSolution when it cannot be made or changes nothing; SandboxLost, NoCapacity."""
         task, oracle = self._task, self._oracle
         if not task.sandbox:
-            return Changes(files={ANSWER: oracle.answer.encode()})
+            return Solution(last=Snapshot(diff={ANSWER: oracle.answer.encode()}))
         if not task.image and not oracle.script and not oracle.steps:
-            return Changes(files=oracle.solution, deleted=oracle.removed)
+            return Solution(last=Snapshot(diff=oracle.solution, deleted=oracle.removed))
         deaths = 0
         while True:
             try:
                 async with self.sandbox() as sandbox:
-                    changes = await self._made(sandbox)
+                    solution = await self._made(sandbox)
                 break
             except (NodeSilent, Superseded):
                 raise
@@ -154,18 +144,19 @@ class AgentSandboxes:
                 deaths += 1
                 if deaths == DEATHS:
                     raise NoSolution(f"{DEATHS} sandboxes ended while the known solution was made: {error}") from None
-        if not self._changed(changes):
-            outside = f"; it changes {changes.touched[0]}, which the task does not allow" if changes.touched else ""
+        if not self._changed(solution.last):
+            touched = solution.last.touched
+            outside = f"; it changes {touched[0]}, which the task does not allow" if touched else ""
             raise NoSolution(f"the known solution changes nothing{outside}")
-        return changes
+        return solution
 
-    async def _made(self, sandbox: Sandbox) -> Changes:
+    async def _made(self, sandbox: Sandbox) -> Solution:
         try:
             await self._write(sandbox)
             if self._oracle.steps:
                 return await self._stepwise(sandbox, self._oracle.steps.tests)
             await self._run(sandbox, self._oracle.script, self._oracle.tests.timeout_s)
-            return self._as_changes(await self._pulled(sandbox, "solution"))
+            return Solution(last=await self._pulled(sandbox, "solution"))
         except (NodeSilent, Superseded):
             raise
         except SandboxLost as error:
@@ -178,15 +169,15 @@ class AgentSandboxes:
             if not written.ok:
                 raise NoSolution(f"the known solution cannot be written: {written.error}")
 
-    async def _stepwise(self, sandbox: Sandbox, steps: Sequence[StepTests]) -> Changes:
+    async def _stepwise(self, sandbox: Sandbox, steps: Sequence[StepTests]) -> Solution:
         """The solutions of a task's steps, one after the other."""
         earlier: list[Snapshot] = []
         for number, step in enumerate(steps):
-            if number and (files := self._task.later[number - 1].files):
-                await sandbox.call(WriteFiles(files=files))
+            if number:
+                await begin_step(sandbox, self._task, number, "solution")
             await self._run(sandbox, step.script, step.tests.timeout_s)
             earlier.append(await self._pulled(sandbox, f"solution{number}"))
-        return msgspec.structs.replace(self._as_changes(earlier.pop()), earlier=tuple(earlier))
+        return Solution(last=earlier.pop(), earlier=tuple(earlier))
 
     async def _run(self, sandbox: Sandbox, script: str, tests_s: float) -> None:
         """Run the solution's program from a file, because one argument of a program has at most 128 KiB. tests_s: its
@@ -214,23 +205,14 @@ class AgentSandboxes:
             raise NoSolution(f"the known solution's files have more than {PULL_LIMIT >> 20} MiB")
         return pulled.changes
 
-    def _as_changes(self, pulled: Snapshot) -> Changes:
-        return Changes(
-            files=pulled.diff,
-            deleted=pulled.deleted,
-            entries=pulled.changes,
-            originals=pulled.originals,
-            touched=pulled.touched,
-        )
-
-    def _changed(self, changes: Changes) -> bool:
+    def _changed(self, changes: Snapshot) -> bool:
         """Whether there is any change besides the task's own files, which an image gets with its sandbox."""
         if not self._task.image:
-            return bool(changes.files or changes.deleted)
+            return bool(changes.diff or changes.deleted)
         pushed = self._task.files
         folders = {path[:at] for path in pushed for at, char in enumerate(path) if char == "/"}
-        for change in changes.entries:
-            same = change.kind == "file" and pushed.get(change.path) == changes.files[change.path]
+        for change in changes.changes:
+            same = change.kind == "file" and pushed.get(change.path) == changes.diff[change.path]
             if not (same and change.mode == 0o644) and not (change.kind == "folder" and change.path in folders):
                 return True
         return False

@@ -45,7 +45,8 @@ def _call(conversation: Conversation, slots: Inserter, text: str) -> list[Messag
 
 
 def _thought(conversation: Conversation, slots: Inserter, text: str) -> list[Message]:
-    return [*conversation.opening(slots, "task"), *conversation.written(slots, [], text, 0, THOUGHT_FIELDS[0])]
+    mark = slots.add("thought", text)
+    return [*conversation.opening(slots, "task"), *conversation.written(slots, [], mark, 0, THOUGHT_FIELDS[0])]
 
 
 PLACES: dict[Kind, Build] = {"user": _opening, "result": _results, "argument": _call, "thought": _thought}

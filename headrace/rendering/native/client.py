@@ -103,7 +103,7 @@ class ClientRenderer:
         opened = self._render(written[:-1])
         whole = self._render([*written, *([] if end else behind)], generation=False) + end
         try:
-            return self._renderer.written(slots, opened, whole, thinking, mark=mark)
+            return self._renderer.written(slots, opened, whole, thinking, mark)
         except RendererError as error:
             raise UnusableConversation(str(error)) from None
 

@@ -138,13 +138,14 @@ class Conversation:
             messages.append(self._tool_message(name, FILLER, index))
         return messages
 
-    def written(self, slots: Inserter, calls: Sequence[Call], thought: str, before: int, field: str) -> list[Message]:
-        """A turn as a message, and an answer to it. field: the message's field for the thought."""
+    def written(self, slots: Inserter, calls: Sequence[Call], mark: str, before: int, field: str) -> list[Message]:
+        """A turn as a message, and an answer to it. mark: what stands for its thought or its text. field: the message's
+        field for the thought of a turn with calls."""
         if not calls:
-            return [{"role": "assistant", "content": slots.add("thought", thought)}, _user(FILLER)]
+            return [{"role": "assistant", "content": mark}, _user(FILLER)]
         turn: Message = {"role": "assistant", "content": ""}
-        if thought:
-            turn[field] = slots.add("thought", thought)
+        if mark:
+            turn[field] = mark
         turn["tool_calls"] = [
             self._call(name, {key: slots.add("argument", value) for key, value in arguments.items()}, before + index)
             for index, (name, arguments) in enumerate(calls)

@@ -160,17 +160,18 @@ class NativeRenderer:
             slots = Slots()
             messages = [*conversation.opening(slots, ""), *conversation.before(before)]
             opened = conversation.render(messages, generation=True)
-            messages += conversation.written(slots, calls, thought, before, field)
+            mark = slots.add("thought", thought)
+            messages += conversation.written(slots, calls, mark if thought or not calls else "", before, field)
             whole = conversation.render(messages, generation=False)
-            ids = self.written(slots, opened, whole, thought)
+            ids = self.written(slots, opened, whole, thought, mark)
             if ids:
                 return ids
         raise RendererError("the chat template shows no thought of a turn with calls")
 
-    def written(self, slots: Slots, opened: str, whole: str, thought: str = "", *, mark: str = "") -> list[int]:
+    def written(self, slots: Slots, opened: str, whole: str, thought: str = "", mark: str = "") -> list[int]:
         """The ids of a turn, its stop included. opened: a rendering that ends with the turn's opening; whole: one that
         contains the turn. Empty when the turn has a thought that `whole` does not show. mark: the thought's
-        placeholder, where the turn has other text of that kind.
+        placeholder.
 
         Some templates change earlier messages once a turn follows (Mistral-Nemo leaves out the system text), so the two
         are compared from their last common content on."""
@@ -189,8 +190,7 @@ class NativeRenderer:
         if begin in rest and close not in rest and not body.lstrip().startswith(close):
             body = f"{slots.add('thought', thought)}\n{close}\n\n{body}"  # the opening begins to think
             return self._encode(slots, body)
-        shown = mark in body if mark else slots.shown(body, "thought")
-        return self._encode(slots, body) if shown or not thought else []
+        return self._encode(slots, body) if not thought or mark in body else []
 
     def _common(self, first: str, second: str) -> int:
         """The length of two texts' common start, in whole added tokens and thinking tags."""

@@ -77,7 +77,3 @@ class Slots:
             return 0, 0
         last = placeholders[-1]
         return last.end(), other.rindex(last.group()) + len(last.group())
-
-    def shown(self, text: str, kind: Kind) -> bool:
-        """Whether a text has a placeholder of this kind."""
-        return any(self._contents[int(match.group(1))][0] == kind for match in self._pattern.finditer(text))

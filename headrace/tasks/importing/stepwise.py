@@ -5,12 +5,13 @@ own, and its verifier's settings over those of the task.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.messages.tasks import Step, Steps, StepTests
 from headrace.tasks.importing import trees
-from headrace.tasks.importing.base import ImportRefused
+from headrace.tasks.importing.base import ImportRefused, limits_of
 from headrace.tasks.importing.tables import list_of, table_of, text_at
 from headrace.tasks.importing.verification import Place, tests_of
 
@@ -40,7 +41,7 @@ def read(folder: Path, config: dict[str, Any], place: Place, notes: list[str]) -
     reward: Literal["mean", "final"] = "final" if strategy == "final" else "mean"
     steps: list[Step] = []
     tests: list[StepTests] = []
-    times: list[Any] = []
+    times: list[float | None] = []
     for number, table in enumerate(tables, 1):
         name = table.get("name") if isinstance(table, dict) else None
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in [step.name for step in tests]:
@@ -52,10 +53,11 @@ def read(folder: Path, config: dict[str, Any], place: Place, notes: list[str]) -
         steps.append(Step(prompt=prompt, files=_files(folder / "steps" / name / "workdir")))
         tests.append(_tests(folder, name, table, config, place, notes))
         agent = table_of(config, "agent") | table_of(table, "agent", f"steps.{name}.")
-        times.append(agent.get("timeout_sec"))
+        limits = limits_of({"time_s": agent.get("timeout_sec")})
+        times.append(limits.time_s if limits else None)
         if agent.get("user") or table_of(table, "verifier").get("user"):
             notes.append("steps.agent.user or steps.verifier.user")
-    return Stepwise(tuple(steps), Steps(tests=tuple(tests), reward=reward), _sum(times))
+    return Stepwise(tuple(steps), Steps(tests=tuple(tests), reward=reward), _together(times))
 
 
 def _refuse(name: str, table: dict[str, Any], folder: Path) -> None:
@@ -114,7 +116,7 @@ def _least(name: str, value: Any) -> dict[str, float]:
     return {str(key): float(number) for key, number in least.items()}
 
 
-def _sum(times: list[Any]) -> Any:
-    """The sum of time limits. A value that is no number is given back, so that its reader refuses it."""
-    odd = [value for value in times if isinstance(value, bool) or not isinstance(value, int | float)]
-    return odd[0] if odd else sum(times)
+def _together(times: Sequence[float | None]) -> float | None:
+    """The sum of the steps' time limits; None where a step has none."""
+    limits = [time for time in times if time is not None]
+    return sum(limits) if len(limits) == len(times) else None

@@ -1,8 +1,8 @@
 """The judge's part of a Harbor task, or of one of its steps: the verifier's script, tests, artifacts and image.
 
-A shared verifier runs in a fresh sandbox with all changes of the agent. A separate one gets the declared artifacts and
-``/logs/artifacts`` alone: in a fresh sandbox of the task's image, or in an image of its own, which ``docker_image`` or
-a ``tests/Dockerfile`` without commands names.
+A shared verifier runs in a fresh sandbox with the agent's changes of the work folder and of the paths of ``--allow``. A
+separate one gets the declared artifacts and ``/logs/artifacts`` alone: in a fresh sandbox of the task's image, or in an
+image of its own, which ``docker_image`` or a ``tests/Dockerfile`` without commands names.
 """
 
 import math

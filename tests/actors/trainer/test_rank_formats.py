@@ -141,21 +141,25 @@ async def trained(server: Server, folder: Path, kind: Kind, ranks: Ranks, steps:
     return Result(hashes, done, start, run.tensors(1, "exp_avg."), run.tensors(steps, "master."))
 
 
-Alone = dict[tuple[Kind, int], Result]
+ONE = Ranks()
+Results = dict[tuple[Kind, Ranks, int], Result]
 
 
 @pytest.fixture(scope="module")
-def alone() -> Alone:
-    """Results of one process, which several tests compare with: by policy and number of steps."""
+def results() -> Results:
+    """Results that several tests compare: by policy, division of the work and number of steps."""
     return {}
 
 
-async def by_one(alone: Alone, server: Server, tmp_path: Path, kind: Kind, steps: int = STEPS) -> Result:
-    """The result of one process, computed once."""
-    if (kind, steps) not in alone:
-        (tmp_path / "one").mkdir()
-        alone[kind, steps] = await trained(server, tmp_path / "one", kind, Ranks(), steps)
-    return alone[kind, steps]
+async def kept(
+    results: Results, server: Server, tmp_path: Path, kind: Kind, ranks: Ranks = ONE, steps: int = STEPS
+) -> Result:
+    """The result of a run, computed once; of one process unless `ranks` says otherwise."""
+    if (kind, ranks, steps) not in results:
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        results[kind, ranks, steps] = await trained(server, folder, kind, ranks, steps)
+    return results[kind, ranks, steps]
 
 
 def apart(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
@@ -212,9 +216,9 @@ def assert_the_first_step_has_the_bits(result: Result, expected: Result) -> None
     ids=str,
 )
 async def test_ranks_and_owned_experts_make_the_versions_of_one_process(
-    server: Server, alone: Alone, tmp_path: Path, kind: Kind, ranks: Ranks
+    server: Server, results: Results, tmp_path: Path, kind: Kind, ranks: Ranks
 ) -> None:
-    expected = await by_one(alone, server, tmp_path, kind)
+    expected = await kept(results, server, tmp_path, kind)
     result = await trained(server, tmp_path, kind, ranks)
     assert_the_first_step_has_the_bits(result, expected)
     assert result.hashes == expected.hashes
@@ -222,44 +226,54 @@ async def test_ranks_and_owned_experts_make_the_versions_of_one_process(
     assert relative_error(result, expected) == gradient_error(result, expected) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"),
-    [
-        (Kind("dense", "float32"), Ranks(2, context_ranks=2)),
-        (Kind("dense", "bfloat16"), Ranks(2, context_ranks=2)),
-        (Kind("mixture", "float32"), Ranks(4, expert_ranks=2, context_ranks=2)),
-        (Kind("mixture", "bfloat16"), Ranks(4, context_ranks=2)),
-        (Kind("mixture", "mxfp8"), Ranks(2, context_ranks=2)),
-        (Kind("latent", "float32"), Ranks(4, context_ranks=4)),
-        (Kind("latent", "bfloat16"), Ranks(4, expert_ranks=4, context_ranks=2)),
-    ],
-    ids=str,
-)
+FOUR_RANKS = pytest.mark.xfail(strict=True, reason="the target is missed: 1.9e-5 and 1.4e-5 were measured")
+SHARED: dict[tuple[Kind, Ranks], pytest.MarkDecorator | tuple[()]] = {
+    (Kind("dense", "float32"), Ranks(2, context_ranks=2)): (),
+    (Kind("dense", "bfloat16"), Ranks(2, context_ranks=2)): (),
+    (Kind("mixture", "float32"), Ranks(4, expert_ranks=2, context_ranks=2)): FOUR_RANKS,
+    (Kind("mixture", "bfloat16"), Ranks(4, context_ranks=2)): (),
+    (Kind("mixture", "mxfp8"), Ranks(2, context_ranks=2)): (),
+    (Kind("latent", "float32"), Ranks(4, context_ranks=4)): FOUR_RANKS,
+    (Kind("latent", "bfloat16"), Ranks(4, expert_ranks=4, context_ranks=2)): (),
+}
+"""Ranks that share a micro-batch's tokens, by policy; a mark for the update of eight steps."""
+
+
+@pytest.mark.parametrize(("kind", "ranks"), SHARED, ids=str)
 async def test_shared_tokens_give_the_log_probabilities_of_one_process_and_its_weights_within_rounding(
-    server: Server, alone: Alone, tmp_path: Path, kind: Kind, ranks: Ranks
+    server: Server, results: Results, tmp_path: Path, kind: Kind, ranks: Ranks
 ) -> None:
-    expected = await by_one(alone, server, tmp_path, kind)
-    result = await trained(server, tmp_path, kind, ranks)
+    expected = await kept(results, server, tmp_path, kind)
+    result = await kept(results, server, tmp_path, kind, ranks)
     assert_the_first_step_has_the_bits(result, expected)
-    errors = gradient_error(result, expected), state_error(result, expected), relative_error(result, expected)
-    # In 16 bits each process rounds its part of a gradient to eight significant ones. The update is not the target, the
-    # state is: 1.9e-5 of the update was measured with four ranks.
-    limits = (1e-6, 1e-5, 5e-5) if kind.format == "float32" else (5e-3, 0.1, 0.5)
-    text = "gradient {:.1e}, state {:.1e}, update {:.1e}".format(*errors)
-    print(kind, ranks, text)
-    assert all(error <= limit for error, limit in zip(errors, limits, strict=True)), text
+    gradient, weights = gradient_error(result, expected), state_error(result, expected)
+    text = f"{kind} {ranks}: gradient {gradient:.1e}, weights {weights:.1e}"
+    print(text)
+    # In 16 bits each process rounds its part of a gradient to eight significant ones, and weights have no target.
+    assert gradient < (1e-6 if kind.format == "float32" else 5e-3), text
+    assert kind.format != "float32" or weights <= 1e-5, text
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [pytest.param(*case, marks=mark) for case, mark in SHARED.items()], ids=str)
+async def test_the_update_of_eight_steps_is_that_of_one_process_within_rounding(
+    server: Server, results: Results, tmp_path: Path, kind: Kind, ranks: Ranks
+) -> None:
+    expected = await kept(results, server, tmp_path, kind)
+    update = relative_error(await kept(results, server, tmp_path, kind, ranks), expected)
+    print(f"{kind} {ranks}: update {update:.1e}")
+    assert update <= (1e-5 if kind.format == "float32" else 0.5), f"{update:.1e}"
 
 
 LIVES = (Ranks(4, context_ranks=4), Ranks(2, context_ranks=2), Ranks(1))
 
 
 async def test_resumed_with_fewer_ranks_that_round_otherwise_the_repeated_steps_are_new_incarnations(
-    server: Server, alone: Alone, tmp_path: Path
+    server: Server, results: Results, tmp_path: Path
 ) -> None:
     """4, then 2, then 1 ranks, each stopped two steps behind its last checkpoint. Tokens of a replaced version are
     scored again with the bits that replace it: another log-probability by rounding, until they are too old."""
     kind = Kind("mixture", "float32")
-    expected = await by_one(alone, server, tmp_path, kind, 9)
+    expected = await kept(results, server, tmp_path, kind, steps=9)
     async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
         run = Run(admin, tmp_path, kind)
         feeder = run.feeder

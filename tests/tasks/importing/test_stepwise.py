@@ -127,6 +127,10 @@ def test_steps_have_artifacts_and_images_of_their_own(tmp_path: Path) -> None:
             "steps.second.agent.",
         ),
         ({"first": "verifier.collect = [{command = 'x'}]"}, "step first: verifier.collect: commands between agent and"),
+        (
+            {"second": "agent.timeout_sec = 'long'", "cut": "[steps.agent]\ntimeout_sec = 60\n"},
+            "limits: Expected `float`, got `str`",
+        ),
         ({"first": "min_reward = 'all'"}, "steps.first.min_reward: expected numbers, got reward = 'all'"),
         ({"top": "multi_step_reward_strategy = 'best'"}, "multi_step_reward_strategy: expected mean or final, got"),
         ({"steps/second/instruction.md": ""}, "expected steps/second/instruction.md"),

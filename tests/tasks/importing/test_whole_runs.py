@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tiny_run
+from tests.support.commands import headrace
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -31,20 +32,6 @@ ROWS: list[dict[str, Any]] = [
     },
 ]
 TINY = tiny_run.TINY | {"curriculum.steps": 2, "curriculum.canaries": 0, "production.enabled": False}
-
-
-def headrace(folder: Path, *words: str, **settings: object) -> str:
-    places = {"run.dir": str(folder / "runs"), "tasks.dir": str(folder / "suites")}
-    options = [word for key, value in (places | settings).items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace.cli", *words, *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    return done.stdout
 
 
 def suite(folder: Path) -> str:
