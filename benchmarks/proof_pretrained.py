@@ -13,6 +13,7 @@ result is in benchmarks/results/proof_pretrained.partial.json is not repeated.
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -92,7 +93,8 @@ def newest(run: str) -> int:
 def evaluated(run: str, version: int, suite: str, heat: float, args: argparse.Namespace) -> Passes:
     """Verdict per task of a version."""
     words = ["--policy", f"{run}:{version}", "--suite", suite, "--tasks", str(args.tasks), "--temperature", str(heat)]
-    extra = [word for entry in args.set for word in ("--set", entry)]
+    # Nothing trains meanwhile, and exact mode gives the same bits with any number of threads.
+    extra = [word for entry in (f"engine.threads={os.cpu_count() or 1}", *args.set) for word in ("--set", entry)]
     line = json.loads(headrace("eval", *words, "--config", args.config, *extra).strip().splitlines()[-1])
     prefix = f"{group_prefix(line['id'])}-"
     passes: Passes = {}

@@ -83,8 +83,9 @@ class MidTraining(Section, frozen=True, kw_only=True):
     multi_line: Share = 0.72
     """Share of repairs whose broken function has several lines; the suites have 0.5."""
     broad: Share = 0.0
-    """Share of repairs on function templates that no suite has (headrace/tasks/generated/broad_templates.py): a
-    pretrained policy then learns to repair instead of memorising the suites' functions."""
+    """Share of repairs of functions that no suite has, three of four composed at random (headrace/tasks/generated/
+    composed, broad_templates.py): a pretrained policy then learns to repair instead of memorising the suites'
+    functions."""
     retries: Share = 0.25
     """Share of the faultless repairs that first make a wrong edit, see a test fail, and look again. The wrong turn is
     context and has no loss."""

@@ -341,4 +341,4 @@ _MULTI_LINE = (
 )
 
 BROAD: tuple[Template, ...] = _ONE_LINE + _GRID + _MULTI_LINE
-"""Templates of the traces that `[mid_training] broad` asks for."""
+"""Templates of a quarter of the traces that `[mid_training] broad` asks for."""

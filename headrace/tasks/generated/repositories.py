@@ -8,13 +8,14 @@ change one line, test.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from hashlib import sha256
 
 import msgspec
 
 from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
 from headrace.tasks.generated.broad_templates import BROAD
+from headrace.tasks.generated.composed import functions as composed
 from headrace.tasks.generated.final_templates import FINAL
 from headrace.tasks.generated.templates import TRAINED, UNSEEN, Template
 from headrace.tasks.sealing import known, seal
@@ -32,6 +33,8 @@ SEEDS: Mapping[str, range] = {
 
 _POOLS: Mapping[str, Sequence[Template]] = {"unseen": UNSEEN, "unseen-final": FINAL, "broad": BROAD}
 """Templates of the broken function, where they are not those of training. No suite is called broad: traces use it."""
+COMPOSED = 0.75
+"""Share of the broad functions that are composed at random (composed/); the others are of BROAD."""
 
 VISIBLE, HIDDEN = "test_visible.py", "test_hidden.py"
 
@@ -90,15 +93,23 @@ def _loaded(source: str) -> Callable[..., object]:
     return space["subject"]
 
 
+_ERRORS = (ArithmeticError, LookupError, NameError, TypeError, ValueError)
+
+
+def _plain(function: Function, bug: tuple[int, int, int] | None = None) -> Callable[..., object]:
+    """A function as Python calls it."""
+    head, *body = function.source(bug)
+    return _loaded("\n".join([head.replace(function.name, "subject", 1), *body]))
+
+
 def _callable(function: Function, bug: tuple[int, int, int] | None = None) -> Callable[[Arguments], object]:
     """The result of a function for arguments: a value, or the name of the exception that it raises."""
-    head, *body = function.source(bug)
-    run = _loaded("\n".join([head.replace(function.name, "subject", 1), *body]))
+    run = _plain(function, bug)
 
     def call(arguments: Arguments) -> object:
         try:
             return run(*arguments)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except _ERRORS as error:
             return type(error).__name__
 
     return call
@@ -195,9 +206,49 @@ def _break(rng: random.Random, function: Function) -> tuple[tuple[int, int, int]
             return bug, shown, other
 
 
+def every_bug_shows(template: Template) -> bool:
+    """Whether there are bugs, each changes what the function gives for two or more of eight random arguments, and the
+    right function raises for none."""
+    rng = random.Random(f"shows/{template.name}")
+    left = set(template.bugs)
+    for _ in range(40 if left else 0):
+        function = _function(rng, template, set())
+        draws = [_arguments(rng, template.takes) for _ in range(8)]
+        try:
+            right = [repr(_plain(function)(*arguments)) for arguments in draws]
+        except _ERRORS:
+            return False
+        for bug in sorted(left):
+            broken = _callable(function, bug)
+            if sum(repr(broken(arguments)) != value for arguments, value in zip(draws, right, strict=True)) >= 2:
+                left.discard(bug)
+        if not left:
+            return True
+    return False
+
+
+@cache
+def _known() -> frozenset[str]:
+    """Words and code of all templates of suites."""
+    return frozenset(
+        text for template in (*TRAINED, *UNSEEN, *FINAL) for text in (template.about, composed.plain(template))
+    )
+
+
+def _composed(rng: random.Random, family: str) -> Template:
+    """A composed function of that family which no suite has and whose bugs all show."""
+    while True:
+        template = composed.draw(rng.randrange(composed.DRAWS))
+        if template.family == family and not {template.about, composed.plain(template)} & _known():
+            if every_bug_shows(template):
+                return template
+
+
 def _template(rng: random.Random, suite: str, multi_line: float = 0.5) -> Template:
     """The template that a repository breaks: the first draws of its seed."""
     family = "multi_line" if rng.random() < multi_line else "one_line"
+    if suite == "broad" and rng.random() < COMPOSED:
+        return _composed(rng, family)
     return rng.choice([t for t in _POOLS.get(suite, TRAINED) if t.family == family])
 
 

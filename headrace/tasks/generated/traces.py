@@ -242,8 +242,8 @@ def mid_training_texts(
     player: Player | None = None,
 ) -> Iterator[Trace]:
     """Traces without an end. `form` is the policy's renderer, `answer` runs calls (harness.sync_tools.answer), `broad`
-    is the share of traces on templates that no suite has (broad_templates.py). player: in place of `play` with so many
-    `retries`."""
+    is the share of traces on functions that no suite has (composed/, broad_templates.py). player: in place of `play`
+    with so many `retries`."""
     player = player or partial(play, retries=retries)
     for game, fault in _plays(seed, quality, answer, faults, multi_line, broad, player):
         ids, weights = game.encoded(form, context)

@@ -12,7 +12,7 @@ from headrace.rendering.registry import Renderers
 from headrace.rendering.terse import Format, TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks.generated import repositories, traces
-from headrace.tasks.generated.broad_templates import BROAD
+from headrace.tasks.generated.templates import TRAINED
 from headrace.tasks.generated.traces import Trace
 from tests.support import chat_formats
 
@@ -44,7 +44,7 @@ def test_broad_traces_and_retries_are_as_many_as_asked_for() -> None:
         plays = traces._plays(1, 1.0, answer, broad=broad, player=partial(traces.play, retries=retries))
         taken = [game for game, _ in itertools.islice(plays, 200)]
         return (
-            sum(game.made.target.template in BROAD for game in taken) / 200,
+            sum(game.made.target.template not in TRAINED for game in taken) / 200,
             sum(len(game.turns) == 5 for game in taken) / 200,
         )
 
