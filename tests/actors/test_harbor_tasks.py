@@ -18,6 +18,7 @@ from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Traject
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import FAIL, SCORE, TASK, TRAJ, TURN, token
 from headrace.messages.tasks import TaskRef
+from headrace.tasks import diff as task_diff
 from headrace.tasks.importing import harbor
 from headrace.tasks.importing.base import ImportOptions
 from headrace.tasks.importing.writing import import_suite
@@ -152,6 +153,29 @@ async def test_an_attempt_that_is_handed_over_keeps_the_changes_of_its_earlier_s
     assert (end.rollout, end.outcome, len(end.turns)) == ("heir", "finished", 4)
     assert [snapshot.diff for snapshot in end.earlier or ()] == [{"first.txt": b"one\n"}]
     assert end.diff["second.txt"] == b"two\n"
+
+
+async def test_a_step_that_fills_its_sandbox_is_said_in_the_outcome(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tests see none of its changes; the last step is small again."""
+    monkeypatch.setattr(task_diff, "PULL_LIMIT", 4096)
+    monkeypatch.setattr(task_diff, "_fits_at_first", lambda task: True)  # as of a task that brings its files
+    fills = {"steps/first/solution/solve.sh": "echo one > first.txt\nhead -c 9000 /dev/zero > big\n"}
+    fills["steps/second/solution/solve.sh"] = "cat given.txt > second.txt\nrm big\n"
+    test_stepwise.folder(tmp_path / "tasks" / "t", **fills)
+    suite(tmp_path, "light")
+    settings, bus, run = config(tmp_path, Section(backend="process")), await connect("admin"), "fills"
+    async with (
+        living(Environment, settings, await connect("environment", node="n1"), ANY_RUN),
+        living(Judge, settings, await connect("judge"), run),
+        living(Rollout, settings, await connect("rollout"), run),
+    ):
+        await issue(bus, run, 0, "oracle")
+        scores, ends = await scored(bus, run, 1), await trajectories(bus, run, 1)
+    assert (ends[0].outcome, [snapshot.diff for snapshot in ends[0].earlier or ()]) == ("sandbox_limit", [{}])
+    assert ends[0].diff["first.txt"] == b"one\n"
+    assert scores[0].steps[0].value == 0.0 and scores[0].verdict == "failed"
 
 
 def images(place: Path) -> None:

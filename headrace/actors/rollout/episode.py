@@ -78,6 +78,8 @@ class Episode:
         self._writing_checkpoint: asyncio.Task[None] | None = None
         """The checkpoint that is written while the next turn is sampled."""
         self._copies = 0
+        self._over = False
+        """Whether a step that ended changed more than is pulled: its tests run without its changes."""
         self._steps: list[Snapshot] = []
         """The changes at the end of every step that ended."""
         self._step: Snapshot | UnsetType = UNSET
@@ -207,7 +209,7 @@ class Episode:
             earlier=tuple(self._steps) if task.later else UNSET,
             **msgspec.structs.asdict(changes),
         )
-        if over:
+        if over or self._over:
             trajectory = msgspec.structs.replace(trajectory, outcome="sandbox_limit")
         return await publish(self._bus, trajectory)
 
@@ -312,8 +314,10 @@ class Episode:
         """Take the changes of a step that ended, and begin the next one."""
         assert self._sandbox is not None
         name = f"{self._request.trajectory}-step{ended}"
-        self._step = (await pull(self._sandbox, self._task, name)).changes
-        self._steps.append(self._step)
+        changes, over, _ = await pull(self._sandbox, self._task, name)
+        self._over |= over
+        self._step = changes
+        self._steps.append(changes)
         await begin_step(self._sandbox, self._task, ended, self._request.trajectory)
 
     async def _on_done(self, index: int, results: Sequence[ToolResult]) -> None:
