@@ -51,6 +51,7 @@ $(SMOLLM2)/.made: deploy/smollm2.jinja
 	@touch $@
 
 demo-pretrained: setup $(SMOLLM2)/.made ## train SmolLM2-135M, dequantised from GGUF, in real microVMs (CPUs only; half an hour or more)
+	$(BIN)/headrace estimate deploy/demo-pretrained.toml
 	$(BIN)/headrace up deploy/demo-pretrained.toml
 
 demo-sglang-pretrained: setup $(SMOLLM2)/.made $(SGLANG)/.installed ## its first three steps with a real SGLang server as the sampler, on a CPU (installs 3 GB of packages)

@@ -31,7 +31,7 @@ from headrace.cli.keys import revoke as keys_revoke
 from headrace.cli.lines import report as lines_report
 from headrace.cli.lines import watch as lines_watch
 from headrace.cli.mcp import serve as mcp_serve
-from headrace.cli.measure import bench, judge_card
+from headrace.cli.measure import bench, estimate, judge_card
 from headrace.cli.observe import dashboard, export_metrics, logs, top
 from headrace.cli.policy import collect as policy_collect
 from headrace.cli.policy import from_gguf
@@ -51,6 +51,7 @@ from headrace.cli.weights import show as weights_show
 COMMANDS: tuple[ModuleType, ...] = (
     up,
     check,
+    estimate,
     launch,
     down,
     dashboard,

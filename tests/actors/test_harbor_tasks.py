@@ -175,7 +175,7 @@ async def test_a_step_that_fills_its_sandbox_is_said_in_the_outcome(
         scores, ends = await scored(bus, run, 1), await trajectories(bus, run, 1)
     assert (ends[0].outcome, [snapshot.diff for snapshot in ends[0].earlier or ()]) == ("sandbox_limit", [{}])
     assert ends[0].diff["first.txt"] == b"one\n"
-    assert scores[0].steps[0].value == 0.0 and scores[0].verdict == "failed"
+    assert scores[0].steps and scores[0].steps[0].value == 0.0 and scores[0].verdict == "failed"
 
 
 def images(place: Path) -> None:

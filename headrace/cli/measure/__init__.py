@@ -1,1 +1,1 @@
-"""Commands that measure policies and judges."""
+"""Commands that measure policies, judges and this machine."""

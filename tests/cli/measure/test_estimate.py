@@ -1,0 +1,34 @@
+"""`headrace estimate` prints the time of each part of a run, and refuses what it cannot measure."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from tests.support.paths import ROOT
+
+
+def test_the_demo_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", str(ROOT / "deploy" / "demo.toml")]) == 0
+    products, *parts = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"products in float32: \d+ G operations/s a thread, \d+ with few rows; attempts of .*", products
+    )
+    assert [line.split("  ")[0] for line in parts] == ["mid-training", "training", "evaluations", "together about"]
+    assert "40 steps of" in parts[1] and "744 attempts" in parts[2]
+
+
+def test_other_suites_are_estimated_by_their_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--set", "tasks.suite=mine", "--set", "limits.context_tokens=640", "--set", "limits.max_tokens=192"]
+    assert main(["estimate", str(ROOT / "deploy" / "demo.toml"), *words]) == 0
+    assert "attempts of at most 640 tokens, of which 192 are sampled" in capsys.readouterr().out
+
+
+def test_what_is_no_cpu_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    demo = str(ROOT / "deploy" / "demo.toml")
+    for wrong in ("engine.kind=sglang", "trainer.device=cuda"):
+        assert main(["estimate", demo, "--set", wrong]) == 2
+        assert "headrace estimate measures CPUs" in capsys.readouterr().err
+    assert main(["estimate", demo, "--set", f"policy.checkpoint={tmp_path}"]) == 2
+    assert "config.json" in capsys.readouterr().err
