@@ -93,8 +93,10 @@ def newest(run: str) -> int:
 def evaluated(run: str, version: int, suite: str, heat: float, args: argparse.Namespace) -> Passes:
     """Verdict per task of a version."""
     words = ["--policy", f"{run}:{version}", "--suite", suite, "--tasks", str(args.tasks), "--temperature", str(heat)]
-    # Nothing trains meanwhile, and exact mode gives the same bits with any number of threads.
-    extra = [word for entry in (f"engine.threads={os.cpu_count() or 1}", *args.set) for word in ("--set", entry)]
+    # Nothing trains meanwhile. The probe of exact mode gives one fingerprint with one thread and with two.
+    extra = [
+        word for entry in (f"engine.threads={min(2, os.cpu_count() or 1)}", *args.set) for word in ("--set", entry)
+    ]
     line = json.loads(headrace("eval", *words, "--config", args.config, *extra).strip().splitlines()[-1])
     prefix = f"{group_prefix(line['id'])}-"
     passes: Passes = {}

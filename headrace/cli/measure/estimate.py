@@ -50,8 +50,8 @@ def estimate(args: argparse.Namespace) -> int:
     parts = duration.predict(config, policy, rates, attempt, cores)
     say(
         f"products in {policy.dtype}: {rates.large / 1e9:.0f} G operations/s a thread, {rates.small / 1e9:.0f} with "
-        f"few rows; attempts of {_bound(config)} {attempt.read + attempt.written:.0f} tokens, of which "
-        f"{attempt.written:.0f} are sampled"
+        f"few rows; attempts of {'at most' if attempt.bound else 'about'} {attempt.read + attempt.written:.0f} tokens, "
+        f"of which {attempt.written:.0f} are sampled"
     )
     say(f"mid-training    {_time(parts.mid_training):>9}   {config.mid_training.tokens:,} tokens")
     say(f"training        {_time(parts.steps * parts.step):>9}   {parts.steps} steps of {_time(parts.step)}")
@@ -60,18 +60,14 @@ def estimate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _bound(config: "Config") -> str:
-    return "about" if str(config.tasks.suite).startswith("generated/") else "at most"
-
-
 def _attempt(config: "Config") -> "Attempt":
     """Tokens of an attempt: as in generated traces, or the limits where the tasks are others. RendererError."""
     from headrace.actors.trainer import initial_policy
     from headrace.training.figures.duration import Attempt
 
     limits = config.limits
-    if _bound(config) == "at most":
-        return Attempt(limits.context_tokens - limits.max_tokens, limits.max_tokens)
+    if not str(config.tasks.suite).startswith("generated/"):
+        return Attempt(limits.context_tokens - limits.max_tokens, limits.max_tokens, bound=True)
     with tempfile.TemporaryDirectory(prefix="headrace-estimate-") as folder:
         made = initial_policy.bundle(config, Path(folder))
     traces = list(itertools.islice(initial_policy.generated(config, made), TRACES))

@@ -148,11 +148,11 @@ class Bodies(Expressions):
         """A loop over whole numbers."""
         end = self.name("n")
         change = self.value("{i}")
-        word, start, act, _ = self.pick(
-            ("sum", "{o} = «0|1»", "{o} «+=|-=» {0}", 0),
-            ("list", "{o} = []", "{o}.append({0})", 0),
-            ("product", "{o} = «1|0»", "{o} «*=|+=» {1}", 0),
-            ("highest, at least 0,", "{o} = 0", "{o} = «max|min»({o}, {0})", 0),
+        word, start, act = self.pick(
+            ("sum", "{o} = «0|1»", "{o} «+=|-=» {0}"),
+            ("list", "{o} = []", "{o}.append({0})"),
+            ("product", "{o} = «1|0»", "{o} «*=|+=» {1}"),
+            ("highest, at least 0,", "{o} = 0", "{o} = «max|min»({o}, {0})"),
         )
         act = act.replace("{0}", change.code).replace("{1}", change.inner)
         begin, code = self.pick(
