@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels import batch_invariant
+from headrace.kernels.attention.paged_product import paged_product
 
 BLOCK = 64
 """Positions in a KV block: the unit of attention, of the KV cache and of prefix reuse."""
@@ -278,16 +279,17 @@ def _all_at_once(rows: Tensor, keys: Tensor, values: Tensor, pages: Paging, scal
     """rows [B, V, R, D] of one new token each -> (weighted values float32 [B, V, R, D], sums float32 [B, V, R])."""
     (batch, heads, height, dim), count = rows.shape, pages.blocks
     spread = rows[:, None].expand(batch, count, heads, height, dim).reshape(-1, height, dim)
-    ks = keys.index_select(0, pages.table).view(-1, BLOCK, dim)
-    s = torch.bmm(spread, ks.transpose(1, 2)).float().mul_(scale).view(batch, count, heads, height, BLOCK)
+    s = paged_product(spread, keys, pages.table, (BLOCK, dim), transposed=True).float()
+    s = s.mul_(scale).view(batch, count, heads, height, BLOCK)
     seen = (pages.lowest + 1) // BLOCK  # blocks that every query sees whole
     if seen < count and pages.hidden is not None:
         s[:, seen:].masked_fill_(pages.hidden[:, seen:], -torch.inf)
     top = s.amax(-1).cummax(1).values
     p = s.sub_(top[..., None]).exp_()
     sums = p.sum(-1)
-    vs = values.index_select(0, pages.table).view(-1, BLOCK, dim)
-    more = torch.bmm(p.to(values.dtype).view(-1, height, BLOCK), vs).view(batch, count, heads, height, dim)
+    shares = p.to(values.dtype).view(-1, height, BLOCK)
+    more = paged_product(shares, values, pages.table, (BLOCK, dim), transposed=False)
+    more = more.view(batch, count, heads, height, dim)
     if count == 1:
         return more[:, 0].float(), sums[:, 0]
     # The sums are a last column of the weighted values, so that a block takes two operations.

@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.kernels import operators
 from headrace.kernels.block_attention import BLOCK, Bucket, Packing
 from headrace.policy.cache import Context, KVCache, Step
-from headrace.policy.grouped_attention import grouped_attention
+from headrace.policy.grouped_attention import grouped_attention, mask_of, paged_grouped_attention
 from headrace.policy.rope import RopeScaling, frequencies
 
 _CHUNK = 1024
@@ -122,8 +122,8 @@ def _short(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float) -> Ten
     heads = k.shape[1]
     qs, ks, vs = (_grouped(_aligned(x, bucket), heads) for x in (q, k, v))
     at = torch.arange(bucket.keys, device=q.device)
-    hidden = (at[None, :] > at[:, None]).repeat_interleave(q.shape[1] // heads, 0)[None]
-    return grouped_attention(qs, ks, vs, hidden, scale)
+    mask = mask_of(at[None, None, :] > at[:, None], q.shape[1] // heads, q.dtype)
+    return grouped_attention(qs, ks, vs, mask, scale)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float) -> Tensor:
@@ -147,17 +147,15 @@ def cached(
     query = step.spread(q)
     group = q.shape[1] // heads
     if step.context is None:
-        step.context = context(step, heads, group)
-    contents = (x.view(-1, BLOCK * dim).index_select(0, step.context.rows) for x in (keys, values))
-    ks, vs = (x.view(step.batch * heads, -1, dim) for x in contents)
-    out = grouped_attention(_grouped(query, heads), ks, vs, step.context.hidden, scale)
+        step.context = context(step, heads, group, q.dtype)
+    pool_k, pool_v = (x.view(-1, BLOCK, dim) for x in (keys, values))
+    out = paged_grouped_attention(_grouped(query, heads), pool_k, pool_v, step.context.rows, step.context.mask, scale)
     return step.gather(out.view(step.batch, heads, step.steps, group, dim).transpose(1, 2).flatten(2, 3))
 
 
-def context(step: Step, heads: int, group: int) -> Context:
+def context(step: Step, heads: int, group: int, dtype: torch.dtype) -> Context:
     """The rows of the pool that hold the keys of a cached forward, by head, and the mask of each query."""
     blocks = step.table.shape[1]
     rows = step.table[:, None, :] * heads + torch.arange(heads, device=step.table.device)[:, None]
     at = torch.arange(min(step.starts) + 1, blocks * BLOCK, device=step.table.device)  # all queries see the keys before
-    hidden = (at > step.grid[:, :, None]).repeat_interleave(group, 1)
-    return Context(rows.view(-1), hidden)
+    return Context(rows.view(-1), mask_of(at > step.grid[:, :, None], group, dtype))

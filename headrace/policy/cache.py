@@ -65,9 +65,10 @@ class Context(NamedTuple):
     """The keys of a cached forward in ordinary mode; made by its first layer, used by all."""
 
     rows: Tensor
-    """int64 [B * V * blocks]: rows of the pool seen as [blocks * V, 64 * D]."""
-    hidden: Tensor
-    """bool [B, T * G, R]: those of the last R keys that a query does not see; all queries see the keys before them."""
+    """int64 [B * V * blocks]: rows of the pool seen as [blocks * V, 64, D]."""
+    mask: Tensor
+    """[B, T * G, R] in the dtype of queries: minus infinity for those of the last R keys that a query does not see,
+    otherwise 0; all queries see the keys before them."""
 
 
 class Step:

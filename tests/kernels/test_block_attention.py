@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import block_attention
+from headrace.kernels.attention import paged_product
 from headrace.kernels.block_attention import BLOCK, Packing
 from tests.kernels.plain import plain_attention
 
@@ -48,8 +49,10 @@ def test_what_stands_behind_a_query_does_not_show() -> None:
         assert torch.equal(alone, whole[:length])
 
 
-@pytest.mark.parametrize("pad", [4, 16])
-def test_a_paged_cache_gives_the_same_bits(pad: int) -> None:
+@pytest.mark.parametrize(("pad", "portion"), [(4, 1 << 20), (16, 1 << 20), (4, 1), (4, 3 * 2 * BLOCK * 24 * 4)])
+def test_a_paged_cache_gives_the_same_bits(pad: int, portion: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of blocks that are gathered at once changes no bit: all, each one alone, and three."""
+    monkeypatch.setattr(paged_product, "PORTION_BYTES", portion)
     q, k, v = (x.detach()[130:330] for x in drawn(4, 2))
     whole = block_attention.packed_attention(q, k, v, Packing([200]), 0.3)
     keys, values = (

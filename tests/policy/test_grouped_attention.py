@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.attention import paged_product
 from headrace.kernels.block_attention import Packing
 from headrace.policy import attention
-from headrace.policy.grouped_attention import grouped_attention
+from headrace.policy.grouped_attention import grouped_attention, mask_of, paged_grouped_attention
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -24,7 +25,8 @@ def test_any_mask_forward_and_backward(masked: int) -> None:
     want = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden[:, None], scale=0.3, enable_gqa=True)
     rows = q.view(batch, heads, group, steps, dim).transpose(2, 3).reshape(batch * heads, steps * group, dim)
     flat_k, flat_v = (x.view(batch * heads, keys, dim) for x in (k, v))
-    got = grouped_attention(rows, flat_k, flat_v, hidden.repeat_interleave(group, 1)[..., keys - masked :], 0.3)
+    mask = mask_of(hidden[..., keys - masked :], group, q.dtype)
+    got = grouped_attention(rows, flat_k, flat_v, mask, 0.3)
     got = got.view(batch, heads, steps, group, dim).transpose(2, 3).reshape(want.shape)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
     slope = torch.randn_like(want)
@@ -33,6 +35,20 @@ def test_any_mask_forward_and_backward(masked: int) -> None:
         strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("portion", [1, 1 << 30], ids=["a sequence at a time", "at once"])
+def test_a_paged_pool_gives_what_adjacent_keys_give(portion: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_product, "PORTION_BYTES", portion)
+    torch.manual_seed(4)
+    sequences, blocks, length, dim = 6, 3, 16, 8
+    keys, values = torch.randn(2, 40, length, dim).unbind()
+    places = torch.randperm(40)[: sequences * blocks]
+    q, hidden = torch.randn(sequences, 4, dim), torch.rand(1, 4, blocks * length - 1) < 0.3
+    mask = mask_of(hidden, 1, q.dtype)
+    k, v = (x[places].view(sequences, blocks * length, dim) for x in (keys, values))
+    want = grouped_attention(q, k, v, mask, 0.3)
+    assert torch.equal(paged_grouped_attention(q, keys, values, places, mask, 0.3), want)
 
 
 @pytest.mark.parametrize("lengths", [[5, 130, 64, 1, 200], [300, 7]], ids=["short", "both"])
