@@ -183,7 +183,7 @@ class Curriculum(Actor):
             await self._first_version()
         if self.config.evaluation.before:
             await self._ask(training.evaluations(self.config, self.run, "before", 0))
-        await self.event("phase", "reinforcement learning")
+        await self.event("phase", "reinforcement learning", steps=self.state.steps)
         open_slots = [slot for group in self.state.open.values() for slot in group.slots.values()]
         await self._issuer.request([attempt.issued for slot in open_slots for attempt in slot.live])
         while True:

@@ -13,7 +13,7 @@ import msgspec
 from headrace.config import Config
 from headrace.dashboard import errors
 from headrace.dashboard.records import Records
-from headrace.dashboard.watch import Watch
+from headrace.dashboard.watch import LAST_PHASE, Watch
 from headrace.ledger.training import DURING
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.rollout import Lane
@@ -177,7 +177,7 @@ def build(
     """The report of a run that has ended."""
     steps, results = watch.steps, watch.evaluations
     now = time.time()
-    final_evaluation = watch.phase_started.get("final evaluation", moments.shutdown)
+    final_evaluation = watch.phase_started.get(LAST_PHASE, moments.shutdown)
     issued = records.first_issue or watch.phase_started.get("reinforcement learning", moments.shutdown)
     # A version with unchanged bytes (a refused step, a batch without advantage) has an empty delta, which would
     # dominate the mean.

@@ -23,6 +23,9 @@ FINISHED = "run_finished"
 Say = Callable[[str], None]
 """Shows a line to the user."""
 
+LAST_PHASE = "final evaluation"
+"""Text of the event with which the curriculum says that all steps are trained."""
+
 
 class Watch:
     """The newest figures of a run, and their history."""
@@ -85,7 +88,7 @@ class Watch:
                 say(f"step {message.step} failed: {message.reason}; {message.command}")
 
     def enter(self, phase: str) -> None:
-        """Start a phase unless it was observed before; a run never returns to a phase."""
+        """Start a phase unless it was observed before."""
         if phase not in self.phase_started:
             self.phase_started[phase] = time.time()
             self.phase = phase
@@ -103,6 +106,8 @@ class Watch:
         elif isinstance(message, Event):
             self.events.append((moment, message))
             if message.kind == "phase":
+                if not self._all_steps(message) and self.phase_started.pop(LAST_PHASE, None) is not None:
+                    self.phase = message.text  # the run trains again, and its final evaluation starts later
                 self.enter(message.text)
             if message.level == "error":
                 say(f"{message.actor}: {message.kind}: {message.text}")
@@ -110,7 +115,8 @@ class Watch:
         return False
 
     def _all_steps(self, end: Event) -> bool:
-        """Whether this is the run's end: a resumed run may have more steps than when it ended before."""
+        """Whether the run has trained its steps: a resumed run may have more than when it ended before. True where the
+        event does not count them."""
         done = end.data.get("steps")
         return not isinstance(done, int) or done >= self.config.curriculum.steps
 

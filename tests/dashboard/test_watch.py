@@ -1,0 +1,38 @@
+"""Phases of a run as they are observed, also of one that is resumed with more steps."""
+
+import time
+from typing import cast
+
+from headrace.bus.connection import Bus
+from headrace.config import Config, Curriculum
+from headrace.dashboard.watch import LAST_PHASE, Watch
+from headrace.messages.operations import Event
+
+LEARNING = "reinforcement learning"
+
+
+def observed(watch: Watch, *phases: tuple[str, int | None]) -> None:
+    for text, steps in phases:
+        data: dict[str, str | int | float | bool] = {} if steps is None else {"steps": steps}
+        watch.on_event(Event(actor="curriculum", id="c", kind="phase", text=text, data=data), time.time(), print)
+
+
+def test_a_run_that_is_resumed_with_more_steps_trains_again() -> None:
+    watch = Watch(cast(Bus, None), "r1", Config(curriculum=Curriculum(steps=25)), started=0.0)
+    first = (("mid-training", None), (LEARNING, 0), (LAST_PHASE, None))
+    observed(watch, *first)
+    assert watch.phase == LAST_PHASE
+    began = watch.phase_started[LEARNING]
+    observed(watch, (LEARNING, 20))
+    assert watch.phase == LEARNING
+    assert watch.phase_started == {"mid-training": watch.phase_started["mid-training"], LEARNING: began}
+    observed(watch, (LAST_PHASE, None))
+    assert watch.phase == LAST_PHASE and watch.phase_started[LAST_PHASE] >= began
+
+
+def test_a_curriculum_that_starts_again_in_the_final_evaluation_does_not_train_again() -> None:
+    watch = Watch(cast(Bus, None), "r1", Config(curriculum=Curriculum(steps=20)), started=0.0)
+    observed(watch, (LEARNING, 0), (LAST_PHASE, None))
+    ended = dict(watch.phase_started)
+    observed(watch, (LEARNING, 20), (LAST_PHASE, None))
+    assert watch.phase == LAST_PHASE and watch.phase_started == ended
