@@ -26,7 +26,7 @@ from headrace.vmhost.guest.globs import matches
 from headrace.vmhost.images.packages import FLAVOURS
 
 Severity = Literal["note", "zero"]
-VERSION = "j5"
+VERSION = "j6"
 """Judge version: part of the subject of every score. Change it with any rule."""
 
 
