@@ -51,10 +51,11 @@ async def world(connect: Connect, run: str, bound: int = 1) -> AsyncIterator[Fak
     await other.stop()
 
 
-async def until_finished(bus: Bus, run: str) -> None:
+async def until_finished(bus: Bus, run: str, steps: int = 0) -> None:
+    """Until the run has ended with at least so many steps."""
     async with asyncio.timeout(PATIENCE_S):
         async for received in bus.follow("HR_EVENT", EVENT.where(run=run, actor="curriculum", type="event")):
-            if received.message.kind == "run_finished":
+            if received.message.kind == "run_finished" and received.message.data["steps"] >= steps:
                 return
 
 
@@ -86,6 +87,21 @@ async def test_a_run_from_version_0_to_its_last_step(connect: Connect) -> None:
     assert [slot.min_version for slot in issued if slot.slot == 0] == [0, 0, 0, 0, 1, 1]
     tasks = TaskOrder([str(n) for n in range(10)], 1)
     assert sorted(tasks[n] for n in range(10)) == sorted(str(n) for n in range(10))
+
+
+async def test_a_run_that_ended_goes_on_with_more_steps(connect: Connect) -> None:
+    run = new_run()
+    async with world(connect, run) as other:
+        other.answer = other.solve
+        other.train = True
+        for steps in (1, 2):
+            async with living(Curriculum, config(steps=steps), await connect("curriculum"), run):
+                await until_finished(other.bus, run, steps)
+        where = EVENT.where(run=run, actor="curriculum", type="event")
+        told = [r.message async for r in other.bus.history("HR_EVENT", where)]
+    learning, last = "reinforcement learning", "final evaluation"
+    phases = [(message.text, message.data.get("steps")) for message in told if message.kind == "phase"]
+    assert phases == [(learning, 0), (last, None), (learning, 1), (last, None)]
 
 
 async def test_requests_wait_for_credit_and_engines_learn_what_to_serve(
