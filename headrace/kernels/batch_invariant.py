@@ -143,15 +143,16 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return rotate_forward(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
+        return rotate_forward(grad, cos, -sin), None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` without a gradient."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     parts = (a * cos - b * sin, b * cos + a * sin)
@@ -166,7 +167,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return out
-    return _rotate(x, cos, sin)
+    return rotate_forward(x, cos, sin)
 
 
 @jit

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.kernels import batch_invariant, operators
+from headrace.kernels import operators
 from headrace.policy.adapters import low_rank
 from headrace.policy.config import Latent
 
@@ -40,7 +40,7 @@ def parameters(latent: Latent, heads: int, dim: int, dtype: torch.dtype) -> dict
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
-    return batch_invariant.rotate(x, cos, sin)
+    return operators.rotate(x, cos, sin)
 
 
 def project(

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels import batch_invariant, operators
+from headrace.kernels import operators
 from headrace.kernels.route import Rule
 from headrace.policy import gpt_oss, latent, moe
 from headrace.policy.adapters import low_rank
@@ -115,7 +115,7 @@ class Layer(nn.Module):
         x = x + (mixed + self.out_bias if c.out_bias else mixed)
         h = operators.rms_norm(x, self.mlp_norm, c.eps)
         if not self.sparse:
-            inner = batch_invariant.swiglu(low_rank.linear(self, h, "gate_up", pad))
+            inner = operators.swiglu(low_rank.linear(self, h, "gate_up", pad))
             return x + low_rank.linear(self, inner, "down", pad)
         layer = moe.Mixture(
             router=self.router,
@@ -149,10 +149,10 @@ class Layer(nn.Module):
         if c.qk_norm:
             scales = torch.cat((self.q_norm.expand(c.heads, -1), self.k_norm.expand(c.kv_heads, -1)))
             qk = operators.rms_norm(qk, scales, c.eps)
-        qk = batch_invariant.rotate(qk, cos, sin)
+        qk = operators.rotate(qk, cos, sin)
         q, k = torch.split(qk, [c.heads, c.kv_heads], 1)
         return q.contiguous(), k.contiguous(), v.contiguous()
 
 
 def _mlp(h: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:
-    return operators.linear(batch_invariant.swiglu(operators.linear(h, gate_up, pad)), down, pad)
+    return operators.linear(operators.swiglu(operators.linear(h, gate_up, pad)), down, pad)

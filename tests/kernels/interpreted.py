@@ -18,7 +18,7 @@ from headrace.kernels import dispatch, grouped_mm, mxfp8, selected_logprob
 from headrace.kernels.batch_invariant import linear_triton, rms_norm_triton
 from headrace.kernels.grouped_mm import Mx
 from headrace.kernels.selected_logprob import selected_logprob_backward_triton, selected_logprob_triton
-from tests.kernels import interpreted_attention, interpreted_delta, interpreted_moe
+from tests.kernels import interpreted_attention, interpreted_delta, interpreted_elementwise, interpreted_moe
 from tests.kernels.cases import dtypes, shapes
 
 # Dtypes and the relative size of one rounding: the interpreter truncates where a GPU rounds to nearest.
@@ -102,7 +102,8 @@ def quantisers() -> None:
 
 def grouped() -> None:
     """Ragged and empty groups; plain, half quantised and quantised operands; against float64 of what they hold."""
-    for ends, n, k in shapes(([5, 5, 70], 96, 64), ([0, 33, 33, 40], 40, 160), ([1], 64, 32)):
+    thin = (([5, 5, 40], 128, 256), ([70, 80], 128, 128))  # weights on the left
+    for ends, n, k in shapes(([5, 5, 70], 96, 64), thin[0], ([0, 33, 33, 40], 40, 160), ([1], 64, 32), thin[1]):
         experts, rows = len(ends), ends[-1]
         for dtype, ulp in DTYPES:
             x, w = torch.randn(rows, k).to(dtype), (torch.randn(experts, n, k) * 0.2).to(dtype)
@@ -122,7 +123,9 @@ def grouped() -> None:
             want = grouped_mm.grouped_mm(x, w, ends, wide)
             error = float((grouped_mm.grouped_mm(mx, mw, ends, wide) - want).norm() / want.norm())
             assert 1e-3 < error <= (4.0e-2 if rows > 4 else 6.0e-2), error  # a single row is luck
-        if rows > 4:
+        if rows > 4 and (
+            rows <= 32 * experts or not dispatch.INTERPRETED
+        ):  # the interpreter's product depends on tiles
             few, many = [2] * experts, grouped_mm.grouped_mm_triton(mx, mw, [rows] * experts, dtype)
             part = Mx(mx.q[:2], mx.scale[:2])
             assert torch.equal(grouped_mm.grouped_mm_triton(part, mw, few, dtype), many[:2]), "a group's size shows"
@@ -144,6 +147,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     **interpreted_attention.KERNELS,
     **interpreted_moe.KERNELS,
     **interpreted_delta.KERNELS,
+    **interpreted_elementwise.KERNELS,
 }
 
 if __name__ == "__main__":

@@ -60,6 +60,9 @@ def cases() -> dict[str, tuple[Any, ...]]:
         "linear_backward": (torch.randn(9, 48), x_, weight_, 4),
         "rms_norm": (x, norm, 1e-6),
         "rms_norm_backward": (torch.randn(9, 32), x_, norm_, scale),
+        "rotate": (q, torch.rand(13, 1, 4), torch.rand(13, 1, 4), False),
+        "swiglu": (grown(9, 64),),
+        "swiglu_backward": (torch.randn(9, 64), torch.randn(9, 32)),
         "packed_attention": (q, k, v, lengths, 0.25),
         "packed_attention_backward": (torch.randn(13, 4, 16), q_, k_, v_, out, lse, lengths, 0.25),
         "cached_attention": (q_[:5], pool, pool, torch.tensor([[0, 1], [2, 0]]), [2, 3], [70, 5], 0.25, 4),
@@ -122,7 +125,7 @@ def test_the_dispatcher_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatc
     with Called() as called:
         dispatched = computed(config)
     assert all(torch.equal(a, b) for a, b in zip(direct, dispatched, strict=True))
-    wanted = {"linear", "rms_norm", "packed_attention", "cached_attention", "selected_logprob"}
-    wanted |= {"route", "experts"} if config.experts else set()
-    wanted |= {f"{operator}_backward" for operator in wanted - {"cached_attention"}}
+    wanted = {"linear", "rms_norm", "packed_attention", "cached_attention", "selected_logprob", "rotate"}
+    wanted |= {"route", "experts"} if config.experts else {"swiglu"}
+    wanted |= {f"{operator}_backward" for operator in wanted - {"cached_attention", "rotate"}}
     assert wanted <= called.names

@@ -7,11 +7,12 @@ anything else through `torch.ops`. So the engine and the trainer, which both cal
 model lies on a GPU.
 
 On CUDA devices, ordinary mode takes kernels of PyTorch for packed attention and the experts' products (`library`).
-Rotary embedding, SwiGLU and additions are plain torch operations on every device.
+Additions are plain torch operations on every device.
 """
 
 from headrace.kernels.grouped_mm import Nv
 from headrace.kernels.operators.attention import cached_attention, packed_attention
+from headrace.kernels.operators.elementwise import rotate, swiglu
 from headrace.kernels.operators.experts import (
     experts,
     experts_backward,
@@ -38,10 +39,12 @@ __all__ = [
     "quantise",
     "quantise_nvfp4",
     "rms_norm",
+    "rotate",
     "rounded",
     "rounded_weights",
     "route",
     "selected_logprob",
+    "swiglu",
     "unpermute",
     "varlen_attention",
     "varlen_refusal",

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels import batch_invariant, dispatch, expert_mlp, grouped_mm
+from headrace.kernels import dispatch, expert_mlp, grouped_mm
 from headrace.kernels import permute as places
 from headrace.kernels.block_scaled import product as block_scaled
+from headrace.kernels.elementwise.swiglu import swiglu_backward_triton, swiglu_triton
 from headrace.kernels.operators import formats, library
 from headrace.kernels.route import SOFTMAX, Rule, route_backward
 from headrace.kernels.route import route as route_twin
@@ -117,12 +118,12 @@ def experts_triton(
     if grid and block_scaled.used(len(p.source), len(gate_up), pad, x.device):
         rows = formats.activations(places.permute_triton(x, p.source), grid)
         inner = block_scaled.scaled_mm_triton(rows, formats.weights(gate_up, grid, 2), p.ends, x.dtype)
-        quantised = formats.activations(batch_invariant.swiglu_forward(inner), grid)
+        quantised = formats.activations(swiglu_triton(inner), grid)
         outer = block_scaled.scaled_mm_triton(quantised, formats.weights(down, grid), p.ends, x.dtype)
     else:
         forward = library.products(x, down, len(p.source), pad).forward
         inner = forward(places.permute_triton(rounded(x), p.source), gate_up, p.ends, x.dtype)
-        middle = rounded(batch_invariant.swiglu_forward(inner))
+        middle = rounded(swiglu_triton(inner))
         outer = forward(middle, down, p.ends, x.dtype)
     return places.unpermute_triton(outer, p.slots, gates), inner
 
@@ -167,11 +168,11 @@ def experts_backward_triton(
     rows = places.permute_triton(rounded(x), p.source)
     grads = places.permute_triton(grad, p.source)
     gate = gates.new_zeros(len(inner)).index_copy_(0, p.slots, gates.reshape(-1))[:, None]
-    middle = rounded(batch_invariant.swiglu_forward(inner))
+    middle = rounded(swiglu_triton(inner))
     g_middle = dgrad(grads, down, p.ends, x.dtype)
     g_gate = (g_middle.float() * middle).sum(-1)
     g_down = wgrad(grads, (middle * gate).to(x.dtype), p.ends, down.dtype)
-    g_inner = batch_invariant.swiglu_backward(inner, g_middle.mul_(gate))
+    g_inner = swiglu_backward_triton(inner, g_middle.mul_(gate))
     g_up = wgrad(g_inner, rows, p.ends, gate_up.dtype)
     g_rows = dgrad(g_inner, gate_up, p.ends, x.dtype)
     g_x = places.unpermute_triton(g_rows, p.slots, torch.ones_like(gates))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels import batch_invariant, dispatch
+from headrace.kernels.elementwise.norm import rms_norm_backward_triton
 
 
 @torch.library.custom_op("headrace::linear", mutates_args=(), device_types="cpu")
@@ -78,9 +79,14 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), scale
 
 
-@torch.library.custom_op("headrace::rms_norm_backward", mutates_args=())
+@torch.library.custom_op("headrace::rms_norm_backward", mutates_args=(), device_types="cpu")
 def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return batch_invariant.rms_norm_backward(grad.contiguous(), x.contiguous(), weight, scale)
+
+
+@_rms_norm_backward.register_kernel("cuda")
+def _(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return rms_norm_backward_triton(grad, x, weight, scale)
 
 
 @_rms_norm_backward.register_fake

@@ -93,9 +93,9 @@ def _rows(config: PolicyConfig, generator: torch.Generator, device: torch.device
             return operators.rms_norm(rows, weight, c.eps)
 
         yield name, x, norm
-    yield "swiglu", new(MANY, 2 * c.expert_dim) * 3, lambda rows, _: batch_invariant.swiglu(rows)
+    yield "swiglu", new(MANY, 2 * c.expert_dim) * 3, lambda rows, _: operators.swiglu(rows)
     cos, sin = attention.Rotary(c.turned, c.rope_theta, c.torch_dtype, c.rope)(torch.arange(MANY, device=device), MANY)
-    yield "rotation", heads, lambda rows, part: batch_invariant.rotate(rows, cos[part], sin[part])
+    yield "rotation", heads, lambda rows, part: operators.rotate(rows, cos[part], sin[part])
     ids = torch.randint(0, vocabulary, (MANY,), generator=generator).to(device)
     table, head = new(vocabulary, c.dim), new(vocabulary, c.dim) * c.dim**-0.5
     yield "embedding", ids, lambda rows, _: F.embedding(rows, table)

@@ -4,6 +4,7 @@
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.kernels import expert_mlp, library, permute
+from headrace.kernels import batch_invariant, expert_mlp, library, permute
 from headrace.kernels import operators as operations
 from headrace.kernels.block_attention import Packing
 from headrace.kernels.grouped_mm import MANY_ROWS, Ends
@@ -93,6 +94,9 @@ def test_experts_with_the_librarys_products_are_those_of_the_twin(
     monkeypatch.setattr(calls, "products", lambda *_: taken)
     for name, twin in (("plan", planned), ("permute", permute.permute), ("unpermute", permute.unpermute)):
         monkeypatch.setattr(permute, f"{name}_triton", twin)
+    module = sys.modules[experts_triton.__module__]  # the package's `experts` is the function
+    monkeypatch.setattr(module, "swiglu_triton", batch_invariant.swiglu_forward)
+    monkeypatch.setattr(module, "swiglu_backward_triton", batch_invariant.swiglu_backward)
     torch.manual_seed(1)
     chosen = torch.stack([torch.randperm(3)[:2] for _ in range(9)])
     x, pull, gates = torch.randn(9, 32).to(dtype), torch.randn(9, 32).to(dtype), torch.rand(9, 2)

@@ -1,0 +1,1 @@
+"""Triton kernels of the operations between the products: each reads its operands once and writes its result once."""
