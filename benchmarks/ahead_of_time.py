@@ -25,7 +25,9 @@ from benchmarks.conditions import conditions
 
 RESULT = Path(__file__).parent / "results" / "kernels_ahead_of_time.json"
 ARCHITECTURES = (90, 100)
-BLACKWELL = frozenset({"grouped mxfp8, block-scaled", "grouped nvfp4, block-scaled"})
+BLACKWELL = frozenset(
+    {"grouped mxfp8, block-scaled", "grouped nvfp4, block-scaled", "grouped mxfp8, block-scaled, odd sides"}
+)
 """Launchers that are compiled for sm_100 alone: other GPUs have no such instruction."""
 _POINTERS = {
     torch.float32: "*fp32",
@@ -56,6 +58,7 @@ def launchers() -> dict[str, Callable[[], Any]]:
     )
     from headrace.kernels.attention import backward, forward
     from headrace.kernels.block_scaled import nvfp4, product
+    from headrace.kernels.elementwise import norm, rotary, swiglu
     from headrace.kernels.route import Rule
 
     half, single = torch.bfloat16, torch.float32
@@ -87,6 +90,12 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "matmul, some rows": lambda: batch_invariant.linear_triton(new(512, 4096), new(4096, 4096)),
         "matmul, few rows": lambda: batch_invariant.linear_triton(new(32, 4096), new(4096, 4096)),
         "rms_norm": lambda: batch_invariant.rms_norm_triton(new(16, 4096), new(4096), 1e-6),
+        "rms_norm, backward": lambda: norm.rms_norm_backward_triton(
+            new(16, 32, 128), new(16, 32, 128), new(32, 128), new(16, 32, 1, dtype=single)
+        ),
+        "rotate": lambda: rotary.rotate_triton(new(16, 32, 128), new(16, 1, 64), new(16, 1, 64), False),
+        "swiglu": lambda: swiglu.swiglu_triton(new(16, 6144)),
+        "swiglu, backward": lambda: swiglu.swiglu_backward_triton(new(16, 6144), new(16, 3072)),
         "attention, packed": lambda: forward.packed_attention_triton(q, k, v, [256], 0.1),
         "attention, cached": lambda: forward.cached_attention_triton(
             new(4, 1, 32, 128), pool, pool, table, [200] * 4, 0.1
@@ -120,11 +129,20 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "grouped": lambda: grouped_mm.grouped_mm_triton(rows, weights, ends, half),
         "grouped, dgrad": lambda: grouped_mm.grouped_dgrad_triton(rows, weights, ends, half),
         "grouped, wgrad": lambda: grouped_mm.grouped_wgrad_triton(rows, rows, ends, half),
+        "grouped mxfp8, few rows": lambda: grouped_mm.grouped_mm_triton(
+            grouped_mm.Mx(*(each[:256] for each in mx)), mw, [32 * (e + 1) for e in range(8)], half
+        ),
         "grouped mxfp8": lambda: grouped_mm.grouped_mm_triton(mx, mw, ends, half),
         "grouped mxfp8, dgrad": lambda: grouped_mm.grouped_dgrad_triton(rows, mw, ends, half),
         "grouped mxfp8, wgrad": lambda: grouped_mm.grouped_wgrad_triton(rows, mx, ends, half),
         "grouped mxfp8, block-scaled": lambda: product.scaled_mm_triton(mx, mw, ends, half),
         "grouped nvfp4, block-scaled": lambda: product.scaled_mm_triton(nx, nw, ends, half),
+        "grouped mxfp8, block-scaled, odd sides": lambda: product.scaled_mm_triton(
+            grouped_mm.Mx(mx.q[:, :1056], mx.scale[:, :33]),
+            grouped_mm.Mx(mw.q[..., :1056], mw.scale[..., :33]),
+            ends,
+            half,
+        ),
         "delta, encode": lambda: delta.changes_triton(bits, bits),
         "delta, apply": lambda: delta.apply_triton(bits, at, at.int()),
     }

@@ -3,8 +3,10 @@
 Idea: the rows of an expert are contiguous, as `expert_mlp.plan` lays them out; `ends` says where each expert's rows
 end. The reduction in ascending tiles, no split (`tile`): a row's bits do not depend on its group's size. An MXFP8
 operand comes as its bytes and scales along the last dimension and is widened exactly; the sums are float32. With few
-rows per expert it is widened in registers, so that memory is read once at half the bytes; with many, before the product
-and to bfloat16, so that the tensor cores do not wait for it.
+rows per expert it is widened in registers, so that memory is read once at half the bytes, and the product is computed
+transposed: Hopper's tensor cores read their left operand from registers, so that widened weights need not be written to
+shared memory. With many rows it is widened before the product and to bfloat16, so that the tensor cores do not wait for
+it.
 
     forward  y[t] = x[t] @ w[e].T         x [T, K], w [E, N, K] -> [T, N]
     dgrad    d[t] = g[t] @ w[e]           g [T, N], w [E, N, K] -> [T, K]
@@ -169,6 +171,38 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _thin_kernel(  # type: ignore[no-untyped-def]
+    x, xs, w, ws, out, tiles, high, n, k, X: tl.constexpr, WIDE: tl.constexpr, EMULATED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """Forward of quantised weights with few rows: a transposed tile [BN, BM], so that weights are the left operand.
+
+    n and k are multiples of BN and BK; arguments as of `_rows_kernel`.
+    """
+    down, across = tile.banded(tl.program_id(0), high, n // BN, BAND)
+    expert, first = tl.load(tiles + down * 3), tl.load(tiles + down * 3 + 1)
+    end = tl.load(tiles + down * 3 + 2)
+    if first >= end:
+        return
+    rows, cols = first + tl.arange(0, BM), across * BN + tl.arange(0, BN)
+    near = tl.minimum(rows, end - 1)
+    each, inside = tl.full((BM,), 1, dtype=tl.int1), tl.full((BK,), 1, dtype=tl.int1)
+    total = tl.zeros((BN, BM), dtype=tl.float32)
+    for start in range(0, k, BK):
+        a = _widen(
+            w, ws, expert * n + cols, start, k, tl.full((BN,), 1, dtype=tl.int1), inside, BK, True, True, EMULATED
+        )
+        b = _widen(x, xs, near, start, k, each, inside, BK, X, True, EMULATED)
+        if WIDE:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        else:
+            a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+    place = out + rows.to(tl.int64)[:, None] * n + cols[None, :]
+    tl.store(place, tl.trans(total).to(out.dtype.element_ty), mask=(rows < end)[:, None])
+
+
+@jit
 def _wgrad_kernel(  # type: ignore[no-untyped-def]
     g, x, xs, out, ends, n, k, X: tl.constexpr, WIDE: tl.constexpr, EMULATED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -213,6 +247,8 @@ def _tiles_kernel(ends, tiles, high, experts, BE: tl.constexpr, BM: tl.constexpr
 
 FEW, FEW_MX, MANY = Shape(64, 128, 128, 4, 3), Shape(64, 128, 128, 4, 3), Shape(128, 256, 64, 8, 3)
 """For few rows per expert, with plain and with quantised operands, and for many."""
+THIN = Shape(32, 128, 128, 4, 3)
+"""For quantised weights and at most as many rows per expert, on average, as a tile has."""
 GRADIENT = Shape(64, 128, 256, 8, 3)
 """Rows of a step, and [rows, columns] of a tile of a weight's gradient."""
 SINGLE = Shape(64, 64, 32, 4, 2)
@@ -252,10 +288,18 @@ def _launch(a: Operand, w: Operand, ends: Ends, dtype: torch.dtype, back: bool) 
     n, k = v.shape[1], v.shape[2]
     wide, deep = (k, n) if back else (n, k)
     single = torch.float32 in (x.dtype, v.dtype)
-    shape = SINGLE if single else MANY if many else FEW_MX if quantised or rough else FEW
+    fits = n % THIN.columns == k % THIN.depth == 0 and len(x) <= THIN.rows * count
+    thin = rough and fits and not (back or single)
+    shape = THIN if thin else SINGLE if single else MANY if many else FEW_MX if quantised or rough else FEW
     tiles = tiles_of(ends, len(x), shape.rows, x.device)
     out = torch.empty(len(x), wide, dtype=dtype, device=x.device)
-    if len(x):
+    if len(x) and thin:
+        _thin_kernel[(len(tiles) * (n // shape.columns),)](
+            x, xs, v, vs, out, tiles, len(tiles), n, k, X=quantised, WIDE=dispatch.INTERPRETED,
+            EMULATED=dispatch.INTERPRETED, BM=shape.rows, BN=shape.columns, BK=shape.depth, BAND=8,
+            num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+    elif len(x):
         _rows_kernel[(len(tiles) * dispatch.tiles(wide, shape.columns),)](
             x, xs, v, vs, out, tiles, len(tiles), n, k, X=quantised, W=rough, BACK=back,
             EVEN=deep % shape.depth == 0 and wide % shape.columns == 0,

@@ -2,7 +2,8 @@
 
 Idea: libraries choose how many threads share a row by the number of rows, so another batch size sums the same row in
 another order. Here a row has one program and one order: a first loop keeps a running maximum and sum (Milakov and
-Gimelshein, arXiv 1805.02867), a second writes x - logsumexp. Backward: one loop sums the gradient, one writes.
+Gimelshein, arXiv 1805.02867), a second writes x - logsumexp. The row stays in the cache for the second loop: results,
+which nothing reads again here, are the first to leave it. Backward: one loop sums the gradient, one writes.
 
 Layout: x [M, V] of any float dtype -> float32 [M, V]; tiles of `TILE` ids.
 Trade-off: x is read twice, and a batch of few rows uses little of a GPU. Where only chosen tokens are needed,
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from headrace.kernels.dispatch import jit, tl
 
-TILE, WARPS = 16384, 32
+TILE, WARPS = 8192, 32
 """Ids of a tile, and warps of a program."""
 
 
@@ -43,7 +44,7 @@ def _forward_kernel(x, logp, v, BV: tl.constexpr):  # type: ignore[no-untyped-de
     total = tl.zeros((BV,), dtype=tl.float32)
     for start in range(0, v, BV):
         at = start + near
-        value = tl.load(x + row + at, mask=at < v, other=float("-inf")).to(tl.float32)
+        value = tl.load(x + row + at, mask=at < v, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
         top = tl.maximum(peak, value)
         safe = tl.where(top == float("-inf"), 0.0, top)
         total = total * tl.exp(peak - safe) + tl.exp(value - safe)
@@ -53,8 +54,8 @@ def _forward_kernel(x, logp, v, BV: tl.constexpr):  # type: ignore[no-untyped-de
     lse = top + tl.log(total)
     for start in range(0, v, BV):
         at = start + near
-        value = tl.load(x + row + at, mask=at < v, other=0.0).to(tl.float32)
-        tl.store(logp + row + at, value - lse, mask=at < v)
+        value = tl.load(x + row + at, mask=at < v, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(logp + row + at, value - lse, mask=at < v, eviction_policy="evict_first")
 
 
 @jit

@@ -2,7 +2,7 @@
 
 import torch
 
-from headrace.kernels import grouped_mm, log_softmax, mxfp8, permute
+from headrace.kernels import dispatch, grouped_mm, log_softmax, mxfp8, permute
 from headrace.kernels.block_scaled import nvfp4, product
 from headrace.kernels.expert_mlp import expert_mlp, plan
 from headrace.kernels.grouped_mm import Mx, Nv
@@ -156,5 +156,6 @@ KERNELS = {
     "permute": permutation,
     "route_topk": routing,
     "nvfp4": four_bits,
-    "scaled": scaled,
 }
+if dispatch.INTERPRETED or product.there(torch.device("cuda")):
+    KERNELS["scaled"] = scaled

@@ -23,12 +23,14 @@ PRODUCTS = {
     "_selected_kernel",
     "_slope_kernel",
     "_rows_kernel",
+    "_thin_kernel",
     "_wgrad_kernel",
 }
 """Kernels that multiply matrices."""
 BLOCK_SCALED = {
     "grouped mxfp8, block-scaled": "tcgen05 (mxf8f6f4)",
     "grouped nvfp4, block-scaled": "tcgen05 (mxf4nvf4)",
+    "grouped mxfp8, block-scaled, odd sides": "tcgen05 (mxf8f6f4)",
 }
 """The instructions of launchers that are compiled for sm_100 alone, by `_scaled_kernel`."""
 SPILLS = {("_whole_kernel", 90), ("_whole_kernel", 100), ("_keys_kernel", 90), ("_selected_kernel", 90)}

@@ -36,19 +36,24 @@ BLACKWELL = 10
 
 def used(rows: int, experts: int, pad: int, device: torch.device) -> bool:
     """Whether a product of quantised operands is computed here. pad 1 is ordinary mode."""
-    many = pad == 1 and rows >= grouped_mm.MANY_ROWS * experts
-    return many and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == BLACKWELL
+    return pad == 1 and rows >= grouped_mm.MANY_ROWS * experts and there(device)
+
+
+def there(device: torch.device) -> bool:
+    """Whether the device has the instruction."""
+    cuda = device.type == "cuda" and torch.cuda.is_available()
+    return cuda and torch.cuda.get_device_capability(device)[0] == BLACKWELL
 
 
 @jit
-def _part(x, rows, first, width, C: tl.constexpr, EVEN: tl.constexpr, rest: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[R, C] of x [., width], from column `first` on; `rest` beyond the last column."""
+def _part(x, rows, first, width, C: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[R, C] of x [., width], from column `first` on; zeros beyond the last column."""
     cols = first + tl.arange(0, C)
     at = x + rows.to(tl.int64)[:, None] * width + cols[None, :]
     if EVEN:
         out = tl.load(at)
     else:
-        out = tl.load(at, mask=(cols < width)[None, :], other=rest)
+        out = tl.load(at, mask=(cols < width)[None, :], other=0.0)  # no integer becomes an e4m3
     return out
 
 
@@ -91,10 +96,10 @@ def _scaled_kernel(  # type: ignore[no-untyped-def]
     near, lines = tl.minimum(rows, end - 1), expert * n + tl.minimum(cols, n - 1)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, k, BK):
-        a = _part(x, near, start // PACK, k // PACK, BK // PACK, EVEN, 0)
-        b = _part(w, lines, start // PACK, k // PACK, BK // PACK, EVEN, 0)
-        sa = _part(xs, near, start // V, k // V, BK // V, EVEN, 0)
-        sb = _part(ws, lines, start // V, k // V, BK // V, EVEN, 0)
+        a = _part(x, near, start // PACK, k // PACK, BK // PACK, EVEN)
+        b = _part(w, lines, start // PACK, k // PACK, BK // PACK, EVEN)
+        sa = _part(xs, near, start // V, k // V, BK // V, EVEN)
+        sb = _part(ws, lines, start // V, k // V, BK // V, EVEN)
         if EMULATED:
             total = tl.dot(_numbers(a, sa, FOUR), tl.trans(_numbers(b, sb, FOUR)), total, input_precision="ieee")
         else:
