@@ -6,8 +6,9 @@ A policy with random weights samples sequences on the GPU. Most of their tokens 
 tools. The trainer actor, in a new process with its own broker, then takes `--steps` steps on them with
 `[trainer] device = "cuda"`. All batches hold tokens of version 0, so that the later steps score an earlier version
 again. Printed for each arm: trained and forwarded tokens a second, MFU and HFU, the largest difference of re-scored
-log-probabilities (0.0 in exact mode), the peak of the GPU's memory beside the memory plan, and the seconds by cause.
-Figures of speed are those of the last step; the first one compiles kernels.
+log-probabilities (0.0 in exact mode), the peak of the GPU's memory beside the memory plan, the seconds by cause, and
+the pause between the optimizer's end and the next forward pass. Figures of speed are those of the last step; the first
+one compiles kernels.
 """
 
 import argparse
@@ -63,7 +64,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """config.json of each shape."""
-ARMS = ("exact", "ordinary", "exact-recompute", "ordinary-recompute", "exact-mxfp8", "ordinary-mxfp8")
+ARMS = (
+    "exact", "ordinary", "exact-recompute", "ordinary-recompute", "exact-mxfp8", "ordinary-mxfp8", "exact-offload",
+)  # fmt: skip
 UNCOUNTED = 0.85
 """Share of the free memory that a plan may take: it does not count temporary tensors and fragments."""
 WAIT_S = 900.0
@@ -75,11 +78,12 @@ class Arm(msgspec.Struct, frozen=True):
     exact: bool
     recompute: bool
     mxfp8: bool
+    offload: bool
 
     @classmethod
     def of(cls, name: str) -> "Arm":
         """`exact` or `ordinary`, and what follows."""
-        return cls(name.startswith("exact"), "recompute" in name, "mxfp8" in name)
+        return cls(name.startswith("exact"), "recompute" in name, "mxfp8" in name, "offload" in name)
 
 
 def policy_of(shape: str, arm: Arm) -> PolicyConfig:
@@ -120,7 +124,8 @@ def setting(folder: Path, args: argparse.Namespace, arm: Arm, free: int) -> Conf
             curriculum={
                 "group_size": sequences, "groups_per_step": 1, "steps": args.steps + 1, "staleness": args.steps
             },
-            trainer={"device": "cuda", "micro_tokens": micro, "rescore": sequences, "checkpoint_every": 1000},
+            trainer={"device": "cuda", "micro_tokens": micro, "rescore": sequences, "checkpoint_every": 1000,
+                     "offload": "optimizer" if arm.offload else "none"},
         )  # fmt: skip
         plan = memory_plan.plan(policy_of(args.shape, arm), memory_plan.layout_of(made))
         if plan.total <= UNCOUNTED * free or micro <= args.sequence:
@@ -185,6 +190,7 @@ def told(record: StepDone) -> Figures:
         "busy_mfu": round(used.model_flops / (used.seconds["busy"] * used.peak_flops), 4) if used.peak_flops else 0.0,
         "seconds": {cause: round(seconds, 3) for cause, seconds in used.seconds.items()},
         "wall_s": round(used.wall_s, 3),
+        "between_ms": round(used.between_s * 1e3, 1),
         "k1": record.k1,
         "max_abs_dlp": record.max_abs_dlp,
     }

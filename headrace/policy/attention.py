@@ -1,9 +1,10 @@
 """Rotary positions and the two ways to attend: over packed sequences, and over a cache.
 
 Both call the block loop of `kernels.block_attention` in exact mode. Ordinary mode takes `varlen_attn` for packed
-sequences in bfloat16 on CUDA (`kernels.library` has the conditions). Elsewhere it uses the method that is fastest on a
-CPU: two matrix products and a softmax over a cache and for short training sequences, otherwise torch's fused attention
-over sequences that are padded to whole blocks.
+sequences in bfloat16 on CUDA (`kernels.library` has the conditions), and exact mode's kernel over a cache on CUDA,
+because plain products there write every score to memory. Elsewhere it uses the method that is fastest on a CPU: two
+matrix products and a softmax over a cache and for short training sequences, otherwise torch's fused attention over
+sequences that are padded to whole blocks.
 """
 
 from typing import Any
@@ -142,7 +143,7 @@ def cached(
     heads, dim = k.shape[1:]
     keys.view(-1, dim).index_copy_(0, step.places, k.reshape(-1, dim))
     values.view(-1, dim).index_copy_(0, step.places, v.reshape(-1, dim))
-    if exact:
+    if exact or q.is_cuda:
         return operators.cached_attention(q, keys, values, step, scale, pad)
     query = step.spread(q)
     group = q.shape[1] // heads

@@ -9,12 +9,12 @@ computes all splits of a tile in one program, decode one split per program with 
 `_walk` and `_merge`, so the bits are the same. A masked key, block or split changes no bit: its factor is 1, its
 summand 0.
 
-Layout: the G query heads of a key-value head are rows (token t, head g is row t G + g), in tiles of 128 rows in prefill
-and 64 in decode: four warps hold 64 rows either way, with the same instructions (see `tile`). A tile of fewer rows
-would compile to an instruction that sums in another order. Blocks of keys that all rows of a tile see need no mask.
-Keys and values are contiguous [N, V, D], or paged [blocks, V, 64, D] with a table of block numbers: only addresses
-differ. `tiles` int32 [., 5]: first token of the sequence's queries, first row of the tile, rows of the sequence,
-position of its first query, and where its keys are (first token, or first entry of the table).
+Layout: the G query heads of a key-value head are rows (token t, head g is row t G + g), in tiles of 128 rows for whole
+sequences and for many new tokens, and 64 in decode: four warps hold 64 rows either way, with the same instructions (see
+`tile`). A tile of fewer rows would compile to an instruction that sums in another order. Blocks of keys that all rows
+of a tile see need no mask. Keys and values are contiguous [N, V, D], or paged [blocks, V, 64, D] with a table of block
+numbers: only addresses differ. `tiles` int32 [., 5]: first token of the sequence's queries, first row of the tile, rows
+of the sequence, position of its first query, and where its keys are (first token, or first entry of the table).
 
 Trade-off: a tile of 64 rows in decode is mostly padding. Decode is bound by memory traffic all the same: 64 keys of
 D = 128 are 32 KiB and 2.1 MFLOP, which at full bandwidth is a third of an H200's bfloat16 rate. Contraction to fused
@@ -45,6 +45,8 @@ KEYS = 64
 """Keys of a step."""
 MANY, FEW, SINGLE = (128, 8, 3), (64, 4, 3), (64, 8, 2)
 """Rows of a tile, warps of a program and stages of its loop: of whole sequences, of new tokens, and in float32."""
+PROGRAMS = 256
+"""Whole tiles are used over a cache where there are so many programs, which fill a GPU without a split of the keys."""
 
 
 @jit
@@ -216,12 +218,21 @@ def tiles(queries: tuple[Queries, ...], group: int, height: int, device: torch.d
     return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 5)
 
 
+def _few(rows: Sequence[int], heads: int) -> bool:
+    """Whether whole tiles of these sequences would be mostly padding, or too few to fill a GPU."""
+    count = sum(dispatch.tiles(each, MANY[0]) for each in rows)
+    return count * heads < PROGRAMS or 2 * sum(rows) < count * MANY[0]
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, queries: tuple[Queries, ...], scale: float, split: bool
-) -> tuple[Tensor, Tensor]:
-    """q [tokens, H, D] -> (out like q, log-sum-exp float32 [tokens, H])."""
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, queries: tuple[Queries, ...], scale: float,
+    split: bool | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [tokens, H, D] -> (out like q, log-sum-exp float32 [tokens, H]). split: None chooses what is faster."""
     heads, d = k.shape[1], q.shape[2]
     group = q.shape[1] // heads
+    if split is None:
+        split = _few([count * group for _, count, _, _ in queries], heads)
     single = q.dtype == torch.float32
     height, warps, stages = SINGLE if single else FEW if split else MANY
     work = tiles(queries, group, height, q.device)
@@ -265,8 +276,9 @@ def packed_attention_triton(
 
 
 def cached_attention_triton(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Sequence[int], scale: float, *, split: bool = True
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Sequence[int], scale: float, *,
+    split: bool | None = None,
+) -> Tensor:  # fmt: skip
     """`ragged_attention_triton` where every sequence brings T new tokens: q [B, T, H, D] -> [B, T, H, D]."""
     lengths = [q.shape[1]] * q.shape[0]
     return ragged_attention_triton(q.flatten(0, 1), keys, values, table, lengths, starts, scale, split=split).view_as(q)
@@ -274,12 +286,13 @@ def cached_attention_triton(
 
 def ragged_attention_triton(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Sequence[int], starts: Sequence[int], scale: float,
-    *, split: bool = True,
+    *, split: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Twin of `block_attention.ragged_attention`: q [N, H, D] of new tokens over a paged cache that holds theirs.
 
     lengths: new tokens of each sequence, sum N; starts: position of its first. keys and values [blocks, V, 64, D];
-    table int [B, n] of block numbers, any valid one where a sequence has fewer. Returns [N, H, D].
+    table int [B, n] of block numbers, any valid one where a sequence has fewer. Returns [N, H, D]. split: run a program
+    for each split of the keys, with the same bits; None decides by the number of rows.
     """
     pages = table.to(torch.int32).contiguous()
     places, token = [], 0

@@ -27,9 +27,10 @@ SHAPES: dict[str, PolicyConfig] = {
     "mixture": tiny.config(),
     "odd widths": tiny.odd(),
     "mxfp8": tiny.config(expert_format="mxfp8"),
+    "nvfp4": tiny.config(expert_format="nvfp4"),
     "latent": msgspec.structs.replace(POLICIES["latent"], vocab=320),
 }
-CASES = [(name, dtype) for name in SHAPES for dtype in ("float32", "bfloat16")]
+CASES = [(name, dtype) for name in SHAPES for dtype in ("float32", "bfloat16") if (name, dtype) != ("nvfp4", "float32")]
 
 
 def shape(name: str, dtype: str) -> PolicyConfig:
