@@ -43,6 +43,13 @@ class Groups(NamedTuple):
     """Adds the parts of a gradient, also over nodes."""
 
 
+def gather(out: Tensor, local: Tensor, group: dist.ProcessGroup, *, later: bool = False) -> Any:
+    """The tensors [n, ...] of all processes -> out [processes n, ...]; later: return a handle to wait for."""
+    # torch 2.13 has a new name for it, and deprecates the old one.
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return collective(out, local, group=group, async_op=later)
+
+
 class _Exchange(torch.autograd.Function):
     """Send rows to the processes that own them; the gradient is sent back in the same way."""
 
@@ -72,7 +79,7 @@ class _Gathered(torch.autograd.Function):
             out.copy_(local)
         else:
             with groups.clock.transfer():
-                dist.all_gather_single(out, local, group=group)
+                gather(out, local, group)
         return tuple(out.view_as(out) for _ in range(groups.owners.size()))
 
     @staticmethod

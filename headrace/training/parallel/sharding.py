@@ -37,7 +37,7 @@ from headrace.policy.config import PolicyConfig
 from headrace.policy.layer import Layer
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
-from headrace.training.parallel.experts import ExpertParallel, Groups, OnGrid
+from headrace.training.parallel.experts import ExpertParallel, Groups, OnGrid, gather
 from headrace.training.parallel.group import ProcessGroup
 
 OWNED = ("gate_up", "down")
@@ -88,7 +88,7 @@ class TimedGather:
         """As `torch.distributed.fsdp` calls it."""
         later = async_op and output_tensor.device.type != "cpu"
         with self.world.clock.transfer():
-            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=later)
+            return gather(output_tensor, input_tensor, group, later=later)
 
 
 @dataclass(frozen=True)
