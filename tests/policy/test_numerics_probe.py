@@ -1,12 +1,18 @@
 """The probe passes where exact mode holds, and refuses with the operation's name where a fault is planted."""
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from headrace.kernels import batch_invariant, block_attention, expert_mlp
-from headrace.policy.numerics_probe import PADS, probe
+from headrace.policy.numerics_probe import ISA, PADS, probe
 from tests.support import tiny
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("shape", tiny.SHAPES)
@@ -84,3 +90,28 @@ def test_the_probe_takes_no_state_from_torch() -> None:
     torch.rand(3)
     with torch.inference_mode():
         assert probe(tiny.config()) == first
+
+
+@pytest.mark.parametrize(("given", "seen"), [("", "SSE4.1"), ("AVX", "AVX")])
+def test_the_probe_limits_what_onednn_uses_for_sixteen_bits_before_its_first_product(given: str, seen: str) -> None:
+    """With SSE4.1 in place of the limit, which every processor has: oneDNN itself prints what it uses."""
+    code = """
+import torch
+from headrace.policy import numerics_probe
+from tests.support import tiny
+numerics_probe.WITHOUT_TILES = "SSE41"
+numerics_probe.probe(tiny.config("bfloat16"))
+torch.mkldnn_max_pool2d(torch.randn(1, 8, 4, 4).to_mkldnn(), 2)
+"""
+    env = {**os.environ, "ONEDNN_VERBOSE": "1", "OMP_NUM_THREADS": "1"} | ({ISA: given} if given else {})
+    if not given:
+        env.pop(ISA, None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert re.search(r"cpu,isa:.*", done.stdout + done.stderr)[0].endswith(seen)  # type: ignore[index]
+
+
+def test_other_arithmetic_keeps_all_of_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ISA, raising=False)
+    probe(tiny.config())
+    probe(tiny.config("bfloat16"), exact=False)
+    assert ISA not in os.environ

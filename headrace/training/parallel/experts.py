@@ -45,7 +45,7 @@ class Groups(NamedTuple):
 
 def gather(out: Tensor, local: Tensor, group: dist.ProcessGroup, *, later: bool = False) -> Any:
     """The tensors [n, ...] of all processes -> out [processes n, ...]; later: return a handle to wait for."""
-    # torch 2.13 has a new name for it, and deprecates the old one.
+    # torch 2.11 has the old name alone, and 2.13 deprecates it.
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return collective(out, local, group=group, async_op=later)
 
