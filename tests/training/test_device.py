@@ -168,7 +168,7 @@ def test_updates_on_the_host_serve_the_cpus_bits(
         for number in range(3):
             draw = torch.Generator().manual_seed(number)
             for parameter, other in zip(here.parameters(), there.parameters(), strict=True):
-                parameter.grad = torch.randn(parameter.shape, generator=draw)
+                parameter.grad = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
                 other.grad = other_device.Elsewhere(parameter.grad.clone())
             for state in states:
                 state.apply(1e-2, 0.5)
