@@ -79,7 +79,7 @@ def made(kind: str, folder: Path) -> None:
     if template:
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))  # type: ignore[no-untyped-call]
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     vocab = len(tokenizer)
     theirs(kind, fields | {"vocab_size": vocab, "max_position_embeddings": 4096}).save_pretrained(folder)
 

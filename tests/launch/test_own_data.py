@@ -39,7 +39,7 @@ def model(folder: Path) -> str:
     (folder / "tokenizer.json").write_text(chat_formats.tokenizer_json(), encoding="utf-8")
     settings = {"eos_token": "<|im_end|>", "chat_template": chat_formats.TEMPLATES["hermes"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))  # type: ignore[no-untyped-call]
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     changes = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096, "initializer_range": 0.02}
     theirs("qwen3", QWEN | changes).save_pretrained(folder)
     return str(folder)
