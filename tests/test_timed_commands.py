@@ -64,6 +64,30 @@ def test_a_command_ends_with_a_killed_process(tmp_path: Path) -> None:
     _ended(pid)
 
 
+def test_a_program_that_cannot_be_started_is_an_os_error(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("text")
+    absent, refused = FileNotFoundError, PermissionError
+    for name, error in (("no-such-program", absent), ("./no-such-file", absent), ("./text", refused)):
+        with pytest.raises(error, match=name):
+            timed_commands.run([name], 10.0, cwd=tmp_path)
+
+
+def test_a_command_has_its_arguments_environment_folder_and_limit(tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "program"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s|" "$0" "$@" "$A" "$(/bin/pwd)" "$(ulimit -t)" "$(ulimit -Ht)"\nexit 7\n')
+    program.chmod(0o755)
+    environment = {"PATH": str(program.parent), "A": "1"}
+    words = ["-x", "a b", "$A", "", "\udcff"]
+    for name in ("program", "bin/program"):
+        done = timed_commands.run([name, *words], 10.5, cwd=tmp_path, env=environment)
+        printed = os.fsdecode(done.stdout).split("|")
+        assert (done.returncode, printed) == (7, [str(program), *words, "1", str(tmp_path), "11", "11", ""])
+        assert done.args == [name, *words] and not done.stderr
+    environment_of_it = timed_commands.run(["env"], 10.0, env={"PATH": "/usr/bin:/bin", "A": "1"}).stdout
+    assert sorted(environment_of_it.split()) == [b"A=1", b"PATH=/usr/bin:/bin"]
+
+
 def _ended(pid: int) -> None:
     try:
         process = os.pidfd_open(pid)
