@@ -19,7 +19,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint format docs clean web browser screenshots own
+.PHONY: image release help setup debian demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs clean web browser screenshots own
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -76,21 +76,33 @@ image: setup ## a container image of HEAD in dist/ and its SBOM, by buildah, as 
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[release]'
 	$(BIN)/python deploy/release/image.py --pip-args="$(PIP_ARGS)" $(if $(WHEELS),--wheels "$(WHEELS)")
 
-lint: setup ## ruff, mypy --strict and the word list of docs/style.md
+lint: style ## ruff, mypy --strict and the word list of docs/style.md
+	$(BIN)/mypy
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/python docs/words.py
 
 # Three workers on two cores: a test spends much of its time waiting for real processes.
 # A worker that dies ends the run, because xdist 3.8 waits without end for its replacement (tests/support/watchdog.py).
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-test: lint ## lint, then the default suite (real broker, real microVMs)
-	$(PYTEST)
+# mypy takes most of a minute without its cache. It runs beside the tests, in time that they leave idle.
+TYPES := .cache/mypy.log
+define beside_mypy
+@mkdir -p $(dir $(TYPES)); nice $(BIN)/mypy > $(TYPES) 2>&1 & mypy=$$!; trap "kill $$mypy" INT TERM; \
+$(1); tests=$$?; wait $$mypy; types=$$?; echo "mypy:"; cat $(TYPES); test $$tests = 0 && test $$types = 0
+endef
 
-test-all: lint ## also the tests that take minutes
-	$(PYTEST) -m "not gpu and not sglang and not clients"
+compiled: setup  # otherwise each worker compiles all modules of a new clone for itself
+	@$(BIN)/python -m compileall -q -j 2 headrace benchmarks tests/support
+
+test: style compiled ## ruff, the word list, then the default suite (real broker, real microVMs) beside mypy
+	$(call beside_mypy,$(PYTEST))
+
+test-all: style compiled ## also the tests that take minutes
+	$(call beside_mypy,$(PYTEST) -m "not gpu and not sglang and not clients")
 
 test-clients: setup $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/harbor/.installed ## unmodified client programs against the gateway, a taskset of verifiers, Harbor with Python 3.12 (installs 1.8 GB of packages, Node is needed)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[clients]'

@@ -29,6 +29,30 @@ def pytest_configure(config: pytest.Config) -> None:
     watchdog.register(config)
 
 
+LONGEST = (
+    "vmhost/images/test_images.py",
+    "laws/test_unreadable_commands.py",
+    "launch/test_up.py",
+    "kernels/test_triton.py",
+    "actors/environment/test_holders.py",
+    "chaos/test_chaos.py",
+    "vmhost/node/test_operations.py",
+    "vmhost/backends/test_conformance.py",
+    "engines/embedded/test_engine.py",
+    "engines/embedded/test_exact.py",
+    "vmhost/test_network.py",
+    "actors/environment/test_actor.py",
+    "vmhost/node/test_scarcity.py",
+)
+"""Files that take long. They come first: a long file that starts last leaves the other workers without work."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of `LONGEST` first, the others in the order of their files."""
+    rank = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
 @pytest.fixture(autouse=True)
 def failures_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Print the error with which an actor fails: without a supervisor nothing else reports why its test waits."""
