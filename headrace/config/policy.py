@@ -62,7 +62,7 @@ class Policy(Section, frozen=True, kw_only=True):
     """Number format of the weights of a new policy; a checkpoint has its own."""
     expert_format: Literal["", "mxfp8", "nvfp4"] = ""
     """Number format in which experts are served and multiplied; empty is `dtype`. headrace/kernels/mxfp8.py has the
-    table. nvfp4 is experimental: one process, the embedded engine, not run on a GPU."""
+    table. nvfp4 is experimental: one process, the embedded engine."""
 
 
 class Engine(Section, frozen=True, kw_only=True):

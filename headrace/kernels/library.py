@@ -5,7 +5,7 @@
 returns the reason for which ordinary mode keeps the kernel that it has otherwise; empty where the library's is taken.
 The numerics' fingerprint names the kernels that are taken, and `headrace trainer plan` names attention's reason.
 
-Not run on a GPU. Trade-off: the gradient of `varlen_attn` adds by atomics, as that of torch's other fused attention
+Trade-off: the gradient of `varlen_attn` adds by atomics, as that of torch's other fused attention
 does, so ordinary mode on a GPU repeats a step with other bits; exact mode does not.
 """
 

@@ -1,5 +1,4 @@
-"""NVFP4, experimental and not run on a GPU: four-bit numbers in blocks of 16 that share an eight-bit scale, and their
-quantiser.
+"""NVFP4, experimental: four-bit numbers in blocks of 16 that share an eight-bit scale, and their quantiser.
 
 Idea: an element is e2m1 (0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign), a block's scale e4m3, and a tensor has a float32
 scale: number = element * block scale * tensor scale. That is NVIDIA's format ("Introducing NVFP4 for Efficient and

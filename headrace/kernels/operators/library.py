@@ -1,4 +1,4 @@
-"""Calls of PyTorch's own CUDA kernels in ordinary mode; `kernels.library` decides where. Not run on a GPU.
+"""Calls of PyTorch's own CUDA kernels in ordinary mode; `kernels.library` decides where.
 
 Dimensions: as in `kernels.block_attention` and `kernels.grouped_mm`.
 """
