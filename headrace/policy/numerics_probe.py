@@ -69,8 +69,8 @@ def probe(config: PolicyConfig, *, exact: bool = True, seed: int = 0, device: to
     pad = 1
     with torch.no_grad(), selected(where):
         if exact:
-            if where.type == "cpu" and config.torch_dtype.itemsize == 2:
-                os.environ.setdefault(ISA, WITHOUT_TILES)
+            if where.type == "cpu":
+                limit_instructions(config)
             generator = torch.Generator().manual_seed(seed)
             if where.type == "cpu":
                 pad, reason = _smallest_pad(config, generator)
@@ -79,6 +79,12 @@ def probe(config: PolicyConfig, *, exact: bool = True, seed: int = 0, device: to
                 pad, reason = PADS[0], on_device.failure(config, generator, where, PADS[0])
         numerics = Numerics(exact=not reason, row_pad=pad if not reason else 1, reason=reason, fingerprint="")
         return msgspec.structs.replace(numerics, fingerprint=_fingerprint(config, numerics, where))
+
+
+def limit_instructions(config: PolicyConfig) -> None:
+    """Set `ISA` for this process where exact mode of the policy on a CPU needs it, before torch's first product."""
+    if config.torch_dtype.itemsize == 2:
+        os.environ.setdefault(ISA, WITHOUT_TILES)
 
 
 def _smallest_pad(config: PolicyConfig, generator: torch.Generator) -> tuple[int, str]:

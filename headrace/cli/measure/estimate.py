@@ -33,6 +33,7 @@ def estimate(args: argparse.Namespace) -> int:
     from headrace.launch.runs import RunError
     from headrace.policy.config import CheckpointError
     from headrace.policy.layout import hugging_face
+    from headrace.policy.numerics_probe import limit_instructions
     from headrace.rendering.base import RendererError
     from headrace.training.figures import duration
 
@@ -46,6 +47,8 @@ def estimate(args: argparse.Namespace) -> int:
         attempt = _attempt(config)
     except (CheckpointError, RendererError) as error:
         raise RunError(str(error), 2) from None
+    if config.engine.exact:
+        limit_instructions(policy)
     rates, cores = duration.measure(policy), os.cpu_count() or 1
     parts = duration.predict(config, policy, rates, attempt, cores)
     say(

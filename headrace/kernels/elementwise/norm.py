@@ -1,6 +1,6 @@
 """Gradient of the root mean square norm on a GPU in one pass, deterministic.
 
-Idea: as plain torch operations in float32 the gradient writes eight tensors of twice the size of its input. Here a
+Idea: as plain torch operations in float32 the gradient writes several tensors of twice the size of its input. Here a
 program reads rows of the input and of the gradient once, writes the gradient of the input and keeps a sum for that of
 the weight. The number of sums is a constant, each adds its rows in ascending order, and torch adds the sums in one
 order at the end.

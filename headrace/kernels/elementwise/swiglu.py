@@ -1,6 +1,6 @@
 """SwiGLU on a GPU in one pass, forward and backward.
 
-Idea: as plain torch operations the activation reads and writes its operands six times forward and five times backward.
+Idea: as plain torch operations the activation reads and writes its operands six times forward and seven times backward.
 Here a program reads a part of a row's gates and ups once and writes the result, or both gradients, once.
 
 Layout: gate_up [N, 2I] contiguous, gates in the first half of a row -> [N, I]. Arithmetic is float32, rounded once.
