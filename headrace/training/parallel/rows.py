@@ -7,6 +7,7 @@ file does not depend on the number of processes that wrote it.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,28 +139,27 @@ def write(
     every process when one of them cannot write."""
     error = ""
     draft: snapshot.Draft | None = None
-    if world.rank == 0:
+    with ExitStack() as held:  # also when another process dies: the draft is removed
+        if world.rank == 0:
+            try:
+                draft = held.enter_context(snapshot.Draft(path, described, about))
+            except OSError as refused:
+                error = str(refused)
+        told = world.gathered((str(draft.temporary) if draft else "", error))[0]
+        if told[1]:
+            raise OSError(told[1])
+        error = ""
         try:
-            draft = snapshot.Draft(path, described, about)
+            with snapshot.Rows(Path(told[0]), described, about) as file:
+                index = {info.name: number for number, info in enumerate(described)}
+                for run in runs:
+                    _copy(file, index[run.name], run)
+                os.fsync(file.fileno())
         except OSError as refused:
             error = str(refused)
-    told = world.gathered((str(draft.temporary) if draft else "", error))[0]
-    if told[1]:
-        raise OSError(told[1])
-    error = ""
-    try:
-        with snapshot.Rows(Path(told[0]), described, about) as file:
-            index = {info.name: number for number, info in enumerate(described)}
-            for run in runs:
-                _copy(file, index[run.name], run)
-            os.fsync(file.fileno())
-    except OSError as refused:
-        error = str(refused)
-    errors = [text for text in world.gathered(error) if text]
-    if draft is not None:
-        with draft:
-            if not errors:
-                draft.commit()
+        errors = [text for text in world.gathered(error) if text]
+        if draft is not None and not errors:
+            draft.commit()
     world.gathered(None)  # the file has its name when the first process returns, and in every other one as well
     if errors:
         raise OSError(errors[0])
