@@ -38,6 +38,10 @@ SAMPLING = {
 Rows = NDArray[np.int32]
 
 
+CHUNK = 2048
+"""Tokens of one forward pass: ordinary attention holds each score of a pass, 24 GB for 32,768 tokens at once."""
+
+
 @dataclass(eq=False)
 class Request:
     """One request inside."""
@@ -193,12 +197,14 @@ class Double:
             raise IndexError("index out of range in self")
         assert one.cache is not None
         one.cache.reserve(-(-len(context) // BLOCK))
-        recorder: list[torch.Tensor] = []
-        table = [list(range(one.cache.blocks))]
-        hidden = self.model.forward_cached(
-            torch.tensor(new), [len(new)], [one.forwarded], table, one.cache, None, recorder
-        )
-        fresh = (torch.stack(recorder, 1) if recorder else torch.empty(len(new), 0, 0)).to(torch.int32).numpy()
+        table, parts = [list(range(one.cache.blocks))], []
+        for start in range(0, len(new), CHUNK):
+            piece, recorder = new[start : start + CHUNK], list[torch.Tensor]()
+            hidden = self.model.forward_cached(
+                torch.tensor(piece), [len(piece)], [one.forwarded + start], table, one.cache, None, recorder
+            )
+            parts.append(torch.stack(recorder, 1) if recorder else torch.empty(len(piece), 0, 0))
+        fresh = torch.cat(parts).to(torch.int32).numpy()
         one.rows = fresh if one.rows is None else np.concatenate((one.rows, fresh))
         one.forwarded = len(context)
         heat = float(one.params.get("temperature", 1.0))
