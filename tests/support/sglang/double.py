@@ -28,6 +28,7 @@ from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import checkpoint
 from tests.support import tiny
 from tests.support.sglang import pages, updates
+from tests.support.sglang.forward import forwarded
 from tests.support.sglang.priority import admit
 
 SAMPLING = {
@@ -36,10 +37,6 @@ SAMPLING = {
     "spaces_between_special_tokens", "stream_interval", "sampling_seed",
 }  # fmt: skip
 Rows = NDArray[np.int32]
-
-
-CHUNK = 2048
-"""Tokens of one forward pass: ordinary attention holds each score of a pass, 24 GB for 32,768 tokens at once."""
 
 
 @dataclass(eq=False)
@@ -197,14 +194,8 @@ class Double:
             raise IndexError("index out of range in self")
         assert one.cache is not None
         one.cache.reserve(-(-len(context) // BLOCK))
-        table, parts = [list(range(one.cache.blocks))], []
-        for start in range(0, len(new), CHUNK):
-            piece, recorder = new[start : start + CHUNK], list[torch.Tensor]()
-            hidden = self.model.forward_cached(
-                torch.tensor(piece), [len(piece)], [one.forwarded + start], table, one.cache, None, recorder
-            )
-            parts.append(torch.stack(recorder, 1) if recorder else torch.empty(len(piece), 0, 0))
-        fresh = torch.cat(parts).to(torch.int32).numpy()
+        hidden, routes = forwarded(self.model, new, one.forwarded, one.cache)
+        fresh = routes.numpy()
         one.rows = fresh if one.rows is None else np.concatenate((one.rows, fresh))
         one.forwarded = len(context)
         heat = float(one.params.get("temperature", 1.0))

@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
+from headrace.messages.weights import TensorInfo
 from headrace.training.parallel import rows
 from headrace.training.parallel.group import PeerGroup
 from headrace.training.parallel.interface import GroupError
-from headrace.weights.state import TensorInfo
 
 
 class Ending:
