@@ -133,6 +133,12 @@ def _widen(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _bounds(tiles, number):  # type: ignore[no-untyped-def]
+    """(expert, first row, end row) of a tile, as `tiles_of` lists them."""
+    return tl.load(tiles + number * 3), tl.load(tiles + number * 3 + 1), tl.load(tiles + number * 3 + 2)
+
+
+@jit
 def _rows_kernel(  # type: ignore[no-untyped-def]
     x, xs, w, ws, out, tiles, high, n, k, X: tl.constexpr, W: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr, EMULATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -145,8 +151,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     wide = k if BACK else n
     deep = n if BACK else k
     down, across = tile.banded(tl.program_id(0), high, tl.cdiv(wide, BN), BAND)
-    expert, first = tl.load(tiles + down * 3), tl.load(tiles + down * 3 + 1)
-    end = tl.load(tiles + down * 3 + 2)
+    expert, first, end = _bounds(tiles, down)
     if first >= end:
         return
     rows, cols = first + tl.arange(0, BM), across * BN + tl.arange(0, BN)
@@ -180,8 +185,7 @@ def _thin_kernel(  # type: ignore[no-untyped-def]
     n and k are multiples of BN and BK; arguments as of `_rows_kernel`.
     """
     down, across = tile.banded(tl.program_id(0), high, n // BN, BAND)
-    expert, first = tl.load(tiles + down * 3), tl.load(tiles + down * 3 + 1)
-    end = tl.load(tiles + down * 3 + 2)
+    expert, first, end = _bounds(tiles, down)
     if first >= end:
         return
     rows, cols = first + tl.arange(0, BM), across * BN + tl.arange(0, BN)

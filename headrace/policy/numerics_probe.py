@@ -69,10 +69,9 @@ def probe(config: PolicyConfig, *, exact: bool = True, seed: int = 0, device: to
     pad = 1
     with torch.no_grad(), selected(where):
         if exact:
-            if where.type == "cpu":
-                limit_instructions(config)
             generator = torch.Generator().manual_seed(seed)
             if where.type == "cpu":
+                limit_instructions(config)
                 pad, reason = _smallest_pad(config, generator)
                 reason = reason or _elementwise(config, generator)
             else:
