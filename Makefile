@@ -3,6 +3,8 @@
 PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
+# With this variable set, each worker of pytest compiles all tests anew: 13 seconds of a processor each, in every run.
+unexport PYTHONDONTWRITEBYTECODE
 # Extra arguments for pip, for example the index that serves torch's CPU build:
 #   make setup PIP_ARGS="--extra-index-url INDEX"
 PIP_ARGS ?=

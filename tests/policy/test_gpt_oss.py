@@ -10,7 +10,6 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace.policy.config import CheckpointError
 from headrace.policy.layout import checkpoint, hugging_face, sizes
@@ -26,6 +25,9 @@ GPT_OSS: dict[str, Any] = QWEN | {
 
 
 def test_a_gpt_oss_gives_its_logits_and_its_bits_reads_mxfp4_and_goes_out_again(tmp_path: Path) -> None:
+    # Every worker imports this file, one runs it: the import takes two seconds.
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     model = theirs("gpt_oss", GPT_OSS)
     experts = [layer.mlp.experts for layer in model.model.layers]
     packed: dict[str, Tensor] = {}

@@ -27,6 +27,7 @@ from torch import Tensor
 from headrace.kernels import operators
 from headrace.policy.moe import ExpertFunction
 from headrace.training.figures.clock import Clock
+from headrace.training.parallel.group import gather
 from headrace.training.parallel.nodes.sums import Sums
 
 
@@ -41,13 +42,6 @@ class Groups(NamedTuple):
     """Gets the time of every exchange."""
     sums: Sums
     """Adds the parts of a gradient, also over nodes."""
-
-
-def gather(out: Tensor, local: Tensor, group: dist.ProcessGroup, *, later: bool = False) -> Any:
-    """The tensors [n, ...] of all processes -> out [processes n, ...]; later: return a handle to wait for."""
-    # torch 2.11 has the old name alone, and 2.13 deprecates it.
-    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return collective(out, local, group=group, async_op=later)
 
 
 class _Exchange(torch.autograd.Function):

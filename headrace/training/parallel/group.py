@@ -35,6 +35,13 @@ JOIN = timedelta(seconds=60)
 times. All processes have started when it begins."""
 
 
+def gather(out: Tensor, local: Tensor, group: dist.ProcessGroup, *, later: bool = False) -> Any:
+    """The tensors [n, ...] of all processes -> out [processes n, ...]; later: return a handle to wait for."""
+    # torch 2.11 has the old name alone, and 2.13 deprecates it.
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return collective(out, local, group=group, async_op=later)
+
+
 class PeerGroup:
     """Processes with a connection of their own, over gloo: an `interface.Peers`. A thread that does not train needs
     such a connection, because collectives of two threads over one connection would meet each other."""

@@ -37,8 +37,8 @@ from headrace.policy.config import PolicyConfig
 from headrace.policy.layer import Layer
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
-from headrace.training.parallel.experts import ExpertParallel, Groups, OnGrid, gather
-from headrace.training.parallel.group import ProcessGroup
+from headrace.training.parallel.experts import ExpertParallel, Groups, OnGrid
+from headrace.training.parallel.group import ProcessGroup, gather
 
 OWNED = ("gate_up", "down")
 """Parameters of a mixture that hold one matrix per expert."""
