@@ -80,11 +80,11 @@ image: setup ## a container image of HEAD in dist/ and its SBOM, by buildah, as 
 
 lint: style ## ruff, mypy --strict and the word list of docs/style.md
 	$(BIN)/mypy
+	$(BIN)/python docs/words.py
 
 style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python docs/words.py
 
 # Three workers on two cores: a test spends much of its time waiting for real processes.
 # A worker that dies ends the run, because xdist 3.8 waits without end for its replacement (tests/support/watchdog.py).
@@ -100,7 +100,7 @@ endef
 compiled: setup  # otherwise each worker compiles all modules of a new clone for itself
 	@$(BIN)/python -m compileall -q -j 2 headrace benchmarks tests/support
 
-test: style compiled ## ruff, the word list, then the default suite (real broker, real microVMs) beside mypy
+test: style compiled ## ruff, then the default suite (real broker, real microVMs, the word list) beside mypy
 	$(call beside_mypy,$(PYTEST))
 
 test-all: style compiled ## also the tests that take minutes

@@ -12,6 +12,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+import structlog
 
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
@@ -26,8 +27,12 @@ Connect = Callable[..., Awaitable[Bus]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Reports where a hanging test waits."""
+    """Reports where a hanging test waits. A logged error has a plain traceback: with `rich`, which some package
+    installs, structlog prints every local of every frame, and a trainer's tensors took seconds."""
     watchdog.register(config)
+    *processors, _ = structlog.get_config()["processors"]
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure([*processors, renderer])
 
 
 LONGEST = (
@@ -55,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from visiting more than a million objects of imports and collected tests again and
+    """Keep the garbage collector from visiting 450,000 objects of imports and collected tests again and
     again: that takes a twelfth of the processor time of the suite."""
     gc.freeze()
 

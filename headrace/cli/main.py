@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 from typing import NoReturn
 
@@ -127,8 +128,9 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
+@cache
 def parser() -> argparse.ArgumentParser:
-    """All commands and their arguments."""
+    """All commands and their arguments. A process that runs several commands makes the parser once."""
     top = Parser(
         prog="headrace", description="Reinforcement learning for coding agents, as actors on a NATS message bus."
     )
