@@ -60,8 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from visiting 450,000 objects of imports and collected tests again and
-    again: that takes a twelfth of the processor time of the suite."""
+    """The collector of garbage would visit 450,000 objects of imports and collected tests again and again: a twelfth of
+    the processor time of the suite."""
+    import hypothesis  # noqa: F401 - its plugin for trio asks for references to an object, and frozen ones do not count
+
     gc.freeze()
 
 

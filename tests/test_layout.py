@@ -66,6 +66,7 @@ MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos"}
 # Modules below all folders: they import the standard library and one another.
 FOUNDATION = {
     "backoff",
+    "garbage",
     "machine_memory",
     "nkeys",
     "parent_death",

@@ -8,6 +8,7 @@ import msgspec
 
 from headrace.actors.registry import load_class
 from headrace.config import Config
+from headrace.garbage import uncollected
 from headrace.launch.runs import RunError
 from headrace.launch.supervision.notify import ready
 
@@ -50,7 +51,8 @@ def serve(config: Config, names: Sequence[str], run: str, url: str, credentials:
         raise RunError("an actor needs a broker: --url nats://host:port, or [bus] url in the configuration")
     keys = of_run(credentials or config.bus.credentials, run) or None
     try:
-        classes = [(load_class(name.partition(":")[0]), name.partition(":")[2]) for name in names]
+        with uncollected():
+            classes = [(load_class(name.partition(":")[0]), name.partition(":")[2]) for name in names]
     except LookupError as error:
         raise RunError(str(error.args[0])) from None
     config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, id=run))

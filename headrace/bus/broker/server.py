@@ -20,7 +20,7 @@ import msgspec
 
 from headrace.bus.broker import credentials, websocket
 from headrace.bus.errors import BusError
-from headrace.parent_death import die_with
+from headrace.parent_death import ending_with_parent
 
 CONF = Path(__file__).with_name("nats.conf")
 """The repository's nats.conf; in an installed package a copy of it."""
@@ -130,15 +130,13 @@ class Server:
         argv = [find_binary(), "-c", str(self.folder / "nats.conf"), "-a", self.host, "-p", str(self.port or -1)]
         argv += ["-sd", str(self.folder / "store"), "--ports_file_dir", str(self.folder / "ports")]
         argv += ["-l", str(self.folder / "log")]
-        parent = os.getpid()
         with open(self.folder / "boot", "wb") as boot:
             return subprocess.Popen(
-                argv,
+                ending_with_parent(argv) if self._die_with_parent else argv,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=boot,
                 start_new_session=True,
-                preexec_fn=(lambda: die_with(parent)) if self._die_with_parent else None,
             )
 
     def _prepare(self) -> None:

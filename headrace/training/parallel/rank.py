@@ -3,6 +3,7 @@
 It needs torchrun's environment variables, and the configuration as the first line of its standard input (`ranks`).
 """
 
+import gc
 import os
 import sys
 import threading
@@ -25,6 +26,7 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     """Join the group, repeat the calls of the first process, leave."""
+    gc.freeze()  # the collector never visits what was imported, see headrace/garbage.py
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
         line = pipe.readline()
     if not line:
