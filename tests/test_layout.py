@@ -5,6 +5,7 @@ import functools
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -115,12 +116,20 @@ def name_of(path: Path) -> str:
 NAMES = {name_of(path): path for path in modules()}
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements. An expression has none inside, and most nodes of a tree are expressions."""
+    for child in ast.iter_child_nodes(tree):
+        if not isinstance(child, ast.expr):
+            yield child
+            yield from statements(child)
+
+
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
     """Absolute names of all imported modules, inside functions too; `from a import b` is `a.b` if that is a module."""
     package = path.relative_to(ROOT).parent.parts
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

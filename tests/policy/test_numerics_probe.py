@@ -92,7 +92,7 @@ def test_the_probe_takes_no_state_from_torch() -> None:
         assert probe(tiny.config()) == first
 
 
-@pytest.mark.parametrize(("given", "seen"), [("", "SSE4.1"), ("AVX", "AVX")])
+@pytest.mark.parametrize(("given", "seen"), [("", "SSE4.1"), pytest.param("AVX", "AVX", marks=pytest.mark.slow)])
 def test_the_probe_limits_what_onednn_uses_for_sixteen_bits_before_its_first_product(given: str, seen: str) -> None:
     """With SSE4.1 in place of the limit, which every processor has: oneDNN itself prints what it uses."""
     code = """

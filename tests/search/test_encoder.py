@@ -80,7 +80,7 @@ def test_the_packaged_weights_find_code_by_its_meaning() -> None:
         "net.py retry\ndef retry(call, times):\n    for _ in range(times):\n        call()",
         "text.py slug\ndef slug(title):\n    return title.lower().replace(' ', '-')",
     ]
-    vectors = encoder.embed(codes)
+    vectors = encoder.embed(codes, batch=len(codes))
     for wanted, query in enumerate(("how much does everything cost", "try again after a failure", "make a URL part")):
         near = vectors @ encoder.embed([query], batch=1)[0]
         assert int(near.argmax()) == wanted
