@@ -3,6 +3,9 @@
     python -m benchmarks.proof [--seeds 1,2,3] [--tasks 500] [--isolation episode]
 
 Every seed is a whole run of `headrace up deploy/demo.toml`; its own report.json is the source of each figure.
+
+The proof can be resumed: a run's id names the commit, the seed and the settings. A run that was interrupted goes on,
+and one that has a report is not repeated. The wall time of a resumed run has the break in it.
 """
 
 import argparse
@@ -10,31 +13,32 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from benchmarks.conditions import at_least, at_most, cannot_run, finish
+from benchmarks.conditions import at_least, at_most, cannot_run, conditions, finish
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def one(seed: int, tasks: int, isolation: str) -> dict[str, object]:
-    """Run a seed and return its report."""
+def trained(commit: str, seed: int, tasks: int, isolation: str) -> dict[str, object]:
+    """The report of a seed's run: made, resumed, or already there."""
+    run = f"proof-{commit}-s{seed}-{tasks}-{isolation}"
+    report = Path("runs") / run / "report.json"
     command = [sys.executable, "-m", "headrace.cli", "up", "deploy/demo.toml"]
     for entry in (
         f"run.seed={seed}",
-        f"run.id=proof-{time.strftime('%Y%m%d-%H%M%S')}-s{seed}",
+        f"run.id={run}",
         f"evaluation.heldout_tasks={tasks}",
         f"environment.isolation={isolation}",
     ):
         command += ["--set", entry]
-    done = subprocess.run(command, check=False)
-    if done.returncode == 3:
+    code = 0 if report.exists() else subprocess.run(command, check=False).returncode
+    if code == 3:
         cannot_run("this machine can't run microVMs; `headrace vm doctor` says why")
-    if done.returncode:
-        sys.exit(f"seed {seed} ended with code {done.returncode}")
-    report: dict[str, object] = json.loads((Path("runs/latest") / "report.json").read_text())
-    return report
+    if code:
+        sys.exit(f"seed {seed} ended with code {code}; start the benchmark again to resume")
+    figures: dict[str, object] = json.loads(report.read_text())
+    return figures
 
 
 def main() -> None:
@@ -44,13 +48,13 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=500)
     parser.add_argument("--isolation", choices=("episode", "group"), default="episode")
     args = parser.parse_args()
-    started = time.monotonic()
-    reports = [one(int(seed), args.tasks, args.isolation) for seed in args.seeds.split(",")]
-    minutes = (time.monotonic() - started) / 60
+    commit = conditions().commit
+    reports = [trained(commit, int(seed), args.tasks, args.isolation) for seed in args.seeds.split(",")]
 
     def values(name: str) -> list[float]:
         return [float(str(report[name])) for report in reports]
 
+    minutes = sum(values("wall_s")) / 60
     before, after, greedy = values("heldout_before"), values("heldout_after_t1"), values("heldout_after_greedy")
     figures = {
         "seeds": args.seeds,
