@@ -28,7 +28,7 @@ def die_with(parent: int, number: int = signal.SIGTERM) -> None:
 
 
 def ending_with_parent(argv: Sequence[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
-    """The command line that becomes `argv` once this process, its starter, is sure to take it along."""
+    """The command line of a child that asks for the signal, then becomes `argv`; it exits if this process is gone."""
     check = 'test "$PPID" = "$1" || exit 1; shift; exec "$@"'
     setpriv = [shutil.which("setpriv") or "setpriv", "--pdeathsig", number.name.removeprefix("SIG"), "--"]
     return [*setpriv, "/bin/sh", "-c", check, "sh", str(os.getpid()), *argv]
