@@ -54,6 +54,10 @@ def test_tests_that_documents_name_exist() -> None:
             assert f"def {test}(" in (ROOT / file).read_text(), f"{name} names {file}::{test}"
 
 
+def test_the_architecture_is_one_page() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 70
+
+
 def test_every_results_file_states_its_conditions() -> None:
     """Each measurement of benchmarks/results names its commit, date and CPU, in the file or in each of its parts."""
 
