@@ -2,7 +2,7 @@
 
 Modules, classes and functions live as long as their process: 300,000 objects in one that imports torch. The collector
 runs while they are made, which takes a seventh of the time of the imports, and visits all of them again in every full
-collection, in the middle of a step.
+collection.
 """
 
 import gc

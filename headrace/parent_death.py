@@ -27,8 +27,11 @@ def die_with(parent: int, number: int = signal.SIGTERM) -> None:
         os._exit(1)
 
 
-def ending_with_parent(argv: Sequence[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
-    """The command line of a child that asks for the signal, then becomes `argv`; it exits if this process is gone."""
-    check = 'test "$PPID" = "$1" || exit 1; shift; exec "$@"'
+def ending_with_parent(argv: Sequence[str], number: signal.Signals = signal.SIGTERM, before: str = "") -> list[str]:
+    """The command line of a child that asks for the signal, then becomes `argv`; it exits if this process is gone.
+
+    before: what a shell does as the child first, such as `ulimit -t 5 || exit 1`.
+    """
+    script = f'test "$PPID" = "$1" || exit 1; {before or ":"}; shift; exec "$@"'
     setpriv = [shutil.which("setpriv") or "setpriv", "--pdeathsig", number.name.removeprefix("SIG"), "--"]
-    return [*setpriv, "/bin/sh", "-c", check, "sh", str(os.getpid()), *argv]
+    return [*setpriv, "/bin/sh", "-c", script, "sh", str(os.getpid()), *argv]

@@ -60,8 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector of garbage would visit 450,000 objects of imports and collected tests again and again: a twelfth of
-    the processor time of the suite."""
+    """The collector of garbage would visit 450,000 objects of imports and collected tests again and again: 3.5 % of the
+    suite's processor time was spent in the collections of its workers, and 2.2 % with this."""
     import hypothesis  # noqa: F401 - its plugin for trio asks for references to an object, and frozen ones do not count
 
     gc.freeze()
