@@ -1,11 +1,14 @@
 """Runs the pretrained demo's frozen recipe on several seeds: before and after mid-training, and after RL.
 
-    python -m benchmarks.proof_pretrained [--seeds 1,2,3] [--tasks 200] [--config FILE] [--set KEY=VALUE ...]
+    python -m benchmarks.proof_pretrained [--seeds 1,2,3] [--tasks 200] [--at-once] [--config FILE] [--set KEY=VALUE]
 
 Each seed is one run of `deploy/demo-pretrained.toml`, whose version 0 is the policy after mid-training. The model
 before any training is the same for all seeds: it is measured once, last, in a run without training. Everything is
 measured on generated/heldout and generated/unseen-final, on which no choice was made, greedily and at temperature 1.
 Tasks of one template are alike, so the 95 % intervals come from a bootstrap over templates.
+
+With `--at-once`, for a machine with a GPU and many cores, the runs of all seeds and of the untrained model go on beside
+each other, and each makes its own evaluations, in the same batches as its training.
 
 The study can be resumed: an interrupted run continues (`headrace up` with the same run id), and an evaluation whose
 result is in benchmarks/results/proof_pretrained.partial.json is not repeated.
@@ -19,6 +22,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +30,21 @@ from benchmarks.conditions import Figures, at_least, cannot_run, finish
 from headrace.launch import runs
 from headrace.launch.session import bus_of, looped
 from headrace.ledger.evaluation import group_prefix
-from headrace.messages.subjects import SCORE
+from headrace.messages.evaluation import EvalResult
+from headrace.messages.subjects import EVENT, SCORE
 from headrace.tasks.generated import repositories
 
 RESULTS = Path(__file__).parent / "results"
 SUITES = {"heldout": "generated/heldout", "unseen": "generated/unseen-final"}
 HEAT = {"t1": 1.0, "greedy": 0.0}
 PHASES = ("mid_trained", "reinforced")
+OWN = {
+    ("mid_trained", "t1"): "before",
+    ("mid_trained", "greedy"): "before_greedy",
+    ("reinforced", "t1"): "after_t1",
+    ("reinforced", "greedy"): "after_greedy",
+}
+"""Phase and temperature to the reason of a run's own evaluation, without the suite's name."""
 DRAWS = 2000
 
 Passes = dict[str, bool]
@@ -78,11 +90,12 @@ def headrace(*words: str) -> str:
     return done.stdout
 
 
-def trained(run: str, config: str, settings: Sequence[str]) -> None:
-    """A finished run of that id: made, resumed, or already there."""
-    if not (Path("runs") / run / "report.json").exists():
-        words = [word for entry in (f"run.id={run}", *settings) for word in ("--set", entry)]
+def trained(run: str, config: str, settings: Sequence[str], root: Path = Path("runs")) -> Path:
+    """The folder of a finished run of that id: made, resumed, or already there. root: [run] dir."""
+    if not (root / run / "report.json").exists():
+        words = [word for entry in (f"run.id={run}", f"run.dir={root}", *settings) for word in ("--set", entry)]
         headrace("up", config, *words)
+    return root / run
 
 
 def newest(run: str) -> int:
@@ -115,8 +128,57 @@ def evaluated(run: str, version: int, suite: str, heat: float, args: argparse.Na
     return passes
 
 
+def own_evaluations(run: Path, tasks: int) -> dict[str, Passes]:
+    """Verdicts of a finished run's own evaluations, by reason, such as ``heldout_before``. run: its folder."""
+    passes: dict[str, Passes] = {}
+
+    async def read() -> int:
+        folder = runs.find(str(run))
+        async with bus_of(folder) as bus:
+            async for received in bus.history("HR_EVENT", EVENT.where(run=folder.id, type="eval_result")):
+                if isinstance(received.message, EvalResult):
+                    passes[received.message.reason] = received.message.passes
+        return 0
+
+    looped(read())
+    for reason, verdicts in passes.items():
+        if len(verdicts) != tasks:
+            sys.exit(f"{run}, {reason}: {len(verdicts)} verdicts of {tasks} tasks; remove {run} and start again")
+    return passes
+
+
+def at_once(args: argparse.Namespace) -> dict[str, Passes]:
+    """Every evaluation by ``seed/phase/suite/temperature/tasks``: all runs beside each other, with evaluations of
+    their own."""
+    seeds = args.seeds.split(",")
+    sizes = (f"evaluation.heldout_tasks={args.tasks}", f"evaluation.unseen_tasks={args.tasks}")
+    always = [f"tasks.unseen={SUITES['unseen']}", *sizes, "evaluation.before_greedy=true", *args.set]
+    settings = {f"pretrained-s{seed}": [f"run.seed={seed}", *always] for seed in seeds}
+    raw = f"pretrained-s{seeds[0]}-raw"
+    untrained = ("mid_training.tokens=0", "curriculum.steps=0", "evaluation.after=false")
+    settings[raw] = [f"run.seed={seeds[0]}", *always, *untrained]
+
+    def made(run: str) -> Path:
+        # One folder of runs has one active run.
+        return trained(run, args.config, settings[run], Path("runs") / "at-once" / run)
+
+    with ThreadPoolExecutor(len(settings)) as pool:
+        folders = dict(zip(settings, pool.map(made, settings), strict=True))
+
+    passes: dict[str, Passes] = {}
+    for run, folder in folders.items():
+        own = own_evaluations(folder, args.tasks)
+        seed = run.removeprefix("pretrained-s").removesuffix("-raw")
+        for (phase, kind), reason in OWN.items():
+            for name in SUITES:
+                if run != raw or phase == "mid_trained":
+                    shown = "raw" if run == raw else phase
+                    passes[f"{seed}/{shown}/{name}/{kind}/{args.tasks}"] = own[f"{name}_{reason}"]
+    return passes
+
+
 def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
-    """Every evaluation by ``seed/phase/suite/temperature``, from the partial results where they are there."""
+    """Every evaluation by ``seed/phase/suite/temperature/tasks``, from the partial results where they are there."""
     recipe = f"{Path(args.config).read_text()}{args.set}"
     begun: dict[str, Any] = json.loads(partial.read_text()) if partial.exists() else {"recipe": recipe, "passes": {}}
     if begun["recipe"] != recipe:
@@ -174,10 +236,10 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=200)
     parser.add_argument("--config", default="deploy/demo-pretrained.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
+    parser.add_argument("--at-once", action="store_true", help="all runs beside each other, each with its evaluations")
     args = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
-    partial = RESULTS / "proof_pretrained.partial.json"
-    passes = measure(args, partial)
+    passes = at_once(args) if args.at_once else measure(args, RESULTS / "proof_pretrained.partial.json")
     figures = summary(passes, args.seeds.split(","), args.tasks)
     (RESULTS / "proof_pretrained.json").write_text(json.dumps(figures, indent=2) + "\n")
     targets = {
