@@ -8,6 +8,7 @@ import pytest
 from msgspec import to_builtins
 
 from benchmarks import proof_pretrained
+from benchmarks.tiny_run import TINY
 from headrace.cli.main import main
 from headrace.config import load
 from headrace.rendering.bundle import checkpoint_bundle
@@ -98,6 +99,29 @@ def test_a_proof_does_not_go_on_under_another_recipe(tmp_path: Path) -> None:
     args = argparse.Namespace(config=str(DEMO), set=[], seeds="1", tasks=2)
     with pytest.raises(SystemExit, match="another configuration"):
         proof_pretrained.measure(args, partial)
+
+
+@pytest.mark.slow  # two runs beside each other
+@pytest.mark.timeout(600)
+def test_runs_at_once_give_the_verdicts_of_their_own_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = TINY | {
+        "curriculum.steps": 1,
+        "production.enabled": False,
+        "environment.cache_dir": str(ROOT / ".cache" / "headrace"),
+    }
+    del few["evaluation.before"], few["evaluation.after"]
+    changes = [f"{key}={json.dumps(value)}" for key, value in few.items()]
+    args = argparse.Namespace(config=str(ROOT / "deploy" / "demo.toml"), set=changes, seeds="1", tasks=2)
+    passes = proof_pretrained.at_once(args)
+    cells = [f"{name}/{kind}/2" for name in proof_pretrained.SUITES for kind in proof_pretrained.HEAT]
+    assert set(passes) == {f"1/{phase}/{cell}" for phase in (*proof_pretrained.PHASES, "raw") for cell in cells}
+    assert all(len(verdicts) == 2 for verdicts in passes.values())
+    assert set(passes["1/raw/unseen/t1/2"]) == set(passes["1/reinforced/unseen/greedy/2"])
+    figures = proof_pretrained.summary(passes, ["1"], 2)
+    assert figures["raw_heldout_greedy_seeds"] == [0.0]
 
 
 @pytest.mark.slow
