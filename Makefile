@@ -62,7 +62,7 @@ demo-sglang-pretrained: setup $(SMOLLM2)/.made $(SGLANG)/.installed ## its first
 proof-pretrained: setup $(SMOLLM2)/.made ## the pretrained recipe on three seeds, 200 held-out and 200 unseen tasks each; resumable (hours)
 	$(BIN)/python -m benchmarks.proof_pretrained
 
-proof: setup ## the demo's recipe on three seeds, 500 held-out tasks each, one VM per sandbox; resumable (up to 90 minutes)
+proof: setup ## the demo's recipe on three seeds, 500 held-out tasks each, one VM per sandbox; resumable (two hours or more)
 	$(BIN)/python -m benchmarks.proof
 
 BACKEND ?= qemu
