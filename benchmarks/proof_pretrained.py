@@ -147,9 +147,20 @@ def own_evaluations(run: Path, tasks: int) -> dict[str, Passes]:
     return passes
 
 
+def recipe_of(args: argparse.Namespace) -> str:
+    """The configuration of all runs, as text: results of another one are not mixed with it."""
+    return f"{Path(args.config).read_text()}{args.set}"
+
+
 def at_once(args: argparse.Namespace) -> dict[str, Passes]:
     """Every evaluation by ``seed/phase/suite/temperature/tasks``: all runs beside each other, with evaluations of
     their own."""
+    root = Path("runs") / "at-once"
+    recipe, written = f"{recipe_of(args)}{args.tasks}", root / "recipe.txt"
+    if written.exists() and written.read_text() != recipe:
+        sys.exit(f"{root} holds runs of another configuration or number of tasks: remove it, or use those")
+    root.mkdir(parents=True, exist_ok=True)
+    written.write_text(recipe)
     seeds = args.seeds.split(",")
     sizes = (f"evaluation.heldout_tasks={args.tasks}", f"evaluation.unseen_tasks={args.tasks}")
     always = [f"tasks.unseen={SUITES['unseen']}", *sizes, "evaluation.before_greedy=true", *args.set]
@@ -160,7 +171,7 @@ def at_once(args: argparse.Namespace) -> dict[str, Passes]:
 
     def made(run: str) -> Path:
         # One folder of runs has one active run.
-        return trained(run, args.config, settings[run], Path("runs") / "at-once" / run)
+        return trained(run, args.config, settings[run], root / run)
 
     with ThreadPoolExecutor(len(settings)) as pool:
         folders = dict(zip(settings, pool.map(made, settings), strict=True))
@@ -179,7 +190,7 @@ def at_once(args: argparse.Namespace) -> dict[str, Passes]:
 
 def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
     """Every evaluation by ``seed/phase/suite/temperature/tasks``, from the partial results where they are there."""
-    recipe = f"{Path(args.config).read_text()}{args.set}"
+    recipe = recipe_of(args)
     begun: dict[str, Any] = json.loads(partial.read_text()) if partial.exists() else {"recipe": recipe, "passes": {}}
     if begun["recipe"] != recipe:
         sys.exit(

@@ -122,6 +122,9 @@ def test_runs_at_once_give_the_verdicts_of_their_own_evaluations(
     assert set(passes["1/raw/unseen/t1/2"]) == set(passes["1/reinforced/unseen/greedy/2"])
     figures = proof_pretrained.summary(passes, ["1"], 2)
     assert figures["raw_heldout_greedy_seeds"] == [0.0]
+    args.tasks = 3
+    with pytest.raises(SystemExit, match="another configuration or number of tasks"):
+        proof_pretrained.at_once(args)
 
 
 @pytest.mark.slow
