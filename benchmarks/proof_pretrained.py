@@ -8,7 +8,7 @@ measured on generated/heldout and generated/unseen-final, on which no choice was
 Tasks of one template are alike, so the 95 % intervals come from a bootstrap over templates.
 
 With `--at-once`, for a machine with a GPU and many cores, the runs of all seeds and of the untrained model go on beside
-each other, and each makes its own evaluations, in the same batches as its training.
+each other, and each makes these evaluations itself.
 
 The study can be resumed: an interrupted run continues (`headrace up` with the same run id), and an evaluation whose
 result is in benchmarks/results/proof_pretrained.partial.json is not repeated.
@@ -29,9 +29,8 @@ from typing import Any
 from benchmarks.conditions import Figures, at_least, cannot_run, finish
 from headrace.launch import runs
 from headrace.launch.session import bus_of, looped
-from headrace.ledger.evaluation import group_prefix
 from headrace.messages.evaluation import EvalResult
-from headrace.messages.subjects import EVENT, SCORE
+from headrace.messages.subjects import EVENT
 from headrace.tasks.generated import repositories
 
 RESULTS = Path(__file__).parent / "results"
@@ -39,12 +38,10 @@ SUITES = {"heldout": "generated/heldout", "unseen": "generated/unseen-final"}
 HEAT = {"t1": 1.0, "greedy": 0.0}
 PHASES = ("mid_trained", "reinforced")
 OWN = {
-    ("mid_trained", "t1"): "before",
-    ("mid_trained", "greedy"): "before_greedy",
-    ("reinforced", "t1"): "after_t1",
-    ("reinforced", "greedy"): "after_greedy",
+    "mid_trained": {"t1": "before", "greedy": "before-greedy"},
+    "reinforced": {"t1": "after-t1", "greedy": "after-greedy"},
 }
-"""Phase and temperature to the reason of a run's own evaluation, without the suite's name."""
+"""Phase and temperature to the id of a run's own evaluation, without the suite's name."""
 DRAWS = 2000
 
 Passes = dict[str, bool]
@@ -103,100 +100,78 @@ def newest(run: str) -> int:
     return int(json.loads((Path("runs") / run / "report.json").read_text())["steps"])
 
 
+def verdicts(run: Path, id: str, tasks: int) -> Passes:
+    """Verdict per task of an evaluation that a run's streams hold. run: its folder. id: the evaluation's."""
+    passes: Passes = {}
+
+    async def read() -> int:
+        folder = runs.find(str(run))
+        async with bus_of(folder) as bus:
+            async for received in bus.history("HR_EVENT", EVENT.where(run=folder.id, type="eval_result")):
+                if isinstance(received.message, EvalResult) and received.message.id == id:
+                    passes.update(received.message.passes)
+        return 0
+
+    looped(read())
+    if len(passes) != tasks:
+        sys.exit(f"{run}: evaluation {id} has {len(passes)} verdicts of {tasks} tasks; start again to repeat it")
+    return passes
+
+
 def evaluated(run: str, version: int, suite: str, heat: float, args: argparse.Namespace) -> Passes:
-    """Verdict per task of a version."""
+    """Verdict per task of a version, which `headrace eval` measures."""
     words = ["--policy", f"{run}:{version}", "--suite", suite, "--tasks", str(args.tasks), "--temperature", str(heat)]
     # Nothing trains meanwhile. The probe of exact mode gives one fingerprint with one thread and with two.
     extra = [
         word for entry in (f"engine.threads={min(2, os.cpu_count() or 1)}", *args.set) for word in ("--set", entry)
     ]
     line = json.loads(headrace("eval", *words, "--config", args.config, *extra).strip().splitlines()[-1])
-    prefix = f"{group_prefix(line['id'])}-"
-    passes: Passes = {}
-
-    async def read() -> int:
-        folder = runs.find(run)
-        async with bus_of(folder) as bus:
-            async for received in bus.history("HR_SCORE", SCORE.where(run=folder.id)):
-                if received.message.group.startswith(prefix):
-                    passes[received.message.task.task] = received.message.passed
-        return 0
-
-    looped(read())
-    if len(passes) != line["tasks"]:
-        sys.exit(f"{run}: {len(passes)} verdicts of {line['tasks']} tasks; start again to repeat this evaluation")
-    return passes
+    return verdicts(Path("runs") / run, line["id"], line["tasks"])
 
 
-def own_evaluations(run: Path, tasks: int) -> dict[str, Passes]:
-    """Verdicts of a finished run's own evaluations, by reason, such as ``heldout_before``. run: its folder."""
-    passes: dict[str, Passes] = {}
-
-    async def read() -> int:
-        folder = runs.find(str(run))
-        async with bus_of(folder) as bus:
-            async for received in bus.history("HR_EVENT", EVENT.where(run=folder.id, type="eval_result")):
-                if isinstance(received.message, EvalResult):
-                    passes[received.message.reason] = received.message.passes
-        return 0
-
-    looped(read())
-    for reason, verdicts in passes.items():
-        if len(verdicts) != tasks:
-            sys.exit(f"{run}, {reason}: {len(verdicts)} verdicts of {tasks} tasks; remove {run} and start again")
-    return passes
-
-
-def recipe_of(args: argparse.Namespace) -> str:
-    """The configuration of all runs, as text: results of another one are not mixed with it."""
-    return f"{Path(args.config).read_text()}{args.set}"
-
-
-def at_once(args: argparse.Namespace) -> dict[str, Passes]:
-    """Every evaluation by ``seed/phase/suite/temperature/tasks``: all runs beside each other, with evaluations of
-    their own."""
-    root = Path("runs") / "at-once"
-    recipe, written = f"{recipe_of(args)}{args.tasks}", root / "recipe.txt"
-    if written.exists() and written.read_text() != recipe:
-        sys.exit(f"{root} holds runs of another configuration or number of tasks: remove it, or use those")
-    root.mkdir(parents=True, exist_ok=True)
-    written.write_text(recipe)
-    seeds = args.seeds.split(",")
-    sizes = (f"evaluation.heldout_tasks={args.tasks}", f"evaluation.unseen_tasks={args.tasks}")
-    always = [f"tasks.unseen={SUITES['unseen']}", *sizes, "evaluation.before_greedy=true", *args.set]
-    settings = {f"pretrained-s{seed}": [f"run.seed={seed}", *always] for seed in seeds}
-    raw = f"pretrained-s{seeds[0]}-raw"
-    untrained = ("mid_training.tokens=0", "curriculum.steps=0", "evaluation.after=false")
-    settings[raw] = [f"run.seed={seeds[0]}", *always, *untrained]
-
-    def made(run: str) -> Path:
-        # One folder of runs has one active run.
-        return trained(run, args.config, settings[run], root / run)
-
-    with ThreadPoolExecutor(len(settings)) as pool:
-        folders = dict(zip(settings, pool.map(made, settings), strict=True))
-
-    passes: dict[str, Passes] = {}
-    for run, folder in folders.items():
-        own = own_evaluations(folder, args.tasks)
-        seed = run.removeprefix("pretrained-s").removesuffix("-raw")
-        for (phase, kind), reason in OWN.items():
-            for name in SUITES:
-                if run != raw or phase == "mid_trained":
-                    shown = "raw" if run == raw else phase
-                    passes[f"{seed}/{shown}/{name}/{kind}/{args.tasks}"] = own[f"{name}_{reason}"]
-    return passes
-
-
-def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
-    """Every evaluation by ``seed/phase/suite/temperature/tasks``, from the partial results where they are there."""
-    recipe = recipe_of(args)
+def opened(partial: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The partial results. They are of one recipe: another one is refused, because its runs are in the same folders."""
+    recipe = f"{Path(args.config).read_text()}{args.set}"
+    if args.at_once:
+        recipe += f"at once, {args.tasks} tasks"
     begun: dict[str, Any] = json.loads(partial.read_text()) if partial.exists() else {"recipe": recipe, "passes": {}}
     if begun["recipe"] != recipe:
         sys.exit(
             f"{partial} was made with another configuration: remove it and runs/pretrained-s*, or use that "
             f"configuration"
         )
+    partial.write_text(json.dumps(begun) + "\n")
+    return begun
+
+
+def at_once(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
+    """What `measure` returns, from runs beside each other, each with evaluations of its own."""
+    opened(partial, args)
+    first, *_ = seeds = args.seeds.split(",")
+    asked = [f"{key}=true" for key in ("evaluation.before", "evaluation.before_greedy", "evaluation.after")]
+    asked += [f"tasks.{name}={suite}" for name, suite in SUITES.items()]
+    asked += [f"evaluation.{name}_tasks={args.tasks}" for name in SUITES]
+    untrained = ("mid_training.tokens=0", "curriculum.steps=0", "evaluation.after=false")
+
+    def made(seed: str, phases: Mapping[str, Mapping[str, str]], run: str, *further: str) -> dict[str, Passes]:
+        settings = [*args.set, f"run.seed={seed}", *asked, *further]
+        folder = trained(run, args.config, settings, Path("runs") / f"{run}-alone")  # a folder has one active run
+        return {
+            f"{seed}/{phase}/{name}/{kind}/{args.tasks}": verdicts(folder, f"{name}-{id}", args.tasks)
+            for phase, ids in phases.items()
+            for name in SUITES
+            for kind, id in ids.items()
+        }
+
+    with ThreadPoolExecutor(len(seeds) + 1) as pool:
+        parts = [pool.submit(made, seed, OWN, f"pretrained-s{seed}") for seed in seeds]
+        parts.append(pool.submit(made, first, {"raw": OWN["mid_trained"]}, f"pretrained-s{first}-raw", *untrained))
+    return {key: passes for part in parts for key, passes in part.result().items()}
+
+
+def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
+    """Every evaluation by ``seed/phase/suite/temperature/tasks``, from the partial results where they are there."""
+    begun = opened(partial, args)
     passes: dict[str, Passes] = begun["passes"]
 
     def measured(seed: str, phase: str, run: str, version: int) -> None:
@@ -250,7 +225,7 @@ def main() -> None:
     parser.add_argument("--at-once", action="store_true", help="all runs beside each other, each with its evaluations")
     args = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
-    passes = at_once(args) if args.at_once else measure(args, RESULTS / "proof_pretrained.partial.json")
+    passes = (at_once if args.at_once else measure)(args, RESULTS / "proof_pretrained.partial.json")
     figures = summary(passes, args.seeds.split(","), args.tasks)
     (RESULTS / "proof_pretrained.json").write_text(json.dumps(figures, indent=2) + "\n")
     targets = {

@@ -96,15 +96,16 @@ def test_the_summary_has_the_gain_of_every_seed_and_the_untrained_model_once() -
 def test_a_proof_does_not_go_on_under_another_recipe(tmp_path: Path) -> None:
     partial = tmp_path / "partial.json"
     partial.write_text(json.dumps({"recipe": "another", "passes": {}}))
-    args = argparse.Namespace(config=str(DEMO), set=[], seeds="1", tasks=2)
+    args = argparse.Namespace(config=str(DEMO), set=[], seeds="1", tasks=2, at_once=False)
     with pytest.raises(SystemExit, match="another configuration"):
         proof_pretrained.measure(args, partial)
 
 
-@pytest.mark.slow  # two runs beside each other
-@pytest.mark.timeout(600)
-def test_runs_at_once_give_the_verdicts_of_their_own_evaluations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow  # two runs, and twelve evaluations of finished runs where they are not the runs' own
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("at_once", [False, True], ids=["in turn", "at once"])
+def test_every_cell_of_the_proof_has_the_verdicts_of_its_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     few = TINY | {
@@ -112,19 +113,20 @@ def test_runs_at_once_give_the_verdicts_of_their_own_evaluations(
         "production.enabled": False,
         "environment.cache_dir": str(ROOT / ".cache" / "headrace"),
     }
-    del few["evaluation.before"], few["evaluation.after"]
     changes = [f"{key}={json.dumps(value)}" for key, value in few.items()]
-    args = argparse.Namespace(config=str(ROOT / "deploy" / "demo.toml"), set=changes, seeds="1", tasks=2)
-    passes = proof_pretrained.at_once(args)
+    args = argparse.Namespace(
+        config=str(ROOT / "deploy" / "demo.toml"), set=changes, seeds="1", tasks=2, at_once=at_once
+    )
+    run = proof_pretrained.at_once if at_once else proof_pretrained.measure
+    passes = run(args, tmp_path / "partial.json")
     cells = [f"{name}/{kind}/2" for name in proof_pretrained.SUITES for kind in proof_pretrained.HEAT]
     assert set(passes) == {f"1/{phase}/{cell}" for phase in (*proof_pretrained.PHASES, "raw") for cell in cells}
     assert all(len(verdicts) == 2 for verdicts in passes.values())
     assert set(passes["1/raw/unseen/t1/2"]) == set(passes["1/reinforced/unseen/greedy/2"])
-    figures = proof_pretrained.summary(passes, ["1"], 2)
-    assert figures["raw_heldout_greedy_seeds"] == [0.0]
-    args.tasks = 3
-    with pytest.raises(SystemExit, match="another configuration or number of tasks"):
-        proof_pretrained.at_once(args)
+    assert proof_pretrained.summary(passes, ["1"], 2)["raw_heldout_greedy_seeds"] == [0.0]
+    args.set = []
+    with pytest.raises(SystemExit, match="another configuration"):
+        run(args, tmp_path / "partial.json")
 
 
 @pytest.mark.slow
