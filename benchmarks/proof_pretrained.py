@@ -114,7 +114,10 @@ def verdicts(run: Path, id: str, tasks: int) -> Passes:
 
     looped(read())
     if len(passes) != tasks:
-        sys.exit(f"{run}: evaluation {id} has {len(passes)} verdicts of {tasks} tasks; start again to repeat it")
+        sys.exit(
+            f"{run}: evaluation {id} has {len(passes)} verdicts of {tasks} tasks; to repeat it start again, "
+            f"with --at-once after removing {run}"
+        )
     return passes
 
 
