@@ -54,6 +54,7 @@ def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: PeerGrou
                 for rank, at, held in holders
                 if max(start, at) < min(start + count, at + held)
             ]
+            pieces.sort(key=lambda piece: piece[1])  # experts with owners are not in the order of ranks
             if not pieces and count:
                 raise state.WeightError(f"{info.name}: no process holds elements {start} to {start + count}")
             owner = pieces[0][0] if pieces else 0

@@ -1,14 +1,21 @@
-"""A checkpoint that several processes write, when one of them dies."""
+"""A checkpoint that several processes write: its hash, and one of them dies."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from headrace.messages.weights import TensorInfo
 from headrace.training.parallel import rows
 from headrace.training.parallel.group import PeerGroup
 from headrace.training.parallel.interface import GroupError
+from headrace.training.served.runs import Run
+from headrace.weights import tensor_state
+from headrace.weights.state import block_hash
+from tests.training.parallel.test_experts import connected
 
 
 class Ending:
@@ -39,3 +46,20 @@ def test_a_group_that_lives_writes_it(tmp_path: Path) -> None:
     tensors = [TensorInfo("weight", "F32", (2, 4))]
     rows.write(tmp_path / "checkpoint.safetensors", tensors, {}, [], cast(PeerGroup, Ending(3)))
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.safetensors"]
+
+
+def test_rows_that_are_not_in_the_order_of_ranks_give_the_hash_of_the_whole_tensor() -> None:
+    """Four processes in two expert groups: rank 1 holds the third quarter of the experts and rank 2 the second."""
+    whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    described = [TensorInfo("weight", "F32", (4, 6))]
+    store = HashStore()
+
+    def process(rank: int) -> bytes:
+        peers = object.__new__(PeerGroup)  # its constructor needs the interpreter's only group
+        peers.rank, peers.size, peers.group = rank, 4, connected(store, "rows", rank, 4)
+        row = (0, 2, 1, 3)[rank]
+        run = Run("weight", row * 6, 6, lambda start, count: tensor_state.bits(whole[row, start : start + count]))
+        return rows.hashes(described, [run], peers)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(process, range(4))) == {block_hash(tensor_state.bits(whole))}
