@@ -258,6 +258,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     context_ranks: Threads = 1
     """Ranks that share the tokens of each micro-batch (context parallelism), for sequences whose activations one device
     cannot hold; it divides `ranks` and the policy's key-value heads. 1: each rank has micro-batches of its own."""
+    context_runs: Count = 0
+    """Runs into which the tokens of each micro-batch are cut. Gradients of weights are added run by run, in an order
+    that does not depend on who computes them, so versions have the same bits with any `context_ranks` that divides it
+    into 1, 2, 4, 8, ... runs each, and in one process. 0: as many as `context_ranks`. More need `expert_ranks = 1`.
+    Keep the number when a run goes on with fewer context ranks."""
     rescore: Count = 8
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10
@@ -273,6 +278,19 @@ class Trainer(Section, frozen=True, kw_only=True):
     lora: Lora = Lora()
     """Low-rank adapters, [trainer.lora]: rank (0 is none), alpha, targets. They are then the only trained weights, in
     mid-training too."""
+
+    def divides(self, runs: int) -> bool:
+        """Whether each context rank can add up its part of so many runs of tokens (`policy.token_runs`)."""
+        each, left = divmod(runs, self.context_ranks)
+        if left or each == 0 or (each > 1 and self.expert_ranks > 1):
+            return False
+        return self.context_ranks == 1 or each & (each - 1) == 0
+
+    @property
+    def token_runs(self) -> int:
+        """Runs into which a micro-batch is cut: `context_runs` if these ranks can compute them. A step that other ranks
+        recorded may need others; it is then computed with `context_ranks` runs, and its bits differ."""
+        return self.context_runs if self.divides(self.context_runs) else self.context_ranks
 
 
 class Replay(Section, frozen=True, kw_only=True):

@@ -4,9 +4,8 @@ Parameters are fused where that saves products (q, k and v; gate and up; experts
 that is called, so that hooks on calls work: FSDP gathers the shards, activation checkpointing computes it again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,27 +15,8 @@ from headrace.kernels.route import Rule
 from headrace.policy import gpt_oss, latent, moe
 from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
-
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Queries, keys and values of packed tokens, and the heads' sinks (gpt_oss) -> what the heads read."""
-
-
-class TokenSharing(Protocol):
-    """Processes that each compute a run of the packed tokens (`training.parallel.context`)."""
-
-    rank: int
-    """The number of this process among them."""
-    size: int
-    """Number of processes; each needs a token."""
-
-    def cuts(self, tokens: int) -> list[int]:
-        """The borders of all runs: process r computes the tokens from cuts[r] to cuts[r + 1] - 1."""
-
-    def around(self, attend: Attend, tokens: int) -> Attend:
-        """Attention over the tokens of all processes, for queries, keys and values of this one's run."""
-
-    def joined(self, values: Tensor, counts: Sequence[int]) -> Tensor:
-        """The values [n] of all processes, in the order of tokens; counts: n of each. Differentiable."""
+from headrace.policy.token_runs.sharing import Attend
+from headrace.policy.token_runs.weights import joined, replicas, split
 
 
 class Chosen:
@@ -98,17 +78,44 @@ class Layer(nn.Module):
         self.adapted = low_rank.add_parameters(self, c, index)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, pad: int, replay: Tensor | None, chosen: Chosen
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        pad: int,
+        replay: Tensor | None,
+        chosen: Chosen,
+        runs: Sequence[int] = (),
     ) -> Tensor:
         """x [N, D] -> [N, D]. cos, sin [N, 1, D / 2]; replay int64 [N, k], see `moe.mixture`.
 
         chosen: one per layer and forward. The first call leaves its selection there; a second one (activations computed
         again) finds it and takes the very same experts, also where no record was to be replayed.
+        runs: tokens of each run (`token_runs`); without them all tokens are one.
         """
-        c = self.config
-        h = operators.rms_norm(x, self.attention_norm, c.eps)
-        q, k, v = self._project(h, cos, sin, pad)
+        c, count = self.config, max(1, len(runs))
+        first = chosen.experts is None
+        layers = replicas(self, count)
+        operands = zip(layers, *(split(each, runs) for each in (x, cos, sin)), strict=True)
+        projected = [layer._project(h, turns, others, pad) for layer, h, turns, others in operands]
+        q, k, v = (joined([parts[place] for parts in projected]) for place in range(3))
         mixed = attend(q, k, v, self.sinks if c.gpt_oss else None)
+        parts = [split(each, runs) for each in (x, mixed, replay if first else chosen.experts)]
+        rows, selections = [], []
+        for layer, before, heads, recorded in zip(layers, *parts, strict=True):
+            out, experts = layer._finish(before, heads, pad, recorded, first)
+            rows.append(out)
+            selections.append(experts)
+        if self.sparse:
+            chosen.experts = joined(selections)
+        return joined(rows)
+
+    def _finish(
+        self, x: Tensor, mixed: Tensor, pad: int, replay: Tensor | None, first: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Everything behind attention: (rows of the next layer, selection int64 [N, k] of a mixture)."""
+        c = self.config
         if c.latent:
             mixed = mixed[..., : c.latent.value_dim]
         mixed = low_rank.linear(self, mixed.reshape(len(x), -1), "out", pad)
@@ -116,29 +123,30 @@ class Layer(nn.Module):
         h = operators.rms_norm(x, self.mlp_norm, c.eps)
         if not self.sparse:
             inner = operators.swiglu(low_rank.linear(self, h, "gate_up", pad))
-            return x + low_rank.linear(self, inner, "down", pad)
+            return x + low_rank.linear(self, inner, "down", pad), None
         layer = moe.Mixture(
             router=self.router,
             gate_up=self.gate_up,
             down=self.down,
             k=c.top_k,
             normalise=c.normalise_top_k,
-            rule=self.rule if chosen.experts is None else self.rule._replace(plausible=0.0),
+            rule=self.rule if first else self.rule._replace(plausible=0.0),
             correction=getattr(self, "correction", None),
             function=self._biased() if c.gpt_oss else self.function,
             router_bias=self.router_bias if c.gpt_oss else None,
         )
-        out, experts = moe.mixture(h, layer, pad, replay if chosen.experts is None else chosen.experts)
-        chosen.experts = experts
+        out, experts = moe.mixture(h, layer, pad, replay)
         if c.shared_experts:
             out = out + _mlp(h, self.shared_gate_up, self.shared_down, pad)
-        return x + out
+        return x + out, experts
 
     def _biased(self) -> moe.ExpertFunction:
         return gpt_oss.Experts(self.gate_up_bias, self.down_bias, self.config.clamp)
 
-    def _project(self, h: Tensor, cos: Tensor, sin: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, cos: Tensor, sin: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of some rows."""
         c = self.config
+        h = operators.rms_norm(x, self.attention_norm, c.eps)
         if c.latent:
             return latent.project(self, h, c.latent, c.heads, cos, sin, pad)
         h = low_rank.linear(self, h, "qkv", pad)

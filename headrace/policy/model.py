@@ -24,9 +24,11 @@ from headrace.policy import attention, gpt_oss, moe
 from headrace.policy.adapters import low_rank
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import CheckpointError, PolicyConfig
-from headrace.policy.layer import Attend, Chosen, Layer, TokenSharing
+from headrace.policy.layer import Chosen, Layer
 from headrace.policy.layout import formats, names
 from headrace.policy.numerics import Numerics
+from headrace.policy.token_runs.sharing import Attend, TokenSharing
+from headrace.policy.token_runs.weights import borders, joined, lengths_between, replicas, split
 
 __all__ = ["Layer", "Model"]
 
@@ -53,7 +55,7 @@ class Model(nn.Module):
         self.plausible = 0.0
         """Share of the weakest live score below which a replayed expert is replaced: `kernels.route.Rule.plausible`."""
         self.shared: TokenSharing | None = None
-        """Set where several processes compute `forward` together, each a part of the tokens."""
+        """Set where `sampled_logprobs` cuts the tokens into runs, of which other processes may compute some."""
         if seed is not None:
             self.reset(seed)
 
@@ -99,12 +101,65 @@ class Model(nn.Module):
 
         lengths: tokens of each sequence, sum N. routed [N, L, k], see `moe.widen`: selections to replay, over the L
         layers that route. recorder: gets one int64 [N, k] for each of those, the selections used.
-        With `shared`, arguments are of all tokens, results of this process's part of them.
         ValueError when lengths do not add up.
         """
+        packing = self._packing(ids, lengths)
+        attend = self._over(packing)
+        return self._decode([self], ids, packing.positions, max(lengths, default=0), attend, routed, recorder)
+
+    def sampled_logprobs(
+        self,
+        ids: Tensor,
+        lengths: Sequence[int],
+        routed: Tensor | None,
+        rows: Tensor,
+        targets: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, as `selected_logprobs`, of the tokens `targets` int64 [M] behind the
+        positions `rows` int64 [M] of ids, ascending.
+
+        Where `shared` is set, tokens are cut into its runs, at least one each, and the result is of all of them. The
+        gradient of this process is then that of its runs, and that of all processes is the sum of theirs.
+        """
+        packing, shared = self._packing(ids, lengths), self.shared
+        attend, longest = self._over(packing), max(lengths, default=0)
+        if shared is None:
+            hidden = self._decode([self], ids, packing.positions, longest, attend, routed, None)
+            return self.selected_logprobs(hidden[rows], targets, temperature)
+        cuts = borders(packing.tokens, shared.runs)
+        each = shared.runs // shared.size
+        start, end = shared.rank * each, (shared.rank + 1) * each
+        mine, runs = slice(cuts[start], cuts[end]), lengths_between(cuts[start : end + 1])
+        counts = lengths_between(cuts[::each])
+        copies = replicas(self, each)
+        hidden = self._decode(
+            copies,
+            ids[mine],
+            packing.positions[mine],
+            longest,
+            lambda layer: shared.around(attend(layer), counts),
+            None if routed is None else routed[mine],
+            None,
+            runs,
+        )
+        places = torch.searchsorted(rows, torch.tensor(cuts, device=rows.device)).tolist()
+        scored = []
+        for copy, part, run in zip(copies, split(hidden, runs), range(start, end), strict=True):
+            sampled = slice(places[run], places[run + 1])
+            scored.append(copy.selected_logprobs(part[rows[sampled] - cuts[run]], targets[sampled], temperature))
+        counts = lengths_between(places[::each])
+        logp, entropy = (shared.joined(joined([parts[place] for parts in scored]), counts) for place in range(2))
+        return logp, entropy
+
+    def _packing(self, ids: Tensor, lengths: Sequence[int]) -> Packing:
         packing = Packing(lengths, ids.device)
         if packing.tokens != len(ids):
             raise ValueError(f"expected lengths that add up to {len(ids)} ids, got {packing.tokens}")
+        return packing
+
+    def _over(self, packing: Packing) -> Callable[[int], Attend]:
+        """Attention within packed sequences, by layer."""
         exact = self.numerics.exact
 
         def attend(layer: int) -> Attend:
@@ -115,19 +170,7 @@ class Model(nn.Module):
 
             return run
 
-        longest, shared = max(lengths, default=0), self.shared
-        if shared is None:
-            return self._decode(ids, packing.positions, longest, attend, routed, recorder)
-        cuts = shared.cuts(packing.tokens)
-        rows = slice(cuts[shared.rank], cuts[shared.rank + 1])
-        return self._decode(
-            ids[rows],
-            packing.positions[rows],
-            longest,
-            lambda layer: shared.around(attend(layer), packing.tokens),
-            None if routed is None else routed[rows],
-            recorder,
-        )
+        return attend
 
     def forward_cached(
         self,
@@ -156,36 +199,41 @@ class Model(nn.Module):
                 return run
 
             longest = max(start + length for start, length in zip(starts, lengths, strict=True))
-            return self._decode(ids, step.positions, longest, attend, routed, recorder)
+            return self._decode([self], ids, step.positions, longest, attend, routed, recorder)
 
     def _decode(
         self,
+        copies: Sequence["Model"],
         ids: Tensor,
         positions: Tensor,
         longest: int,
         attend: Callable[[int], Attend],
         routed: Tensor | None,
         recorder: list[Tensor] | None,
+        runs: Sequence[int] = (),
     ) -> Tensor:
+        """Hidden states of tokens. copies: the model, or one replica for each of `runs`, the tokens of each run."""
         c, pad = self.config, self.numerics.row_pad
         cos, sin = self._rotary(positions, longest)
         replay = None if routed is None else moe.widen(routed, c.sparse_layers, c.top_k)
         again = self.recompute and torch.is_grad_enabled()
-        x = F.embedding(ids, self.embedding)
+        each = zip(copies, split(ids, runs), strict=True)
+        x = joined([F.embedding(part, copy.embedding) for copy, part in each])
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             if layer.rule.plausible != self.plausible:
                 layer.rule = layer.rule._replace(plausible=self.plausible)
             recorded = None if replay is None or not layer.sparse else replay[:, index - c.dense_layers]
             chosen = Chosen()
-            arguments = (x, cos, sin, attend(index), pad, recorded, chosen)
+            arguments = (x, cos, sin, attend(index), pad, recorded, chosen, runs)
             if again:
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(*arguments)
             if recorder is not None and chosen.experts is not None:
                 recorder.append(chosen.experts)
-        return operators.rms_norm(x, self.norm, c.eps)
+        each = zip(copies, split(x, runs), strict=True)
+        return joined([operators.rms_norm(part, copy.norm, c.eps) for copy, part in each])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, D] -> [M, V] in the model's dtype, as `selected_logprobs` computes them."""

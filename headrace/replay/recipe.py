@@ -24,6 +24,7 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
             for name in ("ranks", "nodes", "expert_ranks", "context_ranks")
             if (ranks := getattr(config.trainer, name)) > 1
         },
+        **({"context_runs": runs} if (runs := config.trainer.token_runs) > 1 else {}),
         # A GPU and its host may round AdamW otherwise.
         **({"offload": config.trainer.offload} if config.trainer.offload != "none" else {}),
         **{
@@ -52,7 +53,7 @@ _PLAIN = msgspec.to_builtins(Numerics())
 
 def under(config: Config, manifest: StepManifest) -> Config:
     """The configuration with the manifest's recipe; settings that the manifest does not name stay."""
-    return changed(config, manifest.objective)
+    return changed(config, {"context_runs": 1, **manifest.objective})
 
 
 def changed(config: Config, objective: Mapping[str, Any]) -> Config:
@@ -66,6 +67,10 @@ def changed(config: Config, objective: Mapping[str, Any]) -> Config:
         config,
         algorithm=msgspec.convert({**msgspec.to_builtins(config.algorithm), **algorithm}, Algorithm),
         numerics=msgspec.convert({**msgspec.to_builtins(config.numerics), **limits}, Numerics),
-        trainer=replace(config.trainer, micro_tokens=int(objective.get("micro_tokens", config.trainer.micro_tokens))),
+        trainer=replace(
+            config.trainer,
+            micro_tokens=int(objective.get("micro_tokens", config.trainer.micro_tokens)),
+            context_runs=int(objective.get("context_runs", config.trainer.context_runs)),
+        ),
         curriculum=replace(config.curriculum, staleness=int(objective.get("staleness", config.curriculum.staleness))),
     )

@@ -49,6 +49,8 @@ class Layout(NamedTuple):
     """Devices that share parameters, masters, moments and gradients (FSDP): those of one node."""
     context: int = 1
     """Devices that share the tokens of a sequence (context parallelism); it divides `devices`."""
+    runs: int = 1
+    """Runs of tokens that a device computes of each sequence (`policy.token_runs`)."""
     tokens: int = 8192
     """Inputs of a micro-batch, or of the longest sequence if that is longer."""
     recompute: bool = False
@@ -100,7 +102,7 @@ class MemoryPlan(NamedTuple):
     gradients: int
     """Of one micro-batch, and their float32 sums."""
     gathered: int
-    """Layers that are gathered from all devices for a forward or backward pass."""
+    """Layers that are gathered from all devices for a forward or backward pass, and the gradients of runs of tokens."""
     activations: int
     head: int
     """The chunk of logits and its gradients, before the layers' backward pass."""
@@ -199,12 +201,14 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         (temporary_bytes(config, config.sparse(index), attention) for index in range(config.layers)), default=0
     )
     gathered = 0
+    outside = config.vocab * config.dim * (1 if config.tied else 2)
     if sharded:  # two layers ahead and one's gradient, and the embedding and the head
-        outside = config.vocab * config.dim * (1 if config.tied else 2)
         gathered = 3 * size * count.largest_layer + size * outside
         gathered += 2 * 4 * max(count.largest_layer, outside)  # one's gradient in float32, sent and received
         if layout.nodes > 1:  # its shard of the sum of the nodes before it, and of the sum with its own parts
             gathered += 2 * 4 * -(-max(count.largest_layer, outside) // layout.devices)
+    if layout.runs > 1:  # each run's gradient of one layer, and of the embedding and the head
+        gathered += layout.runs * size * (count.largest_layer + outside)
     made = MemoryPlan(
         weights=weights,
         masters=masters,
@@ -277,6 +281,7 @@ def layout_of(config: Config) -> Layout:
         devices=config.trainer.ranks // config.trainer.nodes,
         nodes=config.trainer.nodes,
         context=config.trainer.context_ranks,
+        runs=config.trainer.token_runs // config.trainer.context_ranks,
         tokens=config.trainer.micro_tokens,
         recompute=numerics.recompute,
         moment_bytes=MOMENTS[algorithm.moments],

@@ -120,16 +120,7 @@ def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     Where processes share the tokens, each computes its part, and all get the result of the whole.
     """
     check_routes(model, micro.segments)
-    shared = model.shared
-    if shared is None:
-        hidden = model(micro.ids, micro.lengths, micro.routes)
-        return model.selected_logprobs(hidden[micro.rows], micro.targets, micro.temperature)
-    if len(micro.ids) < shared.size:  # every process needs a row
-        micro = _padded(micro, shared.size)
-    hidden = model(micro.ids, micro.lengths, micro.routes)
-    cuts = shared.cuts(len(micro.ids))
-    borders = torch.searchsorted(_rows(micro.segments), torch.tensor(cuts)).tolist()
-    first, mine = cuts[shared.rank], slice(borders[shared.rank], borders[shared.rank + 1])
-    logp, entropy = model.selected_logprobs(hidden[micro.rows[mine] - first], micro.targets[mine], micro.temperature)
-    counts = [end - start for start, end in itertools.pairwise(borders)]
-    return shared.joined(logp, counts), shared.joined(entropy, counts)
+    runs = model.shared.runs if model.shared is not None else 1
+    if len(micro.ids) < runs:  # every run needs a token
+        micro = _padded(micro, runs)
+    return model.sampled_logprobs(micro.ids, micro.lengths, micro.routes, micro.rows, micro.targets, micro.temperature)

@@ -7,13 +7,13 @@ states and log-probabilities have the bits of one process. A ring over keys woul
 
 Log-probabilities are gathered and every process computes the loss of the whole micro-batch: a loss may need all tokens
 of a sequence, and its bits are those of one process too. Its gradient is taken at the process's own tokens. Gradients
-of weights are then sums over the runs, in the order of ranks: the same number as in one process, rounded otherwise.
+of weights are sums over runs of tokens, in an order that does not depend on the processes (`policy.token_runs`): in
+exact mode they have the bits of one process with the same runs.
 
 Trade-offs: the number of processes must divide the key-value heads. Runs have equal numbers of tokens, so the head,
 which multiplies sampled tokens alone, is not balanced. Each process replays the routes of its own tokens.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,26 +21,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.policy.layer import Attend
+from headrace.policy.token_runs.sharing import Attend
 from headrace.training.figures.clock import Clock
 
 
 class ContextParallel:
-    """`policy.layer.TokenSharing` over a process group. All its processes must call it, in the same order."""
+    """`TokenSharing` over a process group. All its processes must call it, in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, clock: Clock) -> None:
         """clock: gets the time of every exchange."""
         self.group, self.clock = group, clock
         self.rank, self.size = group.rank(), group.size()
+        self.runs = self.size
 
-    def cuts(self, tokens: int) -> list[int]:
-        """As `TokenSharing`: runs differ by at most one token."""
-        return [tokens * rank // self.size for rank in range(self.size + 1)]
-
-    def around(self, attend: Attend, tokens: int) -> Attend:
+    def around(self, attend: Attend, counts: Sequence[int]) -> Attend:
         """As `TokenSharing`."""
-        cuts = self.cuts(tokens)
-        counts = [end - start for start, end in itertools.pairwise(cuts)]
+        counts = list(counts)
 
         def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             if sinks is not None:

@@ -86,7 +86,7 @@ class _Gathered(torch.autograd.Function):
             parts = torch.empty_like(computed)
             with groups.clock.transfer():
                 dist.all_to_all_single(parts, computed, group=groups.copies)
-        shard.grad = groups.sums.added(shard.grad, tuple(parts.flatten(0, 1)))
+        shard.grad = groups.sums.added(shard.grad, tuple(parts.flatten(0, 1)), parts.dtype)
         return None, None, None
 
 

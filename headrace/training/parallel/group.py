@@ -129,7 +129,9 @@ class ProcessGroup:
             _set_pg_timeout(PATIENCE, member)
         self.contributors = self.size
         """Number of processes, from the first on, that add to the gradient of the current round."""
-        self.sums = Sums(self.copies, lambda: self.contributors - self.copy * self.per_node, self.clock)
+        self.sums = Sums(
+            self.copies, lambda: self.contributors - self.copy * self.per_node, self.clock, self.context_ranks
+        )
 
     def agree(self, digest: str, what: str) -> str:
         """The hash of `what` of this node's copy. All processes must call this. GroupError when nodes have different

@@ -98,7 +98,14 @@ def open_ranks(
         # One device may not hold all weights, and making version 0 without mid-training computes nothing on it.
         place = settings.device if config.mid_training.tokens and base is None else "cpu"
         alone = msgspec.structs.replace(
-            settings, ranks=1, nodes=1, expert_ranks=1, context_ranks=1, micro_tokens=tokens, device=place
+            settings,
+            ranks=1,
+            nodes=1,
+            expert_ranks=1,
+            context_ranks=1,
+            context_runs=0,
+            micro_tokens=tokens,
+            device=place,
         )
         first = msgspec.structs.replace(config, trainer=alone)
         PolicyTrainer.prepare(first, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)

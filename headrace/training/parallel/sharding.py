@@ -51,8 +51,9 @@ def _buffer(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
 class OrderedSum:
     """FSDP's reduce-scatter for one module: it writes the sum over all micro-batches so far."""
 
-    def __init__(self, world: ProcessGroup) -> None:
-        self.world = world
+    def __init__(self, world: ProcessGroup, dtype: torch.dtype) -> None:
+        """dtype: of the policy."""
+        self.world, self.dtype = world, dtype
         self.total: Tensor | None = None
         self.allocate = _buffer
         """The function with which FSDP allocates its buffers."""
@@ -64,13 +65,13 @@ class OrderedSum:
         got = torch.empty_like(input_tensor)
         with self.world.clock.transfer():
             dist.all_to_all_single(got, input_tensor, group=group)
-        output_tensor.copy_(self.world.sums.added(self.total, got.view(group.size(), -1).unbind()))
+        output_tensor.copy_(self.world.sums.added(self.total, got.view(group.size(), -1).unbind(), self.dtype))
         self.total = output_tensor
 
     def alone(self, gradient: Tensor) -> None:
         """As `torch.distributed.fsdp` calls it after a reduce-scatter, which it leaves out where a node has one
         process."""
-        gradient.copy_(self.world.sums.added(self.total, [gradient]))
+        gradient.copy_(self.world.sums.added(self.total, [gradient], self.dtype))
         self.total = gradient
 
 
@@ -131,7 +132,6 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offl
     """A sharded model with unset weights. With expert ranks the caller makes sure that `world.per_node` divides the
     experts. offload: the shards are in the host's memory; not with expert ranks."""
     model = Model(config, numerics, seed=None)
-    model.shared = world.context
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     policy = Policies(
         MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
@@ -159,11 +159,12 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offl
             layer.function = ExpertParallel(groups, config.torch_dtype, quantised)
         modules.append(_cut(layer, world, policy, owned))
     modules.append(_cut(model, world, policy, owned))
-    register_fsdp_forward_method(model, "forward_cached")
+    for method in ("forward_cached", "sampled_logprobs"):
+        register_fsdp_forward_method(model, method)
     sums = []
     for module in modules:
         module.set_custom_all_gather(TimedGather(world))  # type: ignore[arg-type]
-        sums.append(OrderedSum(world))
+        sums.append(OrderedSum(world, config.torch_dtype))
         module.set_custom_reduce_scatter(sums[-1])  # type: ignore[arg-type]
         if world.per_node == 1:
             module.set_all_reduce_hook(sums[-1].alone)

@@ -30,6 +30,7 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepManifest
 from headrace.messages.weights import TensorInfo
 from headrace.policy.numerics import Numerics
+from headrace.policy.token_runs.sharing import TokenSharing
 from headrace.training import checkpoint
 from headrace.training.device import TrainerError
 from headrace.training.gradient import nothing
@@ -95,6 +96,14 @@ class ShardedTrainer(PolicyTrainer):
         """End the threads that use the group's connections."""
         self.state.settle(end=True)
         self.records.close()
+
+    def sharing(self, runs: int) -> TokenSharing | None:
+        """As `PolicyTrainer.sharing`, over the context ranks."""
+        context = self.world.context
+        if context is None:
+            return super().sharing(runs)
+        context.runs = runs
+        return context
 
     def expect(self, trajectories: Mapping[int, Trajectory]) -> None:
         """As `PolicyTrainer.expect`, in every process."""

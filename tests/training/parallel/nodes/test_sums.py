@@ -35,10 +35,26 @@ def test_a_sum_over_nodes_has_the_order_of_one_process() -> None:
         sums = Sums(connected(store, "nodes", number, NODES), lambda: contributors - number * PER_NODE, Clock())
         so_far: Tensor | None = None
         for each, contributors in zip(rounds, counts, strict=True):  # noqa: B007
-            so_far = sums.added(so_far, each[number * PER_NODE : (number + 1) * PER_NODE])
+            so_far = sums.added(so_far, each[number * PER_NODE : (number + 1) * PER_NODE], torch.float32)
             results.append(so_far)
         return results
 
     with ThreadPoolExecutor(NODES) as pool:
         for result in pool.map(node, range(NODES)):
             assert equal(result, want)
+
+
+def test_processes_that_share_a_micro_batch_add_its_gradient_in_the_policys_dtype_as_one_process_does() -> None:
+    """Two micro-batches of four processes each, then one; the first process of a micro-batch has the first run."""
+    draw = torch.Generator().manual_seed(5)
+    parts = [torch.randn(512, generator=draw).bfloat16() for _ in range(8)]
+    members = [parts[:4], parts[4:]]
+    of_one = [((a + b) + (c + d)).float() for a, b, c, d in members]
+    in_float32 = torch.stack([part.float() for part in parts[:4]]).sum(0)
+    assert not torch.equal(of_one[0], in_float32), "the rounding shows"
+    contributors = 8
+    sums = Sums(connected(HashStore(), "nodes", 0, 1), lambda: contributors, Clock(), 4)
+    wide = [part.float() for part in parts]  # as FSDP sends them
+    assert torch.equal(sums.added(None, wide, torch.bfloat16), of_one[0] + of_one[1])
+    contributors = 4
+    assert torch.equal(sums.added(of_one[1], wide, torch.bfloat16), of_one[1] + of_one[0])
