@@ -23,6 +23,8 @@ FINISHED = "run_finished"
 Say = Callable[[str], None]
 """Shows a line to the user."""
 
+RECENT = 6
+"""Steps from which the time of the next ones is estimated."""
 LAST_PHASE = "final evaluation"
 """Text of the event with which the curriculum says that all steps are trained."""
 
@@ -35,8 +37,8 @@ class Watch:
         self.bus, self.run, self.config, self.started = bus, run, config, started
         self.phase = "starting"
         self.steps: list[StepDone] = []
-        self.step_ended = 0.0
-        """When the newest step was stored, in seconds since the epoch."""
+        self.step_times: list[float] = []
+        """When each of `steps` was stored, in seconds since the epoch."""
         self.failed_steps: list[StepFailed] = []
         self.evaluations: list[EvalResult] = []
         self.asked: list[EvalRequest] = []
@@ -82,7 +84,7 @@ class Watch:
             if isinstance(message, StepDone):
                 self.enter("reinforcement learning")
                 self.steps.append(message)
-                self.step_ended = received.time
+                self.step_times.append(received.time)
             elif isinstance(message, StepFailed):
                 self.failed_steps.append(message)
                 say(f"step {message.step} failed: {message.reason}; {message.command}")
@@ -168,12 +170,20 @@ class Watch:
             parts.append(f"about {left:.0f} s left in this phase")
         return " | ".join(parts)
 
+    @property
+    def step_ended(self) -> float:
+        """When the newest step was stored, in seconds since the epoch; 0 without one."""
+        return self.step_times[-1] if self.step_times else 0.0
+
     def seconds_left(self) -> float | None:
-        """An estimate from the mean time per step; None before the second step."""
+        """An estimate from the time between the newest steps; None before the second one. The time before the first
+        step does not count: it has the evaluation of version 0."""
         if len(self.steps) < 2 or self.phase != "reinforcement learning":
             return None
-        per_step = (time.time() - self.phase_started["reinforcement learning"]) / (len(self.steps) - 1)
-        return per_step * (self.config.curriculum.steps - len(self.steps))
+        recent = self.step_times[-RECENT:]
+        per_step = (recent[-1] - recent[0]) / (len(recent) - 1)
+        left = per_step * (self.config.curriculum.steps - len(self.steps))
+        return max(0.0, left - (time.time() - self.step_ended))
 
     def busy_share(self, actor: str, begin: float, end: float) -> float:
         """Mean busy share of the actors of a kind between two moments; 0 without a heartbeat."""
