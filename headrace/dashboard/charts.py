@@ -33,7 +33,10 @@ def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> li
 
 
 def label(value: float) -> str:
-    """A tick as text, without trailing zeros; tiny values with an exponent."""
+    """A tick as text, without trailing zeros; tiny values with an exponent, ten thousand and more with k, M, G or T."""
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(factor, 1e4):
+            return f"{value / factor:g}{letter}"
     return f"{value:g}" if abs(value) < 1e-4 else f"{value:.10f}".rstrip("0").rstrip(".")
 
 

@@ -186,7 +186,7 @@ def _efficiency(steps: Sequence[StepDone]) -> list[str]:
     ]
 
 
-def render(report: Report, watch: Watch, records: Records) -> str:
+def render(report: Report, watch: Watch, records: Records, prompts: transcripts.Prompts) -> str:
     """The whole page."""
     begin = watch.started
     everything = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
@@ -195,11 +195,12 @@ def render(report: Report, watch: Watch, records: Records) -> str:
 <h1>Run {escape(report.run)}</h1><p>{escape(report.finished)}, seed {report.seed},
 isolation {escape(report.isolation)}</p>
 {headline(report)}
-<p>On purpose: {escape(report.planted)}.</p>
+{f"<p>On purpose: {escape(report.planted)}.</p>" if report.planted else ""}
 <h2>Curves</h2>{curves(watch)}
 <h2>Utilisation of the actors</h2>{busy_strips(dict(watch.busy), begin, begin + report.wall_s)}
 <h2>CPU time per process</h2>{bars(report.cpu_s, "CPU-s")}
-<h2>One task before and after training</h2>{transcripts.section(records)}
+<h2>One task before and after training</h2>{transcripts.section(records, prompts)}
+<h2>Two more attempts after training</h2>{transcripts.others(records, prompts)}
 <h2>Errors</h2>{errors.section(watch)}
 <h2>All figures</h2><pre>{escape(everything)}</pre></html>
 """

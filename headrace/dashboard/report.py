@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from headrace.config import Config
+from headrace.config import Config, MidTraining
 from headrace.dashboard import errors
 from headrace.dashboard.records import Records
 from headrace.dashboard.watch import LAST_PHASE, Watch
@@ -136,6 +136,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rollout_busy: float
     cpu_s: dict[str, float]
     planted: str
+    """The faults that mid-training's traces contain on purpose, and their share; empty without any."""
     ledger: AuditReport
     production: ProductLane
     unreadable_records: int
@@ -234,8 +235,7 @@ def build(
         trainer_busy=round(watch.busy_share("trainer", issued, final_evaluation), 3),
         rollout_busy=round(watch.busy_share("rollout", issued, final_evaluation), 3),
         cpu_s={name: round(seconds, 1) for name, seconds in sorted(watch.cpu.items())},
-        planted=f"{100 * (1 - config.mid_training.quality):.0f} % of the mid-training traces contain a fault: "
-        f"{PLANTED[config.mid_training.traces]}, so that reinforcement learning has something to improve",
+        planted=planted(config.mid_training),
         ledger=ledger,
         production=ProductLane(
             requests=len(records.sessions),
@@ -249,6 +249,17 @@ def build(
         restarts=tuple(restarts),
         finished=time.strftime("%Y-%m-%d %H:%M:%S"),
         conditions=conditions("nats-py", "torch"),
+    )
+
+
+def planted(section: MidTraining) -> str:
+    """Why the generated traces of mid-training contain faults, with their share; empty without any."""
+    share = 1.0 - section.quality if section.tokens and section.traces in PLANTED else 0.0
+    if not share:
+        return ""
+    return (
+        f"{100.0 * share:.0f} % of the mid-training traces contain a fault: {PLANTED[section.traces]}, so that "
+        "reinforcement learning has something to improve"
     )
 
 

@@ -1,17 +1,22 @@
-"""One held-out task before and after training: the first of the suite that failed before and passed after.
+"""Transcripts of attempts: one held-out task before and after training, and two more attempts after it.
 
-A chosen example looks better than the average, so the caption says how it was chosen and gives the pass rates.
+A chosen example looks better than the average. So the caption says how it was chosen and gives the pass rates, and an
+attempt that fails after training is shown too.
 """
 
 import json
+from collections.abc import Callable
 from html import escape
 from typing import NamedTuple
 
 from headrace.dashboard.records import Measured, Records
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
+from headrace.messages.tasks import TaskRef
 
-BEFORE, AFTER = "heldout_before", "heldout_after_t1"
+Prompts = Callable[[TaskRef], str]
+"""The prompt of a task; LookupError when its suite is not here."""
+BEFORE, AFTER, UNSEEN = "heldout_before", "heldout_after_t1", "unseen_after_t1"
 
 
 class Pair(NamedTuple):
@@ -24,17 +29,22 @@ class Pair(NamedTuple):
 
 def first_improved(before: Measured, after: Measured) -> Pair | None:
     """The first task in the order of the suite that failed before and passed after, with both trajectories stored."""
-    both = before.scores.keys() & after.scores.keys()
-    for task in sorted(both, key=lambda task: (before.scores[task].group, before.scores[task].slot)):
-        if before.scores[task].passed or not after.scores[task].passed:
+    for task in in_order(before):
+        if task not in after.scores or before.scores[task].passed or not after.scores[task].passed:
             continue
         if task in before.trajectories and task in after.trajectories:
             return Pair(task, before.trajectories[task], after.trajectories[task])
     return None
 
 
-def section(records: Records) -> str:
-    """The part of the report that shows the task: caption and both transcripts."""
+def in_order(evaluation: Measured) -> list[str]:
+    """The scored tasks in the order of the suite."""
+    scores = evaluation.scores
+    return sorted(scores, key=lambda task: (scores[task].group, scores[task].slot))
+
+
+def section(records: Records, prompts: Prompts) -> str:
+    """The part of the report that shows the task: caption, prompt and both transcripts."""
     before, after = records.evaluations.get(BEFORE), records.evaluations.get(AFTER)
     if before is None or after is None:
         return "<p>Not shown: the run did not evaluate held-out tasks both before and after training.</p>"
@@ -45,9 +55,31 @@ def section(records: Records) -> str:
     return (
         f"<p>Task {escape(pair.task)} is the first held-out task, in the order of the suite, that failed before "
         f"training and passed after it. {text}</p>"
+        + prompt(pair.before.task, prompts)
         + transcript("Before training", pair.before, before.scores[pair.task])
         + transcript("After training", pair.after, after.scores[pair.task])
     )
+
+
+def others(records: Records, prompts: Prompts) -> str:
+    """The part of the report that shows two more attempts after training: one that passed a task of a template without
+    training, and one that failed. Each is the first of its suite, so none is chosen."""
+    parts = []
+    for reason, passed, title in (
+        (UNSEEN, True, "First task of a template without training that passes"),
+        (AFTER, False, "First held-out task that fails"),
+    ):
+        evaluation = records.evaluations.get(reason, Measured())
+        stored = (task for task in in_order(evaluation) if task in evaluation.trajectories)
+        task = next((task for task in stored if evaluation.scores[task].passed is passed), None)
+        if task is None:
+            parts.append(f"<p>{escape(title)}: none has a stored transcript.</p>")
+        else:
+            attempt = evaluation.trajectories[task]
+            parts.append(
+                transcript(f"{title}, {task}", attempt, evaluation.scores[task], prompt(attempt.task, prompts))
+            )
+    return "".join(parts)
 
 
 def caption(before: Measured, after: Measured) -> str:
@@ -62,11 +94,19 @@ def caption(before: Measured, after: Measured) -> str:
     )
 
 
-def transcript(title: str, trajectory: Trajectory, score: Score) -> str:
-    """An attempt: calls, their results and the changed files."""
+def prompt(ref: TaskRef, prompts: Prompts) -> str:
+    """The task's prompt as HTML; nothing where the suite is not on this machine."""
+    try:
+        return f"<p>The task:</p><pre>{escape(prompts(ref))}</pre>"
+    except LookupError:
+        return ""
+
+
+def transcript(title: str, trajectory: Trajectory, score: Score, asked: str = "") -> str:
+    """An attempt: its prompt `asked` as HTML, calls, their results and the changed files."""
     lines = [
         f"<h3>{escape(title)} (version {trajectory.oldest_version}): {escape(trajectory.family)}, "
-        f"{escape(score.verdict)}, reward {score.reward:.2f}</h3>"
+        f"{escape(score.verdict)}, reward {score.reward:.2f}</h3>{asked}"
     ]
     for turn in trajectory.turns:
         results = {result.call_id: result for result in turn.results}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headrace.dashboard.report import Moments, Report
     from headrace.dashboard.watch import Watch
     from headrace.launch.processes import Run
+    from headrace.messages.tasks import TaskRef
 
 
 def cpu_seconds(pid: int) -> float:
@@ -42,7 +43,14 @@ async def write_report(run: "Run", bus: "Bus", watch: "Watch", moments: "Moments
     """Audit the run, write report.json and report.html, and print the table; 1 when the audit does not balance."""
     from headrace.dashboard import page, records, report
     from headrace.replay.audit import audit
+    from headrace.tasks import UnknownSuite, open_suite
     from headrace.vmhost.backends.registry import capabilities
+
+    def prompts(ref: "TaskRef") -> str:
+        try:
+            return open_suite(ref.suite, run.config.tasks.dir).task(ref.task).prompt
+        except UnknownSuite as error:
+            raise LookupError(str(error)) from None
 
     ledger = await audit(bus, run.folder.id)
     stored = await records.collect(bus, run.folder.id, watch.asked)
@@ -54,7 +62,7 @@ async def write_report(run: "Run", bus: "Bus", watch: "Watch", moments: "Moments
     built = report.build(run.config, watch, stored, ledger, moments, run.restarts, backends)
     text = msgspec.json.format(msgspec.json.encode(built), indent=2)
     (run.folder.path / "report.json").write_bytes(text + b"\n")
-    (run.folder.path / "report.html").write_text(page.render(built, watch, stored))
+    (run.folder.path / "report.html").write_text(page.render(built, watch, stored, prompts))
     print_table(built, run.folder.path)
     return 0 if ledger.balanced else 1
 

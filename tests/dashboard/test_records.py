@@ -76,22 +76,22 @@ async def test_a_report_is_made_of_the_streams(connect: Connect) -> None:
     plain = json.loads(msgspec.json.encode(built))
     assert (plain["episodes"], plain["unreadable_records"], plain["heldout_before"]) == (1, 1, None)
     assert plain["restarts"] == ["judge died"] and plain["time"]["setup_s"] == 1.0 and plain["ledger"]["issued"] == 0
-    assert "not measured" in page.render(built, watch, collected)
+    assert "not measured" in page.render(built, watch, collected, str)
 
     spent = {"busy": 3.0, "batch": 1.0}
     told = Efficiency(seconds=spent, wall_s=4.0, trained_tokens=100, model_flops=6e9)
     done = msgspec.structs.replace(records.done(0, [], 2, run=run), efficiency=told)
     watch.steps = [done]
-    assert "unknown peak" in page.render(built, watch, collected)
+    assert "unknown peak" in page.render(built, watch, collected, str)
     assert gauges(watch, operator) == spent | {"trained": 25.0}
     watch.steps = [msgspec.structs.replace(done, efficiency=msgspec.structs.replace(told, peak_flops=3e9))]
-    drawn = page.render(built, watch, collected)
+    drawn = page.render(built, watch, collected, str)
     assert "unknown peak" not in drawn and "Seconds of a step by cause" in drawn
     assert "Largest memory" not in drawn and "in collectives" not in drawn, "an earlier headrace measured neither"
     assert gauges(watch, operator) == spent | {"trained": 25.0, "mfu": 0.5}
     more = {"peak_bytes": 3 << 30, "planned_bytes": 2 << 30, "collectives_s": (1.0, 0.25, 0.75)}
     watch.steps = [msgspec.structs.replace(done, efficiency=msgspec.structs.replace(told, **more))]
-    drawn = page.render(built, watch, collected)
+    drawn = page.render(built, watch, collected, str)
     assert "Largest memory" in drawn and "in collectives" in drawn
     memory = {"peak": 3.0 * (1 << 30), "plan": 2.0 * (1 << 30)}
     assert gauges(watch, operator) == spent | {"trained": 25.0, "collectives": 1.0, "straggler": 0.75} | memory

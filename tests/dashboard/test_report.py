@@ -5,8 +5,8 @@ from typing import cast
 import pytest
 
 from headrace.bus.connection import Bus
-from headrace.config import Config
-from headrace.dashboard.report import machines_cpu_s, percentile, reclaim_times
+from headrace.config import Config, MidTraining
+from headrace.dashboard.report import machines_cpu_s, percentile, planted, reclaim_times
 from headrace.dashboard.watch import Watch
 from headrace.messages.operations import Event
 
@@ -51,3 +51,8 @@ def test_the_processor_time_of_machines_adds_up_over_lanes_roles_and_the_rest() 
         "train judge": 1.0,
         "other": 2.5,
     }
+
+
+def test_a_run_whose_traces_have_no_fault_says_nothing_about_faults() -> None:
+    assert planted(MidTraining(quality=0.7)).startswith("30 % of the mid-training traces contain a fault: the agent")
+    assert planted(MidTraining(quality=1.0)) == "" == planted(MidTraining(tokens=0, quality=0.7))

@@ -3,9 +3,16 @@
 import msgspec
 
 from headrace.dashboard.records import Measured, Records
-from headrace.dashboard.transcripts import AFTER, BEFORE, first_improved, section
+from headrace.dashboard.transcripts import AFTER, BEFORE, UNSEEN, first_improved, others, section
 from headrace.messages.tasks import TaskRef
 from tests.support import records
+
+
+def asked(ref: TaskRef) -> str:
+    """A prompt for every task but one, whose suite is not here."""
+    if ref.task == "gone":
+        raise LookupError(ref.task)
+    return f"Repair <{ref.task}>"
 
 
 def measured(passed: dict[str, bool], *, stored: bool = True) -> Measured:
@@ -25,7 +32,7 @@ def test_the_first_improved_task_is_shown_with_the_pass_rates() -> None:
     after = measured({"z": True, "y": True, "x": True, "w": False})
     pair = first_improved(before, after)
     assert pair is not None and pair.task == "y", "the suite's order counts, not the name's"
-    text = section(Records(evaluations={BEFORE: before, AFTER: after}))
+    text = section(Records(evaluations={BEFORE: before, AFTER: after}), asked)
     assert "Of 4 held-out tasks" in text and "2 passed before and 3 after" in text
     assert "2 changed from fail to pass, 1 from pass to fail" in text
     assert text.index("&lt;y False&gt;") < text.index("&lt;y True&gt;")
@@ -33,5 +40,19 @@ def test_the_first_improved_task_is_shown_with_the_pass_rates() -> None:
 
 def test_a_report_without_such_a_task_says_why() -> None:
     before, after = measured({"a": False}), measured({"a": True}, stored=False)
-    assert "No task with stored transcripts" in section(Records(evaluations={BEFORE: before, AFTER: after}))
-    assert "did not evaluate" in section(Records(evaluations={AFTER: after}))
+    assert "No task with stored transcripts" in section(Records(evaluations={BEFORE: before, AFTER: after}), asked)
+    assert "did not evaluate" in section(Records(evaluations={AFTER: after}), asked)
+
+
+def test_two_more_attempts_are_the_first_of_their_suites_and_one_of_them_fails() -> None:
+    after, unseen = measured({"z": True, "y": False, "x": False}), measured({"c": False, "b": True, "a": True})
+    text = others(Records(evaluations={AFTER: after, UNSEEN: unseen}), asked)
+    assert "without training that passes, b (version" in text and "held-out task that fails, y (version" in text
+    assert text.index("&lt;b True&gt;") < text.index("&lt;y False&gt;")
+    assert others(Records(), asked).count("none has a stored transcript") == 2
+
+
+def test_a_transcript_begins_with_what_the_user_asks_for() -> None:
+    text = others(Records(evaluations={AFTER: measured({"a": False})}), asked)
+    assert text.index("Repair &lt;a&gt;") < text.index("&lt;a False&gt;")
+    assert "The task:" not in others(Records(evaluations={AFTER: measured({"gone": False})}), asked)
