@@ -109,8 +109,14 @@ class TrainerState:
                 self._publisher = None
                 publisher.close()
 
+    def copy(self) -> None:
+        """Let the copy of an open publication begin now."""
+        if self.publication is not None:
+            self.publication.wanted.set()
+
     def writable(self) -> None:
         """Wait until no thread reads the weights. Call it before a change."""
+        self.copy()
         if self.publication is not None:
             self.publication.copied.wait()
 

@@ -209,7 +209,7 @@ class PolicyTrainer:
         device = device_of(self.state.model)
         measured, pause, peak = Measured(), Pause(self.state.updated_at, self.clock), Peak(device)
         self.state.updated_at = None
-        begins = in_order(pause.end, before_forward)
+        begins = in_order(pause.end, self.state.copy, before_forward)
         work: Callable[[], Work] = Work
         try:
             advantage = ADVANTAGES.get(self.config.algorithm.advantage)

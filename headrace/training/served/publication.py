@@ -6,6 +6,10 @@ process copies while the next step computes its gradient; the next update waits 
 the outcome of the step before waits for its hash. The durable file is needed later still, so fsync runs in a thread of
 its own, while the next version may be copied already.
 
+Between the update and the next forward pass several threads hand over to each other, and each waits for the interpreter
+while another thread runs Python. So the copy begins when that forward pass has begun, or after `GRACE_S` where the
+trainer waits for a batch.
+
 Each process writes its rows into one preallocated file on a file system that all of them share, and hashes a block that
 it holds whole from the piece that it has just written. Blocks of several processes are assigned round-robin and read
 back from the file, which is in the page cache. So no process holds a whole tensor, and the added memory is one piece
@@ -30,6 +34,8 @@ from headrace.weights.state import HASH_BYTES
 
 PIECE = 1 << 20
 """Elements that are copied at once: they stay in the processor's cache until they are hashed and written."""
+GRACE_S = 0.1
+"""Seconds after which a copy begins although no forward pass has begun."""
 _UNKNOWN = "0" * (2 * HASH_BYTES)
 """The state hash in a file that is not complete; it has the length of every state hash."""
 
@@ -50,6 +56,8 @@ class Publication:
         """The file's path, once the file survives a loss of power; in the other processes, once all rows are in it."""
         for future in (self.hashed, self.durable):
             future.set_running_or_notify_cancel()  # a task that waits for it and is cancelled does not cancel it
+        self.wanted = threading.Event()
+        """Set when the copy may begin."""
         self.copied = threading.Event()
         """Set when this process's weights are not read again."""
         self.started = time.perf_counter()
@@ -106,6 +114,7 @@ class Publisher:
 
     def _run(self, out: Publication, folder: Path, version: int, contents: Callable[[], Contents]) -> None:
         draft: snapshot.Draft | None = None
+        out.wanted.wait(GRACE_S)
         try:
             parts = contents()
             if self._peers.rank == 0:

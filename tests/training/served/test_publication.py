@@ -183,3 +183,31 @@ def resident(key: str) -> int:
     """Bytes of a key of /proc/self/status."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+@pytest.mark.parametrize("call", ["copy", "writable"])
+def test_a_copy_begins_with_the_next_forward_pass_or_before_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(publication, "GRACE_S", 3600.0)
+    read = threading.Event()
+    trainer_state = TrainerState(Model(world.POLICY, world.NUMERICS, seed=1))
+    contents = trainer_state.contents
+
+    def observed() -> Contents:
+        read.set()
+        return contents()
+
+    monkeypatch.setattr(trainer_state, "contents", observed)
+    out = trainer_state.publish(tmp_path)
+    assert not read.is_set() and not out.copied.is_set()
+    getattr(trainer_state, call)()
+    assert out.durable.result(30.0).exists() and read.is_set()
+    trainer_state.settle(end=True)
+
+
+def test_a_copy_begins_soon_where_no_forward_pass_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "GRACE_S", 0.01)
+    trainer_state = TrainerState(Model(world.POLICY, world.NUMERICS, seed=1))
+    assert trainer_state.publish(tmp_path).durable.result(30.0).exists()
+    trainer_state.settle(end=True)
