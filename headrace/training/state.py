@@ -157,22 +157,23 @@ class TrainerState:
         """One update from the gradients times `scale` (for clipping), then round the masters into the model."""
         self.writable()
         parameters, gradients = self.parameters(), dict(self.gradients())
+        self.zero_grad()  # each gradient is freed as soon as it is used, and none after the update has ended
         # With offload one parameter at a time, so that the host holds one gradient.
         for names in [[name] for name in self.master] if self.offload else [list(self.master)]:
             served: dict[str, Tensor] = {}
             for name in names:
-                master, gradient = self.master[name], gradients.get(name)
+                master, gradient = self.master[name], gradients.pop(name, None)
                 # An expert without tokens has no gradient: its moments still decay, the same in every replica.
                 gradient = torch.zeros_like(master) if gradient is None else gradient.to(master.device, torch.float32)
                 master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
+                del gradient
                 if self.log is not None and master is parameters[name]:
                     served[name] = self.served(name, master).clone()
             self.optimizer.step(learning_rate, [self.master[name] for name in names])
             for name in names:
                 master = self.master[name]
-                self._serve(name, parameters[name], master, served.get(name))
                 master.grad = None
-        self.zero_grad()
+                self._serve(name, parameters[name], master, served.pop(name, None))
         self.step += 1
         self.updated_at = time.perf_counter()
 
