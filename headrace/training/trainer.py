@@ -280,7 +280,8 @@ class PolicyTrainer:
         """Keep the versions whose tokens the next batch may hold."""
         self.versions.advance(self.state.version, self.state.log or [])
         self.state.log = []
-        self.versions.keep(self.state.version - bound)
+        discarded = self.versions.keep(self.state.version - bound)
+        self._beside.submit(discarded.clear)  # freeing gigabytes takes longer than the pause between two steps may
 
     @property
     def guarded(self) -> bool:

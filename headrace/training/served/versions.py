@@ -87,9 +87,9 @@ class Versions(Mapping[int, Model]):
         entries = ((name, change(before[name].detach(), after[name].detach())) for name in before)
         self._logs[version] = [(name, entry) for name, entry in entries if entry is not None]
 
-    def keep(self, oldest: int) -> None:
-        """Discard the versions before `oldest`."""
-        self._logs = {version: log for version, log in self._logs.items() if version >= oldest}
+    def keep(self, oldest: int) -> list[Log]:
+        """Discard the versions before `oldest`. Returns their undo entries: the caller decides when they are freed."""
+        return [self._logs.pop(version) for version in self.earlier if version < oldest]
 
     def release(self) -> None:
         """Free the memory of rebuilt versions."""
