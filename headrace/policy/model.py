@@ -131,14 +131,14 @@ class Model(nn.Module):
         each = shared.runs // shared.size
         start, end = shared.rank * each, (shared.rank + 1) * each
         mine, runs = slice(cuts[start], cuts[end]), lengths_between(cuts[start : end + 1])
-        counts = lengths_between(cuts[::each])
+        tokens = lengths_between(cuts[::each])  # of each process
         copies = replicas(self, each)
         hidden = self._decode(
             copies,
             ids[mine],
             packing.positions[mine],
             longest,
-            lambda layer: shared.around(attend(layer), counts),
+            lambda layer: shared.around(attend(layer), tokens),
             None if routed is None else routed[mine],
             None,
             runs,
@@ -148,8 +148,8 @@ class Model(nn.Module):
         for copy, part, run in zip(copies, split(hidden, runs), range(start, end), strict=True):
             sampled = slice(places[run], places[run + 1])
             scored.append(copy.selected_logprobs(part[rows[sampled] - cuts[run]], targets[sampled], temperature))
-        counts = lengths_between(places[::each])
-        logp, entropy = (shared.joined(joined([parts[place] for parts in scored]), counts) for place in range(2))
+        every = lengths_between(places[::each])  # sampled tokens of each process
+        logp, entropy = (shared.joined(joined([parts[place] for parts in scored]), every) for place in range(2))
         return logp, entropy
 
     def _packing(self, ids: Tensor, lengths: Sequence[int]) -> Packing:
