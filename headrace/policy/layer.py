@@ -94,22 +94,45 @@ class Layer(nn.Module):
         again) finds it and takes the very same experts, also where no record was to be replayed.
         runs: tokens of each run (`token_runs`); without them all tokens are one.
         """
-        c, count = self.config, max(1, len(runs))
         first = chosen.experts is None
-        layers = replicas(self, count)
+        recorded = replay if first else chosen.experts
+        if len(runs) > 1:
+            out, experts = self._by_runs(x, cos, sin, attend, pad, recorded, first, runs)
+        else:
+            mixed = attend(*self._project(x, cos, sin, pad), self._sinks)
+            out, experts = self._finish(x, mixed, pad, recorded, first)
+        chosen.experts = experts
+        return out
+
+    @property
+    def _sinks(self) -> Tensor | None:
+        return self.sinks if self.config.gpt_oss else None
+
+    def _by_runs(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        pad: int,
+        recorded: Tensor | None,
+        first: bool,
+        runs: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `_finish`, with weights of its own for each run of tokens; attention reads all of them."""
+        layers = replicas(self, len(runs))
         operands = zip(layers, *(split(each, runs) for each in (x, cos, sin)), strict=True)
-        projected = [layer._project(h, turns, others, pad) for layer, h, turns, others in operands]
+        projected = [layer._project(*parts, pad) for layer, *parts in operands]
         q, k, v = (joined([parts[place] for parts in projected]) for place in range(3))
-        mixed = attend(q, k, v, self.sinks if c.gpt_oss else None)
-        parts = [split(each, runs) for each in (x, mixed, replay if first else chosen.experts)]
-        rows, selections = [], []
-        for layer, before, heads, recorded in zip(layers, *parts, strict=True):
-            out, experts = layer._finish(before, heads, pad, recorded, first)
-            rows.append(out)
-            selections.append(experts)
-        if self.sparse:
-            chosen.experts = joined(selections)
-        return joined(rows)
+        mixed = attend(q, k, v, self._sinks)
+        finished = [
+            layer._finish(before, heads, pad, routes, first)
+            for layer, before, heads, routes in zip(
+                layers, *(split(each, runs) for each in (x, mixed, recorded)), strict=True
+            )
+        ]
+        experts = [selection for _, selection in finished if selection is not None]
+        return joined([rows for rows, _ in finished]), joined(experts) if experts else None
 
     def _finish(
         self, x: Tensor, mixed: Tensor, pad: int, replay: Tensor | None, first: bool
