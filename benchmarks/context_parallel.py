@@ -7,8 +7,7 @@ actor takes one step on all of them as one micro-batch: alone, alone with `[trai
 `ranks = 2`, `context_ranks = 2`, each in a new process with its own broker. The benchmark compares the figures of the
 step, the update, and how far each process's memory grows in the step, beside the plan of `headrace trainer plan`. Two
 ranks and two runs in one process must give one version. Allocations are mapped one by one (MALLOC_MMAP_THRESHOLD_), so
-that freed tensors leave the resident memory. The measured memory includes temporary tensors, which a plan does not
-count.
+that freed tensors leave the resident memory.
 """
 
 import argparse

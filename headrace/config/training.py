@@ -260,8 +260,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     cannot hold; it divides `ranks` and the policy's key-value heads. 1: each rank has micro-batches of its own."""
     context_runs: Count = 0
     """Runs into which the tokens of each micro-batch are cut. Gradients of weights are added run by run, in an order
-    that does not depend on who computes them, so versions have the same bits with any `context_ranks` that divides it
-    into 1, 2, 4, 8, ... runs each, and in one process. 0: as many as `context_ranks`. More need `expert_ranks = 1`.
+    that is the same for any division of the work, so versions have the same bits with any `context_ranks` that divides
+    it into 1, 2, 4, 8, ... runs each, and in one process. 0: as many as `context_ranks`. More need `expert_ranks = 1`.
     Keep the number when a run goes on with fewer context ranks."""
     rescore: Count = 8
     """Trajectories re-scored exactly at every step (Law 5)."""

@@ -254,7 +254,7 @@ def build(
 
 def planted(section: MidTraining) -> str:
     """Why the generated traces of mid-training contain faults, with their share; empty without any."""
-    share = 1.0 - section.quality if section.tokens and section.traces in PLANTED else 0.0
+    share = 1.0 - section.quality if section.tokens else 0.0
     if not share:
         return ""
     return (

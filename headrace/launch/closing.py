@@ -43,14 +43,11 @@ async def write_report(run: "Run", bus: "Bus", watch: "Watch", moments: "Moments
     """Audit the run, write report.json and report.html, and print the table; 1 when the audit does not balance."""
     from headrace.dashboard import page, records, report
     from headrace.replay.audit import audit
-    from headrace.tasks import UnknownSuite, open_suite
+    from headrace.tasks import open_suite
     from headrace.vmhost.backends.registry import capabilities
 
     def prompts(ref: "TaskRef") -> str:
-        try:
-            return open_suite(ref.suite, run.config.tasks.dir).task(ref.task).prompt
-        except UnknownSuite as error:
-            raise LookupError(str(error)) from None
+        return open_suite(ref.suite, run.config.tasks.dir).task(ref.task).prompt
 
     ledger = await audit(bus, run.folder.id)
     stored = await records.collect(bus, run.folder.id, watch.asked)

@@ -85,12 +85,9 @@ async def serving(
         ) from None
 
     def originals(ref: "TaskRef") -> Mapping[str, bytes]:
-        from headrace.tasks import UnknownSuite, open_suite
+        from headrace.tasks import open_suite
 
-        try:
-            return open_suite(ref.suite, config.tasks.dir).task(ref.task).files
-        except UnknownSuite as error:
-            raise LookupError(str(error)) from None
+        return open_suite(ref.suite, config.tasks.dir).task(ref.task).files
 
     page = LivePage(
         config, run, bus, websocket=websocket, seed=text, started=await _began(bus, run), originals=originals

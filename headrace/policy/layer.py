@@ -97,7 +97,7 @@ class Layer(nn.Module):
         first = chosen.experts is None
         recorded = replay if first else chosen.experts
         if len(runs) > 1:
-            out, experts = self._by_runs(x, cos, sin, attend, pad, recorded, first, runs)
+            out, experts = self._by_runs((x, cos, sin), attend, pad, recorded, first, runs)
         else:
             mixed = attend(*self._project(x, cos, sin, pad), self._sinks)
             out, experts = self._finish(x, mixed, pad, recorded, first)
@@ -110,29 +110,28 @@ class Layer(nn.Module):
 
     def _by_runs(
         self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
         attend: Attend,
         pad: int,
         recorded: Tensor | None,
         first: bool,
         runs: Sequence[int],
     ) -> tuple[Tensor, Tensor | None]:
-        """As `_finish`, with weights of its own for each run of tokens; attention reads all of them."""
+        """As `_finish`, with weights of its own for each run of tokens; attention reads all of them. rows: x, cos and
+        sin."""
         layers = replicas(self, len(runs))
-        operands = zip(layers, *(split(each, runs) for each in (x, cos, sin)), strict=True)
+        operands = zip(layers, *(split(each, runs) for each in rows), strict=True)
         projected = [layer._project(*parts, pad) for layer, *parts in operands]
         q, k, v = (joined([parts[place] for parts in projected]) for place in range(3))
         mixed = attend(q, k, v, self._sinks)
         finished = [
             layer._finish(before, heads, pad, routes, first)
             for layer, before, heads, routes in zip(
-                layers, *(split(each, runs) for each in (x, mixed, recorded)), strict=True
+                layers, *(split(each, runs) for each in (rows[0], mixed, recorded)), strict=True
             )
         ]
         experts = [selection for _, selection in finished if selection is not None]
-        return joined([rows for rows, _ in finished]), joined(experts) if experts else None
+        return joined([out for out, _ in finished]), joined(experts) if experts else None
 
     def _finish(
         self, x: Tensor, mixed: Tensor, pad: int, replay: Tensor | None, first: bool

@@ -115,12 +115,14 @@ class Model(nn.Module):
         rows: Tensor,
         targets: Tensor,
         temperature: float,
+        places: Callable[[Sequence[int]], Sequence[int]],
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, as `selected_logprobs`, of the tokens `targets` int64 [M] behind the
         positions `rows` int64 [M] of ids, ascending.
 
         Where `shared` is set, tokens are cut into its runs, at least one each, and the result is of all of them. The
-        gradient of this process is then that of its runs, and that of all processes is the sum of theirs.
+        gradient of this process is then that of its runs, and that of all processes is the sum of theirs. places: the
+        number of `rows` below each of some borders; the host knows it without a wait for the device.
         """
         packing, shared = self._packing(ids, lengths), self.shared
         attend, longest = self._over(packing), max(lengths, default=0)
@@ -143,12 +145,12 @@ class Model(nn.Module):
             None,
             runs,
         )
-        places = torch.searchsorted(rows, torch.tensor(cuts, device=rows.device)).tolist()
+        sampled_before = places(cuts)
         scored = []
         for copy, part, run in zip(copies, split(hidden, runs), range(start, end), strict=True):
-            sampled = slice(places[run], places[run + 1])
+            sampled = slice(sampled_before[run], sampled_before[run + 1])
             scored.append(copy.selected_logprobs(part[rows[sampled] - cuts[run]], targets[sampled], temperature))
-        every = lengths_between(places[::each])  # sampled tokens of each process
+        every = lengths_between(sampled_before[::each])  # sampled tokens of each process
         logp, entropy = (shared.joined(joined([parts[place] for parts in scored]), every) for place in range(2))
         return logp, entropy
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from headrace.messages.tasks import Oracle, Task
 
 
-class UnknownSuite(Exception):
+class UnknownSuite(LookupError):
     """There is no such suite or task; the text says which and what there is."""
 
 

@@ -385,3 +385,13 @@ def test_nodes_hold_copies_and_add_their_shard_of_a_sum() -> None:
     section = msgspec.structs.replace(CONFIG.trainer, ranks=16, nodes=2, rendezvous="node0:29500")
     made = layout_of(msgspec.structs.replace(CONFIG, trainer=section))
     assert (made.devices, made.nodes) == (8, 2)
+
+
+def test_a_device_with_several_runs_holds_a_gradient_for_each() -> None:
+    section = msgspec.structs.replace(CONFIG.trainer, ranks=2, context_ranks=2, context_runs=8)
+    layout = layout_of(msgspec.structs.replace(CONFIG, trainer=section))
+    assert layout.runs == 4
+    one, four = plan(QWEN["0.6B"], layout._replace(runs=1)), plan(QWEN["0.6B"], layout)
+    count, outside = parameters(QWEN["0.6B"]), QWEN["0.6B"].vocab * QWEN["0.6B"].dim
+    assert four.gathered - one.gathered == 4 * 2 * (count.largest_layer + outside)
+    assert four._replace(gathered=0) == one._replace(gathered=0)

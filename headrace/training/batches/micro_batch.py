@@ -123,4 +123,11 @@ def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     runs = model.shared.runs if model.shared is not None else 1
     if len(micro.ids) < runs:  # every run needs a token
         micro = _padded(micro, runs)
-    return model.sampled_logprobs(micro.ids, micro.lengths, micro.routes, micro.rows, micro.targets, micro.temperature)
+
+    def places(cuts: Sequence[int]) -> list[int]:
+        before: list[int] = torch.searchsorted(_rows(micro.segments), torch.tensor(cuts)).tolist()
+        return before
+
+    return model.sampled_logprobs(
+        micro.ids, micro.lengths, micro.routes, micro.rows, micro.targets, micro.temperature, places
+    )

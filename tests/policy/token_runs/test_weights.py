@@ -1,5 +1,7 @@
 """Gradients of runs of tokens, and the order in which they are added."""
 
+from bisect import bisect_left
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,7 +61,9 @@ def gradients(runs: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 64, (37,), generator=draw)
     rows = torch.tensor([3, 4, 5, 17, 30, 31, 32, 33, 34, 35])
-    logp, _ = model.sampled_logprobs(ids, (20, 17), None, rows, ids[rows + 1], 1.0)
+    logp, _ = model.sampled_logprobs(
+        ids, (20, 17), None, rows, ids[rows + 1], 1.0, lambda cuts: [bisect_left(rows.tolist(), cut) for cut in cuts]
+    )
     torch.autograd.backward(logp.sum())
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
