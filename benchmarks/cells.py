@@ -103,6 +103,11 @@ class Seen(msgspec.Struct, kw_only=True):
         typical."""
         return self.steps[0][0], max(self.last_issue_s, self.steps[0][0])
 
+    @property
+    def attempts_per_s(self) -> float:
+        """Trained attempts per second."""
+        return sum(done.trained_slots for _, done in self.steps) / self.wall_s
+
     def trainer_busy_within(self) -> float | None:
         """1 - (time that the trainer waited for a batch) / window; None without a window."""
         begin, end = self.window

@@ -151,6 +151,14 @@ def combined(prefix: str, cells: dict[Cell, Seen], waits: bool) -> Figures:
     speedups = ratios(cells, 2, waits)
     figures[f"{prefix}_async2_over_sync_ratio"] = mean(speedups, 3)
     figures[f"{prefix}_async2_over_sync_ratio_by_seed"] = [round(value, 3) for value in speedups]
+    # Trajectories grow while a policy learns, and that of bound 2 samples two versions behind: so batches of as many
+    # attempts have fewer tokens there, and the ratio of attempts is a figure of its own.
+    faster = [
+        cells[Cell(2, waits, cell.seed)].attempts_per_s / seen.attempts_per_s
+        for cell, seen in cells.items()
+        if cell.bound == 0
+    ]
+    figures[f"{prefix}_async2_over_sync_attempts_ratio"] = mean(faster, 3)
     if (cost := lost(cells, waits)) is not None:
         figures[f"{prefix}_reward_lost"] = round(cost[0], 4)
         figures[f"{prefix}_reward_lost_error"] = None if cost[1] is None else round(cost[1], 4)

@@ -46,7 +46,8 @@ def test_the_asynchronous_row_names_its_backend_its_waits_and_the_ratio_in_micro
     )
     sleeps += f"samples, with a standard error of {cell['vms_sleeps_reward_lost_error']:.2f}, and by "
     equal_time = (cell[f"{side}_reward_at_equal_wall_mean"] for side in reversed(sides))
-    sleeps += f"{next(equal_time) - next(equal_time):+.2f} at equal time"
+    sleeps += f"{next(equal_time) - next(equal_time):+.2f} at equal time; "
+    sleeps += f"{cell['vms_sleeps_async2_over_sync_attempts_ratio']:.1f}x trained attempts per second"
     check(
         "python -m benchmarks.async_vs_sync",
         "waits injected into tool calls",
