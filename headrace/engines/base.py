@@ -85,6 +85,11 @@ class EngineError(Exception):
     """The engine could not sample. This is an infrastructure failure and says nothing about the policy."""
 
 
+class RefusedVersion(EngineError):
+    """A file that this engine will never serve: its bits are not those of its state hash, or its tensors are not this
+    model's. A repetition gives the same error; a caller tries again when the file was written again."""
+
+
 class UnusableEngine(Exception):
     """This machine cannot run the configured engine with these settings; the actor ends with this text."""
 
@@ -111,11 +116,13 @@ class Engine(Sampler, Protocol):
         """The version that `latest` means now; -1 before the first load."""
 
     async def load(self, version: int, path: str, state_hash: str) -> Swap:
-        """Stage a safetensors file, verify its state hash, and make it `latest` between two decode steps. EngineError
-        when the hash differs; the old version then stays `latest`."""
+        """Stage a safetensors file, verify its state hash, and make it `latest` between two decode steps. The same
+        version with another hash replaces the one that is served. EngineError when that fails, RefusedVersion when
+        the hash differs or the tensors are not this model's; the old version then stays `latest`."""
 
     async def pin(self, version: int, path: str, state_hash: str) -> None:
-        """Hold a version besides `latest` for requests that name it. EngineError as in `load`."""
+        """Hold a version besides `latest` for requests that name it; with another hash it replaces the held one.
+        EngineError as in `load`."""
 
     async def unpin(self, version: int) -> None:
         """Release a pinned version; requests that run with it end with it."""

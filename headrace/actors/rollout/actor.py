@@ -146,8 +146,8 @@ class Rollout(Actor):
         await self.publish_event(swapped)
         self._open_lanes()
 
-    async def _on_refused(self, version: int, why: str) -> None:
-        await self.event("load_failed", f"version {version}: {why}", "error", version=version)
+    async def _on_refused(self, version: int, why: str, again: bool) -> None:
+        await self.event("load_failed", f"version {version}: {why}", "warning" if again else "error", version=version)
 
     async def _serve_clients(self) -> None:
         """Start or stop answering clients' turns: an actor answers while it has the production lane."""

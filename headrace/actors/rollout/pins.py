@@ -7,7 +7,7 @@ values of the prompts' common beginnings, which an engine drops with the version
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 from headrace.bus.errors import BusError
@@ -31,7 +31,8 @@ class _Pin:
     def __init__(self) -> None:
         self.users = 0
         self.ready = asyncio.Lock()
-        self.loaded = False
+        self.loaded = ""
+        """The state hash of the loaded file; empty before."""
         self.release: asyncio.TimerHandle | None = None
 
 
@@ -39,10 +40,13 @@ class Pins:
     """The pinned versions of one engine."""
 
     def __init__(
-        self, open_engine: Callable[[], Awaitable[Engine]], find: Callable[[int], Awaitable[WeightsStaged]]
+        self,
+        open_engine: Callable[[], Awaitable[Engine]],
+        find: Callable[[int], Awaitable[WeightsStaged]],
+        staged: Mapping[int, WeightsStaged],
     ) -> None:
-        """find: the staged file of a version."""
-        self._open_engine, self._find = open_engine, find
+        """find: waits for the staged file of a version. staged: the newest announcement of each version."""
+        self._open_engine, self._find, self._staged = open_engine, find, staged
         self._pins: dict[int, _Pin] = {}
         self._releasing: set[asyncio.Task[None]] = set()
         self._stopped = False
@@ -54,7 +58,8 @@ class Pins:
 
     @asynccontextmanager
     async def use(self, version: int) -> AsyncIterator[Engine]:
-        """The engine with a version, which it holds while this context is open. NoPolicy; EngineError."""
+        """The engine with a version, which it holds while this context is open. A version that was staged with other
+        bits since it was loaded is loaded again. NoPolicy; EngineError."""
         pin = self._pins.setdefault(version, _Pin())
         pin.users += 1
         if pin.release is not None:
@@ -64,10 +69,10 @@ class Pins:
         try:
             engine = await self._open_engine()
             async with pin.ready:
-                if not pin.loaded:
+                if not pin.loaded or self._staged[version].state_hash != pin.loaded:
                     staged = await self._find(version)
                     await engine.pin(version, staged.path, staged.state_hash)
-                    pin.loaded = True
+                    pin.loaded = staged.state_hash
             yield engine
         finally:
             pin.users -= 1
@@ -100,10 +105,10 @@ class Promoted:
     def __init__(
         self,
         hold: Callable[[PolicyRef], AbstractAsyncContextManager[None]],
-        refused: Callable[[int, str], Awaitable[None]],
+        refused: Callable[[int, str, bool], Awaitable[None]],
     ) -> None:
         """hold: opens a context in which a pinned version stays loaded. refused: takes a version that cannot be loaded,
-        and why."""
+        why, and whether it is tried again."""
         self._hold, self._refused = hold, refused
         self._serves = False
         self._policy = self._held = PolicyRef()
@@ -135,7 +140,7 @@ class Promoted:
                     await asyncio.Event().wait()
             except (NoPolicy, EngineError, BusError) as error:
                 with suppress(BusError):  # then nobody can be told, and the next try comes all the same
-                    await self._refused(policy.version, str(error))
+                    await self._refused(policy.version, f"{error}; it is tried again in {AGAIN_S:g} s", True)
                 await asyncio.sleep(AGAIN_S)
 
     def stop(self) -> None:

@@ -3,23 +3,25 @@
 `latest` follows the versions that this node has staged, a pinned version stays loaded while requests name it, and a
 scripted policy is an engine for one episode. The receiver of this node stores a verified file per version and announces
 it with WeightsStaged. The engine loads the newest version and switches to it between two decode steps; it skips the
-versions in between.
+versions in between. A trainer that repeats a step may publish its version again with other bits: a version is loaded
+again when its state hash differs from that of the served one.
 """
 
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from headrace.actors.rollout.pins import NoPolicy, Pins
+from headrace.backoff import Backoff
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, MessageGone
 from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config
-from headrace.engines.base import Engine, EngineError, UnusableEngine
+from headrace.engines.base import Engine, EngineError, RefusedVersion, UnusableEngine
 from headrace.engines.registry import ENGINES, EngineSetup
 from headrace.harness.scripted import ScriptedEngine, script
 from headrace.harness.tools.registry import schemas_of
@@ -44,6 +46,8 @@ from headrace.tasks import UnknownSuite
 
 STAGED_WITHIN_S = 60.0
 """Seconds that a request waits for the pinned version that it names."""
+AGAIN_S = (2.0, 60.0)
+"""The first and the largest delay in seconds before a load that failed is tried again."""
 
 
 class ClientServed(NamedTuple):
@@ -73,18 +77,24 @@ class Policies:
         run: str,
         id: str,
         on_swap: Callable[[WeightsSwapped], Awaitable[None]],
-        on_refused: Callable[[int, str], Awaitable[None]],
+        on_refused: Callable[[int, str, bool], Awaitable[None]],
     ) -> None:
+        """on_swap: takes every completed load. on_refused: takes a version that could not be loaded, why, and whether
+        it is tried again."""
         self._config, self._bus, self._run, self._id = config, bus, run, id
         self._on_swap, self._on_refused = on_swap, on_refused
-        self._refused = -1
+        self._served = (-1, "")
+        """Version and state hash of `latest`."""
+        self._refused: WeightsStaged | None = None
+        """The newest version, if the engine will never serve this file. The same file, announced again, is tried
+        again, because the receiver has verified it again."""
         self._folder = Path(config.run.dir) / run
         self._engine: Engine | None = None
         self._renderers: Renderers | None = None
         self._staged: dict[int, WeightsStaged] = {}
         self._news = asyncio.Condition()
         self._opening, self._fetching = asyncio.Lock(), asyncio.Lock()
-        self.pins = Pins(self._open_engine, self._find)
+        self.pins = Pins(self._open_engine, self._find, self._staged)
         self._branches: dict[str, asyncio.Task[Policies]] = {}
         """Other runs whose policies requests name, each with an engine of its own, because version numbers are per
         run."""
@@ -123,20 +133,45 @@ class Policies:
                 self._staged[message.version] = message
                 self._news.notify_all()
 
+    def _due(self) -> WeightsStaged | None:
+        """The newest staged version; None when the engine serves it or has refused it."""
+        newest = self._staged[max(self._staged)] if self._staged else None
+        if newest is None or newest is self._refused or (newest.version, newest.state_hash) == self._served:
+            return None
+        return newest
+
+    async def _wait_for_another(self, failed: WeightsStaged, most_s: float) -> None:
+        """Wait until another file than `failed` is due, `most_s` seconds at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most_s), self._news:
+                await self._news.wait_for(lambda: self._due() is not failed)
+
     async def load(self) -> None:
-        """Switch to the newest staged version whenever there is a newer one, without end."""
+        """Switch to the newest staged version whenever the engine does not serve it, without end. The engine keeps its
+        version when a load fails. The load is tried again after a delay, unless the file is refused, and a newer
+        version or file is tried at once."""
+        retry, failed = Backoff(*AGAIN_S), None
         while True:
             async with self._news:
-                await self._news.wait_for(lambda: max(self._staged, default=-1) > max(self.version, self._refused))
-                staged = self._staged[max(self._staged)]
+                await self._news.wait_for(lambda: self._due() is not None)
+                staged = self._due()
+            assert staged is not None
             try:
                 engine = await self._open_engine()
                 swap = await engine.load(staged.version, staged.path, staged.state_hash)
-            except EngineError as error:
-                # The engine keeps its version. A newer one is tried when it is staged.
-                self._refused = staged.version
-                await self._on_refused(staged.version, str(error))
+            except RefusedVersion as error:
+                self._refused = staged
+                text = f"{error}; it is not tried again until this node stages version {staged.version} again"
+                await self._on_refused(staged.version, text, False)
                 continue
+            except EngineError as error:
+                if staged is not failed:
+                    retry.reset()
+                failed, delay = staged, retry.next()
+                await self._on_refused(staged.version, f"{error}; it is tried again in {delay:g} s", True)
+                await self._wait_for_another(staged, delay)
+                continue
+            self._served = swap.version, swap.state_hash
             await self._on_swap(
                 WeightsSwapped(
                     run=self._run,

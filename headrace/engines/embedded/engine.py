@@ -82,7 +82,8 @@ class EmbeddedEngine:
     async def load(self, version: int, path: str, state_hash: str) -> Swap:
         """Stage a file, verify its state hash, and serve it as `latest` from the next step on.
 
-        EngineError when it cannot be read or its hash differs; the old version then stays `latest`.
+        EngineError when it cannot be read, RefusedVersion when its hash differs or its tensors are not this model's;
+        the old version then stays `latest`.
         """
         async with self._loading:
             weights = await self._stage(version, path, state_hash)

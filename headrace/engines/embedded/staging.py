@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headrace.engines.base import EngineError
+from headrace.engines.base import EngineError, RefusedVersion
 from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import formats, names
@@ -142,7 +142,7 @@ class Staging:
             self.future.set_exception(error)
         except (OSError, WeightError) as error:
             text = f"version {self.version} cannot be loaded from {self._path}: {error}"
-            self.future.set_exception(EngineError(text))
+            self.future.set_exception((RefusedVersion if isinstance(error, WeightError) else EngineError)(text))
         except Exception as error:
             self.future.set_exception(error)
         else:
@@ -181,7 +181,7 @@ class Staging:
                 yield from self._widen(info, copy)
         root = state.root(file.tensors, bytes(hashes))
         if root != self._wanted:
-            raise EngineError(
+            raise RefusedVersion(
                 f"version {self.version} from {self._path} has state hash {root}, expected {self._wanted}"
             )
         yield from self.shell.upload()

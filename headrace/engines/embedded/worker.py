@@ -140,6 +140,7 @@ class Worker(threading.Thread):
     def pin(self, weights: LoadedWeights) -> None:
         """Hold weights for requests that name their version."""
         self.pinned[weights.version] = weights
+        self._keep_served()  # it may replace the same version with other bits
 
     def unpin(self, version: int) -> None:
         """Release a pinned version; requests that run with it keep it until they end."""

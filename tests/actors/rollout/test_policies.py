@@ -248,6 +248,75 @@ async def test_a_branch_that_could_not_be_opened_is_opened_for_the_next_request(
     await branches.stop()
 
 
+@pytest.mark.parametrize("version", [0, 1])
+async def test_a_version_whose_load_failed_for_now_is_loaded_later(
+    connect: Connect, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]], version: int
+) -> None:
+    """Before, one failure was permanent: the next version never came, because nothing was sampled for it."""
+    run = f"b13{version}"
+    await prepare(connect, run)
+    late, events = tmp_path / "late.safetensors", EVENT.where(run=run, actor="rollout", type="event")
+    for older in range(version):
+        await stage(observer, run, "here", older, *versions[older])
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), run, "roll") as actor:
+        await actor._policies.reached(version - 1)
+        await stage(observer, run, "here", version, str(late), versions[version][1])
+        failed = await first(observer, "HR_EVENT", events, lambda m: isinstance(m, Event) and m.kind == "load_failed")
+        assert "late.safetensors" in failed.text and "tried again in 2 s" in failed.text and failed.level == "warning"
+        late.hardlink_to(versions[version][0])
+        swaps = EVENT.where(run=run, type="weights_swapped")
+        told = await first(observer, "HR_EVENT", swaps, swapped(version))
+        assert told.state_hash == versions[version][1]
+
+
+async def test_a_newer_version_does_not_wait_for_the_next_try_of_an_older_one(
+    connect: Connect,
+    tmp_path: Path,
+    observer: Bus,
+    versions: dict[int, tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policies, "AGAIN_S", (1e6, 1e6))
+    await prepare(connect, "b14")
+    await stage(observer, "b14", "here", 0, str(tmp_path / "gone"), versions[0][1])
+    events = EVENT.where(run="b14", actor="rollout", type="event")
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b14", "roll"):
+        await first(observer, "HR_EVENT", events, lambda m: isinstance(m, Event) and m.kind == "load_failed")
+        await stage(observer, "b14", "here", 1, *versions[1])
+        await first(observer, "HR_EVENT", EVENT.where(run="b14", type="weights_swapped"), swapped(1))
+
+
+async def test_a_version_that_is_published_again_with_other_bits_is_served_again(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
+) -> None:
+    """A trainer that repeats a step after a restart may publish its version as a new incarnation. Before, the rollout
+    sampled the old bits under the number of the new ones."""
+    await prepare(connect, "b15")
+    swaps = EVENT.where(run="b15", type="weights_swapped")
+    pinned = PolicyRef(kind="pinned", version=1)
+
+    def of(bits: int) -> Any:
+        return lambda message: (message.version, message.state_hash) == (1, versions[bits][1])
+
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b15", "roll") as actor:
+        await stage(observer, "b15", "here", 1, *versions[1])
+        await first(observer, "HR_EVENT", swaps, of(1))
+        await issue(observer, "b15", "g1", policy=pinned)
+        await end_of(observer, "b15", "g1")
+        worker = actor._policies.engine._worker  # type: ignore[union-attr]
+        assert worker.pinned[1].state_hash == versions[1][1]
+        await stage(observer, "b15", "here", 1, *versions[2])
+        await first(observer, "HR_EVENT", swaps, of(2))
+        await issue(observer, "b15", "g2", policy=pinned)
+        await end_of(observer, "b15", "g2")
+        assert worker.pinned[1].state_hash == worker.latest.state_hash == versions[2][1]
+        await stage(observer, "b15", "here", 1, *versions[2])  # the receiver started again
+        await stage(observer, "b15", "here", 2, *versions[0])
+        await first(observer, "HR_EVENT", swaps, swapped(2))
+    loads = [r.message.state_hash async for r in observer.history("HR_EVENT", swaps)]
+    assert loads == [versions[bits][1] for bits in (1, 2, 0)]
+
+
 async def test_a_version_with_other_bits_is_never_served(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
 ) -> None:
@@ -256,7 +325,8 @@ async def test_a_version_with_other_bits_is_never_served(
     await stage(observer, "b4", "here", 1, versions[2][0], versions[1][1])
     events = EVENT.where(run="b4", actor="rollout", type="event")
     async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b4", "roll"):
-        await first(observer, "HR_EVENT", events, lambda m: isinstance(m, Event) and m.kind == "load_failed")
+        told = await first(observer, "HR_EVENT", events, lambda m: isinstance(m, Event) and m.kind == "load_failed")
+        assert told.level == "error" and "not tried again" in told.text
         await issue(observer, "b4", "forged", policy=PolicyRef(kind="pinned", version=1))
         failed = await first(observer, "HR_LEDGER", FAIL.at(run="b4", group="forged"), lambda message: True)
         assert isinstance(failed, SlotFailed) and failed.reason == "engine_error"

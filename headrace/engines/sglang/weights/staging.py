@@ -13,7 +13,7 @@ import json
 import os
 from pathlib import Path
 
-from headrace.engines.base import EngineError
+from headrace.engines.base import EngineError, RefusedVersion
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import hugging_face
 from headrace.weights import snapshot
@@ -40,16 +40,17 @@ class Stage:
         return self.folder / "model.safetensors"
 
     def put(self, version: int, path: str, state_hash: str) -> None:
-        """Write a version into the folder. Blocks. EngineError when the file is not that version, or there is no
-        space."""
+        """Write a version into the folder. Blocks. EngineError when the file cannot be read or there is no space,
+        RefusedVersion when the file is not that version."""
         try:
             self._describe()
             self.written_bytes = _copy_differences(Path(path), self.model)
             written = snapshot.file_hash(self.model)
         except (OSError, WeightError) as error:
-            raise EngineError(f"version {version} cannot be staged from {path}: {error}") from error
+            kind = RefusedVersion if isinstance(error, WeightError) else EngineError
+            raise kind(f"version {version} cannot be staged from {path}: {error}") from error
         if written != state_hash:
-            raise EngineError(f"version {version} from {path} has state hash {written}, expected {state_hash}")
+            raise RefusedVersion(f"version {version} from {path} has state hash {written}, expected {state_hash}")
 
     def _describe(self) -> None:
         """Write config.json and the tokenizer files."""
