@@ -63,6 +63,8 @@ class _Session:
         self.sampling = False
         self.engine: Engine | None = None
         """The engine that sampled its last turn here: a session may be of another run's policy."""
+        self.segments: set[int] = set()
+        """The segments that this engine was asked to sample, also those whose turn was not recorded."""
 
     def ids(self, segment: int) -> list[int]:
         """The token ids of a segment's context so far."""
@@ -91,9 +93,10 @@ class ClientTurns:
             await self._drop(group)
 
     async def _drop(self, group: str) -> None:
-        session = self._sessions.pop(group)
-        if session.engine is not None:
-            for segment in {turn.segment for turn in session.turns}:
+        """Forget a session, in the engine too. Does nothing for a group without one."""
+        session = self._sessions.pop(group, None)
+        if session is not None and session.engine is not None:
+            for segment in session.segments:
                 await session.engine.close(f"{trajectory_of(group)}/{segment}")
 
     async def turn(self, request: ClientTurn) -> ClientTurnDone:
@@ -107,12 +110,12 @@ class ClientTurns:
                 try:
                     return await self._sampled(request, serving.engine, renderer)
                 except WrongSequence:  # another rollout actor wrote a turn meanwhile: read its records first
-                    self._sessions.pop(request.group, None)
+                    await self._drop(request.group)
                     return await self._sampled(request, serving.engine, renderer)
         except UnusableConversation as error:
             return ClientTurnDone(refused=str(error))
         except WrongSequence:
-            self._sessions.pop(request.group, None)
+            await self._drop(request.group)
             return ClientTurnDone(failed="another rollout actor sampled a turn of this session at the same time")
         except EngineError as error:
             return ClientTurnDone(failed=f"the engine could not sample: {error}")
@@ -121,11 +124,14 @@ class ClientTurns:
 
     async def _session(self, run: str, group: str) -> _Session:
         session = self._sessions.get(group)
+        before = session
         if session is not None and not session.sampling and not await session.log.is_current():
             session = None  # another rollout actor has answered a turn since
         if session is None:
             log = TurnLog(self._bus, run, group, trajectory_of(group))
             session = self._sessions[group] = _Session(log, (await log.read()).turns)
+            if before is not None:
+                session.engine, session.segments = before.engine, before.segments
         session.used = time.monotonic()
         self._sessions.move_to_end(group)
         return session
@@ -143,6 +149,7 @@ class ClientTurns:
         await self._forget_idle()
         session = await self._session(request.run, request.group)
         session.sampling, session.engine = True, engine
+        session.segments.add(request.segment)
         try:
             return await self._turn(session, request, engine, renderer)
         finally:
