@@ -13,20 +13,23 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from headrace.bus.connection import Bus
+from headrace.bus.runtime.actor import Level
 from headrace.config import Config
 from headrace.engines.base import Engine, EngineError, ServerEngine
 from headrace.messages import subjects
 from headrace.messages.product import Traffic
 
 EVERY_S = 1.0
-EVENTS = {
-    "lost": "server_lost",
-    "starts": "server_started",
-    "reloads": "version_reloaded",
-    "unchecked": "server_unchecked",
-    "tensor_failures": "weights_from_disk",
+EVENTS: dict[str, tuple[str, Level, str]] = {
+    "hung": ("server_hung", "warning", "a server ran and did not answer; one that headrace started is killed"),
+    "losses": ("server_lost", "warning", "a server ended or hangs; one that headrace started is started again (logs/)"),
+    "returns": ("server_returned", "info", "a lost server serves its version again"),
+    "starts": ("server_started", "info", "a server process was started"),
+    "reloads": ("version_reloaded", "warning", "an update failed, and the version before it was loaded again"),
+    "unchecked": ("server_unchecked", "warning", "the first load had other checksums than expected (see the log)"),
+    "tensor_failures": ("weights_from_disk", "warning", "a version could not be sent as tensors (see the log)"),
 }
-"""Counters of the engine, and the event that an increase causes."""
+"""Counters of the engine, and the event that an increase causes: its kind, level and text."""
 
 
 class ServerReports:
@@ -53,11 +56,10 @@ class ServerReports:
         server = engine if isinstance(engine, ServerEngine) else None
         if server is not None:
             stats: dict[str, Any] = server.stats()
-            for name, kind in EVENTS.items():
+            for name, (kind, level, text) in EVENTS.items():
                 if stats.get(name, 0.0) > self._reported[name]:
                     self._reported[name] = stats[name]
-                    level = "info" if name == "starts" else "warning"
-                    await self._event(kind, f"{name}: {stats[name]:.0f} so far", level)
+                    await self._event(kind, f"{text}; {stats[name]:.0f} so far", level)
             await self._metric(**{f"server_{name}": float(value) for name, value in stats.items()})
         if self._shared:
             await self._traffic(server)

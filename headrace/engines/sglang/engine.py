@@ -9,25 +9,27 @@ request: it is admitted (`load`), takes the weight lock (`weights.lock`), and it
 An id outside the vocabulary is refused here: it would end the server, and a redelivery would end the next one.
 
 The loss of a server costs only time. An interrupted attempt is sent again once a server serves the same version again;
-a turn during which the server ended twice is an EngineError.
+a turn during which the server ended twice is an EngineError. A server that runs and does not answer
+(`probes.liveness`) is killed, and is then lost like any other.
 
 Trade-off: the server draws the tokens. A repetition gives other ids, unless it runs with deterministic inference.
 """
 
 import asyncio
 import contextlib
-import uuid
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap, check_request
 from headrace.engines.sglang.compatibility import IncompatibleServer
-from headrace.engines.sglang.generation import Session, Turn
+from headrace.engines.sglang.generation import InFlight, Session, Turn
 from headrace.engines.sglang.http import Reply, ServerError, Wire
 from headrace.engines.sglang.lifecycle import Life
 from headrace.engines.sglang.load import Admission
 from headrace.engines.sglang.metrics import PRIORITY, Requests, outside
+from headrace.engines.sglang.probes.liveness import Liveness
 from headrace.engines.sglang.reply import Attempt, body, read
 from headrace.engines.sglang.server import Server
 from headrace.engines.sglang.weights.lock import VersionFile
@@ -42,20 +44,11 @@ IDLE_LEGS = 8
 """Number of consecutive attempts without a token after which a turn is given up."""
 GRACE_S = 5.0
 """Seconds in which an aborted request must return its tokens."""
+_log = logging.getLogger("headrace.engines.sglang")
 
 
-class InFlight:
-    """An attempt that was sent and has not ended."""
-
-    def __init__(self) -> None:
-        self.rid = uuid.uuid4().hex
-        """Of fixed length, because the server aborts every request whose id begins with the given one."""
-        self.started = False
-        """Whether a token has arrived: then the server has forwarded the prompt."""
-
-    def heard(self, reply: Reply) -> None:
-        """Called with the reply so far, at every event of the stream."""
-        self.started = self.started or bool(reply.get("output_ids"))
+class ServerLost(EngineError):
+    """The server of a turn is lost, and the caller has another one that can sample the turn."""
 
 
 class SglangEngine:
@@ -95,7 +88,8 @@ class SglangEngine:
             self._wire, self._stage, config, sparse=sparse, weights=weights, started=server is not None
         )
         self._life = Life(config, self._wire, self._swapper, server, start_s, self._take_back)
-        self._admission = Admission(max_batch, lambda: self._wire.get("/v1/loads?include=core"))
+        self._liveness = Liveness(self._wire, lambda: self._swapper.paused or not self._life.serves, self._hangs)
+        self._admission = Admission(max_batch, self._liveness.loads)
         self._watch: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._aborting: set[asyncio.Task[Reply]] = set()
@@ -103,12 +97,14 @@ class SglangEngine:
         self._in_flight: dict[str, InFlight] = {}
         self._fingerprint = ""
         self._stopped = False
+        self._elsewhere: Callable[[], bool] = lambda: False
         self.counts = {
             "sampled": 0,
             "attempts": 0,
             "taken_back": 0,
             "redrawn": 0,
             "lost": 0,
+            "hung": 0,
             "cached": 0,
             "retracted": 0,
         }
@@ -122,6 +118,20 @@ class SglangEngine:
     def version(self) -> int:
         """The version that `latest` means now; -1 before the first load."""
         return self._life.version
+
+    @property
+    def serves(self) -> bool:
+        """Whether the server runs, as far as known, and serves weights of this engine."""
+        return self._life.serves
+
+    def join(self, elsewhere: Callable[[], bool], lost: Callable[[], None]) -> None:
+        """Make this engine one of several. elsewhere: whether another server can sample its turns, which then get
+        ServerLost and do not wait for a restart. lost: called at each loss of the server."""
+        self._elsewhere, self._life.on_loss = elsewhere, lost
+
+    def has(self, version: int, state_hash: str) -> bool:
+        """Whether the server serves, with this version as `latest`."""
+        return self.serves and self._life.has(version, state_hash)
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, the server's last load figures, and figures of the last change of weights."""
@@ -143,6 +153,8 @@ class SglangEngine:
             "reloads": swapper.reloads,
             "checked": swapper.checked,
             "unchecked": swapper.unchecked,
+            "losses": self._life.losses,
+            "returns": self._life.returns,
             "starts": self._server.starts if self._server is not None else 0,
         }
 
@@ -228,8 +240,6 @@ class SglangEngine:
             await self._server.stop()
         await asyncio.to_thread(self._stage.remove)
 
-    # Internal methods.
-
     def _alive(self) -> None:
         if self._stopped:
             raise EngineError("the engine was stopped")
@@ -249,6 +259,18 @@ class SglangEngine:
                     self._life.lost()
                     await self._life.restore()
 
+    async def _hangs(self, why: str) -> None:
+        """End a server that does not answer, which loses its turns and starts it again. A server that
+        another program runs loses its turns too, and is used when it answers again."""
+        self.counts["hung"] += 1
+        _log.warning("the server at %s hangs: %s", self._wire.url, why)
+        self._life.lost()
+        if self._server is not None:
+            self._server.kill()
+        for flight in self._in_flight.values():
+            if flight.work is not None:
+                flight.work.cancel()
+
     def _check(self, request: SampleRequest) -> None:
         """EngineError for requests that a server would refuse, or that would end it."""
         longest = self._config.max_positions
@@ -265,6 +287,8 @@ class SglangEngine:
             try:
                 finish, late = await self._leg(turn, deadline)
             except ServerError as error:
+                if error.kind == "late":
+                    await self._liveness.after_late_turn()
                 if error.kind != "gone":
                     raise
                 deaths += 1
@@ -283,7 +307,8 @@ class SglangEngine:
         """Make one attempt. Returns its finish reason, and whether the deadline ended it."""
         request = turn.request
         place = self._admission.place(first=request.lane == "production")
-        async with place, self._life.gate.enter(lambda: self._life.wanted(request)) as weights:
+        gate, leave = self._life.gate, self._leave_lost_server
+        async with place, gate.enter(lambda: self._life.wanted(request), leave) as weights:
             self._keep()
             start, flight = turn.start(weights.label), InFlight()
             routes = turn.routes(start)
@@ -297,6 +322,7 @@ class SglangEngine:
                     priority=PRIORITY[request.lane] if terms is not None and terms.priorities else None,
                 )  # fmt: skip
                 reply, late = await self._send(asked, flight, deadline)
+                self._liveness.heard()
             except ServerError as error:
                 if error.kind == "gone":
                     self._life.lost()
@@ -305,6 +331,10 @@ class SglangEngine:
                 del self._in_flight[flight.rid]
             attempt = read(reply, prompt=len(turn.ids), start=routes, config=self._config, stops=request.stop_ids)
             return self._take(turn, attempt, start, weights), late
+
+    def _leave_lost_server(self) -> None:
+        if not self.serves and self._elsewhere():
+            raise ServerLost(f"the server at {self._wire.url} is lost")
 
     def _take(self, turn: Turn, attempt: Attempt, start: int, weights: VersionFile) -> str:
         """Add an attempt to its turn, unless it was computed with other weights than its prefix. Returns its finish
@@ -327,12 +357,12 @@ class SglangEngine:
 
     async def _send(self, asked: Reply, flight: InFlight, deadline: float) -> tuple[Reply, bool]:
         """The reply, and whether it was aborted at the deadline. ServerError."""
-        work = asyncio.create_task(self._wire.generate(asked, flight.heard))
+        flight.work = work = asyncio.create_task(self._wire.generate(asked, flight.heard))
         try:
             left = deadline - asyncio.get_running_loop().time()
             await asyncio.wait({work}, timeout=max(0.0, left))
             if work.done():
-                return work.result(), False
+                return flight.reply(), False
             self._abort(flight.rid)
             await asyncio.wait({work}, timeout=GRACE_S)
             if not work.done():
@@ -340,7 +370,7 @@ class SglangEngine:
                     "late",
                     f"a turn took more than {self._deadline_s:.0f} s ([engine] deadline_s) and could not be aborted",
                 )
-            return work.result(), True
+            return flight.reply(), True
         finally:
             if not work.done():
                 self._abort(flight.rid)  # the server notices a closed connection only seconds later

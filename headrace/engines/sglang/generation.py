@@ -9,6 +9,8 @@ After a swap it belongs to other weights: the whole context is forwarded again u
 Routes are requested only of positions that have none yet, because a trainer replays those of the first forward.
 """
 
+import asyncio
+import uuid
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,7 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from headrace.engines.base import Sample, SampleRequest
+from headrace.engines.sglang.http import Reply, ServerError
 from headrace.engines.sglang.reply import Attempt
 from headrace.engines.sglang.weights.lock import VersionFile
 from headrace.messages.base import Array
@@ -30,6 +33,29 @@ class Session(NamedTuple):
     """Context and sampled tokens of its last turn; all positions but the last one have routes."""
     label: str
     """The label of the weights of all positions' keys and values; empty when they are of several versions."""
+
+
+class InFlight:
+    """An attempt that was sent and has not ended."""
+
+    def __init__(self) -> None:
+        self.rid = uuid.uuid4().hex
+        """Of fixed length, because the server aborts every request whose id begins with the given one."""
+        self.started = False
+        """Whether a token has arrived: then the server has forwarded the prompt."""
+        self.work: asyncio.Task[Reply] | None = None
+        """Waits for the reply. It is cancelled when the server hangs."""
+
+    def heard(self, reply: Reply) -> None:
+        """Called with the reply so far, at every event of the stream."""
+        self.started = self.started or bool(reply.get("output_ids"))
+
+    def reply(self) -> Reply:
+        """The reply of ended work. ServerError."""
+        assert self.work is not None
+        if self.work.cancelled():
+            raise ServerError("gone", "the server hangs: it did not answer, and the request was given up")
+        return self.work.result()
 
 
 class Turn:

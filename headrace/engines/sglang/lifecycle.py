@@ -59,8 +59,22 @@ class Life:
         self._strange = False
         self._proven: set[str] = set()
         """Fingerprints of servers whose probe turn was read."""
+        self.losses = self.returns = 0
+        """Numbers of times that a server that served was lost, and that one served again after that."""
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called at each loss."""
         self._mixed: Counter[str] = Counter()
         """Label to the number of times that requests of these weights continued with other weights."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether the server is known to serve weights of this engine, and its process runs if this engine owns it."""
+        return self.gate.serving is not None and (self._server is None or self._server.alive)
+
+    def has(self, version: int, state_hash: str) -> bool:
+        """Whether `latest` is this version, with these bits."""
+        latest = self._latest
+        return latest is not None and (latest.version, latest.state_hash) == (version, state_hash)
 
     def salt(self, weights: VersionFile) -> str:
         """The salt of prefix-cache keys for these weights. Requests that continued with other weights left keys and
@@ -75,12 +89,15 @@ class Life:
         return weights
 
     async def load(self, weights: VersionFile) -> None:
-        """Make weights `latest`. EngineError when they are refused; the old ones then stay `latest`."""
+        """Make weights `latest`; those that serve already are not loaded again. EngineError when they are refused; the
+        old ones then stay `latest`."""
         async with self._loading:
             before, current = self._latest, self.gate.serving == self._latest
             self._latest = weights
             try:
-                if current:
+                if current and before is not None and before.label == weights.label and self.serves:
+                    self.gate.serving, self._swapper.pause_ms = weights, 0.0
+                elif current:
                     await self.gate.replace(weights)
                 else:
                     await self.gate.turn_to(lambda: weights)
@@ -117,8 +134,12 @@ class Life:
         The /model_info of a strange server is not used: after a failed update it may differ from the weights that its
         scheduler computes with.
         """
+        served = self.gate.serving is not None
         self.gate.serving = self._held = self.terms = None
         self._strange = strange
+        if served and not strange:
+            self.losses += 1
+            self.on_loss()
 
     async def restore(self) -> None:
         """Make the server serve `latest` again. EngineError when it cannot."""
@@ -148,13 +169,24 @@ class Life:
                 await self._swapper.change(weights, self._held, terms, self._take_back)
             self._held, self._strange = weights, False
             await self._prove(weights, terms)
+            self.returns = self.losses
         except ServerError as error:
             self._held = None
+            self._end_hung(error)
             raise NotServed(f"no server could be made to serve version {weights.version}: {error}") from error
         except BaseException as error:
+            if isinstance(error, NotServed):
+                self._end_hung(error)
             if isinstance(error, NotServed) or not isinstance(error, EngineError):
                 self._held = None  # for example after a cancellation: the next request checks the server's state
             raise
+
+    def _end_hung(self, error: BaseException) -> None:
+        """Kill a server of this engine when a call of its change was late: it hangs, or is stuck between two versions,
+        and is started again on the next try."""
+        if self._server is not None and self._server.alive and _is_late(error):
+            self.lost()
+            self._server.kill()
 
     async def _up(self, weights: VersionFile) -> Terms:
         """Wait for a server that answers and passes the checks. A server of this engine that has ended is started with
@@ -224,7 +256,18 @@ class Life:
                     why = f"{self._server.reason()} (log: {self._server.log})"
                     raise NotServed(f"the SGLang server ended: {why}") from None
                 if asyncio.get_running_loop().time() > end:
+                    # A server that accepts connections and does not answer hangs; one that still starts does not.
                     raise ServerError(
-                        "gone", f"no server answered within {self._start_s:.0f} s ([engine] start_s): {error}"
+                        "late" if error.kind == "late" else "gone",
+                        f"no server answered within {self._start_s:.0f} s ([engine] start_s): {error}",
                     ) from None
             await asyncio.sleep(POLL_S)
+
+
+def _is_late(error: BaseException | None) -> bool:
+    """Whether an error is, or came from, a call that was not answered in time."""
+    if error is None:
+        return False
+    if isinstance(error, ServerError) and error.kind == "late":
+        return True
+    return _is_late(error.__cause__) or _is_late(error.__context__)

@@ -134,6 +134,12 @@ class Server:
         errors = [line for line in lines[-200:] if "Error" in line]
         return (errors or lines or ["its log is empty"])[-1]
 
+    def kill(self) -> None:
+        """End all processes of the server with SIGKILL, without waiting: `process` reports the exit."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
     async def stop(self) -> None:
         """End all processes of the server: SIGTERM, then SIGKILL after 5 s."""
         process, self.process = self.process, None

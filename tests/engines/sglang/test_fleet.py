@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.rollout.server import ServerReports
+from headrace.config import Config, Production
 from headrace.config import Engine as Section
 from headrace.engines.base import Engine, EngineError, ServerEngine
 from headrace.engines.sglang.engine import SglangEngine
@@ -19,10 +21,11 @@ from headrace.engines.sglang.fleet import Fleet
 from headrace.engines.sglang.open import opened
 from headrace.engines.sglang.requirements import problems
 from headrace.engines.sglang.server import Server
-from headrace.messages.rollout import PolicyRef
+from headrace.messages.rollout import PolicyRef, Span
 from tests.engines.sglang.test_server import interpreter
 from tests.support import tiny
 from tests.support.engines import Versions
+from tests.support.patience import PATIENCE_S
 from tests.support.sglang.double import Double
 from tests.support.sglang.requests import request
 
@@ -98,6 +101,117 @@ async def test_a_version_that_one_server_refuses_is_on_no_server(
         await fleet.sample(request("p", policy=PolicyRef(kind="pinned", version=0)))
 
 
+async def back(fleet: Fleet) -> None:
+    """Until all servers serve the node's version."""
+    async with asyncio.timeout(PATIENCE_S):
+        while fleet.stats()["out"]:
+            await asyncio.sleep(0.01)
+
+
+async def running(double: Double, count: int) -> None:
+    """Until a server computes so many requests."""
+    await double.until(lambda: len(double.running) == count)
+
+
+def asked_of(double: Double) -> set[tuple[int, ...]]:
+    """The contexts that a server was asked for."""
+    return {tuple(body["input_ids"]) for body in double.bodies("/generate")}
+
+
+@pytest.mark.anyio
+async def test_a_dead_server_gets_no_session_until_it_serves_the_nodes_version_again(
+    pair: tuple[Fleet, list[Double]], versions: Versions
+) -> None:
+    """Before, its failed sessions were closed at once, so it had the fewest and got almost every new one, and the node
+    stayed on its version."""
+    fleet, doubles = pair
+    events: list[str] = []
+
+    async def event(kind: str, text: str, level: str) -> None:
+        events.append(kind)
+
+    async def metric(**values: float) -> None:
+        assert values["server_servers"] == 2
+
+    alone = Config(production=Production(enabled=False))
+    reports = ServerReports(alone, None, "r", event, metric)  # type: ignore[arg-type]
+    await reports.publish(fleet)
+    first = [await fleet.sample(request(f"s{index}", ids=(1, 2, index))) for index in range(4)]
+    await doubles[0].let_go(hold_at=2)
+    works = [asyncio.create_task(fleet.sample(request(f"r{index}", ids=(5, 6, index)))) for index in range(4)]
+    await asyncio.gather(*(running(double, 2) for double in doubles))
+    await doubles[1].die()
+    await doubles[0].let_go()
+    moved = await asyncio.gather(*works)
+    assert all(len(sample.ids) == 8 and sample.spans == (Span(0, 10, 0),) for sample in moved)
+    assert asked_of(doubles[0]) >= {(5, 6, index) for index in range(4)}
+    # Its sessions go on elsewhere: their context is forwarded again, and the spans and routes say so.
+    for index, before in enumerate(first):
+        stayed = (1, 2, index) in asked_of(doubles[0])
+        again = await fleet.sample(request(f"s{index}", ids=(1, 2, index, *before.ids, 9)))
+        assert again.spans == ((Span(10, 19, 0),) if stayed else (Span(0, 19, 0),))
+    pauses = len(doubles[0].bodies("/pause_generation"))
+    swap = await fleet.load(1, *versions.files[1])
+    assert (swap.version, fleet.version) == (1, 1) and len(doubles[0].bodies("/pause_generation")) == pauses + 1
+    sample = await fleet.sample(request("new"))
+    assert {span.version for span in sample.spans} == {1}
+    stats = fleet.stats()
+    assert (stats["out"], stats["losses"], stats["returns"]) == (1, 1, 0)
+    await reports.publish(fleet)
+    assert events == ["server_lost"]
+    await doubles[1].start()
+    await back(fleet)
+    assert doubles[1].version == f"1-{versions.files[1][1][:16]}"
+    await fleet.sample(request("newer", ids=(7, 7, 7)))
+    assert (7, 7, 7) in asked_of(doubles[1]), "it has the fewest sessions"
+    stats = fleet.stats()
+    assert (stats["out"], stats["losses"], stats["returns"]) == (0, 1, 1)
+    await reports.publish(fleet)
+    assert events == ["server_lost", "server_returned"]
+
+
+@pytest.mark.anyio
+async def test_turns_wait_for_a_server_when_all_are_dead(pair: tuple[Fleet, list[Double]], versions: Versions) -> None:
+    fleet, doubles = pair
+    await doubles[1].die()
+    await versions.load(fleet, 1)
+    await doubles[0].die()
+    works = [asyncio.create_task(fleet.sample(request(f"s{index}"))) for index in range(3)]
+    async with asyncio.timeout(PATIENCE_S):
+        while fleet.stats()["losses"] < 2:
+            await asyncio.sleep(0.01)
+    await doubles[0].start()
+    samples = await asyncio.gather(*works)
+    assert {span.version for sample in samples for span in sample.spans} == {1}
+    await doubles[1].start()
+    await back(fleet)
+    assert [double.version for double in doubles] == [f"1-{versions.files[1][1][:16]}"] * 2
+
+
+@pytest.mark.anyio
+async def test_a_first_version_is_served_without_the_server_that_does_not_start(
+    versions: Versions, tmp_path: Path
+) -> None:
+    doubles = [Double(CONFIG), Double(CONFIG)]
+    for double in doubles:
+        await double.start()
+    await doubles[0].die()
+    engines = [SglangEngine(CONFIG, tmp_path / f"s{i}", url=d.url, start_s=0.5) for i, d in enumerate(doubles)]
+    fleet = Fleet(engines)
+    await versions.load(fleet, 0)
+    assert fleet.version == 0 and fleet.stats()["out"] == 1 and fleet.fingerprint == engines[1].fingerprint != ""
+    samples = await asyncio.gather(*(fleet.sample(request(f"s{index}")) for index in range(2)))
+    assert all(sample.spans == (Span(0, 10, 0),) for sample in samples) and not doubles[0].bodies("/generate")
+    await doubles[0].start()
+    await back(fleet)
+    await doubles[0].die()
+    await doubles[1].die()
+    with pytest.raises(EngineError, match="cannot be reached"):
+        await versions.load(fleet, 1)
+    assert fleet.version == 0
+    await fleet.stop()
+
+
 @pytest.mark.anyio
 async def test_the_requests_of_other_clients_are_those_of_all_servers(pair: tuple[Fleet, list[Double]]) -> None:
     fleet, doubles = pair
@@ -106,7 +220,7 @@ async def test_the_requests_of_other_clients_are_those_of_all_servers(pair: tupl
     assert fleet.engines[1]._life.terms is not None
     doubles[1].info = {"enable_priority_scheduling": False}
     fleet.engines[1]._life.lost()
-    await fleet.engines[1].sample(request())
+    await back(fleet)
     assert await fleet.outside() is None
 
 
@@ -182,6 +296,10 @@ async def test_two_servers_are_started_and_see_their_own_devices(versions: Versi
         os.killpg(pids[1], signal.SIGKILL)
         samples = await asyncio.gather(*(fleet.sample(request(f"s{index}")) for index in range(4)))
         assert {span.version for sample in samples for span in sample.spans} == {1}
-        assert fleet.stats()["starts"] == 3
+        async with asyncio.timeout(PATIENCE_S):
+            while fleet.stats()["starts"] < 3:
+                await asyncio.sleep(0.01)
+        await back(fleet)
+        assert fleet.stats()["starts"] == 3 and fleet.engines[1].has(1, versions.files[1][1])
     finally:
         await fleet.stop()

@@ -98,6 +98,7 @@ class Double:
         self.openapi: dict[str, Any] = updates.openapi()
         self.drop_routes = False
         self.more_posts: dict[str, Any] = {}
+        self.silent: set[str] = set()  # paths that are accepted and not answered
         self.seen: list[tuple[str, Any]] = []
         """Path and body of every request so far."""
         self.news = asyncio.Condition()
@@ -251,6 +252,7 @@ class Double:
             self._open.add(transport)
         text = await request.text()
         self.seen.append((request.path, await request.json() if text.startswith("{") else None))
+        await self.until(lambda: request.path not in self.silent)
         try:
             answer: web.StreamResponse = await handler(request)
             return answer

@@ -52,16 +52,20 @@ class Gate:
         """None before the first version, and while the server's version is not known."""
 
     @asynccontextmanager
-    async def enter(self, wanted: Callable[[], VersionFile]) -> AsyncIterator[VersionFile]:
+    async def enter(
+        self, wanted: Callable[[], VersionFile], leave: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[VersionFile]:
         """Enter while the server serves the weights that `wanted` returns; `replace` may change them to a newer version
-        meanwhile."""
+        meanwhile. leave: called before each wait, raises when the request goes to another server."""
         while True:
+            leave()
             async with self._news:
                 await self._news.wait_for(lambda: not self._closed)
                 serving = self.serving
                 if serving is not None and serving.label == wanted().label:
                     self.inside += 1
                     break
+            leave()
             await self.turn_to(wanted)
         try:
             yield serving
