@@ -60,6 +60,7 @@ REVIEWED: dict[str, str] = {
     "engines/sglang/load.py: Admission.place": INSIDE,
     "engines/sglang/load.py: Admission.watch": LOOPS,
     "engines/sglang/server.py: Server.stop": GONE,
+    "engines/sglang/weights/checksums.py: Expectations.of": "the same computation in a thread, for another server",
     "engines/sglang/weights/lock.py: Gate.empty": INSIDE,
     "engines/sglang/weights/lock.py: Gate.enter": INSIDE,
     "engines/sglang/weights/swap.py: Swapper.change": OWN,

@@ -32,6 +32,7 @@ from headrace.engines.sglang.metrics import PRIORITY, Requests, outside
 from headrace.engines.sglang.probes.liveness import Liveness
 from headrace.engines.sglang.reply import Attempt, body, read
 from headrace.engines.sglang.server import Server
+from headrace.engines.sglang.weights.checksums import Expectations
 from headrace.engines.sglang.weights.lock import VersionFile
 from headrace.engines.sglang.weights.staging import Stage
 from headrace.engines.sglang.weights.swap import Swapper
@@ -124,10 +125,10 @@ class SglangEngine:
         """Whether the server runs, as far as known, and serves weights of this engine."""
         return self._life.serves
 
-    def join(self, elsewhere: Callable[[], bool], lost: Callable[[], None]) -> None:
+    def join(self, elsewhere: Callable[[], bool], lost: Callable[[], None], expectations: Expectations) -> None:
         """Make this engine one of several. elsewhere: whether another server can sample its turns, which then get
-        ServerLost and do not wait for a restart. lost: called at each loss of the server."""
-        self._elsewhere, self._life.on_loss = elsewhere, lost
+        ServerLost and do not wait for a restart. lost: called at each loss of the server. All share `expectations`."""
+        self._elsewhere, self._life.on_loss, self._swapper.expectations = elsewhere, lost, expectations
 
     def has(self, version: int, state_hash: str) -> bool:
         """Whether the server serves, with this version as `latest`."""

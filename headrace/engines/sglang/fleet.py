@@ -22,6 +22,7 @@ from headrace.backoff import Backoff
 from headrace.engines.base import EngineError, RefusedVersion, Sample, SampleRequest, Swap, UnusableEngine
 from headrace.engines.sglang.engine import ServerLost, SglangEngine
 from headrace.engines.sglang.metrics import Requests
+from headrace.engines.sglang.weights.checksums import Expectations
 
 T = TypeVar("T")
 LARGEST = ("pause_ms", "stage_ms", "kv_usage", "cache_hit_rate")
@@ -51,8 +52,10 @@ class Fleet:
         self._out: dict[int, asyncio.Task[None]] = {}
         """The servers that get no sessions, and the tasks that bring them back."""
         self._losses = self._returns = 0
+        shared = Expectations()
         for index, engine in enumerate(engines):
-            engine.join(partial(self._elsewhere, index), partial(self._lose, index, "it ended or does not answer"))
+            lost = partial(self._lose, index, "it ended or does not answer")
+            engine.join(partial(self._elsewhere, index), lost, shared)
 
     @property
     def fingerprint(self) -> str:

@@ -6,9 +6,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from headrace.engines.sglang.fleet import Fleet
 from headrace.engines.sglang.open import opened
 from headrace.engines.sglang.requirements import problems
 from headrace.engines.sglang.server import Server
+from headrace.engines.sglang.weights import checksums
 from headrace.messages.rollout import PolicyRef, Span
 from tests.engines.sglang.test_server import interpreter
 from tests.support import tiny
@@ -168,6 +171,52 @@ async def test_a_dead_server_gets_no_session_until_it_serves_the_nodes_version_a
     assert (stats["out"], stats["losses"], stats["returns"]) == (0, 1, 1)
     await reports.publish(fleet)
     assert events == ["server_lost", "server_returned"]
+
+
+@pytest.mark.anyio
+async def test_the_servers_of_a_node_share_the_expected_checksums(
+    pair: tuple[Fleet, list[Double]], versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, each server fused and hashed the whole version by itself, at the same time as the others."""
+    fleet, doubles = pair
+    expected, computed = checksums.expected, []
+
+    def counted(path: Path, *shape: Any) -> dict[str, str]:
+        computed.append(path)
+        return expected(path, *shape)
+
+    monkeypatch.setattr(checksums, "expected", counted)
+    await versions.load(fleet, 1)
+    assert len(computed) == 1 and fleet.stats()["checked"]
+    doubles[1].fail_updates = ["half"]
+    with pytest.raises(EngineError, match="was refused"):
+        await versions.load(fleet, 2)
+    assert len(computed) == 2 and fleet.stats()["checked"], "the version before is known"
+
+
+@pytest.mark.anyio
+async def test_expected_checksums_of_a_caller_that_left_are_computed_again(
+    versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may change its file then."""
+    shared, expected, started, go_on = checksums.Expectations(), checksums.expected, asyncio.Event(), threading.Event()
+    loop, paths = asyncio.get_running_loop(), [Path(path) for path, _ in versions.files[:2]]
+
+    def held(path: Path, *shape: Any) -> dict[str, str]:
+        if path == paths[0]:
+            loop.call_soon_threadsafe(started.set)
+            go_on.wait(PATIENCE_S)
+        return expected(path, *shape)
+
+    monkeypatch.setattr(checksums, "expected", held)
+    first, second = [
+        asyncio.create_task(shared.of(path, "same", CONFIG, "float32", 1, "cpu")) for path in (paths[0], paths[1])
+    ]
+    await started.wait()
+    first.cancel()
+    assert await second == expected(paths[1], CONFIG, "float32")
+    go_on.set()
+    assert await shared.of(paths[0], "same", CONFIG, "float32", 1, "cpu") == await second
 
 
 @pytest.mark.anyio

@@ -10,10 +10,12 @@ function (`cuda_digest`). With tensor parallelism each rank reports its part: he
 divided, norms and routers are not.
 """
 
+import asyncio
 import hashlib
 import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from headrace.weights import tensor_state
 VOCAB_PAD = 64
 THREADS = 8
 """The most threads that compute a GPU's checksums."""
+RECENT = 4
+"""Number of versions, layouts and dtypes whose checksums are kept."""
 
 
 def known(config: PolicyConfig, ranks: int = 1, *, device: str = "cpu", dtype: str = "bfloat16") -> bool:
@@ -50,16 +54,54 @@ def known(config: PolicyConfig, ranks: int = 1, *, device: str = "cpu", dtype: s
 
 
 def expected(path: str | Path, config: PolicyConfig, dtype: str, ranks: int = 1, device: str = "cpu") -> dict[str, str]:
-    """The checksums (16 hex digits) by `label`, of a snapshot file that a server on `device` holds in `dtype`."""
+    """The checksums (16 hex digits) by `label`, of a snapshot file that a server on `device` holds in `dtype`. Besides
+    the file it holds one fused tensor per thread."""
     kind, tensors, digest = getattr(torch, dtype), tensor_state.read(path), DIGESTS[device]
     threads = 1 if device == "cpu" else min(THREADS, len(os.sched_getaffinity(0)))
     out: dict[str, str] = {}
     with ThreadPoolExecutor(threads) as pool:
+        pending: deque[tuple[str, Future[str]]] = deque()
         for rank in range(ranks):
-            parts = fused(shard(tensors, config, rank, ranks), config, ranks)
-            sums = pool.map(lambda part: digest(part.to(kind)), parts.values())
-            out |= {label(name, rank, ranks): value for name, value in zip(parts, sums, strict=True)}
+            for name, part in _fused(shard(tensors, config, rank, ranks), config, ranks):
+                if len(pending) == threads:
+                    first, sum_of_first = pending.popleft()
+                    out[first] = sum_of_first.result()
+                pending.append((label(name, rank, ranks), pool.submit(_digest_as, digest, part, kind)))
+        out.update((name, value.result()) for name, value in pending)
     return out
+
+
+def _digest_as(digest: Callable[[Tensor], str], tensor: Tensor, dtype: torch.dtype) -> str:
+    return digest(tensor.to(dtype))
+
+
+class Expectations:
+    """The expected checksums of the last versions, computed once for all servers that hold the same bits in the same
+    dtype, ranks and kind of device."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str, int, str], asyncio.Future[dict[str, str]]] = {}
+
+    async def of(
+        self, path: Path, state_hash: str, config: PolicyConfig, dtype: str, ranks: int, device: str
+    ) -> dict[str, str]:
+        """`expected`, of a file with this state hash. The caller does not change its file until this returns or is
+        cancelled; after a cancellation another caller computes from its own file."""
+        key = state_hash, dtype, ranks, device
+        while (sums := self._sums.get(key)) is not None:
+            await asyncio.wait([sums])
+            if not sums.cancelled():
+                return sums.result()
+        sums = self._sums[key] = asyncio.get_running_loop().create_future()
+        try:
+            sums.set_result(await asyncio.to_thread(expected, path, config, dtype, ranks, device))
+        except BaseException:
+            sums.cancel()
+            del self._sums[key]
+            raise
+        while len(self._sums) > RECENT and (oldest := next(iter(self._sums))) != key:
+            del self._sums[oldest]
+        return sums.result()
 
 
 def label(name: str, rank: int, ranks: int) -> str:
@@ -104,27 +146,31 @@ def shard(tensors: Mapping[str, Tensor], config: PolicyConfig, rank: int, ranks:
 def fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: int = 1) -> dict[str, Tensor]:
     """Hugging Face tensors, or a rank's `shard` of them, under the names and in the layout of SGLang's Qwen3 and
     Llama models."""
-    out: dict[str, Tensor] = {"model.norm.weight": tensors["model.norm.weight"]}
+    return dict(_fused(tensors, config, ranks))
+
+
+def _fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: int) -> Iterator[tuple[str, Tensor]]:
+    """The items of `fused`, each made when it is asked for."""
+    yield "model.norm.weight", tensors["model.norm.weight"]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in tensors:
             padding = -config.vocab % VOCAB_PAD if ranks == 1 else 0
-            out[name] = F.pad(tensors[name], (0, 0, 0, padding))
+            yield name, F.pad(tensors[name], (0, 0, 0, padding))
     for index in range(config.layers):
         at = f"model.layers.{index}."
         for name in ("input_layernorm", "post_attention_layernorm"):
-            out[f"{at}{name}.weight"] = tensors[f"{at}{name}.weight"]
+            yield f"{at}{name}.weight", tensors[f"{at}{name}.weight"]
         for name in ("q_norm", "k_norm", "o_proj") if config.qk_norm else ("o_proj",):
-            out[f"{at}self_attn.{name}.weight"] = tensors[f"{at}self_attn.{name}.weight"]
-        out[f"{at}self_attn.qkv_proj.weight"] = torch.cat([tensors[f"{at}self_attn.{n}_proj.weight"] for n in "qkv"])
+            yield f"{at}self_attn.{name}.weight", tensors[f"{at}self_attn.{name}.weight"]
+        yield f"{at}self_attn.qkv_proj.weight", torch.cat([tensors[f"{at}self_attn.{n}_proj.weight"] for n in "qkv"])
         if config.experts:
             experts = [f"{at}mlp.experts.{expert}." for expert in range(config.experts)]
-            out[f"{at}mlp.gate.weight"] = tensors[f"{at}mlp.gate.weight"]
-            out[f"{at}mlp.experts.w13_weight"] = torch.stack([_gate_up(tensors, name) for name in experts])
-            out[f"{at}mlp.experts.w2_weight"] = torch.stack([tensors[f"{n}down_proj.weight"] for n in experts])
+            yield f"{at}mlp.gate.weight", tensors[f"{at}mlp.gate.weight"]
+            yield f"{at}mlp.experts.w13_weight", torch.stack([_gate_up(tensors, name) for name in experts])
+            yield f"{at}mlp.experts.w2_weight", torch.stack([tensors[f"{n}down_proj.weight"] for n in experts])
         else:
-            out[f"{at}mlp.gate_up_proj.weight"] = _gate_up(tensors, f"{at}mlp.")
-            out[f"{at}mlp.down_proj.weight"] = tensors[f"{at}mlp.down_proj.weight"]
-    return out
+            yield f"{at}mlp.gate_up_proj.weight", _gate_up(tensors, f"{at}mlp.")
+            yield f"{at}mlp.down_proj.weight", tensors[f"{at}mlp.down_proj.weight"]
 
 
 def _gate_up(tensors: Mapping[str, Tensor], at: str) -> Tensor:

@@ -83,6 +83,8 @@ class Swapper:
         """Number of failed updates after which the old version was loaded again."""
         self.checked = False
         """Whether the last change compared checksums."""
+        self.expectations = checksums.Expectations()
+        """The checksums that servers must report; the servers of one node share them."""
         self._comparable: dict[str, bool] = {}
         """By the fingerprint of a server on a GPU: whether its first load had the expected checksums."""
 
@@ -298,6 +300,6 @@ class Swapper:
         unlike = gpu and not self._comparable.get(terms.fingerprint, True)
         if unlike or terms.ep_size != 1 or not checksums.known(config, ranks, device=device, dtype=dtype):
             return None
-        sums = await asyncio.to_thread(checksums.expected, model, config, dtype, ranks, device)
+        sums = await self.expectations.of(model, weights.state_hash, config, dtype, ranks, device)
         undecided = gpu and terms.fingerprint not in self._comparable
         return Wanted(sums, ranks, terms.fingerprint if undecided else "")
