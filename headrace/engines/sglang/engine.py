@@ -30,7 +30,7 @@ from headrace.engines.sglang.lifecycle import Life
 from headrace.engines.sglang.load import Admission
 from headrace.engines.sglang.metrics import PRIORITY, Requests, outside
 from headrace.engines.sglang.probes.liveness import Liveness
-from headrace.engines.sglang.reply import Attempt, body, read
+from headrace.engines.sglang.reply import Attempt, attempt_of, body
 from headrace.engines.sglang.server import Server
 from headrace.engines.sglang.weights.checksums import Expectations
 from headrace.engines.sglang.weights.lock import VersionFile
@@ -330,7 +330,7 @@ class SglangEngine:
                 raise
             finally:
                 del self._in_flight[flight.rid]
-            attempt = read(reply, prompt=len(turn.ids), start=routes, config=self._config, stops=request.stop_ids)
+            attempt = await attempt_of(reply, len(turn.ids), routes, self._config, request.stop_ids)
             return self._take(turn, attempt, start, weights), late
 
     def _leave_lost_server(self) -> None:

@@ -9,6 +9,7 @@ of megabytes. Without `--incremental-streaming-output` every event repeats all e
 whole reply.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ Reply = dict[str, Any]
 
 CONNECT_S = 10.0
 BUFFER = 1 << 20
+LARGE = 1 << 18
+"""Bytes of an event from which it is decoded in a thread: 17 MB take some 10 ms, while other turns wait."""
 
 
 class ServerError(EngineError):
@@ -125,8 +128,11 @@ class Wire:
                     seen = max(0, len(rest) - 1)
                     rest += part
                     while (end := rest.find(b"\n\n", seen)) >= 0:
-                        event, seen = self._event(bytes(rest[:end])), 0
+                        with memoryview(rest) as view:
+                            data, seen = bytes(view[:end]), 0
                         del rest[: end + 2]
+                        large = len(data) >= LARGE
+                        event = await asyncio.to_thread(self._event, data) if large else self._event(data)
                         if event is None:
                             done = True
                         else:
