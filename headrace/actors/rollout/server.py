@@ -26,7 +26,7 @@ EVENTS: dict[str, tuple[str, Level, str]] = {
     "returns": ("server_returned", "info", "a lost server serves its version again"),
     "starts": ("server_started", "info", "a server process was started"),
     "reloads": ("version_reloaded", "warning", "an update failed, and the version before it was loaded again"),
-    "unchecked": ("server_unchecked", "warning", "the first load had other checksums than expected (see the log)"),
+    "unchecked": ("server_unchecked", "warning", "a server's weights are not compared by checksums (the log says why)"),
     "tensor_failures": ("weights_from_disk", "warning", "a version could not be sent as tensors (see the log)"),
 }
 """Counters of the engine, and the event that an increase causes: its kind, level and text."""

@@ -34,23 +34,29 @@ RECENT = 4
 """Number of versions, layouts and dtypes whose checksums are kept."""
 
 
-def known(config: PolicyConfig, ranks: int = 1, *, device: str = "cpu", dtype: str = "bfloat16") -> bool:
-    """Whether the checksums of this model on tensor-parallel ranks are known here: Llama, or Qwen3 with all layers
-    dense or all layers a mixture, on the CPU or on GPUs that can hash its largest tensor.
+def unknown(config: PolicyConfig, ranks: int = 1, *, device: str = "cpu", dtype: str = "bfloat16") -> str:
+    """Why the checksums of this model on tensor-parallel ranks are not known here; empty when they are: those of Llama,
+    or Qwen3 with all layers dense or all layers a mixture, on the CPU or on GPUs that can hash its largest tensor.
 
     On a GPU the MoE runner decides the layout of the experts, so that the first comparison may still differ.
     """
     largest = max(config.vocab + VOCAB_PAD, 2 * config.expert_dim * max(1, config.experts)) * config.dim // ranks
-    return (
-        device in DIGESTS
-        and (device == "cpu" or largest * getattr(torch, dtype).itemsize <= cuda_digest.MOST_BYTES)
-        and config.model_type in ("", "llama")
-        and not (config.qkv_bias or config.out_bias)
-        and config.latent is None
-        and not (config.dense_layers or config.shared_experts or config.expert_format)
-        and not (config.heads % ranks or VOCAB_PAD % ranks or config.expert_dim % ranks)
-        and not (config.kv_heads % ranks and ranks % config.kv_heads)
+    parts = (config.heads % ranks or VOCAB_PAD % ranks or config.expert_dim % ranks) or (
+        config.kv_heads % ranks and ranks % config.kv_heads
     )
+    reasons = {
+        f"the device {device}": device not in DIGESTS,
+        f"the architecture {config.model_type}": config.model_type not in ("", "llama"),
+        "biases of attention": config.qkv_bias or config.out_bias,
+        "latent attention": config.latent is not None,
+        "dense layers beside a mixture": config.dense_layers,
+        "shared experts": config.shared_experts,
+        f"experts in {config.expert_format}": config.expert_format,
+        f"{ranks} tensor-parallel ranks, which do not divide the model's heads, inner width or vocabulary": parts,
+        f"tensors above {cuda_digest.MOST_BYTES} bytes on {device}": device != "cpu"
+        and largest * getattr(torch, dtype).itemsize > cuda_digest.MOST_BYTES,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def expected(path: str | Path, config: PolicyConfig, dtype: str, ranks: int = 1, device: str = "cpu") -> dict[str, str]:

@@ -85,13 +85,16 @@ class Swapper:
         """Whether the last change compared checksums."""
         self.expectations = checksums.Expectations()
         """The checksums that servers must report; the servers of one node share them."""
+        self._unknown: set[str] = set()
+        """The fingerprints of servers whose checksums cannot be computed here."""
         self._comparable: dict[str, bool] = {}
         """By the fingerprint of a server on a GPU: whether its first load had the expected checksums."""
 
     @property
     def unchecked(self) -> int:
-        """Number of servers that are not compared, because their first load had other checksums."""
-        return sum(not comparable for comparable in self._comparable.values())
+        """Number of kinds of servers that are not compared: their first load had other checksums, or none are computed
+        for the model."""
+        return sum(not comparable for comparable in self._comparable.values()) + len(self._unknown)
 
     @property
     def folder(self) -> Path:
@@ -293,12 +296,26 @@ class Swapper:
             return str(error)
         return checksums.difference(wanted.checksums, served)
 
+    def _say_unknown(self, reason: str, terms: Terms) -> None:
+        """Say once per kind of server that its weights are not compared."""
+        if terms.fingerprint not in self._unknown:
+            self._unknown.add(terms.fingerprint)
+            _log.warning(
+                "the weights of the server at %s are not compared with the published ones: checksums are not computed "
+                "for %s. The staged file is verified, and what the server makes of it is not (docs/sglang.md)",
+                self._wire.url,
+                reason,
+            )
+
     async def _wanted(self, weights: VersionFile, terms: Terms) -> Wanted | None:
         """The checksums of the staged version; None where they are not known here, or the first load had others."""
         model, config, dtype, ranks, device = self._stage.model, self._config, terms.dtype, terms.tp_size, terms.device
         gpu = device != "cpu"
-        unlike = gpu and not self._comparable.get(terms.fingerprint, True)
-        if unlike or terms.ep_size != 1 or not checksums.known(config, ranks, device=device, dtype=dtype):
+        if gpu and not self._comparable.get(terms.fingerprint, True):
+            return None
+        reason = "expert parallelism" if terms.ep_size != 1 else ""
+        if reason := reason or checksums.unknown(config, ranks, device=device, dtype=dtype):
+            self._say_unknown(reason, terms)
             return None
         sums = await self.expectations.of(model, weights.state_hash, config, dtype, ranks, device)
         undecided = gpu and terms.fingerprint not in self._comparable

@@ -10,7 +10,7 @@ from aiohttp import web
 from torch import Tensor
 
 from headrace.engines.base import EngineError
-from headrace.engines.sglang.weights.checksums import DIGESTS, fused
+from headrace.engines.sglang.weights.checksums import DIGESTS, fused, unknown
 from headrace.policy.config import PolicyConfig
 from tests.support import tiny
 from tests.support.engines import Versions
@@ -98,3 +98,30 @@ async def test_one_wrong_rank_is_found(tmp_path: Path, fault: str, device: str) 
             double.reported, why = [0, 1, 2], "expected 4 ranks, got 3"
         with pytest.raises(EngineError, match=why):
             await versions.load(engine, 1)
+
+
+async def test_a_load_without_checksums_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    versions = Versions(tiny.config(), tmp_path, exact=False)
+    double = Double(versions.config)
+    double.info = {"ep_size": 2}
+    async with attached(versions, tmp_path, double=double) as (engine, _):
+        await versions.load(engine, 1)
+        stats = engine.stats()
+        assert not stats["checked"] and stats["unchecked"] == 1 and not double.bodies("/weights_checker")
+    (said,) = [record.getMessage() for record in caplog.records if "not compared" in record.getMessage()]
+    assert "for expert parallelism" in said and double.url in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"qkv_bias": True}, "biases of attention"),
+        ({"shared_experts": 1}, "shared experts"),
+        ({"dense_layers": 1}, "dense layers beside a mixture"),
+        ({"expert_format": "mxfp8", "dim": 64, "expert_dim": 64}, "experts in mxfp8"),
+        ({"model_type": "mistral"}, "the architecture mistral"),
+    ],
+)
+def test_a_model_without_known_checksums_has_a_reason(changes: dict[str, Any], reason: str) -> None:
+    assert unknown(msgspec.structs.replace(MIXTURE, **changes)) == reason
