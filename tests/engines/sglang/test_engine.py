@@ -334,6 +334,27 @@ async def test_a_pinned_version_finds_no_prefix_that_went_on_under_another(pair:
     assert sample.spans == (Span(0, len(context) + 7, 0),) and close(record, versions)
 
 
+async def test_a_version_with_other_bits_replaces_the_served_and_the_pinned_one(pair: Pair, versions: Versions) -> None:
+    """A trainer that repeats a step may publish its version again."""
+    engine, double = pair
+    pinned = PolicyRef(kind="pinned", version=7)
+    files = versions.files
+    context: tuple[int, ...] = (1, 2, 3)
+    for bits in (1, 2):
+        await engine.load(6, *files[bits])
+        await engine.pin(7, *files[bits])
+        sample = await engine.sample(request(ids=context))
+        assert sample.spans == (Span(0, len(context) + 7, 6),), "the keys of other bits are not reused"
+        assert double.version == f"6-{files[bits][1][:16]}"
+        assert (await engine.sample(request("p", policy=pinned))).spans == (Span(0, 10, 7),)
+        assert double.version == f"7-{files[bits][1][:16]}"
+        context = (*context, *sample.ids)
+    pauses = len(double.bodies("/pause_generation"))
+    await engine.sample(request())
+    swap = await engine.load(6, *files[2])
+    assert swap.pause_ms == 0 and len(double.bodies("/pause_generation")) == pauses + 1, "it serves already"
+
+
 async def test_routes_that_a_retraction_overwrote_count_as_not_recorded(pair: Pair, versions: Versions) -> None:
     engine, double = pair
     await double.let_go(hold_at=4)
