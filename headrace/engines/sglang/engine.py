@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap, check_request
-from headrace.engines.sglang.compatibility import IncompatibleServer
 from headrace.engines.sglang.generation import InFlight, Session, Turn
 from headrace.engines.sglang.http import Reply, ServerError, Wire
 from headrace.engines.sglang.lifecycle import Life
@@ -236,6 +235,7 @@ class SglangEngine:
                 task.cancel()
         await asyncio.gather(*(self._abort(rid) for rid in self._in_flight), return_exceptions=True)
         await asyncio.gather(*self._aborting, return_exceptions=True)
+        self._give_up()
         await self._wire.close()
         if self._server is not None:
             await self._server.stop()
@@ -261,13 +261,16 @@ class SglangEngine:
                     await self._life.restore()
 
     async def _hangs(self, why: str) -> None:
-        """End a server that does not answer, which loses its turns and starts it again. A server that
-        another program runs loses its turns too, and is used when it answers again."""
+        """End a server that does not answer; it is started again. One of another program only loses its turns."""
         self.counts["hung"] += 1
         _log.warning("the server at %s hangs: %s", self._wire.url, why)
         self._life.lost()
         if self._server is not None:
             self._server.kill()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """End the requests inside as if their connections broke. Closing a connection does not end its reader."""
         for flight in self._in_flight.values():
             if flight.work is not None:
                 flight.work.cancel()
@@ -395,6 +398,3 @@ class SglangEngine:
         await asyncio.gather(*(self._abort(rid) for rid in rids), return_exceptions=True)
         if self._mode == "abort":
             await self._life.gate.empty()
-
-
-__all__ = ["IncompatibleServer", "SglangEngine"]

@@ -52,6 +52,7 @@ class Fleet:
         self._out: dict[int, asyncio.Task[None]] = {}
         """The servers that get no sessions, and the tasks that bring them back."""
         self._losses = self._returns = 0
+        self._stopped = False
         shared = Expectations()
         for index, engine in enumerate(engines):
             lost = partial(self._lose, index, "it ended or does not answer")
@@ -152,6 +153,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """End all engines and their servers. The first error is raised after all have ended."""
+        self._stopped = True
         for task in self._out.values():
             task.cancel()
         for result in await self._each(self._all(), lambda engine: engine.stop()):
@@ -189,8 +191,8 @@ class Fleet:
 
     def _lose(self, index: int, why: str) -> None:
         """Give a server no more sessions until it serves the node's version again. Does nothing when it is lost
-        already, or before the first version."""
-        if index not in self._out and self._before is not None:
+        already, before the first version, and after `stop`."""
+        if index not in self._out and self._before is not None and not self._stopped:
             self._losses += 1
             _log.warning("server %d of %d is lost, the others take its sessions: %s", index, len(self.engines), why)
             self._out[index] = asyncio.create_task(self._bring_back(index), name=f"server {index} is brought back")

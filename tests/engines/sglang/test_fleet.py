@@ -18,6 +18,7 @@ from headrace.actors.rollout.server import ServerReports
 from headrace.config import Config, Production
 from headrace.config import Engine as Section
 from headrace.engines.base import Engine, EngineError, ServerEngine
+from headrace.engines.sglang import engine as sglang_engine
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.fleet import Fleet
 from headrace.engines.sglang.open import opened
@@ -259,6 +260,27 @@ async def test_a_first_version_is_served_without_the_server_that_does_not_start(
         await versions.load(fleet, 1)
     assert fleet.version == 0
     await fleet.stop()
+
+
+@pytest.mark.anyio
+async def test_a_fleet_that_is_stopped_brings_no_server_back(
+    pair: tuple[Fleet, list[Double]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_engine, "GRACE_S", 0.3)
+    fleet, doubles = pair
+    await doubles[0].let_go(hold_at=1)
+    await doubles[1].let_go(hold_at=1)
+    works = [asyncio.create_task(fleet.sample(request(f"s{index}", ids=(1, index)))) for index in range(2)]
+    await asyncio.gather(*(running(double, 1) for double in doubles))
+    await doubles[0].die()
+    async with asyncio.timeout(PATIENCE_S):
+        while not fleet.stats()["out"]:
+            await asyncio.sleep(0.01)
+    doubles[1].silent = {"/abort_request"}
+    await fleet.stop()
+    await doubles[1].die()
+    assert all(isinstance(end, Exception) for end in await asyncio.gather(*works, return_exceptions=True))
+    assert not [task.get_name() for task in asyncio.all_tasks() if "brought back" in task.get_name()]
 
 
 @pytest.mark.anyio
