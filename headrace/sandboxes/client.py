@@ -75,7 +75,9 @@ class Sandboxes:
         self._nodes: OrderedDict[GroupKey, str] = OrderedDict()
         self._groups: dict[GroupKey, _Group] = {}
         self._asking = asyncio.Semaphore(ASK_AT_ONCE)
-        self._released = asyncio.Event()
+        self._waiters: dict[asyncio.Future[str], tuple[str, str]] = {}
+        """The acquires that wait for capacity, the oldest first: the lane, and the one node that is asked or an empty
+        text for any."""
         self._background: set[asyncio.Task[None]] = set()
         self._held: dict[str, tuple[RemoteSandbox, asyncio.Task[None]]] = {}
 
@@ -113,16 +115,40 @@ class Sandboxes:
                         self._remember(key, sandbox.node)
                         return self._own(sandbox)
                     with self._waiting(f"capacity for a sandbox of {request.group}, slot {request.slot}", began):
-                        try:
-                            async with asyncio.timeout(waits.next()):
-                                await self._released.wait()
-                        except TimeoutError:
-                            pass
+                        await self._until_released(waits.next(), request.lane, node)
             raise silence.no_capacity(request)
         finally:
             group.callers -= 1
             if not group.callers:
                 self._groups.pop(key, None)
+
+    async def _until_released(self, seconds: float, lane: str, node: str) -> None:
+        """Wait until a sandbox of this actor is released whose place this caller may get, at most `seconds`."""
+        released: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiters[released] = lane, node
+        try:
+            async with asyncio.timeout(seconds):
+                await released
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            if released.done() and not released.cancelled():
+                self._wake(released.result())  # the place is for another caller
+            raise
+        finally:
+            self._waiters.pop(released, None)
+
+    def _wake(self, node: str) -> None:
+        """Wake the oldest waiting acquire of each lane that may get a place on `node`.
+
+        One place is free. If all acquires asked for it, n attempts that wait would send n requests for each release.
+        One of each lane asks, because a node may have capacity for one lane and none for another.
+        """
+        woken = set[tuple[str, str]]()
+        for released, (lane, wanted) in list(self._waiters.items()):
+            if not released.done() and wanted in ("", node) and (lane, wanted) not in woken:
+                woken.add((lane, wanted))
+                released.set_result(node)
 
     async def _ask(self, request: Acquire, node: str, silence: Silence, patient: bool = False) -> RemoteSandbox | None:
         """Acquire at one node, or at any node. None when the node has no capacity, or no node answered yet."""
@@ -254,8 +280,7 @@ class Sandboxes:
             await sandbox.release()
         except (NoResponders, BusTimeout, Disconnected):
             return
-        self._released.set()
-        self._released = asyncio.Event()
+        self._wake(sandbox.node)
 
     async def release_group(self, key: GroupKey) -> None:
         """Tell the group's node that no further sandbox of it will be acquired. Without an answer, the node's idle

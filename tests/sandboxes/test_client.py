@@ -86,6 +86,58 @@ async def test_waiting_for_room_ends_when_something_is_given_back(connect: Conne
         await sandboxes.close()
 
 
+async def test_a_released_sandbox_wakes_one_of_the_acquires_that_wait(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it woke all, the requests of n attempts on a full node would grow with the square of n."""
+    monkeypatch.setattr(client, "FIRST_WAIT_S", PATIENCE_S)  # so that only a release ends a wait
+    monkeypatch.setattr(client, "MOST_WAIT_S", PATIENCE_S)
+    observer, asked, count = await connect("admin"), 0, 40
+
+    async def seen(_: object) -> None:
+        nonlocal asked
+        asked += 1
+
+    await observer.listen_raw(RPC.at(service="environment", method=acquire_method("r1")), seen)
+    sandboxes = Sandboxes(await connect("rollout"), 30.0)
+    acquired: list[str] = []
+
+    async def attempt(number: int) -> None:
+        sandbox = await sandboxes.acquire(wanted(f"full{number}", isolation="episode"))
+        acquired.append(sandbox.id)
+        await sandboxes.release(sandbox)
+
+    async with living(Environment, CONFIG, await connect("environment", node="n27"), ANY_RUN), asyncio.timeout(60.0):
+        await asyncio.gather(*(attempt(number) for number in range(count)))
+    await observer.connection.flush()
+    assert len(set(acquired)) == count and len(sandboxes) == 0
+    assert asked <= 3 * count, asked
+
+
+async def test_an_acquire_that_is_cancelled_when_it_is_woken_wakes_the_next(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "FIRST_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(client, "MOST_WAIT_S", PATIENCE_S)
+    sandboxes = Sandboxes(await connect("rollout"), 30.0)
+    async with living(Environment, CONFIG, await connect("environment", node="n28"), ANY_RUN), asyncio.timeout(60.0):
+        held = [await sandboxes.acquire(wanted(group, isolation="episode")) for group in ("g28", "g29")]
+        first, second = (
+            asyncio.create_task(sandboxes.acquire(wanted(group, isolation="episode"))) for group in ("g30", "g31")
+        )
+        while len(sandboxes._waiters) < 2:
+            await asyncio.sleep(0.01)
+        wake = sandboxes._wake
+
+        def cancelled_too(node: str) -> None:
+            wake(node)
+            first.cancel()  # before it runs again
+
+        monkeypatch.setattr(sandboxes, "_wake", cancelled_too)
+        await sandboxes.release(held[0])
+        assert (await second).fresh and first.cancelled()
+
+
 async def test_a_groups_slots_are_asked_for_where_its_first_one_is(connect: Connect) -> None:
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
     async with (

@@ -52,8 +52,13 @@ def trajectory_of(
     )
 
 
+def message_id(run: str, trajectory: str) -> str:
+    """The message id under which a Trajectory is published; trajectory: its id."""
+    return f"{run}.{trajectory}"
+
+
 async def publish(bus: Bus, trajectory: Trajectory) -> Trajectory:
     """Store a Trajectory; a repetition is dropped by its message id. BusError."""
     subject = TRAJ.at(run=trajectory.run, group=trajectory.group)
-    await bus.publish(subject, trajectory, msg_id=f"{trajectory.run}.{trajectory.id}")
+    await bus.publish(subject, trajectory, msg_id=message_id(trajectory.run, trajectory.id))
     return trajectory

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.actors.rollout.publication import message_id
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.messages.rollout import SandboxCheckpoint, ToolResult, Turn, TurnDone, TurnSampled
@@ -83,8 +84,11 @@ class TurnLog:
         return await self._bus.tail("HR_TURN", self._subject) == self._last
 
     async def _has_trajectory(self) -> bool:
-        async for received in self._bus.history("HR_TRAJ", TRAJ.at(run=self._run, group=self._group)):
-            if getattr(received.message, "id", "") == self._trajectory:
+        """By message id, undecoded: when a group of n slots is handed back, its n resumptions would decode n
+        trajectories each, and fetch those that are claim checks."""
+        wanted = message_id(self._run, self._trajectory)
+        async for received in self._bus.records("HR_TRAJ", TRAJ.at(run=self._run, group=self._group)):
+            if received.headers.get("Nats-Msg-Id") == wanted:
                 return True
         return False
 

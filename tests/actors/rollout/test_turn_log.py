@@ -2,9 +2,11 @@
 
 import pytest
 
+from headrace.actors.rollout.publication import message_id, publish
 from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.errors import WrongSequence
 from headrace.messages.base import Array
+from headrace.messages.codec import encode
 from headrace.messages.rollout import PolicyRef, Sampling, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.sandbox import Snapshot
 from headrace.messages.subjects import TRAJ
@@ -22,6 +24,25 @@ def turn(index: int) -> Turn:
         ids=Array.of([3], "<i4"),
         logprobs=Array.of([-0.5], "<f4"),
         calls=(ToolCall(id=f"{index}.0", name="run_tests"),),
+    )
+
+
+def trajectory(group: str, slot: int) -> Trajectory:
+    return Trajectory(
+        run="r1",
+        lane="train",
+        group=group,
+        slot=slot,
+        attempt=0,
+        id=f"{group}-{slot}-0",
+        task=TaskRef("toy", "1"),
+        family="toy",
+        seed=1,
+        policy=PolicyRef(),
+        sampling=Sampling(),
+        outcome="finished",
+        turns=(turn(0),),
+        diff={},
     )
 
 
@@ -70,24 +91,23 @@ async def test_a_published_trajectory_ends_the_attempt(connect: Connect) -> None
     bus = await connect("rollout")
     log = TurnLog(bus, "r1", "g3", "g3-1-0")
     await log.sampled(turn(0), "node", "box", "fp")
-    trajectory = Trajectory(
-        run="r1",
-        lane="train",
-        group="g3",
-        slot=1,
-        attempt=0,
-        id="g3-1-0",
-        task=TaskRef("toy", "1"),
-        family="toy",
-        seed=1,
-        policy=PolicyRef(),
-        sampling=Sampling(),
-        outcome="finished",
-        turns=(turn(0),),
-        diff={},
-    )
-    await bus.publish(TRAJ.at(run="r1", group="g3"), trajectory)
+    await publish(bus, trajectory("g3", slot=1))
     assert (await TurnLog(bus, "r1", "g3", "g3-1-0").read()).finished
     other = TurnLog(bus, "r1", "g3", "g3-0-0")
     await other.sampled(turn(0), "node", "box", "fp")
     assert not (await TurnLog(bus, "r1", "g3", "g3-0-0").read()).finished
+
+
+async def test_a_resumption_decodes_no_trajectory_of_its_group(connect: Connect) -> None:
+    """A group of n slots that is handed back would decode n x n trajectories. A record that nobody can decode shows
+    that none is: a reader that decodes counts it as skipped."""
+    bus = await connect("rollout")
+    subject = TRAJ.at(run="r1", group="g4")
+    _, headers = encode(trajectory("g4", 0))
+    for slot in range(2):
+        await bus.publish_raw(subject, b"no trajectory", headers, msg_id=message_id("r1", f"g4-{slot}-0"))
+    for slot in (1, 2):
+        await TurnLog(bus, "r1", "g4", f"g4-{slot}-0").sampled(turn(0), "node", "box", "fp")
+    assert (await TurnLog(bus, "r1", "g4", "g4-1-0").read()).finished
+    assert not (await TurnLog(bus, "r1", "g4", "g4-2-0").read()).finished
+    assert bus.skipped_count == 0
