@@ -8,10 +8,11 @@ import msgspec
 
 from headrace.dashboard import errors, transcripts
 from headrace.dashboard.charts import bars, busy_strips, line_chart
+from headrace.dashboard.efficiency import in_order
 from headrace.dashboard.records import Records
 from headrace.dashboard.report import Report, curve_of
 from headrace.dashboard.watch import Watch
-from headrace.messages.training import StepDone
+from headrace.messages.training import Efficiency
 
 STYLE = """
 :root { --ink: #1d2733; --paper: #fbfaf7; --soft: #6b7785; --rule: #dfe3e6;
@@ -118,8 +119,9 @@ BEHAVIOUR = {
 def curves(watch: Watch) -> str:
     """Pass rate, staleness, mismatch and gradient norm over the steps, and the measured suites over the versions."""
     steps = watch.steps
+    told = in_order(steps, watch.failed_steps)
     if not steps:
-        return "<p>The run took no step.</p>"
+        return "".join(["<p>The run took no step.</p>", *(_efficiency(told) if told else ())])
     smooth = [
         (float(step.step), sum(other.pass_rate for other in steps[max(0, index - 4) : index + 1]) / min(index + 1, 5))
         for index, step in enumerate(steps)
@@ -151,15 +153,15 @@ def curves(watch: Watch) -> str:
                 )
                 for name, title in BEHAVIOUR.items()
             ),
-            *_efficiency(steps),
+            *_efficiency(told),
             line_chart("Gradient norm", {"norm": [(s.step, s.grad_norm) for s in steps]}, "step"),
         ]
     )
 
 
-def _efficiency(steps: Sequence[StepDone]) -> list[str]:
-    """Charts of where the time of the steps went and of the work in them; MFU and HFU only where the peak is known."""
-    told = [(step.step, step.efficiency) for step in steps if step.efficiency is not None]
+def _efficiency(told: Sequence[tuple[int, Efficiency]]) -> list[str]:
+    """Charts of where the time of the steps went and of the work in them; MFU and HFU only where the peak is known.
+    told: step and figures, of the steps that failed too."""
     figures = [(step, efficiency.figures()) for step, efficiency in told]
 
     def chart(title: str, names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.config import Config, MidTraining
 from headrace.dashboard import errors
+from headrace.dashboard.efficiency import RunEfficiency, of_run
 from headrace.dashboard.records import Records
 from headrace.dashboard.watch import LAST_PHASE, Watch
 from headrace.ledger.training import DURING
@@ -117,6 +118,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     turn_rewards: tuple[float, ...]
     """The mean reward of a turn in each step whose reward gives turns their own."""
     failed_steps: int
+    efficiency: RunEfficiency | None
+    """Where the trainer's time went; None without a step."""
     episodes: int
     tool_calls: int
     malformed_calls: int
@@ -220,6 +223,7 @@ def build(
         steps=len(steps),
         turn_rewards=tuple(round(step.turn_reward_mean, 4) for step in steps if step.turn_reward_mean is not None),
         failed_steps=len(watch.failed_steps),
+        efficiency=of_run(steps, watch.failed_steps),
         episodes=records.episodes,
         tool_calls=records.tool_calls,
         malformed_calls=records.malformed_calls,

@@ -8,7 +8,7 @@ import math
 import shutil
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
+from headrace.dashboard.efficiency import in_order
 from headrace.dashboard.watch import Watch
 from headrace.messages import subjects as s
 from headrace.messages.ledger import GroupClosed
@@ -107,6 +108,10 @@ class RunMetrics(Collector):
         yield CounterMetricFamily("headrace_ledger_problems", "Contradictions in the streams.", value=problems)
         if steps:
             yield from self._of_steps(steps)
+        told = [efficiency for _, efficiency in in_order(steps, list(self._watch.failed_steps))]
+        if told:
+            yield from self._of_efficiency(told[-1])
+            yield _all_seconds(told)
         yield from self._of_streams()
         usage = shutil.disk_usage(self._folder)
         free = usage.free / max(1, usage.total)
@@ -137,10 +142,9 @@ class RunMetrics(Collector):
         for name, (text, value) in figures.items():
             if math.isfinite(value):
                 yield GaugeMetricFamily(name, text, value=value)
-        if last.efficiency is not None:
-            yield from self._of_efficiency(last.efficiency)
 
     def _of_efficiency(self, efficiency: Efficiency) -> Iterable[Metric]:
+        """Of the newest step, also of one that failed."""
         named = efficiency.figures()
         figures = {
             "headrace_step_wall_seconds": ("From the outcome before the newest step to its own.", efficiency.wall_s),
@@ -171,6 +175,17 @@ class RunMetrics(Collector):
             stored.add_metric([name], state.bytes)
             planned.add_metric([name], s.STREAM[name].max_bytes)
         yield from (messages, stored, planned)
+
+
+def _all_seconds(told: Sequence[Efficiency]) -> Metric:
+    """Seconds by cause of all steps: a scrape sees only some of them as the newest one."""
+    causes = dict.fromkeys(cause for efficiency in told for cause in efficiency.seconds)
+    spent = CounterMetricFamily(
+        "headrace_trainer_cause_seconds", "Wall time of all steps by cause, failed ones included.", labels=["cause"]
+    )
+    for cause in causes:
+        spent.add_metric([cause], sum(efficiency.seconds.get(cause, 0.0) for efficiency in told))
+    return spent
 
 
 def _median(steps: list[StepDone]) -> float:

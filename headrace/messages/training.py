@@ -241,6 +241,9 @@ class StepFailed(Message, frozen=True, kw_only=True):
     """The command that reproduces the failure."""
     restored: Version = -1
     """The version whose bytes and optimizer state were restored; -1 when none was."""
+    efficiency: Efficiency | None = None
+    """Where the step's time went. Nothing was trained, so trained tokens and model operations are 0; operations of a
+    step that ended before its gradient are not counted. None in records of earlier versions of headrace."""
 
 
 @message("snapshot_ready")

@@ -45,7 +45,8 @@ from headrace.training.batches.segment import BatchError
 from headrace.training.device import TrainerError, available_bytes, check_memory, device_named, layout_on
 from headrace.training.figures.clock import Clock, Pause
 from headrace.training.figures.memory import Peak, without_policy
-from headrace.training.figures.work import Work, peak_flops, thread, work_of
+from headrace.training.figures.peaks import peak_flops
+from headrace.training.figures.work import Work, thread, work_of
 from headrace.training.gradient import Helpers, Recipe, in_order, nothing
 from headrace.training.guard import Guard
 from headrace.training.mid_training import Progress, Trace

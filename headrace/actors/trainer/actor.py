@@ -17,7 +17,7 @@ from typing import ClassVar, TypeVar
 
 import msgspec
 
-from headrace.actors.trainer import base_policy, initial_policy, old_weights, other_ranks, records
+from headrace.actors.trainer import base_policy, initial_policy, old_weights, other_ranks, records, unknown_peak
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
 from headrace.actors.trainer.closings import Batch, Closings, Ready
 from headrace.actors.trainer.records import StalenessWindow
@@ -148,6 +148,7 @@ class Trainer(Actor):
         for source, losses in initial_policy.held_out(self.folder).items():
             told = ", ".join(f"{name} mid-training {loss:.4f}" for name, loss in losses.items())
             await self.event("held_out_loss", f"{source}: {told} nats", "info", source=source, **losses)
+        await unknown_peak.tell(self, trainer)
         await self.event("prepared", f"version {trainer.version}", version=trainer.version, resumed=trainer.resumed)
         return trainer
 

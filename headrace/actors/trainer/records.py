@@ -27,6 +27,7 @@ from headrace.registry import merged
 from headrace.replay import reproduce
 from headrace.replay.recipe import recipe
 from headrace.training.figures.clock import CAUSES, Cause
+from headrace.training.figures.work import Work
 from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import plugins_of
 
@@ -125,6 +126,17 @@ def outcome(
     """The StepDone or StepFailed of a step. lap: the step's time, as `Clock.lap` returns it. trajectories:
     the batch's."""
     groups = tuple(group.group for group in manifest.groups)
+    wall_s, seconds = lap
+    efficiency = Efficiency(
+        wall_s=wall_s,
+        seconds={cause: seconds[cause] for cause in CAUSES},
+        peak_flops=result.peak_flops,
+        between_s=result.between_s,
+        collectives_s=result.collectives_s,
+        peak_bytes=result.peak_bytes,
+        planned_bytes=result.planned_bytes,
+        **_work(result)._asdict(),
+    )
     if result.failed:
         return StepFailed(
             run=manifest.run,
@@ -139,8 +151,8 @@ def outcome(
             detail=result.detail,
             restored=result.restored,
             command=reproduce.step(config, manifest.run, manifest.step),
+            efficiency=efficiency,
         )
-    wall_s, seconds = lap
     figures = {name: getattr(result, name) for name in StepFigures.__struct_fields__}
     return StepDone(
         run=manifest.run,
@@ -151,15 +163,16 @@ def outcome(
         staleness_bound=int(manifest.objective.get("staleness", config.curriculum.staleness)),
         waited_s=seconds["batch"],
         behaviour=behaviour_of(trajectories),
-        efficiency=Efficiency(
-            wall_s=wall_s,
-            seconds={cause: seconds[cause] for cause in CAUSES},
-            peak_flops=result.peak_flops,
-            between_s=result.between_s,
-            collectives_s=result.collectives_s,
-            peak_bytes=result.peak_bytes,
-            planned_bytes=result.planned_bytes,
-            **result.work._asdict(),
-        ),
+        efficiency=efficiency,
         **figures,
     )
+
+
+def _work(result: StepOutcome) -> Work:
+    """The work that a step did. A failed one trained nothing, and one that ended before its gradient computed no
+    gradient either: its predicted work is left out."""
+    if not result.failed:
+        return result.work
+    if not result.computed_tokens:
+        return Work(expert_load=result.work.expert_load)
+    return result.work._replace(trained_tokens=0, model_flops=0.0)

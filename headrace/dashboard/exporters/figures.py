@@ -7,7 +7,7 @@ import msgspec
 from headrace.ledger.training import DURING
 from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalResult
-from headrace.messages.training import StepDone
+from headrace.messages.training import StepDone, StepFailed
 
 _OF_STEPS = (
     *("reward_mean", "pass_rate", "loss", "grad_norm", "learning_rate", "entropy", "clipped", "k1", "k3"),
@@ -29,6 +29,8 @@ def figures(message: Message, steps: int) -> tuple[int, dict[str, float]] | None
         if message.efficiency is not None:
             values |= {f"efficiency/{name}": value for name, value in message.efficiency.figures().items()}
         return message.step, {name: value for name, value in values.items() if math.isfinite(value)}
+    if isinstance(message, StepFailed) and message.efficiency is not None:
+        return message.step, {f"efficiency/{name}": value for name, value in message.efficiency.figures().items()}
     if isinstance(message, EvalResult):
         name = message.reason or message.id
         if name.startswith(f"{DURING}_"):

@@ -23,9 +23,6 @@ from headrace.training.batches.segment import Segment
 from headrace.training.gradient import computed
 from headrace.training.mismatch import drawn
 
-_PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bfloat16 operations per second, by a part of the device's name (data sheets of the SXM boards)."""
-
 
 class Work(NamedTuple):
     """The computation of a step, on all processes together."""
@@ -100,13 +97,3 @@ def expert_load(policy: PolicyConfig, segments: Sequence[Segment]) -> float:
         total = int(counts.sum())
         worst = max(worst, int(counts.max()) * policy.experts / total if total else 0.0)
     return worst
-
-
-def peak_flops(config: Config, policy: PolicyConfig, device: torch.device) -> float:
-    """Operations per second of all the trainer's devices together; 0 where it is not known."""
-    if config.trainer.peak_tflops:
-        return config.trainer.peak_tflops * 1e12 * config.trainer.ranks
-    if device.type != "cuda" or policy.dtype != "bfloat16":
-        return 0.0
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAKS.items() if part in name), 0.0) * config.trainer.ranks

@@ -106,7 +106,7 @@ async def supervised(server: Server, folder: Path) -> AsyncIterator[Rollout]:
 
 
 def holds(actor: Rollout) -> dict[str, int]:
-    """What an actor holds for its trajectories, by name; entries that are empty are left out."""
+    """Number of the things that an actor holds for its trajectories, by name; without those that are empty."""
     sandboxes, policies = actor._sandboxes, actor._policies
     engine = policies.engine
     assert isinstance(engine, EmbeddedEngine)

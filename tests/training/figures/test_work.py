@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-import torch
 
 from headrace.algorithms.registry import ADVANTAGES
 from headrace.policy.config import PolicyConfig
 from headrace.policy.model import Model
 from headrace.training.batches import batch
-from headrace.training.figures.work import expert_load, forward_flops, peak_flops, work_of
+from headrace.training.figures.work import expert_load, forward_flops, work_of
 from tests.support.world import CONFIG, NUMERICS, POLICY, model
 from tests.support.world import batch as played
 
@@ -73,9 +72,3 @@ def test_the_load_is_that_of_the_worst_layer() -> None:
     assert load == pytest.approx(max(max(each) * len(each) / sum(each) for each in counts))
     wide = [replace(segment, routed=segment.routes) for segment in made.segments]
     assert expert_load(POLICY, wide) == load, "a segment whose positions were forwarded twice has its routes as int64"
-
-
-def test_a_peak_is_configured_or_unknown_on_the_cpu() -> None:
-    assert peak_flops(CONFIG, POLICY, torch.device("cpu")) == 0.0
-    trainer = msgspec.structs.replace(CONFIG.trainer, peak_tflops=0.5, ranks=4)
-    assert peak_flops(msgspec.structs.replace(CONFIG, trainer=trainer), POLICY, torch.device("cpu")) == 2e12
