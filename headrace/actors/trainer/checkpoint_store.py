@@ -27,6 +27,10 @@ class CheckpointStore:
         self.snapshots.mkdir(parents=True, exist_ok=True)
         self.keep_steps = max(config.replay.keep_steps, config.curriculum.staleness + 2)
         """Number of steps whose records are kept: at least as many as open groups and unretired batches may need."""
+        self._firsts: dict[int, tuple[int, int]] = {}
+        """Step to the first sequences of a trajectory and of a score in its manifests; without purged steps."""
+        self._read = 0
+        """Sequence of the last record of HR_STEP that a purge has read."""
         snapshot.discard_abandoned(self.snapshots)
         self._name_checkpoint()
 
@@ -68,14 +72,11 @@ class CheckpointStore:
         A kept step is replayed from the checkpoint before it, so the steps between the two stay as well.
         """
         oldest = min((int(file.name[1:9]) for file in self.checkpoints.glob("v*.safetensors")), default=0)
-        slots: list[tuple[int, int]] = []
-        async for received in bus.history("HR_STEP", STEP.at(run=run)):
-            manifest = received.message
-            if isinstance(manifest, StepManifest) and manifest.step >= oldest > 0:
-                slots += [slot for group in manifest.groups for slot in group.slots]
-        if not slots:
+        await self._read_manifests(bus, run)
+        self._firsts = {step: first for step, first in self._firsts.items() if step >= oldest}
+        if not oldest or not self._firsts:
             return 0
-        first, first_score = (min(column) for column in zip(*slots, strict=True))
+        first, first_score = (min(column) for column in zip(*self._firsts.values(), strict=True))
         purged = await retention.purge(bus, "HR_TRAJ", TRAJ.where(run=run), first)
         purged += await retention.purge(bus, "HR_SCORE", SCORE.where(run=run), first_score)
         try:
@@ -87,10 +88,21 @@ class CheckpointStore:
         before = await self._turn_at(bus, run, moment)
         return purged + (await retention.purge(bus, "HR_TURN", TURN.where(run=run), before) if before else 0)
 
+    async def _read_manifests(self, bus: Bus, run: str) -> None:
+        """Read the manifests that were written since the last call: a purge runs at every checkpoint, between two
+        steps, and HR_STEP keeps the records of all steps."""
+        async for received in bus.history("HR_STEP", STEP.at(run=run), start=self._read + 1):
+            self._read, manifest = received.seq, received.message
+            if not isinstance(manifest, StepManifest):
+                continue
+            for slot in (slot for group in manifest.groups for slot in group.slots):
+                first = self._firsts.get(manifest.step, slot)  # of an earlier incarnation of the step
+                self._firsts[manifest.step] = min(first[0], slot[0]), min(first[1], slot[1])
+
     async def _turn_at(self, bus: Bus, run: str, moment: float) -> int:
         """Sequence of the first turn record after `moment`, the time of the oldest kept trajectory; 0 if there is none.
         Earlier records are not needed, because trajectories contain their turns."""
-        async for received in bus.history("HR_TURN", TURN.where(run=run)):
+        async for received in bus.records("HR_TURN", TURN.where(run=run)):
             if received.time > moment:
                 return received.seq
         return 0
