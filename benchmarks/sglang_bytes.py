@@ -4,7 +4,7 @@
 
 Real: headrace's client over HTTP (the request, the stream of events, the reader of replies, the start of routes in a
 session). The server is not SGLang: it computes nothing and answers with random tokens, log-probabilities and routes in
-the format of replies that were recorded from SGLang 0.5.23, text included. So the bytes depend on no model and no clock.
+the format of replies that were recorded from SGLang 0.5.23, with text. So the bytes depend on no model and no clock.
 
 Each turn is the second one of a session: the context has `--contexts` tokens, 64 of them new. Tokens are counted once
 each: an id with its comma, a log-probability with its comma, and the routes of the turn's new positions as the API
