@@ -55,50 +55,80 @@ def allowance(now: int, most: int, load: Load) -> int:
 
 
 class Admission:
-    """Admits requests up to the allowance. `watch` runs until the engine ends."""
+    """Admits requests up to the allowance, in the order of their arrival. `watch` runs until the engine ends.
+
+    Whoever frees a place hands it to the next request that waits: if all of them looked for one, each entry and exit of
+    n requests would wake n tasks.
+    """
 
     def __init__(self, most: int, ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         """most: largest allowance. ask: GET /v1/loads; EngineError when the server does not answer."""
         self.most = self.allowed = most
         self.load = Load()
-        self.inside = self.waiting = 0
-        self._first = self._first_waiting = 0
-        """The numbers of requests inside and waiting that have priority."""
+        self.inside = 0
+        self._first = 0
+        """The number of requests inside that have priority."""
+        self._waiting: dict[bool, dict[asyncio.Future[None], None]] = {True: {}, False: {}}
+        """The requests that wait, the oldest first, with priority and without."""
         self._ask = ask
-        self._news = asyncio.Condition()
+        self._occupied = asyncio.Event()
+        """Set while any request is inside."""
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a place."""
+        return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
     async def place(self, first: bool = False) -> AsyncIterator[None]:
         """Wait for a place and hold it. first: the request has priority, and other requests do not count against it."""
-        async with self._news:
-            self.waiting += 1
-            self._first_waiting += first
-            try:
-                await self._news.wait_for(lambda: self._may_enter(first))
-            finally:
-                self.waiting -= 1
-                self._first_waiting -= first
-            self.inside += 1
-            self._first += first
-            self._news.notify_all()
+        entry: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[first][entry] = None
+        self._admit()
+        try:
+            await entry
+        except asyncio.CancelledError:
+            if entry.cancelled():
+                self._waiting[first].pop(entry, None)
+                self._admit()  # a request without priority may have waited for this one
+            else:
+                self._leave(first)  # it was admitted and cancelled before it ran
+            raise
         try:
             yield
         finally:
-            self.inside -= 1
-            self._first -= first
-            async with self._news:
-                self._news.notify_all()
+            self._leave(first)
+
+    def _leave(self, first: bool) -> None:
+        self.inside -= 1
+        self._first -= first
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let requests in while places are free; those without priority only when no other waits."""
+        for first, waiting in self._waiting.items():
+            while waiting and self._may_enter(first):
+                entry = next(iter(waiting))
+                del waiting[entry]
+                if entry.cancelled():
+                    continue
+                self.inside += 1
+                self._first += first
+                entry.set_result(None)
+        if self.inside:
+            self._occupied.set()
+        else:
+            self._occupied.clear()
 
     def _may_enter(self, first: bool) -> bool:
         if first:
             return self._first < self.allowed
-        return self.inside < self.allowed and not self._first_waiting
+        return self.inside < self.allowed and not self._waiting[True]
 
     async def watch(self, every_s: float = EVERY_S) -> None:
         """Read the server's figures every `every_s` seconds while any request is inside."""
         while True:
-            async with self._news:
-                await self._news.wait_for(lambda: self.inside > 0)
+            await self._occupied.wait()
             await self.look()
             await asyncio.sleep(every_s)
 
@@ -108,6 +138,5 @@ class Admission:
             self.load = load_of(await self._ask())
         except EngineError:
             return  # the requests inside report a server that is gone
-        async with self._news:
-            self.allowed = allowance(self.allowed, self.most, self.load)
-            self._news.notify_all()
+        self.allowed = allowance(self.allowed, self.most, self.load)
+        self._admit()

@@ -99,6 +99,55 @@ async def test_production_takes_no_place_from_training_nor_waits_for_one() -> No
     assert entered == ["user0", "user1", "user2", "train"] and admission.inside == 0
 
 
+class Counting(Admission):
+    """Counts how often a request looks for a place."""
+
+    looks = 0
+
+    def _may_enter(self, first: bool) -> bool:
+        self.looks += 1
+        return super()._may_enter(first)
+
+
+async def nothing() -> dict[str, object]:
+    return {}
+
+
+async def test_hundreds_of_requests_enter_in_order_and_wake_one_another_once() -> None:
+    """If each entry and exit woke all that wait, n requests would look n x n times for a place."""
+    count = 512
+    admission, entered = Counting(16, nothing), list[int]()
+
+    async def guest(number: int) -> None:
+        async with admission.place():
+            entered.append(number)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*map(guest, range(count)))
+    assert entered == list(range(count)) and (admission.inside, admission.waiting) == (0, 0)
+    assert admission.looks <= 4 * count
+
+
+async def test_a_place_of_a_request_that_is_cancelled_goes_to_the_next() -> None:
+    admission, entered = Admission(1, nothing), list[str]()
+
+    async def guest(name: str, first: bool = False) -> None:
+        async with admission.place(first):
+            entered.append(name)
+
+    async with admission.place(first=True):
+        names = ("user", "user too", "training")
+        works = {name: asyncio.create_task(guest(name, first=name != "training")) for name in names}
+        await asyncio.sleep(0)
+        works["user too"].cancel()  # while it waits
+        await asyncio.sleep(0)
+    assert admission.inside == 1 and not entered, "the place is the user's, who has not run yet"
+    works["user"].cancel()  # after it was admitted
+    await works["training"]
+    assert works["user"].cancelled() and works["user too"].cancelled()
+    assert (entered, admission.inside, admission.waiting) == (["training"], 0, 0)
+
+
 async def test_a_turn_of_production_takes_the_place_of_one_of_training(versions: Versions, tmp_path: Path) -> None:
     async with attached(versions, tmp_path, running=1) as (engine, double):
         await double.let_go(hold_at=4)
