@@ -271,7 +271,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Most tokens of a micro-batch, which one backward pass takes; a longer sequence is a micro-batch of its own."""
     peak_tflops: Amount = 0.0
     """Peak of one device, or of one CPU rank, in 10^12 operations a second, for MFU and HFU; 0 takes the data sheet's
-    for bfloat16 on A100, H100, H200 and B200, and leaves MFU and HFU unknown elsewhere."""
+    for bfloat16 on boards of A100, H100, GH200, H200, B200 and GB200, and leaves MFU and HFU unknown elsewhere."""
     frozen: tuple[Word, ...] = ()
     """Parameters that training does not change, by patterns over headrace's names: embedding, layers.0.*, norm.
     Layers below the first trained one need no backward pass, and no delta contains a frozen parameter."""
