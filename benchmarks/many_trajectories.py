@@ -14,6 +14,7 @@ the process's peak of resident memory for each trajectory that runs at once, its
 
 import argparse
 import asyncio
+import gc
 import json
 import statistics
 import sys
@@ -193,6 +194,7 @@ def main() -> None:
     """Run the process of the rollout actor, or all of the benchmark; end with one line of JSON."""
     if sys.argv[1:2] == ["rollout"]:
         url, credentials, folder, count, credit = sys.argv[2:]
+        gc.freeze()  # as a process of actors does, see headrace/garbage.py
         uvloop.run(rollout(url, credentials, folder, int(count), int(credit)))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -57,8 +57,8 @@ def allowance(now: int, most: int, load: Load) -> int:
 class Admission:
     """Admits requests up to the allowance, in the order of their arrival. `watch` runs until the engine ends.
 
-    Whoever frees a place hands it to the next request that waits: if all of them looked for one, each entry and exit of
-    n requests would wake n tasks.
+    A request that leaves hands its place to the next one that waits: if all of them looked for a place, each entry and
+    exit of n requests would wake n tasks.
     """
 
     def __init__(self, most: int, ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
