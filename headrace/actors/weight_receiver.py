@@ -5,28 +5,43 @@ pinned. The newest few stay in the store. A version is announced only when every
 
 A head is valid only if a known publisher signed it and it follows the last valid head in the stream. A forged head, or
 a genuine head that was stored again, causes an event and is ignored.
+
+Where full snapshots are files on nodes (``[weights] full_snapshots = "peer"``), the receiver serves its files to others
+and keeps the newest full snapshot besides the newest versions, because nodes that join fetch it.
+
+On a full disk it drops the versions that are not needed. If that does not suffice, it reports the bytes that it needs
+once, and tries again when they are free or after a pause that grows.
 """
 
 import asyncio
+import errno
+import shutil
 import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headrace.bus.errors import BusError
+from headrace.backoff import Backoff
+from headrace.bus.errors import BusError, Unrecoverable, WrongSequence
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
 from headrace.messages.base import Message
-from headrace.messages.subjects import WEIGHT_HEAD
-from headrace.messages.weights import WeightHead, WeightsStaged
+from headrace.messages.subjects import WEIGHT_HEAD, token
+from headrace.messages.weights import WeightHead, WeightManifest, WeightsStaged
+from headrace.secret_files import SecretError
 from headrace.weights import chain, heads, shards
 from headrace.weights.pins import Pins
 from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
+from headrace.weights.transfer import node
+from headrace.weights.transfer.full_snapshots import NoSource
 
 AGAIN_S = 5.0
 """Seconds after which a version that could not be staged is tried again; a new head triggers this earlier."""
+FULL_AGAIN_S = 300.0
+"""Largest pause in seconds between two attempts on a disk that seems full."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class WeightReceiver(Actor):
@@ -49,6 +64,13 @@ class WeightReceiver(Actor):
         self._pins = Pins(self.run)
         self._announced: dict[int, str] = {}
         self._failed: set[int] = set()
+        self._told: dict[int, tuple[str, int]] = {}
+        """Version to the text of its latest failure and how often that came in a row."""
+        self._full = Backoff(AGAIN_S, FULL_AGAIN_S)
+        self._lacking = 0
+        """Bytes that must be free before the next attempt on a full disk, or `_full_until` has come; 0: not full."""
+        self._full_until = 0.0
+        await self._open_transfer()
         self._news = asyncio.Event()
         where, pins = WEIGHT_HEAD.at(run=self.run), self._pins.filters
         after = {"HR_WEIGHTS": 0, "HR_EVENT": 0}
@@ -61,6 +83,36 @@ class WeightReceiver(Actor):
         self.spawn(self._follow_heads(where, after["HR_WEIGHTS"]), "heads")
         self.spawn(self._follow_pins(pins, after["HR_EVENT"]), "pins")
         self.spawn(self._work(), "staging")
+
+    async def _open_transfer(self) -> None:
+        """Serve this node's files, and find those of others, as the section says. Unrecoverable."""
+        section, values = self.config.weights, await self.bus.kv("HR_STATE")
+        self._served: node.ServedStore | None = None
+        secret = ""
+        if section.full_snapshots == "peer":
+            try:
+                secret = node.secret(self.bus.credentials)
+                self._served = node.ServedStore(self.store, values, section, self.run, token(self.bus.node), "receiver")
+                await self._served.start(secret, section.peer_port)
+            except (SecretError, OSError) as error:
+                raise Unrecoverable(f"the files of this node cannot be served to others: {error}") from error
+        own_url = self._served.url if self._served is not None else ""
+        # A broker's full snapshots are chunks; a file of the time before is still found in the shared folder.
+        self._fetcher = node.fetcher(
+            section, values, WrongSequence, self.run, token(self.bus.node), self._tell, token=secret, own=own_url
+        )
+
+    async def stop(self) -> None:
+        """Serve nothing any more."""
+        if self._served is not None:
+            await self._served.close()
+
+    async def _tell(self, text: str) -> None:
+        await self.event("source_failed", text, level="warning")
+
+    async def _name_files(self) -> None:
+        if self._served is not None:
+            await self._served.name_files()
 
     async def _follow_heads(self, where: str, after: int) -> None:
         async for received in self.bus.follow("HR_WEIGHTS", where, start=after + 1):
@@ -87,6 +139,8 @@ class WeightReceiver(Actor):
 
     def _next(self) -> WeightHead | None:
         """The next version to stage: the newest, then the pinned ones; None when all are staged or have failed."""
+        if self._lacking and time.monotonic() < self._full_until and self._free() < self._lacking:
+            return None
         wanted = [self._valid_heads.newest, *(self._heads.get(version) for version in self._pins.versions)]
         for head in wanted:
             if head is None or head.version in self._failed:
@@ -112,32 +166,87 @@ class WeightReceiver(Actor):
                         await self._stage(head)
                 except (WeightError, BusError, OSError) as error:
                     self._failed.add(head.version)
-                    await self.event("stage_failed", f"version {head.version}: {error}", level="error")
+                    await self._failure(head, error)
+                else:
+                    self._told.pop(head.version, None)
+                    self._lacking = 0
+                    self._full.reset()
                 continue
             with self.waiting():
                 try:
-                    async with asyncio.timeout(AGAIN_S if self._failed else None):
+                    async with asyncio.timeout(AGAIN_S if self._failed or self._lacking else None):
                         await self._news.wait()
                 except TimeoutError:
                     self._failed.clear()
+
+    async def _failure(self, head: WeightHead, error: WeightError | BusError | OSError) -> None:
+        """Report a version that could not be staged; the same failure again only each time its count has doubled."""
+        if isinstance(error, OSError) and error.errno in _FULL:
+            self._full_until = time.monotonic() + self._full.next()
+            if not self._lacking:
+                section = self.config.weights
+                need, held = await self._need(head), self.store.versions()
+                self._lacking = need
+                await self.event(
+                    "disk_full",
+                    f"version {head.version} needs {need} bytes in {self.store.folder}/ and {self._free()} are free; "
+                    f"the versions {held} stay, because they are newest or pinned: free some space, or lower [weights] "
+                    f"keep ({section.keep}) and [curriculum] staleness ({self.config.curriculum.staleness}); until "
+                    f"then this node stages nothing ({error.strerror})",
+                    level="error",
+                    needed_bytes=need,
+                    free_bytes=self._free(),
+                )
+            return
+        text, count = f"version {head.version}: {error}", 1
+        if self._told.get(head.version, ("", 0))[0] == text:
+            count += self._told[head.version][1]
+        self._told[head.version] = text, count
+        if count & (count - 1) == 0:
+            kind = "no_full_snapshot" if isinstance(error, NoSource) else "stage_failed"
+            await self.event(kind, text, level="error", times=count)
+
+    async def _need(self, head: WeightHead) -> int:
+        """Bytes of a version's file, about."""
+        try:
+            return (await chain.manifest(self.bus, self.run, head.manifest_seq, self.trust)).raw_bytes
+        except (WeightError, LookupError):
+            return 1
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.store.folder).free
+
+    @property
+    def _kept(self) -> int:
+        """Number of newest versions that stay."""
+        return max(self.config.weights.keep, self.config.curriculum.staleness + 2)
+
+    def _drop(self, newest: int) -> list[int]:
+        """Drop all versions but the `newest` highest, the pinned ones, and the full snapshot that others fetch."""
+        stay = list(self._pins.versions)
+        if self._served is not None and self._valid_heads.newest is not None:
+            stay.append(self._valid_heads.newest.full_version)
+        gone = self.store.keep(newest, stay)
+        for version in gone:
+            self._announced.pop(version, None)
+        return gone
 
     async def _stage(self, head: WeightHead) -> None:
         started = time.monotonic()
         wanted, state_hash = await self._wanted(head)
         path = self.store.find(head.version, state_hash)
         if path is None:
-            damage: list[str] = []
             path = self.store.path(head.version)
-            plan = await chain.obtain(
-                self.bus, head, path, self.store.find, on_damage=damage.append, trust=self.trust, shards=wanted
-            )
-            self.store.put(head.version, state_hash)
-            for text in damage:
-                await self.event("chunk_damaged", text, level="warning", version=head.version)
-            await self.metric(version=float(head.version), fetched_bytes=float(plan.wire_bytes))
-        newest = max(self.config.weights.keep, self.config.curriculum.staleness + 2)
-        for version in self.store.keep(newest, self._pins.versions):
-            self._announced.pop(version, None)
+            self._drop(self._kept)
+            try:
+                await self._build(head, path, wanted, state_hash)
+            except OSError as error:
+                # The version itself takes the place of the oldest one that is kept.
+                if error.errno not in _FULL or not self._drop(self._kept - 1):
+                    raise
+                await self._build(head, path, wanted, state_hash)
+        self._drop(self._kept)
+        await self._name_files()
         staged = WeightsStaged(
             run=self.run,
             node=self.bus.node,
@@ -150,6 +259,26 @@ class WeightReceiver(Actor):
         await self.publish_event(staged)
         self._announced[head.version] = head.state_hash
         self.status = f"version {head.version} staged"
+
+    async def _build(self, head: WeightHead, path: Path, wanted: frozenset[int] | None, state_hash: str) -> None:
+        damage: list[str] = []
+        fetch = None if self._fetcher is None else self._fetch
+        plan = await chain.obtain(
+            self.bus, head, path, self.store.find, on_damage=damage.append, trust=self.trust, shards=wanted, fetch=fetch
+        )
+        self.store.put(head.version, state_hash)
+        for text in damage:
+            await self.event("chunk_damaged", text, level="warning", version=head.version)
+        await self.metric(version=float(head.version), fetched_bytes=float(plan.wire_bytes))
+
+    async def _fetch(self, manifest: WeightManifest, wanted: frozenset[int] | None, path: Path) -> Path:
+        """Bring a full snapshot into the store, where other nodes find it, too."""
+        assert self._fetcher is not None
+        path = self.store.path(manifest.version)
+        await self._fetcher.bring(manifest, wanted, path)
+        self.store.put(manifest.version, shards.state_hash(manifest, wanted))
+        await self._name_files()
+        return path
 
     async def _wanted(self, head: WeightHead) -> tuple[frozenset[int] | None, str]:
         """The shards that this node needs (None: all), and the state hash of a file with only these shards."""

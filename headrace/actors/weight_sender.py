@@ -5,6 +5,9 @@ head record names the committed version, the last SnapshotReady names the versio
 again from the chain. The head is written with an expected sequence, so the broker refuses one of two senders; the
 refused sender fails, and after its restart it reads the head again. The sender signs the records that commit a version
 with the publisher's key, which is only in its own credentials folder.
+
+Where full snapshots are files on nodes (``[weights] full_snapshots``), it publishes only their manifests, and hands the
+files out: it serves them to other nodes, or copies them to the shared folder. They stay as long as their manifests do.
 """
 
 import asyncio
@@ -14,11 +17,13 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from headrace.bus.broker import credentials, keys
-from headrace.bus.errors import WrongSequence
+from headrace.bus.errors import Unrecoverable, WrongSequence
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
-from headrace.messages.subjects import EVENT, WEIGHT_HEAD
+from headrace.messages.subjects import EVENT, WEIGHT_HEAD, token
 from headrace.messages.training import SnapshotReady
+from headrace.messages.weights import WeightManifest
+from headrace.secret_files import SecretError
 from headrace.weights import chain, heads, shards, snapshot
 from headrace.weights.publishing import release, squash
 from headrace.weights.publishing.encoding import Encoding
@@ -27,6 +32,8 @@ from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.signing import Trust
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
+from headrace.weights.transfer import node, retention
+from headrace.weights.transfer.full_snapshots import NoSource, share, shared_path
 
 
 class WeightSender(Actor):
@@ -37,10 +44,17 @@ class WeightSender(Actor):
     async def start(self) -> None:
         """Read the head, then follow the trainer's snapshots from the newest on."""
         self.store = SnapshotStore(Path(self.config.run.dir) / self.run / "nodes" / self.bus.node / "sender")
-        """Links to at most two of the trainer's files: the base and the one that is being published."""
+        """Links to the trainer's files: the base, the one that is being published, and the full snapshots that this
+        node serves."""
         await asyncio.to_thread(self.store.scan)
         await self._take_key()
+        self._detached = self.config.weights.full_snapshots != "broker"
+        """Whether full snapshots are files on nodes."""
+        self._fulls: set[int] = set()
+        """Versions in the store that are full snapshots and stay."""
+        await self._open_transfer()
         self.commit = await self._recover()
+        await self._sweep()
         self._wanted: SnapshotReady | None = None
         self._origin: tracing.Link | None = None
         """The span, in a step's trace, that announced `_wanted`."""
@@ -66,12 +80,74 @@ class WeightSender(Actor):
         tail = await self.bus.tail("HR_WEIGHTS", WEIGHT_HEAD.at(run=self.run))
         valid = await heads.read(self.bus, self.run, self.trust)
         self._last_head = max(tail, valid.last_seq)
-        if valid.newest is None:
-            return None
-        head = valid.newest
-        manifest = await chain.manifest(self.bus, self.run, head.manifest_seq, self.trust)
-        full = await chain.manifest(self.bus, self.run, head.full_seq, self.trust)
-        return Commit(seq=self._last_head, head=head, manifest=manifest, full_bytes=full.wire_bytes)
+        return await release.recover(self.bus, valid.newest, self.trust, self.signer, self._last_head)
+
+    async def _open_transfer(self) -> None:
+        """Serve full snapshots, and find those of other nodes, as the section says. Unrecoverable."""
+        section, values = self.config.weights, await self.bus.kv("HR_STATE")
+        self._served: node.ServedStore | None = None
+        secret = ""
+        if section.full_snapshots == "peer":
+            try:
+                secret = node.secret(self.bus.credentials)
+                self._served = node.ServedStore(self.store, values, section, self.run, token(self.bus.node), "sender")
+                await self._served.start(secret, section.peer_port + 1 if section.peer_port else 0)
+            except (SecretError, OSError) as error:
+                raise Unrecoverable(f"full snapshots cannot be served to other nodes: {error}") from error
+        own_url = self._served.url if self._served is not None else ""
+        self._fetcher = node.fetcher(
+            section, values, WrongSequence, self.run, token(self.bus.node), self._tell_source, token=secret, own=own_url
+        )
+
+    async def stop(self) -> None:
+        """Serve nothing any more."""
+        if self._served is not None:
+            await self._served.close()
+
+    async def _tell_source(self, text: str) -> None:
+        await self.event("source_failed", text, level="warning")
+
+    async def _fetch(self, manifest: WeightManifest, wanted: frozenset[int] | None, path: Path) -> Path:
+        """Bring a full snapshot that other nodes have into the store."""
+        if self._fetcher is None:
+            raise NoSource(f"full snapshot {manifest.version} is a file on nodes, and [weights] names no place of it")
+        path = self.store.path(manifest.version)
+        await self._fetcher.bring(manifest, wanted, path)
+        self.store.put(manifest.version, manifest.state_hash)
+        return path
+
+    async def _hand_out(self, version: int, state_hash: str) -> None:
+        """Make the file of a full snapshot available to other nodes, before a record names it."""
+        section, path = self.config.weights, self.store.path(version)
+        if section.full_snapshots == "file":
+            there = shared_path(section.shared_dir, self.run, version, state_hash)
+            await asyncio.to_thread(share, path, there, state_hash)
+            return
+        assert self._served is not None
+        self.store.put(version, state_hash)
+        await self._served.name_files()
+
+    async def _sweep(self) -> None:
+        """Drop the files of full snapshots whose manifests were collected."""
+        section, commit = self.config.weights, self.commit
+        if commit is None:
+            return
+        if section.full_snapshots == "file":
+            try:
+                gone = await retention.sweep_shared(self.bus, self.run, section.shared_dir)
+            except OSError as error:
+                await self.event("files_not_removed", f"{section.shared_dir}: {error}", level="warning")
+            else:
+                if gone:
+                    await self.event(
+                        "files_removed", f"{len(gone)} collected full snapshots: {', '.join(map(str, gone))}"
+                    )
+        held = [file for file in self.store.files() if file.version < commit.head.full_version]
+        self.store.drop([file.version for file in await retention.unneeded(self.bus, self.run, held)])
+        newest = commit.head.full_version if commit.full_file else commit.head.full_version - 1
+        self._fulls = {version for version in self.store.versions() if version <= newest}
+        if self._served is not None:
+            await self._served.name_files()
 
     async def _follow(self) -> None:
         where = EVENT.where(run=self.run, type=SnapshotReady.type_name)
@@ -86,25 +162,32 @@ class WeightSender(Actor):
         while True:
             await self.news(self._news)
             ready = self._wanted
-            if ready is None or self._committed(ready):
+            if ready is None or (self._committed(ready) and not self._full_snapshot_due()):
                 continue
             attributes: dict[str, str | int] = {"hr.run": self.run, "hr.version": ready.version}
             try:
                 # A trace of its own, linked to the step; the regions that stage the version continue it.
                 with tracing.span("weight version", root=True, links=[self._origin], attributes=attributes):
-                    await self._publish(ready)
+                    if self._committed(ready):
+                        await self._add_full_snapshot()
+                    else:
+                        await self._publish(ready)
             except FileNotFoundError:
                 # The trainer has deleted the file for a newer one, which is announced next.
                 await self.event("snapshot_replaced", f"version {ready.version} is gone: {ready.path}", level="warning")
             except WrongSequence as error:
                 newest = (await heads.read(self.bus, self.run, self.trust)).newest
-                if newest != (self.commit.head if self.commit is not None else None):
+                before = self.commit.head.manifest_seq if self.commit is not None else None
+                if before != (newest.manifest_seq if newest is not None else None):
                     raise  # another sender publishes this run
                 # Only records that are not valid heads were stored since: publish on top of them.
                 await self.event("head_overtaken", f"version {ready.version}: {error}", level="warning")
                 self.commit = await self._recover()
                 self._news.set()
             except (WeightError, OSError) as error:
+                if self._committed(ready):  # only the full snapshot failed; the next version tries again
+                    await self.event("full_snapshot_failed", f"version {ready.version}: {error}", level="error")
+                    continue
                 self.store.drop([ready.version])
                 await self.event("snapshot_refused", f"version {ready.version}: {error}", level="error")
 
@@ -118,7 +201,12 @@ class WeightSender(Actor):
         return ready.version < head.version or (ready.version, ready.state_hash) == (head.version, made_of)
 
     async def _publish(self, ready: SnapshotReady) -> None:
-        base, section = await self._base(), self.config.weights
+        try:
+            base = await self._base()
+        except NoSource as error:
+            await self.event("base_lost", f"{error}; publishing version {ready.version} as a full snapshot", "error")
+            base = None
+        section = self.config.weights
         path, new = await self._target(ready)
         target = Snapshot(path)
         before = self.commit
@@ -137,20 +225,54 @@ class WeightSender(Actor):
             before,
             signer=self.signer,
             after=self._last_head,
+            hand_out=self._hand_out,
         )
         self.store.put(ready.version, new.state_hash)
-        self.store.keep(0, [ready.version])
+        if base is None:
+            await self._sweep()
+        self.store.keep(0, [ready.version, *self._fulls])
         await self._tell(encoding)
-        if release.full_snapshot_due(self.commit, section.anchor_every):
-            full = self._encoding(target, None, b"")
-            self.commit = await release.add_full_snapshot(self.bus, full, self.commit, signer=self.signer)
+        if self._full_snapshot_due():
+            await self._add_full_snapshot()
         if section.fold_every > 1 and ready.version and ready.version % section.fold_every == 0:
             await self._squash(section.fold_every)
+
+    def _full_snapshot_due(self) -> bool:
+        """Whether the committed version needs a full snapshot: the newest one is old, or its file is not where nodes
+        look for it."""
+        commit, section = self.commit, self.config.weights
+        if commit is None:
+            return False
+        if release.full_snapshot_due(commit, section.anchor_every):
+            return True
+        if not commit.full_file:
+            return False
+        version = commit.head.full_version
+        if section.full_snapshots == "file":
+            return not shared_path(section.shared_dir, self.run, version, commit.full_file).exists()
+        return self._served is None or self.store.find(version, commit.full_file) is None
+
+    async def _add_full_snapshot(self) -> None:
+        """Publish a full snapshot of the committed version beside it."""
+        base = await self._base()
+        if base is None or self.commit is None or not self._full_snapshot_due():
+            return  # the search for the base has brought the file back
+        full = self._encoding(base, None, b"")
+        self.commit = await release.add_full_snapshot(
+            self.bus, full, self.commit, signer=self.signer, hand_out=self._hand_out
+        )
+        await self._sweep()
 
     def _encoding(self, target: Snapshot, base: Snapshot | None, hashes: bytes) -> Encoding:
         section = self.config.weights
         return Encoding(
-            target, base, name=section.codec, base_hashes=hashes, shards=section.shards, workers=section.encoders
+            target,
+            base,
+            name=section.codec,
+            base_hashes=hashes,
+            shards=section.shards,
+            workers=section.encoders,
+            detached=base is None and self._detached,
         )
 
     async def _target(self, ready: SnapshotReady) -> tuple[Path, NewVersion]:
@@ -181,7 +303,14 @@ class WeightSender(Actor):
         codec = self.config.weights.codec
         try:
             record = await squash.publish(
-                self.bus, self.bus, self.commit.head, count=count, name=codec, signer=self.signer, trust=self.trust
+                self.bus,
+                self.bus,
+                self.commit.head,
+                count=count,
+                name=codec,
+                signer=self.signer,
+                trust=self.trust,
+                fetch=self._fetch,
             )
         except (WeightError, LookupError) as error:
             await self.event("squash_failed", f"version {self.commit.head.version}: {error}", level="warning")
@@ -202,7 +331,7 @@ class WeightSender(Actor):
         path = self.store.find(head.version, head.state_hash)
         if path is None:
             path = self.store.path(head.version)
-            await chain.obtain(self.bus, head, path, self.store.find, trust=self.trust)
+            await chain.obtain(self.bus, head, path, self.store.find, trust=self.trust, fetch=self._fetch)
             self.store.put(head.version, head.state_hash)
             await self.event("base_rebuilt", f"version {head.version} was built again from the chain")
         return Snapshot(path)

@@ -330,7 +330,8 @@ STREAMS: tuple[Stream, ...] = (
 STREAM: dict[str, Stream] = {stream.name: stream for stream in STREAMS}
 
 KEY_VALUES: dict[str, str] = {
-    "HR_STATE": "run configuration, min_version per run, durable trainer position, adapters of semantic search",
+    "HR_STATE": "run configuration, min_version per run, durable trainer position, adapters of semantic search, "
+    "addresses of nodes that serve weights",
     "HR_SESSION": "open sessions of users with their prompts; only gateways read it",
     "HR_LEASE": "capacity leases; the revision is the fencing token",
     "HR_PRESENCE": "heartbeats of live actors; entries lapse after 15 s",

@@ -16,7 +16,7 @@ import asyncio
 import heapq
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ import msgspec
 from headrace.messages import subjects
 from headrace.messages.weights import ChunkInfo, WeightChunk, WeightHead, WeightManifest, WeightSquash
 from headrace.weights import shards as sharding
-from headrace.weights import signing
+from headrace.weights import signing, state
 from headrace.weights.receiving.staging import BrokenVersion, DamagedChunk, StagedFile, check_manifest
 from headrace.weights.signing import Trust, Untrusted
 from headrace.weights.snapshot import Snapshot
@@ -39,6 +39,9 @@ TRIES = 3
 
 Find = Callable[[int, str], Path | None]
 """(version, state hash) to the path of a file with exactly that state, or None."""
+Fetch = Callable[[WeightManifest, frozenset[int] | None, Path], Awaitable[Path]]
+"""(manifest, shards, path) to the path of the verified file of a detached full snapshot: that path, or one in a store.
+`transfer.full_snapshots` has it."""
 
 
 class Stored(Protocol):
@@ -95,9 +98,11 @@ class BuildPlan(msgspec.Struct, frozen=True):
 
 
 def cost(manifest: WeightManifest, shards: frozenset[int] | None) -> int:
-    """Bytes of a manifest's chunks of these shards."""
+    """Bytes to fetch for a manifest: its chunks of these shards, or the tensors of a detached one."""
     if shards is None:
         return manifest.wire_bytes
+    if manifest.detached:
+        return sum(state.nbytes(info) for info in manifest.tensors if info.shard in shards)
     return sum(info.bytes for info in manifest.chunks if info.shard in shards)
 
 
@@ -274,15 +279,37 @@ async def chunk(source: StreamSource, of: WeightManifest, info: ChunkInfo) -> by
 
 
 async def build(
-    source: StreamSource, way: BuildPlan, path: Path, *, on_damage: Callable[[str], None] = lambda text: None
+    source: StreamSource,
+    way: BuildPlan,
+    path: Path,
+    *,
+    on_damage: Callable[[str], None] = lambda text: None,
+    fetch: Fetch | None = None,
 ) -> str:
     """Fetch, apply, verify, and leave the file at `path`; returns its state hash.
+
+    fetch: brings a full snapshot whose bits are no chunks; without it such a plan is a BrokenVersion.
 
     A chunk that does not match is fetched up to `TRIES` times, and `on_damage` gets a text each time. Decoding runs in
     a thread, so the event loop stays free. DamagedChunk or BrokenVersion when the file cannot be built; a cancellation
     leaves no file.
     """
-    last = way.manifests[-1]
+    first, last = way.manifests[0], way.manifests[-1]
+    if first.detached:
+        if fetch is None:
+            raise BrokenVersion(
+                f"full snapshot {first.version} of run {first.run} is a file on its nodes and no chunks in the stream: "
+                f"set [weights] full_snapshots as its sender has it"
+            )
+        between = path.with_name(f".{path.name}.full.part")
+        try:
+            file = await fetch(first, way.shards, path if first is last else between)
+            if first is last:
+                return sharding.state_hash(last, way.shards)
+            rest = msgspec.structs.replace(way, manifests=way.manifests[1:], base=file)
+            return await build(source, rest, path, on_damage=on_damage)
+        finally:
+            between.unlink(missing_ok=True)
     upcoming = way.chunks()
     fetching: deque[asyncio.Task[bytes]] = deque()
 
@@ -323,15 +350,17 @@ async def obtain(
     on_damage: Callable[[str], None] = lambda text: None,
     trust: Trust | None = None,
     shards: frozenset[int] | None = None,
+    fetch: Fetch | None = None,
 ) -> BuildPlan:
-    """Build a committed version at `path` along the cheapest path, and return the plan that worked.
+    """Build a committed version at `path` along the cheapest path, and return the plan that worked. fetch: as in
+    `build`.
 
     When the local base or a squash is broken, or a planned record was collected meanwhile, the version is built from
     its full snapshot. BrokenVersion when that fails too.
     """
     way = await plan(source, commit, find, trust=trust, shards=shards)
     try:
-        await build(source, way, path, on_damage=on_damage)
+        await build(source, way, path, on_damage=on_damage, fetch=fetch)
         return way
     except LookupError as error:
         on_damage(f"{error}; looking for another way to version {commit.version}")
@@ -341,7 +370,7 @@ async def obtain(
         on_damage(f"{error}; building version {commit.version} from its full snapshot instead")
     way = await plan(source, commit, trust=trust, shards=shards, squashed=False)
     try:
-        await build(source, way, path, on_damage=on_damage)
+        await build(source, way, path, on_damage=on_damage, fetch=fetch)
     except LookupError as error:
         raise BrokenVersion(
             f"version {commit.version} of run {commit.run} was collected while it was fetched: {error}"

@@ -35,13 +35,16 @@ class Proof(msgspec.Struct, kw_only=True):
     faults: list[str] = []
 
 
-async def prove(source: chain.StreamSource, run: str, trust: Trust | None = None) -> Proof:
-    """Build and check every version of a run. trust: the publishers whose signatures are required; None checks none."""
+async def prove(
+    source: chain.StreamSource, run: str, trust: Trust | None = None, fetch: chain.Fetch | None = None
+) -> Proof:
+    """Build and check every version of a run. trust: the publishers whose signatures are required; None checks none.
+    fetch: brings full snapshots that are files, as in `chain.build`."""
     proof = Proof(faults=[])
     book = heads.Heads(run, trust)
     with tempfile.TemporaryDirectory(prefix="headrace-verify-") as text:
         folder = Path(text)
-        walk = _Walk(source, run, trust, folder, proof)
+        walk = _Walk(source, run, trust, folder, proof, fetch)
         async for stored in source.history(chain.STREAM, subjects.WEIGHT_HEAD.at(run=run)):
             try:
                 await walk.version(book.take(stored))
@@ -64,7 +67,16 @@ async def prove(source: chain.StreamSource, run: str, trust: Trust | None = None
 class _Walk:
     """The versions of a run in order, each built from the one before."""
 
-    def __init__(self, source: chain.StreamSource, run: str, trust: Trust | None, folder: Path, proof: Proof):
+    def __init__(
+        self,
+        source: chain.StreamSource,
+        run: str,
+        trust: Trust | None,
+        folder: Path,
+        proof: Proof,
+        fetch: chain.Fetch | None,
+    ):
+        self.fetch = fetch
         self.source, self.run, self.trust, self.folder, self.proof = source, run, trust, folder, proof
         self.before: WeightManifest | None = None
         self.file: Path | None = None
@@ -85,7 +97,7 @@ class _Walk:
             await chain.build(self.source, chain.BuildPlan((manifest,), self.file), path)
         else:
             way = await chain.plan(self.source, head, trust=self.trust, squashed=False)
-            await chain.build(self.source, way, path)
+            await chain.build(self.source, way, path, fetch=self.fetch)
         if manifest.base_version < 0:
             self.full_snapshots.add(head.manifest_seq)
         if head.full_seq not in (0, head.manifest_seq, *self.full_snapshots):
@@ -107,7 +119,8 @@ class _Walk:
             return
         if full.base_version >= 0 or full.version != head.full_version:
             raise BrokenVersion(f"the head of version {head.version} names a full snapshot that is a delta")
-        await chain.build(self.source, chain.BuildPlan((full,), None), self.folder / "full snapshot.safetensors")
+        path = self.folder / "full snapshot.safetensors"
+        await chain.build(self.source, chain.BuildPlan((full,), None), path, fetch=self.fetch)
         self.proof.full_snapshots += 1
         self.proof.wire_bytes += full.wire_bytes
 

@@ -86,7 +86,9 @@ async def show(source: chain.StreamSource, run: str, version: int = -1) -> str:
         "tensors": f"{len(stored.tensors)}, {stored.elements} elements, {_size(stored.raw_bytes)}",
         "blocks": f"{len(stored.block_hashes) // 16}",
         "changed": f"{stored.changed} elements, {_changed(stored)}",
-        "wire": f"{_size(stored.wire_bytes)} in {len(stored.chunks)} chunks, {_ratio(stored)}, encoded at {gbs}",
+        "wire": f"{_size(stored.wire_bytes)} as a file, which nodes get from each other or from a shared folder"
+        if stored.detached
+        else f"{_size(stored.wire_bytes)} in {len(stored.chunks)} chunks, {_ratio(stored)}, encoded at {gbs}",
         "from nothing": f"full snapshot {way.manifests[0].version} and {len(way.manifests) - 1} deltas, "
         f"{_size(way.wire_bytes)}",
     }
@@ -94,10 +96,15 @@ async def show(source: chain.StreamSource, run: str, version: int = -1) -> str:
 
 
 async def verify(
-    source: chain.StreamSource, run: str, version: int = -1, *, trust: Trust | None = None
+    source: chain.StreamSource,
+    run: str,
+    version: int = -1,
+    *,
+    trust: Trust | None = None,
+    fetch: chain.Fetch | None = None,
 ) -> tuple[bool, str]:
     """Build a version (-1: the newest) from its full snapshot, as a node without any file would, and check every chunk,
-    block, parent and the state hash; with `trust` also every signature.
+    block, parent and the state hash; with `trust` also every signature. fetch: as in `chain.build`.
 
     Returns True and a sentence when every check passed, otherwise False and the first fault.
     """
@@ -115,7 +122,7 @@ async def verify(
             current = before
         with tempfile.TemporaryDirectory(prefix="headrace-verify-") as folder:
             path = Path(folder) / "v.safetensors"
-            await chain.build(source, way, path)
+            await chain.build(source, way, path, fetch=fetch)
             state_hash = snapshot.file_hash(path)
     except (WeightError, LookupError) as error:
         return False, str(error)
@@ -127,10 +134,12 @@ async def verify(
     )
 
 
-async def verify_all(source: chain.StreamSource, run: str, trust: Trust | None = None) -> tuple[bool, str]:
+async def verify_all(
+    source: chain.StreamSource, run: str, trust: Trust | None = None, fetch: chain.Fetch | None = None
+) -> tuple[bool, str]:
     """Build and hash the whole chain from the stream. Returns True and a sentence, or False and every fault, one per
-    line."""
-    proven = await proof.prove(source, run, trust)
+    line. fetch: as in `chain.build`."""
+    proven = await proof.prove(source, run, trust, fetch)
     if proven.faults:
         return False, "\n".join(proven.faults)
     if not proven.versions:

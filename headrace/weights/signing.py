@@ -28,7 +28,7 @@ from headrace.weights.state import WeightError
 
 PUBLIC_FILE = "weight_publisher.pub"
 """A file in the credentials folder of every node: the publishers' public keys, one per line."""
-_LATER = frozenset({"precision", "source_hash", "after", "signer"})
+_LATER = frozenset({"precision", "source_hash", "after", "signer", "detached"})
 
 Signed = WeightManifest | WeightHead | WeightSquash
 S = TypeVar("S", WeightManifest, WeightHead, WeightSquash)

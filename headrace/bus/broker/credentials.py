@@ -1,7 +1,8 @@
 """Credentials of a run: one seed file per role and the broker's list of public keys, mode 0600, in one folder.
 
 The folder also holds the key that signs weights, which is not a user of the broker: ``weight_publisher.nk`` belongs on
-the sender's node alone, ``weight_publisher.pub`` on every node that receives.
+the sender's node alone, ``weight_publisher.pub`` on every node that receives. ``weight_peers.key`` is the secret by
+which these nodes fetch weights from each other; all regions of a run have the same one.
 
 ``python -m headrace.bus.broker.credentials FOLDER`` makes them for a broker that an operator starts by hand. With
 ``--run`` (once per run) runs that share a broker get an account each, with seeds in ``FOLDER/<run>``. Every command
@@ -14,6 +15,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from secrets import token_hex
 
 from headrace.bus.broker import tls
 from headrace.bus.broker.keys import Key
@@ -23,6 +25,8 @@ from headrace.messages.subjects import token
 
 PUBLISHER = "weight_publisher"
 """Name of the key that signs weights."""
+PEERS = "weight_peers.key"
+"""File with the secret by which nodes fetch weights from each other ([weights] full_snapshots = "peer")."""
 ISSUER = "issuer"
 """Name of the key that signs the users of tenants."""
 TENANTS = (f"{CALLOUT_ROLE}.nk", f"{ISSUER}.nk")
@@ -48,6 +52,7 @@ def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
         run_folder = folder / run
         roles[run] = _seeds(run_folder)
         _publisher(run_folder)
+        _peers(run_folder)
         private(run_folder / ACCOUNT, run)
     private(folder / "users.conf", accounts_conf(roles, _tenants(folder)) + tls.server_conf(folder))
     return folder
@@ -88,6 +93,7 @@ def write(folder: Path) -> Path:
     """
     private(folder / "users.conf", users_conf(_seeds(folder), tenants=_tenants(folder)) + tls.server_conf(folder))
     _publisher(folder)
+    _peers(folder)
     return folder
 
 
@@ -147,9 +153,18 @@ def _publisher(folder: Path) -> None:
         private(public, _key(folder / f"{PUBLISHER}.nk").public + "\n")
 
 
+def _peers(folder: Path) -> None:
+    """Make the secret of nodes that fetch weights from each other."""
+    if not (folder / PEERS).exists():
+        private(folder / PEERS, token_hex(32) + "\n")
+
+
 def adopt_publisher(folder: Path, source: Path) -> None:
-    """Accept the versions that another folder's publisher signs: a region's folder gets its hub's public key. Does
-    nothing without one."""
+    """Accept the versions that another folder's publisher signs, and fetch weights from its nodes: a region's folder
+    gets its hub's public key and its secret of peers. Does nothing for one that is not there."""
+    peers = source / PEERS
+    if peers.exists():
+        private(folder / PEERS, peers.read_text(encoding="ascii"))
     public_key = source / f"{PUBLISHER}.pub"
     if public_key.exists():
         (folder / f"{PUBLISHER}.nk").unlink(missing_ok=True)

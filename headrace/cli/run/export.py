@@ -52,7 +52,9 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
     place = folder.path if folder.path.is_dir() else None  # actors on other hosts leave no folder here
     with tempfile.TemporaryDirectory(prefix="export-", dir=place) as temporary:
         weights = Path(temporary) / "weights"
-        await chains.obtain(chain.bus, head, weights, lambda version, state_hash: None, trust=chain.trust)
+        await chains.obtain(
+            chain.bus, head, weights, lambda version, state_hash: None, trust=chain.trust, fetch=chain.fetch
+        )
         try:
             # Weights in eight bits become bfloat16, which holds them exactly and every reader supports.
             shape, tensors = shape_of(folder, config), precision.restore(tensor_state.read(weights))

@@ -36,7 +36,9 @@ async def squash(chain: "Chain", args: argparse.Namespace) -> int:
         raise RunError(f"{error}: `weights squash` signs its delta, so run it on the weight sender's node") from None
     head = await report.commit_of(bus, chain.folder.id, -1)
     name = chain.section.codec
-    record = await squashing.publish(bus, bus, head, count=args.count, name=name, signer=signer, trust=trust)
+    record = await squashing.publish(
+        bus, bus, head, count=args.count, name=name, signer=signer, trust=trust, fetch=chain.fetch
+    )
     deltas = await squashing.span(bus, head, args.count, trust)
     before = sum(delta.wire_bytes for delta in deltas)
     say(

@@ -10,7 +10,7 @@ stream's de-duplication window.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -18,8 +18,9 @@ import msgspec
 from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.weights import ChunkInfo, WeightChunk, WeightHead, WeightManifest
+from headrace.weights import chain
 from headrace.weights.publishing.encoding import Encoding, Piece, describe
-from headrace.weights.signing import Signer, sealed
+from headrace.weights.signing import Signer, Trust, sealed
 from headrace.weights.state import WeightError
 
 AHEAD = 8
@@ -37,6 +38,10 @@ class Sink(Protocol):
         """Store a message and return its sequence. Raises when `expect` is not the subject's last sequence."""
 
 
+HandOut = Callable[[int, str], Awaitable[None]]
+"""Makes the file of a detached full snapshot, (version, state hash), available to other nodes."""
+
+
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """The newest version in the stream: its head record, the head's sequence, and its manifest."""
 
@@ -46,6 +51,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     since_full: int = 0
     """Wire bytes of the deltas since the newest full snapshot."""
     full_bytes: int = 0
+    full_file: str = ""
+    """State hash of the newest full snapshot where it is detached; empty where the stream has its chunks."""
 
 
 class NewVersion(msgspec.Struct, frozen=True):
@@ -111,11 +118,13 @@ async def release(
     *,
     signer: Signer | None = None,
     after: int = 0,
+    hand_out: HandOut | None = None,
 ) -> Commit:
     """Publish a version after `before`: a delta when the encoding has a base (the state of `before`), otherwise a full
     snapshot. WeightError, and no commit, when the file has another state hash than the trainer announced.
 
-    after: the sequence of the last record on the head's subject, used when `before` is None.
+    after: the sequence of the last record on the head's subject, used when `before` is None. hand_out: called for a
+    detached full snapshot, before its head.
     """
     run, version = new.run, new.version
     chunks = await upload(sink, encoding, run, version)
@@ -123,6 +132,8 @@ async def release(
         raise WeightError(
             f"the file of version {version} has state {encoding.state_hash}, the trainer announced {new.state_hash}"
         )
+    if encoding.detached and hand_out is not None:
+        await hand_out(version, new.state_hash)
     base = before if encoding.base is not None else None
     manifest = sealed(
         encoding.manifest(
@@ -160,6 +171,7 @@ async def release(
         manifest=manifest,
         since_full=0 if base is None else base.since_full + manifest.wire_bytes,
         full_bytes=manifest.wire_bytes if base is None else base.full_bytes,
+        full_file=(new.state_hash if encoding.detached else "") if base is None else base.full_file,
     )
 
 
@@ -170,11 +182,20 @@ def full_snapshot_due(commit: Commit, every: int) -> bool:
     return age >= every or (age > 0 and commit.since_full > FULL_AFTER_BYTES * commit.full_bytes > 0)
 
 
-async def add_full_snapshot(sink: Sink, encoding: Encoding, commit: Commit, *, signer: Signer | None = None) -> Commit:
-    """Store a full snapshot of the committed version beside its delta; the next head names it.
+async def add_full_snapshot(
+    sink: Sink,
+    encoding: Encoding,
+    commit: Commit,
+    *,
+    signer: Signer | None = None,
+    hand_out: HandOut | None = None,
+) -> Commit:
+    """Store a full snapshot of the committed version beside its delta; the next head names it. hand_out: as in
+    `release`.
 
-    It follows the head, so receivers that are up to date do not wait for it. When the sender dies before the next head,
-    the snapshot stays unused and the next sender publishes another. WeightError when the encoding has another state.
+    It follows the head, so receivers that are up to date do not wait for it. A sender that dies before the next head
+    finds the snapshot's manifest after its restart (`recover`), or publishes the snapshot again when it is not
+    complete. WeightError when the encoding has another state.
     """
     run, version = commit.head.run, commit.head.version
     chunks = await upload(sink, encoding, run, version, first=len(commit.manifest.chunks))
@@ -182,11 +203,58 @@ async def add_full_snapshot(sink: Sink, encoding: Encoding, commit: Commit, *, s
         raise WeightError(
             f"the full snapshot of version {version} has state {encoding.state_hash}, expected {commit.head.state_hash}"
         )
+    if encoding.detached and hand_out is not None:
+        await hand_out(version, encoding.state_hash)
     made = commit.manifest
     manifest = encoding.manifest(
         run, version, chunks, base=None, step=version, precision=made.precision, source_hash=made.source_hash
     )
     seq = await sink.publish(subjects.WEIGHT_MANIFEST.at(run=run, version=version), sealed(manifest, signer))
+    return with_full_snapshot(commit, manifest, seq, signer)
+
+
+def with_full_snapshot(commit: Commit, full: WeightManifest, seq: int, signer: Signer | None) -> Commit:
+    """A commit whose version has a full snapshot, at sequence `seq`, that its stored head does not name."""
     # Signed again, because a node that builds this version from the kept head verifies its signature.
-    head = sealed(msgspec.structs.replace(commit.head, full_version=version, full_seq=seq), signer)
-    return msgspec.structs.replace(commit, head=head, since_full=0, full_bytes=manifest.wire_bytes)
+    head = sealed(msgspec.structs.replace(commit.head, full_version=full.version, full_seq=seq), signer)
+    full_file = full.state_hash if full.detached else ""
+    return msgspec.structs.replace(commit, head=head, since_full=0, full_bytes=full.wire_bytes, full_file=full_file)
+
+
+async def recover(
+    source: chain.StreamSource, newest: WeightHead | None, trust: Trust, signer: Signer | None, seq: int
+) -> Commit | None:
+    """The newest version in the stream as its sender knew it, from its valid head; None before the first.
+
+    seq: the sequence of the last record on the head's subject. A full snapshot of that version that was stored after
+    its head counts. BrokenVersion, Untrusted and LookupError as `chain.manifest`.
+    """
+    if newest is None:
+        return None
+    run = newest.run
+    manifest = await chain.manifest(source, run, newest.manifest_seq, trust)
+    full = await chain.manifest(source, run, newest.full_seq, trust)
+    since, delta = 0, manifest
+    while delta.base_version >= 0 and (delta.version, delta.state_hash) != (full.version, full.state_hash):
+        since += delta.wire_bytes
+        try:
+            delta = await chain.manifest(source, run, delta.base_seq, trust)
+        except LookupError:
+            break
+    commit = Commit(
+        seq=seq,
+        head=newest,
+        manifest=manifest,
+        since_full=since,
+        full_bytes=full.wire_bytes,
+        full_file=full.state_hash if full.detached else "",
+    )
+    beside = subjects.WEIGHT_MANIFEST.at(run=run, version=newest.version)
+    async for stored in source.history(chain.STREAM, beside, start=newest.manifest_seq + 1):
+        try:
+            other = await chain.manifest(source, run, stored.seq, trust)
+        except (WeightError, LookupError):
+            continue
+        if other.base_version < 0 and other.state_hash == newest.state_hash:
+            commit = with_full_snapshot(commit, other, stored.seq, signer)
+    return commit

@@ -64,8 +64,10 @@ async def publish(
     name: str = "d8-zstd",
     signer: Signer | None = None,
     trust: Trust | None = None,
+    fetch: chain.Fetch | None = None,
 ) -> WeightSquash:
-    """Squash the last `count` deltas up to a commit and store the result. BrokenVersion for fewer than two deltas."""
+    """Squash the last `count` deltas up to a commit and store the result. BrokenVersion for fewer than two deltas.
+    fetch: as in `chain.build`, for deltas that do not compose."""
     deltas = await span(bus, commit, count, trust)
     if len(deltas) < 2:
         raise BrokenVersion(f"version {commit.version} follows {len(deltas)} deltas; expected at least 2 to squash")
@@ -80,7 +82,7 @@ async def publish(
         with tempfile.TemporaryDirectory(prefix="headrace-squash-") as text:
             files = Path(text) / "base", Path(text) / "target"
             older = await chain.plan(bus, sealed(_commit_of(base, first.base_seq, commit), signer), trust=trust)
-            await chain.build(bus, older, files[0])
+            await chain.build(bus, older, files[0], fetch=fetch)
             await chain.build(bus, chain.BuildPlan(tuple(deltas), files[0]), files[1])
             count_of_shards = 1 + max((info.shard for info in last.tensors), default=0)
             encoding = Encoding(Snapshot(files[1]), Snapshot(files[0]), name=name, shards=count_of_shards)

@@ -59,6 +59,25 @@ async def test_four_regions_stage_a_version_from_their_own_mirrors(run: WeightRu
             assert snapshot.file_hash(staged.path) == run.hashes[version]
 
 
+async def test_full_snapshots_go_from_the_hub_to_a_region_and_from_node_to_node_there(
+    run: WeightRun, brokers: World
+) -> None:
+    section = msgspec.structs.replace(run.config.weights, full_snapshots="peer", region="hub")
+    run.config = msgspec.structs.replace(run.config, weights=section)
+    sender = await run.actor(WeightSender)
+    near = await receiver(run, brokers, "eu")
+    for version in range(2):
+        await run.train(version)
+        staged = await within(PATIENCE_S, run.staged(version, node="eu"))
+        assert snapshot.file_hash(staged.path) == run.hashes[version]
+    await sender.shut(1.0)
+    bus = await brokers.connect("weight_sync", region="eu", node="eu-2")
+    await run.actor(WeightReceiver, bus=bus)
+    staged = await within(PATIENCE_S, run.staged(1, node="eu-2"))
+    assert (staged.region, snapshot.file_hash(staged.path)) == ("eu", run.hashes[1])
+    assert near.store.versions() == [0, 1]
+
+
 async def test_a_region_that_was_cut_off_catches_up(run: WeightRun, brokers: World) -> None:
     await run.actor(WeightSender)
     await receiver(run, brokers, "eu")

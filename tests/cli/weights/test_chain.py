@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from headrace.cli import main
 from headrace.launch import runs
 from headrace.weights import snapshot
 from tests.support.chains import Run
+from tests.support.weights import model
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +73,58 @@ def test_the_commands(
     (root / "runs/r1/broker/credentials/weight_publisher.pub").unlink()
     # The broker's start makes a new key, which signed nothing here.
     assert "not among [weights] publishers" in said(capsys, "verify", code=1)
+
+
+@pytest.fixture(scope="module")
+def detached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+    """A folder with one run whose full snapshots are files: versions 0 to 5, the state hash of each."""
+    from headrace.actors.weight_sender import WeightSender
+    from tests.support.weight_runs import WeightRun
+
+    root = tmp_path_factory.mktemp("detached")
+    folder = runs.create(root / "runs", "r1")
+
+    async def publish() -> dict[int, str]:
+        async with Server(folder.broker) as server:
+            async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+                await declare(admin)
+            buses: list[Bus] = []
+
+            async def connect(role: str = "admin", **options: Any) -> Bus:
+                buses.append(await Bus.connect(server.url, role=role, credentials=server.credentials, **options))
+                return buses[-1]
+
+            run = WeightRun(connect, root / "runs", full_snapshots="peer", anchor_every=2)
+            run.id, run.tensors = "r1", model(wide=1000)
+            await run.open()
+            await run.actor(WeightSender)
+            for version in range(6):
+                await run.train(version)
+                await run.event("published", f"version {version}")
+            await run.close()
+            for bus in buses:
+                await bus.close()
+        (folder.path / "config.json").write_text('{"weights": {"full_snapshots": "peer"}}')
+        return run.hashes
+
+    return root, asyncio.run(publish())
+
+
+def test_the_commands_find_full_snapshots_that_are_files(
+    detached: tuple[Path, dict[int, str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, hashes = detached
+    monkeypatch.chdir(root)
+    store = root / "runs/r1/nodes/n1/sender"
+    assert "as a file" in said(capsys, "show", "--version", "0")
+    assert "versions 0 to 5, 6 built and hashed" in said(capsys, "verify")
+    assert hashes[3] in said(capsys, "verify", "--version", "3")
+    said(capsys, "export", "out.safetensors", "r1", "--version", "3")
+    assert snapshot.file_hash("out.safetensors") == hashes[3]
+    removed = said(capsys, "collect", "--chains", "2")
+    assert f"removed 1 files of full snapshots: {store}/0.safetensors" in removed
+    assert sorted(path.stem for path in store.glob("*.safetensors")) == ["2", "4", "5"]
+    assert "older versions are collected" in said(capsys, "verify")
+    (store / "2.safetensors").unlink()
+    text = said(capsys, "export", "other.safetensors", "r1", "--version", "3", code=1)
+    assert "nobody has" in text and f"the stores in {root}/runs/r1/nodes/" in text

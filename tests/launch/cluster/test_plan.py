@@ -52,6 +52,15 @@ def test_each_host_gets_its_processes_and_only_the_keys_of_their_roles(tmp_path:
     }
 
 
+def test_hosts_that_fetch_from_each_other_share_a_secret_and_an_address(tmp_path: Path) -> None:
+    peers = RUN + '[weights]\nfull_snapshots = "peer"\n'
+    with pytest.raises(ConfigError, match=r"weights\.peer_host is 127\.0\.0\.1, where the other 1 hosts cannot fetch"):
+        plans(tmp_path, run=peers)
+    hosts = plans(tmp_path, run=peers + 'peer_host = "0.0.0.0"\n')
+    secrets = {plan.files["credentials/weight_peers.key"] for plan in hosts.values()}
+    assert len(hosts) == 2 and len(secrets) == 1
+
+
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
