@@ -18,13 +18,15 @@ from msgspec.structs import replace
 
 from headrace.bus.broker import credentials, keys
 from headrace.bus.errors import Unrecoverable, WrongSequence
+from headrace.bus.nats import streams
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
+from headrace.config import versions
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD, token
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightManifest
 from headrace.secret_files import SecretError
-from headrace.weights import chain, heads, shards, snapshot
+from headrace.weights import chain, heads, shards, snapshot, state
 from headrace.weights.publishing import release, squash
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.publishing.release import Commit, NewVersion
@@ -55,6 +57,10 @@ class WeightSender(Actor):
         await self._open_transfer()
         self.commit = await self._recover()
         await self._sweep()
+        if self.commit is not None:
+            await self._require_stream(self.commit.manifest.raw_bytes)
+        elif expected := self._expected_bytes():
+            await self._require_stream(expected)
         self._wanted: SnapshotReady | None = None
         self._origin: tracing.Link | None = None
         """The span, in a step's trace, that announced `_wanted`."""
@@ -81,6 +87,30 @@ class WeightSender(Actor):
         valid = await heads.read(self.bus, self.run, self.trust)
         self._last_head = max(tail, valid.last_seq)
         return await release.recover(self.bus, valid.newest, self.trust, self.signer, self._last_head)
+
+    def _expected_bytes(self) -> int:
+        """Bytes of a version's file by the configuration's policy; 0 where this machine cannot know them."""
+        from headrace.policy.config import CheckpointError
+        from headrace.policy.layout import hugging_face, sizes
+
+        try:
+            policy = hugging_face.of_run(self.config)
+        except (CheckpointError, OSError, ValueError):
+            return 0  # the checkpoint is on the trainer's machine: its first file says how large a version is
+        return sizes.file_bytes(policy, self.config.weights.precision)
+
+    async def _require_stream(self, file_bytes: int) -> None:
+        """Unrecoverable when the stream cannot hold the chains that the run keeps of it. file_bytes: of a version."""
+        needed = versions.stream_bytes(self.config, file_bytes)
+        limit = (await streams.size_of(self.bus.connection, chain.STREAM)).limit
+        account = await streams.storage_limit(self.bus.connection)
+        for most, what in ((limit, f"the stream {chain.STREAM}"), (account, "the broker's account")):
+            if 0 < most < needed:
+                raise Unrecoverable(
+                    f"{what} may hold {most} bytes, and the run needs {needed} there: "
+                    f"{versions.chains_kept(self.config)} chains of versions of {file_bytes} bytes and their deltas; "
+                    f"{versions.how_to_fit(self.config)}"
+                )
 
     async def _open_transfer(self) -> None:
         """Serve full snapshots, and find those of other nodes, as the section says. Unrecoverable."""
@@ -210,6 +240,8 @@ class WeightSender(Actor):
         path, new = await self._target(ready)
         target = Snapshot(path)
         before = self.commit
+        if base is None:
+            await self._require_stream(sum(map(state.nbytes, target.tensors)))
         cut = shards.assign(target.tensors, section.shards)
         if base is not None and before is not None and before.manifest.tensors != cut:
             await self.event(

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from headrace.config.base import (
@@ -39,6 +40,36 @@ class Run(Section, frozen=True, kw_only=True):
     """MiB that must be free for a run to start. When less than an eighth of that is free, the run is shut down."""
 
 
+class StreamGib(Section, frozen=True, kw_only=True):
+    """Limits of streams in GiB, set when the streams are declared. With 0 a stream keeps the limit that it has, and a
+    new one has none, or with `headrace bus declare --reserve` its planned size."""
+
+    task: Amount = 0.0
+    """Requests of attempts."""
+    ledger: Amount = 0.0
+    """Issued and failed slots."""
+    traj: Amount = 0.0
+    """Trajectories."""
+    turn: Amount = 0.0
+    """Turns of attempts."""
+    score: Amount = 0.0
+    """Scores and closings."""
+    weights: Amount = 0.0
+    """Versions of the weights: `headrace check` says how much the run needs."""
+    blob: Amount = 0.0
+    """Payloads over 1 MiB."""
+    step: Amount = 0.0
+    """Steps of the trainer."""
+    event: Amount = 0.0
+    """Events, alarms and other records of actors."""
+    feedback: Amount = 0.0
+    """Ratings and their ends."""
+    advisory: Amount = 0.0
+    """The broker's advisories."""
+    dlq: Amount = 0.0
+    """Dead letters."""
+
+
 class Bus(Section, frozen=True, kw_only=True):
     """The broker, and how actors connect to it."""
 
@@ -49,6 +80,8 @@ class Bus(Section, frozen=True, kw_only=True):
     credentials: OptionalPath = ""
     """Folder of per-role credentials; headrace makes one per run when it starts the server. A folder with one account
     per run serves several runs: each run uses its own account."""
+    stream_gib: StreamGib = StreamGib()
+    """Limits of streams, [bus.stream_gib]: a key per stream, in GiB."""
     region: Token = "local"
     """Region under which this node's gateways and rollout actors report their load."""
     otlp_endpoint: HttpUrl = ""
@@ -59,6 +92,12 @@ class Bus(Section, frozen=True, kw_only=True):
     blob_upload: Literal["before", "after", "never"] = "after"
     """When a payload in `blob_dir` is also stored at the broker. Use `never` only on a single node, with a
     folder on the disk of the broker."""
+
+    @property
+    def stream_bytes(self) -> dict[str, int]:
+        """The limits of `stream_gib` in bytes, by the names of the streams."""
+        sizes = msgspec.structs.asdict(self.stream_gib)
+        return {f"HR_{name.upper()}": int(size * (1 << 30)) for name, size in sizes.items() if size}
 
 
 class Metrics(Section, frozen=True, kw_only=True):

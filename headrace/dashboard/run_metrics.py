@@ -18,12 +18,13 @@ from prometheus_client.registry import Collector
 
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
+from headrace.config import versions
 from headrace.dashboard.efficiency import in_order
 from headrace.dashboard.watch import Watch
 from headrace.messages import subjects as s
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.product import Traffic
-from headrace.messages.training import Efficiency, StepDone
+from headrace.messages.training import Efficiency, SnapshotReady, StepDone
 from headrace.metrics import process
 
 POLL_S = 5.0
@@ -34,8 +35,13 @@ class _State(msgspec.Struct):
     bytes: int = 0
 
 
+class _Config(msgspec.Struct, frozen=True):
+    max_bytes: int = -1
+
+
 class _Info(msgspec.Struct):
     state: _State
+    config: _Config = _Config()
 
 
 def staleness_p99(step: StepDone) -> int:
@@ -58,7 +64,9 @@ class RunMetrics(Collector):
 
     def __init__(self, watch: Watch, bus: Bus, folder: Path) -> None:
         self._watch, self._bus, self._folder = watch, bus, folder
-        self._streams: dict[str, _State] = {}
+        self._streams: dict[str, _Info] = {}
+        self._file_bytes = 0
+        """Bytes of a version's file; 0 until the trainer has announced one."""
         self._closings: dict[str, bool] = {}
         self._traffic: dict[tuple[str, str], Traffic] = {}
 
@@ -94,7 +102,26 @@ class RunMetrics(Collector):
                 reply = await self._bus.connection.api(f"STREAM.INFO.{stream.name}", {})
             except BusError:
                 return
-            self._streams[stream.name] = msgspec.json.decode(reply, type=_Info).state
+            self._streams[stream.name] = msgspec.json.decode(reply, type=_Info)
+        if not self._file_bytes:
+            await self._read_file_bytes()
+
+    async def _read_file_bytes(self) -> None:
+        where = s.EVENT.where(run=self._watch.run, type=SnapshotReady.type_name)
+        try:
+            last = await self._bus.last("HR_EVENT", where)
+        except BusError:
+            return
+        if last is not None and isinstance(last.message, SnapshotReady):
+            self._file_bytes = last.message.bytes
+
+    def _planned(self, name: str, limit: int) -> int:
+        """Bytes that a stream is planned to have: the broker's limit, or without one those of the table, or those of
+        the versions that the run keeps, where they are more."""
+        if limit > 0:
+            return limit
+        needed = versions.stream_bytes(self._watch.config, self._file_bytes) if name == "HR_WEIGHTS" else 0
+        return max(s.STREAM[name].max_bytes, needed)
 
     def collect(self) -> Iterable[Metric]:
         """Every family that has a value."""
@@ -170,10 +197,10 @@ class RunMetrics(Collector):
         messages = GaugeMetricFamily("headrace_stream_messages", "Messages in a stream.", labels=["stream"])
         stored = GaugeMetricFamily("headrace_stream_bytes", "Size of a stream.", labels=["stream"])
         planned = GaugeMetricFamily("headrace_stream_planned_bytes", "Planned size of a stream.", labels=["stream"])
-        for name, state in list(self._streams.items()):
-            messages.add_metric([name], state.messages)
-            stored.add_metric([name], state.bytes)
-            planned.add_metric([name], s.STREAM[name].max_bytes)
+        for name, info in list(self._streams.items()):
+            messages.add_metric([name], info.state.messages)
+            stored.add_metric([name], info.state.bytes)
+            planned.add_metric([name], self._planned(name, info.config.max_bytes))
         yield from (messages, stored, planned)
 
 

@@ -25,7 +25,7 @@ class Broker:
 
     def __init__(self, config: Config, folder: RunDir, origins: Sequence[str] = ()) -> None:
         """origins: pages that may connect to the own nats-server."""
-        self.url = config.bus.url
+        self.url, self._sizes = config.bus.url, config.bus.stream_bytes
         made_here = str(folder.broker / "credentials")
         self.credentials = credentials.of_run(config.bus.credentials, folder.id) if config.bus.url else made_here
         self._server: Server | None = None
@@ -45,7 +45,7 @@ class Broker:
             await self._server.start()
             self.url = self._server.url
         async with await Bus.connect(self.url, role="admin", credentials=self.credentials) as admin:
-            await declare(admin)
+            await declare(admin, sizes=self._sizes)
 
     @property
     def websocket(self) -> str:

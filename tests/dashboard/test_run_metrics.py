@@ -12,10 +12,12 @@ import pytest
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
-from headrace.config import Config
+from headrace.config import Config, parse
 from headrace.dashboard.run_metrics import RunMetrics
 from headrace.dashboard.watch import Watch
 from headrace.messages import subjects as s
+from headrace.messages.training import SnapshotReady
+from headrace.messages.weights import WeightChunk
 from tests.support import records
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
@@ -68,3 +70,38 @@ async def test_the_alarm_comes_at_four_fifths_of_a_stream(tmp_path: Path, monkey
                 assert alarmed(metrics) == set()
                 await fill(0.8)
                 assert alarmed(metrics) == {"HR_STEP"}
+
+
+async def test_the_plan_of_the_weights_follows_the_model_and_the_broker_s_own_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = tuple(
+        msgspec.structs.replace(stream, max_bytes=PLANNED) if stream.name == "HR_WEIGHTS" else stream
+        for stream in s.STREAMS
+    )
+    monkeypatch.setattr(s, "STREAM", {stream.name: stream for stream in streams})
+    run, config = f"r{token_hex(4)}", parse("[weights]\ncollect_chains = 2\n")
+    async with Server(tmp_path) as server:
+        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
+            await declare(bus)
+            stored = 0
+
+            async def fill(size: int) -> None:
+                nonlocal stored
+                while stored < size:
+                    stored += 500_000
+                    chunk = WeightChunk(run=run, version=0, shard=0, seq=stored, data=os.urandom(500_000))
+                    await bus.publish(s.WEIGHT_CHUNK.at(run=run, version=0, shard=0, seq=stored), chunk)
+
+            ready = SnapshotReady(run=run, version=0, path="v", state_hash="h", bytes=1 << 20)
+            await bus.publish(s.EVENT.at(run=run, actor="trainer", type="snapshot_ready"), ready)
+            metrics = RunMetrics(Watch(bus, run, config, 0.0), bus, tmp_path)
+            await fill(int(0.9 * PLANNED))
+            await metrics.read_streams()
+            assert alarmed(metrics) == set(), "the run keeps three chains of a mebibyte each"
+            await fill(int(0.9 * 3 * 1.25 * (1 << 20)))
+            await metrics.read_streams()
+            assert alarmed(metrics) == {"HR_WEIGHTS"}
+            await declare(bus, sizes={"HR_WEIGHTS": 8 << 20})
+            await metrics.read_streams()
+            assert alarmed(metrics) == set(), "the broker's own limit counts where there is one"

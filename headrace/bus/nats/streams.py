@@ -3,9 +3,13 @@
 `max_bytes` of a stream is reserved on the broker's disk at creation, 30 GiB for all of ours. An embedded broker on a
 laptop therefore reserves nothing (the age limits and the trainer's purges bound it); production passes `reserve=True`
 and is refused with one sentence when the disk is too small for the streams.
+
+Sizes and replicas of a stream that exists are the operator's: a declaration changes its limit only to one that the
+configuration names, or, with `reserve`, from a smaller one or none to the planned size, and never lowers its replicas.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -123,15 +127,55 @@ def _lacks(wanted: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return lacks
 
 
-async def declare(bus: Bus, *, reserve: bool = False, replicas: int = 1) -> None:
-    """Make or update all streams and buckets; needs the admin role. BusError when the disk is too small."""
+async def declare(
+    bus: Bus, *, reserve: bool = False, replicas: int = 1, sizes: Mapping[str, int] | None = None
+) -> None:
+    """Make or update all streams and buckets; needs the admin role.
+
+    sizes: limits of some streams in bytes, by name, instead of the planned ones. BusError when the disk is too small,
+    and when a stream holds more than its new limit.
+    """
+    sizes = sizes or {}
     for stream in STREAMS:
-        await _put(bus.connection, config_of(stream, reserve=reserve, replicas=replicas))
+        config = config_of(stream, reserve=reserve, replicas=replicas)
+        await _put(bus.connection, config, sizes.get(stream.name, 0))
     for name, note in KEY_VALUES.items():
         await _put(bus.connection, bucket_config(name, note, replicas=replicas))
 
 
-async def _put(connection: NatsConnection, config: dict[str, Any]) -> None:
+class StreamSize(NamedTuple):
+    """Of one stream, in bytes."""
+
+    stored: int
+    limit: int
+    """The largest number of bytes that it may have; 0 for no limit."""
+
+
+async def size_of(connection: NatsConnection, name: str) -> StreamSize:
+    """How large a stream is and may become. BusError when the broker does not answer or has no such stream."""
+    info = msgspec.json.decode(await connection.api(f"STREAM.INFO.{name}"))
+    return StreamSize(info["state"]["bytes"], max(0, info["config"].get("max_bytes", -1)))
+
+
+async def storage_limit(connection: NatsConnection) -> int:
+    """The most bytes that all streams of the account may have together; 0 where the broker sets no limit for it.
+    BusError when it does not answer."""
+    account = msgspec.json.decode(await connection.api("INFO"))
+    return max(0, int(account.get("limits", {}).get("max_storage", -1)))
+
+
+def _as_operator_set(config: dict[str, Any], now: dict[str, Any], size: int) -> dict[str, Any]:
+    """The configuration for a stream that exists. size: the limit that the configuration names, 0 for none."""
+    limit, planned = now.get("max_bytes", -1), config["max_bytes"]
+    if size:
+        limit = size
+    elif planned > 0:
+        limit = max(limit, planned)
+    replicas = max(config["num_replicas"], now.get("num_replicas", 1))
+    return config | {"max_bytes": limit, "num_replicas": replicas}
+
+
+async def _put(connection: NatsConnection, config: dict[str, Any], size: int = 0) -> None:
     name = config["name"]
     try:
         try:
@@ -139,9 +183,16 @@ async def _put(connection: NatsConnection, config: dict[str, Any]) -> None:
         except ApiError as error:
             if error.err_code != _NOT_FOUND:
                 raise
+            config = config | ({"max_bytes": size} if size else {})
             await connection.api(f"STREAM.CREATE.{name}", config, timeout=30.0)
             return
         now = info["config"]
+        config = _as_operator_set(config, now, size)
+        if size and info["state"]["bytes"] > size:
+            raise BusError(
+                f"{name} holds {info['state']['bytes'] >> 20} MiB, more than the {size >> 20} MiB of [bus.stream_gib]: "
+                f"purge some, or set a larger one"
+            )
         if any(now.get(key, 0) != value for key, value in config.items() if value not in ("", False, 0, [])):
             await connection.api(f"STREAM.UPDATE.{name}", now | config, timeout=30.0)
     except ApiError as error:
@@ -149,6 +200,6 @@ async def _put(connection: NatsConnection, config: dict[str, Any]) -> None:
             need = sum(stream.max_bytes for stream in STREAMS) >> 30
             raise BusError(
                 f"the broker's disk is too small: {name} asks for {config['max_bytes'] >> 20} MiB, all streams for "
-                f"{need} GiB, and the broker refuses ({error})"
+                f"{need} GiB without [bus.stream_gib], and the broker refuses ({error})"
             ) from None
         raise BusError(f"stream {name} cannot be declared: {error}") from error

@@ -49,7 +49,7 @@ def declare(args: argparse.Namespace) -> int:
     async def body() -> None:
         for keys in folders:
             async with await Bus.connect(url, role="admin", credentials=keys or None) as bus:
-                await streams.declare(bus, reserve=args.reserve, replicas=args.replicas)
+                await streams.declare(bus, reserve=args.reserve, replicas=args.replicas, sizes=config.bus.stream_bytes)
 
     uvloop.run(body())
     many = f" in each of {len(folders)} accounts" if len(folders) > 1 else ""

@@ -20,7 +20,7 @@ def add(commands: "Commands") -> None:
 def check(args: argparse.Namespace) -> int:
     """Print a line per finding, problems first; 1 when there is a problem, 2 when the configuration is wrong."""
     from headrace.config import load
-    from headrace.launch.checks import actors, machine, model, network, trainer
+    from headrace.launch.checks import actors, machine, model, network, trainer, versions
     from headrace.launch.output import say
     from headrace.launch.session import looped
 
@@ -29,6 +29,7 @@ def check(args: argparse.Namespace) -> int:
     async def body() -> int:
         findings = [*actors.check(config), *machine.check(config), *model.check(config), *trainer.check(config)]
         findings += [finding async for finding in network.check(config)]
+        findings += [finding async for finding in versions.check(config)]
         for finding in sorted(findings, key=lambda finding: finding.good):
             say(f"{'ok  ' if finding.good else 'BAD '} {finding.part}: {finding.text}")
         return 0 if all(finding.good for finding in findings) else 1

@@ -108,7 +108,9 @@ class Keeper:
         """Make the streams as soon as the broker answers. RunError, with the end of its log, when it does not."""
         from headrace.bus.connection import Bus
         from headrace.bus.nats import streams
+        from headrace.config import load as load_config
 
+        sizes = load_config(self.folder / "run.toml").bus.stream_bytes
         deadline = asyncio.get_running_loop().time() + BROKER_S
         while True:
             assert broker.process is not None
@@ -118,7 +120,7 @@ class Keeper:
                 async with await Bus.connect(
                     self._order.url, role="admin", credentials=str(self.folder / "credentials")
                 ) as bus:
-                    await streams.declare(bus)
+                    await streams.declare(bus, sizes=sizes)
                 return
             except BusError as error:
                 if asyncio.get_running_loop().time() > deadline:

@@ -76,3 +76,12 @@ def trained_matrices(c: PolicyConfig) -> list[tuple[int, int]]:
 def element_bytes(config: PolicyConfig) -> int:
     """Bytes of one served weight and of one activation."""
     return {"float32": 4, "bfloat16": 2}[config.dtype]
+
+
+def file_bytes(config: PolicyConfig, precision: str = "as_trained") -> int:
+    """Bytes of the file of a published version, about; an adapter is in it beside all other weights.
+
+    precision: as ``[weights] precision``.
+    """
+    width = {"as_trained": float(element_bytes(config)), "bf16": 2.0, "mxfp8": 1.0 + 1 / 32}[precision]
+    return int(parameters(config).total * width)

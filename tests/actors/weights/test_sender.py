@@ -2,15 +2,19 @@
 pause in which another one published."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.actors.weight_sender import WeightSender
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.errors import WrongSequence
+from headrace.bus.errors import Unrecoverable, WrongSequence
+from headrace.bus.nats.streams import declare
 from headrace.messages.base import Message
 from headrace.messages.subjects import WEIGHT_MANIFEST
 from headrace.weights import chain, report
@@ -193,3 +197,47 @@ async def test_a_base_that_is_lost_after_a_full_snapshot_is_built_again(run: Wei
     head = await within(PATIENCE_S, run.head(4))
     assert (head.full_version, head.state_hash) == (3, run.hashes[4])
     assert "version 3 was built again" in await within(PATIENCE_S, run.event("base_rebuilt"))
+
+
+@pytest.mark.parametrize("known_by", ["configuration", "first file", "chain"])
+async def test_a_stream_that_cannot_hold_the_chains_is_refused_with_what_to_set(tmp_path: Path, known_by: str) -> None:
+    async with Server(tmp_path / "broker") as server:
+        opened: list[Bus] = []
+
+        async def connect(role: str = "admin", **options: Any) -> Bus:
+            opened.append(await Bus.connect(server.url, role=role, credentials=server.credentials, **options))
+            return opened[-1]
+
+        admin = await connect()
+        await declare(admin)
+        run = await WeightRun(connect, tmp_path, collect_chains=2, anchor_every=4).open()
+        missing = msgspec.structs.replace(run.config.policy, checkpoint="/nowhere/else")
+        if known_by != "configuration":  # the checkpoint is on another machine
+            run.config = msgspec.structs.replace(run.config, policy=missing)
+        if known_by == "chain":
+            sender = await run.actor(WeightSender)
+            await run.train(0)
+            await within(PATIENCE_S, run.head(0))
+            await sender.shut(1.0)
+        await declare(admin, sizes={"HR_WEIGHTS": 3_000_000})
+        sentence = (
+            r"the stream HR_WEIGHTS may hold 3000000 bytes, and the run needs \d+ there: 3 chains of versions of \d+ "
+            r"bytes and their deltas; set bus\.stream_gib\.weights, a larger weights\.anchor_every \(4\), or "
+            r"weights\.full_snapshots = 'peer' or 'file'"
+        )
+        if known_by == "first file":
+            sender = await run.actor(WeightSender)
+            await run.train(0)
+            error = await within(PATIENCE_S, sender.failed)
+            assert isinstance(error, Unrecoverable) and re.fullmatch(sentence, str(error))
+            assert await run.heads() == []
+        else:
+            with pytest.raises(Unrecoverable, match=sentence):
+                await run.actor(WeightSender)
+        section = msgspec.structs.replace(run.config.weights, full_snapshots="peer")
+        run.config = msgspec.structs.replace(run.config, weights=section)
+        sender = await run.actor(WeightSender)
+        assert not sender.failed.done(), "files are not in the stream"
+        await run.close()
+        for bus in opened:
+            await bus.close()

@@ -15,7 +15,10 @@ import pytest
 from headrace.bus.broker.server import Server, open_store, running
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
+from headrace.bus.nats import streams
 from headrace.bus.nats.streams import declare
+from headrace.config import parse
+from headrace.config.nodes import StreamGib
 from headrace.messages import subjects as s
 from headrace.messages.operations import Event
 from headrace.messages.training import StepFailed
@@ -212,3 +215,37 @@ async def test_every_stream_has_a_size_of_its_own(tmp_path: Path, monkeypatch: p
             for stream in smaller:
                 answer = msgspec.json.decode(await bus.connection.api(f"STREAM.INFO.{stream.name}"))
                 assert answer["config"]["max_bytes"] == stream.max_bytes > 0, stream.name
+
+
+async def test_a_declaration_keeps_the_limit_that_an_operator_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smaller = tuple(msgspec.structs.replace(stream, max_bytes=stream.max_bytes >> 10) for stream in s.STREAMS)
+    monkeypatch.setattr("headrace.bus.nats.streams.STREAMS", smaller)
+    async with Server(tmp_path) as server:
+        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
+
+            async def limit(name: str) -> int:
+                return (await streams.size_of(bus.connection, name)).limit
+
+            await declare(bus, sizes={"HR_DLQ": 5 << 10})
+            assert (await limit("HR_DLQ"), await limit("HR_STEP")) == (5 << 10, 0)
+            large = 3 << 20
+            info = msgspec.json.decode(await bus.connection.api("STREAM.INFO.HR_STEP"))
+            await bus.connection.api("STREAM.UPDATE.HR_STEP", info["config"] | {"max_bytes": large})
+            await declare(bus)
+            assert (await limit("HR_DLQ"), await limit("HR_STEP")) == (5 << 10, large)
+            await declare(bus, reserve=True)
+            assert await limit("HR_STEP") == large, "larger than planned"
+            assert await limit("HR_DLQ") == 1 << 20, "smaller than planned: it is reserved"
+            await declare(bus, sizes={"HR_STEP": 7 << 20})
+            assert await limit("HR_STEP") == 7 << 20, "the configuration names it"
+            await bus.publish(s.STEP.at(run="r1"), records.step_failed(0, (), 0, run="r1"))
+            with pytest.raises(BusError, match=r"HR_STEP holds 0 MiB, more than the 0 MiB of \[bus\.stream_gib\]"):
+                await declare(bus, sizes={"HR_STEP": 1})
+
+
+def test_every_stream_has_a_key_for_its_limit() -> None:
+    keys = {f"HR_{name.upper()}": name for name in msgspec.structs.asdict(StreamGib())}
+    assert list(keys) == [stream.name for stream in s.STREAMS]
+    assert parse("[bus.stream_gib]\nweights = 0.5\n").bus.stream_bytes == {"HR_WEIGHTS": 1 << 29}

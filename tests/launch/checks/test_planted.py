@@ -197,6 +197,18 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
         "start the collector",
     ),
     "no blob folder": (lambda *_: {"bus.blob_dir": "/nowhere"}, 1, "there is no folder /nowhere", "create it"),
+    "a stream that cannot hold the versions": (
+        lambda *_: {"bus.stream_gib.weights": 0.001, "weights.anchor_every": 10, "weights.collect_chains": 3},
+        1,
+        "BAD  weights: 4 chains of versions of ",
+        "and bus.stream_gib.weights allows 1.02 MiB; set bus.stream_gib.weights, weights.collect_chains = 2 (3), or",
+    ),
+    "a disk that cannot hold the versions": (
+        lambda *_: {"weights.keep": 1 << 30},
+        1,
+        "BAD  run.dir: runs/ needs 1073741825 versions as files ",
+        "free some space, or lower weights.keep (1073741824) and curriculum.staleness (1)",
+    ),
     "disk": (lambda *_: {"run.min_free_mb": 1 << 30}, 1, "MiB of free disk, a run needs", "free some space"),
     "folder": (lambda *_: {"run.dir": "/dev/null/runs"}, 1, "/dev/null is not a folder", "set another run.dir"),
     "memory": (

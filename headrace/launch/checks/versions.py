@@ -1,0 +1,66 @@
+"""Whether the stream and the disks hold the versions of the weights that the run keeps."""
+
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from headrace.bus.broker.credentials import of_run
+from headrace.bus.errors import BusError
+from headrace.config import Config, versions
+from headrace.launch.checks.finding import Finding, bad, good
+from headrace.policy.config import CheckpointError
+from headrace.policy.layout import hugging_face, sizes
+
+WEIGHTS = "HR_WEIGHTS"
+
+
+async def check(config: Config) -> AsyncIterator[Finding]:
+    """Findings about [weights], [bus] stream_gib and the free disk. None where the size of a version is unknown."""
+    try:
+        file_bytes = sizes.file_bytes(hugging_face.of_run(config), config.weights.precision)
+    except (CheckpointError, OSError, ValueError):
+        return  # a finding of the checkpoint's
+    needed = versions.stream_bytes(config, file_bytes)
+    said = f"{versions.chains_kept(config)} chains of versions of {size(file_bytes)} need {size(needed)} of {WEIGHTS}"
+    limit, where = await _limit(config)
+    if needed and 0 < limit < needed:
+        yield bad("weights", f"{said}, and {where} allows {size(limit)}; {versions.how_to_fit(config)}")
+    elif needed:
+        yield good("weights", said)
+    stored = 0 if config.bus.url else needed
+    held = versions.versions_kept(config) * file_bytes
+    free = shutil.disk_usage(_existing(Path(config.run.dir))).free
+    parts = f"{versions.versions_kept(config)} versions as files {size(held)}"
+    parts += f", the streams of them {size(stored)}" if stored else ""
+    if held + stored > free:
+        lower = f"weights.keep ({config.weights.keep}) and curriculum.staleness ({config.curriculum.staleness})"
+        less = f", or {versions.how_to_fit(config)}" if stored > held else f", or lower {lower}"
+        yield bad("run.dir", f"{config.run.dir}/ needs {parts}, and {size(free)} are free: free some space{less}")
+    else:
+        yield good("run.dir", f"{parts}, {size(free)} are free")
+
+
+async def _limit(config: Config) -> tuple[int, str]:
+    """The most bytes that the stream may have, and what says so; 0 where nothing does."""
+    from headrace.bus.connection import Bus
+    from headrace.bus.nats import streams
+
+    configured = config.bus.stream_bytes.get(WEIGHTS, 0)
+    if configured or not config.bus.url:
+        return configured, "bus.stream_gib.weights"
+    try:
+        keys = of_run(config.bus.credentials, config.run.id)
+        async with await Bus.connect(config.bus.url, role="operator", credentials=keys or None, timeout=1.0) as bus:
+            limit = (await streams.size_of(bus.connection, WEIGHTS)).limit
+            return limit or await streams.storage_limit(bus.connection), "the broker"
+    except (BusError, OSError):
+        return 0, ""  # a finding of the network's
+
+
+def _existing(path: Path) -> Path:
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+def size(count: int) -> str:
+    """Bytes in a unit that fits."""
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 28 else f"{count / (1 << 20):.2f} MiB"
