@@ -25,6 +25,7 @@ from headrace.bus.errors import BusError, Unrecoverable, WrongSequence
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
+from headrace.config import versions
 from headrace.messages.base import Message
 from headrace.messages.subjects import WEIGHT_HEAD, token
 from headrace.messages.weights import WeightHead, WeightManifest, WeightsStaged
@@ -70,6 +71,7 @@ class WeightReceiver(Actor):
         self._lacking = 0
         """Bytes that must be free before the next attempt on a full disk, or `_full_until` has come; 0: not full."""
         self._full_until = 0.0
+        self._warned = False
         await self._open_transfer()
         self._news = asyncio.Event()
         where, pins = WEIGHT_HEAD.at(run=self.run), self._pins.filters
@@ -231,8 +233,25 @@ class WeightReceiver(Actor):
             self._announced.pop(version, None)
         return gone
 
+    async def _warn_of_small_disk(self, head: WeightHead) -> None:
+        """Report once, with the first version, when the disk does not hold the versions that this node keeps."""
+        count, one = versions.versions_kept(self.config), await self._need(head)
+        held = sum(self.store.path(version).stat().st_size for version in self.store.versions())
+        if count * one > self._free() + held:
+            await self.event(
+                "disk_small",
+                f"this node keeps {count} versions of {one} bytes in {self.store.folder}/, {self._free()} bytes are "
+                f"free and it has {held} there: free some space, or lower [weights] keep "
+                f"({self.config.weights.keep}) and [curriculum] staleness ({self.config.curriculum.staleness})",
+                level="warning",
+                needed_bytes=count * one,
+            )
+
     async def _stage(self, head: WeightHead) -> None:
         started = time.monotonic()
+        if not self._warned:
+            self._warned = True
+            await self._warn_of_small_disk(head)
         wanted, state_hash = await self._wanted(head)
         path = self.store.find(head.version, state_hash)
         if path is None:

@@ -241,3 +241,65 @@ async def test_a_stream_that_cannot_hold_the_chains_is_refused_with_what_to_set(
         await run.close()
         for bus in opened:
             await bus.close()
+
+
+async def full_snapshots(run: WeightRun, version: int) -> int:
+    """Number of full snapshots of a version in the stream."""
+    where = WEIGHT_MANIFEST.at(run=run.id, version=version)
+    return sum([r.message.base_version < 0 async for r in run.bus.history("HR_WEIGHTS", where)])
+
+
+@pytest.mark.parametrize("mode", ["broker", "peer"])
+async def test_a_sender_that_dies_between_head_and_full_snapshot_publishes_it_after_its_restart(
+    run: WeightRun, connect: Connect, mode: str
+) -> None:
+    section = msgspec.structs.replace(run.config.weights, full_snapshots=mode)
+    run.config = msgspec.structs.replace(run.config, weights=section)
+    bus = await connect("weight_sync", node="n1")
+    sender = await run.actor(WeightSender, bus=bus)
+    for version in range(3):
+        await run.train(version)
+        await within(PATIENCE_S, run.event("published", f"version {version}:"))
+    gate = Gate(bus, "nothing")
+    count = 0
+    publish = gate._publish
+
+    async def dying(subject: str, message: Message, **options: Any) -> int:
+        """The second manifest of version 3, that of its full snapshot, is never stored."""
+        nonlocal count
+        if subject.endswith("3.manifest"):
+            count += 1
+            if count == 2:
+                gate.reached.set()
+                await asyncio.Event().wait()
+        return await publish(subject, message, **options)
+
+    bus.publish = dying  # type: ignore[method-assign]
+    await run.train(3)
+    await within(PATIENCE_S, gate.reached.wait())
+    assert [head.version for head in await run.heads()] == [0, 1, 2, 3]
+    await sender.shut(0.0)
+    assert await full_snapshots(run, 3) == 0
+    again = await run.actor(WeightSender)
+    async for received in run.bus.follow("HR_WEIGHTS", WEIGHT_MANIFEST.where(run=run.id, version=3)):
+        if received.message.base_version < 0:
+            break
+    await again.shut(1.0)
+    third = await run.actor(WeightSender)  # it finds the snapshot that no head names, and publishes no other
+    await run.train(4)
+    head = await within(PATIENCE_S, run.head(4))
+    assert (head.full_version, head.state_hash) == (3, run.hashes[4])
+    assert await full_snapshots(run, 3) == 1
+    assert third.commit is not None and third.commit.since_full == third.commit.manifest.wire_bytes
+
+
+async def test_a_restart_knows_the_bytes_since_the_full_snapshot(run: WeightRun) -> None:
+    first = await run.actor(WeightSender)
+    for version in range(3):
+        await run.train(version)
+        await within(PATIENCE_S, run.event("published", f"version {version}:"))
+    before = first.commit
+    await first.shut(1.0)
+    again = await run.actor(WeightSender)
+    assert before is not None and again.commit is not None
+    assert before.since_full == again.commit.since_full > again.commit.manifest.wire_bytes > 0
