@@ -114,14 +114,18 @@ def units(tensors: Sequence[TensorInfo]) -> list[tuple[Part, ...]]:
     """
     out: list[tuple[Part, ...]] = []
     running: dict[tuple[str, int], list[Part]] = {}
+    sizes: dict[tuple[str, int], int] = {}
     index = 0
     for tensor, info in enumerate(tensors):
         for start, count in blocks(info):
-            held = running.setdefault((info.dtype, info.shard), [])
-            if held and sum(part.items for part in held) + count > BLOCK:
+            kind = info.dtype, info.shard
+            held = running.setdefault(kind, [])
+            if held and sizes[kind] + count > BLOCK:
                 out.append(tuple(held))
                 held.clear()
+                sizes[kind] = 0
             held.append(Part(index, tensor, start, count))
+            sizes[kind] = sizes.get(kind, 0) + count
             index += 1
     out += [tuple(held) for held in running.values() if held]
     return out

@@ -3,6 +3,7 @@
 import asyncio
 
 from headrace.bus.errors import BusError
+from headrace.bus.payloads import retention
 from headrace.bus.runtime.actor import Actor
 from headrace.weights import chain
 from headrace.weights.publishing import collect
@@ -21,9 +22,19 @@ async def forget(actor: Actor) -> None:
     async def purge(subject: str) -> int:
         return await actor.bus.purge(chain.STREAM, subject=subject)
 
+    async def purge_manifests(subject: str) -> int:
+        return await retention.purge_all(actor.bus, chain.STREAM, subject)
+
     while True:
         try:
-            async for gone in collect.follow(actor.bus, purge, actor.run, chains=section.collect_chains, trust=trust):
+            async for gone in collect.follow(
+                actor.bus,
+                purge,
+                actor.run,
+                chains=section.collect_chains,
+                trust=trust,
+                purge_manifests=purge_manifests,
+            ):
                 text = f"versions {min(gone)} to {max(gone)}: {sum(gone.values())} messages"
                 await actor.event("weights_collected", text, versions=len(gone), messages=sum(gone.values()))
         except (BusError, WeightError) as error:

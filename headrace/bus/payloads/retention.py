@@ -4,6 +4,8 @@ The records go first: after a crash between the two purges a payload is left ove
 never a record whose payload is missing.
 """
 
+import msgspec
+
 from headrace.bus.connection import Bus
 from headrace.bus.nats.ordered_reader import OrderedReader
 from headrace.bus.payloads import claim_checks
@@ -28,6 +30,18 @@ async def purge(bus: Bus, stream: str, subject: str, before: int) -> int:
             assert isinstance(ref, BlobRef)
             payloads |= claim_checks.subjects(ref)
     purged = await bus.purge(stream, subject=subject, before=before)
+    if payloads and await _is_mirror(bus, stream):
+        return purged  # the payloads are those of the origin's records
     for payload in sorted(payloads):
         await bus.purge(claim_checks.STREAM, subject=payload)
     return purged
+
+
+async def purge_all(bus: Bus, stream: str, subject: str) -> int:
+    """As `purge`, for all records on `subject`, a filter."""
+    return await purge(bus, stream, subject, await bus.last_seq(stream) + 1)
+
+
+async def _is_mirror(bus: Bus, stream: str) -> bool:
+    """Whether the stream is a region's copy of the hub's."""
+    return "mirror" in msgspec.json.decode(await bus.connection.api(f"STREAM.INFO.{stream}"))["config"]

@@ -25,6 +25,7 @@ def add(commands: "Commands") -> None:
 async def collect(chain: "Chain", args: argparse.Namespace) -> int:
     """Purge and print the removed versions."""
     from headrace.bus.connection import Bus
+    from headrace.bus.payloads import retention
     from headrace.weights import chain as chains
     from headrace.weights.publishing import collect as collecting
 
@@ -38,6 +39,7 @@ async def collect(chain: "Chain", args: argparse.Namespace) -> int:
             chains=args.chains,
             pins=pins,
             trust=chain.trust,
+            purge_manifests=lambda subject: retention.purge_all(trainer, chains.STREAM, subject),
         )
     files = await _files_removed(chain)
     if files:

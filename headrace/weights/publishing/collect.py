@@ -9,7 +9,10 @@ A joiner reads the newest head and plans with the manifests on its path. A concu
 that are at least one whole chain behind; a joiner whose plan needs a removed message plans again.
 
 `[weights] collect_chains` makes the trainer, the only role that may purge, collect whenever a full snapshot was
-published. Steps are replayed from checkpoints and need no chain. Blobs stay, because no version refers to a blob.
+published. Steps are replayed from checkpoints and need no chain.
+
+Chunks are smaller than a message may be. A manifest of many tensors or blocks is not: it is a claim check, whose
+payload in HR_BLOB goes with it.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -46,9 +49,16 @@ async def pinned(source: chain.StreamSource, run: str) -> set[int]:
 
 
 async def follow(
-    source: StreamSource, purge: Purge, run: str, *, chains: int, trust: Trust | None = None
+    source: StreamSource,
+    purge: Purge,
+    run: str,
+    *,
+    chains: int,
+    trust: Trust | None = None,
+    purge_manifests: Purge | None = None,
 ) -> AsyncIterator[dict[int, int]]:
-    """Collect at the start and whenever heads name another full snapshot, without end.
+    """Collect at the start and whenever heads name another full snapshot, without end. purge_manifests: as in
+    `collect`.
 
     Yields version to number of removed messages, once per collection that removed any.
     """
@@ -64,7 +74,16 @@ async def follow(
         if isinstance(head, WeightHead) and head.full_seq != full:
             full = head.full_seq
             pins = await pinned(source, run)
-            gone = await collect(source, purge, run, chains=chains, pins=pins, trust=trust, done=done)
+            gone = await collect(
+                source,
+                purge,
+                run,
+                chains=chains,
+                pins=pins,
+                trust=trust,
+                done=done,
+                purge_manifests=purge_manifests,
+            )
             if gone:
                 yield gone
 
@@ -78,11 +97,13 @@ async def collect(
     pins: Iterable[int] = (),
     trust: Trust | None = None,
     done: set[int] | None = None,
+    purge_manifests: Purge | None = None,
 ) -> dict[int, int]:
     """Remove the versions that neither the newest `chains` chains nor a pin needs. Version to number of messages
     removed.
 
-    done: versions that are gone and need no purge; this function adds to it. WeightError for fewer than `LEAST` chains.
+    done: versions that are gone and need no purge; this function adds to it. purge_manifests: as `purge`, and removes
+    the payloads of claim checks (`bus.payloads.retention`); None: `purge`. WeightError for fewer than `LEAST` chains.
     """
     done = set() if done is None else done
     if chains < LEAST:
@@ -102,7 +123,7 @@ async def collect(
     for version in range(min(head.version for head in commits), floor):
         if version not in pinned and version not in done:
             gone = await purge(subjects.WEIGHT_CHUNK.where(run=run, version=version, shard="*"))
-            gone += await purge(subjects.WEIGHT_MANIFEST.where(run=run, version=version))
+            gone += await (purge_manifests or purge)(subjects.WEIGHT_MANIFEST.where(run=run, version=version))
             done.add(version)
             if gone:
                 out[version] = gone

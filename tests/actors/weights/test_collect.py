@@ -1,18 +1,23 @@
 """Old chains are removed after full snapshots; a receiver that joins and a pinned version lose nothing."""
 
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
+import torch
 
 from headrace.actors.trainer import old_weights
 from headrace.actors.trainer.actor import Trainer
 from headrace.actors.weight_receiver import WeightReceiver
 from headrace.actors.weight_sender import WeightSender
+from headrace.bus.nats.ordered_reader import OrderedReader
 from headrace.config import ConfigError, parse
 from headrace.messages.base import Message
+from headrace.messages.codec import decode
 from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.operations import BlobRef
 from headrace.messages.rollout import PolicyRef
-from headrace.messages.subjects import EVENT
+from headrace.messages.subjects import EVENT, WEIGHT_MANIFEST
 from headrace.weights import chain, proof, snapshot
 from headrace.weights.receiving.staging import BrokenVersion
 from headrace.weights.signing import Trust
@@ -75,6 +80,35 @@ async def test_old_chains_are_collected_as_full_snapshots_are_published(connect:
     chain_proof = await proof.prove(run.bus, run.id, Trust.load(run.bus.credentials))
     assert (chain_proof.newest, chain_proof.faults) == (5, []) and chain_proof.collected >= 3
     await run.close()
+
+
+@pytest.mark.parametrize("mode", ["broker", "peer"])
+async def test_the_payloads_of_large_manifests_go_with_them(connect: Connect, tmp_path: Path, mode: str) -> None:
+    run = await WeightRun(connect, tmp_path, anchor_every=1, collect_chains=2, full_snapshots=mode).open()
+    run.tensors = {token_hex(500): torch.full((2,), float(number)) for number in range(1200)}
+    before = await run.bus.subjects("HR_BLOB", "hr.blob.>")
+
+    async def payloads() -> set[str]:
+        """The blobs of this run's manifests that are in the stream."""
+        out = set()
+        where = WEIGHT_MANIFEST.where(run=run.id)
+        async for message, _ in OrderedReader(
+            run.bus.connection, "HR_WEIGHTS", [where], until=await run.bus.last_seq("HR_WEIGHTS")
+        ).messages():
+            ref = decode(message.data, message.headers)
+            assert isinstance(ref, BlobRef), "expected a manifest of more than a mebibyte"
+            out |= {f"hr.blob.{ref.sha256}.{n}" for n in range(ref.chunks)}
+        return out
+
+    await run.actor(WeightSender)
+    await run.actor(Collector, bus=await connect("trainer"))
+    for version in range(5):
+        await run.train(version)
+        await within(PATIENCE_S, run.event("published", f"version {version}:"))
+    await within(PATIENCE_S, collected(run, 1))
+    await run.close()
+    left = set(await run.bus.subjects("HR_BLOB", "hr.blob.>")) - set(before)
+    assert left == await payloads() and len(left) >= 6
 
 
 def test_one_chain_is_too_few() -> None:
