@@ -49,6 +49,8 @@ class WeightReceiver(Actor):
     """Head records in, WeightsStaged out."""
 
     role: ClassVar[str] = "weight_sync"
+    _served: node.ServedStore | None = None
+    """Serves this node's files, where nodes fetch full snapshots from each other."""
 
     async def start(self) -> None:
         """Scan the store, read the stored heads and pins, then stage."""
@@ -89,7 +91,6 @@ class WeightReceiver(Actor):
     async def _open_transfer(self) -> None:
         """Serve this node's files, and find those of others, as the section says. Unrecoverable."""
         section, values = self.config.weights, await self.bus.kv("HR_STATE")
-        self._served: node.ServedStore | None = None
         secret = ""
         if section.full_snapshots == "peer":
             try:
@@ -235,16 +236,16 @@ class WeightReceiver(Actor):
 
     async def _warn_of_small_disk(self, head: WeightHead) -> None:
         """Report once, with the first version, when the disk does not hold the versions that this node keeps."""
-        count, one = versions.versions_kept(self.config), await self._need(head)
+        count, size = versions.versions_kept(self.config), await self._need(head)
         held = sum(self.store.path(version).stat().st_size for version in self.store.versions())
-        if count * one > self._free() + held:
+        if count * size > self._free() + held:
             await self.event(
                 "disk_small",
-                f"this node keeps {count} versions of {one} bytes in {self.store.folder}/, {self._free()} bytes are "
+                f"this node keeps {count} versions of {size} bytes in {self.store.folder}/, {self._free()} bytes are "
                 f"free and it has {held} there: free some space, or lower [weights] keep "
                 f"({self.config.weights.keep}) and [curriculum] staleness ({self.config.curriculum.staleness})",
                 level="warning",
-                needed_bytes=count * one,
+                needed_bytes=count * size,
             )
 
     async def _stage(self, head: WeightHead) -> None:

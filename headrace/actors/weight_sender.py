@@ -42,6 +42,8 @@ class WeightSender(Actor):
     """SnapshotReady in; chunks, manifest and head out."""
 
     role: ClassVar[str] = "weight_sync"
+    _served: node.ServedStore | None = None
+    """Serves this node's files, where nodes fetch full snapshots from each other."""
 
     async def start(self) -> None:
         """Read the head, then follow the trainer's snapshots from the newest on."""
@@ -115,7 +117,6 @@ class WeightSender(Actor):
     async def _open_transfer(self) -> None:
         """Serve full snapshots, and find those of other nodes, as the section says. Unrecoverable."""
         section, values = self.config.weights, await self.bus.kv("HR_STATE")
-        self._served: node.ServedStore | None = None
         secret = ""
         if section.full_snapshots == "peer":
             try:

@@ -89,6 +89,7 @@ class ServedStore:
         self._store, self._values, self._section = store, values, section
         self._run, self._node, self._key = run, node, peer_key(run, node, actor)
         self._files: Sequence[HeldFile] | None = None
+        self._closed = False
         self.url = ""
 
     async def start(self, token: str, port: int) -> None:
@@ -106,7 +107,7 @@ class ServedStore:
     async def name_files(self) -> None:
         """Name the files that the store holds now, where they have changed."""
         files = self._store.files()
-        if files == self._files:
+        if self._closed or files == self._files:
             return
         entry = WeightPeer(
             run=self._run, node=self._node, region=self._section.region, url=self.url, files=tuple(files)
@@ -116,6 +117,7 @@ class ServedStore:
 
     async def close(self) -> None:
         """Name nothing any more, and stop serving."""
+        self._closed = True
         try:
             if self._files is not None:
                 await self._values.delete(self._key)
