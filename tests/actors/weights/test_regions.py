@@ -3,15 +3,18 @@ deploy/regions."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from headrace.actors.weight_receiver import WeightReceiver
 from headrace.actors.weight_sender import WeightSender
 from headrace.bus.connection import Bus
-from headrace.messages.subjects import EVENT
+from headrace.bus.payloads import retention
+from headrace.messages.subjects import EVENT, WEIGHT_MANIFEST
 from headrace.weights import chain, snapshot
 from tests.support.patience import PATIENCE_S
 from tests.support.region_brokers import World, world
@@ -76,6 +79,22 @@ async def test_full_snapshots_go_from_the_hub_to_a_region_and_from_node_to_node_
     staged = await within(PATIENCE_S, run.staged(1, node="eu-2"))
     assert (staged.region, snapshot.file_hash(staged.path)) == ("eu", run.hashes[1])
     assert near.store.versions() == [0, 1]
+
+
+async def test_a_collection_in_a_region_leaves_the_payloads_of_the_hub(run: WeightRun, brokers: World) -> None:
+    run.tensors = {token_hex(500): torch.full((2,), float(number)) for number in range(1200)}
+    sender = await run.actor(WeightSender)
+    await receiver(run, brokers, "eu")
+    await run.train(0)
+    await within(PATIENCE_S, run.staged(0, node="eu"))
+    where = WEIGHT_MANIFEST.at(run=run.id, version=0)
+    before = await run.bus.subjects("HR_BLOB", "hr.blob.>")
+    admin = await brokers.connect("admin", region="eu")
+    assert await retention.purge_all(admin, "HR_WEIGHTS", where) == 1, "of the mirror"
+    assert await run.bus.subjects("HR_BLOB", "hr.blob.>") == before
+    head = (await run.heads())[0]
+    assert (await chain.manifest(run.bus, run.id, head.manifest_seq)).state_hash == run.hashes[0]
+    await sender.shut(1.0)
 
 
 async def test_a_region_that_was_cut_off_catches_up(run: WeightRun, brokers: World) -> None:
