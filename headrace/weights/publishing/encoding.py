@@ -5,8 +5,8 @@ unit. Encoding is deterministic: the same two snapshots give the same chunks, so
 publishes them again and the stream drops the duplicates.
 
 Each shard (`shards`) is encoded separately into chunks of its own, by as many threads as there are workers: comparing,
-hashing and compressing release the interpreter's lock. Processes that can map both files may encode shards too, one
-`ShardEncoding` each; `Encoding.adopt` takes their figures. The bytes are the same.
+hashing and compressing release the interpreter's lock. Threads and not processes: on a machine that was idle otherwise
+two threads took 0.243 s for the delta of 512 MiB and two processes 0.233 s (docs/weights.md). The bytes are the same.
 """
 
 import hashlib
@@ -159,11 +159,6 @@ class Encoding:
         """The chunks alone, shard after shard."""
         for _, chunk in self.pieces():
             yield chunk
-
-    def adopt(self, shard_figures: Sequence[Figures]) -> None:
-        """Take the figures of shards that other processes encoded, in the order of shards."""
-        for part, figures in zip(self.parts, shard_figures, strict=True):
-            part.figures = figures
 
     @property
     def changed(self) -> int:
