@@ -8,8 +8,8 @@ Two families share this: softmax scores (Qwen3), and sigmoid scores (DeepSeek-V3
 the latter, a correction is added for the choice among the best groups of experts, and left out of the gates.
 
 Layout: selections are [N, k] int64 by descending score, which is also the order in which expert outputs are added. Of
-equal scores the lower index wins, so every device breaks ties alike. A row of -1 has no record: the live selection is
-used.
+equal scores the lower index wins, so every device breaks ties alike; NaN counts as the largest. A row of -1 has no
+record: the live selection is used. Recorded experts exist: `training.batches.segment` refuses others.
 Trade-off: a full stable sort of E scores instead of a top-k, whose order among equal scores is undefined.
 """
 

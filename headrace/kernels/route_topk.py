@@ -3,7 +3,8 @@
 Idea: the twin is `route.route`; a program holds one token's scores. Each of k rounds takes the largest score, among
 equals the one with the lowest index, and removes it. A recorded selection replaces the live one where the token has a
 record (its first slot is not -1). Gates are always the live scores at the selection, so the router learns. As in the
-twin, correction and groups affect the choice and not the gates.
+twin, correction and groups affect the choice and not the gates. NaN counts as the largest score, so that every choice
+names an expert: another number would be a row outside of the experts' memory.
 
 Backward recomputes the scores. The selection has no gradient; the gates' gradient passes through the normalisation and
 the softmax or sigmoid.
@@ -32,7 +33,7 @@ def _scores(logits, row, e, live, at, SIGMOID: tl.constexpr):  # type: ignore[no
     """One token's scores [BE], 0 beyond E."""
     value = tl.load(logits + row * e + at, mask=live, other=float("-inf")).to(tl.float32)
     if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-tl.maximum(value, -80.0)))
+        scores = 1.0 / (1.0 + tl.exp(-tl.where(value < -80.0, -80.0, value)))  # tl.maximum would drop a NaN
     else:
         scores = tl.exp(value - tl.max(value, 0))
         scores = scores / tl.sum(scores, 0)
@@ -58,6 +59,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     choice = scores
     if CORRECTED:
         choice = choice + tl.load(correction + at, mask=live, other=0.0)
+    choice = tl.where(choice != choice, float("inf"), choice)  # NaN is the largest, as in the twin's sort
     choice = tl.where(live, choice, float("-inf"))
     if KEPT < GROUPS:
         grouped, member = tl.reshape(choice, (GROUPS, BE // GROUPS)), tl.arange(0, BE // GROUPS)

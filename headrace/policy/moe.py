@@ -15,7 +15,7 @@ from headrace.messages.base import Array
 
 
 class RoutesMissing(Exception):
-    """Recorded routes are needed and missing, or have the wrong shape."""
+    """Recorded routes are needed and missing, or do not fit the model."""
 
 
 class ExpertFunction(Protocol):
@@ -62,6 +62,10 @@ def mixture(x: Tensor, of: Mixture, pad: int, replay: Tensor | None = None) -> t
     return of.function(x, gates, experts, of.gate_up, of.down, pad), experts
 
 
+_NONE = {torch.uint8: 0xFF, torch.uint16: 0xFFFF}
+"""How unsigned dtypes say "no record"."""
+
+
 def widen(routed: Tensor, layers: int, k: int) -> Tensor:
     """Routes of any integer dtype [N, L, k] -> int64, with -1 where an unsigned dtype says "none" by its largest value.
 
@@ -70,8 +74,23 @@ def widen(routed: Tensor, layers: int, k: int) -> Tensor:
     if routed.ndim != 3 or tuple(routed.shape[1:]) != (layers, k):
         raise RoutesMissing(f"routes of shape {list(routed.shape)} do not fit {layers} layers and top {k}")
     wide = routed.to(torch.int64)
-    none = {torch.uint8: 0xFF, torch.uint16: 0xFFFF}.get(routed.dtype)
+    none = _NONE.get(routed.dtype)
     return wide if none is None else wide.masked_fill_(wide == none, -1)
+
+
+def largest(routed: Tensor) -> int:
+    """The largest expert that routes [N, L, k] on the CPU name, -1 where none has a record.
+
+    RoutesMissing when a token has a record of some of its experts alone, or of a negative one.
+    """
+    numbers = routed.numpy()
+    none = _NONE.get(routed.dtype, -1)
+    if numbers.size and numbers.min() >= 0 and (top := int(numbers.max())) != none:
+        return top
+    recorded = numbers[numbers[..., 0] != none]
+    if (wrong := (recorded == none) | (recorded < 0)).any():
+        raise RoutesMissing(f"routes name the experts {recorded[wrong.any(-1)][0].tolist()} of a token")
+    return int(recorded.max()) if recorded.size else -1
 
 
 def from_array(routed: Array | None, layers: int, k: int) -> Tensor:

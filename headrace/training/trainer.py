@@ -40,7 +40,7 @@ from headrace.rendering.tokenizer import Tokenizer
 from headrace.training import checkpoint, memory_plan, mid_training
 from headrace.training.batches import batch
 from headrace.training.batches.ahead import Ahead
-from headrace.training.batches.micro_batch import device_of
+from headrace.training.batches.micro_batch import check_routes, device_of
 from headrace.training.batches.segment import BatchError
 from headrace.training.device import TrainerError, available_bytes, check_memory, device_named, layout_on
 from headrace.training.figures.clock import Clock, Pause
@@ -216,6 +216,7 @@ class PolicyTrainer:
             advantage = ADVANTAGES.get(self.config.algorithm.advantage)
             by_class = self.config.algorithm.baseline == "class"
             made = batch.build(manifest.groups, trajectories, scores, advantage, by_class=by_class, built=built)
+            check_routes(self.state.model, made.segments)
             shape, exact = self.state.model.config, self.numerics.exact
             work = self._beside.submit(work_of, self.config, shape, made, manifest.seed, exact).result
             if self.config.trainer.rescore:

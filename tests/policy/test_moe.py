@@ -74,6 +74,17 @@ def test_rows_without_a_record_route_live() -> None:
     assert (moe.widen(routes, 2, 2)[10:20] == -1).all()
 
 
+def test_the_largest_expert_of_routes_and_half_a_record() -> None:
+    for dtype, none in ((torch.uint8, 255), (torch.uint16, 65535), (torch.int64, -1)):
+        routes = torch.tensor([[[3, 1], [0, 7]], [[none, none], [2, 2]]]).to(dtype)
+        assert moe.largest(routes) == 7 and moe.largest(routes[:0]) == -1 and moe.largest(routes[1:, :1]) == -1
+        assert moe.largest(routes[:1]) == 7
+        with pytest.raises(moe.RoutesMissing, match=rf"the experts \[3, {none}\] of a token"):
+            moe.largest(torch.tensor([[[3, none], [0, 7]]]).to(dtype))
+    with pytest.raises(moe.RoutesMissing, match=r"the experts \[3, -2\] of a token"):
+        moe.largest(torch.tensor([[[3, -2], [0, 7]]]))
+
+
 def test_a_missing_or_misshapen_record_is_an_error() -> None:
     with pytest.raises(moe.RoutesMissing, match="carries no routed experts"):
         moe.from_array(None, 2, 2)

@@ -182,7 +182,13 @@ def test_a_bad_batch_moves_the_version_and_not_the_bytes(tmp_path: Path) -> None
         turns = tuple(msgspec.structs.replace(turn, **changes) for turn in first.turns)
         return {**trajectories, 1: msgspec.structs.replace(first, turns=turns)}
 
+    def absent(routed: Array | None) -> Array:
+        assert routed is not None
+        return Array(routed.dtype, routed.shape, bytes([CONFIG.policy.experts]) * len(routed.data))
+
+    named = tuple(msgspec.structs.replace(turn, routed=absent(turn.routed)) for turn in first.turns)
     cases = [
+        ("routes_missing", {**trajectories, 1: msgspec.structs.replace(first, turns=named)}),
         ("bad_batch", with_turns(logprobs=Array.of([-1.0], "<f4"))),
         ("routes_missing", with_turns(routed=None)),
         ("bad_batch", {}),

@@ -103,15 +103,21 @@ def device_of(model: Model) -> torch.device:
 
 
 def check_routes(model: Model, segments: Iterable[Segment]) -> None:
-    """RoutesMissing when a segment of a mixture has no recorded routes: routes computed here may differ from the
-    sampler's.
+    """RoutesMissing when a segment of a mixture has no recorded routes, because routes computed here may differ from
+    the sampler's, or when its routes name an expert that the model does not have.
 
     Call it for a whole batch: when several processes train, all of them must refuse it, including those that get other
     segments.
     """
-    bare = [segment.trajectory for segment in segments if segment.routed is None]
-    if bare and model.config.experts:
-        raise RoutesMissing(f"trajectory {bare[0]} carries no routed experts")
+    count = model.config.experts
+    for segment in segments if count else ():
+        if segment.routed is None:
+            raise RoutesMissing(f"trajectory {segment.trajectory} carries no routed experts")
+        if segment.largest_expert >= count:
+            raise RoutesMissing(
+                f"trajectory {segment.trajectory} names expert {segment.largest_expert}, the policy has {count} in a "
+                "layer; its sampler serves another model"
+            )
 
 
 def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,8 @@ class Segment:
     temperature: float
     index: int = 0
     """Index among the segments of the batch."""
+    largest_expert: int = -1
+    """The largest that `routed` names; `micro_batch.check_routes` compares it with the model."""
     turn_advantages: Tensor | None = None
     """float32 [M]: what the rewards of turns add to each token's advantage; None without such rewards."""
 
@@ -145,6 +147,11 @@ def _segment(trajectory: Trajectory, turns: Sequence[Turn]) -> Segment | None:
         return None
     at = torch.cat(positions)
     ids = torch.cat(parts).long()
+    routed = _routed(trajectory, turns, covered)
+    try:
+        largest = -1 if routed is None else moe.largest(routed)
+    except moe.RoutesMissing as error:
+        raise BatchError(f"trajectory {trajectory.id}: {error}") from None
     return Segment(
         trajectory=trajectory.id,
         ids=ids[:covered],
@@ -152,10 +159,11 @@ def _segment(trajectory: Trajectory, turns: Sequence[Turn]) -> Segment | None:
         targets=ids[at + 1],
         behaviour=torch.cat([tensor(turn.logprobs) for turn in turns if len(turn.ids)]).float(),
         versions=torch.cat(versions),
-        routed=_routed(trajectory, turns, covered),
+        routed=routed,
         spans=tuple(_spans(turns, covered)),
         advantage=0.0,
         temperature=trajectory.sampling.temperature,
+        largest_expert=largest,
     )
 
 

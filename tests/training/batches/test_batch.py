@@ -209,6 +209,10 @@ def test_refuses_records_that_contradict_each_other() -> None:
         (msgspec.structs.replace(TWO_TURNS[0], logprobs=Array.of([-1.0], "<f4")), "lacks log-probabilities"),
         (msgspec.structs.replace(TWO_TURNS[0], spans=(Span(0, 3, 5),), routed=None), "do not cover"),
         (msgspec.structs.replace(TWO_TURNS[0], spans=(Span(0, 4, 5),), routed=TWO_TURNS[1].routed), "other positions"),
+        (
+            msgspec.structs.replace(TWO_TURNS[0], routed=Array.of([5, 255] * 8, "|u1", (4, 2, 2))),
+            r"routes name the experts \[5, 255\] of a token",
+        ),
     ):
         with pytest.raises(BatchError, match=what):
             segments_of(trajectory(bad))
