@@ -227,7 +227,7 @@ def _wgrad_kernel(  # type: ignore[no-untyped-def]
         else:
             a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
         total = tl.dot(a, b, total, input_precision="ieee")
-    place = out + (expert * n + ns).to(tl.int64)[:, None] * k + ks[None, :]
+    place = out + (expert.to(tl.int64) * n + ns)[:, None] * k + ks[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=(ns < n)[:, None] & (ks < k)[None, :])
 
 

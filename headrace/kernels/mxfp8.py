@@ -128,7 +128,7 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
     EMULATED: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BK] of x [m, k], read once; both sides multiples of 32, blocks never cross a tile."""
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     col = tl.program_id(1) * BK + tl.arange(0, BK)
     live = (row < m)[:, None] & (col < k)[None, :]
     place = row[:, None] * k + col[None, :]
@@ -148,7 +148,7 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
         inverse = ((254 - e) << 23).to(tl.float32, bitcast=True)
         out = tl.reshape(_rounded(blocks * inverse[:, None, :], EMULATED), (BM, BK))
         tl.store(qt + place, out, mask=live)
-        at = tl.program_id(0) * (BM // 32) + tl.arange(0, BM // 32)
+        at = tl.program_id(0).to(tl.int64) * (BM // 32) + tl.arange(0, BM // 32)
         inside = (at < m // 32)[:, None] & (col < k)[None, :]
         tl.store(st + at[:, None] * k + col[None, :], e.to(tl.uint8), mask=inside)
 

@@ -79,7 +79,7 @@ def _count_kernel(experts, counts, count, e, BP: tl.constexpr, BE: tl.constexpr)
     """Pairs of a block for each expert."""
     _, _, hits = _hits(experts, count, BP, BE)
     at = tl.arange(0, BE)
-    tl.store(counts + tl.program_id(0) * e + at, tl.sum(hits, 0), mask=at < e)
+    tl.store(counts + tl.program_id(0).to(tl.int64) * e + at, tl.sum(hits, 0), mask=at < e)
 
 
 @jit
@@ -88,7 +88,7 @@ def _place_kernel(experts, begins, slots, source, count, e, k, BP: tl.constexpr,
     pair, expert, hits = _hits(experts, count, BP, BE)
     rank = tl.sum((tl.cumsum(hits, 0) - hits) * hits, 1)
     live = pair < count
-    begin = tl.load(begins + tl.program_id(0) * e + expert, mask=live, other=0)
+    begin = tl.load(begins + tl.program_id(0).to(tl.int64) * e + expert, mask=live, other=0)
     row = begin + rank
     tl.store(slots + pair, row, mask=live)
     tl.store(source + row, (pair // k).to(tl.int64), mask=live)
@@ -157,11 +157,14 @@ def plan_triton(experts: Tensor, count: int, pad: int, capacity: int = 0) -> Pla
 
 
 def permute_triton(x: Tensor, source: Tensor) -> Tensor:
-    """Twin of `permute` for a GPU. Its gradient is `unpermute_triton` with gates of 1: padding rows have none."""
+    """Twin of `permute` for a GPU. Its gradient is `unpermute_triton` with gates of 1: padding rows have none.
+
+    Without tokens all rows are padding, and zeros.
+    """
     x = x.contiguous()
     d = x.shape[1]
-    out = x.new_empty(len(source), d)
-    if out.numel():
+    out = x.new_empty(len(source), d) if len(x) else x.new_zeros(len(source), d)
+    if len(x) and out.numel():
         _copy_kernel[(len(source), dispatch.tiles(d, _width(d)))](x, source, out, d, BD=_width(d))
     return out
 

@@ -170,8 +170,8 @@ def _selected_kernel(  # type: ignore[no-untyped-def]
         mean = (mean + drop * total) * fade + tl.sum(e * shifted, 1)
         total = total * fade + tl.sum(e, 1)
         peak = top
-    step = tl.num_programs(1) * m
-    at = scratch + part * m + rows
+    step = tl.num_programs(1).to(tl.int64) * m
+    at = scratch + part.to(tl.int64) * m + rows
     tl.store(at, peak, mask=live)
     tl.store(at + step, total, mask=live)
     tl.store(at + 2 * step, mean, mask=live)

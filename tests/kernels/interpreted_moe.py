@@ -97,10 +97,28 @@ def routing() -> None:
             step = 2**-7 if dtype == torch.bfloat16 else 1e-5
             assert got.dtype == dtype and bool(((got.double() - slope).abs() <= step * slope.abs() + 1e-6).all())
             assert float(slope.abs().max()) > 1e-3, "the router learns from a replayed selection"
+    for rule, e, k in ((Rule(), 5, 2), (Rule(sigmoid=True), 6, 3), (grouped, 16, 4)):
+        logits = torch.randn(6, e)
+        logits[0], logits[1, 2], logits[2, 3], logits[3, 1] = torch.nan, torch.nan, torch.inf, -torch.inf
+        logits[4, 0] = logits[4, e - 1] = torch.nan
+        (gates, experts), (want, named) = route_triton(logits, k, True, None, rule), route(logits, k, True, None, rule)
+        assert torch.equal(experts, named) and int(experts.max()) < e, "NaN names an expert that exists"
+        torch.testing.assert_close(gates, want, equal_nan=True, rtol=1e-5, atol=1e-6)
     believed = Rule(plausible=0.1)
     logits = torch.log(torch.tensor([[0.50, 0.30, 0.15, 0.04, 0.01]]))
     record = torch.tensor([[4, 0]])
     assert route_triton(logits, 2, True, record, believed)[1].tolist() == [[1, 0]]
+
+
+def nobody() -> None:
+    """A mixture of no tokens: nothing is read, and no expert has a gradient."""
+    x, gates, experts = torch.empty(0, 32), torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int64)
+    up, down = torch.randn(4, 64, 32), torch.randn(4, 32, 32)
+    for grid in ("", "mxfp8", "nvfp4"):
+        out, inner = experts_triton(x, gates, experts, up, down, 1, grid)
+        slopes = experts_backward_triton(x, x, gates, experts, up, down, inner, 1, grid)
+        assert [y.shape for y in (out, *slopes)] == [y.shape for y in (x, x, gates, up, down)]
+        assert not any(bool(y.any()) for y in slopes)
 
 
 def mixtures() -> None:
@@ -162,6 +180,7 @@ def scaled() -> None:
 
 KERNELS = {
     "experts": mixtures,
+    "no_tokens": nobody,
     "log_softmax": softmaxes,
     "permute": permutation,
     "route_topk": routing,

@@ -30,7 +30,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     grad, x, weight, scale, out, sums, tokens, heads, d, BM: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """Some tokens of one head: steps of BM tokens, PARTS steps apart."""
-    part, head, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, BD)
+    part, head, lane = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     inside = lane < d
     w = tl.load(weight + head * d + lane, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BD,), dtype=tl.float32)
@@ -46,7 +46,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         mean = tl.sum(g * normed, 1) / d
         slope = (g - normed * mean[:, None]) * factor[:, None]
         tl.store(out + row[:, None] * d + lane[None, :], slope.to(out.dtype.element_ty), mask=live)
-    tl.store(sums + (part * heads + head).to(tl.int64) * d + lane, total, mask=inside)
+    tl.store(sums + (part.to(tl.int64) * heads + head) * d + lane, total, mask=inside)
 
 
 def rms_norm_backward_triton(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
