@@ -1,10 +1,11 @@
-"""Compiles every Triton kernel for GPUs that this machine lacks: registers, spills, shared memory, tensor-core
-instruction.
+"""Compiles every Triton kernel for GPUs that this machine lacks: registers, spills, shared memory, tensor memory,
+tensor-core instruction.
 
     python -m benchmarks.ahead_of_time [--write] [launcher ...]
 
 Each launcher of `headrace/kernels` runs on CPU tensors in sizes of a real model, with the launch replaced by a
-compilation for sm_90 (H100, H200) and sm_100 (B200); nothing is executed and no speed is measured. The output is JSON;
+compilation for sm_89 (L40S), sm_90 (H100, H200) and sm_100 (B200) and with the tiles that each of them gets; nothing is
+executed and no speed is measured. The output is JSON;
 --write replaces benchmarks/results/kernels_ahead_of_time.json, which `tests/kernels/test_ahead_of_time.py` compares.
 Needs Triton (the extra `kernels`) with the ptxas and cuobjdump that its wheel brings.
 """
@@ -24,7 +25,9 @@ import torch
 from benchmarks.conditions import conditions
 
 RESULT = Path(__file__).parent / "results" / "kernels_ahead_of_time.json"
-ARCHITECTURES = (90, 100)
+ARCHITECTURES = (89, 90, 100)
+TENSOR_MEMORY = 512
+"""Columns of tensor memory that a program may use on sm_100; other GPUs have none."""
 BLACKWELL = frozenset(
     {"grouped mxfp8, block-scaled", "grouped nvfp4, block-scaled", "grouped mxfp8, block-scaled, odd sides"}
 )
@@ -66,8 +69,20 @@ def launchers() -> dict[str, Callable[[], Any]]:
     def new(*shape: int, dtype: torch.dtype = half) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype)
 
-    q, k, v = new(256, 32, 128), new(256, 8, 128), new(256, 8, 128)
-    table, pool = torch.zeros(4, 4, dtype=torch.int64), new(16, 8, 64, 128)
+    table = torch.zeros(4, 4, dtype=torch.int64)
+
+    def packed(heads: int, shared: int, d: int, dtype: torch.dtype = half) -> Callable[[], Any]:
+        q, k = new(256, heads, d, dtype=dtype), new(256, shared, d, dtype=dtype)
+        return lambda: forward.packed_attention_triton(q, k, k, [256], 0.1)
+
+    def cached(heads: int, shared: int, d: int, dtype: torch.dtype = half, split: bool = True) -> Callable[[], Any]:
+        q, pool = new(4, 1, heads, d, dtype=dtype), new(16, shared, 64, d, dtype=dtype)
+        return lambda: forward.cached_attention_triton(q, pool, pool, table, [200] * 4, 0.1, split=split)
+
+    def pulled(heads: int, shared: int, d: int, dtype: torch.dtype = half) -> Callable[[], Any]:
+        q, k, lse = new(256, heads, d, dtype=dtype), new(256, shared, d, dtype=dtype), new(256, heads, dtype=single)
+        return lambda: backward.packed_attention_backward_triton(q, q, k, k, q, lse, [256], 0.1)
+
     hidden, head = new(512, 2048), new(8192, 2048)
     ids, lse = torch.zeros(512, dtype=torch.int64), new(512, dtype=single)
     experts, ends = 8, [64 * (e + 1) for e in range(8)]
@@ -89,6 +104,9 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "matmul": lambda: batch_invariant.linear_triton(new(4096, 4096), new(4096, 4096)),
         "matmul, some rows": lambda: batch_invariant.linear_triton(new(512, 4096), new(4096, 4096)),
         "matmul, few rows": lambda: batch_invariant.linear_triton(new(32, 4096), new(4096, 4096)),
+        "matmul, float32": lambda: batch_invariant.linear_triton(
+            new(512, 4096, dtype=single), new(4096, 4096, dtype=single)
+        ),
         "rms_norm": lambda: batch_invariant.rms_norm_triton(new(16, 4096), new(4096), 1e-6),
         "rms_norm, backward": lambda: norm.rms_norm_backward_triton(
             new(16, 32, 128), new(16, 32, 128), new(32, 128), new(16, 32, 1, dtype=single)
@@ -96,18 +114,30 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "rotate": lambda: rotary.rotate_triton(new(16, 32, 128), new(16, 1, 64), new(16, 1, 64), False),
         "swiglu": lambda: swiglu.swiglu_triton(new(16, 6144)),
         "swiglu, backward": lambda: swiglu.swiglu_backward_triton(new(16, 6144), new(16, 3072)),
-        "attention, packed": lambda: forward.packed_attention_triton(q, k, v, [256], 0.1),
-        "attention, cached": lambda: forward.cached_attention_triton(
-            new(4, 1, 32, 128), pool, pool, table, [200] * 4, 0.1
-        ),
-        "attention, backward": lambda: backward.packed_attention_backward_triton(
-            q, q, k, v, q, new(256, 32, dtype=single), [256], 0.1
-        ),
+        "attention, packed": packed(32, 8, 128),
+        "attention, packed, heads of 64": packed(64, 8, 64),
+        "attention, packed, latent": packed(128, 128, 192),
+        "attention, packed, float32": packed(32, 8, 128, single),
+        "attention, packed, latent, float32": packed(128, 128, 192, single),
+        "attention, cached": cached(32, 8, 128),
+        "attention, cached, many rows": cached(32, 8, 128, half, False),
+        "attention, cached, heads of 64": cached(64, 8, 64),
+        "attention, cached, latent": cached(128, 128, 192),
+        "attention, cached, latent, many rows": cached(128, 128, 192, half, False),
+        "attention, cached, float32": cached(32, 8, 128, single),
+        "attention, backward": pulled(32, 8, 128),
+        "attention, backward, heads of 64": pulled(64, 8, 64),
+        "attention, backward, latent": pulled(128, 128, 192),
+        "attention, backward, float32": pulled(32, 8, 128, single),
+        "attention, backward, latent, float32": pulled(128, 128, 192, single),
         "log_softmax": lambda: log_softmax.log_softmax_triton(new(16, 32768)),
         "log_softmax, backward": lambda: log_softmax.log_softmax_backward_triton(wide, wide),
         "selected_logprob": lambda: selected_logprob.selected_logprob_triton(hidden, head, ids, 1.0),
         "selected_logprob, few rows": lambda: selected_logprob.selected_logprob_triton(
             hidden[:32], head, ids[:32], 1.0
+        ),
+        "selected_logprob, float32": lambda: selected_logprob.selected_logprob_triton(
+            hidden.float(), head.float(), ids, 1.0
         ),
         "selected_logprob, backward": lambda: selected_logprob.selected_logprob_backward_triton(
             lse, hidden, head[:1024], ids, 1.0, lse
@@ -115,7 +145,10 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "route": lambda: route_topk.route_triton(logits, 8, True, choice),
         "route, groups": lambda: route_topk.route_triton(new(512, 256), 8, True, None, limited, new(256, dtype=single)),
         "route, backward": lambda: route_topk.route_backward_triton(gates, logits, choice, True),
+        "route, 384 experts": lambda: route_topk.route_triton(new(512, 384), 8, True, choice),
         "plan": lambda: permute.plan_triton(choice, 128, 64),
+        "plan, 256 experts": lambda: permute.plan_triton(choice, 256, 64),
+        "plan, 384 experts": lambda: permute.plan_triton(choice, 384, 64),
         "permute": lambda: permute.permute_triton(hidden, slots),
         "unpermute": lambda: permute.unpermute_triton(new(4096, 2048), slots, gates),
         "unpermute, backward": lambda: permute.unpermute_backward_triton(hidden, new(4096, 2048), slots, gates),
@@ -127,6 +160,8 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "grouped, dgrad of many rows": lambda: grouped_mm.grouped_dgrad_triton(many, weights, more, half),
         "dequantise": lambda: mxfp8.dequantise_triton(*mw),
         "grouped": lambda: grouped_mm.grouped_mm_triton(rows, weights, ends, half),
+        "grouped, 384 experts": lambda: grouped_mm.grouped_mm_triton(rows, new(384, 128, 2048), [512] * 384, half),
+        "grouped, float32": lambda: grouped_mm.grouped_mm_triton(rows.float(), weights.float(), ends, single),
         "grouped, dgrad": lambda: grouped_mm.grouped_dgrad_triton(rows, weights, ends, half),
         "grouped, wgrad": lambda: grouped_mm.grouped_wgrad_triton(rows, rows, ends, half),
         "grouped mxfp8, few rows": lambda: grouped_mm.grouped_mm_triton(
@@ -185,6 +220,7 @@ def _measured(compiled: Any) -> Row:
         "registers": int(usage_line[1]),
         "spilled_bytes": int(usage_line[2]),
         "shared_bytes": compiled.metadata.shared,
+        "tensor_memory": compiled.metadata.tmem_size or 0,
         "tensor_core": "+".join(name for name, text in instructions.items() if text in code) + _formats(code),
     }
 
@@ -195,6 +231,14 @@ def _formats(code: str) -> str:
     return f" ({', '.join(kinds)})" if kinds else ""
 
 
+def chip_of(architecture: int) -> Any:
+    """The chip whose tiles are compiled for an architecture."""
+    from headrace.kernels import dispatch
+
+    major = architecture // 10
+    return dispatch.Chip(major, (dispatch.ADA if major < dispatch.HOPPER.major else dispatch.HOPPER).shared_bytes)
+
+
 def compiled(names: list[str]) -> list[Row]:
     """A row for each kernel and architecture that the named launchers launch; without names, those of all launchers."""
     every = launchers()
@@ -203,29 +247,36 @@ def compiled(names: list[str]) -> list[Row]:
     from triton.compiler import ASTSource
     from triton.runtime.jit import JITFunction
 
+    from headrace.kernels import dispatch
+
     compile_: Any = triton.compile
     jit: Any = JITFunction
     rows: list[Row] = []
-    current = ""
+    current, architecture = "", 0
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if current in BLACKWELL and architecture != ARCHITECTURES[-1]:
+            return
         types, constants, multiples = _described(self, args, options)
         chosen = {name: options[name] for name in _OPTIONS if name in options}
-        only = current in BLACKWELL and self.__name__ == "_scaled_kernel"
-        for architecture in ARCHITECTURES[-1:] if only else ARCHITECTURES:
-            source = ASTSource(self, types, constants, multiples)
-            out = compile_(source, target=GPUTarget("cuda", architecture, 32), options=chosen)
-            head = {"launcher": current, "kernel": self.__name__, "sm": architecture}
-            row = head | _measured(out)
-            if row not in rows:
-                rows.append(row)
+        source = ASTSource(self, types, constants, multiples)
+        out = compile_(source, target=GPUTarget("cuda", architecture, 32), options=chosen)
+        module = self.fn.__module__.removeprefix("headrace.kernels.")
+        row = {"launcher": current, "module": module, "kernel": self.__name__, "sm": architecture} | _measured(out)
+        if row not in rows:
+            rows.append(row)
 
-    before, jit.run = jit.run, run
+    def chip(device: torch.device) -> Any:
+        return chip_of(architecture)
+
+    before = jit.run, dispatch.chip
+    jit.run, dispatch.chip = run, chip
     try:
         for current in names or every:
-            every[current]()
+            for architecture in ARCHITECTURES:  # noqa: B007 - `run` and `chip` read it
+                every[current]()
     finally:
-        jit.run = before
+        jit.run, dispatch.chip = before
     return rows
 
 

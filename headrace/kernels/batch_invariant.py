@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels import dispatch, tile
-from headrace.kernels.dispatch import jit, tl
+from headrace.kernels.dispatch import Chip, jit, tl
 from headrace.kernels.tile import Shape
 
 SMALL = 4096
@@ -199,11 +199,11 @@ LARGEST_ROWS = MANY.rows * _BUSY
 """Rows from which every product takes the largest tiles, however few columns it has."""
 
 
-def _shape(m: int, n: int, dtype: torch.dtype) -> Shape:
+def _shape(m: int, n: int, dtype: torch.dtype, chip: Chip) -> Shape:
     if dtype == torch.float32:
         return _WIDEST
     if m <= FEW.rows:
-        return FEW
+        return FEW.on(chip)
     return MANY if dispatch.tiles(m, MANY.rows) * dispatch.tiles(n, MANY.columns) >= _BUSY else SOME
 
 
@@ -212,7 +212,7 @@ def linear_triton(x: Tensor, weight: Tensor) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
     (m, k), n = x.shape, weight.shape[0]
     out = x.new_empty(m, n)
-    shape = _shape(m, n, x.dtype)
+    shape = _shape(m, n, x.dtype, dispatch.chip(x.device))
     programs = dispatch.tiles(m, shape.rows) * dispatch.tiles(n, shape.columns)
     if programs:
         _matmul_kernel[(programs,)](
@@ -225,7 +225,7 @@ def linear_triton(x: Tensor, weight: Tensor) -> Tensor:
 @jit
 def _rms_norm_kernel(x, weight, y, scales, d, heads, eps, BD: tl.constexpr):  # type: ignore[no-untyped-def]
     """One row per program; weight [heads, d]: row r has the weight of head r modulo heads."""
-    row, at = tl.program_id(0), tl.arange(0, BD)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BD)
     value = tl.load(x + row * d + at, mask=at < d, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / d + eps)
     normed = (value * scale).to(y.dtype.element_ty).to(tl.float32)  # rounded twice, like the twin

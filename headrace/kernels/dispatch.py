@@ -5,11 +5,12 @@ twin share a file that can be imported without Triton. Interpreted kernels conve
 the interpreter multiplies bfloat16 wrongly and truncates when it casts to it (seen in Triton 3.7.1).
 """
 
+import functools
 import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +25,27 @@ if AVAILABLE:
     tl = importlib.import_module("triton.language")
 
 
+if AVAILABLE and not INTERPRETED:
+    _Base: Any = triton.JITFunction
+
+    class _Kernel(_Base):  # type: ignore[misc]
+        """A kernel that runs on the device of its first tensor: Triton itself takes the thread's current device, which
+        is the first GPU in a thread that has chosen none."""
+
+        def run(self, *args: Any, **options: Any) -> Any:
+            device = next((x.device for x in args if isinstance(x, Tensor)), None)
+            if device is None or device.type != "cuda":
+                return super().run(*args, **options)
+            with torch.cuda.device(device):
+                return super().run(*args, **options)
+
+
 def jit(function: Callable[..., None]) -> Any:
-    """`triton.jit` where Triton can run; elsewhere the function itself, which cannot be launched."""
-    return triton.jit(function) if AVAILABLE else function
+    """`triton.jit` where Triton can run, launched on its operands' device; elsewhere the function itself, which cannot
+    be launched."""
+    if not AVAILABLE:
+        return function
+    return triton.jit(function) if INTERPRETED else _Kernel(function)
 
 
 OPERATORS_ON_CPU = False
@@ -40,6 +59,41 @@ def twin(x: Tensor) -> bool:
     docs/kernels.md has the cost.
     """
     return x.is_cpu and not OPERATORS_ON_CPU
+
+
+class Chip(NamedTuple):
+    """A GPU, as the choice of tiles sees it: one chip has one choice, so its sampler and its trainer share bits."""
+
+    major: int
+    """Major compute capability."""
+    shared_bytes: int
+    """Shared memory that a program may use."""
+
+
+HOPPER, ADA = Chip(9, 227 * 1024), Chip(8, 99 * 1024)
+"""H100 and H200; L40S and RTX 4090. B200 has the shared memory of the first, other RTX cards that of the second."""
+
+
+def chip(device: torch.device) -> Chip:
+    """The chip of a CUDA device; Hopper for the interpreter. RuntimeError if no tiles fit its shared memory."""
+    return _chip_of(device) if device.type == "cuda" else HOPPER
+
+
+@functools.cache
+def _chip_of(device: torch.device) -> Chip:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    limit = importlib.import_module("triton.runtime").driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return large_enough(torch.cuda.get_device_name(index), Chip(torch.cuda.get_device_capability(index)[0], limit))
+
+
+def large_enough(name: str, found: Chip) -> Chip:
+    """The chip. RuntimeError if it has less shared memory than the smallest tiles need."""
+    if found.shared_bytes < ADA.shared_bytes:
+        raise RuntimeError(
+            f"{name} gives a program {found.shared_bytes:,} bytes of shared memory, and headrace's kernels need "
+            f"{ADA.shared_bytes:,}; take a GPU that has them (A100, L40S, RTX 30 and later), or device cpu"
+        )
+    return found
 
 
 def tiles(size: int, tile: int) -> int:

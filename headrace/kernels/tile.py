@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headrace.kernels.dispatch import jit, tl
+from headrace.kernels.dispatch import HOPPER, Chip, jit, tl
 
 
 class Shape(NamedTuple):
@@ -27,6 +27,16 @@ class Shape(NamedTuple):
     depth: int
     warps: int
     stages: int
+
+    def on(self, chip: Chip) -> Shape:
+        """The shape with as many stages, at most its own, as fit the chip's shared memory with operands of 16 bits.
+
+        Stages are copies of a step's operands; their number changes no bit. Chips without the tensor cores' own loads
+        from shared memory, which are those with less of it, hold one copy in registers.
+        """
+        step = 2 * (self.rows + self.columns) * self.depth
+        spare = int(chip.shared_bytes < HOPPER.shared_bytes)
+        return self._replace(stages=min(self.stages, chip.shared_bytes // step + spare))
 
 
 @jit

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import dispatch
-from headrace.kernels.attention.forward import tiles
-from headrace.kernels.dispatch import jit, tl
+from headrace.kernels.attention.forward import NARROW, SINGLE, SINGLE_WIDE, Tile, tiles
+from headrace.kernels.dispatch import HOPPER, Chip, jit, tl
 
 
 @jit
@@ -162,16 +162,32 @@ def _blocks(lengths: tuple[int, ...], width: int, device: torch.device) -> Tenso
     return torch.tensor(listed, dtype=torch.int32, device=device).view(-1, 3)
 
 
-class _Shape(NamedTuple):
-    """Rows and keys of a tile, and how a program runs it."""
+class _Pair(NamedTuple):
+    """The tiles of both kernels."""
 
-    rows: int
-    keys: int
-    warps: int
-    stages: int
+    of_keys: Tile
+    of_queries: Tile
 
 
-OF_KEYS, OF_QUERIES, SINGLE = _Shape(128, 64, 8, 2), _Shape(128, 64, 8, 3), _Shape(64, 64, 8, 2)
+_HOPPER = _Pair(Tile(128, 64, 8, 2), Tile(128, 64, 8, 3))
+_BLACKWELL = _Pair(Tile(64, 64, 8, 2), Tile(128, 64, 8, 3))
+"""Blackwell's tensor cores read weights and gradients of scores from shared memory: of 128 rows they do not fit."""
+_SMALL = _Pair(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2))
+_HOPPER_WIDE = _Pair(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2))
+_BLACKWELL_WIDE = _Pair(Tile(64, 64, 8, 1), Tile(64, 32, 8, 2))
+_SMALL_WIDE = _Pair(Tile(32, 32, 8, 2), Tile(32, 32, 8, 2))
+
+
+def _pair(dtype: torch.dtype, width: int, chip: Chip) -> _Pair:
+    """width: of a head, as a power of two. Only the gradient's order depends on it, and one chip has one order."""
+    wide = width > NARROW
+    if dtype == torch.float32:
+        return _Pair(SINGLE_WIDE, SINGLE_WIDE) if wide else _Pair(SINGLE, SINGLE)
+    if chip.shared_bytes < HOPPER.shared_bytes:
+        return _SMALL_WIDE if wide else _SMALL
+    if chip.major == HOPPER.major:
+        return _HOPPER_WIDE if wide else _HOPPER
+    return _BLACKWELL_WIDE if wide else _BLACKWELL
 
 
 def packed_attention_backward_triton(
@@ -190,7 +206,7 @@ def packed_attention_backward_triton(
     if not sum(lengths):
         return g_q, g_k, g_v
     block = {"BD": max(16, dispatch.power_of_two(d)), "WIDE": dispatch.INTERPRETED}
-    by_keys, by_queries = (SINGLE, SINGLE) if q.dtype == torch.float32 else (OF_KEYS, OF_QUERIES)
+    by_keys, by_queries = _pair(q.dtype, block["BD"], dispatch.chip(q.device))
     blocks = _blocks(tuple(lengths), by_keys.keys, q.device)
     _keys_kernel[(len(blocks), heads)](
         q, k, v, grad, lse, delta, g_k, g_v, blocks, heads, group, d, scale, BM=by_keys.rows, BK=by_keys.keys,

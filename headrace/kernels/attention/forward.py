@@ -11,10 +11,12 @@ summand 0.
 
 Layout: the G query heads of a key-value head are rows (token t, head g is row t G + g), in tiles of 128 rows for whole
 sequences and for many new tokens, and 64 in decode: four warps hold 64 rows either way, with the same instructions (see
-`tile`). A tile of fewer rows would compile to an instruction that sums in another order. Blocks of keys that all rows
-of a tile see need no mask. Keys and values are contiguous [N, V, D], or paged [blocks, V, 64, D] with a table of block
-numbers: only addresses differ. `tiles` int32 [., 5]: first token of the sequence's queries, first row of the tile, rows
-of the sequence, position of its first query, and where its keys are (first token, or first entry of the table).
+`tile`). A tile of fewer rows would compile to an instruction that sums in another order. Heads above 128 numbers (192
+in latent attention) and float32 have one tile for both. Blocks of keys that all rows of a tile see need no mask. Decode
+keeps the state of each split for the rows that exist, so one long sequence costs the others no memory. Keys and values
+are contiguous [N, V, D], or paged [blocks, V, 64, D] with a table of block numbers: only addresses differ. `tiles`
+int32 [., 5]: first token of the sequence's queries, first row of the tile, rows of the sequence, position of its first
+query, and where its keys are (first token, or first entry of the table).
 
 Trade-off: a tile of 64 rows in decode is mostly padding. Decode is bound by memory traffic all the same: 64 keys of
 D = 128 are 32 KiB and 2.1 MFLOP, which at full bandwidth is a third of an H200's bfloat16 rate. Contraction to fused
@@ -30,21 +32,37 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.kernels import dispatch
 from headrace.kernels.block_attention import BLOCK
-from headrace.kernels.dispatch import jit, tl
+from headrace.kernels.dispatch import HOPPER, Chip, jit, tl
 
 SPLIT = 2048
 """Keys of a split: a multiple of a block, never a function of batch or length."""
-KEYS = 64
-"""Keys of a step."""
-MANY, FEW, SINGLE = (128, 8, 3), (64, 4, 3), (64, 8, 2)
-"""Rows of a tile, warps of a program and stages of its loop: of whole sequences, of new tokens, and in float32."""
+
+
+class Tile(NamedTuple):
+    """Rows of a tile, keys of a step, warps of a program and stages of its loop."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+MANY, FEW = Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)
+"""For whole sequences and for few new tokens."""
+WIDE, WIDE_SMALL = Tile(64, 32, 8, 3), Tile(64, 32, 8, 2)
+"""For heads above `NARROW`, with larger tiles of which the registers do not suffice; on chips with less shared memory
+than Hopper."""
+SINGLE, SINGLE_WIDE = Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)
+"""For float32, which the tensor cores do not multiply."""
+NARROW = 128
+"""Widest head, as a power of two, that the tiles without "wide" take."""
 PROGRAMS = 256
 """Whole tiles are used over a cache where there are so many programs, which fill a GPU without a split of the keys."""
 
@@ -162,13 +180,17 @@ def _whole_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _split_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, peaks, totals, mixes, tiles, table, heads, group, d, scale,
+    q, k, v, peaks, totals, mixes, tiles, parts, table, heads, group, d, high, scale,
     PAGED: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
     FULL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One tile, one split: its maximum, sum and weighted values into scratch [tiles, V, splits, BM (, BD)]."""
-    head, lane, split = tl.program_id(1), tl.arange(0, BD), tl.program_id(2)
-    place, live, limit, low, last, base = _rows_of(tiles, tl.program_id(0) * 5, group, heads, head, BM)
+    """One split of a tile: its maximum, sum and weighted values into scratch [parts, V, high (, BD)].
+
+    parts int32 [., 2]: tile, split. high: rows of scratch, at least those of the tile that exist.
+    """
+    part, head, lane, near = tl.program_id(0), tl.program_id(1), tl.arange(0, BD), tl.arange(0, BM)
+    tile, split = tl.load(parts + part * 2), tl.load(parts + part * 2 + 1)
+    place, live, limit, low, last, base = _rows_of(tiles, tile * 5, group, heads, head, BM)
     x = tl.load(q + place[:, None] * d + lane[None, :], mask=live[:, None] & (lane < d)[None, :], other=0.0)
     if WIDE:
         x = x.to(tl.float32)
@@ -177,26 +199,28 @@ def _split_kernel(  # type: ignore[no-untyped-def]
         x, k, v, table, base, head, heads, d, first, tl.minimum(first + SPLIT, last), limit, low,
         scale * 1.4426950408889634, PAGED, BM, BD, BK, PAGE, FULL, WIDE,
     )  # fmt: skip
-    at = ((tl.program_id(0).to(tl.int64) * heads + head) * tl.num_programs(2) + split) * BM + tl.arange(0, BM)
-    tl.store(peaks + at, a)
-    tl.store(totals + at, b)
-    tl.store(mixes + at[:, None] * BD + lane[None, :], c)
+    at = (part.to(tl.int64) * heads + head) * high + near
+    tl.store(peaks + at, a, mask=live)
+    tl.store(totals + at, b, mask=live)
+    tl.store(mixes + at[:, None] * BD + lane[None, :], c, mask=live[:, None])
 
 
 @jit
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    peaks, totals, mixes, out, lse, tiles, heads, group, d, splits, BM: tl.constexpr, BD: tl.constexpr,
+    peaks, totals, mixes, out, lse, tiles, firsts, heads, group, d, high, BM: tl.constexpr, BD: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile: its splits in ascending order."""
-    head, lane = tl.program_id(1), tl.arange(0, BD)
-    place, live, _, _, _, _ = _rows_of(tiles, tl.program_id(0) * 5, group, heads, head, BM)
+    """One tile: its splits in ascending order. firsts int32 [tiles]: the first of a tile's parts."""
+    head, lane, near = tl.program_id(1), tl.arange(0, BD), tl.arange(0, BM)
+    place, live, _, _, last, _ = _rows_of(tiles, tl.program_id(0) * 5, group, heads, head, BM)
+    part = tl.load(firsts + tl.program_id(0)).to(tl.int64)
     peak = tl.full((BM,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BM,), dtype=tl.float32)
     mixed = tl.zeros((BM, BD), dtype=tl.float32)
-    for split in range(0, splits):
-        at = ((tl.program_id(0).to(tl.int64) * heads + head) * splits + split) * BM + tl.arange(0, BM)
-        a, b = tl.load(peaks + at), tl.load(totals + at)
-        c = tl.load(mixes + at[:, None] * BD + lane[None, :])
+    for split in range(0, tl.cdiv(last, SPLIT)):
+        at = ((part + split) * heads + head) * high + near
+        a, b = tl.load(peaks + at, mask=live, other=0.0), tl.load(totals + at, mask=live, other=1.0)
+        c = tl.load(mixes + at[:, None] * BD + lane[None, :], mask=live[:, None], other=0.0)
         peak, total, mixed = _merge(peak, total, mixed, a, b, c)
     mask = live[:, None] & (lane < d)[None, :]
     tl.store(out + place[:, None] * d + lane[None, :], (mixed / total[:, None]).to(out.dtype.element_ty), mask=mask)
@@ -218,10 +242,44 @@ def tiles(queries: tuple[Queries, ...], group: int, height: int, device: torch.d
     return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 5)
 
 
+class Parts(NamedTuple):
+    """The splits of the keys of some tiles."""
+
+    listed: Tensor
+    """int32 [., 2]: tile, split; ascending."""
+    firsts: Tensor
+    """int32 [tiles]: the first of each tile's parts."""
+    high: int
+    """Most rows of a tile that exist, as a power of two."""
+
+
+@functools.lru_cache(maxsize=32)
+def parts(queries: tuple[Queries, ...], group: int, height: int, split: int, device: torch.device) -> Parts:
+    """The splits of `split` keys of the tiles that `tiles` gives: of each as many as its last row sees. Kept as they
+    are."""
+    work = tiles(queries, group, height, torch.device("cpu")).long()
+    ends = torch.minimum(work[:, 1] + height, work[:, 2])
+    counts = (work[:, 3] + (ends - 1) // group) // split + 1
+    firsts = counts.cumsum(0) - counts
+    of = torch.repeat_interleave(torch.arange(len(work)), counts)
+    listed = torch.stack((of, torch.arange(len(of)) - firsts[of]), 1)
+    high = dispatch.power_of_two(int((ends - work[:, 1]).max()))
+    return Parts(listed.int().to(device), firsts.int().to(device), high)
+
+
 def _few(rows: Sequence[int], heads: int) -> bool:
     """Whether whole tiles of these sequences would be mostly padding, or too few to fill a GPU."""
-    count = sum(dispatch.tiles(each, MANY[0]) for each in rows)
-    return count * heads < PROGRAMS or 2 * sum(rows) < count * MANY[0]
+    count = sum(dispatch.tiles(each, MANY.rows) for each in rows)
+    return count * heads < PROGRAMS or 2 * sum(rows) < count * MANY.rows
+
+
+def _tile(dtype: torch.dtype, width: int, split: bool, chip: Chip) -> Tile:
+    """width: of a head, as a power of two. Where the arithmetic depends on the tile, it is that of both ways."""
+    if dtype == torch.float32:
+        return SINGLE if width <= NARROW else SINGLE_WIDE
+    if width > NARROW:
+        return WIDE if chip.shared_bytes >= HOPPER.shared_bytes else WIDE_SMALL
+    return FEW if split else MANY
 
 
 def _attend(
@@ -230,20 +288,19 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [tokens, H, D] -> (out like q, log-sum-exp float32 [tokens, H]). split: None chooses what is faster."""
     heads, d = k.shape[1], q.shape[2]
-    group = q.shape[1] // heads
+    group, width = q.shape[1] // heads, max(16, dispatch.power_of_two(d))
     if split is None:
         split = _few([count * group for _, count, _, _ in queries], heads)
-    single = q.dtype == torch.float32
-    height, warps, stages = SINGLE if single else FEW if split else MANY
-    work = tiles(queries, group, height, q.device)
+    tile = _tile(q.dtype, width, split, dispatch.chip(q.device))
+    work = tiles(queries, group, tile.rows, q.device)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not len(work):
         return out, lse
-    sizes: dict[str, Any] = {"BM": height, "BD": max(16, dispatch.power_of_two(d))}
-    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+    sizes: dict[str, Any] = {"BM": tile.rows, "BD": width, "SPLIT": SPLIT}
+    options: dict[str, Any] = {"enable_fp_fusion": False}
     walk = {
-        "PAGED": table is not None, "BK": KEYS, "PAGE": BLOCK, "SPLIT": SPLIT, "FULL": sizes["BD"] == d,
-        "WIDE": dispatch.INTERPRETED, "num_stages": stages,
+        "PAGED": table is not None, "BK": tile.keys, "PAGE": BLOCK, "FULL": width == d, "WIDE": dispatch.INTERPRETED,
+        "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     pages = work if table is None else table
     if not split:
@@ -251,14 +308,17 @@ def _attend(
             q, k, v, out, lse, work, pages, heads, group, d, scale, **sizes, **options, **walk
         )
         return out, lse
-    splits = dispatch.tiles(max(count + start for _, count, start, _ in queries), SPLIT)
-    shape = (len(work), heads, splits, height)
+    listed, firsts, high = parts(queries, group, tile.rows, SPLIT, q.device)
+    shape = (len(listed), heads, high)
     peaks, totals = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    mixes = torch.empty(*shape, sizes["BD"], dtype=torch.float32, device=q.device)
-    _split_kernel[(len(work), heads, splits)](
-        q, k, v, peaks, totals, mixes, work, pages, heads, group, d, scale, **sizes, **options, **walk
+    mixes = torch.empty(*shape, width, dtype=torch.float32, device=q.device)
+    _split_kernel[(len(listed), heads)](
+        q, k, v, peaks, totals, mixes, work, listed, pages, heads, group, d, high, scale, **sizes, **options, **walk
     )
-    _merge_kernel[(len(work), heads)](peaks, totals, mixes, out, lse, work, heads, group, d, splits, **sizes, **options)
+    warps = tile.warps * (2 if width > NARROW else 1)  # it works element by element: warps change no bit
+    _merge_kernel[(len(work), heads)](
+        peaks, totals, mixes, out, lse, work, firsts, heads, group, d, high, num_warps=warps, **sizes, **options
+    )
     return out, lse
 
 
