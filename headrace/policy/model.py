@@ -56,6 +56,8 @@ class Model(nn.Module):
         """Share of the weakest live score below which a replayed expert is replaced: `kernels.route.Rule.plausible`."""
         self.shared: TokenSharing | None = None
         """Set where `sampled_logprobs` cuts the tokens into runs, of which other processes may compute some."""
+        self.place: torch.device | None = None
+        """Set where the weights wait in the host's memory until another device computes with them."""
         if seed is not None:
             self.reset(seed)
 
@@ -84,6 +86,11 @@ class Model(nn.Module):
             parameter.copy_(draw.mul_(std))
         if self.config.expert_format:
             self.load_state(self.state())  # onto the grid
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes; inputs and caches must be there."""
+        return self.place or self.embedding.device
 
     @property
     def head_weight(self) -> Tensor:

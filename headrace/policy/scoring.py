@@ -9,10 +9,13 @@ mismatch.
 Some positions were computed more than once (a successor on another node starts with an empty cache). The first forward
 of a position gives the log-probability of the next token, because the sampler drew the token from it; later forwards
 only replace keys and values, as they did in the sampler.
+
+A long span is forwarded in pieces over the cache, so that memory holds the cache of the segment and the activations of
+one piece. In exact mode pieces change no bit: a sampler prefills in pieces too.
 Trade-off: a segment with several versions needs all of their weights.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +24,9 @@ from headrace.kernels.block_attention import BLOCK
 from headrace.messages.rollout import Span
 from headrace.policy.cache import KVCache
 from headrace.policy.model import Model
+
+PIECE = 4096
+"""Most positions of one forward pass: enough rows for a GPU, and for 64k tokens a sixteenth of their activations."""
 
 
 class ScoringError(Exception):
@@ -35,18 +41,20 @@ def score(
     temperature: float,
     routed: Tensor | None = None,
     recorder: list[Tensor] | None = None,
+    piece: int = PIECE,
 ) -> Tensor:
     """Log-probabilities float32 [len(targets)], on the CPU, of the tokens at positions `targets` (ascending, none 0) of
     a segment.
 
     models: by version, for every version in `spans`. ids: the whole segment. spans: over its turns, in record order.
     routed [len(ids) or fewer, L, k]: selections to replay by position; None routes live.
-    recorder: of a mixture, gets one int64 [positions, L, k]: the experts used in each position's first forward.
+    recorder: of a mixture, gets one int64 [positions, L, k] on the CPU: the experts used in each position's first
+    forward. piece: most positions of one forward pass.
     ScoringError as said there.
     """
     if not models:
         raise ScoringError("no weights to score with")
-    device = models[max(models)].embedding.device
+    device = models[max(models)].device
     tokens = torch.as_tensor(ids, dtype=torch.int64)
     ordered = [span for span in spans if span.end > span.start]
     missing = sorted({span.version for span in ordered} - set(models))
@@ -62,7 +70,7 @@ def score(
     cache, table, covered = None, [*range((last + BLOCK - 1) // BLOCK)], 0
     routes: list[Tensor] = []
     with torch.no_grad():
-        for span in ordered:
+        for span in (part for whole in ordered for part in _pieces(whole, piece)):
             if span.start > covered:
                 raise ScoringError(f"spans leave positions {covered} to {span.start} without a forward")
             model = models[span.version]
@@ -78,7 +86,7 @@ def score(
                 layers,
             )
             if layers and span.end > covered:
-                routes.append(torch.stack(layers, 1)[max(covered - span.start, 0) :])
+                routes.append(torch.stack(layers, 1)[max(covered - span.start, 0) :].cpu())
             first, end = torch.searchsorted(wanted, torch.tensor([max(span.start, covered) + 1, span.end + 1])).tolist()
             if end > first:
                 chosen = wanted[first:end]
@@ -89,3 +97,9 @@ def score(
     if recorder is not None and routes:
         recorder.append(torch.cat(routes))
     return out
+
+
+def _pieces(span: Span, most: int) -> Iterator[Span]:
+    """A span as consecutive spans of at most so many positions."""
+    for start in range(span.start, span.end, most):
+        yield Span(start, min(start + most, span.end), span.version)

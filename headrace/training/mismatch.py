@@ -123,7 +123,7 @@ def compare(models: Mapping[int, Model], segment: Segment) -> Compared:
         return Compared(trainer, segment.behaviour, 0, 0)
     if not exact:
         trainer = scoring.score(models, ids, segment.spans, targets, segment.temperature, routes)
-    flips, routed = flipped(live[0][: len(routes)].cpu(), routes[: len(live[0])])
+    flips, routed = flipped(live[0][: len(routes)], routes[: len(live[0])])
     return Compared(trainer, segment.behaviour, flips, routed)
 
 

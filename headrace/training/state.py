@@ -158,24 +158,26 @@ class TrainerState:
         self.writable()
         parameters, gradients = self.parameters(), dict(self.gradients())
         self.zero_grad()  # each gradient is freed as soon as it is used, and none after the update has ended
-        # With offload one parameter at a time, so that the host holds one gradient.
-        for names in [[name] for name in self.master] if self.offload else [list(self.master)]:
-            served: dict[str, Tensor] = {}
-            for name in names:
-                master, gradient = self.master[name], gradients.pop(name, None)
-                # An expert without tokens has no gradient: its moments still decay, the same in every replica.
-                gradient = torch.zeros_like(master) if gradient is None else gradient.to(master.device, torch.float32)
-                master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
-                del gradient
-                if self.log is not None and master is parameters[name]:
-                    served[name] = self.served(name, master).clone()
-            self.optimizer.step(learning_rate, [self.master[name] for name in names])
-            for name in names:
-                master = self.master[name]
-                master.grad = None
-                self._serve(name, parameters[name], master, served.pop(name, None))
+        # One parameter at a time: memory holds the copies of one, and with offload the host one gradient.
+        for name, master in self.master.items():
+            gradient = gradients.pop(name, None)
+            # An expert without tokens has no gradient: its moments still decay, the same in every replica.
+            gradient = torch.zeros_like(master) if gradient is None else gradient.to(master.device, torch.float32)
+            master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
+            del gradient
+            before = self._served_copy(name, master) if master is parameters[name] else None
+            self.optimizer.step(learning_rate, [master])
+            master.grad = None
+            self._serve(name, parameters[name], master, before)
         self.step += 1
         self.updated_at = time.perf_counter()
+
+    def _served_copy(self, name: str, master: Tensor) -> Tensor | None:
+        """The served bits of a master that is served itself; None where no undo entries are recorded."""
+        if self.log is None:
+            return None
+        served = self.served(name, master)
+        return served.clone() if served.data_ptr() == master.data_ptr() else served
 
     def _serve(self, name: str, parameter: Tensor, master: Tensor, before: Tensor | None = None) -> None:
         """Round a master into the model. before: the served bits, where the master itself was served."""
@@ -186,7 +188,10 @@ class TrainerState:
             self._note(name, change(before, self.served(name, parameter)))
 
     def _note(self, name: str, entry: Change | None) -> None:
-        if self.log is not None and entry is not None:
+        """Append to the log. A later write needs no entry where the whole tensor is kept: it is undone last."""
+        if self.log is None or entry is None:
+            return
+        if not any(noted == name and earlier.positions is None for noted, earlier in self.log):
             self.log.append((name, entry))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -211,8 +216,7 @@ class TrainerState:
             saved = tensors[f"master.{name}"]
             if saved.shape != master.shape:
                 raise ValueError(f"{name}: the checkpoint has shape {tuple(saved.shape)}, not {tuple(master.shape)}")
-            same = master is parameters[name] and self.log is not None
-            before = self.served(name, master).clone() if same else None
+            before = self._served_copy(name, master) if master is parameters[name] else None
             master.copy_(saved)
             self._serve(name, parameters[name], master, before)
             self.optimizer.moments.pop(master, None)

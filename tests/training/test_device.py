@@ -14,6 +14,7 @@ from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
 from headrace.training.batches.batch import Batch
+from headrace.training.batches.micro_batch import MicroBatch, device_of
 from headrace.training.batches.segment import Segment
 from headrace.training.device import TrainerError, device_named
 from headrace.training.gradient import Helpers, Recipe
@@ -67,6 +68,13 @@ def batch(config: PolicyConfig) -> Batch:
         )
         segments.append(segment)
     return Batch(tuple(segments), 4, (1.0, 0.0, 1.0, 0.0), 2, ("g",), frozenset({"f"}))
+
+
+def test_inputs_are_made_where_offloaded_weights_are_computed_with() -> None:
+    model = Model(MIXTURE, probe(MIXTURE), seed=1)
+    assert device_of(model) == torch.device("cpu")
+    model.place = torch.device("meta")  # as `sharding.build` does, whose shards may be in the host's memory
+    assert MicroBatch.of(batch(MIXTURE).segments[:1], device_of(model)).ids.device == model.place
 
 
 def two_steps(

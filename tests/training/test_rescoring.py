@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from headrace.messages.base import Array
+from headrace.messages.rollout import Span
 from headrace.policy.model import Model
-from headrace.policy.scoring import ScoringError
+from headrace.policy.scoring import ScoringError, score
 from headrace.training.batches.batch import Batch, build
 from headrace.training.batches.segment import Segment, segments_of
 from headrace.training.mismatch import Rescored, compare, measure
+from tests.support.live_memory import live_bytes
 from tests.support.world import batch, episode, model
 
 
@@ -54,6 +56,25 @@ def test_scoring_with_the_newest_weights_alone_would_not_do() -> None:
     (segment,) = segments_of(episode(models(), "g", 0, 1, [0, 0, 1, 1]))
     assert difference(models(), segment) == 0.0
     assert difference({0: models()[1], 1: models()[1]}, segment) > 0.0
+
+
+def test_a_long_span_in_pieces_has_its_bits_and_needs_less_memory() -> None:
+    length, draw = 1000, torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 300, (length + 1,), generator=draw)
+    spans = [Span(0, 700, 0), Span(700, length, 1), Span(0, length, 1)]  # the last as by a successor without a cache
+    targets = [*range(600, length + 1)]
+    results, live = [], []
+    for piece in (length, 64, 37):
+        routes: list[torch.Tensor] = []
+
+        def scored(piece: int = piece, routes: list[torch.Tensor] = routes) -> None:
+            results.append((score(models(), ids, spans, targets, 1.0, recorder=routes, piece=piece), routes[0]))
+
+        live.append(live_bytes(scored))
+    for logp, routed in results[1:]:
+        assert torch.equal(logp, results[0][0]) and torch.equal(routed, results[0][1])
+    assert len(results[0][1]) == length
+    assert max(live[1:]) < live[0] / 2, live
 
 
 def test_a_wrong_record_shows() -> None:

@@ -9,7 +9,9 @@ import torch
 from headrace.algorithms.adamw import OptimizerSettings
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
+from headrace.training.served.versions import Log, Versions
 from headrace.training.state import TrainerState
+from tests.support.live_memory import live_bytes
 from tests.support.paths import ROOT
 from tests.support.world import POLICY, model
 
@@ -53,6 +55,36 @@ def test_bfloat16_is_served_and_float32_remembered() -> None:
     served = state.model.get_parameter("layers.0.qkv")
     assert served.dtype == torch.bfloat16
     assert torch.equal(served, state.master["layers.0.qkv"].bfloat16())
+
+
+def test_an_update_copies_one_parameter_at_a_time() -> None:
+    state = TrainerState(model())
+    state.log = []
+    for _ in range(2):  # the first one makes the moments
+        backward(state.model)
+        sizes = [parameter.nbytes for parameter in state.model.parameters()]
+        live = live_bytes(lambda: state.apply(1e-2))
+    print(f"{live} bytes alive, {sum(sizes)} in all parameters, {max(sizes)} in the largest")
+    assert live <= 2 * max(sizes) < sum(sizes) / 2, "a gradient is freed where a copy is kept"
+
+
+def versions_bytes(log: Log) -> int:
+    return sum(tensor.nbytes for _, entry in log for tensor in entry if tensor is not None)
+
+
+def test_several_updates_of_one_version_keep_one_copy_of_a_parameter() -> None:
+    state = TrainerState(model())
+    before = {name: parameter.detach().clone() for name, parameter in state.model.named_parameters()}
+    versions, state.log = Versions(state.model, 0), []
+    for _ in range(3):
+        backward(state.model)
+        state.apply(1e-2)
+    names = [name for name, entry in state.log if entry.positions is None]
+    assert len(names) == len(set(names)) >= 10
+    assert versions_bytes(state.log) < 1.5 * sum(value.nbytes for value in before.values())
+    versions.advance(1, state.log)
+    older = dict(versions[0].named_parameters())
+    assert all(torch.equal(older[name], value) for name, value in before.items())
 
 
 def eight_updates(moments: torch.dtype) -> TrainerState:

@@ -98,8 +98,8 @@ def micro_batches(segments: Sequence[Segment], budget: int) -> Iterator[list[Seg
 
 
 def device_of(model: Model) -> torch.device:
-    """The device of a model's parameters."""
-    return model.embedding.device
+    """The device that computes with a model's parameters."""
+    return model.device
 
 
 def check_routes(model: Model, segments: Iterable[Segment]) -> None:

@@ -100,7 +100,8 @@ class ShardedModel:
     parameters: dict[str, nn.Parameter]
     """FSDP's parameters, by name; `grad` is this process's part of the gradient."""
     local: dict[str, Tensor]
-    """This process's rows of every parameter: float32; frozen parameters in their own dtype."""
+    """This process's rows of every parameter: float32; frozen parameters, and those of a fixed model, in the policy's
+    dtype."""
     first: dict[str, int]
     """Index of the first of these rows in the whole parameter."""
     shapes: dict[str, tuple[int, ...]]
@@ -128,10 +129,15 @@ class Policies(NamedTuple):
     place: OffloadPolicy
 
 
-def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offload: bool = False) -> ShardedModel:
+def build(
+    config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offload: bool = False, fixed: bool = False
+) -> ShardedModel:
     """A sharded model with unset weights. With expert ranks the caller makes sure that `world.per_node` divides the
-    experts. offload: the shards are in the host's memory; not with expert ranks."""
+    experts. offload: the shards are in the host's memory; not with expert ranks. fixed: the weights are never updated:
+    shards have the policy's dtype, and nothing stays gathered after a forward pass."""
     model = Model(config, numerics, seed=None)
+    model.place = world.device  # with offload the parameters are on the host
+    held = config.torch_dtype if fixed else torch.float32
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     policy = Policies(
         MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
@@ -149,7 +155,7 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offl
             for name in OWNED:
                 rows = config.experts // world.per_node
                 whole = layer.get_parameter(name)
-                part = torch.empty(rows, *whole.shape[1:], dtype=torch.float32, device=world.device)
+                part = torch.empty(rows, *whole.shape[1:], dtype=held, device=world.device)
                 layer.register_parameter(name, nn.Parameter(part))
                 owned.add(layer.get_parameter(name))
                 copy, member = divmod(world.place, world.expert_ranks)
@@ -157,8 +163,10 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offl
             owners, copies = world.grid.get_group("experts"), world.grid.get_group("copies")
             groups = Groups(owners, copies, world.clock, world.sums)
             layer.function = ExpertParallel(groups, config.torch_dtype, quantised)
-        modules.append(_cut(layer, world, policy, owned))
-    modules.append(_cut(model, world, policy, owned))
+        modules.append(_cut(layer, world, policy, owned, held))
+    modules.append(_cut(model, world, policy, owned, held))
+    if fixed:  # FSDP keeps those of the outermost module for a backward pass
+        modules[-1].set_reshard_after_forward(True, recurse=False)
     for method in ("forward_cached", "sampled_logprobs"):
         register_fsdp_forward_method(model, method)
     sums = []
@@ -172,9 +180,9 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offl
     local: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         if isinstance(parameter, DTensor):
-            held = parameter.detach()
-            assert isinstance(held, DTensor)
-            local[name] = held.to_local()
+            part = parameter.detach()
+            assert isinstance(part, DTensor)
+            local[name] = part.to_local()
             first[name] = min(-(-shapes[name][0] // world.per_node) * world.place, shapes[name][0])
         else:
             local[name] = parameter.detach()
@@ -182,15 +190,18 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offl
     return ShardedModel(model, parameters, local, first, shapes, tuple(sums))
 
 
-def _cut(module: nn.Module, world: ProcessGroup, policy: Policies, owned: set[nn.Parameter]) -> FSDPModule:
-    """Shard the parameters that no inner module has sharded. Unset weights become uninitialised float32 memory."""
+def _cut(
+    module: nn.Module, world: ProcessGroup, policy: Policies, owned: set[nn.Parameter], held: torch.dtype
+) -> FSDPModule:
+    """Shard the parameters that no inner module has sharded. Unset weights become uninitialised memory of dtype
+    `held`."""
     ignored = owned & set(module.parameters())
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(world.device)
             ignored.add(parameter)
         elif not isinstance(parameter, DTensor) and parameter not in owned:
-            parameter.data = torch.empty(parameter.shape, dtype=torch.float32)
+            parameter.data = torch.empty(parameter.shape, dtype=held)
     cut: FSDPModule = fully_shard(
         module, mesh=world.mesh, mp_policy=policy.cast, offload_policy=policy.place, ignored_params=ignored
     )

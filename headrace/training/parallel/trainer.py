@@ -259,7 +259,9 @@ class ShardedTrainer(PolicyTrainer):
         return None, published.take(self.state.model.config, self.sharded.sharded, source.kept(version))
 
     def _take_reference(self, served: Mapping[str, Tensor]) -> None:
-        reference = sharding.build(self.state.model.config, self.numerics, self.world)
+        offload = self.config.trainer.offload == "optimizer"
+        config, numerics = self.state.model.config, self.numerics
+        reference = sharding.build(config, numerics, self.world, offload=offload, fixed=True)
         with torch.no_grad():
             for name, tensor in reference.local.items():
                 tensor.copy_(served[name])

@@ -41,11 +41,13 @@ def change(before: Tensor, after: Tensor) -> Change | None:
     """The undo entry of a write; None when no bit changed. Tensors of one shape; bits are compared, not values."""
     old, new = before.reshape(-1), after.reshape(-1)
     kind = _INTEGERS[old.element_size()]
-    positions = (old.view(kind) != new.view(kind)).nonzero().view(-1)
-    if not len(positions):
+    differs = old.view(kind) != new.view(kind)
+    count = int(torch.count_nonzero(differs))
+    if not count:
         return None
-    if len(positions) > _SPARSE * old.numel():
+    if count > _SPARSE * old.numel():  # known before the positions are made: they have twice the bytes of the weights
         return Change(None, before)
+    positions = differs.nonzero().view(-1)
     narrow = positions if old.numel() > 2**31 - 1 else positions.int()
     return Change(narrow, old.index_select(0, positions))
 
