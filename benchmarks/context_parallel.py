@@ -42,6 +42,7 @@ from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.training import memory_plan
+from headrace.training.figures.layout import layout_of
 from headrace.weights import tensor_state
 from tests.support import world
 from tests.support.actors import living
@@ -156,7 +157,7 @@ async def arm(folder: Path, tokens: int, sequence: int, name: str) -> Figures:
                 seconds = time.perf_counter() - started
                 peaks = [status(member, "VmHWM") for member in members]
                 last = await feeder.version(1)
-    plan = memory_plan.plan(POLICY, memory_plan.layout_of(setup))
+    plan = memory_plan.plan(POLICY, layout_of(setup))
     assert record.efficiency is not None
     return {
         **{key: getattr(record, key) for key in COMPARED},

@@ -41,6 +41,7 @@ from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.training import memory_plan
+from headrace.training.figures.layout import layout_of
 from tests.support import world
 from tests.support.actors import living
 from tests.support.recorded_run import RunFeeder, config, new_run
@@ -127,7 +128,7 @@ def setting(folder: Path, args: argparse.Namespace, arm: Arm, free: int) -> Conf
             trainer={"device": "cuda", "micro_tokens": micro, "rescore": sequences, "checkpoint_every": 1000,
                      "offload": "optimizer" if arm.offload else "none"},
         )  # fmt: skip
-        plan = memory_plan.plan(policy_of(args.shape, arm), memory_plan.layout_of(made))
+        plan = memory_plan.plan(policy_of(args.shape, arm), layout_of(made))
         if plan.total <= UNCOUNTED * free or micro <= args.sequence:
             return made
         micro //= 2
@@ -165,7 +166,7 @@ async def steps(folder: Path, args: argparse.Namespace, name: str) -> Figures:
                         if len(done) == args.steps:
                             break
     last = told(done[-1])
-    layout = memory_plan.layout_of(setup)
+    layout = layout_of(setup)
     gib = 1 << 30
     return {
         **last,

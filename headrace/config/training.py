@@ -240,7 +240,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Device of the model and the optimizer: auto (the first CUDA device, else the CPU), cpu, cuda or cuda:N."""
     offload: Literal["none", "optimizer"] = "none"
     """optimizer: float32 masters and AdamW's moments are in the host's memory and are updated there; with a GPU a step
-    is slower and needs less of its memory. On a CPU it changes nothing."""
+    is slower and needs less of its memory. Of several ranks all shards are there, those of the reference policy too. On
+    a CPU it changes nothing."""
     threads: Threads = 1
     """Torch threads of each rank."""
     ranks: Threads = 1

@@ -7,6 +7,7 @@ from headrace.config import Config
 from headrace.policy import device
 from headrace.policy.config import PolicyConfig
 from headrace.training import memory_plan
+from headrace.training.figures.layout import Layout, layout_of
 
 
 class TrainerError(Exception):
@@ -30,14 +31,25 @@ def available_bytes(where: torch.device) -> int:
     raise TrainerError("expected a line MemAvailable in /proc/meminfo, there is none; a Linux kernel >= 3.14 is needed")
 
 
-def layout_on(config: Config, where: torch.device) -> memory_plan.Layout:
+def layout_on(config: Config, where: torch.device) -> Layout:
     """The layout of a trainer on a device: a CPU's memory is the host's, so nothing is offloaded from it."""
-    layout = memory_plan.layout_of(config)
+    layout = layout_of(config)
     cpu = where.type == "cpu"
     return layout._replace(offload=layout.offload and not cpu, cpu=cpu)
 
 
-def check_memory(policy: PolicyConfig, layout: memory_plan.Layout, available: int, host: int) -> None:
+def check_device(config: Config, policy: PolicyConfig, where: torch.device) -> None:
+    """TrainerError when the memory plan is larger than the free memory of this process's device, or its share of the
+    host's. A trainer that was killed before this one may take some seconds to free it."""
+    layout = layout_on(config, where)
+    needed, local = memory_plan.plan(policy, layout), layout.devices
+    share, cpu = 1 if where.type == "cuda" else local, torch.device("cpu")
+    free = memory_plan.freed(needed.total, lambda: available_bytes(where) // share)
+    host = memory_plan.freed(needed.host.total, lambda: available_bytes(cpu) // local)
+    check_memory(policy, layout, free, host)
+
+
+def check_memory(policy: PolicyConfig, layout: Layout, available: int, host: int) -> None:
     """TrainerError when the memory plan of a trainer is larger than the available bytes.
 
     available: of its device; host: of the host's memory, for each process.
@@ -46,7 +58,8 @@ def check_memory(policy: PolicyConfig, layout: memory_plan.Layout, available: in
     if needed.total > available:
         raise TrainerError(
             f"the trainer needs {needed.total / memory_plan.GIB:.1f} GiB and its device has "
-            f"{available / memory_plan.GIB:.1f} GiB free; `headrace trainer plan` shows the causes and what would fit"
+            f"{available / memory_plan.GIB:.1f} GiB free, with micro-batches of up to {layout.inputs} tokens; "
+            "`headrace trainer plan` shows the causes and what would fit"
         )
     if needed.host.total > host:
         raise TrainerError(

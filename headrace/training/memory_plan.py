@@ -5,27 +5,44 @@ saves, written down term by term (`policy.layout.activations`). A test compares 
 Exact and ordinary mode keep other tensors of attention; the plan is that of the configuration's mode and of its device.
 The trainer actor refuses to start when its plan is larger than the device's memory, instead of failing hours later.
 
-The plan is the largest of three phases: re-scoring, when rebuilt versions are in memory and gradients are not;
-backward, with activations, the gradients, and either the head's chunk of logits or the temporary tensors of one
-operation, which are a small share of a deep policy's activations and a third of those of a policy of two layers; and
-the update, with the gradients and one piece of widened moments.
+The plan is the largest of three phases: re-scoring, with rebuilt versions, the cache of the longest sequence and
+without gradients; backward, with activations, the gradients, and either the head's chunk of logits or the temporary
+tensors of one operation, which are a small share of a deep policy's activations and a third of those of a policy of two
+layers; and the update, with the gradients and the temporary tensors of one parameter.
 
 With `trainer.offload` masters and moments are counted apart, as bytes of the host's memory for each process.
 
 Not counted: buffers of the communication library, fragmentation, imbalance between experts, the CUDA context. Leave a
-fifth of the memory free for them. In ordinary mode re-scoring holds the scores of a span over its cache, which grow
-with the square of its tokens; they are not counted either (`policy.grouped_attention`).
+fifth of the memory free for them. In ordinary mode on a CPU re-scoring holds the scores of a piece over its cache,
+heads x piece x sequence; they are not counted either (`policy.grouped_attention`).
 """
 
 import time
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from headrace.config import Config
 from headrace.kernels import library
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout.activations import Attention, activation_bytes, score_bytes, temporary_bytes
-from headrace.policy.layout.sizes import element_bytes, parameters, trained_matrices
+from headrace.policy.layout.rescoring import scoring_bytes
+from headrace.policy.layout.sizes import element_bytes, layer_experts, parameters, trained_matrices
+from headrace.training.figures.layout import MOMENTS, Layout, changed_share, layout_of, settings
+
+__all__ = [
+    "GIB",
+    "HostMemory",
+    "Layout",
+    "MemoryPlan",
+    "attention_of",
+    "fitting",
+    "freed",
+    "layout_of",
+    "moment_bytes",
+    "plan",
+    "settings",
+    "undo_bytes",
+    "update_bytes",
+]
 
 GIB = 1 << 30
 _CHUNK = 1024
@@ -34,45 +51,11 @@ _SCALED = 256
 """Elements that share a scale, `algorithms.eight_bit.BLOCK`."""
 _PIECE, _PIECE_ROWS = 1 << 22, 64
 """Elements of an update's piece, `algorithms.adamw.PIECE`, and the number that divides its rows."""
-Moments = Literal["float32", "bfloat16", "eight_bit"]
-MOMENTS: dict[Moments, int] = {"float32": 4, "bfloat16": 2, "eight_bit": 1}
-"""Formats of `algorithm.moments` to the bytes of an element, without scales."""
+_SPARSE = 1 / 4
+"""Share of changed elements above which an undo entry holds the whole parameter, `served.versions`."""
 _WIDENED = {4: 0, 2: 8, 1: 18}
 """Bytes of temporary tensors for each element of a piece: both moments in float32; with codes also a quotient, an index
 and the new codes."""
-
-
-class Layout(NamedTuple):
-    """The division of the work over devices, and the copies that are held."""
-
-    devices: int = 1
-    """Devices that share parameters, masters, moments and gradients (FSDP): those of one node."""
-    context: int = 1
-    """Devices that share the tokens of a sequence (context parallelism); it divides `devices`."""
-    runs: int = 1
-    """Runs of tokens that a device computes of each sequence (`policy.token_runs`)."""
-    tokens: int = 8192
-    """Inputs of a micro-batch, or of the longest sequence if that is longer."""
-    recompute: bool = False
-    """Only the inputs of layers are kept; backward recomputes the other activations, one layer at a time."""
-    moment_bytes: int = 4
-    """Bytes of an element of one of AdamW's two moments: 4, 2, or 1 besides its scale (`algorithm.moments`)."""
-    versions: int = 1
-    """Largest number of earlier versions that re-scoring rebuilds: the staleness bound."""
-    reference: bool = False
-    """A reference policy for the KL term."""
-    rounded: bool = False
-    """A float32 policy that is served as bfloat16: its masters are not its weights."""
-    snapshots: int = 0
-    """Copies of masters and moments: 2 with the guard, 1 more with several minibatches."""
-    exact: bool = True
-    """Exact mode, in which attention keeps no copies."""
-    cpu: bool = False
-    """The device is a CPU."""
-    offload: bool = False
-    """Masters and moments are in the host's memory."""
-    nodes: int = 1
-    """Nodes with `devices` each, which hold a copy of all parameters, masters and moments each (HSDP)."""
 
 
 class HostMemory(NamedTuple):
@@ -82,15 +65,19 @@ class HostMemory(NamedTuple):
     moments: int = 0
     gradients: int = 0
     """Of one parameter; of several ranks, of all of a rank's rows."""
+    reference: int = 0
+    """Of several ranks, and `snapshots`, `undo` and `versions` too: their shards are in the host's memory."""
     snapshots: int = 0
+    undo: int = 0
     versions: int = 0
-    """Of several ranks: the masters, copied aside while shards show another version."""
+    """The rows of rebuilt versions, and the masters, copied aside while shards show another version."""
     update: int = 0
 
     @property
     def total(self) -> int:
         """The larger of re-scoring and the update, with the rest."""
-        return self.masters + self.moments + self.snapshots + max(self.versions, self.gradients + self.update)
+        held = self.masters + self.moments + self.reference + self.snapshots + self.undo
+        return held + max(self.versions, self.gradients + self.update)
 
 
 class MemoryPlan(NamedTuple):
@@ -100,7 +87,9 @@ class MemoryPlan(NamedTuple):
     masters: int
     moments: int
     gradients: int
-    """Of one micro-batch, and their float32 sums."""
+    """Sums over micro-batches, in float32."""
+    fresh: int
+    """Gradients of one micro-batch in another dtype, beside a layer's activations: the others are freed by then."""
     gathered: int
     """Layers that are gathered from all devices for a forward or backward pass, and the gradients of runs of tokens."""
     activations: int
@@ -109,8 +98,16 @@ class MemoryPlan(NamedTuple):
     temporary: int
     """In the backward pass of one layer, after that of the head."""
     versions: int
+    """Rebuilt for re-scoring; of several ranks also the masters, copied aside while shards show another version."""
+    undo: int
+    """The undo entries of the kept versions; a trainer holds them through the whole step."""
+    scoring: int
+    """The cache of the longest sequence, a layer of one piece of it, and the layers that are gathered meanwhile."""
     reference: int
     snapshots: int
+    norm: int
+    """The gradient of one parameter in float64, before the update. The copies of its served bits, which the update
+    compares, are fewer."""
     update: int
     """One piece of moments, widened to float32."""
     host: HostMemory
@@ -119,8 +116,27 @@ class MemoryPlan(NamedTuple):
     @property
     def total(self) -> int:
         """The largest of the three phases."""
-        state = self.weights + self.masters + self.moments + self.gathered + self.reference + self.snapshots
-        return state + max(self.versions, self.backward, self.gradients + self.update)
+        return max(self.rescoring, self.training, self.updating)
+
+    @property
+    def held(self) -> int:
+        """Bytes in all phases."""
+        return self.weights + self.masters + self.moments + self.reference + self.snapshots + self.undo
+
+    @property
+    def rescoring(self) -> int:
+        """Bytes while sequences are scored again."""
+        return self.held + self.versions + self.scoring
+
+    @property
+    def training(self) -> int:
+        """Bytes while a micro-batch's gradient is computed."""
+        return self.held + self.gathered + self.backward
+
+    @property
+    def updating(self) -> int:
+        """Bytes while the optimizer updates."""
+        return self.held + self.gradients + max(self.norm, self.update)
 
     @property
     def causes(self) -> dict[str, int]:
@@ -130,7 +146,8 @@ class MemoryPlan(NamedTuple):
     @property
     def backward(self) -> int:
         """Bytes that a micro-batch adds."""
-        return self.gradients + self.activations + max(self.head, self.temporary)
+        first, last = self.activations + max(self.head, self.temporary), self.fresh + self.temporary
+        return self.gradients + max(first, last)
 
 
 def moment_bytes(config: PolicyConfig, each: int) -> int:
@@ -155,6 +172,16 @@ def update_bytes(config: PolicyConfig, layout: Layout) -> int:
     return _WIDENED[layout.moment_bytes] * largest
 
 
+def undo_bytes(config: PolicyConfig, layout: Layout) -> int:
+    """Bytes of the undo entries of one version on a device."""
+    count = parameters(config)
+    trained, size = -(-(count.total - count.frozen) // layout.devices), element_bytes(config)
+    changed = changed_share(config, layout.learning_rate)
+    if changed > _SPARSE:
+        return size * trained
+    return int((size + 4) * changed * trained * layout.minibatches)
+
+
 def attention_of(config: PolicyConfig, layout: Layout) -> tuple[Attention, str]:
     """How packed sequences attend, and why ordinary mode does not take `varlen_attn`; that is empty where it does."""
     if layout.exact:
@@ -167,11 +194,16 @@ def attention_of(config: PolicyConfig, layout: Layout) -> tuple[Attention, str]:
 
 
 def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
-    """The plan of one device. ValueError when `layout.context` does not divide the devices or the key-value heads."""
+    """The plan of one device. ValueError when `layout.context` does not divide the devices or the key-value heads, or
+    `layout.expert_ranks` the devices, or the devices the experts."""
     if layout.devices % layout.context:
         raise ValueError(f"context parallelism of {layout.context} does not divide {layout.devices} devices")
     if config.kv_heads % layout.context:
         raise ValueError(f"context parallelism of {layout.context} does not divide {config.kv_heads} key-value heads")
+    if layout.devices % layout.expert_ranks:
+        raise ValueError(f"{layout.expert_ranks} expert ranks do not divide {layout.devices} devices")
+    if layout.expert_ranks > 1 and (not config.experts or config.experts % layout.devices):
+        raise ValueError(f"{layout.devices} devices with expert ranks do not divide {config.experts} experts")
     count, size = parameters(config), element_bytes(config)
     share = -(-count.total // layout.devices)
     trained = -(-(count.total - count.frozen) // layout.devices)
@@ -182,117 +214,143 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     masters = 0 if same and not on_grid else 4 * mastered
     # In several processes the masters are the shards: rounded weights exist only while a layer is gathered, and a
     # micro-batch's gradients only until they are added to the float32 sums.
-    sharded = layout.devices * layout.nodes > 1
-    weights, gradients = size * share, (4 if config.dtype == "float32" else 4 + size) * trained
+    sharded = layout.sharded
+    weights, own = size * share, 0 if config.dtype == "float32" else size * trained
     if sharded and config.dtype != "float32":
-        weights, gradients = size * -(-count.frozen // layout.devices), 4 * trained
+        weights, own = size * -(-count.frozen // layout.devices), 0
     moments = -(-moment_bytes(config, layout.moment_bytes) // layout.devices)
-    tokens = -(-layout.tokens // layout.context)
+    tokens = -(-layout.inputs // layout.context)
     attention, _ = attention_of(config, layout)
+    owned = layout.expert_ranks > 1
     per_layer = [
-        activation_bytes(config, config.sparse(index), layout.context, attention) + score_bytes(config, index, tokens)
+        activation_bytes(config, config.sparse(index), layout.context, attention, owned)
+        + score_bytes(config, index, tokens)
         for index in range(config.layers)
     ]
     activations = tokens * sum(per_layer)
     if layout.recompute:
         activations = tokens * (config.layers * config.dim * size + max(per_layer, default=0))
+    # Every device has the routes of the whole micro-batch, in int64.
+    activations += 8 * layout.inputs * config.sparse_layers * config.top_k
     head = min(tokens, _CHUNK) * config.vocab * 4 * 3 + 4 * config.vocab * config.dim + tokens * config.dim * size * 3
     temporary = tokens * max(
-        (temporary_bytes(config, config.sparse(index), attention) for index in range(config.layers)), default=0
+        (temporary_bytes(config, config.sparse(index), attention, owned) for index in range(config.layers)), default=0
     )
-    gathered = 0
-    outside = config.vocab * config.dim * (1 if config.tied else 2)
-    if sharded:  # two layers ahead and one's gradient, and the embedding and the head
-        gathered = 3 * size * count.largest_layer + size * outside
-        gathered += 2 * 4 * max(count.largest_layer, outside)  # one's gradient in float32, sent and received
-        if layout.nodes > 1:  # its shard of the sum of the nodes before it, and of the sum with its own parts
-            gathered += 2 * 4 * -(-max(count.largest_layer, outside) // layout.devices)
-    if layout.runs > 1:  # each run's gradient of one layer, and of the embedding and the head
-        gathered += layout.runs * size * (count.largest_layer + outside)
+    saved = tokens * max(per_layer, default=0)
+    gathered = _gathered(config, layout, activations, saved, head, temporary)
+    undo = undo_bytes(config, layout)
     made = MemoryPlan(
         weights=weights,
         masters=masters,
         moments=moments,
-        gradients=gradients,
+        gradients=4 * trained,
+        fresh=own + saved if own else 0,
         gathered=gathered,
         activations=activations,
         head=head,
         temporary=temporary,
-        # Shards show another version while it is scored, so their masters are copied aside.
         versions=layout.versions * size * share + (4 * trained if sharded and layout.versions else 0),
+        undo=(layout.versions + (layout.minibatches > 1)) * undo,
+        scoring=_scoring(config, layout),
         reference=size * share if layout.reference else 0,
         snapshots=layout.snapshots * (masters + moments + (4 * trained if same else 0)),
+        norm=8 * _largest(config, layout),
         update=update_bytes(config, layout),
         host=HostMemory(),
     )
     return _offloaded(made, config, layout, trained) if layout.offload else made
 
 
+def _gathered(config: PolicyConfig, layout: Layout, activations: int, saved: int, head: int, temporary: int) -> int:
+    """Bytes of weights and gradients that are on a device besides its shards in a backward pass, when most are alive,
+    beyond the activations and the larger of head and temporary. one: activations of one layer."""
+    count, size = parameters(config), element_bytes(config)
+    outside = config.vocab * config.dim * (1 if config.tied else 2)
+    runs = layout.runs * size * (count.largest_layer + outside) if layout.runs > 1 else 0
+    if not layout.sharded:
+        return runs
+    elements = count.largest_rest if layout.expert_ranks > 1 else count.largest_layer
+    layer, root = size * elements, size * outside
+    # On a GPU the exchange of a gradient overlaps the backward pass of the layer before, and that has its gradients.
+    overlapped = 0 if layout.cpu else layer + temporary
+    summed = 2 * 4 * elements  # one layer's gradient in float32, sent and received
+    shard, last = -(-elements // layout.devices), -(-max(elements, outside) // layout.devices)
+    if layout.context > 1:  # the parts of the processes that share tokens, their sum, and that in float32
+        summed += (size * (layout.context + 1) + 4) * shard
+    if layout.nodes > 1:  # its shard of the sum of the nodes before it, and of the sum with its own parts
+        summed += 2 * 4 * last
+    owned = 0
+    if layout.expert_ranks > 1:
+        # The owner's run of experts is kept from the forward to the backward pass, unless that computes it again; it
+        # has a gradient for each process of its group, and once more in the order of micro-batches.
+        experts = layer_experts(config)
+        owned = size * -(-experts // layout.expert_ranks) * (1 if layout.recompute else config.sparse_layers)
+        owned += size * experts * (3 if layout.devices > layout.expert_ranks else 2)
+    phases = (
+        activations + head + root + layer,
+        activations + temporary + root + 2 * layer + (0 if layout.cpu else layer),
+        activations - saved + overlapped + root + 3 * layer + summed,
+        2 * root + 2 * 4 * outside + (2 * 4 * last if layout.nodes > 1 else 0),
+    )
+    return max(phases) - activations - max(head, temporary) + owned + runs
+
+
+def _scoring(config: PolicyConfig, layout: Layout) -> int:
+    """Bytes while a sequence is scored again, with the layers that are gathered meanwhile."""
+    gathered = outside = 0
+    if layout.sharded:
+        count, size = parameters(config), element_bytes(config)
+        outside = size * config.vocab * config.dim * (1 if config.tied else 2)
+        # Two layers: the next one is gathered while one computes.
+        gathered = 2 * size * (count.largest_rest if layout.expert_ranks > 1 else count.largest_layer)
+        if layout.expert_ranks > 1:
+            gathered += 2 * size * -(-layer_experts(config) // layout.expert_ranks)
+    return outside + scoring_bytes(config, layout.longest or layout.tokens, cpu=layout.cpu, gathered=gathered)
+
+
+def _largest(config: PolicyConfig, layout: Layout) -> int:
+    """Elements of the largest parameter's rows on a device."""
+    return max((-(-rows // layout.devices) * width for rows, width in trained_matrices(config)), default=0)
+
+
 def _offloaded(made: MemoryPlan, config: PolicyConfig, layout: Layout, trained: int) -> MemoryPlan:
     """The plan with masters and moments in the host's memory. trained: elements that a device's process updates."""
-    sharded = layout.devices * layout.nodes > 1
+    masters, sharded = 4 * trained, layout.sharded
     largest = max((rows * width for rows, width in trained_matrices(config)), default=0)
     host = HostMemory(
-        masters=4 * trained,
+        masters=masters,
         moments=made.moments,
         gradients=4 * (trained if sharded else largest),
-        snapshots=layout.snapshots * (4 * trained + made.moments),
-        versions=made.versions if sharded else 0,
+        snapshots=layout.snapshots * (masters + made.moments),
         update=made.update,
     )
-    weights = element_bytes(config) * -(-parameters(config).frozen // layout.devices) if sharded else made.weights
-    versions = 0 if sharded else made.versions
-    return made._replace(weights=weights, masters=0, moments=0, snapshots=0, update=0, versions=versions, host=host)
+    there = made._replace(masters=0, moments=0, snapshots=0, update=0)
+    if not sharded:
+        return there._replace(host=host)
+    host = host._replace(reference=made.reference, undo=made.undo, versions=made.versions)
+    weights = element_bytes(config) * -(-parameters(config).frozen // layout.devices)
+    return there._replace(weights=weights, reference=0, undo=0, versions=0, host=host)
 
 
 def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float = 0.2) -> Layout | None:
     """The cheapest layout whose plan leaves the share `spare` of the available bytes free; None when none does.
 
-    Tried in order of their cost: recompute, context parallelism, smaller moments.
+    Tried in order of their cost: recompute, context parallelism, smaller moments, the optimizer in the host's memory.
     """
     degrees = [n for n in range(1, layout.devices + 1) if layout.devices % n == 0 and config.kv_heads % n == 0]
-    for each in MOMENTS.values():
-        for context in degrees:
-            for recompute in (False, True):
-                tried = layout._replace(recompute=recompute, context=context, moment_bytes=each)
-                if plan(config, tried).total <= (1.0 - spare) * available:
-                    return tried
+    # A CPU's memory is the host's, and owners of experts keep their masters.
+    offloads = (False, True) if not layout.cpu and layout.expert_ranks == 1 else (layout.offload,)
+    for offload in (True,) if layout.offload else offloads:
+        for each in MOMENTS.values():
+            for context in degrees:
+                runs = max(1, layout.runs * layout.context // context) if layout.runs > 1 else 1
+                for recompute in (False, True):
+                    tried = layout._replace(
+                        recompute=recompute, context=context, moment_bytes=each, offload=offload, runs=runs
+                    )
+                    if plan(config, tried).total <= (1.0 - spare) * available:
+                        return tried
     return None
-
-
-def settings(layout: Layout) -> dict[str, str | int | bool]:
-    """The configuration keys that give this layout."""
-    return {
-        "trainer.ranks": layout.devices * layout.nodes,
-        **({"trainer.nodes": layout.nodes} if layout.nodes > 1 else {}),
-        "trainer.micro_tokens": layout.tokens,
-        "trainer.context_ranks": layout.context,
-        "numerics.recompute": layout.recompute,
-        "algorithm.moments": next(name for name, each in MOMENTS.items() if each == layout.moment_bytes),
-        "trainer.offload": "optimizer" if layout.offload else "none",
-    }
-
-
-def layout_of(config: Config) -> Layout:
-    """The layout of the trainer actor under a configuration."""
-    algorithm, numerics = config.algorithm, config.numerics
-    guarded = algorithm.guard_k1 > 0.0 or numerics.on_mismatch == "roll_back"
-    return Layout(
-        devices=config.trainer.ranks // config.trainer.nodes,
-        nodes=config.trainer.nodes,
-        context=config.trainer.context_ranks,
-        runs=config.trainer.token_runs // config.trainer.context_ranks,
-        tokens=config.trainer.micro_tokens,
-        recompute=numerics.recompute,
-        moment_bytes=MOMENTS[algorithm.moments],
-        versions=config.curriculum.staleness,
-        reference=algorithm.kl_weight > 0.0,
-        rounded=config.weights.precision == "bf16",
-        snapshots=(2 if guarded else 0) + (1 if algorithm.minibatches > 1 else 0),
-        exact=config.engine.exact,
-        cpu=not config.trainer.device.startswith("cuda"),
-        offload=config.trainer.offload == "optimizer" and config.trainer.device != "cpu",
-    )
 
 
 FREED_S = 10.0

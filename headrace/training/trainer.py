@@ -42,7 +42,7 @@ from headrace.training.batches import batch
 from headrace.training.batches.ahead import Ahead
 from headrace.training.batches.micro_batch import check_routes, device_of
 from headrace.training.batches.segment import BatchError
-from headrace.training.device import TrainerError, available_bytes, check_memory, device_named, layout_on
+from headrace.training.device import TrainerError, check_device, device_named, layout_on
 from headrace.training.figures.clock import Clock, Pause
 from headrace.training.figures.memory import Peak, without_policy
 from headrace.training.figures.peaks import peak_flops
@@ -146,12 +146,7 @@ class PolicyTrainer:
         plugins_of(config.algorithm)
         policy, device = _policy(config, folder, tokenizer_json), device_named(config.trainer.device)
         hugging_face.check_device(policy, device.type)
-        layout = layout_on(config, device)
-        needed, ranks = memory_plan.plan(policy, layout), layout.devices
-        share, cpu = 1 if device.type == "cuda" else ranks, torch.device("cpu")
-        free = memory_plan.freed(needed.total, lambda: available_bytes(device) // share)
-        host = memory_plan.freed(needed.host.total, lambda: available_bytes(cpu) // ranks)
-        check_memory(policy, layout, free, host)
+        check_device(config, policy, device)
         return policy
 
     @property

@@ -126,7 +126,7 @@ def planned(told: MemoryPlan) -> dict[str, int]:
 
 
 def records(config: Config, version: int, length: int) -> Records:
-    """A batch of records with `length` inputs each, the first half of them forwarded by the version before."""
+    """A batch of records with `length` inputs each, all but 16 of them forwarded by the version before."""
     policy = hugging_face.of_run(config)
     size, groups = config.curriculum.group_size, config.curriculum.groups_per_step
     trajectories, scores, closed = {}, {}, []
@@ -138,7 +138,7 @@ def records(config: Config, version: int, length: int) -> Records:
             ids = torch.randint(10, 300, (length + 1,), generator=draw)
             rows = torch.rand(length, policy.sparse_layers, max(1, policy.experts), generator=draw).argsort(-1)
             routed = rows[..., : policy.top_k].to(torch.uint8)
-            half, older, drawn = 16, max(0, version - 1), length - 16
+            older, drawn = max(0, version - 1), length - 16
             trajectories[seq] = Trajectory(
                 run="r", lane="train", group=name, slot=slot, attempt=0, id=f"{name}-{slot}-0",
                 task=TaskRef("even", "1"), family="even", seed=seq, policy=PolicyRef(), sampling=Sampling(),
@@ -148,7 +148,7 @@ def records(config: Config, version: int, length: int) -> Records:
                         index=0, segment=0, prompt_ids=Array.of(ids[:-drawn].tolist(), "<i4"),
                         ids=Array.of(ids[-drawn:].tolist(), "<i4"), logprobs=Array.of([-5.8] * drawn, "<f4"),
                         routed=Array("|u1", tuple(routed.shape), routed.numpy().tobytes()) if policy.experts else None,
-                        spans=(Span(0, half, older), Span(half, length, version)),
+                        spans=(Span(0, drawn, older), Span(drawn, length, version)),
                     ),
                 ),
             )  # fmt: skip

@@ -1,6 +1,5 @@
 """The closed form against the model on the meta device, and the figures of three published shapes."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from headrace.algorithms.adamw import AdamW
 from headrace.cli.main import main
@@ -30,21 +28,12 @@ from headrace.policy.numerics_probe import probe
 from headrace.training.batches.batch import Batch
 from headrace.training.batches.segment import Segment
 from headrace.training.device import TrainerError, check_memory, layout_on
+from headrace.training.figures.layout import MOMENTS, Layout, Moments, layout_of, settings
 from headrace.training.gradient import Recipe, accumulate
-from headrace.training.memory_plan import (
-    GIB,
-    MOMENTS,
-    Layout,
-    Moments,
-    attention_of,
-    fitting,
-    layout_of,
-    moment_bytes,
-    plan,
-    settings,
-)
+from headrace.training.memory_plan import GIB, attention_of, fitting, moment_bytes, plan
 from headrace.training.schedule import optimizer_settings
 from headrace.training.state import TrainerState
+from tests.support.live_memory import live_bytes
 from tests.support.world import CONFIG, POLICY
 
 QWEN = {
@@ -188,14 +177,14 @@ def test_gpt_oss_20b_is_planned_from_its_config_alone(tmp_path: Path, capsys: py
 
 
 def test_published_shapes_on_eight_devices_of_80_gib() -> None:
-    long = Layout(devices=8, tokens=65536)
+    long = Layout(devices=8, tokens=65536, learning_rate=1e-6)
     for name, total in (("0.6B", 0.596e9), ("4B", 4.02e9), ("30B-A3B", 30.5e9)):
         assert parameters(QWEN[name]).total == pytest.approx(total, rel=0.01)
         layout = fitting(QWEN[name], long, 80 * GIB)
         assert layout is not None and layout.recompute, name
         assert plan(QWEN[name], layout).total <= 0.8 * 80 * GIB
         chosen = settings(layout)
-    recipe = {"trainer.context_ranks": 2, "numerics.recompute": True, "algorithm.moments": "bfloat16"}
+    recipe = {"trainer.context_ranks": 4, "numerics.recompute": True, "algorithm.moments": "bfloat16"}
     assert recipe.items() <= chosen.items(), "what a user sets for 30B-A3B"
     assert fitting(QWEN["30B-A3B"], long._replace(devices=1), 80 * GIB) is None
     with pytest.raises(ValueError, match="does not divide 4 key-value heads"):
@@ -218,6 +207,17 @@ def test_the_trainer_refuses_a_plan_that_does_not_fit() -> None:
     check_memory(POLICY, layout, 1 * GIB, 0)
     with pytest.raises(TrainerError, match=r"needs .* GiB and its device has 16.0 GiB free"):
         check_memory(QWEN["4B"], layout, 16 * GIB, 0)
+
+
+def test_owned_experts_are_not_gathered_and_one_copy_of_them_is_shared() -> None:
+    layout = Layout(devices=8, context=4, tokens=65536, recompute=True)
+    sharded, owned = (plan(QWEN["30B-A3B"], layout._replace(expert_ranks=ranks)) for ranks in (1, 8))
+    assert owned.masters == sharded.masters and owned.gathered < sharded.gathered
+    kept = plan(QWEN["30B-A3B"], layout._replace(expert_ranks=8, recompute=False)).gathered - owned.gathered
+    assert kept == pytest.approx(2 * parameters(QWEN["30B-A3B"]).experts / 8 * 47 / 48, rel=1e-6)
+    for config, ranks, said in ((QWEN["4B"], 8, "experts"), (QWEN["30B-A3B"], 3, "do not divide 8 devices")):
+        with pytest.raises(ValueError, match=said):
+            plan(config, Layout(devices=8, expert_ranks=ranks))
 
 
 def test_offloading_moves_masters_and_moments_to_the_host() -> None:
@@ -264,16 +264,6 @@ def test_the_command_needs_no_torch(tmp_path: Any) -> None:
         )
         assert done.returncode == expected, done.stderr
         assert says in done.stdout and "activations" in done.stdout
-
-
-def live_bytes(work: Callable[[], object]) -> int:
-    """The largest number of bytes of tensors that are alive at once, above those before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        work()
-    assert watched.profiler is not None
-    events = watched.profiler.kineto_results.events()
-    sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
-    return int(max(itertools.accumulate(sizes)))
 
 
 OPTIMIZED = PolicyConfig(
@@ -361,7 +351,7 @@ def test_the_plan_is_that_of_the_configurations_mode_and_device() -> None:
     assert attention_of(QWEN["0.6B"], layouts["o"]) == ("fused", "")
     wide = msgspec.structs.replace(QWEN["0.6B"], dtype="float32")
     more = plan(wide, layouts["o"]).activations - plan(wide, layouts["e"]).activations
-    assert more == layouts["o"].tokens * 28 * 4 * 16 * 128, "torch's own output is kept beside the packed one"
+    assert more == layouts["o"].inputs * 28 * 4 * 16 * 128, "torch's own output is kept beside the packed one"
     assert attention_of(wide, layouts["o"]) == ("padded", "varlen_attn takes bfloat16, not float32")
     assert attention_of(QWEN["0.6B"], layout_on(ordinary, torch.device("cpu")))[0] == "products"
     assert attention_of(QWEN["0.6B"], layout_on(CONFIG, torch.device("cpu"))) == ("blocks", "")
@@ -375,11 +365,11 @@ def test_the_command_says_how_ordinary_mode_attends(tmp_path: Path, capsys: pyte
 
 
 def test_nodes_hold_copies_and_add_their_shard_of_a_sum() -> None:
-    policy, layout = QWEN["4B"], Layout(devices=8, context=4, tokens=65536, recompute=True)
+    policy, layout = QWEN["30B-A3B"], Layout(devices=8, context=4, tokens=65536, recompute=True)
     one, two = plan(policy, layout), plan(policy, layout._replace(nodes=2))
     assert two._replace(gathered=0) == one._replace(gathered=0), "another node makes no shard smaller"
-    outside = policy.vocab * policy.dim
-    assert two.gathered - one.gathered == 8 * -(-outside // 8)
+    largest = max(parameters(policy).largest_layer, 2 * policy.vocab * policy.dim)
+    assert two.gathered - one.gathered == 8 * -(-largest // 8)
     keys = settings(layout._replace(nodes=2))
     assert (keys["trainer.ranks"], keys["trainer.nodes"]) == (16, 2)
     section = msgspec.structs.replace(CONFIG.trainer, ranks=16, nodes=2, rendezvous="node0:29500")

@@ -1,7 +1,8 @@
 """`headrace trainer plan`: prints the bytes per device by cause, and whether they fit; in closed form, without torch.
 
-CONFIG is a run's TOML, or a Hugging Face folder (or its config.json). Of a folder only the shape is read. With
-`--offload optimizer` it also prints the bytes of the host's memory, of all processes together.
+CONFIG is a run's TOML, or a Hugging Face folder (or its config.json). Of a folder only the shape is read; the rest is
+the default configuration with a learning rate of 1e-6 and sequences as long as a micro-batch. With
+`--offload optimizer` it also prints the bytes of the host's memory, of all processes of a node together.
 """
 
 import argparse
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import add_set, integer, number
-from headrace.config import Config, load
+from headrace.config import load
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from headrace.cli.arguments import Commands
-    from headrace.training.memory_plan import Layout, MemoryPlan
+    from headrace.training.figures.layout import Layout
+    from headrace.training.memory_plan import MemoryPlan
 
+LEARNING_RATE = 1e-6
+"""For a folder: it decides how many weights an update changes, and so what the undo entries of versions need."""
 SPARE = 0.2
 """Share of a device that stays free for memory that the plan does not count."""
 
@@ -28,7 +32,7 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser("plan", help="print the memory of a trainer by cause, and whether it fits")
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or a folder with config.json")
     parser.add_argument(
-        "--gpus", type=integer(1), default=1, metavar="N", help="devices of a node: they share the state"
+        "--gpus", type=integer(1), metavar="N", help="devices of a node: they share the state (trainer.ranks)"
     )
     parser.add_argument("--nodes", type=integer(1), metavar="N", help="nodes with so many devices (trainer.nodes)")
     parser.add_argument("--gpu-gib", type=number(0, above=True), default=80.0, metavar="GIB", help="memory per device")
@@ -56,29 +60,37 @@ def plan(args: argparse.Namespace) -> int:
     from headrace.policy.config import CheckpointError
     from headrace.policy.layout import hugging_face, sizes
     from headrace.training import memory_plan
+    from headrace.training.figures.layout import MOMENTS, layout_of
 
     path = Path(args.config)
+    shape = path.is_dir() or path.suffix == ".json"
     try:
-        if path.is_dir() or path.suffix == ".json":
-            config, policy = Config(), hugging_face.read(path if path.is_dir() else path.parent)
+        if shape:
+            config = load("", [f"algorithm.learning_rate={LEARNING_RATE}", *args.set])
+            policy = hugging_face.read(path if path.is_dir() else path.parent)
         else:
             config = load(args.config, args.set)
             policy = hugging_face.of_run(config)
-        if policy.gpt_oss and (args.gpus > 1 or (args.context or 1) > 1):
+        layout = layout_of(config)
+        cpu, context = config.trainer.device == "cpu", args.context or layout.context
+        layout = layout._replace(
+            devices=args.gpus or layout.devices,
+            cpu=cpu,
+            moment_bytes=MOMENTS.get(args.moments, layout.moment_bytes),
+            offload={"none": False, "optimizer": True}.get(args.offload, layout.offload) and not cpu,
+            nodes=args.nodes or layout.nodes,
+            context=context,
+            runs=max(1, layout.runs * layout.context // context) if layout.runs > 1 else 1,
+            tokens=args.tokens or layout.tokens,
+            recompute=args.recompute or layout.recompute,
+            longest=0 if shape else layout.longest,
+        )
+        if policy.gpt_oss and (layout.devices > 1 or layout.context > 1):
             raise RunError(
                 "gpt_oss is trained on a CPU by one process: leave out --gpus and --context, and give the machine's "
                 "memory as --gpu-gib",
                 2,
             )
-        layout = memory_plan.layout_of(config)._replace(devices=args.gpus, cpu=False)
-        layout = layout._replace(
-            moment_bytes=memory_plan.MOMENTS.get(args.moments, layout.moment_bytes),
-            offload={"none": False, "optimizer": True}.get(args.offload, layout.offload),
-            nodes=args.nodes or layout.nodes,
-            context=args.context or layout.context,
-            tokens=args.tokens or layout.tokens,
-            recompute=args.recompute or layout.recompute,
-        )
         memory = memory_plan.plan(policy, layout)
         available = int(args.gpu_gib * memory_plan.GIB)
         other = memory_plan.fitting(policy, layout, available, SPARE)
@@ -89,11 +101,13 @@ def plan(args: argparse.Namespace) -> int:
     attention, why = memory_plan.attention_of(policy, layout)
     if not layout.exact:
         say(f"ordinary mode, attention {attention}: {why or 'by varlen_attn'}")
+    alone = ": the longest sequence, by limits.context_tokens" if layout.longest > layout.tokens else ""
+    say(f"micro-batches of up to {layout.inputs} inputs{alone}")
     for line in table(memory):
         say(line)
+    devices = layout.devices
     if layout.offload:
-        needed = args.gpus * memory.host.total / memory_plan.GIB
-        say(f"in the host's memory {needed:.2f} GiB for {args.gpus} processes, each with")
+        say(f"in the host's memory {hosts(memory, devices)} for {devices} processes, each with")
         for line in rows({**memory.host._asdict(), "total": memory.host.total}):
             say(line)
     limit = (1.0 - SPARE) * available
@@ -101,11 +115,19 @@ def plan(args: argparse.Namespace) -> int:
     verdict = "fits" if fits else "does not fit"
     nodes = f"{layout.nodes} nodes of " if layout.nodes > 1 else ""
     spare = f"with {SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)"
-    say(f"{verdict} {nodes}{args.gpus} x {args.gpu_gib:g} GiB {spare}")
-    if not fits:
-        more = "memory" if policy.gpt_oss else "devices"
-        say(f"fits with {words(other)}" if other is not None else f"no setting makes it fit: use more {more}")
+    say(f"{verdict} {nodes}{devices} x {args.gpu_gib:g} GiB {spare}")
+    if not fits and other is None:
+        say(f"no setting makes it fit: use more {'memory' if policy.gpt_oss or layout.cpu else 'devices'}")
+    elif not fits and other is not None:
+        there = memory_plan.plan(policy, other)
+        host = f", and {hosts(there, devices)} of the host's memory" if other.offload else ""
+        say(f"fits with {words(other)}: {there.total / memory_plan.GIB:.1f} GiB of each device{host}")
     return 0 if fits else 1
+
+
+def hosts(memory: "MemoryPlan", processes: int) -> str:
+    """The bytes of the host's memory for all processes of a node."""
+    return f"{processes * memory.host.total / (1 << 30):.2f} GiB"
 
 
 def table(memory: "MemoryPlan") -> list[str]:
@@ -120,7 +142,7 @@ def rows(causes: "Mapping[str, int]") -> list[str]:
 
 def words(layout: "Layout") -> str:
     """A layout as the configuration keys that give it."""
-    from headrace.training import memory_plan
+    from headrace.training.figures.layout import settings
 
-    keys = memory_plan.settings(layout).items()
+    keys = settings(layout).items()
     return ", ".join(f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in keys)

@@ -1,7 +1,7 @@
 """Whether this machine has the devices of [trainer] and [engine], and whether the trainer's memory plan fits."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from headrace.config import Config
 from headrace.launch.checks.finding import Finding, bad, good
@@ -19,8 +19,12 @@ CAUSES = 3
 
 def check(config: Config) -> Iterator[Finding]:
     """Findings about the devices of [trainer] and [engine], and the bytes that the trainer needs on each of its own."""
+    return on_devices(config, _visible(gpus()))
+
+
+def on_devices(config: Config, devices: Sequence[Gpu]) -> Iterator[Finding]:
+    """As `check`, on a machine with these GPUs."""
     section = config.trainer
-    devices = _visible(gpus())
     places = [("engine", config.engine.device)] if config.engine.kind == "embedded" else []
     for part, device in [*places, ("trainer", section.device)]:
         if device.startswith("cuda") and len(devices) <= int(device.partition(":")[2] or 0):
@@ -32,10 +36,12 @@ def check(config: Config) -> Iterator[Finding]:
             if part == "trainer":
                 return
     cuda = bool(devices) and section.device != "cpu"
-    if cuda and section.ranks > len(devices):
+    local = section.ranks // section.nodes
+    if cuda and local > len(devices):
+        here = "" if section.nodes == 1 else f" of each of {section.nodes} nodes"
         yield bad(
             "trainer.ranks",
-            f"{section.ranks} processes need a GPU each, this machine has {len(devices)}; lower trainer.ranks",
+            f"{local} processes{here} need a GPU each, this machine has {len(devices)}; lower trainer.ranks",
         )
         return
     try:
@@ -46,25 +52,25 @@ def check(config: Config) -> Iterator[Finding]:
     except (CheckpointError, ValueError, OSError):
         return  # a finding of the checkpoint's or of the section's
     first = int(section.device.partition(":")[2] or 0)
-    free = (
-        min(gpu.free for gpu in devices[first : first + section.ranks])
-        if cuda
-        else (available_bytes() or 0) // section.ranks
-    )
+    free = min(gpu.free for gpu in devices[first : first + local]) if cuda else (available_bytes() or 0) // local
     largest = sorted(needed.causes.items(), key=lambda item: -item[1])[:CAUSES]
     causes = ", ".join(f"{name} {gib(value)}" for name, value in largest if value)
-    device = ("a GPU" if cuda else "memory") + (f" of each of {section.ranks} processes" if section.ranks > 1 else "")
+    device = ("a GPU" if cuda else "memory") + (f" of each of {local} processes" if local > 1 else "")
     if needed.total <= free:
         yield good("trainer", f"it needs {gib(needed.total)} of {device} ({causes}), {gib(free)} are free")
         if layout.offload:
-            yield _host(needed.host.total * section.ranks)
+            yield _host(needed.host.total * local)
         return
     other = memory_plan.fitting(policy, layout, free)
-    fix = "lower trainer.micro_tokens, or choose a smaller policy"
+    longer = layout.longest > layout.tokens
+    fix = f"lower {'limits.context_tokens' if longer else 'trainer.micro_tokens'}, or choose a smaller policy"
     if other is not None:
-        before, settings = memory_plan.settings(layout), memory_plan.settings(other)
-        changed = (f"{key} = {value}".lower() for key, value in settings.items() if before[key] != value)
+        before, after = memory_plan.settings(layout), memory_plan.settings(other)
+        changed = (f"{key} = {value}".lower() for key, value in after.items() if before.get(key) != value)
         fix = f"set {', '.join(changed)}"
+        if other.offload and not layout.offload:
+            host = memory_plan.plan(policy, other).host.total * local
+            fix += f" (it needs {gib(host)} of the host's memory, {gib(available_bytes() or 0)} are free)"
     yield bad("trainer", f"it needs {gib(needed.total)} of {device} ({causes}), {gib(free)} are free; {fix}")
 
 

@@ -23,11 +23,14 @@ padding. products: as padded, but short sequences keep their probabilities inste
 """
 
 
-def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1, attention: Attention = "fused") -> int:
+def activation_bytes(
+    config: PolicyConfig, sparse: bool, context: int = 1, attention: Attention = "fused", owned: bool = False
+) -> int:
     """Bytes per token that one layer saves for backward, without `score_bytes`.
 
     context: devices that share a sequence. The bytes are then per token of one device, and attention's output counts
-    twice, because it is kept by heads and by tokens.
+    twice, because it is kept by heads and by tokens. owned: other devices may have a token's experts, so the rows that
+    a device gets are kept; as many as it sends.
 
     Each term is a saved tensor: inputs of norms and products, rotated queries and keys, values, attention's output and
     log-sum-exp, the MLP's inner width, and in float32 what norms and routing keep per row. An adapter saves the outputs
@@ -62,6 +65,9 @@ def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1, atten
         row += c.top_k * c.dim
     else:
         wide += c.top_k * 2 * c.expert_dim + 3 * c.shared_experts * c.expert_dim
+    if owned:  # the rows that came; their gate, expert and place, and the places of those that were sent, in int64
+        wide += c.top_k * c.dim
+        row += c.top_k * 7
     row += c.experts + 4 * c.top_k + 1  # scores; experts as int64, two tensors of gates; their sum
     if c.scores == "sigmoid":
         row += 3 * c.experts + (c.dim if c.dtype != "float32" else 0)  # the router's product is float32
@@ -70,7 +76,7 @@ def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1, atten
     return size * wide + 4 * row
 
 
-def temporary_bytes(config: PolicyConfig, sparse: bool, attention: Attention = "fused") -> int:
+def temporary_bytes(config: PolicyConfig, sparse: bool, attention: Attention = "fused", owned: bool = False) -> int:
     """Bytes per token of the temporary tensors that the backward pass of one layer holds at once.
 
     Of the experts: their gathered rows and the gradients of their inner width, each until its last use; of a dense MLP
@@ -86,6 +92,8 @@ def temporary_bytes(config: PolicyConfig, sparse: bool, attention: Attention = "
     mlp = size * k * max(5 * inner, 2 * (c.dim + inner)) if sparse else size * 4 * inner
     if sparse:
         mlp = max(mlp, size * k * (c.dim + 2 * inner) + wide * k * inner)
+        if owned:  # the gradients of the rows, as they come and as they go back
+            mlp += 2 * size * k * c.dim
     freed = size * (2 * c.dim + (2 if sparse else 3) * k * inner) + 4 * (c.experts + 4 * k if sparse else 0)
     head = c.latent.nope_dim + c.latent.rope_dim if c.latent else c.head_dim
     attending = size * head * (2 * c.heads + 4 * c.kv_heads)

@@ -15,6 +15,8 @@ class Parameters(NamedTuple):
     experts: int
     """In mixtures, without shared experts."""
     largest_layer: int
+    largest_rest: int
+    """Of a layer, without its experts."""
 
 
 def parameters(config: PolicyConfig) -> Parameters:
@@ -22,9 +24,17 @@ def parameters(config: PolicyConfig) -> Parameters:
     layers = [_layer(config, index) for index in range(config.layers)]
     outside = config.vocab * config.dim * (1 if config.tied else 2) + config.dim
     frozen = config.experts * config.sparse_layers if config.scores == "sigmoid" else 0
-    experts = 3 * config.experts * config.expert_dim * config.dim * config.sparse_layers
+    experts = layer_experts(config) * config.sparse_layers
     whole, adapter = sum(layers) + outside, shape.parameters(config)
-    return Parameters(whole + adapter, whole if adapter else frozen, experts, max(layers, default=0))
+    rest = [count - layer_experts(config) * config.sparse(index) for index, count in enumerate(layers)]
+    return Parameters(
+        whole + adapter, whole if adapter else frozen, experts, max(layers, default=0), max(rest, default=0)
+    )
+
+
+def layer_experts(config: PolicyConfig) -> int:
+    """Number of elements of the experts of one mixture."""
+    return 3 * config.experts * config.expert_dim * config.dim
 
 
 def _layer(c: PolicyConfig, index: int) -> int:

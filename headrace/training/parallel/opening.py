@@ -14,7 +14,7 @@ from headrace.policy.device import select
 from headrace.policy.layout import hugging_face
 from headrace.policy.numerics_probe import probe
 from headrace.training import checkpoint
-from headrace.training.device import TrainerError, device_named
+from headrace.training.device import TrainerError, check_device, device_named
 from headrace.training.figures.memory import without_policy
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.parallel import group, sharding
@@ -42,11 +42,26 @@ def joined(config: Config, folder: Path, rank: int, store: Any = None) -> Sharde
     marks = world.gathered(numerics.fingerprint)
     if len(set(marks)) > 1:
         raise TrainerError(f"the ranks of a trainer need one numerics fingerprint, got {', '.join(sorted(set(marks)))}")
+    _check_memory(config, policy, world)
     sharded = sharding.build(policy, numerics, world, offload=section.offload == "optimizer")
     settings = optimizer_settings(config.algorithm)
     trainer = ShardedTrainer(config, folder, ShardedState(sharded, world, settings=settings), numerics)
     trainer.load(folder / "checkpoint.safetensors")
     return trainer
+
+
+def _check_memory(config: Config, policy: PolicyConfig, world: ProcessGroup) -> None:
+    """TrainerError in every process, with the first rank whose device has less memory than the plan: ranks may have
+    unequal devices, and those of other nodes are seen by nobody else."""
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # the first process may have made version 0 here
+    why = ""
+    try:
+        check_device(config, policy, world.device)
+    except TrainerError as error:
+        why = f"rank {world.rank}: {error}"
+    if refused := [text for text in world.gathered(why) if text]:
+        raise TrainerError(refused[0])
 
 
 def _check(config: Config, policy: PolicyConfig) -> None:
@@ -107,7 +122,9 @@ def open_ranks(
             micro_tokens=tokens,
             device=place,
         )
-        first = msgspec.structs.replace(config, trainer=alone)
+        shorter = msgspec.structs.replace(config.limits, context_tokens=tokens, reserve_tokens=1)
+        users = msgspec.structs.replace(config.production, context_tokens=tokens, limits=shorter)
+        first = msgspec.structs.replace(config, trainer=alone, limits=shorter, production=users)
         PolicyTrainer.prepare(first, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)
         gc.collect()
     others = ranks.Ranks(config, folder)

@@ -19,7 +19,8 @@ from headrace.messages.training import Behaviour, StepDone, StepFailed, StepMani
 from headrace.replay.fetching import Records
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
-from headrace.training.memory_plan import layout_of, plan
+from headrace.training.figures.layout import layout_of
+from headrace.training.memory_plan import plan
 from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import PolicyTrainer
 from headrace.weights import snapshot

@@ -22,7 +22,8 @@ from headrace.messages.subjects import EVENT
 from headrace.messages.training import StepDone, StepManifest
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
-from headrace.training.memory_plan import layout_of, plan
+from headrace.training.figures.layout import layout_of
+from headrace.training.memory_plan import plan
 from headrace.weights import snapshot, tensor_state
 from tests.conftest import Connect
 from tests.support.actors import living

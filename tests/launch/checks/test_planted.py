@@ -20,6 +20,7 @@ from headrace.machine_memory import available_bytes
 from headrace.messages.tasks import Oracle, Task
 from headrace.policy.layout import hugging_face
 from headrace.training import memory_plan
+from headrace.training.figures.layout import layout_of
 from tests.policy.test_gpt_oss import GPT_OSS
 from tests.support import chat_formats, tiny
 
@@ -82,7 +83,7 @@ def test_a_sound_configuration_has_no_problem(capsys: pytest.CaptureFixture[str]
 def recomputable() -> int:
     """A micro-batch with which 64 layers need twice this machine's free memory, and little with recomputing."""
     config, many = Config(policy=Policy(layers=64)), 1_000_000
-    layout = memory_plan.layout_of(config)._replace(tokens=many)
+    layout = layout_of(config)._replace(tokens=many)
     needed = memory_plan.plan(hugging_face.of_run(config), layout).total
     return 2 * many * (available_bytes() or 0) // needed
 

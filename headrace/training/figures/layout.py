@@ -1,0 +1,138 @@
+"""The division of a trainer's work and state over devices, of which `training.memory_plan` counts the bytes. Without
+torch."""
+
+import math
+from typing import Literal, NamedTuple
+
+from headrace.config import Config
+from headrace.config.episodes import Limits
+from headrace.policy.config import PolicyConfig
+
+Moments = Literal["float32", "bfloat16", "eight_bit"]
+MOMENTS: dict[Moments, int] = {"float32": 4, "bfloat16": 2, "eight_bit": 1}
+"""Formats of `algorithm.moments` to the bytes of an element, without scales."""
+
+
+class Layout(NamedTuple):
+    """The division of the work over devices, and the copies that are held."""
+
+    devices: int = 1
+    """Devices that share parameters, masters, moments and gradients (FSDP): those of one node."""
+    context: int = 1
+    """Devices that share the tokens of a sequence (context parallelism); it divides `devices`."""
+    runs: int = 1
+    """Runs of tokens that a device computes of each sequence (`policy.token_runs`)."""
+    tokens: int = 8192
+    """Most inputs of a micro-batch of several sequences (`trainer.micro_tokens`)."""
+    longest: int = 0
+    """Inputs of the longest sequence: a longer one than `tokens` is a micro-batch of its own."""
+    recompute: bool = False
+    """Only the inputs of layers are kept; backward recomputes the other activations, one layer at a time."""
+    moment_bytes: int = 4
+    """Bytes of an element of one of AdamW's two moments: 4, 2, or 1 besides its scale (`algorithm.moments`)."""
+    expert_ranks: int = 1
+    """Devices that share one copy of a mixture's experts, each with some of them; 1 shards experts like all other
+    weights."""
+    versions: int = 1
+    """Largest number of earlier versions that re-scoring rebuilds: the staleness bound."""
+    learning_rate: float = 0.0
+    """It decides how many served weights an update changes (`changed_share`); 0: all."""
+    minibatches: int = 1
+    """Updates of a batch."""
+    reference: bool = False
+    """A reference policy for the KL term."""
+    rounded: bool = False
+    """A float32 policy that is served as bfloat16: its masters are not its weights."""
+    snapshots: int = 0
+    """Copies of masters and moments: 2 with the guard, 1 more with several minibatches."""
+    exact: bool = True
+    """Exact mode, in which attention keeps no copies."""
+    cpu: bool = False
+    """The device is a CPU."""
+    offload: bool = False
+    """Masters and moments are in the host's memory."""
+    nodes: int = 1
+    """Nodes with `devices` each, which hold a copy of all parameters, masters and moments each (HSDP)."""
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of the largest micro-batch."""
+        return max(self.tokens, self.longest)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether several processes hold the state."""
+        return self.devices * self.nodes > 1
+
+
+def changed_share(policy: PolicyConfig, learning_rate: float) -> float:
+    """Share of the served weights that an update changes: all in float32 and of adapters.
+
+    Of bfloat16 weights those whose spacing of numbers the update reaches: AdamW moves a weight by about the learning
+    rate. Weights are taken as normally distributed with the deviation of new ones, dim^-0.5.
+    """
+    if policy.dtype == "float32" or policy.adapter is not None or not learning_rate:
+        return 1.0
+    deviation, share = policy.dim**-0.5, 0.0
+
+    def below(value: float) -> float:
+        return math.erf(value / deviation / math.sqrt(2.0))
+
+    for exponent in range(-40, 3):  # weights from 2^exponent to twice as much are 2^(exponent - 7) apart
+        share += (below(2.0 ** (exponent + 1)) - below(2.0**exponent)) * min(1.0, learning_rate / 2.0 ** (exponent - 7))
+    return min(1.0, share)
+
+
+def settings(layout: Layout) -> dict[str, str | int | bool]:
+    """The configuration keys that give this layout."""
+    return {
+        "trainer.ranks": layout.devices * layout.nodes,
+        **({"trainer.nodes": layout.nodes} if layout.nodes > 1 else {}),
+        "trainer.micro_tokens": layout.tokens,
+        "trainer.context_ranks": layout.context,
+        **({"trainer.expert_ranks": layout.expert_ranks} if layout.expert_ranks > 1 else {}),
+        "numerics.recompute": layout.recompute,
+        "algorithm.moments": next(name for name, each in MOMENTS.items() if each == layout.moment_bytes),
+        "trainer.offload": "optimizer" if layout.offload else "none",
+    }
+
+
+def longest(config: Config) -> int:
+    """Most inputs of a sequence that a trainer gets, in tokens.
+
+    Without `limits.reserve_tokens` a context ends behind its limit: behind the turn that reaches it and the summary.
+    The results of that turn's calls come on top. A branch's sequences are sessions of users.
+    """
+
+    def most(limits: Limits) -> int:
+        return limits.context_tokens + (0 if limits.reserve_tokens else 2 * limits.max_turn_tokens)
+
+    if config.feedback.base:
+        return max(config.production.context_tokens, most(config.production.limits))
+    return most(config.limits)
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout of the trainer actor under a configuration."""
+    algorithm, numerics = config.algorithm, config.numerics
+    guarded = algorithm.guard_k1 > 0.0 or numerics.on_mismatch == "roll_back"
+    return Layout(
+        devices=config.trainer.ranks // config.trainer.nodes,
+        nodes=config.trainer.nodes,
+        context=config.trainer.context_ranks,
+        runs=config.trainer.token_runs // config.trainer.context_ranks,
+        tokens=config.trainer.micro_tokens,
+        longest=longest(config),
+        expert_ranks=config.trainer.expert_ranks,
+        learning_rate=algorithm.learning_rate,
+        minibatches=algorithm.minibatches,
+        recompute=numerics.recompute,
+        moment_bytes=MOMENTS[algorithm.moments],
+        versions=config.curriculum.staleness,
+        reference=algorithm.kl_weight > 0.0,
+        rounded=config.weights.precision == "bf16",
+        snapshots=(2 if guarded else 0) + (1 if algorithm.minibatches > 1 else 0),
+        exact=config.engine.exact,
+        cpu=not config.trainer.device.startswith("cuda"),
+        offload=config.trainer.offload == "optimizer" and config.trainer.device != "cpu",
+    )

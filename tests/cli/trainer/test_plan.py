@@ -1,0 +1,98 @@
+"""`headrace trainer plan` for runs, and for the published config.json of three policies."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from tests.support.paths import ROOT
+
+SHAPES = ROOT / "tests" / "training" / "configs"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["trainer", "plan", *arguments])
+    return code, capsys.readouterr().out
+
+
+def run_toml(folder: Path, text: str) -> str:
+    (folder / "run.toml").write_text(f"[policy]\ndim = 64\n{text}")
+    return str(folder / "run.toml")
+
+
+def total(shown: str) -> float:
+    """GiB on each device."""
+    (line,) = [line for line in shown.splitlines() if line.split()[0] == "total"][:1]
+    return float(line.split()[1])
+
+
+def test_a_runs_own_ranks_nodes_and_device_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run_toml(tmp_path, "[trainer]\nranks = 8\n")
+    _, shown = planned(capsys, file)
+    assert "trainer.ranks = 8," in shown and "fits 8 x 80 GiB" in shown
+    assert "trainer.ranks = 2," in planned(capsys, file, "--gpus", "2")[1], "the option replaces the file's"
+    file = run_toml(tmp_path, '[trainer]\nranks = 16\nnodes = 2\nrendezvous = "node0:29500"\n')
+    assert "fits 2 nodes of 8 x 80 GiB" in planned(capsys, file)[1]
+    file = run_toml(tmp_path, '[trainer]\ndevice = "cpu"\noffload = "optimizer"\n[engine]\nexact = false\n')
+    _, shown = planned(capsys, file)
+    assert "attention padded: varlen_attn runs on CUDA" in shown or "on cpu" in shown, shown
+    assert "in the host's memory" not in shown, "a CPU's memory is the host's"
+
+
+def test_the_longest_sequence_decides_where_it_is_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run_toml(tmp_path, "")
+    short, long = (
+        planned(capsys, file, "--set", f"limits.context_tokens={tokens}", "--set", "limits.reserve_tokens=128")[1]
+        for tokens in (4096, 65536)
+    )
+    assert "micro-batches of up to 8192 inputs\n" in short
+    assert "micro-batches of up to 65536 inputs: the longest sequence" in long
+    assert total(long) > 3 * total(short)
+
+
+ONE_EACH = "trainer.context_ranks = 1, numerics.recompute = true, algorithm.moments = float32"
+FOUR_EACH = "trainer.context_ranks = 4, numerics.recompute = true, algorithm.moments = bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "before", "recipe", "gib"),
+    [
+        ("Qwen3-0.6B", "0.60 G", 84.92, ONE_EACH, 10.52),
+        ("Qwen3-4B", "4.02 G", 260.49, ONE_EACH, 32.67),
+        ("Qwen3-30B-A3B", "30.53 G", 277.98, FOUR_EACH, 60.99),
+    ],
+)
+def test_three_published_policies_fit_eight_gpus_at_64k(
+    name: str, count: str, before: float, recipe: str, gib: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(SHAPES / name), "--gpus", "8", "--gpu-gib", "80", "--tokens", "65536"]
+    documented = (ROOT / "docs" / "kernels.md").read_text()
+    (line,) = [line for line in documented.splitlines() if line.startswith(f"| {name} |")]
+    assert [cell.strip() for cell in line.split("|")[2:5:2]] == [f"{before}", f"{gib}"]
+    code, shown = planned(capsys, *arguments)
+    assert code == 1 and shown.startswith(f"{count} parameters") and "does not fit 8 x 80 GiB" in shown
+    assert total(shown) == before
+    (fix,) = [line for line in shown.splitlines() if line.startswith("fits with")]
+    assert recipe in fix and "trainer.offload = none" in fix
+    keys = dict(pair.split(" = ") for pair in recipe.split(", "))
+    arguments += ["--context", keys["trainer.context_ranks"], "--moments", keys["algorithm.moments"], "--recompute"]
+    code, shown = planned(capsys, *arguments)
+    assert code == 0 and "fits 8 x 80 GiB with 20% to spare (64.0 GiB)" in shown
+    assert total(shown) == gib and f"{gib:.1f} GiB of each device" in fix
+
+
+def test_four_gpus_hold_30b_with_the_optimizer_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = planned(capsys, str(SHAPES / "Qwen3-30B-A3B"), "--gpus", "4", "--tokens", "65536")
+    (fix,) = [line for line in shown.splitlines() if line.startswith("fits with")]
+    assert code == 1 and "trainer.offload = optimizer" in fix and "of the host's memory" in fix
+    code, shown = planned(capsys, str(SHAPES / "Qwen3-30B-A3B"), "--gpus", "1", "--tokens", "65536")
+    assert code == 1 and "no setting makes it fit: use more devices" in shown
+
+
+def test_a_shape_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(SHAPES / "Qwen3-30B-A3B"), "--gpus", "8", "--tokens", "65536", "--context", "4", "--recompute"]
+    _, plain = planned(capsys, *arguments)
+    _, owned = planned(capsys, *arguments, "--set", "trainer.ranks=8", "--set", "trainer.expert_ranks=8")
+    assert "trainer.expert_ranks = 8" in owned and total(owned) != total(plain)
+    _, faster = planned(capsys, *arguments, "--set", "algorithm.learning_rate=1e-3")
+    assert total(faster) > total(plain) + 5, "all weights change, so undo entries hold whole parameters"

@@ -1,0 +1,131 @@
+"""The memory plan against the live tensor bytes of whole steps, also of two ranks, each of which counts its own.
+
+A step's phases are compared one by one: re-scoring of two versions, the gradient, the update. All but 16 tokens of a
+record are sampled, because the plan counts the logits of full chunks.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from headrace.config import Config, Limits, Policy
+from headrace.policy.layout import hugging_face
+from headrace.policy.layout.rescoring import cache_bytes
+from headrace.training.device import layout_on
+from headrace.training.memory_plan import plan
+from headrace.training.parallel import group
+from headrace.training.parallel.nodes.local import Hello
+from headrace.training.parallel.trainer import Order, ShardedTrainer
+from headrace.training.trainer import PolicyTrainer
+from tests.support import live_memory
+from tests.support.world import CONFIG, TOKENIZER
+from tests.training.test_mid_training import texts
+
+pytestmark = pytest.mark.slow
+
+SHAPE: dict[str, Any] = {"dim": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 512}
+SECTIONS = {
+    "dense": Policy(**SHAPE, layers=3, experts=0, top_k=0, expert_dim=384),
+    "mixture": Policy(**SHAPE, layers=2, experts=4, top_k=2, expert_dim=128),
+}
+LENGTH, SLOTS, STEPS = 256, 2, 6
+"""In the sixth step a guard has two copies that hold moments."""
+Sections = dict[str, dict[str, Any]]
+BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
+CASES: dict[str, Sections] = {
+    "float32, reference and snapshots": {"algorithm": {"kl_weight": 0.1}, "numerics": {"on_mismatch": "roll_back"}},
+    "bfloat16": {"policy": BFLOAT16},
+    "bfloat16, few weights change": {"policy": BFLOAT16, "algorithm": {"learning_rate": 1e-5}},
+}
+RANKS: dict[str, Sections] = {
+    "float32": {},
+    "bfloat16, reference": {"policy": BFLOAT16, "algorithm": {"kl_weight": 0.1}},
+    "context": {"policy": BFLOAT16, "trainer": {"context_ranks": 2}},
+    "context, recompute": {"policy": BFLOAT16, "trainer": {"context_ranks": 2}, "numerics": {"recompute": True}},
+    "experts": {"policy": BFLOAT16, "trainer": {"expert_ranks": 2}},
+}
+
+
+def setting(name: str, sections: Sections) -> Config:
+    config = msgspec.structs.replace(
+        CONFIG,
+        policy=SECTIONS[name],
+        limits=Limits(max_turn_tokens=16, context_tokens=LENGTH, reserve_tokens=64),
+        curriculum=msgspec.structs.replace(CONFIG.curriculum, group_size=SLOTS, groups_per_step=1),
+        trainer=msgspec.structs.replace(CONFIG.trainer, rescore=SLOTS, micro_tokens=LENGTH // 2),
+    )
+    for key, values in sections.items():
+        config = msgspec.structs.replace(config, **{key: msgspec.structs.replace(getattr(config, key), **values)})
+    return config
+
+
+def compare(config: Config, peaks: dict[str, int], steps: range) -> None:
+    """Each phase is within 5 % of the plan, in the step of these that needs least: threads of gloo free some tensors,
+    which the profiler then still counts. The cache is mapped memory, which torch does not count."""
+    policy = hugging_face.of_run(config)
+    made = plan(policy, layout_on(config, torch.device("cpu")))
+    told = live_memory.planned(made)
+    live = {phase: min(peaks[f"{step} {phase}"] for step in steps) for phase in told}
+    live["rescore"] += cache_bytes(policy, LENGTH)
+    print({name: value for name, value in made.causes.items() if value}, "held", made.held)
+    for phase, value in live.items():
+        print(f"{phase}: {value} live, {told[phase]} planned, {told[phase] / value:.3f}")
+    if config.trainer.expert_ranks == 1:
+        assert told == pytest.approx(live, rel=0.05)
+    else:  # a bound: gradients of owned experts are counted for all processes at once
+        assert all(0.95 * value <= told[phase] <= 1.25 * value for phase, value in live.items())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_plan_of_whole_steps_is_within_five_percent(tmp_path: Path, name: str, case: str) -> None:
+    config = setting(name, CASES[case])
+    with live_memory.watched() as watch:
+        trainer = PolicyTrainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=texts)
+        live_memory.steps(trainer, STEPS, LENGTH)
+    print(name, case)
+    compare(config, watch.peaks, range(STEPS - 1, STEPS))
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_the_plan_of_two_ranks_is_within_five_percent_in_each(tmp_path: Path, case: str) -> None:
+    config = setting("mixture", RANKS[case])
+    alone = msgspec.structs.replace(config.trainer, context_ranks=1, expert_ranks=1)
+    first = msgspec.structs.replace(config, trainer=alone)
+    PolicyTrainer.prepare(first, tmp_path, tokenizer_json=TOKENIZER, traces=texts).close()
+    config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=2))
+    hello = Hello(config, str(tmp_path))
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    places = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    other = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.live_memory"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **{key: str(value) for key, value in places.items()}, "OMP_NUM_THREADS": "1"},
+    )
+    assert other.stdin is not None
+    other.stdin.write(msgspec.json.encode(hello) + b"\n")
+    other.stdin.flush()
+
+    def work(trainer: ShardedTrainer) -> None:
+        live_memory.steps(trainer, STEPS, LENGTH)
+        trainer.close()
+        trainer.world.tell(Order("stop"))
+
+    try:
+        watch = live_memory.rank(hello, 0, store, work)
+        out, _ = other.communicate(timeout=60)
+    finally:
+        other.kill()
+        group.leave()
+    print(case)
+    compare(config, watch.peaks, range(2, STEPS))
+    compare(config, json.loads(out), range(2, STEPS))
