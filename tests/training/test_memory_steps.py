@@ -19,7 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from headrace.config import Config, Limits, Policy
 from headrace.policy.layout import hugging_face
 from headrace.policy.layout.rescoring import cache_bytes
-from headrace.training.device import layout_on
+from headrace.training import memory_plan
+from headrace.training.device import TrainerError, layout_on
 from headrace.training.memory_plan import plan
 from headrace.training.parallel import group
 from headrace.training.parallel.nodes.local import Hello
@@ -71,11 +72,11 @@ def compare(config: Config, peaks: dict[str, int], steps: range) -> None:
     """Each phase is within 5 % of the plan, in the step of these that needs least: threads of gloo free some tensors,
     which the profiler then still counts. The cache is mapped memory, which torch does not count."""
     policy = hugging_face.of_run(config)
-    made = plan(policy, layout_on(config, torch.device("cpu")))
-    told = live_memory.planned(made)
+    whole = plan(policy, layout_on(config, torch.device("cpu")))
+    told = live_memory.planned(whole)
     live = {phase: min(peaks[f"{step} {phase}"] for step in steps) for phase in told}
     live["rescore"] += cache_bytes(policy, LENGTH)
-    print({name: value for name, value in made.causes.items() if value}, "held", made.held)
+    print({name: value for name, value in whole.causes.items() if value}, "held", whole.held)
     for phase, value in live.items():
         print(f"{phase}: {value} live, {told[phase]} planned, {told[phase] / value:.3f}")
     if config.trainer.expert_ranks == 1:
@@ -95,25 +96,52 @@ def test_the_plan_of_whole_steps_is_within_five_percent(tmp_path: Path, name: st
     compare(config, watch.peaks, range(STEPS - 1, STEPS))
 
 
-@pytest.mark.parametrize("case", RANKS)
-def test_the_plan_of_two_ranks_is_within_five_percent_in_each(tmp_path: Path, case: str) -> None:
-    config = setting("mixture", RANKS[case])
-    alone = msgspec.structs.replace(config.trainer, context_ranks=1, expert_ranks=1)
-    first = msgspec.structs.replace(config, trainer=alone)
-    PolicyTrainer.prepare(first, tmp_path, tokenizer_json=TOKENIZER, traces=texts).close()
-    config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=2))
-    hello = Hello(config, str(tmp_path))
+def started(hello: Hello) -> tuple[TCPStore, "subprocess.Popen[bytes]"]:
+    """The store of a group of two, and its second process."""
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     places = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     other = subprocess.Popen(
         [sys.executable, "-m", "tests.support.live_memory"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env={**os.environ, **{key: str(value) for key, value in places.items()}, "OMP_NUM_THREADS": "1"},
     )
     assert other.stdin is not None
     other.stdin.write(msgspec.json.encode(hello) + b"\n")
     other.stdin.flush()
+    return store, other
+
+
+def made(config: Config, folder: Path) -> Config:
+    """The configuration for two ranks; version 0 is in the folder."""
+    alone = msgspec.structs.replace(config.trainer, context_ranks=1, expert_ranks=1)
+    first = msgspec.structs.replace(config, trainer=alone)
+    PolicyTrainer.prepare(first, folder, tokenizer_json=TOKENIZER, traces=texts).close()
+    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=2))
+
+
+def test_every_rank_compares_the_plan_with_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "FREED_S", 0.0)
+    config = made(setting("mixture", {}), tmp_path)
+    much = msgspec.structs.replace(config.trainer, micro_tokens=2**31 - 1)
+    hello = Hello(msgspec.structs.replace(config, trainer=much), str(tmp_path))
+    store, other = started(hello)
+    try:
+        with pytest.raises(TrainerError, match=r"rank 0: the trainer needs .* of up to 2147483647 tokens"):
+            live_memory.rank(hello, 0, store, lambda _: pytest.fail("it has joined"))
+        _, said = other.communicate(timeout=60)
+        assert other.returncode and b"TrainerError: rank 0: the trainer needs" in said
+    finally:
+        other.kill()
+        group.leave()
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_the_plan_of_two_ranks_is_within_five_percent_in_each(tmp_path: Path, case: str) -> None:
+    config = made(setting("mixture", RANKS[case]), tmp_path)
+    hello = Hello(config, str(tmp_path))
+    store, other = started(hello)
 
     def work(trainer: ShardedTrainer) -> None:
         live_memory.steps(trainer, STEPS, LENGTH)
