@@ -3,7 +3,7 @@
 The idea: the model takes concatenated sequences, so a micro-batch is a set of sequences whose tokens fit a budget,
 without padding. First-fit decreasing (Johnson 1973: at most 11/9 of the best count), ties by index: the result depends
 on the lengths alone. Trade-off: the budget bounds memory, not attention cost, which grows with the square of a
-sequence's length; for contexts of a few hundred tokens that does not matter.
+sequence's length; `training.batches.micro_batch` sorts micro-batches by that.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Micro-batches of indices into `lengths`, each of at most `budget` tokens, indices ascending within one.
 
     A sequence longer than the budget gets a micro-batch of its own. Micro-batches come in the order of their smallest
-    index, so a gradient is summed in one fixed order. ValueError for an empty sequence or a budget below 1.
+    index. ValueError for an empty sequence or a budget below 1.
     """
     if budget < 1:
         raise ValueError(f"expected a token budget >= 1, got {budget}")

@@ -18,6 +18,7 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
     return {
         **_scalars(config.algorithm),
         "micro_tokens": config.trainer.micro_tokens,
+        "micro_order": config.trainer.micro_order,
         "staleness": config.curriculum.staleness,
         **{
             name: ranks
@@ -49,11 +50,13 @@ def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:
 
 _PLAIN = msgspec.to_builtins(Numerics())
 """Default values. A recipe leaves out the settings that have them."""
+_OLD: dict[str, Any] = {"context_runs": 1, "micro_order": "index"}
+"""Settings of the trainer, by name, as they were before manifests named them."""
 
 
 def under(config: Config, manifest: StepManifest) -> Config:
     """The configuration with the manifest's recipe; settings that the manifest does not name stay."""
-    return changed(config, {"context_runs": 1, **manifest.objective})
+    return changed(config, {**_OLD, **manifest.objective})
 
 
 def changed(config: Config, objective: Mapping[str, Any]) -> Config:
@@ -71,6 +74,7 @@ def changed(config: Config, objective: Mapping[str, Any]) -> Config:
             config.trainer,
             micro_tokens=int(objective.get("micro_tokens", config.trainer.micro_tokens)),
             context_runs=int(objective.get("context_runs", config.trainer.context_runs)),
+            micro_order=objective.get("micro_order", config.trainer.micro_order),
         ),
         curriculum=replace(config.curriculum, staleness=int(objective.get("staleness", config.curriculum.staleness))),
     )

@@ -48,6 +48,12 @@ class Recipe(NamedTuple):
     """Largest number of inputs of a micro-batch; a longer segment is a micro-batch of its own."""
     bound: int = 0
     """Largest staleness of a token, in versions (Law 2)."""
+    micro_order: str = "flops"
+    """Order of micro-batches, as in `micro_batches`."""
+
+    def packed(self, model: Model, segments: Sequence[Segment]) -> list[list[Segment]]:
+        """The micro-batches of some segments."""
+        return micro_batches(segments, self.micro_tokens, model.config, self.micro_order)
 
 
 class Helpers(NamedTuple):
@@ -112,12 +118,12 @@ def minibatches(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:
 
 @torch.no_grad()
 def proximal_logprobs(
-    model: Model, segments: Sequence[Segment], micro_tokens: int, helpers: Helpers | None = None
+    model: Model, segments: Sequence[Segment], recipe: Recipe, helpers: Helpers | None = None
 ) -> dict[int, Tensor]:
     """The trainer's log-probabilities of some segments before the step: `Segment.index` to float32 [M] on the CPU."""
     helpers = helpers or Helpers()
     check_routes(model, segments)
-    members = list(micro_batches(segments, micro_tokens))
+    members = recipe.packed(model, segments)
 
     def one(at: int, _: bool) -> Tensor:
         micro = MicroBatch.of(members[at], device_of(model))
@@ -139,7 +145,7 @@ def accumulate(
     part = part or Part(computed(batch, recipe.algorithm))
     objective = _objective(recipe.algorithm, batch, part.parts)
     check_routes(state.model, part.segments)
-    members = list(micro_batches(part.segments, recipe.micro_tokens))
+    members = recipe.packed(state.model, part.segments)
     device = device_of(state.model)
     state.zero_grad()
 

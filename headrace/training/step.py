@@ -121,7 +121,7 @@ class _Step:
         proximal: dict[int, Tensor] | None = None
         undo: StateSnapshot | None = None
         if len(parts) > 1:
-            proximal = proximal_logprobs(self.state.model, self.segments, self.recipe.micro_tokens, self.helpers)
+            proximal = proximal_logprobs(self.state.model, self.segments, self.recipe, self.helpers)
             undo = StateSnapshot.of(self.state)
         updates: list[_Update] = []
         before = mismatch(torch.empty(0), torch.empty(0))

@@ -229,7 +229,8 @@ class PolicyTrainer:
             algorithm = answer(measured, self.config.numerics, self.config.algorithm)
             if self.guarded and algorithm.guard_k1 == 0.0:
                 self.guard.keep(self.state, self.config.curriculum.staleness)
-            recipe = Recipe(algorithm, self.config.trainer.micro_tokens, self.config.curriculum.staleness)
+            section = self.config.trainer
+            recipe = Recipe(algorithm, section.micro_tokens, self.config.curriculum.staleness, section.micro_order)
             helpers = Helpers(self.reference, self.data_parallel, begins, in_order(before_update, work), hashed)
             outcome = take(self.state, made, recipe, self.guard, helpers)
             outcome = msgspec.structs.replace(outcome, exact=exact and made.fingerprints <= {self.numerics.fingerprint})

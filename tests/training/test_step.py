@@ -18,7 +18,7 @@ from headrace.training.outcome import StepOutcome
 from headrace.training.schedule import learning_rate
 from headrace.training.state import TrainerState
 from headrace.training.step import take
-from tests.support.world import CONFIG, batch, model
+from tests.support.world import CONFIG, POLICY, batch, model
 
 
 @functools.cache
@@ -96,8 +96,8 @@ def test_micro_batches_change_only_the_rounding() -> None:
         accumulate(state, made(), Recipe(CONFIG.algorithm, tokens))
         norms.append(state.gradient_norm())
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
-    assert len(list(micro_batches(made().segments, 16))) == 8
-    assert len(list(micro_batches(made().segments, 10_000))) == 1
+    assert len(micro_batches(made().segments, 16, POLICY, "flops")) == 8
+    assert len(micro_batches(made().segments, 10_000, POLICY, "flops")) == 1
 
 
 def test_groups_without_advantage_are_counted_but_not_computed() -> None:

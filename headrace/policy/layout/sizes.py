@@ -1,5 +1,7 @@
-"""Shapes and counts of the parameters of `policy.model.Model`, in closed form: no allocation, no import of torch."""
+"""Shapes and counts of the parameters of `policy.model.Model`, and operations, in closed form: no allocation, no import
+of torch."""
 
+from functools import cache
 from typing import NamedTuple
 
 from headrace.policy.adapters import shape
@@ -19,6 +21,7 @@ class Parameters(NamedTuple):
     """Of a layer, without its experts."""
 
 
+@cache
 def parameters(config: PolicyConfig) -> Parameters:
     """Numbers of elements of the parameters of `policy.model.Model`."""
     layers = [_layer(config, index) for index in range(config.layers)]
@@ -81,6 +84,22 @@ def trained_matrices(c: PolicyConfig) -> list[tuple[int, int]]:
         return [pair for module in modules for pair in ((rank, module.inputs), (module.outputs, rank))]
     outside = [(c.vocab, c.dim)] * (1 if c.tied else 2)
     return [pair for index in range(c.layers) for pair in _matrices(c, index)] + outside
+
+
+def forward_flops(policy: PolicyConfig, inputs: int, sampled: int) -> float:
+    """Operations of one forward pass of a sequence with `inputs` tokens and `sampled` positions at the head.
+
+    Recorded steps depend on it: `[trainer] micro_order = "flops"` numbers micro-batches by it. Where it changes, the
+    earlier formula must stay under that name.
+    """
+    count = parameters(policy)
+    idle = count.experts * (1.0 - policy.top_k / policy.experts) if policy.experts else 0.0
+    outside = policy.vocab * policy.dim * (1 if policy.tied else 2)
+    body = 2.0 * (count.total - idle - outside) * inputs
+    value = policy.latent.value_dim if policy.latent else policy.head_dim
+    pairs = inputs * (inputs + 1) / 2
+    attention = 2.0 * policy.layers * policy.heads * (policy.head_dim + value) * pairs
+    return body + attention + 2.0 * policy.vocab * policy.dim * sampled
 
 
 def element_bytes(config: PolicyConfig) -> int:

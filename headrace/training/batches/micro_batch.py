@@ -3,10 +3,15 @@
 The idea: a batch comes from messages and stays on the CPU, whatever the device. Each micro-batch is assembled there and
 moved once, so neither the forward nor the backward pass mixes devices. Segments are packed by token budget, and all
 segments of a micro-batch have the same temperature.
+
+Processes get micro-batches in turn and wait for each other after every round, so a round takes as long as its slowest
+micro-batch. Equal numbers of tokens do not take equal time, because attention grows with the square of a sequence. So
+micro-batches are sorted by their predicted operations before they are numbered: neighbours, which form a round, take
+about equal time for any number of processes, and a last round that is not full has the fastest ones.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +19,8 @@ from torch import Tensor
 
 from headrace.algorithms.packing import pack
 from headrace.policy import moe
+from headrace.policy.config import PolicyConfig
+from headrace.policy.layout.sizes import forward_flops
 from headrace.policy.model import Model
 from headrace.policy.moe import RoutesMissing
 from headrace.training.batches.segment import Segment
@@ -89,12 +96,24 @@ def _rows(segments: Sequence[Segment]) -> Tensor:
     return torch.cat([segment.positions + start for segment, start in zip(segments, starts, strict=False)])
 
 
-def micro_batches(segments: Sequence[Segment], budget: int) -> Iterator[list[Segment]]:
-    """Segments packed by token budget, in one fixed order; those of one micro-batch have one temperature."""
+def micro_batches(segments: Sequence[Segment], budget: int, policy: PolicyConfig, order: str) -> list[list[Segment]]:
+    """Segments packed by token budget, those of one micro-batch with one temperature, in the order in which gradients
+    are added: it depends on segments and policy alone, so it is that of any number of processes.
+
+    order: "flops", the most predicted operations of a forward pass first, or "index", by temperature and then by the
+    smallest index of a segment. Equal predictions keep the order of "index".
+    """
+    packed: list[list[Segment]] = []
     for temperature in sorted({segment.temperature for segment in segments}):
         equal = [segment for segment in segments if segment.temperature == temperature]
         for members in pack([len(segment.ids) for segment in equal], budget):
-            yield [equal[index] for index in members]
+            packed.append([equal[index] for index in members])
+    return sorted(packed, key=lambda members: -flops(policy, members)) if order == "flops" else packed
+
+
+def flops(policy: PolicyConfig, segments: Iterable[Segment]) -> float:
+    """Predicted operations of one forward pass of segments."""
+    return sum(forward_flops(policy, len(segment.ids), len(segment.targets)) for segment in segments)
 
 
 def device_of(model: Model) -> torch.device:

@@ -2,7 +2,7 @@
 
 Idea: a policy on a CPU spends most of its time in matrix products, and how fast those are differs between CPUs by a
 factor of ten (vector width, instructions for bfloat16). So a second of products in the policy's own shapes is measured,
-and the operations of `work.forward_flops` are divided by that. Products with few rows are slower, because each reads
+and the operations of `sizes.forward_flops` are divided by that. Products with few rows are slower, because each reads
 all weights: decoding has its own rate.
 
 Trade-off: everything beside the products is one factor, `PRODUCTS`, measured with one model.
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from headrace.config import Config
 from headrace.policy.config import PolicyConfig
-from headrace.training.figures.work import forward_flops
+from headrace.policy.layout.sizes import forward_flops
 
 LARGE, SMALL = 512, 16
 """Rows of a product in training and while prompts are read, and in decoding with the usual number of open attempts."""

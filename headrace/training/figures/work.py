@@ -16,9 +16,9 @@ import torch
 
 from headrace.config import Config
 from headrace.policy.config import PolicyConfig
-from headrace.policy.layout.sizes import parameters
 from headrace.policy.moe import widen
 from headrace.training.batches.batch import Batch
+from headrace.training.batches.micro_batch import flops
 from headrace.training.batches.segment import Segment
 from headrace.training.gradient import computed
 from headrace.training.mismatch import drawn
@@ -37,18 +37,6 @@ class Work(NamedTuple):
     """Routed rows of the busiest expert over those of the mean one, of the worst layer; 0 without a mixture."""
 
 
-def forward_flops(policy: PolicyConfig, inputs: int, sampled: int) -> float:
-    """Operations of one forward pass of a sequence with `inputs` tokens and `sampled` positions at the head."""
-    count = parameters(policy)
-    idle = count.experts * (1.0 - policy.top_k / policy.experts) if policy.experts else 0.0
-    outside = policy.vocab * policy.dim * (1 if policy.tied else 2)
-    body = 2.0 * (count.total - idle - outside) * inputs
-    value = policy.latent.value_dim if policy.latent else policy.head_dim
-    pairs = inputs * (inputs + 1) / 2
-    attention = 2.0 * policy.layers * policy.heads * (policy.head_dim + value) * pairs
-    return body + attention + 2.0 * policy.vocab * policy.dim * sampled
-
-
 def work_of(config: Config, policy: PolicyConfig, batch: Batch, seed: int, exact: bool) -> Work:
     """The work of a batch's step. seed: the manifest's, which draws the trajectories that are scored again; exact: the
     trainer's numerics are exact."""
@@ -57,9 +45,9 @@ def work_of(config: Config, policy: PolicyConfig, batch: Batch, seed: int, exact
     again = [segment for segment in batch.segments if segment.trajectory in chosen]
     twice = [segment for segment in again if segment.routed is not None and not exact]  # live and replayed routes
     passes = (config.algorithm.minibatches > 1) + (config.algorithm.kl_weight > 0.0)
-    forward = _flops(policy, trained)
+    forward = flops(policy, trained)
     model = (2.0 if policy.adapter else 3.0) * forward
-    extra = _flops(policy, again) + _flops(policy, twice) + passes * forward
+    extra = flops(policy, again) + flops(policy, twice) + passes * forward
     inputs = _inputs(trained)
     return Work(
         trained_tokens=sum(len(segment.targets) for segment in trained),
@@ -75,10 +63,6 @@ def thread(threads: int) -> ThreadPoolExecutor:
     Ask for its result before the update, so that an error leaves the weights as they are. threads: of torch, as in the
     thread that trains."""
     return ThreadPoolExecutor(1, thread_name_prefix="work", initializer=torch.set_num_threads, initargs=(threads,))
-
-
-def _flops(policy: PolicyConfig, segments: Sequence[Segment]) -> float:
-    return sum(forward_flops(policy, len(segment.ids), len(segment.targets)) for segment in segments)
 
 
 def _inputs(segments: Sequence[Segment]) -> int:

@@ -166,8 +166,9 @@ class ProcessGroup:
     def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
         """As `DataParallel`: micro-batches are assigned round-robin, and every process gets all results.
 
-        One round holds consecutive micro-batches, so gradients are added in the order of a single process. The context
-        ranks of a micro-batch have the same result.
+        One round holds consecutive micro-batches, so gradients are added in the order of a single process. They are in
+        the order of their predicted operations, so a round's take about equal time, and a process without one in the
+        last round takes the last. The context ranks of a micro-batch have the same result.
         """
         mine: dict[int, Any] = {}
         together = self.size // self.context_ranks
@@ -180,7 +181,7 @@ class ProcessGroup:
                 if not member:
                     mine[at] = _on_cpu(result)
             else:  # a collective waits for all processes
-                work(0, False)
+                work(count - 1, False)
         results = {at: value for part in self.gathered(mine) for at, value in part.items()}
         return [results[at] for at in range(count)]
 

@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.runtime.supervisor import Supervisor
 from headrace.config import Config
+from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import EVENT
 from headrace.messages.training import StepDone, StepManifest
+from headrace.replay.objective import differ
 from headrace.replay.recorded_run import of_run
-from headrace.replay.step import replay_steps
+from headrace.replay.step import Rerun, replay_steps
 from headrace.training.figures.layout import layout_of
 from headrace.training.memory_plan import plan
 from headrace.weights import snapshot, tensor_state
@@ -35,9 +37,19 @@ pytestmark = pytest.mark.anyio
 
 
 def several(folder: Path, count: int, **trainer: Any) -> Config:
-    """Small micro-batches: every rank has several, and the last round is not full."""
-    section: dict[str, Any] = {"checkpoint_every": 2, "micro_tokens": 20, "ranks": count, **trainer}
+    """Small micro-batches, of one long episode or of two short ones: every rank has several, and the last round is not
+    full."""
+    section: dict[str, Any] = {"checkpoint_every": 2, "micro_tokens": 8, "ranks": count, **trainer}
     return config(folder, trainer=section, algorithm={"grad_clip": 0.05})
+
+
+class Uneven(RunFeeder):
+    """Every second episode ends after its first turn, so the order of operations is not that of indices."""
+
+    async def close(self, name: str, sampled: Sequence[Trajectory], oldest: int) -> None:
+        """As `RunFeeder`."""
+        cut = [msgspec.structs.replace(made, turns=made.turns[: 1 + made.slot % 2]) for made in sampled]
+        await super().close(name, cut, oldest)
 
 
 async def alone(server: Server, folder: Path, steps: int, count: int = 1) -> list[str]:
@@ -46,7 +58,7 @@ async def alone(server: Server, folder: Path, steps: int, count: int = 1) -> lis
         await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
         await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
     ):
-        feeder = RunFeeder(admin, new_run(), folder)
+        feeder = Uneven(admin, new_run(), folder)
         async with living(Trainer, several(folder, count), bus, feeder.run):
             for number in range(steps):
                 await feeder.batch(number)
@@ -107,7 +119,7 @@ async def test_two_ranks_make_the_versions_of_one_process_also_after_one_is_kill
 ) -> None:
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", 3)
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     async with supervised(several(tmp_path, 2), server, feeder.run):
         await feeder.batch(0)
         await feeder.version(1)
@@ -135,16 +147,22 @@ async def test_two_ranks_make_the_versions_of_one_process_also_after_one_is_kill
         assert each.mfu is None, "nobody said what the peak of a CPU rank is"
     manifests = [record for record in records if isinstance(record, StepManifest)]
     assert all(record.objective["ranks"] == 2 for record in manifests)
+    assert all(record.objective["micro_order"] == "flops" for record in manifests)
     recorded = await of_run(await connect("replay"), several(tmp_path, 2), feeder.folder, feeder.run)
     (line,) = [line async for line in replay_steps(recorded, [2])]
     assert line.bitwise_equal and line.weights_hash == want[3], "one process replays what two have done"
+    with Rerun(recorded) as rerun:
+        others = [await differ(rerun, step, ["trainer.micro_order=index"]) for step in range(2)]
+    assert all(other.bitwise_equal and other.changed == {"micro_order": "index"} for other in others)
+    assert all(other.weights_hash != other.weights_hash_with for other in others), "the order is part of the bits"
+    assert all(other.weight_delta_norm < 1e-6 * other.update_norm for other in others), "and of nothing else"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_collectives_of_training_count_in_every_rank(connect: Connect, server: Server, tmp_path: Path) -> None:
     """Without re-scoring, training alone has collectives."""
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     async with living(Trainer, several(tmp_path, 2, rescore=0), await connect("trainer"), feeder.run):
         await feeder.batch(0)
         await feeder.version(1)
@@ -163,7 +181,7 @@ async def test_more_ranks_and_owned_experts(
     whole vectors. test_rank_formats.py has shards that are rounded alike."""
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", 8)
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     async with living(
         Trainer, several(tmp_path, count, expert_ranks=expert_ranks), await connect("trainer"), feeder.run
     ):
@@ -185,7 +203,7 @@ async def test_resumed_with_fewer_and_fewer_ranks(connect: Connect, server: Serv
     """4, then 2, then 1: the checkpoint does not depend on the number of ranks, so no new incarnation is needed."""
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", 6)
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     for life, count in enumerate((4, 2, 1)):
         async with living(Trainer, several(tmp_path, count), await connect("trainer"), feeder.run):
             for number in (2 * life, 2 * life + 1):
@@ -203,7 +221,7 @@ async def test_a_random_rank_is_killed_twenty_times(connect: Connect, server: Se
     trials, draw, killed = 20, random.Random(18), set[int]()
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", trials, 4)
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     async with supervised(several(tmp_path, 4), server, feeder.run):
         for number in range(trials):
             await feeder.version(number)
@@ -232,7 +250,7 @@ async def test_a_random_rank_is_killed_twenty_times(connect: Connect, server: Se
 async def test_work_that_cannot_be_divided_is_refused_before_a_process_starts(
     connect: Connect, tmp_path: Path, kind: str, says: str
 ) -> None:
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     actor = Trainer(several(tmp_path, 3, **{kind: 3}), await connect("trainer"), feeder.run, "t-1")
     await actor.start()
     async with asyncio.timeout(PATIENCE_S):
@@ -266,7 +284,7 @@ async def test_killed_between_an_update_and_its_outcome_it_makes_the_same_versio
     """A real process and SIGKILL: the update is made, its hash is known, and no record names it."""
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", 3)
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     setting = several(tmp_path, count)
     arguments = [msgspec.json.encode(setting).decode(), feeder.run, server.url, str(server.credentials)]
     first = await asyncio.create_subprocess_exec(

@@ -6,9 +6,9 @@ import pytest
 
 from headrace.config import Config, Curriculum, Evaluation, MidTraining, Trainer
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout.sizes import forward_flops
 from headrace.training.figures import duration
 from headrace.training.figures.duration import Attempt, Duration, Rates
-from headrace.training.figures.work import forward_flops
 
 POLICY = PolicyConfig(dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=0, top_k=0, expert_dim=128, vocab=300)
 ATTEMPT = Attempt(read=90.0, written=10.0)

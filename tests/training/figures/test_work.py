@@ -7,9 +7,10 @@ import pytest
 
 from headrace.algorithms.registry import ADVANTAGES
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout.sizes import forward_flops
 from headrace.policy.model import Model
 from headrace.training.batches import batch
-from headrace.training.figures.work import expert_load, forward_flops, work_of
+from headrace.training.figures.work import expert_load, work_of
 from tests.support.world import CONFIG, NUMERICS, POLICY, model
 from tests.support.world import batch as played
 
