@@ -36,15 +36,16 @@ __all__ = ["Layer", "Model"]
 class Model(nn.Module):
     """Packed and cached forward of one policy. Parameters have the config's dtype."""
 
-    def __init__(self, config: PolicyConfig, numerics: Numerics, *, seed: int | None = 0) -> None:
-        """seed None leaves the parameters unset, for `load_state`."""
+    def __init__(self, config: PolicyConfig, numerics: Numerics, *, seed: int | None = 0, device: str = "cpu") -> None:
+        """seed None leaves the parameters unset, for `load_state`. device: of the parameters; meta takes no memory."""
         super().__init__()
         self.config, self.numerics = config, numerics
-        self.embedding = nn.Parameter(torch.empty(config.vocab, config.dim, dtype=config.torch_dtype))
-        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.layers))
-        self.norm = nn.Parameter(torch.empty(config.dim, dtype=config.torch_dtype))
-        if not config.tied:
-            self.head = nn.Parameter(torch.empty(config.vocab, config.dim, dtype=config.torch_dtype))
+        with torch.device(device):
+            self.embedding = nn.Parameter(torch.empty(config.vocab, config.dim, dtype=config.torch_dtype))
+            self.layers = nn.ModuleList(Layer(config, index) for index in range(config.layers))
+            self.norm = nn.Parameter(torch.empty(config.dim, dtype=config.torch_dtype))
+            if not config.tied:
+                self.head = nn.Parameter(torch.empty(config.vocab, config.dim, dtype=config.torch_dtype))
         self._rotary = attention.Rotary(config.turned, config.rope_theta, config.torch_dtype, config.rope)
         self._scale = config.head_dim**-0.5 * (config.rope.heat if config.latent and config.rope else 1.0)
         self.recompute = False
@@ -269,11 +270,7 @@ class Model(nn.Module):
         views, tensors = self.views(), formats.unpack(self.config, tensors)
         extra = set(tensors) - set(views) - ({"lm_head.weight"} if self.config.tied else set())
         missing = set(views) - set(tensors)
-        if extra or missing:
-            first = sorted(extra or missing)[0]
-            raise CheckpointError(
-                f"{len(missing)} tensors are missing and {len(extra)} are not of this model; the first is {first}"
-            )
+        names.check_names(missing, extra)
         for name, view in views.items():
             if view.shape != tensors[name].shape:
                 raise CheckpointError(f"{name}: expected shape {list(view.shape)}, got {list(tensors[name].shape)}")

@@ -7,7 +7,7 @@ name first and the index after the shards it names, so that a folder never holds
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,29 +86,42 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load(folder: str | Path) -> tuple[PolicyConfig, dict[str, Tensor]]:
-    """Config and tensors under their Hugging Face names. CheckpointError when a part is missing or broken.
+def files(path: Path) -> list[Path]:
+    """The files with the tensors of a folder, sorted by name; a file is its own. OSError, ValueError, KeyError when the
+    index of shards cannot be read."""
+    if not path.is_dir():
+        return [path]
+    names, index = {_SINGLE}, path / _INDEX
+    if index.exists():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return [path / name for name in sorted(names)]
 
-    Layers beyond the decoder's own (multi-token prediction in DeepSeek-V3 and GLM-4.5) are left out.
-    """
+
+def not_of_run(config: PolicyConfig, names: Iterable[str]) -> list[str]:
+    """Names of a folder's tensors that a run leaves out: a head that is the embedding, and layers beyond the decoder's
+    own (multi-token prediction in DeepSeek-V3 and GLM-4.5)."""
+    layer = re.compile(r"model\.layers\.(\d+)\.")
+
+    def beyond(name: str) -> bool:
+        match = layer.match(name)
+        return config.scores == "sigmoid" and match is not None and int(match[1]) >= config.layers
+
+    return [name for name in names if (config.tied and name == "lm_head.weight") or beyond(name)]
+
+
+def load(folder: str | Path) -> tuple[PolicyConfig, dict[str, Tensor]]:
+    """Config and tensors under their Hugging Face names, without `not_of_run`. CheckpointError when a part is missing
+    or broken."""
     path = Path(folder)
     config = hugging_face.read(path)
-    index = path / _INDEX
     try:
-        names = {_SINGLE}
-        if index.exists():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         tensors: dict[str, Tensor] = {}
-        for name in sorted(names):
-            tensors |= load_file(path / name)
+        for file in files(path):
+            tensors |= load_file(file)
     except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path}: weights cannot be read: {error}") from None
-    if config.tied:
-        tensors.pop("lm_head.weight", None)
+    for name in not_of_run(config, tensors):
+        del tensors[name]
     if config.gpt_oss:
         tensors = mxfp4.inward(tensors, config.torch_dtype)
-    layer = re.compile(r"model\.layers\.(\d+)\.")
-    beyond = [name for name in tensors if (match := layer.match(name)) and int(match[1]) >= config.layers]
-    for name in beyond if config.scores == "sigmoid" else ():
-        del tensors[name]
     return config, tensors

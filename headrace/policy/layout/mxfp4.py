@@ -25,6 +25,12 @@ def outward(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def folder_names(name: str) -> list[str]:
+    """The names that a folder may have for a run's tensor of this name."""
+    plain = name.removesuffix(_ROWS)
+    return [plain, plain + _BLOCKS, plain + _SCALES] if plain != name else []
+
+
 def inward(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """A folder's tensors as a run has them; MXFP4 becomes `dtype`. CheckpointError when scales are missing."""
     out: dict[str, Tensor] = {}

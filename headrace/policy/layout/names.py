@@ -4,13 +4,13 @@ Layout: fused tensors are cut into views, so that what is written through a name
 those of the published checkpoints: one tensor per projection and expert.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from headrace.policy.adapters import low_rank
-from headrace.policy.config import Latent, PolicyConfig
+from headrace.policy.config import CheckpointError, Latent, PolicyConfig
 
 _GPT_OSS = {
     "sinks": "self_attn.sinks",
@@ -54,6 +54,15 @@ def views(c: PolicyConfig, parameters: Mapping[str, Tensor]) -> dict[str, Tensor
         if c.shared_experts:
             out |= _mlp(layer["shared_gate_up"], layer["shared_down"], at + "mlp.shared_experts.")
     return out
+
+
+def check_names(missing: Collection[str], extra: Collection[str]) -> None:
+    """CheckpointError when tensors of the model are missing or others are left over."""
+    if extra or missing:
+        first = sorted(extra or missing)[0]
+        raise CheckpointError(
+            f"{len(missing)} tensors are missing and {len(extra)} are not of this model; the first is {first}"
+        )
 
 
 def _mlp(gate_up: Tensor, down: Tensor, at: str) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from headrace.config import Config
-from headrace.policy.config import PolicyConfig
+from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.device import select
 from headrace.policy.layout import hugging_face
 from headrace.policy.numerics_probe import probe
@@ -27,9 +27,10 @@ from headrace.training.schedule import optimizer_settings
 from headrace.training.trainer import PolicyTrainer
 
 
-def joined(config: Config, folder: Path, rank: int, store: Any = None) -> ShardedTrainer:
+def joined(config: Config, folder: Path, rank: int, store: Any = None, begin: Path | None = None) -> ShardedTrainer:
     """Join the group of a run's trainer and take this process's rows of the checkpoint. All processes call it; folder:
-    of node 0, which alone reads it."""
+    of node 0, which alone reads it. begin: in the first process, the source of version 0 where there is no checkpoint
+    yet (`ShardedTrainer.begin`)."""
     without_policy()
     torch.set_num_threads(config.trainer.threads)
     section = config.trainer
@@ -46,7 +47,10 @@ def joined(config: Config, folder: Path, rank: int, store: Any = None) -> Sharde
     sharded = sharding.build(policy, numerics, world, offload=section.offload == "optimizer")
     settings = optimizer_settings(config.algorithm)
     trainer = ShardedTrainer(config, folder, ShardedState(sharded, world, settings=settings), numerics)
-    trainer.load(folder / "checkpoint.safetensors")
+    if source := world.gathered(begin)[0]:
+        trainer.begin(source)
+    else:
+        trainer.load(folder / "checkpoint.safetensors")
     return trainer
 
 
@@ -87,6 +91,46 @@ def _check(config: Config, policy: PolicyConfig) -> None:
         )
 
 
+def _imported(config: Config, base: Path | None) -> Path | None:
+    """The checkpoint folder or the snapshot file whose weights are version 0; None for a new policy and for one with
+    mid-training, which one process makes."""
+    if base is not None or config.mid_training.tokens or not config.policy.checkpoint:
+        return base
+    return Path(config.policy.checkpoint)
+
+
+def _alone(
+    config: Config,
+    folder: Path,
+    *,
+    tokenizer_json: str,
+    traces: Callable[[], Iterable[Trace]],
+    progress: Callable[[Progress], None],
+) -> None:
+    """Make version 0 in this process, and write it as a checkpoint. TrainerError, MidTrainingFailed."""
+    settings = config.trainer
+    tokens = -(-settings.micro_tokens // settings.context_ranks)  # for its memory plan: it takes no step
+    # One device may not hold all weights, and making a new policy without mid-training computes nothing on it.
+    place = settings.device if config.mid_training.tokens else "cpu"
+    alone = msgspec.structs.replace(
+        settings, ranks=1, nodes=1, expert_ranks=1, context_ranks=1, context_runs=0, micro_tokens=tokens, device=place
+    )
+    shorter = msgspec.structs.replace(config.limits, context_tokens=tokens, reserve_tokens=1)
+    users = msgspec.structs.replace(config.production, context_tokens=tokens, limits=shorter)
+    first = msgspec.structs.replace(config, trainer=alone, limits=shorter, production=users)
+    try:
+        PolicyTrainer.prepare_files(first, folder, tokenizer_json=tokenizer_json)
+    except TrainerError as error:
+        what = "mid-training does not run" if config.mid_training.tokens else "a new policy is not made"
+        raise TrainerError(
+            f"{what} over several ranks, but in the first one alone: {error}. Make the policy on a machine that holds "
+            "it (`headrace policy train`), and give its folder as [policy] checkpoint with [mid_training] tokens = 0: "
+            "every rank then reads its own rows"
+        ) from None
+    PolicyTrainer.prepare(first, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress)
+    gc.collect()
+
+
 def open_ranks(
     config: Config,
     folder: Path,
@@ -108,30 +152,14 @@ def open_ranks(
     per_node = settings.ranks // settings.nodes
     if device.type == "cuda" and torch.cuda.device_count() < per_node:
         raise TrainerError(f"[trainer] ranks: {per_node} need as many CUDA devices, got {torch.cuda.device_count()}")
-    if not resumed:
-        tokens = -(-settings.micro_tokens // settings.context_ranks)  # for its memory plan: it takes no step
-        # One device may not hold all weights, and making version 0 without mid-training computes nothing on it.
-        place = settings.device if config.mid_training.tokens and base is None else "cpu"
-        alone = msgspec.structs.replace(
-            settings,
-            ranks=1,
-            nodes=1,
-            expert_ranks=1,
-            context_ranks=1,
-            context_runs=0,
-            micro_tokens=tokens,
-            device=place,
-        )
-        shorter = msgspec.structs.replace(config.limits, context_tokens=tokens, reserve_tokens=1)
-        users = msgspec.structs.replace(config.production, context_tokens=tokens, limits=shorter)
-        first = msgspec.structs.replace(config, trainer=alone, limits=shorter, production=users)
-        PolicyTrainer.prepare(first, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)
-        gc.collect()
+    begin = None if resumed else _imported(config, base)
+    if not resumed and begin is None:
+        _alone(config, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress)
     others = ranks.Ranks(config, folder)
     try:
         others.wait(waiting)
-        trainer = joined(config, folder, 0, others.store)
-    except (TrainerError, checkpoint.CheckpointError):
+        trainer = joined(config, folder, 0, others.store, begin)
+    except (TrainerError, CheckpointError, checkpoint.CheckpointError):
         others.end()
         raise
     except GivenUp:

@@ -16,6 +16,7 @@ from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import names
 from headrace.policy.layout.formats import SCALE
+from headrace.policy.layout.pieces import Pieces
 from headrace.training.parallel.sharding import ShardedModel
 from headrace.training.served import runs as served_runs
 from headrace.training.served.runs import Reader, Run, packed
@@ -85,6 +86,19 @@ def runs(config: PolicyConfig, sharded: ShardedModel, reads: Mapping[str, Reader
             continue  # replicated: the first process writes it
         out += served_runs.of(config, part.name, part.start, part.items, reads[part.parameter], part.own)
     return out
+
+
+@torch.no_grad()
+def fill(config: PolicyConfig, sharded: ShardedModel, pieces: Pieces) -> None:
+    """Set this process's rows to those of a checkpoint, one part after the other, rounded to the policy's dtype.
+    CheckpointError."""
+    whole = places(config, sharded.shapes)
+    for part in parts(config, sharded):
+        row = torch.Size(whole[part.name].shape[1:]).numel()
+        value = pieces.rows(part.name, part.start // row, part.items // row)
+        if not part.parameter.endswith(".correction"):
+            value = value.to(config.torch_dtype)
+        sharded.local[part.parameter].view(-1)[part.own : part.own + part.items].copy_(value.reshape(-1))
 
 
 def take(config: PolicyConfig, sharded: ShardedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -135,7 +135,8 @@ def build(
     """A sharded model with unset weights. With expert ranks the caller makes sure that `world.per_node` divides the
     experts. offload: the shards are in the host's memory; not with expert ranks. fixed: the weights are never updated:
     shards have the policy's dtype, and nothing stays gathered after a forward pass."""
-    model = Model(config, numerics, seed=None)
+    # The whole model may be larger than the memory of a process.
+    model = Model(config, numerics, seed=None, device="meta")
     model.place = world.device  # with offload the parameters are on the host
     held = config.torch_dtype if fixed else torch.float32
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -193,15 +194,18 @@ def build(
 def _cut(
     module: nn.Module, world: ProcessGroup, policy: Policies, owned: set[nn.Parameter], held: torch.dtype
 ) -> FSDPModule:
-    """Shard the parameters that no inner module has sharded. Unset weights become uninitialised memory of dtype
-    `held`."""
+    """Shard the parameters that no inner module has sharded. They become uninitialised memory of dtype `held`, module
+    by module."""
     ignored = owned & set(module.parameters())
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(world.device)
-            ignored.add(parameter)
-        elif not isinstance(parameter, DTensor) and parameter not in owned:
-            parameter.data = torch.empty(parameter.shape, dtype=held)
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                if parameter.is_meta:
+                    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
+                    owner.register_parameter(name, nn.Parameter(whole, requires_grad=False))
+                ignored.add(owner.get_parameter(name))
+            elif not isinstance(parameter, DTensor) and parameter not in owned:
+                owner.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=held)))
     cut: FSDPModule = fully_shard(
         module, mesh=world.mesh, mp_policy=policy.cast, offload_policy=policy.place, ignored_params=ignored
     )

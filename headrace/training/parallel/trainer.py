@@ -2,9 +2,10 @@
 
 The first process is the actor's. It sends each call of step, give_up, publish, save and close to the others as an order
 (`take`, `give_up`, `publish`, `save`, `stop`) with the same arguments, and then makes the call itself; re-scoring is
-part of a step. The first process alone makes version 0, as without ranks, and writes it as a checkpoint; every process
-then takes its own rows of it. A checkpoint does not depend on the number of processes that wrote it, so any number of
-them can take rows of it.
+part of a step. Version 0 of an imported policy is made by all processes, each of which reads its own rows. A new
+policy, or one with mid-training, is made by the first process alone, as without ranks, and written as a checkpoint, of
+which every process takes its own rows. A checkpoint does not depend on the number of processes that wrote it, so any
+number of them can take rows of it.
 
 With several nodes every node has all rows, so node 0 writes all files alone, and nodes share no folder: the rows of
 another node are sent by the process of node 0 that holds the same ones.
@@ -29,6 +30,8 @@ from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepManifest
 from headrace.messages.weights import TensorInfo
+from headrace.policy.config import PolicyConfig
+from headrace.policy.layout.pieces import Pieces
 from headrace.policy.numerics import Numerics
 from headrace.policy.token_runs.sharing import TokenSharing
 from headrace.training import checkpoint
@@ -71,6 +74,8 @@ class ShardedTrainer(PolicyTrainer):
         self.others: ranks.Ranks | None = None
         """In the first process: the other processes; None in those."""
         self._reference: sharding.ShardedModel | None = None
+        self.read_bytes = 0
+        """Bytes of the policy's own checkpoint of which version 0 was made here; 0 where one process made it."""
 
     def _tell(self, kind: str, *arguments: Any) -> None:
         """In the first process: send the call to the others. In the others: nothing."""
@@ -219,6 +224,25 @@ class ShardedTrainer(PolicyTrainer):
         )
         return info, [run]
 
+    @torch.no_grad()
+    def begin(self, source: Path) -> None:
+        """Make version 0 from a checkpoint folder or a snapshot file, and write it as a checkpoint: this process reads
+        its own rows, in node 0 from the files, in the others from the process of node 0 that has the same rows. All
+        processes call it. CheckpointError of the policy."""
+        sharded, world, policy = self.sharded.sharded, self.world, self.state.model.config
+        if world.copy == 0:
+            pieces = opened(source, policy, sharded.shapes)
+            published.fill(policy, sharded, pieces)
+            self.read_bytes = pieces.read_bytes
+        for name, tensor in sharded.local.items():  # one after the other, so that no node has a second copy
+            self.read_bytes, values = world.copied(partial(_told, self.read_bytes, name, tensor))
+            if world.copy:
+                tensor.copy_(values[name])
+        if self.config.algorithm.kl_weight > 0.0:
+            self._take_reference({name: self.sharded.served(name, tensor) for name, tensor in sharded.local.items()})
+        self._save({})
+        self.sharded.hash()
+
     def load(self, file: Path) -> None:
         """Restore the trainer from a checkpoint, of which this process takes its own rows: in node 0 from the file, in
         the others from the process of node 0 that has the same rows. CheckpointError, TrainerError."""
@@ -324,6 +348,17 @@ class ShardedTrainer(PolicyTrainer):
         if self.others is not None:
             self.others.stop(lambda: self.world.tell(Order("stop")))
             self.others = None
+
+
+def _told(value: int, name: str, tensor: Tensor) -> tuple[int, dict[str, Tensor]]:
+    return value, {name: tensor}
+
+
+def opened(source: Path, policy: PolicyConfig, shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
+    """The tensors of a checkpoint folder or a snapshot file. shapes: of the policy's parameters. CheckpointError of the
+    policy."""
+    whole = published.places(policy, shapes)
+    return Pieces(policy, source, {name: place.shape for name, place in whole.items()})
 
 
 class Source:

@@ -1,0 +1,205 @@
+"""Version 0 of an imported policy over ranks: each reads its own rows of the checkpoint's files, and the hash is that
+of one process."""
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.profiler import ProfilerActivity, profile
+
+from headrace.config import Config, Policy
+from headrace.policy.config import CheckpointError, PolicyConfig
+from headrace.policy.layout import checkpoint
+from headrace.policy.layout.pieces import Pieces
+from headrace.policy.model import Model
+from headrace.training.device import TrainerError
+from headrace.training.parallel import group, opening, rows
+from headrace.training.trainer import PolicyTrainer
+from headrace.weights import snapshot
+from tests.support import tiny
+from tests.support.paths import ROOT
+from tests.support.world import CONFIG, TOKENIZER
+
+DENSE = PolicyConfig(
+    dim=128, layers=6, heads=4, kv_heads=4, head_dim=32, experts=0, top_k=0, expert_dim=256, vocab=512, tied=True
+)
+MIXTURE = msgspec.structs.replace(
+    DENSE, dtype="bfloat16", experts=8, top_k=2, expert_dim=64, tied=False, scores="sigmoid", shared_experts=1,
+    dense_layers=1, dense_dim=256, model_type="glm4_moe",
+)  # fmt: skip
+POLICIES = {
+    "dense": DENSE,
+    "mixture": MIXTURE,
+    "mxfp8": msgspec.structs.replace(MIXTURE, expert_format="mxfp8"),
+}
+
+
+def setting(folder: Path, ranks: int) -> Config:
+    """A run that imports the folder's policy."""
+    section = msgspec.structs.replace(CONFIG.trainer, ranks=ranks)
+    return msgspec.structs.replace(
+        CONFIG,
+        policy=Policy(checkpoint=str(folder)),
+        trainer=section,
+        mid_training=msgspec.structs.replace(CONFIG.mid_training, tokens=0),
+        engine=msgspec.structs.replace(CONFIG.engine, exact=False),
+    )
+
+
+def saved(folder: Path, policy: PolicyConfig) -> int:
+    """Write a checkpoint in several files; returns the bytes of the tensors that a run reads."""
+    plain = msgspec.structs.replace(policy, expert_format="")
+    model = Model(plain, tiny.numerics(plain), seed=1)
+    tensors = model.state()
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if policy.tied:
+        tensors["lm_head.weight"] = torch.zeros(1)  # what a run leaves out
+    checkpoint.save(folder, tensors, plain, shard_bytes=size // 5)
+    assert len(list(folder.glob("*.safetensors"))) > 4
+    return size
+
+
+def rank(arguments: str) -> None:
+    """A rank of a group: join, and print hash, bytes read and peak of live tensor bytes."""
+    number, port, encoded, folder, begin = json.loads(arguments)
+    config = msgspec.json.decode(encoded, type=Config)
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(config.trainer.ranks), "LOCAL_RANK": str(number)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rows.ROUND_BYTES = 1 << 16  # as small beside this policy as it is beside a large one
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        trainer = opening.joined(config, Path(folder), number, None, Path(begin) if number == 0 else None)
+    assert watched.profiler is not None
+    events = watched.profiler.kineto_results.events()
+    sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
+    peak = int(max(itertools.accumulate(sizes)))
+    print(json.dumps({"hash": trainer.state.hash(), "read": trainer.read_bytes, "peak": peak}), flush=True)
+    group.leave()
+
+
+def over(ranks: int, config: Config, folder: Path, begin: Path) -> list[dict[str, Any]]:
+    """A group makes version 0 in `folder`; the figures of each rank."""
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code = "import sys; from tests.training.parallel.test_opening import rank; rank(sys.argv[1])"
+    encoded = msgspec.json.encode(config).decode()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps([number, port, encoded, str(folder), str(begin)])],
+            stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        )
+        for number in range(ranks)
+    ]  # fmt: skip
+    told = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks
+    return [json.loads(each.splitlines()[-1]) for each in told]
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("mixture", ((2, 1),)),
+        *(pytest.param(name, ((1, 1), (2, 1), (4, 1)), marks=pytest.mark.slow) for name in POLICIES),
+        pytest.param("mixture", ((4, 2),), marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_reads_its_rows_and_version_0_is_that_of_one_process(
+    name: str, counts: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    policy = POLICIES[name]
+    size = saved(tmp_path / "model", policy)
+    alone = setting(tmp_path / "model", 1)
+    if policy.expert_format:
+        alone = msgspec.structs.replace(alone, policy=msgspec.structs.replace(alone.policy, expert_format="mxfp8"))
+    trainer = PolicyTrainer.prepare(alone, tmp_path / "one", tokenizer_json=TOKENIZER, traces=tuple)
+    want, masters = trainer.state.hash(), sum(master.nbytes for master in trainer.state.master.values())
+    trainer.close()
+    for count, nodes in counts:
+        section = msgspec.structs.replace(alone.trainer, ranks=count, nodes=nodes)
+        config = msgspec.structs.replace(alone, trainer=section)
+        told = over(count, config, tmp_path / f"ranks{count}", tmp_path / "model")
+        assert [each["hash"] for each in told] == [want] * count
+        # Corrections of routers are read by every rank; other nodes are sent the rows of node 0.
+        read, each_node = [each["read"] for each in told], count // nodes
+        assert sum(read[:each_node]) == pytest.approx(size, rel=0.01) and read == read[:each_node] * nodes
+        assert max(read) <= 1.01 * size / each_node
+        if each_node > 1:
+            # Its rows, and for a moment a layer and a mapped file, which are large parts of so small a model.
+            assert max(each["peak"] for each in told) < masters * (1 / each_node + 0.45), "no rank held the whole model"
+        files = [snapshot.Snapshot(tmp_path / each / "checkpoint.safetensors") for each in ("one", f"ranks{count}")]
+        assert files[0].metadata == files[1].metadata and files[0].state_hash() == files[1].state_hash()
+
+
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_experts_of_gpt_oss_are_read_row_by_row(four_bits: bool, tmp_path: Path) -> None:
+    policy = msgspec.structs.replace(
+        DENSE, experts=8, top_k=2, expert_dim=64, tied=False, model_type="gpt_oss", qk_norm=False, qkv_bias=True,
+        out_bias=True, window=64, clamp=7.0,
+    )  # fmt: skip
+    model = Model(policy, tiny.numerics(policy), seed=1)
+    checkpoint.save(tmp_path, model, policy)
+    if four_bits:
+        tensors = load_file(tmp_path / "model.safetensors")
+        for layer in range(policy.layers):
+            name = f"model.layers.{layer}.mlp.experts.gate_up_proj"
+            del tensors[name]
+            tensors[name + "_blocks"] = torch.randint(0, 256, (8, 128, 4, 16), dtype=torch.uint8)
+            tensors[name + "_scales"] = torch.randint(120, 130, (8, 128, 4), dtype=torch.uint8)
+        save_file(tensors, tmp_path / "model.safetensors")
+    shapes = {name: tuple(view.shape) for name, view in model.views().items()}
+    read, whole = Pieces(policy, tmp_path, shapes), checkpoint.load(tmp_path)[1]
+    for name, tensor in whole.items():
+        assert torch.equal(read.rows(name, 1, 3), tensor[1:4]), name
+        assert torch.equal(read.rows(name, 0, len(tensor)), tensor), name
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model.norm.weight": None}, "1 tensors are missing and 0 are not of this model; the first is model.norm"),
+        ({"more": torch.zeros(2)}, "0 tensors are missing and 1 are not of this model; the first is more"),
+        ({"model.norm.weight": torch.zeros(9)}, r"model.norm.weight: expected shape \[128\], got \[9\]"),
+        (
+            {"model.layers.0.self_attn.q_proj.weight": torch.zeros(128, 9)},
+            r"expected shape \[128, 128\], got \[128, 9\]",
+        ),
+    ],
+)
+def test_another_models_checkpoint_is_refused_as_in_one_process(
+    change: dict[str, torch.Tensor | None], says: str, tmp_path: Path
+) -> None:
+    model = Model(DENSE, tiny.numerics(DENSE), seed=1)
+    tensors: dict[str, torch.Tensor | None] = {**model.state(), **change}
+    left = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    checkpoint.save(tmp_path, left, DENSE, shard_bytes=1 << 20)
+    shapes = {name: tuple(view.shape) for name, view in model.views().items()}
+    with pytest.raises(CheckpointError, match=says):
+        Pieces(DENSE, tmp_path, shapes)
+    with pytest.raises(CheckpointError, match=says):
+        model.load_state(checkpoint.load(tmp_path)[1])
+    next(iter(tmp_path.glob("*.safetensors"))).unlink()
+    with pytest.raises(CheckpointError, match="weights cannot be read"):
+        Pieces(DENSE, tmp_path, shapes)
+
+
+def test_a_new_policy_that_one_process_cannot_hold_says_how_to_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.training.trainer.available_bytes", lambda where: 1 << 20)
+    config = msgspec.structs.replace(CONFIG, trainer=msgspec.structs.replace(CONFIG.trainer, ranks=2))
+    for tokens, what in ((0, "a new policy is not made"), (1000, "mid-training does not run")):
+        learning = msgspec.structs.replace(CONFIG.mid_training, tokens=tokens)
+        with pytest.raises(TrainerError, match=f"{what} over several ranks, .* reads its own rows"):
+            opening._alone(
+                msgspec.structs.replace(config, mid_training=learning),
+                tmp_path, tokenizer_json=TOKENIZER, traces=tuple, progress=lambda _: None,
+            )  # fmt: skip
