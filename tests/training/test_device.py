@@ -124,8 +124,51 @@ def test_another_device_gives_the_cpus_bits(name: str, monkeypatch: pytest.Monke
         there = two_steps(model, reference, data)
     same = [msgspec.structs.replace(outcome, seconds=0.0) for outcome in here]
     assert [str(msgspec.structs.replace(outcome, seconds=0.0)) for outcome in there] == [str(one) for one in same]
-    per_batch = [site for site in other_device.READS if site.startswith("training/batches/micro_batch")]
-    assert not per_batch, "a micro-batch is moved to the device once and read by the host never"
+    assert set(reads()) <= READ | READ_PER_PARAMETER, "a micro-batch is moved to the device once and read never"
+
+
+READ = {
+    "policy/scoring.py",  # log-probabilities of a span that is scored again
+    "training/gradient.py",  # those of the proximal policy by micro-batch, and the sums of a part
+    "training/mismatch.py",  # routes of a sequence that is scored again
+    "training/state.py",  # the norms of all gradients at once
+}
+"""Files of headrace that read from the device in a step, as often for any number of layers."""
+READ_PER_PARAMETER = {
+    "training/served/versions.py",  # behind an update: the number of elements that changed
+    "weights/tensor_state.py",  # the state hash
+}
+"""Files that read every parameter, outside of the forward and the backward pass."""
+
+
+def reads() -> dict[str, int]:
+    """How often the host has read from the device, by file."""
+    counts: dict[str, int] = {}
+    for site, count in other_device.READS.items():
+        file = site.rpartition(":")[0] or site
+        counts[file] = counts.get(file, 0) + count
+    return counts
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "mixture" else [pytest.mark.slow]) for name in POLICIES]
+)
+def test_the_host_reads_as_often_for_any_number_of_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for layers in (2, 4):
+        config = msgspec.structs.replace(POLICIES[name], layers=layers)
+        numerics = probe(config)
+        model, reference = Model(config, numerics, seed=1), Model(config, numerics, seed=2)
+        model.recompute = name == "mixture"
+        other_device.moved(model)
+        other_device.moved(reference)
+        with other_device.installed(monkeypatch):
+            outcomes = two_steps(model, reference, batch(config))
+        assert not outcomes[0].failed and outcomes[0].grad_norm > 0.0
+        counts.append(reads())
+    few, many = ({file: count for file, count in each.items() if file not in READ_PER_PARAMETER} for each in counts)
+    assert few == many, "no layer makes the host wait for the device"
+    assert few and set(few) <= READ
 
 
 @pytest.mark.slow
