@@ -21,15 +21,25 @@ from headrace.kernels.operators.experts import (
     route,
     unpermute,
 )
-from headrace.kernels.operators.formats import cast, quantise, quantise_nvfp4, rounded, rounded_weights
+from headrace.kernels.operators.formats import (
+    apply_changes,
+    cast,
+    changes,
+    quantise,
+    quantise_nvfp4,
+    rounded,
+    rounded_weights,
+)
 from headrace.kernels.operators.library import varlen_attention, varlen_refusal
 from headrace.kernels.operators.likelihood import selected_logprob
 from headrace.kernels.operators.products import linear, rms_norm
 
 __all__ = [
     "Nv",
+    "apply_changes",
     "cached_attention",
     "cast",
+    "changes",
     "experts",
     "experts_backward",
     "experts_forward",

@@ -111,6 +111,15 @@ def _(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     return old.new_empty(count, dtype=torch.int64), old.new_empty(count, dtype=torch.int32)
 
 
+def changes(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """old, new: flat integers of one dtype of `delta.WIDTHS` -> positions int64 [k], ascending, and zig-zag differences
+    int32 [k] from old to new. The host waits for k. On a GPU it needs up to six bytes of scratch per element."""
+    if dispatch.twin(old):
+        return delta.changes(old, new)
+    at, folded = torch.ops.headrace.changes(old, new)
+    return at, folded
+
+
 @torch.library.custom_op("headrace::apply_changes", mutates_args=(), device_types="cpu")
 def _apply(base: Tensor, at: Tensor, folded: Tensor) -> Tensor:
     return delta.apply(base, at, folded)
@@ -124,3 +133,11 @@ def _(base: Tensor, at: Tensor, folded: Tensor) -> Tensor:
 @_apply.register_fake
 def _(base: Tensor, at: Tensor, folded: Tensor) -> Tensor:
     return torch.empty_like(base)
+
+
+def apply_changes(base: Tensor, at: Tensor, folded: Tensor) -> Tensor:
+    """A copy of `base`, flat integers, with the differences of `changes` added at their positions."""
+    if dispatch.twin(base):
+        return delta.apply(base, at, folded)
+    out: Tensor = torch.ops.headrace.apply_changes(base, at, folded)
+    return out

@@ -7,12 +7,11 @@ bits when they are converted to float32 and rounded again.
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from headrace.policy.model import Model
 from headrace.training.parallel.state import ShardedState
-from headrace.training.served.versions import Log, Versions, change
+from headrace.training.served.versions import Log, Versions, change, undo
 
 
 class ShardedVersions(Versions):
@@ -34,9 +33,10 @@ class ShardedVersions(Versions):
             raise KeyError(version)
         if version not in self._rows:
             later = min(v for v in (*self._logs, self._current) if v > version)
-            rebuilt = {name: rows.clone() for name, rows in self.rows(later).items()}
-            take_back(rebuilt, self._logs[version])
-            self._rows[version] = rebuilt
+            newer = self.rows(later)
+            older = undo(newer, self._logs[version])
+            # Copies, because the shards, which may hold the newer rows, get another version's.
+            self._rows[version] = {name: older[name] if name in older else rows.clone() for name, rows in newer.items()}
         return self._rows[version]
 
     def restore(self, version: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
@@ -71,13 +71,3 @@ class ShardedVersions(Versions):
 
     def __iter__(self) -> Iterator[int]:
         yield from (*self.earlier, self._current)
-
-
-@torch.no_grad()
-def take_back(rows: Mapping[str, Tensor], log: Log) -> None:
-    """Undo the writes of a log in these rows, newest first."""
-    for name, (positions, before) in reversed(log):
-        if positions is None:
-            rows[name].copy_(before)
-        else:
-            rows[name].view(-1).index_copy_(0, positions.long(), before)

@@ -2,9 +2,10 @@
 
 The idea: the trainer scores sampled tokens again with the versions that sampled them (Law 5), so it needs the last
 `bound` versions. A copy of the model for each would need as much memory as the model. Instead the state logs every
-write to the served weights as an undo entry: the positions that changed and the values before. In bfloat16 at the
-learning rates of reinforcement learning about one weight in a hundred changes. A requested version is rebuilt from a
-copy of the current weights by undoing the entries since, newest first, and is freed after the measurement.
+write to the served weights as an undo entry: the positions that changed and the differences that lead back, as the
+delta operators find them on the weights' own device. In bfloat16 at the learning rates of reinforcement learning about
+one weight in a hundred changes. A requested version is rebuilt from the current weights by applying the entries since,
+newest first, and is freed after the measurement. It shares every tensor that did not change.
 
 Trade-off: float32 weights all change with every update, so their entries are whole tensors and save nothing.
 """
@@ -14,23 +15,33 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from headrace.kernels import operators
 from headrace.policy.adapters import low_rank
 from headrace.policy.model import Model
 
 _SPARSE = 1 / 4
 """Above this share of changed elements the whole tensor is stored: a position is up to four times as large as an
 element."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 2**25
+"""Elements that are compared at once: the operator needs up to six bytes of scratch for each."""
+_SAMPLE, _LARGE = 2048, 2**17
+"""Elements that tell, before all of a tensor with at least so many are compared, whether it changed as a whole."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Element size to the integers whose differences the operators take."""
+_STORED = {1: torch.uint8, 2: torch.uint16, 4: torch.int32}
+"""Element size to the dtype of stored differences, which are not negative below 32 bits."""
 
 
 class Change(NamedTuple):
-    """The values of one parameter before a write."""
+    """How one parameter gets its values before a write back."""
 
     positions: Tensor | None
-    """int32 or int64 [M], flat; None when `before` is the whole parameter."""
-    before: Tensor
+    """int32 or int64 [M], flat, ascending; None when `values` is the whole parameter."""
+    values: Tensor
+    """Zig-zag differences [M] from the bits after the write to those before, as wide as an element; or the parameter
+    before the write."""
 
 
 Log = list[tuple[str, Change]]
@@ -38,35 +49,80 @@ Log = list[tuple[str, Change]]
 
 
 def change(before: Tensor, after: Tensor) -> Change | None:
-    """The undo entry of a write; None when no bit changed. Tensors of one shape; bits are compared, not values."""
-    old, new = before.reshape(-1), after.reshape(-1)
-    kind = _INTEGERS[old.element_size()]
-    differs = old.view(kind) != new.view(kind)
-    count = int(torch.count_nonzero(differs))
-    if not count:
-        return None
-    if count > _SPARSE * old.numel():  # known before the positions are made: they have twice the bytes of the weights
+    """The undo entry of a write; None when no bit changed. Tensors of one shape; bits are compared, not values.
+
+    The delta operators know elements of 1, 2 and 4 bytes; a tensor of 8-byte elements is stored whole.
+    """
+    size, count = before.element_size(), before.numel()
+    if size not in _BITS:
+        same = torch.equal(before.reshape(-1).view(torch.int64), after.reshape(-1).view(torch.int64))
+        return None if same else Change(None, before)
+    old, new = (tensor.reshape(-1).view(_BITS[size]) for tensor in (before, after))
+    few = int(_SPARSE * count)
+    if _most(old, new):
         return Change(None, before)
-    positions = differs.nonzero().view(-1)
-    narrow = positions if old.numel() > 2**31 - 1 else positions.int()
-    return Change(narrow, old.index_select(0, positions))
+    parts: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, count, _PIECE):
+        part = slice(start, start + _PIECE)
+        at, folded = operators.changes(new[part], old[part])
+        few -= len(at)
+        if few < 0:
+            return Change(None, before)
+        if len(at):
+            at = (at + start if start else at).to(torch.int32 if count < 2**31 else torch.int64)
+            parts.append((at, folded.to(_STORED[size])))
+    if len(parts) > 1:
+        return Change(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    return Change(*parts[0]) if parts else None
+
+
+def _most(old: Tensor, new: Tensor) -> bool:
+    """Whether more than the stored share of a large tensor changed; a sample tells whether to count. Finding the
+    differences of such a tensor would take longer than storing it."""
+    steps = (len(old) // _SAMPLE, 1) if len(old) >= _LARGE else ()
+    return bool(steps) and all(_changed(old[::step], new[::step]) > _SPARSE for step in steps)
+
+
+def _changed(old: Tensor, new: Tensor) -> float:
+    """The share of elements that differ."""
+    return int(torch.count_nonzero(old != new)) / len(old)
 
 
 @torch.no_grad()
-def undo(model: Model, log: Log) -> None:
-    """Undo the writes of a log, newest first, in place."""
-    parameters = dict(model.named_parameters())
-    for name, (positions, before) in reversed(log):
-        if positions is None:
-            parameters[name].copy_(before)
-        else:
-            parameters[name].view(-1).index_copy_(0, positions.long(), before)
+def undo(parameters: Mapping[str, Tensor], log: Log) -> dict[str, Tensor]:
+    """The tensors that the writes of a log changed, by name, as they were before. parameters: as they are after it.
+
+    Do not write to the results: one may be the entry's own tensor.
+    """
+    out: dict[str, Tensor] = {}
+    for name, entry in reversed(log):
+        out[name] = _undone(out[name] if name in out else parameters[name].detach(), entry)
+    return out
+
+
+def _undone(after: Tensor, entry: Change) -> Tensor:
+    if entry.positions is None:
+        return entry.values
+    bits = after.reshape(-1).view(_BITS[after.element_size()])
+    back = operators.apply_changes(bits, entry.positions.long(), entry.values.int())
+    return back.view(after.dtype).view(after.shape)
+
+
+def _replaced(model: Model, tensors: Mapping[str, Tensor]) -> Model:
+    """A copy of a model with other tensors for some parameters, by name. It shares all the others: they are not
+    copied."""
+    memo: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        new = tensors.get(name)
+        memo[id(parameter)] = parameter if new is None else nn.Parameter(new, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
 
 
 class Versions(Mapping[int, Model]):
     """The weights of the current version and of the earlier ones that are kept, by version.
 
-    Rebuilt versions stay in memory until `release`.
+    Rebuilt versions stay in memory until `release`. They share tensors with the current weights: release them before
+    the next update.
     """
 
     def __init__(self, model: Model, version: int) -> None:
@@ -115,9 +171,8 @@ class Versions(Mapping[int, Model]):
             raise KeyError(version)
         if version not in self._rebuilt:
             later = min(v for v in (*self._logs, self._current) if v > version)
-            model = copy.deepcopy(self[later])
-            undo(model, self._logs[version])
-            self._rebuilt[version] = model
+            newer = self[later]
+            self._rebuilt[version] = _replaced(newer, undo(dict(newer.named_parameters()), self._logs[version]))
         return self._rebuilt[version]
 
     def __iter__(self) -> Iterator[int]:

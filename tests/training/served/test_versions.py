@@ -4,11 +4,15 @@ import msgspec
 import pytest
 import torch
 
+from headrace.kernels import dispatch
 from headrace.policy.model import Model
-from headrace.training.served.versions import Change, Versions, change
+from headrace.training.served import versions as kept
+from headrace.training.served.versions import Change, Versions, change, undo
 from headrace.training.state import TrainerState
+from tests.kernels.test_operators import Called
 from tests.support.world import NUMERICS, POLICY
 
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 BF16 = msgspec.structs.replace(POLICY, dtype="bfloat16")
 
 
@@ -62,6 +66,75 @@ def test_bits_are_compared_not_values() -> None:
     after[0] = -0.0
     changed = change(before, after)
     assert isinstance(changed, Change) and changed.positions is not None and changed.positions.tolist() == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("piece", [7, 100, 2**20])
+def test_an_entry_leads_back_to_every_bit_and_takes_a_position_and_an_element(
+    dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "_PIECE", piece)
+    generator = torch.Generator().manual_seed(1)
+    before, other = (
+        torch.randint(0, 256, (400 * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype).view(20, 20)
+        for _ in range(2)
+    )
+    after = torch.where(
+        torch.rand(20, 20, generator=generator) < 0.1, other.view(kind := BITS[dtype]), before.view(kind)
+    )
+    count = int((after != before.view(kind)).sum())
+    entry = change(before, after.view(dtype))
+    assert entry is not None and entry.positions is not None and len(entry.positions) == count > 20
+    assert sum(tensor.nbytes for tensor in entry if tensor is not None) == count * (4 + dtype.itemsize)
+    kept_after = after.clone()
+    back = undo({"x": after.view(dtype)}, [("x", entry)])["x"]
+    assert back.dtype == dtype and torch.equal(back.view(kind), before.view(kind)) and torch.equal(after, kept_after)
+
+
+@pytest.mark.parametrize("share", [0.24, 0.26])
+@pytest.mark.parametrize("count", [1000, 2**17])
+def test_a_tensor_that_changed_in_more_than_a_quarter_is_kept_whole(share: float, count: int) -> None:
+    before = torch.zeros(count)
+    after = before.clone()
+    after[torch.randperm(count, generator=torch.Generator().manual_seed(2))[: int(share * count)]] = 1.0
+    entry = change(before, after)
+    assert entry is not None and (entry.positions is None) == (share > 0.25)
+    assert torch.equal(undo({"x": after}, [("x", entry)])["x"], before)
+
+
+def test_eight_byte_elements_are_kept_whole() -> None:
+    before = torch.arange(50, dtype=torch.float64)
+    assert change(before, before.clone()) is None
+    after = before.clone()
+    after[3] = -0.0
+    entry = change(before, after)
+    assert entry == Change(None, before) and undo({"x": after}, [("x", entry)])["x"] is before
+
+
+def test_a_rebuilt_version_shares_what_did_not_change() -> None:
+    """As with adapters, whose base is the same in every version."""
+    model = Model(BF16, NUMERICS, seed=1)
+    versions, before = Versions(model, 0), model.norm.detach().clone()
+    with torch.no_grad():
+        model.norm.add_(1.0)
+    entry = change(before, model.norm.detach())
+    assert entry is not None
+    versions.advance(1, [("norm", entry)])
+    old = versions[0]
+    assert torch.equal(old.norm, before) and not torch.equal(model.norm, before)
+    assert old.embedding.data_ptr() == model.embedding.data_ptr()
+
+
+def test_the_delta_operators_find_and_undo_the_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "OPERATORS_ON_CPU", True)
+    state = TrainerState(Model(BF16, NUMERICS, seed=1))
+    state.log = []
+    versions, before = Versions(state.model, 0), copy.deepcopy(state.model)
+    with Called() as called:
+        updated(state, 1e-6, 1)
+        versions.advance(1, state.log)
+        assert same(versions[0], before)
+    assert called.names == {"changes", "apply_changes"}
 
 
 def test_gradients_of_bfloat16_add_up_in_float32() -> None:
