@@ -53,7 +53,6 @@ def launchers() -> dict[str, Callable[[], Any]]:
         batch_invariant,
         delta,
         grouped_mm,
-        log_softmax,
         mxfp8,
         permute,
         route_topk,
@@ -98,7 +97,6 @@ def launchers() -> dict[str, Callable[[], Any]]:
     choice, logits = torch.zeros(512, 8, dtype=torch.int64), new(512, 128)
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     at = torch.zeros(16, dtype=torch.int64)
-    wide = new(16, 32768, dtype=single)
     limited = Rule(sigmoid=True, groups=8, kept=4)
     return {
         "matmul": lambda: batch_invariant.linear_triton(new(4096, 4096), new(4096, 4096)),
@@ -130,8 +128,6 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "attention, backward, latent": pulled(128, 128, 192),
         "attention, backward, float32": pulled(32, 8, 128, single),
         "attention, backward, latent, float32": pulled(128, 128, 192, single),
-        "log_softmax": lambda: log_softmax.log_softmax_triton(new(16, 32768)),
-        "log_softmax, backward": lambda: log_softmax.log_softmax_backward_triton(wide, wide),
         "selected_logprob": lambda: selected_logprob.selected_logprob_triton(hidden, head, ids, 1.0),
         "selected_logprob, few rows": lambda: selected_logprob.selected_logprob_triton(
             hidden[:32], head, ids[:32], 1.0
@@ -153,23 +149,15 @@ def launchers() -> dict[str, Callable[[], Any]]:
         "unpermute": lambda: permute.unpermute_triton(new(4096, 2048), slots, gates),
         "unpermute, backward": lambda: permute.unpermute_backward_triton(hidden, new(4096, 2048), slots, gates),
         "quantise": lambda: mxfp8.quantise_triton(hidden),
-        "quantise, columns": lambda: mxfp8.quantise_columns_triton(hidden),
-        "quantise, both": lambda: mxfp8.dual_triton(hidden),
         "quantise nvfp4": lambda: nvfp4.quantise_triton(hidden, lse),
         "grouped, many rows": lambda: grouped_mm.grouped_mm_triton(many, weights, more, half),
         "grouped, dgrad of many rows": lambda: grouped_mm.grouped_dgrad_triton(many, weights, more, half),
-        "dequantise": lambda: mxfp8.dequantise_triton(*mw),
+        "dequantise": lambda: mxfp8.dequantise_triton(*mw, half),
         "grouped": lambda: grouped_mm.grouped_mm_triton(rows, weights, ends, half),
         "grouped, 384 experts": lambda: grouped_mm.grouped_mm_triton(rows, new(384, 128, 2048), [512] * 384, half),
         "grouped, float32": lambda: grouped_mm.grouped_mm_triton(rows.float(), weights.float(), ends, single),
         "grouped, dgrad": lambda: grouped_mm.grouped_dgrad_triton(rows, weights, ends, half),
         "grouped, wgrad": lambda: grouped_mm.grouped_wgrad_triton(rows, rows, ends, half),
-        "grouped mxfp8, few rows": lambda: grouped_mm.grouped_mm_triton(
-            grouped_mm.Mx(*(each[:256] for each in mx)), mw, [32 * (e + 1) for e in range(8)], half
-        ),
-        "grouped mxfp8": lambda: grouped_mm.grouped_mm_triton(mx, mw, ends, half),
-        "grouped mxfp8, dgrad": lambda: grouped_mm.grouped_dgrad_triton(rows, mw, ends, half),
-        "grouped mxfp8, wgrad": lambda: grouped_mm.grouped_wgrad_triton(rows, mx, ends, half),
         "grouped mxfp8, block-scaled": lambda: product.scaled_mm_triton(mx, mw, ends, half),
         "grouped nvfp4, block-scaled": lambda: product.scaled_mm_triton(nx, nw, ends, half),
         "grouped mxfp8, block-scaled, odd sides": lambda: product.scaled_mm_triton(

@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.conditions import Figures
-from headrace.kernels import delta, grouped_mm, log_softmax, mxfp8, permute
+from headrace.kernels import delta, grouped_mm, mxfp8, permute
 from headrace.kernels.attention.backward import packed_attention_backward_triton
 from headrace.kernels.attention.forward import cached_attention_triton, packed_attention_triton
 from headrace.kernels.batch_invariant import linear_triton, rms_norm_triton
 from headrace.kernels.block_attention import BLOCK, Packing
-from headrace.kernels.grouped_mm import Mx
 from headrace.kernels.operators import library
 from headrace.kernels.route_topk import route_triton
 from headrace.kernels.selected_logprob import selected_logprob_backward_triton, selected_logprob_triton
+from tests.kernels import plain
 
 
 class Pools(NamedTuple):
@@ -164,82 +164,56 @@ def attention() -> Figures:
 
 
 def rows() -> Figures:
-    """Norms and log-probabilities of rows, by bandwidth."""
-    x, weight, logits = draw(16384, 4096), draw(4096), draw(4096, 32768)
-    out: Figures = {
-        "rms_norm_over_copy": against_copy(lambda: rms_norm_triton(x, weight, 1e-6), 4 * x.numel()),
-        "log_softmax_over_copy": against_copy(lambda: log_softmax.log_softmax_triton(logits), 6 * logits.numel()),
-    }
-    normed, logp = rms_norm_triton(x, weight, 1e-6)[0], log_softmax.log_softmax_triton(logits)
+    """Norms of rows, by bandwidth."""
+    x, weight = draw(16384, 4096), draw(4096)
+    out: Figures = {"rms_norm_over_copy": against_copy(lambda: rms_norm_triton(x, weight, 1e-6), 4 * x.numel())}
+    normed = rms_norm_triton(x, weight, 1e-6)[0]
     out["rms_norm_invariant"] = same([normed], lambda m: [rms_norm_triton(x[:m], weight, 1e-6)[0]])
-    out["log_softmax_invariant"] = same([logp], lambda m: [log_softmax.log_softmax_triton(logits[:m])])
-    want = torch.log_softmax(logits[:64].double(), -1)
-    out["log_softmax_max_error"] = float((logp[:64].double() - want).abs().max())
     return out
 
 
 def eight_bits() -> Figures:
-    """Quantisers by bandwidth (a number is 2 bytes in and 1.03 out), grouped products against bfloat16."""
+    """MXFP8's quantiser and its inverse by bandwidth: a number is 2 bytes on one side and 1.03 on the other."""
     a = draw(8192, 8192)
-    out: Figures = {
-        "quantise_over_copy": against_copy(lambda: mxfp8.quantise_triton(a), 3.03 * a.numel()),
-        "quantise_columns_over_copy": against_copy(lambda: mxfp8.quantise_columns_triton(a), 3.03 * a.numel()),
-        "dual_over_copy": against_copy(lambda: mxfp8.dual_triton(a), 4.06 * a.numel()),
-    }
+    out: Figures = {"quantise_over_copy": against_copy(lambda: mxfp8.quantise_triton(a), 3.03 * a.numel())}
     q, s = mxfp8.quantise_triton(a)
     want_q, want_s = mxfp8.quantise(a.cpu())
     out["quantise_bytes_equal"] = torch.equal(q.cpu().view(torch.uint8), want_q.view(torch.uint8)) and torch.equal(
         s.cpu(), want_s
     )
+    out["dequantise_over_copy"] = against_copy(lambda: mxfp8.dequantise_triton(q, s, a.dtype), 3.03 * a.numel())
+    out["dequantise_equal"] = torch.equal(
+        mxfp8.dequantise_triton(q, s, a.dtype).cpu(), mxfp8.dequantise(want_q, want_s, a.dtype)
+    )
+    return out
+
+
+def grouped() -> Figures:
+    """Products of experts with many rows and with few, against the library's."""
+    out: Figures = {}
     experts, n, k = 16, 2048, 2048
     w = draw(experts, n, k)
-    mw = Mx(*(part.view(experts, n, -1) for part in mxfp8.quantise_triton(w.view(-1, k))))
     for name, count in (("compute_bound", 1024), ("32_rows", 32)):
-        x = draw(experts * count, k)
-        mx = Mx(*mxfp8.quantise_triton(x))
-        ends = [count * (e + 1) for e in range(experts)]
+        x, ends = draw(experts * count, k), [count * (e + 1) for e in range(experts)]
         offsets, places = (torch.tensor(ends, dtype=dtype, device="cuda") for dtype in (torch.int32, torch.int64))
         turned = w.transpose(1, 2)
 
-        def mine(mx: Mx = mx, places: Tensor = places) -> Tensor:
-            return grouped_mm.grouped_mm_triton(mx, mw, places, torch.bfloat16)
-
-        def plain(x: Tensor = x, places: Tensor = places) -> Tensor:
+        def mine(x: Tensor = x, places: Tensor = places) -> Tensor:
             return grouped_mm.grouped_mm_triton(x, w, places, torch.bfloat16)
 
         def library(x: Tensor = x, offsets: Tensor = offsets, turned: Tensor = turned) -> Tensor:
             return torch._grouped_mm(x, turned, offs=offsets)
 
-        out[f"grouped_mx_over_bf16_{name}"] = paired(mine, library)
-        out[f"grouped_bf16_over_library_{name}"] = paired(plain, library)
-        alone = [32] * experts
-        for form, operand, weights in (("mx", mx, mw), ("bf16", x, w)):
-            few = Mx(*(part[:32] for part in operand)) if isinstance(operand, Mx) else operand[:32]
-            whole = grouped_mm.grouped_mm_triton(operand, weights, places, torch.bfloat16)[:32]
-            part = grouped_mm.grouped_mm_triton(few, weights, alone, torch.bfloat16)
-            out[f"grouped_{form}_{name}_is_few_rows"] = torch.equal(part, whole)
-    out["grouped_relative_error"] = relative(mine(), grouped_mm.grouped_mm(mx, mw, ends, torch.float64))
+        out[f"grouped_bf16_over_library_{name}"] = paired(mine, library)
+        part = grouped_mm.grouped_mm_triton(x[:32], w, [32] * experts, torch.bfloat16)
+        out[f"grouped_bf16_{name}_is_few_rows"] = torch.equal(part, mine()[:32])
+    wide = [each.double() for each in (x, w)]
+    out["grouped_bf16_relative_error"] = relative(mine(), plain.grouped_mm(wide[0], wide[1], ends))
     slope = draw(len(x), n)
-    for name, got, want in (
-        (
-            "dgrad",
-            grouped_mm.grouped_dgrad_triton(slope, mw, ends, torch.bfloat16),
-            grouped_mm.grouped_dgrad(slope, mw, ends, torch.float64),
-        ),
-        (
-            "wgrad",
-            grouped_mm.grouped_wgrad_triton(slope, mx, ends, torch.bfloat16),
-            grouped_mm.grouped_wgrad(slope, mx, ends, torch.float64),
-        ),
-    ):
-        out[f"grouped_{name}_relative_error"] = relative(got, want)
-    single = grouped_mm.grouped_mm_triton(Mx(mx.q[:32], mx.scale[:32]), mw, [32] * experts, torch.bfloat16)
-    out["grouped_invariant"] = all(
-        torch.equal(
-            grouped_mm.grouped_mm_triton(Mx(mx.q[:m], mx.scale[:m]), mw, [m] * experts, torch.bfloat16), single[:m]
-        )
-        for m in (1, 2, 3, 17, 31, 32)
-    )
+    got = grouped_mm.grouped_dgrad_triton(slope, w, ends, torch.bfloat16)
+    out["grouped_bf16_dgrad_relative_error"] = relative(got, plain.grouped_dgrad(slope.double(), wide[1], ends))
+    got = grouped_mm.grouped_wgrad_triton(slope, x, ends, torch.bfloat16)
+    out["grouped_bf16_wgrad_relative_error"] = relative(got, plain.grouped_wgrad(slope.double(), wide[0], ends))
     return out
 
 
@@ -344,7 +318,17 @@ def ordinary() -> Figures:
     return out
 
 
-PARTS: tuple[Callable[[], Figures], ...] = (products, attention, rows, eight_bits, selected, mixture, deltas, ordinary)
+PARTS: tuple[Callable[[], Figures], ...] = (
+    products,
+    attention,
+    rows,
+    eight_bits,
+    grouped,
+    selected,
+    mixture,
+    deltas,
+    ordinary,
+)
 
 
 def measured(names: Sequence[str] = ()) -> Figures:

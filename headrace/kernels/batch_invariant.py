@@ -54,14 +54,17 @@ def linear(x: Tensor, weight: Tensor, pad: int) -> Tensor:
     return F.linear(x, weight)
 
 
-def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight from that of `linear`: what autograd computes for it, padding included."""
+def linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, pad: int, learns: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and, where it learns, weight from that of `linear`: what autograd computes for it, padding
+    included."""
     rows = x.shape[0]
     height = max(rows, least_rows(weight.numel(), x.dtype))
     extra = height + -height % pad - rows if pad > 1 else 0
     if extra:
         grad, x = F.pad(grad, (0, 0, 0, extra)), F.pad(x, (0, 0, 0, extra))
-    return grad.mm(weight)[:rows], grad.t().mm(x)
+    return grad.mm(weight)[:rows], grad.t().mm(x) if learns else None
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -17,7 +17,7 @@ traffic than autograd's saved tensors. The row layout is computed with numpy on 
 there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,9 +100,10 @@ class _ExpertMlp(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gates, gate_up, down, inner = ctx.saved_tensors
-        return *expert_backward(grad, x, gates, gate_up, down, inner, ctx.plan, ctx.cast), None, None
+        learn = ctx.needs_input_grad[2:4]  # frozen experts cost no product of a weight's gradient
+        return *expert_backward(grad, x, gates, gate_up, down, inner, ctx.plan, ctx.cast, learn), None, None
 
 
 def expert_forward(
@@ -114,9 +115,11 @@ def expert_forward(
 
 
 def expert_backward(
-    grad: Tensor, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, p: RowLayout, cast: Cast
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gates, gate_up and down from that of `expert_mlp`; x is cast already.
+    grad: Tensor, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, p: RowLayout, cast: Cast,
+    learn: Sequence[bool] = (True, True),
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x, gates, gate_up and down from that of `expert_mlp`; x is cast already. learn: whether gate_up and
+    down do; None instead of the gradient where not.
 
     Its rows are the largest temporary tensors of a backward pass, so each is freed after its last use.
     """
@@ -124,23 +127,30 @@ def expert_backward(
     gate = gates.new_zeros(p.rows).index_copy_(0, p.slots, gates.reshape(-1))[:, None]
     grads = grad.index_select(0, p.source)
     middle = cast(batch_invariant.swiglu(inner))
-    g_down, g_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
+    g_gate_up, g_down = (
+        torch.zeros_like(each) if learns else None for each, learns in zip((gate_up, down), learn, strict=True)
+    )
     g_middle = torch.empty_like(middle)
     for expert, first, end in p.parts:
         torch.mm(grads[first:end], down[expert], out=g_middle[first:end])
     g_gate = (g_middle.float() * middle).sum(-1)
-    weighted = (middle * gate).to(middle.dtype)
-    for expert, first, end in p.parts:
-        torch.mm(grads[first:end].T, weighted[first:end], out=g_down[expert])
-    del grads, middle, weighted
+    if g_down is not None:
+        weighted = (middle * gate).to(middle.dtype)
+        for expert, first, end in p.parts:
+            torch.mm(grads[first:end].T, weighted[first:end], out=g_down[expert])
+        del weighted
+    del grads, middle
     g_inner = batch_invariant.swiglu_backward(inner, g_middle.mul_(gate))
     del g_middle
-    rows = x.index_select(0, p.source)
-    g_rows = torch.empty_like(rows)
+    g_rows = x.new_empty(p.rows, dim)
     for expert, first, end in p.parts:
         torch.mm(g_inner[first:end], gate_up[expert], out=g_rows[first:end])
-        torch.mm(g_inner[first:end].T, rows[first:end], out=g_gate_up[expert])
-    del rows, g_inner
+    if g_gate_up is not None:
+        rows = x.index_select(0, p.source)
+        for expert, first, end in p.parts:
+            torch.mm(g_inner[first:end].T, rows[first:end], out=g_gate_up[expert])
+        del rows
+    del g_inner
     g_slots = g_rows.index_select(0, p.slots).view(-1, k, dim)
     del g_rows
     g_x = g_slots[:, 0] if k == 1 else g_slots.sum(1)

@@ -15,9 +15,8 @@ The casts of `expert_format = "mxfp8"` (experts alone; all else stays in the pol
                                                                       wgrad with the quantised activations
     optimizer                 float32 on the masters
 
-Layout: `quantise` works along the last dimension, `quantise_columns` along the first but one (32x1, for wgrad), `dual`
-reads once and gives both. An element times its scale is exact in bfloat16 and float32, so a twin widens and then
-multiplies ordinary numbers. Each row is quantised by itself, so exact mode stays exact.
+Layout: blocks are along the last dimension. An element times its scale is exact in bfloat16 and float32, so operands
+are widened and then multiplied as ordinary numbers. Each row is quantised by itself, so exact mode stays exact.
 Trade-off: on a CPU this shows the effect on accuracy and saves no time. Hopper has no block-scaled product either:
 there only bytes are saved.
 
@@ -59,22 +58,6 @@ def dequantise(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     exponent = scale.to(torch.int32)
     factor = torch.where(exponent == 255, 0x7FC00000, exponent << 23).view(torch.float32)
     return (q.float().reshape(*q.shape[:-1], q.shape[-1] // BLOCK, BLOCK) * factor[..., None]).flatten(-2).to(dtype)
-
-
-def quantise_columns(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K], M a multiple of 32 -> (e4m3 [M, K], scales uint8 [M / 32, K]): one scale per 32 rows of a column."""
-    q, scale = quantise(x.T.contiguous())
-    return q.view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn), scale.T.contiguous()
-
-
-def dual(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(`quantise`, `quantise_columns`) of x [M, K]: the first for the forward product, the second for wgrad."""
-    return quantise(x), quantise_columns(x)
-
-
-def rounded(x: Tensor) -> Tensor:
-    """x [..., K] quantised and widened again, in its own dtype. Idempotent."""
-    return dequantise(*quantise(x), x.dtype)
 
 
 @jit
@@ -124,88 +107,61 @@ def _scale_of(amax):  # type: ignore[no-untyped-def]
 
 @jit
 def _quantise_kernel(  # type: ignore[no-untyped-def]
-    x, q, s, qt, st, m, k, BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    EMULATED: tl.constexpr,
+    x, q, s, m, k, BM: tl.constexpr, BK: tl.constexpr, EMULATED: tl.constexpr
 ):  # fmt: skip
-    """One tile [BM, BK] of x [m, k], read once; both sides multiples of 32, blocks never cross a tile."""
+    """One tile [BM, BK] of x [m, k], k a multiple of 32: blocks never cross a tile."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     col = tl.program_id(1) * BK + tl.arange(0, BK)
     live = (row < m)[:, None] & (col < k)[None, :]
     place = row[:, None] * k + col[None, :]
     value = tl.load(x + place, mask=live, other=0.0).to(tl.float32)
-    if ROWS:
-        blocks = tl.reshape(value, (BM, BK // 32, 32))
-        e = _scale_of(tl.max(tl.abs(blocks), 2))
-        inverse = ((254 - e) << 23).to(tl.float32, bitcast=True)
-        out = tl.reshape(_rounded(blocks * inverse[:, :, None], EMULATED), (BM, BK))
-        tl.store(q + place, out, mask=live)
-        at = tl.program_id(1) * (BK // 32) + tl.arange(0, BK // 32)
-        inside = (row < m)[:, None] & (at < k // 32)[None, :]
-        tl.store(s + row[:, None] * (k // 32) + at[None, :], e.to(tl.uint8), mask=inside)
-    if COLUMNS:
-        blocks = tl.reshape(value, (BM // 32, 32, BK))
-        e = _scale_of(tl.max(tl.abs(blocks), 1))
-        inverse = ((254 - e) << 23).to(tl.float32, bitcast=True)
-        out = tl.reshape(_rounded(blocks * inverse[:, None, :], EMULATED), (BM, BK))
-        tl.store(qt + place, out, mask=live)
-        at = tl.program_id(0).to(tl.int64) * (BM // 32) + tl.arange(0, BM // 32)
-        inside = (at < m // 32)[:, None] & (col < k)[None, :]
-        tl.store(st + at[:, None] * k + col[None, :], e.to(tl.uint8), mask=inside)
+    blocks = tl.reshape(value, (BM, BK // 32, 32))
+    e = _scale_of(tl.max(tl.abs(blocks), 2))
+    inverse = ((254 - e) << 23).to(tl.float32, bitcast=True)
+    out = tl.reshape(_rounded(blocks * inverse[:, :, None], EMULATED), (BM, BK))
+    tl.store(q + place, out, mask=live)
+    at = tl.program_id(1) * (BK // 32) + tl.arange(0, BK // 32)
+    inside = (row < m)[:, None] & (at < k // 32)[None, :]
+    tl.store(s + row[:, None] * (k // 32) + at[None, :], e.to(tl.uint8), mask=inside)
 
 
-ROW_TILE, COLUMN_TILE, DUAL_TILE = (2, 2048, 4), (32, 256, 2), (32, 256, 2)
-"""Rows and columns of a tile, and warps of a program, of each quantiser."""
-
-
-def _launch(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (m, k), device = x.shape, x.device
-    if (rows and k % BLOCK) or (columns and m % BLOCK):
-        raise ValueError(f"expected multiples of {BLOCK} along the quantised dimensions for mxfp8, got {m} x {k}")
-    x = x.contiguous()
-
-    def new(wanted: bool, *shape: int) -> Tensor:
-        return torch.empty(shape if wanted else (1,), dtype=torch.uint8, device=device)
-
-    out = (new(rows, m, k), new(rows, m, k // BLOCK), new(columns, m, k), new(columns, m // BLOCK, k))
-    high, wide, warps = ROW_TILE if not columns else COLUMN_TILE if not rows else DUAL_TILE
-    grid = (dispatch.tiles(m, high), dispatch.tiles(k, wide))
-    _quantise_kernel[grid](
-        x, *out, m, k, BM=high, BK=wide, ROWS=rows, COLUMNS=columns, EMULATED=dispatch.INTERPRETED, num_warps=warps
-    )
-    return out
+ROW_TILE = (2, 2048, 4)
+"""Rows and columns of a tile, and warps of a program."""
 
 
 def quantise_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """Twin of `quantise` for a GPU, two dimensions, finite numbers; the same bytes."""
-    q, s, _, _ = _launch(x, True, False)
+    m, k = x.shape
+    if k % BLOCK:
+        raise ValueError(f"expected a multiple of {BLOCK} elements along the reduction for mxfp8, got {k}")
+    q = torch.empty(m, k, dtype=torch.uint8, device=x.device)
+    s = torch.empty(m, k // BLOCK, dtype=torch.uint8, device=x.device)
+    high, wide, warps = ROW_TILE
+    if x.numel():
+        grid = (dispatch.tiles(m, high), dispatch.tiles(k, wide))
+        _quantise_kernel[grid](
+            x.contiguous(), q, s, m, k, BM=high, BK=wide, EMULATED=dispatch.INTERPRETED, num_warps=warps
+        )
     return q.view(torch.float8_e4m3fn), s
-
-
-def quantise_columns_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Twin of `quantise_columns` for a GPU; the same bytes."""
-    _, _, q, s = _launch(x, False, True)
-    return q.view(torch.float8_e4m3fn), s
-
-
-def dual_triton(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Twin of `dual` for a GPU: x is read once."""
-    q, s, qt, st = _launch(x, True, True)
-    return (q.view(torch.float8_e4m3fn), s), (qt.view(torch.float8_e4m3fn), st)
 
 
 @jit
-def _dequantise_kernel(q, s, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _dequantise_kernel(q, s, out, count, BLOCK: tl.constexpr, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
-    number = tl.load(q + at, mask=live, other=0.0).to(tl.float32)
     e = tl.load(s + at // 32, mask=live, other=127).to(tl.int32)
-    tl.store(out + at, (number * (e << 23).to(tl.float32, bitcast=True)).to(out.dtype.element_ty), mask=live)
+    factor = tl.where(e == 255, 0x7FC00000, e << 23).to(tl.float32, bitcast=True)
+    value = number(tl.load(q + at, mask=live, other=0.0), EMULATED) * factor
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=live)
 
 
-def dequantise_triton(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Twin of `dequantise` for a GPU, for finite numbers; the interpreter has no e4m3."""
-    q, scale = q.contiguous().view(torch.float8_e4m3fn), scale.contiguous()
+def dequantise_triton(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Twin of `dequantise` for a GPU: one pass, no copy in float32."""
+    # The interpreter has no e4m3 and reads its bytes.
+    q = q.contiguous().view(torch.uint8 if dispatch.INTERPRETED else torch.float8_e4m3fn)
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     if out.numel():
-        _dequantise_kernel[(dispatch.tiles(out.numel(), 2048),)](q, scale, out, out.numel(), BLOCK=2048, num_warps=4)
+        _dequantise_kernel[(dispatch.tiles(out.numel(), 2048),)](
+            q, scale.contiguous(), out, out.numel(), BLOCK=2048, EMULATED=dispatch.INTERPRETED, num_warps=4
+        )
     return out

@@ -266,17 +266,19 @@ SLOPE_WIDTH, SLOPE_STAGES = 256, 3
 
 
 def selected_logprob_backward_triton(
-    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, lse: Tensor
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, lse: Tensor,
+    learns: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Twin of the backward for a GPU: gradients of hidden [M, D] and weight [V, D] from that of logp, float32 [M].
 
-    lse: the log-sum-exp that the forward returned. Sums run in float32; the same arguments give the same bits.
+    lse: the log-sum-exp that the forward returned. learns: without it weight's gradient is empty and costs no product.
+    Sums run in float32; the same arguments give the same bits.
     """
     hidden, weight, grad = hidden.contiguous(), weight.contiguous(), grad.contiguous()
     (m, d), v = hidden.shape, len(weight)
     heat = _heats(temperature, m, hidden.device)
     g_hidden = torch.zeros(m, d, dtype=torch.float32, device=hidden.device)
-    g_weight = torch.empty_like(weight)
+    g_weight = torch.empty_like(weight) if learns else weight.new_empty(0)
     full = hidden.dtype == torch.float32
     rows, width, depth = (64, 64, 32) if full else (ROWS, SLOPE_WIDTH, DEPTH)
     for first in range(0, v if m else 0, SLICE):
@@ -292,5 +294,6 @@ def selected_logprob_backward_triton(
             g_hidden = torch.addmm(g_hidden, slopes, part, out_dtype=torch.float32)
         else:
             g_hidden += torch.mm(slopes, part)
-        torch.mm(slopes.T, hidden, out=g_weight[first : first + count])
+        if learns:
+            torch.mm(slopes.T, hidden, out=g_weight[first : first + count])
     return g_hidden.to(hidden.dtype), g_weight if m else g_weight.zero_()

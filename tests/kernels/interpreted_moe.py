@@ -1,10 +1,10 @@
-"""Log-softmax, permutation and routing in Triton's interpreter, against float64 and their twins."""
+"""Permutation and routing in Triton's interpreter, against float64 and their twins."""
 
 from unittest.mock import patch
 
 import torch
 
-from headrace.kernels import batch_invariant, dispatch, grouped_mm, log_softmax, mxfp8, permute
+from headrace.kernels import batch_invariant, dispatch, mxfp8, permute
 from headrace.kernels.block_scaled import nvfp4, product
 from headrace.kernels.elementwise.swiglu import swiglu_backward_triton, swiglu_triton
 from headrace.kernels.expert_mlp import expert_mlp, plan
@@ -13,25 +13,10 @@ from headrace.kernels.operators import formats
 from headrace.kernels.operators.experts import experts_backward_triton, experts_triton
 from headrace.kernels.route import Rule, route
 from headrace.kernels.route_topk import route_backward_triton, route_triton
+from tests.kernels import plain
 from tests.kernels.cases import dtypes, shapes
 
 DTYPES = dtypes(torch.float32, torch.bfloat16)
-
-
-def softmaxes() -> None:
-    for dtype in DTYPES:
-        for rows, width in shapes((1, 7), (5, 2500), (3, 1024)):
-            x = (torch.randn(rows, width) * 8).to(dtype)
-            x[0, 0] = float("-inf")
-            want = torch.log_softmax(x.double(), -1)
-            got = log_softmax.log_softmax_triton(x)
-            torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
-            torch.testing.assert_close(log_softmax.log_softmax(x).double(), want, rtol=0, atol=1e-5)
-            assert torch.equal(log_softmax.log_softmax_triton(x[:1]), got[:1]), "the batch shows"
-            pull = torch.randn(rows, width)
-            slope = pull.double() - want.exp() * pull.double().sum(-1, keepdim=True)
-            for backward in (log_softmax.log_softmax_backward_triton, log_softmax.log_softmax_backward):
-                torch.testing.assert_close(backward(pull, got).double(), slope, rtol=1e-4, atol=1e-4)
 
 
 def permutation() -> None:
@@ -132,7 +117,7 @@ def mixtures() -> None:
             if grid:  # sums that are exact in bfloat16: the last place of one could decide an activation's few bits
                 x, up = x.sign(), up.sign() * 0.25
             out, inner = experts_triton(x, gates, experts, up, down, 1, grid)
-            got = (out, *experts_backward_triton(pull, x, gates, experts, up, down, inner, 1, grid))
+            got = (out, *experts_backward_triton(pull, x, gates, experts, up, down, inner, 1, grid, True, True))
             leaves = [y.clone().requires_grad_() for y in (x, gates, up, down)]
             # The last place of an activation can decide a quantised number: both sides have the kernel's activation.
             with (
@@ -171,9 +156,9 @@ def scaled() -> None:
         outer, whole = nvfp4.outer_of_rows(x), nvfp4.outer_of_matrices(w)
         nx, nw = Nv(*nvfp4.quantise(x, outer), outer), Nv(*nvfp4.quantise(w, whole), whole)
         for a, b in ((mx, mw), (nx, nw)):
-            want = grouped_mm.grouped_mm(a, b, ends, torch.float64)
-            rows, matrices = (grouped_mm.widened(each, torch.float64).abs() for each in (a, b))
-            bound = k * 2**-24 * grouped_mm.grouped_mm(rows, matrices, ends, torch.float64) + 2**-24 * want.abs()
+            rows, matrices = (formats.widened(each, torch.float64) for each in (a, b))
+            want = plain.grouped_mm(rows, matrices, ends)
+            bound = k * 2**-24 * plain.grouped_mm(rows.abs(), matrices.abs(), ends) + 2**-24 * want.abs()
             got = product.scaled_mm_triton(a, b, ends)
             assert got.shape == want.shape and bool(((got.double() - want).abs() <= bound).all())
 
@@ -181,7 +166,6 @@ def scaled() -> None:
 KERNELS = {
     "experts": mixtures,
     "no_tokens": nobody,
-    "log_softmax": softmaxes,
     "permute": permutation,
     "route_topk": routing,
     "nvfp4": four_bits,

@@ -26,7 +26,6 @@ PRODUCTS = {
     "_selected_kernel",
     "_slope_kernel",
     "_rows_kernel",
-    "_thin_kernel",
     "_wgrad_kernel",
 }
 """Kernels that multiply matrices."""

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.kernels import delta, dispatch
+from headrace.kernels import delta, dispatch, expert_mlp, mxfp8, operators
 from headrace.policy.cache import KVCache
 from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.model import Model
@@ -57,7 +58,7 @@ def cases() -> dict[str, tuple[Any, ...]]:
     x_, weight_, norm_, q_, k_, v_, gates_, up_, down_, logits_ = bare
     return {
         "linear": (x, weight, 4),
-        "linear_backward": (torch.randn(9, 48), x_, weight_, 4),
+        "linear_backward": (torch.randn(9, 48), x_, weight_, 4, True),
         "rms_norm": (x, norm, 1e-6),
         "rms_norm_backward": (torch.randn(9, 32), x_, norm_, scale),
         "rotate": (q, torch.rand(13, 1, 4), torch.rand(13, 1, 4), False),
@@ -65,11 +66,20 @@ def cases() -> dict[str, tuple[Any, ...]]:
         "swiglu_backward": (torch.randn(9, 64), torch.randn(9, 32)),
         "packed_attention": (q, k, v, lengths, 0.25),
         "packed_attention_backward": (torch.randn(13, 4, 16), q_, k_, v_, out, lse, lengths, 0.25),
-        "cached_attention": (q_[:5], pool, pool, torch.tensor([[0, 1], [2, 0]]), [2, 3], [70, 5], 0.25, 4),
+        "cached_attention": (
+            q_[:5],
+            pool,
+            torch.randn_like(pool),
+            torch.tensor([[0, 1], [2, 0]]),
+            [2, 3],
+            [70, 5],
+            0.25,
+            4,
+        ),
         "route": (logits, 2, True, chosen, None, False, 1, 1, 1.0, 0.0),
         "route_backward": (torch.rand(9, 2), logits_, chosen, True, False, 1.0),
         "experts": (x, gates, chosen, up, down, 4, "nvfp4"),
-        "experts_backward": (torch.randn(9, 32), x_, gates_, chosen, up_, down_, inner, 4, "nvfp4"),
+        "experts_backward": (torch.randn(9, 32), x_, gates_, chosen, up_, down_, inner, 4, "nvfp4", True, True),
         "permute": (x, source, slots),
         "unpermute": (grown(18, 32), slots, gates),
         "unpermute_backward": (torch.randn(9, 32), torch.randn(18, 32), slots, gates_),
@@ -77,6 +87,7 @@ def cases() -> dict[str, tuple[Any, ...]]:
         "selected_logprob_backward": (torch.randn(9), x_, weight_, targets, heat, sums, True),
         "quantise": (x_,),
         "quantise_nvfp4": (x_, torch.rand(9).exp2()),
+        "dequantise": (*mxfp8.quantise(x_), torch.bfloat16),
         "changes": (old, new),
         "apply_changes": (old, at, folded),
     }
@@ -89,6 +100,31 @@ def test_every_operator_is_what_pytorch_expects_of_one() -> None:
     assert {name.removeprefix("headrace::") for name in names if name.startswith("headrace::")} == set(arguments)
     for name, args in arguments.items():
         torch.library.opcheck(getattr(torch.ops.headrace, name).default, args)
+
+
+def test_every_operator_has_a_body_for_a_gpu() -> None:
+    """`interpreted_operators` runs them."""
+    named = {name: one for name, one in OPDEFS.items() if name.startswith("headrace::")}
+    assert len(named) >= 20 and [name for name, one in named.items() if "cuda" not in one._backend_fns] == []
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 8 + 8 * 64 + 64), (100, 800 + 128 * 64 + 64)])
+def test_experts_get_rows_for_as_many_of_them_as_have_any(tokens: int, rows: int) -> None:
+    """A decoded token of a mixture moves the rows of its own experts."""
+    chosen = torch.stack([torch.randperm(128)[:8] for _ in range(tokens)])
+    up, down = torch.randn(128, 16, 8), torch.randn(128, 8, 8)
+    operands = (torch.randn(tokens, 8), torch.rand(tokens, 8), chosen, up, down)
+    out, inner = torch.ops.headrace.experts(*operands, 4, "")
+    assert inner.shape == (rows, 16) and torch.equal(out, expert_mlp.expert_mlp(*operands, 4))
+
+
+def test_rounding_takes_the_operators_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "OPERATORS_ON_CPU", True)
+    with Called() as called:
+        got = operators.rounded(torch.randn(3, 64, generator=torch.Generator().manual_seed(1)))
+    assert called.names == {"quantise", "dequantise"}
+    monkeypatch.setattr(dispatch, "OPERATORS_ON_CPU", False)
+    assert torch.equal(got, operators.rounded(torch.randn(3, 64, generator=torch.Generator().manual_seed(1))))
 
 
 class Called(TorchDispatchMode):

@@ -89,9 +89,11 @@ def route(
 
 
 def _capacity(experts: Tensor, down: Tensor, dtype: torch.dtype, pad: int) -> int:
-    """An upper bound of the rows for a number of (token, slot) pairs, for every selection and device."""
+    """An upper bound of the rows for a number of (token, slot) pairs, for every selection and device. At most as many
+    experts as there are pairs have rows."""
+    pairs = experts.shape[0] * experts.shape[1]
     most = max(grouped_mm.TILE, pad + expert_mlp.least_part(down, dtype, pad))
-    return experts.shape[0] * experts.shape[1] + down.shape[0] * most + grouped_mm.TILE
+    return pairs + min(down.shape[0], pairs) * most + grouped_mm.TILE
 
 
 def experts_twin(
@@ -141,15 +143,16 @@ def _(
 
 def experts_backward_twin(
     grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
-    grid: str,
+    grid: str, up_learns: bool, down_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, gates, gate_up and down on a CPU."""
+    """Gradients of x, gates, gate_up and down on a CPU; empty for weights that do not learn."""
     cast = formats.cast(grid)
     p = expert_mlp.plan(experts, gate_up.shape[0], pad, expert_mlp.least_part(down, x.dtype, pad))
     g_x, g_gates, g_up, g_down = expert_mlp.expert_backward(
-        grad, cast(x), gates, gate_up, down, inner[: p.rows], p, cast
+        grad, cast(x), gates, gate_up, down, inner[: p.rows], p, cast, (up_learns, down_learns)
     )
-    return g_x.contiguous(), g_gates, g_up, g_down
+    g_up = gate_up.new_empty(0) if g_up is None else g_up
+    return g_x.contiguous(), g_gates, g_up, down.new_empty(0) if g_down is None else g_down
 
 
 _experts_backward = torch.library.custom_op(
@@ -159,21 +162,24 @@ _experts_backward = torch.library.custom_op(
 
 def experts_backward_triton(
     grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
-    grid: str,
+    grid: str, up_learns: bool, down_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, gates, gate_up and down on a GPU; with the Triton products in one order: no atomics."""
+    """Gradients of x, gates, gate_up and down on a GPU; empty for weights that do not learn. With the Triton products
+    in one order: no atomics."""
     _, dgrad, wgrad = library.products(x, down, len(inner), pad)
     p = places.plan_triton(experts, gate_up.shape[0], grouped_mm.TILE, len(inner))
     rounded = formats.cast(grid)
-    rows = places.permute_triton(rounded(x), p.source)
     grads = places.permute_triton(grad, p.source)
     gate = gates.new_zeros(len(inner)).index_copy_(0, p.slots, gates.reshape(-1))[:, None]
     middle = rounded(swiglu_triton(inner))
     g_middle = dgrad(grads, down, p.ends, x.dtype)
     g_gate = (g_middle.float() * middle).sum(-1)
-    g_down = wgrad(grads, (middle * gate).to(x.dtype), p.ends, down.dtype)
+    g_up, g_down = gate_up.new_empty(0), down.new_empty(0)
+    if down_learns:
+        g_down = wgrad(grads, (middle * gate).to(x.dtype), p.ends, down.dtype)
     g_inner = swiglu_backward_triton(inner, g_middle.mul_(gate))
-    g_up = wgrad(g_inner, rows, p.ends, gate_up.dtype)
+    if up_learns:
+        g_up = wgrad(g_inner, places.permute_triton(rounded(x), p.source), p.ends, gate_up.dtype)
     g_rows = dgrad(g_inner, gate_up, p.ends, x.dtype)
     g_x = places.unpermute_triton(g_rows, p.slots, torch.ones_like(gates))
     return g_x, g_gate.index_select(0, p.slots).view_as(gates), g_up, g_down
@@ -185,10 +191,14 @@ _experts_backward.register_kernel("cuda")(experts_backward_triton)
 @_experts_backward.register_fake
 def _(
     grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
-    grid: str,
+    grid: str, up_learns: bool, down_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     g_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return g_x, torch.empty_like(gates), torch.empty_like(gate_up), torch.empty_like(down)
+    g_up, g_down = (
+        torch.empty_like(each) if learns else each.new_empty(0)
+        for each, learns in ((gate_up, up_learns), (down, down_learns))
+    )
+    return g_x, torch.empty_like(gates), g_up, g_down
 
 
 def _keep_experts(ctx: Any, inputs: Any, output: Any) -> None:
@@ -199,8 +209,9 @@ def _keep_experts(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _pull_experts(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     pull = torch.ops.headrace.experts_backward
-    g_x, g_gates, g_up, g_down = pull(grad.contiguous(), *ctx.saved_tensors, ctx.pad, ctx.grid)
-    return g_x, g_gates, None, g_up, g_down, None, None
+    up_learns, down_learns = ctx.needs_input_grad[3:5]
+    g_x, g_gates, g_up, g_down = pull(grad.contiguous(), *ctx.saved_tensors, ctx.pad, ctx.grid, up_learns, down_learns)
+    return g_x, g_gates, None, g_up if up_learns else None, g_down if down_learns else None, None, None
 
 
 _experts.register_autograd(_pull_experts, setup_context=_keep_experts)
@@ -218,11 +229,13 @@ def experts_forward(
 
 def experts_backward(
     grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
-    grid: str,
+    grid: str, up_learns: bool, down_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, gates, gate_up and down from that of `experts`."""
+    """Gradients of x, gates, gate_up and down from that of `experts`; empty for weights that do not learn."""
     function = experts_backward_twin if dispatch.twin(x) else torch.ops.headrace.experts_backward
-    g_x, g_gates, g_up, g_down = function(grad.contiguous(), x, gates, experts, gate_up, down, inner, pad, grid)
+    g_x, g_gates, g_up, g_down = function(
+        grad.contiguous(), x, gates, experts, gate_up, down, inner, pad, grid, up_learns, down_learns
+    )
     return g_x, g_gates, g_up, g_down
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headrace.kernels import delta, dispatch, expert_mlp, grouped_mm, mxfp8
+from headrace.kernels import delta, dispatch, expert_mlp, mxfp8
 from headrace.kernels.block_scaled import nvfp4
 from headrace.kernels.grouped_mm import Mx, Nv
 
@@ -65,6 +65,31 @@ def quantise_nvfp4(x: Tensor, outer: Tensor) -> Nv:
     return Nv(q, scale, outer)
 
 
+@torch.library.custom_op("headrace::dequantise", mutates_args=(), device_types="cpu")
+def _dequantise(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return mxfp8.dequantise(q, scale, dtype)
+
+
+@_dequantise.register_kernel("cuda")
+def _(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return mxfp8.dequantise_triton(q, scale, dtype)
+
+
+@_dequantise.register_fake
+def _(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return q.new_empty(q.shape, dtype=dtype)
+
+
+def widened(x: Mx | Nv, dtype: torch.dtype) -> Tensor:
+    """A quantised operand as numbers, exactly [..., K]. No gradient."""
+    if isinstance(x, Nv):
+        return nvfp4.dequantise(*x, dtype)
+    if dispatch.twin(x.q):
+        return mxfp8.dequantise(x.q, x.scale, dtype)
+    out: Tensor = torch.ops.headrace.dequantise(x.q, x.scale, dtype)
+    return out
+
+
 def activations(x: Tensor, grid: str) -> Mx | Nv:
     """Inputs of a product [..., K], quantised row by row."""
     return quantise_nvfp4(x, nvfp4.outer_of_rows(x)) if grid == "nvfp4" else Mx(*quantise(x))
@@ -82,12 +107,12 @@ def weights(w: Tensor, grid: str, tensors: int = 1) -> Mx | Nv:
 def rounded(x: Tensor, grid: str = "mxfp8") -> Tensor:
     """Inputs of a product [..., K], quantised row by row and widened again, in their own dtype. Idempotent. In MXFP8
     weights are rounded in the same way."""
-    return grouped_mm.widened(activations(x, grid), x.dtype)
+    return widened(activations(x, grid), x.dtype)
 
 
 def rounded_weights(w: Tensor, grid: str, tensors: int = 1) -> Tensor:
     """`weights`, widened again, in their own dtype. Idempotent."""
-    return grouped_mm.widened(weights(w, grid, tensors), w.dtype)
+    return widened(weights(w, grid, tensors), w.dtype)
 
 
 def cast(grid: str) -> expert_mlp.Cast:

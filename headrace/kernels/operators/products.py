@@ -26,19 +26,21 @@ def _(x: Tensor, weight: Tensor, pad: int) -> Tensor:
 
 
 @torch.library.custom_op("headrace::linear_backward", mutates_args=(), device_types="cpu")
-def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-    g_x, g_weight = batch_invariant.linear_backward(grad, x, weight, pad)
-    return g_x.contiguous(), g_weight
+def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor, pad: int, learns: bool) -> tuple[Tensor, Tensor]:
+    g_x, g_weight = batch_invariant.linear_backward(grad, x, weight, pad, learns)
+    return g_x.contiguous(), weight.new_empty(0) if g_weight is None else g_weight
 
 
 @_linear_backward.register_kernel("cuda")
-def _(grad: Tensor, x: Tensor, weight: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-    return grad.mm(weight), grad.t().mm(x)  # no fixed order over the batch is needed here
+def _(grad: Tensor, x: Tensor, weight: Tensor, pad: int, learns: bool) -> tuple[Tensor, Tensor]:
+    # No fixed order over the batch is needed here.
+    return grad.mm(weight), grad.t().mm(x) if learns else weight.new_empty(0)
 
 
 @_linear_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+def _(grad: Tensor, x: Tensor, weight: Tensor, pad: int, learns: bool) -> tuple[Tensor, Tensor]:
+    g_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return g_x, torch.empty_like(weight) if learns else weight.new_empty(0)
 
 
 def _keep_linear(ctx: Any, inputs: Any, output: Any) -> None:
@@ -46,8 +48,10 @@ def _keep_linear(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(x, weight)
 
 
-def _pull_linear(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *torch.ops.headrace.linear_backward(grad, *ctx.saved_tensors, ctx.pad), None
+def _pull_linear(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    learns = ctx.needs_input_grad[1]
+    g_x, g_weight = torch.ops.headrace.linear_backward(grad, *ctx.saved_tensors, ctx.pad, learns)
+    return g_x, g_weight if learns else None, None
 
 
 _linear.register_autograd(_pull_linear, setup_context=_keep_linear)

@@ -2,8 +2,8 @@
 
 The operands are those of the CPU's probe, drawn there and moved. No padding is searched: the Triton kernels add in one
 order for every number of rows (`kernels/tile.py`). Tiles depend on the number of rows, so operands of products are
-repeated until the largest tiles are taken. Rotary embedding, SwiGLU and rows of the embedding are plain torch
-operations; here they are checked too.
+repeated until the largest tiles are taken. Rotary embedding and SwiGLU, which are Triton kernels too, and rows of the
+embedding, which torch copies, are checked beside them.
 """
 
 import itertools

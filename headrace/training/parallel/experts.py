@@ -121,9 +121,17 @@ class _Product(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor, Tensor, None, None]:
-        g_x, g_gates, g_up, g_down = operators.experts_backward(grad, *ctx.saved_tensors, *ctx.how)
-        return g_x, g_gates, None, g_up, g_down, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        learn = ctx.needs_input_grad[3:5]
+        g_x, g_gates, *weights = operators.experts_backward(grad, *ctx.saved_tensors, *ctx.how, *learn)
+        return (
+            g_x,
+            g_gates,
+            None,
+            *(each if learns else None for each, learns in zip(weights, learn, strict=True)),
+            None,
+            None,
+        )
 
 
 class _Summed(torch.autograd.Function):

@@ -5,8 +5,14 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.block_scaled import nvfp4
-from headrace.kernels.operators import rounded_weights
+from headrace.kernels.operators import rounded, rounded_weights
 from tests.kernels.test_mxfp8 import draws
+
+
+def of_rows(x: Tensor) -> Tensor:
+    """x with each row rounded as a tensor."""
+    return rounded(x, "nvfp4")
+
 
 ELEMENTS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -47,15 +53,28 @@ def test_elements_and_scales_are_to_nearest_even(dtype: torch.dtype) -> None:
     assert back[0].abs().tolist() == [6, 0, 1, 1, 2, 2, 4, 4, 0, 1, 1, 2, 2, 4, 4, 0]
 
 
+def test_widening_gives_the_host_nothing_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of numbers on a GPU is copied from the host, which waits for it in every call."""
+    q = torch.arange(8, dtype=torch.uint8) * 2
+    q = q | ((q + 1) << 4)
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a list of numbers")
+
+    monkeypatch.setattr(torch, "tensor", refused)
+    got = nvfp4.dequantise(q[None], torch.ones(1, 1).to(torch.float8_e4m3fn), torch.ones(1), torch.float32)
+    assert torch.equal(got[0].view(torch.int32), torch.cat((ELEMENTS, -ELEMENTS)).view(torch.int32)), "-0.0 too"
+
+
 def test_what_is_not_finite_shows_and_zero_stays() -> None:
     x = torch.zeros(3, 32)
     x[0, 3], x[1, 20] = torch.nan, -5.0
-    back = nvfp4.rounded(x)
+    back = of_rows(x)
     assert bool(back[0].isnan().all()) and float(back[1, 20]) == pytest.approx(-5.0, rel=0.07)
     assert int((back[1:] != 0).sum()) == 1
     with pytest.raises(ValueError, match="multiple of 16"):
         nvfp4.quantise(torch.zeros(2, 40), torch.ones(2))
-    assert nvfp4.rounded(torch.zeros(0, 96)).shape == (0, 96)
+    assert of_rows(torch.zeros(0, 96)).shape == (0, 96)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,14 +112,14 @@ def test_a_products_error_is_that_of_four_bits(kind: str, width: int) -> None:
     error = (nvfp4.dequantise(q, scale, outer, torch.float64) - a.double()).abs()
     assert bool((error <= torch.maximum(size / 5, step / 4)).all())
     want = a.double() @ b.double().T
-    got = nvfp4.rounded(a).double() @ rounded_weights(b, "nvfp4").double().T
+    got = of_rows(a).double() @ rounded_weights(b, "nvfp4").double().T
     assert 1e-2 < float((got - want).norm() / want.norm()) <= 0.15
-    assert 1e-2 < float((nvfp4.rounded(a) - a).double().norm() / a.double().norm()) <= 0.11
+    assert 1e-2 < float((of_rows(a) - a).double().norm() / a.double().norm()) <= 0.11
 
 
 def test_a_row_does_not_depend_on_others_and_two_tensors_of_a_matrix_have_their_own_scales() -> None:
     x = draws("heavy", 8, 64)
-    assert torch.equal(nvfp4.rounded(torch.cat((x, 1e4 * x)))[:8], nvfp4.rounded(x))
+    assert torch.equal(of_rows(torch.cat((x, 1e4 * x)))[:8], of_rows(x))
     pair = torch.stack((torch.cat((x, 1e4 * x)),))
     got = rounded_weights(pair, "nvfp4", tensors=2)
     assert torch.equal(got[0, :8], rounded_weights(x, "nvfp4"))

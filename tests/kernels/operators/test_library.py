@@ -104,8 +104,8 @@ def test_experts_with_the_librarys_products_are_those_of_the_twin(
     operands = (x, gates, chosen, up, down)
     out, inner = experts_triton(*operands, 1, "")
     want, kept = experts_twin(*operands, 1, "")
-    got = (out, *experts_backward_triton(pull, *operands, inner, 1, ""))
-    slopes = experts_backward_twin(pull, *operands, kept, 1, "")
+    got = (out, *experts_backward_triton(pull, *operands, inner, 1, "", True, True))
+    slopes = experts_backward_twin(pull, *operands, kept, 1, "", True, True)
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     for ours, theirs in zip(got, (want, *slopes), strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
