@@ -129,7 +129,8 @@ def source_hash(module: str) -> str:
     """blake2b-256 of a module's file, or of all Python files of its top-level package. PluginError without source."""
     loaded = importlib.import_module(module)
     top = importlib.import_module(module.partition(".")[0])
-    folders = [Path(folder) for folder in getattr(top, "__path__", ())]
+    # A namespace package has a folder twice where `sys.path` has it in two spellings, as the working directory.
+    folders = {Path(folder).resolve() for folder in getattr(top, "__path__", ())}
     if folders:
         files = sorted(
             (path.relative_to(folder).as_posix(), path) for folder in folders for path in folder.rglob("*.py")

@@ -76,6 +76,18 @@ def test_the_hash_changes_with_a_helper_of_the_package(outside: Path) -> None:
     assert "is not configured here" in differing([before], [])
 
 
+def test_a_folder_that_is_on_the_path_twice_counts_once(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that runs in the folder of a namespace package had another hash than the ranks that it started."""
+    (outside / "outside_space").mkdir()
+    (outside / "outside_space" / "part.py").write_text("value = 1\n")
+    once = source_hash("outside_space.part")
+    source_hash.cache_clear()
+    del sys.modules["outside_space.part"], sys.modules["outside_space"]
+    monkeypatch.chdir(outside)
+    monkeypatch.syspath_prepend("")
+    assert source_hash("outside_space.part") == once
+
+
 def test_what_cannot_be_used_is_said_in_one_sentence(outside: Path) -> None:
     with pytest.raises(PluginError, match="expected one of join, count or module:attribute, got 'jion'"):
         TOOLS.get("jion")
