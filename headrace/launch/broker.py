@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
+from headrace import process_stat
 from headrace.bus.broker import credentials
 from headrace.bus.broker.server import Server
 from headrace.bus.errors import BusError
@@ -69,7 +70,7 @@ class Broker:
             try:
                 why = ending(await self._server.wait(), oom_before)
                 if frozen.done():
-                    why = stopped.sentence(frozen.result())
+                    why = process_stat.stopped_too_long(frozen.result())
             finally:
                 frozen.cancel()
             if intensity.exceeded():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace import process_stat
 from headrace.config import Bus, Config
 from headrace.launch import runs
 from headrace.launch.broker import Broker
@@ -31,7 +32,7 @@ async def test_a_stopped_broker_is_killed_and_restarted(tmp_path: Path, monkeypa
         first = broker.pid
         os.kill(first, signal.SIGSTOP)
         await restarted.wait()
-        assert causes == [stopped.sentence(first)]
+        assert causes == [process_stat.stopped_too_long(first)]
     finally:
         watching.cancel()
         await asyncio.wait({watching})

@@ -78,6 +78,8 @@ _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC
 """Errors of a start that may pass: processes, memory, file descriptors or space are lacking now."""
 
 
+LOGS = "HEADRACE_LOGS"
+"""Variable of every process with the folder of its log, in which a trainer's ranks have theirs."""
 LOG_BYTES = 64 << 20
 """A log that is larger is rotated, so a process has at most about three times as much, unless it writes more within
 `LOOK_S`."""
@@ -133,7 +135,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=sink,
                     stderr=sink,
-                    env=self.env,
+                    env=self.env | {LOGS: str(self.log.parent.resolve())},
                     start_new_session=True,
                     preexec_fn=lambda: die_with(parent, signal.SIGKILL),
                 )
@@ -168,7 +170,7 @@ class Child:
             self._sweep()
             starved = not frozen and code == -signal.SIGKILL and oom_kills() > self._oom_before
             kind = self._by_itself if code > 0 else self._out_of_memory if starved else self._killed
-            why = stopped.sentence(frozen) if frozen else cause(code, self.log, self._oom_before)
+            why = process_stat.stopped_too_long(frozen) if frozen else cause(code, self.log, self._oom_before)
             if code in FOR_GOOD or kind.exceeded():
                 raise ChildFailed(f"{self.name} could not be kept alive: {why} (log: {self.log})", code)
             self.restarts += 1

@@ -192,6 +192,13 @@ async def test_a_start_without_file_descriptors_is_tried_again(tmp_path: Path) -
     await worker.stop(5.0)
 
 
+async def test_a_process_knows_the_folder_of_its_log(tmp_path: Path) -> None:
+    worker = child(tmp_path, "import os; print(os.environ['HEADRACE_LOGS'])")
+    await worker.start()
+    assert worker.process is not None and await worker.process.wait() == 0
+    assert worker.log.read_text().strip() == str(tmp_path)
+
+
 async def test_a_stopped_process_is_killed_and_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopped, "LOOK_S", 0.02)
     monkeypatch.setattr(stopped, "STOPPED_S", 0.1)
@@ -203,7 +210,7 @@ async def test_a_stopped_process_is_killed_and_restarted(tmp_path: Path, monkeyp
     os.kill(first, signal.SIGSTOP)
     await asyncio.to_thread(lives.read_text)
     assert worker.process.pid != first
-    assert causes == [stopped.sentence(first)] and "kill -CONT" in causes[0]
+    assert causes == [process_stat.stopped_too_long(first)] and "kill -CONT" in causes[0]
     watching.cancel()
     await worker.stop(5.0)
 
