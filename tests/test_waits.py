@@ -44,6 +44,8 @@ REVIEWED: dict[str, str] = {
     "actors/trainer/actor.py: Trainer._announce": STEP,
     "actors/trainer/actor.py: Trainer._take": STEP,
     "actors/trainer/actor.py: Trainer._keep": STEP,
+    "actors/trainer/other_ranks.py: close": "the trainer's thread, as in stop; after a failure it has a deadline",
+    "actors/trainer/raised.py: Recorder.watched": STEP,
     "actors/trainer/closings.py: Closings.follow": "a step with its batch: its first forward pass resumes, or its end",
     "bus/broker/server.py: _ended": "watches the broker's process; a caller that ends it has a deadline and kills it",
     "bus/nats/client.py: NatsClient.deliveries_handled": "its one caller, NatsConnection.unsubscribe, has a deadline",

@@ -52,7 +52,7 @@ from headrace.training.guard import Guard
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.mismatch import Measured, TooFar, answer, measure
 from headrace.training.outcome import StepOutcome, refuse
-from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel
+from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel, Others
 from headrace.training.schedule import optimizer_settings
 from headrace.training.served import precision
 from headrace.training.served.publication import Publication
@@ -82,6 +82,8 @@ class PolicyTrainer:
         """The argument of the last `save`: the trainer's position in the streams."""
         self.resumed = False
         self.data_parallel: DataParallel = SINGLE_PROCESS
+        self.others: Others | None = None
+        """The other processes of this trainer, in the first of several while they run."""
         self.clock = Clock()
         self.ahead = Ahead(config.trainer.threads)
         self._beside = thread(config.trainer.threads)
@@ -148,11 +150,6 @@ class PolicyTrainer:
         hugging_face.check_device(policy, device.type)
         check_device(config, policy, device)
         return policy
-
-    @property
-    def lost(self) -> str:
-        """The reason why another process of this trainer has ended; empty while all run."""
-        return ""
 
     def close(self) -> None:
         """Finish the open publication and end its threads; in a group also the other processes."""

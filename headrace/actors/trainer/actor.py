@@ -17,11 +17,11 @@ from typing import ClassVar, TypeVar
 
 import msgspec
 
-from headrace.actors.trainer import base_policy, initial_policy, old_weights, other_ranks, records, unknown_peak
+from headrace.actors.trainer import base_policy, initial_policy, old_weights, other_ranks, raised, records
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
 from headrace.actors.trainer.closings import Batch, Closings, Ready
 from headrace.actors.trainer.records import StalenessWindow
-from headrace.actors.trainer.turn import Turn
+from headrace.actors.trainer.turn import Promise, Turn
 from headrace.bus.errors import Unrecoverable
 from headrace.bus.payloads import renderer_bundles
 from headrace.bus.runtime import tracing
@@ -85,19 +85,21 @@ class Trainer(Actor):
         """Let the current step end and announce the version of a taken one; mid-training ends at its next report."""
         self._stopping = True
         try:
-            if self._open and (self._turn is None or self._turn.updated.is_set()):
+            several = self.config.trainer.ranks > 1
+            announces = not (several and self.failed.done()) and (self._turn is None or self._turn.updated.is_set())
+            if self._open and announces:  # a lost group can announce nothing
                 await asyncio.wait(self._open)
-            if self.trainer is not None and self.config.trainer.ranks > 1:
-                await self._in_thread(self.trainer.close)
+            if self.trainer is not None and several:
+                await other_ranks.close(self, self.trainer, self._in_thread(self.trainer.close))
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _live(self) -> None:
         trainer = await self._prepare()
+        if self.config.trainer.ranks > 1:
+            self.spawn(other_ranks.watch(self, trainer), "ranks")
         await self._catch_up(trainer)
         self.spawn(self.closings.follow(trainer.version, trainer.expect), "collecting")
-        if self.config.trainer.ranks > 1:
-            self.spawn(other_ranks.watch(trainer), "ranks")
         if self.config.weights.collect_chains:
             self.spawn(old_weights.forget(self), "old weights")
         try:
@@ -139,16 +141,13 @@ class Trainer(Actor):
             await renderer_bundles.publish(self.bus, self.run, bundle)
             self.trainer = trainer = await self._in_thread(work)
         except GroupError as error:
-            raise GroupError(f"the trainer's group did not start: {error}") from error
+            raise error.during("the trainer's group did not start") from error
         except (CheckpointError, DataError, RendererError, TrainerError) as error:  # a restart finds the same
             raise Unrecoverable(f"{type(error).__name__}: {error}") from error
         if base is not None and trainer.version == 0:
             base.check(await self._in_thread(trainer.state.hash))
         self.store = CheckpointStore(self.folder, trainer, self.config)
-        for source, losses in initial_policy.held_out(self.folder).items():
-            told = ", ".join(f"{name} mid-training {loss:.4f}" for name, loss in losses.items())
-            await self.event("held_out_loss", f"{source}: {told} nats", "info", source=source, **losses)
-        await unknown_peak.tell(self, trainer)
+        await initial_policy.tell(self, self.folder, trainer)
         await self.event("prepared", f"version {trainer.version}", version=trainer.version, resumed=trainer.resumed)
         return trainer
 
@@ -199,7 +198,12 @@ class Trainer(Actor):
             plan = plan._replace(base_hash=self._hash, incarnation=manifest.incarnation + 1)
             manifest = records.manifest(self.config, self.run, plan)
             seq, recorded = await self._write(manifest), None
-        result = await self._take(trainer, manifest, fetched)
+        if detail := raised.given_up(recorded):
+            trainer.config = under(self.config, manifest)
+            result = await self._in_thread(lambda: trainer.give_up(raised.REASON, detail))
+        else:
+            recorder = raised.Recorder(self, self._write, Promise((seq, manifest)).wait, recorded is not None)
+            result = await recorder.watched(self._take(trainer, manifest, fetched))
         if recorded is not None and recorded.state_hash != result.state_hash:
             text = f"step {manifest.step} gave {result.state_hash}, its published result was {recorded.state_hash}"
             await self.event("new_incarnation", text, "warning", step=manifest.step)
@@ -260,7 +264,8 @@ class Trainer(Actor):
         plan = await self._plan(trainer, batch.groups, window, batch.records)
         steps.create_task(self._announce(turn, plan), name=f"{self.id}: manifest {k}")
         manifest = records.manifest(self.config, self.run, plan)
-        result = await self._take(trainer, manifest, batch.records, turn)
+        recorder = raised.Recorder(self, self._write, turn.announced.wait)
+        result = await recorder.watched(self._take(trainer, manifest, batch.records, turn))
         self.closings.resume()
         publication = await self._in_thread(self.store.publish)
         lap = trainer.clock.lap()
@@ -276,8 +281,7 @@ class Trainer(Actor):
         turn.recorded.set_result(state_hash)
         trace = span.context.trace_id
         if isinstance(record, StepFailed):
-            text = f"step {k}: {record.reason}: {record.detail}"
-            await self.event("step_failed", text, "error", step=k, trace=trace)
+            await self.event("step_failed", raised.sentence(record), "error", step=k, trace=trace)
         for engine in result.engines:
             span.event("engine_mismatch", step=k, **msgspec.structs.asdict(engine))
         if result.alarm:
@@ -344,7 +348,7 @@ class Trainer(Actor):
             if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != manifest.base_hash:
                 raise  # the step was interrupted halfway: only the checkpoint has the old bytes
             self.log.exception("step_exception", text=(text := f"{type(error).__name__}: {error}"))
-            return await self._in_thread(lambda: trainer.give_up("exception", text, hashed=turn is None))
+            return await self._in_thread(lambda: trainer.give_up(raised.REASON, text, hashed=turn is None))
 
     async def _of_publication(self, trainer: PolicyTrainer, result: "Future[T]") -> T:
         """A result of a publication, or the error that explains why there is none."""
@@ -389,10 +393,6 @@ class Trainer(Actor):
     async def _measure(self) -> None:
         progress = self._progress
         if progress is not None and (self.trainer is None or self.trainer.version == 0):
-            await self.metric(mid_training_tokens=progress.tokens)
-            if progress.step:
-                await self.metric(mid_training_loss=progress.loss)
-            if self._held_out is not None:
-                await self.metric(mid_training_held_out_loss=self._held_out)
+            await self.metric(**initial_policy.figures(progress, self._held_out))
         if self.trainer is not None:
             await self.metric(version=self.trainer.version, groups_ready=self.closings.ready.qsize())

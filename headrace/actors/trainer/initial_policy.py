@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.actors.trainer import unknown_peak
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.config.training import Data
 from headrace.harness.sync_tools import answer
@@ -31,7 +33,7 @@ from headrace.training.data.base import DataError
 from headrace.training.data.mixture import Mixture
 from headrace.training.device import TrainerError
 from headrace.training.mid_training import Progress
-from headrace.training.trainer import plugins_of
+from headrace.training.trainer import PolicyTrainer, plugins_of
 
 TOKENIZER_TRACES = 400
 """Number of traces from which a tokenizer is trained: this takes a second, and they contain all words of the tools."""
@@ -188,8 +190,24 @@ def held_out(folder: Path) -> dict[str, dict[str, float]]:
     return {source: loss for source, loss in losses.items() if "after" in loss}
 
 
+async def tell(actor: Actor, folder: Path, trainer: PolicyTrainer) -> None:
+    """Publish what became known while the policy was prepared: the losses on held-out documents, an unknown peak."""
+    for source, losses in held_out(folder).items():
+        told = ", ".join(f"{name} mid-training {loss:.4f}" for name, loss in losses.items())
+        await actor.event("held_out_loss", f"{source}: {told} nats", "info", source=source, **losses)
+    await unknown_peak.tell(actor, trainer)
+
+
 def record(folder: Path, progress: Progress) -> None:
     """Append the losses on held-out documents to the run's file HELD_OUT."""
     line = {"step": progress.step, "tokens": progress.tokens, "loss": progress.loss, "held_out": progress.held_out}
     with (folder / HELD_OUT).open("ab") as file:
         file.write(msgspec.json.encode(line) + b"\n")
+
+
+def figures(progress: Progress, held_out: float | None) -> dict[str, float]:
+    """The metrics of mid-training. held_out: the newest loss on held-out documents."""
+    told = {"mid_training_tokens": float(progress.tokens)}
+    if progress.step:
+        told["mid_training_loss"] = progress.loss
+    return told if held_out is None else told | {"mid_training_held_out_loss": held_out}

@@ -2,8 +2,9 @@
 
 Supervision as in Erlang/OTP, one for one: an actor that fails is started again on a connection of its own, after a
 short pause. More than `restarts` failures within `period` seconds mean that starting again does not help. So do `ALIKE`
-failures in a row with one text that take longer than `period`, unless `STEADY_S` lies between two of them. Then the
-supervisor gives up: it publishes an event, drains every actor of the process, and its exit code tells the parent of the
+failures in a row with one text that take longer than `period`, unless `STEADY_S` lies between two of them. An error
+with an attribute `alike` is compared by that instead of its text; an empty one is like no other. Then the supervisor
+gives up: it publishes an event, drains every actor of the process, and its exit code tells the parent of the
 process. SIGTERM and SIGINT drain; a second signal ends at once.
 """
 
@@ -58,15 +59,17 @@ class _Life:
 
     def failed(self, error: BaseException, now: float) -> None:
         """Count a failure among those in a row that had one text. An absent broker or process begins the row anew."""
+        alike: str | None = getattr(error, "alike", None)
         passes = isinstance(error, ConnectionError | TimeoutError) or (
             isinstance(error, BusError) and not isinstance(error, Denied | CorruptPayload)
         )
-        if passes:  # the broker or another process was away
+        text = _text(error) if alike is None else f"{type(error).__name__}: {alike}"
+        if passes or alike == "":  # the broker or another process was away
             self.alike = []
         else:
-            before = self.alike if self.text == _text(error) and self.alike and now - self.alike[-1] < STEADY_S else []
+            before = self.alike if self.text == text and self.alike and now - self.alike[-1] < STEADY_S else []
             self.alike = [*before, now]
-        self.text = _text(error)
+        self.text = text
 
 
 def _text(error: BaseException) -> str:

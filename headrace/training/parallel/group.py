@@ -11,13 +11,14 @@ the first process means that its group has ended and that the trainer must be op
 import gc
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -46,6 +47,9 @@ class PeerGroup:
     """Processes with a connection of their own, over gloo: an `interface.Peers`. A thread that does not train needs
     such a connection, because collectives of two threads over one connection would meet each other."""
 
+    mark: Callable[[], None] = staticmethod(lambda: None)
+    """Called when something has moved; `ShardedTrainer.lead` replaces it."""
+
     def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
         """Call it in every process after `join`. rank, size: in the whole group. nodes: 1, or the number of parts of
         the group, of which this process connects to its own."""
@@ -61,6 +65,7 @@ class PeerGroup:
         """One value of every process, in the order of ranks."""
         out: list[Any] = [None] * self.size
         dist.all_gather_object(out, value, group=self.group)
+        self.mark()
         return out
 
     def shared(self, data: bytes | None = None) -> bytes:
@@ -231,6 +236,31 @@ def join(device: torch.device, rank: int, size: int, store: Any = None) -> None:
     else:
         shared = PrefixStore("default_pg", store)
         dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=JOIN)
+
+
+_CONNECTION = ("gloo", "NCCL", "ncclComm")
+"""Words in the texts of torch's errors about a connection of the group, which are RuntimeErrors."""
+
+
+def broken(error: BaseException) -> bool:
+    """Whether an exception, or what it comes from, says that a connection of the group is broken: another process has
+    ended, or does not answer."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, dist.DistError | ConnectionError) or any(word in str(at) for word in _CONNECTION):
+            return True
+        at = at.__cause__ or at.__context__
+    return False
+
+
+def abort() -> None:
+    """From any thread: end the collectives of this process over NCCL, which may wait on the device for a process that
+    has ended. Those over gloo end with their connections."""
+    if not dist.is_initialized() or "nccl" not in dist.get_backend_config():
+        return
+    for member in list(distributed_c10d._world.pg_map):
+        with suppress(RuntimeError, AttributeError):  # no NCCL in it, or nothing to abort
+            member._get_backend(torch.device("cuda")).abort()
 
 
 def leave() -> None:

@@ -1,13 +1,42 @@
 """The interface to the processes that compute a batch: one, or several (`group.ProcessGroup`)."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
 
+class Loss(NamedTuple):
+    """The end of a process of a group."""
+
+    text: str
+    alike: str = ""
+    """The text without what differs between two ends of one cause, such as process ids."""
+    raised: str = ""
+    """The exception of a step that ended it, `ValueError: text`; empty for another end."""
+
+
 class GroupError(Exception):
     """The group of processes has ended; the text says why."""
+
+    def __init__(self, text: str, alike: str | None = None) -> None:
+        """alike: as in `Loss`, for the supervisor, which counts failures of one cause; empty when another failure
+        tells nothing about this one. Default: the text."""
+        super().__init__(text)
+        self.alike = text if alike is None else alike
+
+    def during(self, what: str) -> "GroupError":
+        """The same error with the moment at which it came."""
+        return GroupError(f"{what}: {self}", f"{what}: {self.alike}")
+
+
+class StepRaised(GroupError):
+    """A step raised an exception in a process of the group, and no process was lost: it would raise again."""
+
+    def __init__(self, text: str, alike: str, raised: str) -> None:
+        """raised: as in `Loss`."""
+        super().__init__(text, alike)
+        self.raised = raised
 
 
 class GivenUp(Exception):
@@ -24,6 +53,21 @@ class DataParallel(Protocol):
         With contributes False a process only takes part in the collectives and adds nothing to the gradient, because
         other processes still have work.
         """
+
+
+class Others(Protocol):
+    """The processes of a group except the first, as that one sees them. Any thread may call these."""
+
+    @property
+    def why(self) -> str:
+        """A text about the first process that ended, and its exit; empty while all run."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread that trains waits for them, or may."""
+
+    def fail(self, loss: Loss) -> None:
+        """End the group for this reason, unless it has one already: a thread that waits for it raises."""
 
 
 class Peers(Protocol):

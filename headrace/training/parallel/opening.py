@@ -19,7 +19,7 @@ from headrace.training.figures.memory import without_policy
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.parallel import group, sharding
 from headrace.training.parallel.group import ProcessGroup
-from headrace.training.parallel.interface import GivenUp, GroupError
+from headrace.training.parallel.interface import GivenUp
 from headrace.training.parallel.nodes import ranks
 from headrace.training.parallel.state import ShardedState
 from headrace.training.parallel.trainer import ShardedTrainer
@@ -163,9 +163,11 @@ def open_ranks(
         others.end()
         raise
     except GivenUp:
-        others.end(at_once=True)
+        others.end()
         raise
     except Exception as error:
-        raise GroupError(others.end() or f"{type(error).__name__}: {error}") from error
-    trainer.others, trainer.resumed = others, resumed
+        explained = others.explained(error)
+        others.end()
+        raise explained from error
+    trainer.lead(others, resumed=resumed)
     return trainer

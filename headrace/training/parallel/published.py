@@ -6,6 +6,8 @@ Experts in eight bits are two tensors, elements and scales; a process holds whol
 """
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import names
 from headrace.policy.layout.formats import SCALE
 from headrace.policy.layout.pieces import Pieces
+from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.sharding import ShardedModel
 from headrace.training.served import runs as served_runs
 from headrace.training.served.runs import Reader, Run, packed
@@ -115,3 +118,24 @@ def take(config: PolicyConfig, sharded: ShardedModel, tensors: Mapping[str, Tens
             flat = mxfp8.dequantise(flat.reshape(-1, size), scales.reshape(-1, 1), config.torch_dtype).reshape(-1)
         out[part.parameter].view(-1)[part.own : part.own + part.items] = flat
     return {name: value.to(sharded.local[name].device) for name, value in out.items()}
+
+
+def read(config: PolicyConfig, sharded: ShardedModel, world: ProcessGroup, source: Path) -> int:
+    """Fill the shards from a checkpoint folder or a snapshot file: in node 0 each process reads its own rows, in the
+    others it gets them from the process of node 0 that has the same ones. Returns the bytes that it, or that process,
+    has read. All processes call it. CheckpointError of the policy."""
+    count = 0
+    if world.copy == 0:
+        whole = places(config, sharded.shapes)
+        pieces = Pieces(config, source, {name: place.shape for name, place in whole.items()})
+        fill(config, sharded, pieces)
+        count = pieces.read_bytes
+    for name, tensor in sharded.local.items():  # one after the other, so that no node has a second copy
+        count, values = world.copied(partial(_told, count, name, tensor))
+        if world.copy:
+            tensor.copy_(values[name])
+    return count
+
+
+def _told(value: int, name: str, tensor: Tensor) -> tuple[int, dict[str, Tensor]]:
+    return value, {name: tensor}

@@ -6,18 +6,21 @@ file does not depend on the number of processes that wrote it.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import xxhash
+from torch import Tensor
 
+from headrace.algorithms import adamw
 from headrace.messages.weights import TensorInfo
+from headrace.training import checkpoint
 from headrace.training.parallel.group import PeerGroup
 from headrace.training.served.runs import Run
-from headrace.weights import snapshot, state
+from headrace.weights import snapshot, state, tensor_state
 from headrace.weights.state import BLOCK, HASH_BYTES
 
 ROUND_BYTES = 64 << 20
@@ -49,6 +52,7 @@ def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: PeerGrou
         holders = [(rank, *part[info.name]) for rank, part in enumerate(spans) if info.name in part]
         run = mine.get(info.name)
         for start, count in state.blocks(info):
+            world.mark()
             pieces = [
                 (rank, max(start, at), min(start + count, at + held))
                 for rank, at, held in holders
@@ -154,7 +158,7 @@ def write(
             with snapshot.Rows(Path(told[0]), described, about) as file:
                 index = {info.name: number for number, info in enumerate(described)}
                 for run in runs:
-                    _copy(file, index[run.name], run)
+                    _copy(file, index[run.name], run, world)
                 os.fsync(file.fileno())
         except OSError as refused:
             error = str(refused)
@@ -166,7 +170,31 @@ def write(
         raise OSError(errors[0])
 
 
-def _copy(file: snapshot.Rows, tensor: int, run: Run) -> None:
+def _copy(file: snapshot.Rows, tensor: int, run: Run, world: PeerGroup) -> None:
     for start in range(0, run.items, BLOCK):
+        world.mark()
         count = min(BLOCK, run.items - start)
         file.write(tensor, run.start + start, run.read(start, count))
+
+
+class Source:
+    """A checkpoint's file, of which a process reads its own rows."""
+
+    def __init__(self, file: Path, cut: Callable[[str, Tensor], Tensor], node: PeerGroup) -> None:
+        """cut: the rows of a whole tensor. The processes of the node check the file's hash together.
+        CheckpointError."""
+        mapped = snapshot.Snapshot(file)
+        self.about = mapped.metadata
+        checkpoint.check(file, self.about, state.root(mapped.tensors, file_hashes(mapped, node)))
+        self._tensors, self._cut = tensor_state.read(file), cut
+
+    def rows(self, kind: str) -> dict[str, Tensor]:
+        """The rows of `state` or of the `guard`. KeyError, ValueError for another model."""
+        heads = ("guard.",) if kind == "guard" else ("master.", "frozen.", *(f"{each}." for each in adamw.KINDS))
+        wanted = {name: value for name, value in self._tensors.items() if name.startswith(heads)}
+        return {name.removeprefix("guard."): self._cut(name, value) for name, value in wanted.items()}
+
+    def kept(self, version: int) -> dict[str, Tensor]:
+        """The whole tensors of a kept version, mapped."""
+        head = f"kept.{version}."
+        return {name[len(head) :]: value for name, value in self._tensors.items() if name.startswith(head)}

@@ -11,11 +11,12 @@ With several nodes every node has all rows, so node 0 writes all files alone, an
 another node are sent by the process of node 0 that holds the same ones.
 
 A process that ends, or raises where the others do not, ends the group with `GroupError`. The files are complete then,
-and a new trainer continues from the checkpoint.
+and a new trainer continues from the checkpoint. An exception of a step, in whichever process, is a `StepRaised`.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,24 +25,21 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headrace.algorithms import adamw
 from headrace.config import Config
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepManifest
 from headrace.messages.weights import TensorInfo
-from headrace.policy.config import PolicyConfig
-from headrace.policy.layout.pieces import Pieces
 from headrace.policy.numerics import Numerics
 from headrace.policy.token_runs.sharing import TokenSharing
 from headrace.training import checkpoint
 from headrace.training.device import TrainerError
-from headrace.training.gradient import nothing
+from headrace.training.gradient import in_order, nothing
 from headrace.training.guard import Guard
 from headrace.training.outcome import StepOutcome
 from headrace.training.parallel import published, rows, sharding
-from headrace.training.parallel.group import PeerGroup, ProcessGroup
-from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.group import ProcessGroup, broken
+from headrace.training.parallel.interface import GroupError, StepRaised
 from headrace.training.parallel.nodes import ranks
 from headrace.training.parallel.records import Records
 from headrace.training.parallel.state import ShardedState
@@ -49,7 +47,7 @@ from headrace.training.parallel.versions import ShardedVersions
 from headrace.training.served.publication import Publication
 from headrace.training.served.runs import Run
 from headrace.training.trainer import PolicyTrainer
-from headrace.weights import snapshot, state, tensor_state
+from headrace.weights import state, tensor_state
 
 
 class Order(NamedTuple):
@@ -77,6 +75,19 @@ class ShardedTrainer(PolicyTrainer):
         self.read_bytes = 0
         """Bytes of the policy's own checkpoint of which version 0 was made here; 0 where one process made it."""
 
+    def lead(self, others: ranks.Ranks, *, resumed: bool) -> None:
+        """In the first process: the other ones, whose progress is watched from now on."""
+        self.others, self.resumed = others, resumed
+        for part in (self.clock, self.world.node, self.world.aside):
+            part.mark = others.silence.mark
+
+    @contextmanager
+    def _order(self, name: str) -> Iterator[None]:
+        """An order runs in this block: in the first process its progress is watched."""
+        watch = self.others.silence.order if self.others is not None else nullcontext
+        with watch(f"{name} of version {self.state.version}"):
+            yield
+
     def _tell(self, kind: str, *arguments: Any) -> None:
         """In the first process: send the call to the others. In the others: nothing."""
         if self.world.rank == 0:
@@ -91,11 +102,17 @@ class ShardedTrainer(PolicyTrainer):
         except RuntimeError as error:
             self._end(error)
 
-    def _end(self, error: Exception) -> None:
-        """End the group and raise GroupError with the cause."""
-        others, self.others = self.others, None
-        why = others.end(self._settle) if others is not None else ""
-        raise GroupError(why or f"{type(error).__name__}: {error}") from error
+    def _end(self, error: Exception, *, step: bool = False) -> None:
+        """End the group and raise GroupError with the cause. step: as `Ranks.explained`."""
+        others = self.others
+        if others is None:
+            raise GroupError(f"{type(error).__name__}: {error}") from error
+        explained = others.explained(error, f"version {self.state.version}", step=step)
+        try:
+            others.end(self._settle)
+        finally:
+            self.others = None
+        raise explained from error
 
     def _settle(self) -> None:
         """End the threads that use the group's connections."""
@@ -124,7 +141,30 @@ class ShardedTrainer(PolicyTrainer):
         hashed: bool = True,
         before_forward: Callable[[], None] = nothing,
     ) -> StepOutcome:
-        """As `PolicyTrainer.step`. GroupError when the group ended."""
+        """As `PolicyTrainer.step`. GroupError when the group ended, StepRaised when an exception ended it."""
+        with self._order("step"):
+            return self._take(manifest, trajectories, scores, self._outside(before_update), hashed, before_forward)
+
+    def _outside(self, wait: Callable[[], None]) -> Callable[[], None]:
+        """A wait for something that is no process of the group."""
+        others = self.others
+
+        def waiting() -> None:
+            assert others is not None
+            with others.silence.paused():
+                wait()
+
+        return wait if others is None else waiting
+
+    def _take(
+        self,
+        manifest: StepManifest,
+        trajectories: Mapping[int, Trajectory],
+        scores: Mapping[int, Score],
+        before_update: Callable[[], None],
+        hashed: bool,
+        before_forward: Callable[[], None],
+    ) -> StepOutcome:
         if self.world.rank == 0:
             if manifest.version != self.state.version:
                 raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
@@ -134,7 +174,8 @@ class ShardedTrainer(PolicyTrainer):
             self._tell("take", msgspec.json.encode(self.config), *records, hashed, sent)
         before = self.clock.seconds["communication"]
         try:
-            outcome = super().step(manifest, trajectories, scores, before_update, hashed, before_forward)
+            begins = in_order(self.clock.mark, before_forward)
+            outcome = super().step(manifest, trajectories, scores, before_update, hashed, begins)
             # The slowest process waits least in its collectives: what others wait longer, they wait for it.
             spent = self.clock.seconds["communication"] - before
             every = self.world.gathered((spent, outcome.peak_bytes))
@@ -145,31 +186,44 @@ class ShardedTrainer(PolicyTrainer):
         except TrainerError:
             raise  # a plugin differs from the manifest's: every process compares the hashes first, so all of them raise
         except Exception as error:
+            lost = broken(error)
+            if not lost:
+                self.state.settle()  # the processes still copy the version before this step
             if self.world.rank == 0:
-                self._end(error)
-            raise
+                self._end(error, step=True)
+            if lost:
+                raise
+            text = f"{type(error).__name__}: {error}"
+            raise StepRaised(text, text, text) from error
 
     def give_up(self, reason: str, detail: str, *, hashed: bool = True) -> StepOutcome:
         """As `PolicyTrainer.give_up`."""
-        self._tell("give_up", reason, detail, hashed)
-        return super().give_up(reason, detail, hashed=hashed)
+        with self._order("refusal"):
+            self._tell("give_up", msgspec.json.encode(self.config), reason, detail, hashed)
+            return super().give_up(reason, detail, hashed=hashed)
 
     def publish(self, folder: Path) -> Publication:
         """As `PolicyTrainer.publish`, each process its own rows."""
-        self._tell("publish", folder)
-        return super().publish(folder)
+        with self._order("publication"):
+            self._tell("publish", folder)
+            out = super().publish(folder)
+        if self.others is not None:
+            done = self.others.silence.beside(f"publication of version {self.state.version}")
+            out.hashed.add_done_callback(lambda _: done())
+        return out
 
     def explained(self, error: Exception) -> Exception:
         """As `PolicyTrainer.explained`: a broken connection is a GroupError that names the process which has ended."""
         others = self.others
         if not isinstance(error, RuntimeError) or others is None:
             return error
-        return GroupError(others.cause() or f"{type(error).__name__}: {error}")
+        return others.explained(error, f"version {self.state.version}")
 
     def save(self, position: Mapping[str, int | str]) -> None:
         """Replace the checkpoint durably, each process its own rows. OSError as `rows.write`."""
-        self._tell("save", dict(position))
-        self._guarded(lambda: self._save(position))
+        with self._order("checkpoint"):
+            self._tell("save", dict(position))
+            self._guarded(lambda: self._save(position))
 
     def _save(self, position: Mapping[str, int | str]) -> None:
         shards = self.sharded
@@ -229,15 +283,8 @@ class ShardedTrainer(PolicyTrainer):
         """Make version 0 from a checkpoint folder or a snapshot file, and write it as a checkpoint: this process reads
         its own rows, in node 0 from the files, in the others from the process of node 0 that has the same rows. All
         processes call it. CheckpointError of the policy."""
-        sharded, world, policy = self.sharded.sharded, self.world, self.state.model.config
-        if world.copy == 0:
-            pieces = opened(source, policy, sharded.shapes)
-            published.fill(policy, sharded, pieces)
-            self.read_bytes = pieces.read_bytes
-        for name, tensor in sharded.local.items():  # one after the other, so that no node has a second copy
-            self.read_bytes, values = world.copied(partial(_told, self.read_bytes, name, tensor))
-            if world.copy:
-                tensor.copy_(values[name])
+        sharded = self.sharded.sharded
+        self.read_bytes = published.read(self.state.model.config, sharded, self.world, source)
         if self.config.algorithm.kl_weight > 0.0:
             self._take_reference({name: self.sharded.served(name, tensor) for name, tensor in sharded.local.items()})
         self._save({})
@@ -247,7 +294,7 @@ class ShardedTrainer(PolicyTrainer):
         """Restore the trainer from a checkpoint, of which this process takes its own rows: in node 0 from the file, in
         the others from the process of node 0 that has the same rows. CheckpointError, TrainerError."""
         shards, world = self.sharded, self.world
-        source = Source(file, self._cut, world.node) if world.copy == 0 else None
+        source = rows.Source(file, self._cut, world.node) if world.copy == 0 else None
 
         def read(kind: str) -> tuple[Any, dict[str, Tensor]]:
             assert source is not None
@@ -277,7 +324,7 @@ class ShardedTrainer(PolicyTrainer):
         self.position, self.resumed = json.loads(about["position"]), True
         shards.hash()
 
-    def _served(self, source: "Source | None", version: int) -> tuple[None, dict[str, Tensor]]:
+    def _served(self, source: rows.Source | None, version: int) -> tuple[None, dict[str, Tensor]]:
         """This process's served rows of a kept version."""
         assert source is not None
         return None, published.take(self.state.model.config, self.sharded.sharded, source.kept(version))
@@ -326,7 +373,8 @@ class ShardedTrainer(PolicyTrainer):
                         hashed=hashed,
                     )
             elif order.kind == "give_up":
-                reason, detail, hashed = order.arguments
+                config, reason, detail, hashed = order.arguments
+                self.config = msgspec.json.decode(config, type=Config)
                 self.give_up(reason, detail, hashed=hashed)
             elif order.kind == "publish":
                 self.publish(*order.arguments)
@@ -335,12 +383,6 @@ class ShardedTrainer(PolicyTrainer):
             else:
                 raise GroupError(f"expected an order to take, give_up, publish, save or stop, got {order.kind!r}")
 
-    @property
-    def lost(self) -> str:
-        """As `PolicyTrainer.lost`."""
-        others = self.others
-        return others.why if others is not None else ""
-
     def close(self) -> None:
         """Finish the open publication, tell the other processes to stop, and leave the group."""
         super().close()
@@ -348,40 +390,6 @@ class ShardedTrainer(PolicyTrainer):
         if self.others is not None:
             self.others.stop(lambda: self.world.tell(Order("stop")))
             self.others = None
-
-
-def _told(value: int, name: str, tensor: Tensor) -> tuple[int, dict[str, Tensor]]:
-    return value, {name: tensor}
-
-
-def opened(source: Path, policy: PolicyConfig, shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
-    """The tensors of a checkpoint folder or a snapshot file. shapes: of the policy's parameters. CheckpointError of the
-    policy."""
-    whole = published.places(policy, shapes)
-    return Pieces(policy, source, {name: place.shape for name, place in whole.items()})
-
-
-class Source:
-    """A checkpoint's file, of which a process reads its own rows."""
-
-    def __init__(self, file: Path, cut: Callable[[str, Tensor], Tensor], node: PeerGroup) -> None:
-        """cut: the rows of a whole tensor. The processes of the node check the file's hash together.
-        CheckpointError."""
-        mapped = snapshot.Snapshot(file)
-        self.about = mapped.metadata
-        checkpoint.check(file, self.about, state.root(mapped.tensors, rows.file_hashes(mapped, node)))
-        self._tensors, self._cut = tensor_state.read(file), cut
-
-    def rows(self, kind: str) -> dict[str, Tensor]:
-        """The rows of `state` or of the `guard`. KeyError, ValueError for another model."""
-        heads = ("guard.",) if kind == "guard" else ("master.", "frozen.", *(f"{each}." for each in adamw.KINDS))
-        wanted = {name: value for name, value in self._tensors.items() if name.startswith(heads)}
-        return {name.removeprefix("guard."): self._cut(name, value) for name, value in wanted.items()}
-
-    def kept(self, version: int) -> dict[str, Tensor]:
-        """The whole tensors of a kept version, mapped."""
-        head = f"kept.{version}."
-        return {name[len(head) :]: value for name, value in self._tensors.items() if name.startswith(head)}
 
 
 def _parameter(name: str, shapes: Mapping[str, Any]) -> str:

@@ -91,9 +91,9 @@ async def started_ranks() -> list[int]:
 
 
 @asynccontextmanager
-async def supervised(setting: Config, server: Server, run: str) -> AsyncIterator[None]:
+async def supervised(setting: Config, server: Server, run: str, restarts: int = 100) -> AsyncIterator[None]:
     """A trainer that its supervisor starts again when it fails."""
-    supervisor = Supervisor(setting, run, url=server.url, credentials=server.credentials, restarts=100)
+    supervisor = Supervisor(setting, run, url=server.url, credentials=server.credentials, restarts=restarts)
     task = asyncio.create_task(supervisor.run([(Trainer, "trainer-1")]))
     try:
         yield

@@ -133,6 +133,31 @@ async def test_a_broker_that_is_away_is_no_failure_alike(
     assert await asyncio.wait_for(task, PATIENCE_S) == 0
 
 
+class Numbered(RuntimeError):
+    """Another text each time, as one with a process id has."""
+
+    alike = "rank 1 was killed"
+    count = 0
+
+    def __str__(self) -> str:
+        Numbered.count += 1
+        return f"rank 1 (process {Numbered.count}) was killed"
+
+
+@pytest.mark.parametrize(("alike", "code"), [("rank 1 was killed", EXIT_FOR_GOOD), ("", EXIT_GAVE_UP)])
+async def test_failures_are_compared_by_what_they_have_alike(
+    server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch, alike: str, code: int
+) -> None:
+    """The text of a lost rank has its process id, so no two such failures were alike."""
+    run, FailsAlike.lives = f"r{token_hex(4)}", 0
+    monkeypatch.setattr(Numbered, "alike", alike)
+    monkeypatch.setattr(FailsAlike, "error", Numbered())
+    # With an empty `alike` only the number of failures counts: a fifth one within the last 60 s.
+    life = supervisor(server, run, period=0.0 if alike else 60.0, restarts=4)
+    assert await asyncio.wait_for(life.run([(FailsAlike, "j7")]), PATIENCE_S) == code
+    assert FailsAlike.lives == (3 if alike else 5)
+
+
 async def test_parts_that_a_failed_start_never_made_are_no_failures_of_their_own(
     server: Server, connect: Connect
 ) -> None:

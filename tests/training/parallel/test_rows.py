@@ -26,6 +26,8 @@ class Ending:
     def __init__(self, calls: int) -> None:
         self._left = calls
 
+    def mark(self) -> None: ...
+
     def gathered(self, value: Any) -> list[Any]:
         if not self._left:
             raise GroupError("rank 1 was killed")

@@ -5,16 +5,20 @@ them ends, or node 0 has gone, it kills its ranks and asks again: so a group tha
 nodes without an operator.
 """
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from headrace.config import Config
 from headrace.training.device import TrainerError
+from headrace.training.parallel.interface import Loss
 from headrace.training.parallel.nodes import wire
 from headrace.training.parallel.nodes.local import STOP_S, Ending, LocalRanks, Store
+from headrace.training.parallel.nodes.logs import folder_of
 from headrace.training.parallel.nodes.rendezvous import parted
 from headrace.training.parallel.nodes.wire import BEAT_S, Beat, Coming, Ended, Later, Refused, Stop, Talk, Welcome
 
@@ -57,7 +61,8 @@ def join(
         if isinstance(talk, tuple):
             connection, welcome = talk
             say(f"node {node} has joined the trainer at {address}: {welcome.hello.per_node} ranks")
-            stopped, why = Membership(connection, welcome, node, host).run()
+            run = Path(config.run.dir) / Path(welcome.hello.folder).parent.name
+            stopped, why = Membership(connection, welcome, node, host, folder_of(os.environ, run)).run()
             say(f"node {node} has left the trainer at {address}: {why}")
             if stopped and once:
                 return
@@ -96,12 +101,12 @@ def _asked(host: str, port: int, here: Coming) -> tuple[tuple[Talk, Welcome] | N
 class Membership:
     """This node's part of one group."""
 
-    def __init__(self, talk: Talk, welcome: Welcome, node: int, host: str) -> None:
-        """Start the ranks of this node."""
+    def __init__(self, talk: Talk, welcome: Welcome, node: int, host: str, logs: Path) -> None:
+        """Start the ranks of this node. logs: folder of their logs."""
         self._talk, self._ending, self._stopped = talk, Ending(), False
         per_node = welcome.hello.per_node
         self.local = LocalRanks(
-            range(node * per_node, (node + 1) * per_node), welcome.hello, Store(host, welcome.port), self._failed
+            range(node * per_node, (node + 1) * per_node), welcome.hello, Store(host, welcome.port), self._failed, logs
         )
 
     def run(self) -> tuple[bool, str]:
@@ -110,23 +115,23 @@ class Membership:
         try:
             while not isinstance(self._talk.hear(), Stop):
                 pass
-            self._stopped = self._ending.begin("it has stopped")
+            self._stopped = self._ending.begin(Loss("it has stopped"))
         except TimeoutError:
-            self._ending.begin("it has given no sign of life")
+            self._ending.begin(Loss("it has given no sign of life"))
         except (OSError, ValueError) as error:
-            self._ending.begin(f"{error}")
+            self._ending.begin(Loss(f"{error}"))
         if not self._stopped:
             self.local.kill()
         self.local.wait(STOP_S)
         self._talk.close()
         self.local.close()
-        return self._stopped, self._ending.why
+        return self._stopped, self._ending.loss.text
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, loss: Loss) -> None:
         """A rank has ended: tell node 0, which ends the group and closes the connection."""
-        if self._ending.begin(why):
+        if self._ending.begin(loss):
             with suppress(OSError):
-                self._talk.say(Ended(why))
+                self._talk.say(Ended(loss.text, loss.alike, loss.raised))
             self._talk.close()
 
     def _beat(self) -> None:

@@ -2,27 +2,36 @@
 
 Each is `python -m headrace.training.parallel.rank` with torchrun's environment variables (RANK, LOCAL_RANK, WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT). Its standard input is a pipe from the starter: the configuration comes through it, and the
-end of the pipe means that the starter is gone. So no process outlives it, however it ends.
+end of the pipe means that the starter is gone. So no process outlives it, however it ends. Its output goes to a log
+file of its own (`nodes.logs`). A process that a signal stops and that nobody continues is killed, as `headrace up` does
+with its children.
 """
 
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from headrace.config import Config
+from headrace.process_stat import LOOK_S, STOPPED_S, Stops, stopped_too_long
 from headrace.python_modules import module_command
+from headrace.training.device import TrainerError
+from headrace.training.parallel.interface import Loss
+from headrace.training.parallel.nodes.logs import RankLog
 
 STOP_S = 20.0
 """Seconds that a process may take to end after the order to stop."""
-_TAIL = 400
+RAISED = 4
+"""Exit code of a rank in which a step raised. The last line of its log is the exception."""
+DUMP = signal.SIGUSR1
+"""The signal at which a rank writes the stacks of all its threads to its log."""
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -49,17 +58,17 @@ class Ending:
     """The first reason for which a group has ended."""
 
     def __init__(self) -> None:
-        self.why = ""
-        """Empty while the group runs, and after a stop in order."""
+        self.loss = Loss("")
+        """Its text is empty while the group runs, and after a stop in order."""
         self.begun = threading.Event()
         self._lock = threading.Lock()
 
-    def begin(self, why: str = "") -> bool:
-        """Begin to end. False when that has begun already; its reason is then kept."""
+    def begin(self, loss: Loss) -> bool:
+        """Begin to end, without a text in order. False when that has begun already; its reason is then kept."""
         with self._lock:
             if self.begun.is_set():
                 return False
-            self.why = why
+            self.loss = loss
             self.begun.set()  # after the text, which its waiters read
             return True
 
@@ -67,18 +76,24 @@ class Ending:
 class LocalRanks:
     """Processes of one machine."""
 
-    def __init__(self, numbers: range, hello: Hello, store: Store, failed: Callable[[str], None]) -> None:
-        """Start the processes with these ranks. failed: gets a text about each one that has ended, and its exit."""
-        self._failed = failed
+    def __init__(self, numbers: range, hello: Hello, store: Store, failed: Callable[[Loss], None], logs: Path) -> None:
+        """Start the processes with these ranks. failed: gets each one that has ended, and its exit. logs: folder of
+        their logs. TrainerError when that cannot be written."""
+        self._failed, self._numbers = failed, numbers
         line = msgspec.json.encode(hello) + b"\n"
-        self._logs = [tempfile.TemporaryFile() for _ in numbers]
+        try:
+            self._logs = [RankLog(logs, rank) for rank in numbers]
+        except OSError as error:
+            raise TrainerError(f"the logs of the trainer's ranks: {error}") from None
         self.processes = [
-            self._start(rank, hello, line, store, log) for rank, log in zip(numbers, self._logs, strict=True)
+            self._start(rank, hello, line, store, log.file) for rank, log in zip(numbers, self._logs, strict=True)
         ]
+        self._ended = threading.Event()
         self._watchers = [
             threading.Thread(target=self._watch, args=(index, rank), name=f"rank {rank}", daemon=True)
             for index, rank in enumerate(numbers)
         ]
+        self._watchers.append(threading.Thread(target=self._look, name="stopped ranks", daemon=True))
         for watcher in self._watchers:
             watcher.start()
 
@@ -93,7 +108,7 @@ class LocalRanks:
         process = subprocess.Popen(  # type: ignore[call-overload]
             module_command("headrace.training.parallel.rank"),
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=log,
             stderr=log,
             start_new_session=True,
             env={
@@ -112,14 +127,36 @@ class LocalRanks:
     def _watch(self, index: int, rank: int) -> None:
         process = self.processes[index]
         code = process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        self._failed(f"rank {rank} (process {process.pid}) {how}{self._last_words(index)}")
-
-    def _last_words(self, index: int) -> str:
         log = self._logs[index]
-        log.seek(0)
-        lines = log.read().decode(errors="replace").strip().splitlines()
-        return f": {lines[-1][:_TAIL]}" if lines else ""
+        words = log.last_words()
+        if code == RAISED:
+            how = "raised in a step"
+        else:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how += f": {words}" if words else ""
+        raised = f"rank {rank}: {words}" if code == RAISED else ""
+        text = f"rank {rank} (process {process.pid}) {how} (log: {log.path})"
+        self._failed(Loss(text, f"rank {rank} {how}", raised))
+
+    def _look(self) -> None:
+        """Kill a process that a signal has stopped for long; its watcher then tells its end."""
+        stops = [Stops() for _ in self.processes]
+        while not self._ended.wait(LOOK_S):
+            for rank, process, stop in zip(self._numbers, self.processes, stops, strict=True):
+                if stop.seconds(process.pid, LOOK_S) >= STOPPED_S:
+                    text = f"rank {rank}: {stopped_too_long(process.pid)}"
+                    self._failed(Loss(text, f"rank {rank} was stopped by a signal"))
+                    process.kill()
+
+    def stopped(self) -> list[int]:
+        """The ranks that a signal has stopped at this moment."""
+        states = ((rank, Stops.state(process.pid)) for rank, process in zip(self._numbers, self.processes, strict=True))
+        return [rank for rank, state in states if state == "T"]
+
+    def dump(self) -> None:
+        """Let every process write the stacks of its threads to its log."""
+        for process in self.processes:
+            process.send_signal(DUMP)
 
     def kill(self) -> None:
         """Kill all processes that run."""
@@ -137,6 +174,7 @@ class LocalRanks:
 
     def close(self) -> None:
         """Free threads and files, after `wait`."""
+        self._ended.set()
         for watcher in self._watchers:
             watcher.join()
         for process in self.processes:

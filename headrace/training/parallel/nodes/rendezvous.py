@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from headrace.training.device import TrainerError
-from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.interface import GroupError, Loss
 from headrace.training.parallel.nodes.wire import (
     BEAT_S,
     Beat,
@@ -69,9 +69,9 @@ class _Guest(NamedTuple):
 class Rendezvous:
     """The other nodes of a group."""
 
-    def __init__(self, address: str, nodes: int, here: Coming, failed: Callable[[str], None]) -> None:
-        """Listen at HOST:PORT; it answers after `open`. here: the first line that node 0 would send. failed: gets a
-        text about a node that has gone. TrainerError, GroupError as `listening`."""
+    def __init__(self, address: str, nodes: int, here: Coming, failed: Callable[[Loss], None]) -> None:
+        """Listen at HOST:PORT; it answers after `open`. here: the first line that node 0 would send. failed: gets the
+        loss of a node or of its rank. TrainerError, GroupError as `listening`."""
         self.address, self._nodes, self._here, self._failed = address, nodes, here, failed
         self.host, port = parted(address)
         self._socket = listening(self.host, port)
@@ -132,7 +132,7 @@ class Rendezvous:
         try:
             talk.say(welcome)
         except OSError as error:
-            self._gone(line.node, host, str(error))
+            self._gone(line.node, host, Loss(str(error)))
             return 0
         return line.node
 
@@ -140,15 +140,16 @@ class Rendezvous:
         try:
             while not isinstance(line := talk.hear(), Ended):
                 pass
-            self._gone(node, host, line.why)
+            self._gone(node, host, Loss(line.why, line.alike, line.raised))
         except TimeoutError:
-            self._gone(node, host, "it has given no sign of life")
+            self._gone(node, host, Loss("it has given no sign of life"))
         except (OSError, ValueError) as error:
-            self._gone(node, host, str(error))
+            self._gone(node, host, Loss(str(error)))
 
-    def _gone(self, node: int, host: str, why: str) -> None:
+    def _gone(self, node: int, host: str, loss: Loss) -> None:
         if not self._closed.is_set():
-            self._failed(f"node {node} ({host}): {why}")
+            text = f"node {node} ({host}): {loss.text}"
+            self._failed(Loss(text, f"node {node}: {loss.alike or loss.text}", loss.raised))
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):

@@ -69,6 +69,9 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """From another node: one of its ranks has ended."""
 
     why: str
+    alike: str = ""
+    raised: str = ""
+    """As in `interface.Loss`."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

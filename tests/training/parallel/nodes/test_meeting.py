@@ -12,7 +12,7 @@ import pytest
 from headrace.config import Config, Trainer
 from headrace.messages.plugins import Plugin
 from headrace.training.device import TrainerError
-from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.interface import GroupError, Loss
 from headrace.training.parallel.nodes import join, wire
 from headrace.training.parallel.nodes.local import Hello
 from headrace.training.parallel.nodes.rendezvous import Rendezvous, listening, parted
@@ -35,7 +35,7 @@ class Meeting:
     """A rendezvous at a free port, and the texts about nodes that have gone."""
 
     def __init__(self) -> None:
-        self.gone: Queue[str] = Queue()
+        self.gone: Queue[Loss] = Queue()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -102,20 +102,22 @@ def test_one_machine_at_a_time_is_a_node_and_its_end_is_told() -> None:
         assert answer == Later("node 1 of the trainer is 127.0.0.1 until that has gone")
         second.close()
         first.say(Beat())
-        first.say(Ended("rank 1 was killed by SIGKILL"))
-        assert made.gone.get(timeout=WAIT_S) == "node 1 (127.0.0.1): rank 1 was killed by SIGKILL"
+        first.say(Ended("rank 1 (process 7) raised", "rank 1 raised", "ValueError: no"))
+        assert made.gone.get(timeout=WAIT_S) == Loss(
+            "node 1 (127.0.0.1): rank 1 (process 7) raised", "node 1: rank 1 raised", "ValueError: no"
+        )
         first.close()
     with meeting() as made:
         first, _ = made.ask(COMES)
         first.close()
-        assert made.gone.get(timeout=WAIT_S) == "node 1 (127.0.0.1): it closed the connection"
+        assert made.gone.get(timeout=WAIT_S).text == "node 1 (127.0.0.1): it closed the connection"
 
 
 def test_a_silent_node_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "LOST_S", 0.05)
     with meeting() as made:
         first, _ = made.ask(COMES)
-        assert made.gone.get(timeout=WAIT_S) == "node 1 (127.0.0.1): it has given no sign of life"
+        assert made.gone.get(timeout=WAIT_S).text == "node 1 (127.0.0.1): it has given no sign of life"
         first.close()
 
 

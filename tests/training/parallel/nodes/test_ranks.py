@@ -21,7 +21,8 @@ def test_a_process_that_ends_before_it_joins_ends_the_group(tmp_path: Path) -> N
     others = Ranks(Config(policy=unreadable, trainer=Trainer(ranks=2)), tmp_path)
     with pytest.raises(GroupError, match=r"rank 1 .* ended with code 1: .*policy.experts"):
         others.wait()
-    assert "policy.experts" in others.end()
+    others.end()
+    assert "policy.experts" in others.why
 
 
 def test_a_process_that_never_comes_ends_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,4 +42,5 @@ def test_a_process_that_is_killed_in_the_rendezvous_ends_it(tmp_path: Path, monk
     others.processes[0].kill()
     with pytest.raises(RuntimeError, match=r"Connect timeout|timeout after 2000ms"):
         group.join(torch.device("cpu"), 0, 2, others.store)
-    assert "was killed by SIGKILL" in others.end()
+    assert "was killed by SIGKILL" in str(others.explained(RuntimeError("a connection")))
+    others.end()

@@ -1,0 +1,166 @@
+"""Steps that fail in a group of processes: one that raises is a failed step as with one process, one that hangs ends
+after a limit, and a process whose thread does not return from its group is replaced."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.bus.broker.server import Server
+from headrace.bus.runtime.supervisor import EXIT_GAVE_UP
+from headrace.config import Config
+from headrace.messages.training import StepDone, StepFailed
+from headrace.training.parallel.nodes import local
+from tests.actors.trainer.test_ranks import event, processes, several, supervised
+from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
+from tests.support.recorded_run import RunFeeder, new_run
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, ranks: str, loss: str, count: int = 2, **trainer: Any
+) -> tuple[Config, Path]:
+    """A configuration with a loss of `failing_losses`, and the file while which these ranks fail."""
+    marker = folder / "fail"
+    monkeypatch.setenv("FAILING_RANKS", ranks)
+    monkeypatch.setenv("FAILING_WHILE", str(marker))
+    made = several(folder, count, **trainer)
+    algorithm = msgspec.structs.replace(made.algorithm, weighting=f"tests.support.failing_losses:{loss}")
+    return msgspec.structs.replace(made, algorithm=algorithm), marker
+
+
+async def versions(feeder: RunFeeder, marker: Path) -> None:
+    """Three batches, the second of which raises."""
+    await feeder.batch(0)
+    await feeder.version(1)
+    marker.touch()
+    await feeder.batch(1)
+    await feeder.version(2)
+    marker.unlink()
+    await feeder.batch(2)
+    await feeder.version(3)
+
+
+@pytest.mark.parametrize(
+    "ranks", ["1", pytest.param("0", marks=pytest.mark.slow), pytest.param("0,1", marks=pytest.mark.slow)]
+)
+async def test_a_step_that_raises_in_a_group_fails_as_with_one_process(
+    connect: Connect, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: str
+) -> None:
+    """Before, every exception of a step ended the group, and its successor took the same step without end."""
+    setting, marker = failing(monkeypatch, tmp_path, ranks, "raising", checkpoint_every=1)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with supervised(setting, server, feeder.run, restarts=1):
+        await versions(feeder, marker)
+    records = await feeder.steps()
+    (failed,) = [record for record in records if isinstance(record, StepFailed)]
+    assert (failed.step, failed.reason, failed.incarnation) == (1, "exception", 0)
+    assert failed.detail in [f"rank {rank}: RuntimeError: out of luck" for rank in ranks.split(",")]
+    assert failed.state_hash == feeder.hashes[1] == feeder.hashes[2]
+    done = [record for record in records if isinstance(record, StepDone)]
+    assert [(record.step, record.max_abs_dlp) for record in done] == [(0, 0.0), (2, 0.0)]
+    told = await event(feeder, "actor_failed")
+    assert "StepRaised: rank" in told
+    log = tmp_path / feeder.run / "logs" / "trainer-rank-1.log"
+    lives = log.read_text()
+    assert lives.count("rank_started") == 2, "both lives are in one file"
+    if ranks == "1":
+        assert f"raised in a step: RuntimeError: out of luck (log: {log})" in told
+        assert 'tests/support/failing_losses.py", line' in lives, "with the whole traceback"
+
+
+async def goes_on(feeder: RunFeeder, marker: Path) -> str:
+    """A step that fails until its group has ended, and the versions after it. Returns the text of the failure."""
+    await feeder.batch(0)
+    await feeder.version(1)
+    marker.touch()
+    await feeder.batch(1)
+    told = await event(feeder, "actor_failed")
+    marker.unlink()
+    await feeder.version(2)
+    done = [record for record in await feeder.steps() if isinstance(record, StepDone)]
+    assert [(record.step, record.incarnation) for record in done] == [(0, 0), (1, 0)]
+    return told
+
+
+async def test_a_step_in_which_nothing_moves_ends_its_group_and_is_taken_again(
+    connect: Connect, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a rank that hung was waited for thirty days."""
+    setting, marker = failing(monkeypatch, tmp_path, "1", "blocking", checkpoint_every=1, stall_s=10.0)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with supervised(setting, server, feeder.run, restarts=1):
+        told = await goes_on(feeder, marker)
+    assert "no rank made progress for 10 s in step of version 1" in told and "raise [trainer] stall_s" in told
+    log = (tmp_path / feeder.run / "logs" / "trainer-rank-1.log").read_text()
+    assert 'tests/support/failing_losses.py", line' in log and " in blocking" in log, (
+        "the stack of the thread that hung"
+    )
+
+
+async def test_a_rank_that_a_signal_stops_is_killed_and_its_step_is_taken_again(
+    connect: Connect, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, nobody looked at ranks: `headrace up` sees its own children alone."""
+    monkeypatch.setattr(local, "LOOK_S", 0.05)
+    monkeypatch.setattr(local, "STOPPED_S", 0.5)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with supervised(several(tmp_path, 2), server, feeder.run, restarts=1):
+        await feeder.batch(0)
+        await feeder.version(1)
+        (rank,) = processes()
+        os.kill(rank, signal.SIGSTOP)
+        await feeder.batch(1)
+        assert f"rank 1: process {rank} was stopped by a signal" in await event(feeder, "actor_failed")
+        await feeder.version(2)
+
+
+ALONE = (
+    "import msgspec, sys, uvloop\n"
+    "from headrace.actors.trainer import other_ranks\n"
+    "from headrace.actors.trainer.actor import Trainer\n"
+    "from headrace.bus.runtime.supervisor import run_actors\n"
+    "from headrace.config import Config\n"
+    "other_ranks.BLOCKED_S = 1.0\n"
+    "config = msgspec.json.decode(sys.argv[1], type=Config)\n"
+    "uvloop.run(run_actors([(Trainer, 'alone')], config, sys.argv[2], url=sys.argv[3], credentials=sys.argv[4]))"
+)
+
+
+async def test_a_process_whose_thread_stays_in_a_lost_group_ends(
+    connect: Connect, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real process: its thread blocks in a step and a rank is killed. Before, the process stayed for ever, and after
+    another failure its next trainer found that it was in a group already."""
+    setting, marker = failing(monkeypatch, tmp_path, "0", "blocking", checkpoint_every=1)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    arguments = [msgspec.json.encode(setting).decode(), feeder.run, server.url, str(server.credentials)]
+    path = {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    first = await asyncio.create_subprocess_exec(sys.executable, "-c", ALONE, *arguments, env=os.environ | path)
+    await feeder.batch(0)
+    await feeder.version(1)
+    marker.touch()
+    await feeder.batch(1)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not (tmp_path / "fail.reached").exists() or len(await feeder.steps()) < 3:
+                await asyncio.sleep(0.05)
+        (rank,) = processes(first.pid)
+        os.kill(rank, signal.SIGKILL)
+        assert await asyncio.wait_for(first.wait(), PATIENCE_S) == EXIT_GAVE_UP
+    finally:
+        if first.returncode is None:
+            first.kill()
+            await first.wait()
+    told = await event(feeder, "process_ends")
+    assert "does not return from its lost group" in told and f"rank 1 (process {rank}) was killed by SIGKILL" in told
+    marker.unlink()
+    async with supervised(setting, server, feeder.run, restarts=0):
+        await feeder.version(2)
