@@ -280,13 +280,12 @@ class ShardedTrainer(PolicyTrainer):
 
     @torch.no_grad()
     def begin(self, source: Path) -> None:
-        """Make version 0 from a checkpoint folder or a snapshot file, and write it as a checkpoint: this process reads
-        its own rows, in node 0 from the files, in the others from the process of node 0 that has the same rows. All
-        processes call it. CheckpointError of the policy."""
-        sharded = self.sharded.sharded
-        self.read_bytes = published.read(self.state.model.config, sharded, self.world, source)
+        """Make version 0 from a checkpoint folder or a snapshot file, and write it as a checkpoint: this process takes
+        its own rows. All processes call it. CheckpointError of the policy."""
+        self.read_bytes = published.read(self.state.model.config, self.sharded.sharded, self.world, source)
         if self.config.algorithm.kl_weight > 0.0:
-            self._take_reference({name: self.sharded.served(name, tensor) for name, tensor in sharded.local.items()})
+            local = self.sharded.sharded.local
+            self._take_reference({name: self.sharded.served(name, tensor) for name, tensor in local.items()})
         self._save({})
         self.sharded.hash()
 
