@@ -1,7 +1,8 @@
 """`headrace trainer join`: starts this machine's ranks of a trainer on several nodes, and starts them again.
 
 The actor's machine is node 0. A node's number and the address of node 0 may come from the variables of torchrun and of
-Slurm: NODE_RANK, GROUP_RANK or SLURM_NODEID, and MASTER_ADDR with MASTER_PORT.
+Slurm: NODE_RANK, GROUP_RANK or SLURM_NODEID, and MASTER_ADDR with MASTER_PORT. Under torchrun these two are the address
+of its agent's store, so they are not read there.
 """
 
 import argparse
@@ -50,6 +51,9 @@ def join(args: argparse.Namespace) -> int:
     if node is None:
         raise RunError(f"expected this machine's number: --node N, or one of {', '.join(NUMBERS)}")
 
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        raise RunError("expected one process of a machine, which starts its ranks itself: torchrun --nproc-per-node 1")
+
     from headrace.training.device import TrainerError
     from headrace.training.parallel.nodes import join as joining
 
@@ -71,6 +75,8 @@ def node_of(environment: Mapping[str, str]) -> int | None:
 
 
 def master_of(environment: Mapping[str, str]) -> str:
-    """HOST:PORT of the trainer's machine; empty when no variables have it."""
+    """HOST:PORT of the trainer's machine; empty when no variables have it, and under torchrun."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return ""
     host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     return f"{host}:{port}" if host and port else ""

@@ -58,7 +58,8 @@ def overrides(config: Config) -> list[str]:
 class Node:
     """Another machine: `headrace trainer join` in a folder of its own."""
 
-    def __init__(self, folder: Path, config: Config, number: int, *words: str) -> None:
+    def __init__(self, folder: Path, config: Config, number: int, *words: str, starter: tuple[str, ...] = ()) -> None:
+        """starter: the program that starts the command."""
         folder.mkdir(exist_ok=True)
         (folder / "run.toml").write_text("")
         self.folder = folder
@@ -66,6 +67,7 @@ class Node:
         with open(self.output, "ab") as log:
             self.process = subprocess.Popen(
                 [
+                    *starter,
                     *module_command("headrace.cli", "trainer", "join", "run.toml"),
                     *("--node", str(number), *overrides(config), *words),
                 ],
@@ -134,6 +136,26 @@ async def test_two_nodes_make_the_versions_of_one_process_also_after_a_rank_of_t
     assert node.text().count("has joined the trainer") == 2
     manifests = [record for record in await feeder.steps() if isinstance(record, StepManifest)]
     assert all(record.objective["ranks"] == 2 * per_node and record.objective["nodes"] == 2 for record in manifests)
+
+
+async def test_torchrun_starts_a_node(connect: Connect, server: Server, tmp_path: Path) -> None:
+    """Its variables MASTER_ADDR and MASTER_PORT name the store of its own agent, and not the trainer."""
+    (tmp_path / "one").mkdir()
+    want = await alone(server, tmp_path / "one", 2)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    setting = spread(tmp_path, 2)
+    torchrun = module_command("torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    node = Node(tmp_path / "node1", setting, 1, "--once", starter=(*torchrun, "--no-python", "--"))
+    try:
+        async with living(Trainer, setting, await connect("trainer"), feeder.run):
+            for number in range(2):
+                await feeder.batch(number)
+            await feeder.version(2)
+        assert await asyncio.to_thread(node.process.wait, PATIENCE_S) == 0, "torchrun ends with the command"
+    finally:
+        node.process.kill()
+        node.process.wait()
+    await bits(feeder, want)
 
 
 async def test_a_machine_that_dies_is_waited_for_and_takes_its_rows_of_the_checkpoint_again(

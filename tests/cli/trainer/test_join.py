@@ -17,6 +17,8 @@ def test_number_and_address_come_from_torchrun_or_slurm() -> None:
         node_of({"NODE_RANK": "one"})
     assert master_of({"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}) == "node0:29500"
     assert master_of({"MASTER_ADDR": "node0"}) == ""
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert master_of(torchrun) == "", "this is the store of its agent"
 
 
 @pytest.mark.parametrize(
@@ -41,3 +43,14 @@ def test_a_run_of_one_node_and_a_node_without_number_are_refused(
     (tmp_path / "run.toml").write_text("")
     assert main(["trainer", "join", str(tmp_path / "run.toml"), *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_one_process_of_a_machine_joins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a second one that torchrun started asked node 0 without end."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    (tmp_path / "run.toml").write_text("")
+    words = ["--set", "trainer.ranks=2", "--set", "trainer.nodes=2", "--set", "trainer.rendezvous=127.0.0.1:1"]
+    assert main(["trainer", "join", str(tmp_path / "run.toml"), "--node", "1", *words]) == 2
+    assert "torchrun --nproc-per-node 1" in capsys.readouterr().err
