@@ -182,6 +182,15 @@ def undo_bytes(config: PolicyConfig, layout: Layout) -> int:
     return int((size + 4) * changed * trained * layout.minibatches)
 
 
+def _version_bytes(config: PolicyConfig, layout: Layout) -> int:
+    """Bytes of one rebuilt version on a device. In one process it shares the tensors that did not change with the
+    current weights, and those of whole entries with the undo log."""
+    count, size = parameters(config), element_bytes(config)
+    if layout.sharded:
+        return size * -(-count.total // layout.devices)
+    return 0 if changed_share(config, layout.learning_rate) > _SPARSE else size * (count.total - count.frozen)
+
+
 def attention_of(config: PolicyConfig, layout: Layout) -> tuple[Attention, str]:
     """How packed sequences attend, and why ordinary mode does not take `varlen_attn`; that is empty where it does."""
     if layout.exact:
@@ -249,7 +258,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         activations=activations,
         head=head,
         temporary=temporary,
-        versions=layout.versions * size * share + (4 * trained if sharded and layout.versions else 0),
+        versions=layout.versions * _version_bytes(config, layout) + (4 * trained if sharded and layout.versions else 0),
         undo=(layout.versions + (layout.minibatches > 1)) * undo,
         scoring=_scoring(config, layout),
         reference=size * share if layout.reference else 0,

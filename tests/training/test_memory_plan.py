@@ -385,3 +385,9 @@ def test_a_device_with_several_runs_holds_a_gradient_for_each() -> None:
     count, outside = parameters(QWEN["0.6B"]), QWEN["0.6B"].vocab * QWEN["0.6B"].dim
     assert four.gathered - one.gathered == 4 * 2 * (count.largest_layer + outside)
     assert four._replace(gathered=0) == one._replace(gathered=0)
+
+
+def test_a_rebuilt_version_of_one_process_holds_what_changed_alone() -> None:
+    adapters = plan(ADAPTED, Layout(versions=2, learning_rate=1e-6))
+    assert 0 < adapters.versions < 2 * 2 * parameters(QWEN["0.6B"]).total // 10
+    assert plan(POLICY, Layout(versions=2)).versions == 0, "float32: the entries hold the tensors"

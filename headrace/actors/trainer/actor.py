@@ -202,7 +202,9 @@ class Trainer(Actor):
             trainer.config = under(self.config, manifest)
             result = await self._in_thread(lambda: trainer.give_up(raised.REASON, detail))
         else:
-            recorder = raised.Recorder(self, self._write, Promise((seq, manifest)).wait, recorded is not None)
+            recorder = raised.Recorder(
+                self, self._write, Promise((seq, manifest)).wait, trainer.clock.lap, recorded is not None
+            )
             result = await recorder.watched(self._take(trainer, manifest, fetched))
         if recorded is not None and recorded.state_hash != result.state_hash:
             text = f"step {manifest.step} gave {result.state_hash}, its published result was {recorded.state_hash}"
@@ -264,7 +266,7 @@ class Trainer(Actor):
         plan = await self._plan(trainer, batch.groups, window, batch.records)
         steps.create_task(self._announce(turn, plan), name=f"{self.id}: manifest {k}")
         manifest = records.manifest(self.config, self.run, plan)
-        recorder = raised.Recorder(self, self._write, turn.announced.wait)
+        recorder = raised.Recorder(self, self._write, turn.announced.wait, trainer.clock.lap)
         result = await recorder.watched(self._take(trainer, manifest, batch.records, turn))
         self.closings.resume()
         publication = await self._in_thread(self.store.publish)

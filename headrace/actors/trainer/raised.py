@@ -11,6 +11,7 @@ from typing import NamedTuple
 from headrace.actors.trainer import records
 from headrace.bus.runtime.actor import Actor
 from headrace.messages.training import StepDone, StepFailed, StepManifest
+from headrace.training.figures.clock import Cause
 from headrace.training.outcome import StepOutcome
 from headrace.training.parallel.interface import StepRaised
 
@@ -25,6 +26,8 @@ class Recorder(NamedTuple):
     write: Callable[[StepFailed | StepDone], Awaitable[int]]
     announced: Callable[[], Awaitable[tuple[int, StepManifest]]]
     """The sequence and the manifest of the step, when it is on the bus."""
+    lap: Callable[[], tuple[float, dict[Cause, float]]]
+    """The step's time, `Clock.lap`."""
     recorded: bool = False
     """Whether the step has an outcome already: a step that was done before and raises now is no failed step."""
 
@@ -39,7 +42,7 @@ class Recorder(NamedTuple):
             failed = StepOutcome(
                 version=manifest.version + 1, state_hash=manifest.base_hash, failed=REASON, detail=error.raised
             )
-            record = records.outcome(self.actor.config, manifest, seq, failed, (0.0, {}))
+            record = records.outcome(self.actor.config, manifest, seq, failed, self.lap())
             assert isinstance(record, StepFailed)
             await self.write(record)
             await self.actor.event("step_failed", sentence(record), "error", step=manifest.step)

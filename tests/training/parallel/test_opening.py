@@ -21,6 +21,7 @@ from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import checkpoint
 from headrace.policy.layout.pieces import Pieces
 from headrace.policy.model import Model
+from headrace.training import memory_plan
 from headrace.training.device import TrainerError
 from headrace.training.parallel import group, opening, rows
 from headrace.training.trainer import PolicyTrainer
@@ -194,7 +195,8 @@ def test_another_models_checkpoint_is_refused_as_in_one_process(
 def test_a_new_policy_that_one_process_cannot_hold_says_how_to_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.training.trainer.available_bytes", lambda where: 1 << 20)
+    monkeypatch.setattr("headrace.training.device.available_bytes", lambda where: 1 << 20)
+    monkeypatch.setattr(memory_plan, "FREED_S", 0.0)
     config = msgspec.structs.replace(CONFIG, trainer=msgspec.structs.replace(CONFIG.trainer, ranks=2))
     for tokens, what in ((0, "a new policy is not made"), (1000, "mid-training does not run")):
         learning = msgspec.structs.replace(CONFIG.mid_training, tokens=tokens)
