@@ -22,10 +22,11 @@ from headrace.messages.training import StepDone, StepManifest
 from headrace.python_modules import module_command
 from headrace.training.parallel.nodes import wire
 from headrace.weights import snapshot
-from tests.actors.trainer.test_ranks import alone, event, processes, several, supervised
+from tests.actors.trainer.test_ranks import alone, event, several, supervised
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.patience import PATIENCE_S
+from tests.support.rank_processes import ranks_of
 from tests.support.recorded_run import RunFeeder, new_run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -79,7 +80,7 @@ class Node:
 
     def ranks(self) -> list[int]:
         """Its ranks that run."""
-        return processes(self.process.pid)
+        return ranks_of(self.process.pid)
 
     def text(self) -> str:
         return self.output.read_text()
@@ -119,7 +120,7 @@ async def test_two_nodes_make_the_versions_of_one_process_also_after_a_rank_of_t
         async with supervised(setting, server, feeder.run):
             await feeder.batch(0)
             await feeder.version(1)
-            assert len(node.ranks()) == per_node and len(processes()) == per_node - 1
+            assert len(node.ranks()) == per_node and len(ranks_of()) == per_node - 1
             victim = node.ranks()[0]
             os.kill(victim, signal.SIGKILL)
             ended = await event(feeder, "actor_failed")

@@ -16,9 +16,10 @@ from headrace.bus.runtime.supervisor import EXIT_GAVE_UP
 from headrace.config import Config
 from headrace.messages.training import StepDone, StepFailed
 from headrace.training.parallel.nodes import local
-from tests.actors.trainer.test_ranks import event, processes, several, supervised
+from tests.actors.trainer.test_ranks import event, several, supervised
 from tests.conftest import Connect
 from tests.support.patience import PATIENCE_S
+from tests.support.rank_processes import ranks_of
 from tests.support.recorded_run import RunFeeder, new_run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -115,7 +116,7 @@ async def test_a_rank_that_a_signal_stops_is_killed_and_its_step_is_taken_again(
     async with supervised(several(tmp_path, 2), server, feeder.run, restarts=1):
         await feeder.batch(0)
         await feeder.version(1)
-        (rank,) = processes()
+        (rank,) = ranks_of()
         os.kill(rank, signal.SIGSTOP)
         await feeder.batch(1)
         assert f"rank 1: process {rank} was stopped by a signal" in await event(feeder, "actor_failed")
@@ -152,7 +153,7 @@ async def test_a_process_whose_thread_stays_in_a_lost_group_ends(
         async with asyncio.timeout(PATIENCE_S):
             while not (tmp_path / "fail.reached").exists() or len(await feeder.steps()) < 3:
                 await asyncio.sleep(0.05)
-        (rank,) = processes(first.pid)
+        (rank,) = ranks_of(first.pid)
         os.kill(rank, signal.SIGKILL)
         assert await asyncio.wait_for(first.wait(), PATIENCE_S) == EXIT_GAVE_UP
     finally:

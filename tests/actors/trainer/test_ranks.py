@@ -30,6 +30,7 @@ from headrace.weights import snapshot, tensor_state
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.patience import PATIENCE_S
+from tests.support.rank_processes import ranks_of
 from tests.support.recorded_run import RunFeeder, config, new_run
 from tests.support.world import POLICY
 
@@ -66,26 +67,10 @@ async def alone(server: Server, folder: Path, steps: int, count: int = 1) -> lis
         return [feeder.hashes[number] for number in range(steps + 1)]
 
 
-def processes(starter: int = 0) -> list[int]:
-    """The ranks that a process has started and that still run. starter: 0 for this process."""
-    pids = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(parent) == (starter or os.getpid()) and b"headrace.training.parallel.rank" in command:
-            pids.append(int(entry.name))
-    return sorted(pids)
-
-
 async def started_ranks() -> list[int]:
     """The ranks of this process, as soon as there are any."""
     async with asyncio.timeout(PATIENCE_S):
-        while not (alive := processes()):  # a group that begins again has none for a moment, and tells nobody
+        while not (alive := ranks_of()):  # a group that begins again has none for a moment, and tells nobody
             await asyncio.sleep(0.02)
     return alive
 
@@ -100,7 +85,7 @@ async def supervised(setting: Config, server: Server, run: str, restarts: int = 
     finally:
         supervisor.stop()
         assert await asyncio.wait_for(task, PATIENCE_S) == 0
-    assert not processes(), "no rank outlives its trainer"
+    assert not ranks_of(), "no rank outlives its trainer"
 
 
 async def event(feeder: RunFeeder, kind: str) -> str:
@@ -123,7 +108,7 @@ async def test_two_ranks_make_the_versions_of_one_process_also_after_one_is_kill
     async with supervised(several(tmp_path, 2), server, feeder.run):
         await feeder.batch(0)
         await feeder.version(1)
-        (victim,) = processes()
+        (victim,) = ranks_of()
         os.kill(victim, signal.SIGKILL)
         assert f"rank 1 (process {victim}) was killed by SIGKILL" in await event(feeder, "actor_failed")
         await feeder.batch(1)
