@@ -2,6 +2,7 @@
 a rank or a node that dies ends the group, which all nodes join again."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -52,7 +53,7 @@ def overrides(config: Config) -> list[str]:
         plain = type(section)()
         for key in section.__struct_fields__:
             if (value := getattr(section, key)) != getattr(plain, key):
-                words += ["--set", f"{name}.{key}={value}"]
+                words += ["--set", f"{name}.{key}={json.dumps(value) if isinstance(value, bool) else value}"]
     return words
 
 
