@@ -2,8 +2,10 @@
 after a limit, and a process whose thread does not return from its group is replaced."""
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from headrace.messages.training import StepDone, StepFailed
 from headrace.training.parallel.nodes import local
 from tests.actors.trainer.test_ranks import event, several, supervised
 from tests.conftest import Connect
+from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.rank_processes import ranks_of
 from tests.support.recorded_run import RunFeeder, new_run
@@ -165,3 +168,13 @@ async def test_a_process_whose_thread_stays_in_a_lost_group_ends(
     marker.unlink()
     async with supervised(setting, server, feeder.run, restarts=0):
         await feeder.version(2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_benchmark_kills_every_rank_and_meets_its_targets() -> None:
+    words = (sys.executable, "-m", "benchmarks.rank_kills", "--trials", "4")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["kills_by_rank"] == {"0": 1, "1": 1, "2": 1, "3": 1} and figures["process_restarts"] == 1
