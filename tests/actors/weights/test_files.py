@@ -35,7 +35,8 @@ async def run(request: pytest.FixtureRequest, connect: Connect, tmp_path: Path) 
 def files(run: WeightRun) -> list[int]:
     """The full snapshots that nodes can get, besides the newest version of the sender."""
     if run.config.weights.full_snapshots == "file":
-        return sorted(int(path.name.partition("-")[0]) for path in Path(run.config.weights.shared_dir).rglob("*.safe*"))
+        whole = Path(run.config.weights.shared_dir).rglob("[0-9]*.safetensors")  # a copy under way has a hidden name
+        return sorted(int(path.name.partition("-")[0]) for path in whole)
     return sorted(int(path.stem) for path in (run.folder / run.id / "nodes" / "n1" / "sender").glob("*.safetensors"))
 
 
