@@ -91,19 +91,22 @@ class WeightReceiver(Actor):
     async def _open_transfer(self) -> None:
         """Serve this node's files, and find those of others, as the section says. Unrecoverable."""
         section, values = self.config.weights, await self.bus.kv("HR_STATE")
-        secret = ""
-        if section.full_snapshots == "peer":
-            try:
-                secret = node.secret(self.bus.credentials)
-                self._served = node.ServedStore(self.store, values, section, self.run, token(self.bus.node), "receiver")
-                await self._served.start(secret, section.peer_port)
-            except (SecretError, OSError) as error:
-                raise Unrecoverable(f"the files of this node cannot be served to others: {error}") from error
-        own_url = self._served.url if self._served is not None else ""
         # A broker's full snapshots are chunks; a file of the time before is still found in the shared folder.
-        self._fetcher = node.fetcher(
-            section, values, WrongSequence, self.run, token(self.bus.node), self._tell, token=secret, own=own_url
-        )
+        try:
+            self._served, self._fetcher = await node.opened(
+                section,
+                values,
+                WrongSequence,
+                self.run,
+                token(self.bus.node),
+                self._tell,
+                store=self.store,
+                actor="receiver",
+                port=section.peer_port,
+                credentials=self.bus.credentials,
+            )
+        except (SecretError, OSError) as error:
+            raise Unrecoverable(f"the files of this node cannot be served to others: {error}") from error
 
     async def stop(self) -> None:
         """Serve nothing any more."""

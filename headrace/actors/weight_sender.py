@@ -117,18 +117,21 @@ class WeightSender(Actor):
     async def _open_transfer(self) -> None:
         """Serve full snapshots, and find those of other nodes, as the section says. Unrecoverable."""
         section, values = self.config.weights, await self.bus.kv("HR_STATE")
-        secret = ""
-        if section.full_snapshots == "peer":
-            try:
-                secret = node.secret(self.bus.credentials)
-                self._served = node.ServedStore(self.store, values, section, self.run, token(self.bus.node), "sender")
-                await self._served.start(secret, section.peer_port + 1 if section.peer_port else 0)
-            except (SecretError, OSError) as error:
-                raise Unrecoverable(f"full snapshots cannot be served to other nodes: {error}") from error
-        own_url = self._served.url if self._served is not None else ""
-        self._fetcher = node.fetcher(
-            section, values, WrongSequence, self.run, token(self.bus.node), self._tell_source, token=secret, own=own_url
-        )
+        try:
+            self._served, self._fetcher = await node.opened(
+                section,
+                values,
+                WrongSequence,
+                self.run,
+                token(self.bus.node),
+                self._tell_source,
+                store=self.store,
+                actor="sender",
+                port=section.peer_port + 1 if section.peer_port else 0,
+                credentials=self.bus.credentials,
+            )
+        except (SecretError, OSError) as error:
+            raise Unrecoverable(f"full snapshots cannot be served to other nodes: {error}") from error
 
     async def stop(self) -> None:
         """Serve nothing any more."""

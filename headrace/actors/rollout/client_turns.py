@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 
 import msgspec
 
-from headrace.actors.rollout import spans
+from headrace.actors.rollout import publication, spans
 from headrace.actors.rollout.pins import NoPolicy
 from headrace.actors.rollout.policies import ClientServed
 from headrace.actors.rollout.turn_log import TurnLog
@@ -45,7 +45,6 @@ from headrace.messages.rollout import (
     Turn,
     routes_end,
 )
-from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import TaskRef
 from headrace.rendering.native.client import ClientRenderer, UnusableConversation
 from headrace.rendering.parsers.base import Completion
@@ -242,8 +241,7 @@ class ClientTurns:
                 capture=Capture(training_allowed=request.training_allowed, untrainable=request.untrainable),
                 plugins=self._plugins,
             )
-        subject = TRAJ.at(run=request.run, group=request.group)
-        await self._bus.publish(subject, trajectory, msg_id=f"{request.run}.{id}")
+        await publication.publish(self._bus, trajectory)
         self._sessions.pop(request.group, None)
         return Ack(detail=id)
 

@@ -160,3 +160,32 @@ def fetcher(
         looks += [peers.near, peers.anywhere]
         where.append("the nodes that HR_STATE names")
     return FullSnapshots(looks, " and ".join(where), tell) if looks else None
+
+
+async def opened(
+    section: Section,
+    values: KeyValue,
+    refused: type[Exception],
+    run: str,
+    node: str,
+    tell: Tell,
+    *,
+    store: SnapshotStore,
+    actor: str,
+    port: int,
+    credentials: Path | None,
+) -> tuple[ServedStore | None, FullSnapshots | None]:
+    """Start the `ServedStore` of an actor, where the section names peers, and open its `fetcher`. port: of the server,
+    0 takes a free one. credentials: the folder with the secret of the run's nodes. SecretError; OSError when
+    the port is taken, and then nothing is served."""
+    served, shared = None, ""
+    if section.full_snapshots == "peer":
+        shared = secret(credentials)
+        served = ServedStore(store, values, section, run, node, actor)
+        try:
+            await served.start(shared, port)
+        except BaseException:
+            await served.close()
+            raise
+    url = served.url if served is not None else ""
+    return served, fetcher(section, values, refused, run, node, tell, token=shared, own=url)

@@ -27,6 +27,7 @@ from headrace.weights import snapshot
 from tests.conftest import Connect
 from tests.support import chat_formats
 from tests.support.actors import living
+from tests.support.raising_trainer import Raising
 from tests.support.recorded_run import GROUP, PER_STEP, RunFeeder, config, kill, new_run
 from tests.support.world import POLICY
 
@@ -287,16 +288,6 @@ async def test_a_rollback_is_a_record_that_replays_and_survives_a_kill(connect: 
     recorded = await of_run(await connect("replay"), setting, feeder.folder, feeder.run)
     steps = range(taken.step - 1, taken.step + 3)
     assert [replayed.bitwise_equal async for replayed in replay_steps(recorded, steps)] == [True] * 4
-
-
-class Raising(Trainer):
-    """A step that raises at its start, once."""
-
-    async def _in_thread(self, work: Any) -> Any:
-        if self.status == "step 1" and not hasattr(self, "raised"):
-            self.raised = True
-            raise RuntimeError("out of luck")
-        return await super()._in_thread(work)
 
 
 async def test_an_exception_fails_the_step_and_its_version_may_still_be_rescored(

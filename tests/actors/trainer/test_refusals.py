@@ -16,6 +16,7 @@ from headrace.training import memory_plan
 from headrace.training.figures.clock import CAUSES
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.raising_trainer import Raising
 from tests.support.recorded_run import RunFeeder, config, new_run
 
 pytestmark = pytest.mark.anyio
@@ -36,16 +37,6 @@ async def test_a_trainer_that_can_never_train_is_not_tried_again(
     finally:
         await trainer.shut(1.0)
     assert isinstance(failure, Unrecoverable) and re.search(sentence, str(failure)), failure
-
-
-class Raising(Trainer):
-    """A step that raises at its start, once."""
-
-    async def _in_thread(self, work: Any) -> Any:
-        if self.status == "step 1" and not hasattr(self, "raised"):
-            self.raised = True
-            raise RuntimeError("out of luck")
-        return await super()._in_thread(work)
 
 
 async def test_a_failed_step_says_where_its_time_went_and_that_nothing_was_trained(
