@@ -211,13 +211,14 @@ async def test_expected_checksums_of_a_caller_that_left_are_computed_again(
 
     monkeypatch.setattr(checksums, "expected", held)
     first, second = [
-        asyncio.create_task(shared.of(path, "same", CONFIG, "float32", 1, "cpu")) for path in (paths[0], paths[1])
+        asyncio.create_task(shared.of(path, "same", CONFIG, "float32", checksums.ONE, "cpu"))
+        for path in (paths[0], paths[1])
     ]
     await started.wait()
     first.cancel()
     assert await second == expected(paths[1], CONFIG, "float32")
     go_on.set()
-    assert await shared.of(paths[0], "same", CONFIG, "float32", 1, "cpu") == await second
+    assert await shared.of(paths[0], "same", CONFIG, "float32", checksums.ONE, "cpu") == await second
 
 
 @pytest.mark.anyio

@@ -1,7 +1,7 @@
 """The real server of a test module: SGLang in its own environment, on a tiny random Qwen3-MoE exported here."""
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,15 +24,20 @@ def python() -> str:
     return os.path.abspath(interpreter)
 
 
-@asynccontextmanager
-async def real(versions: Versions, folder: Path) -> AsyncIterator[SglangEngine]:
-    """An engine with a server of its own that serves version 0 and could take differences."""
+def prepared(versions: Versions, folder: Path, more: Sequence[str] = ()) -> tuple[Server, Path]:
+    """A server that is not started, and the run's tokenizer.json. more: of its arguments."""
     tokenizer = folder / "tokenizer.json"
     Tokenizer.train((), 256 + len(schemas.tags())).save(tokenizer)
     args = [*arguments(), "--dtype", versions.config.dtype, "--context-length", "2048"]
-    args += ["--max-running-requests", str(MAX_RUNNING), "--enable-return-routed-experts"]
+    args += ["--max-running-requests", str(MAX_RUNNING), "--enable-return-routed-experts", *more]
     log = Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "server.log")
-    server = Server(python(), args, log, sparse=True)
+    return Server(python(), args, log, sparse=True), tokenizer
+
+
+@asynccontextmanager
+async def real(versions: Versions, folder: Path, more: Sequence[str] = ()) -> AsyncIterator[SglangEngine]:
+    """An engine with a server of its own that serves version 0 and could take differences. more: of its arguments."""
+    server, tokenizer = prepared(versions, folder, more)
     engine = SglangEngine(versions.config, folder / "stage", server=server, tokenizer=tokenizer, max_batch=MAX_RUNNING)
     try:
         await versions.load(engine, 0)

@@ -7,7 +7,8 @@ trainer published, after any number of updates in place.
 
 On the CPU the server's hash of a tensor is the first eight bytes of SHA-256 over its bits; on a GPU it is another
 function (`cuda_digest`). With tensor parallelism each rank reports its part: heads, inner width and vocabulary are
-divided, norms and routers are not.
+divided, norms and routers are not. With expert parallelism the ranks form groups, each of which has a run of the
+experts and divides their inner width.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,15 +35,28 @@ RECENT = 4
 """Number of versions, layouts and dtypes whose checksums are kept."""
 
 
-def unknown(config: PolicyConfig, ranks: int = 1, *, device: str = "cpu", dtype: str = "bfloat16") -> str:
-    """Why the checksums of this model on tensor-parallel ranks are not known here; empty when they are: those of Llama,
-    or Qwen3 with all layers dense or all layers a mixture, on the CPU or on GPUs that can hash its largest tensor.
+class Ranks(NamedTuple):
+    """How a server's processes divide a model."""
+
+    tensor: int = 1
+    """Tensor-parallel ranks: all of them."""
+    experts: int = 1
+    """Groups of ranks, each with a run of the experts."""
+
+
+ONE = Ranks()
+
+
+def unknown(config: PolicyConfig, ranks: Ranks = ONE, *, device: str = "cpu", dtype: str = "bfloat16") -> str:
+    """Why the checksums of this model on these ranks are not known here; empty when they are: those of Llama, or Qwen3
+    with all layers dense or all layers a mixture, on the CPU or on GPUs that can hash its largest tensor.
 
     On a GPU the MoE runner decides the layout of the experts, so that the first comparison may still differ.
     """
-    largest = max(config.vocab + VOCAB_PAD, 2 * config.expert_dim * max(1, config.experts)) * config.dim // ranks
-    parts = (config.heads % ranks or VOCAB_PAD % ranks or config.expert_dim % ranks) or (
-        config.kv_heads % ranks and ranks % config.kv_heads
+    count, groups = ranks
+    largest = max(config.vocab + VOCAB_PAD, 2 * config.expert_dim * max(1, config.experts)) * config.dim // count
+    parts = (config.heads % count or VOCAB_PAD % count or count % groups or config.expert_dim % (count // groups)) or (
+        config.kv_heads % count and count % config.kv_heads
     )
     reasons = {
         f"the device {device}": device not in DIGESTS,
@@ -52,14 +66,18 @@ def unknown(config: PolicyConfig, ranks: int = 1, *, device: str = "cpu", dtype:
         "dense layers beside a mixture": config.dense_layers,
         "shared experts": config.shared_experts,
         f"experts in {config.expert_format}": config.expert_format,
-        f"{ranks} tensor-parallel ranks, which do not divide the model's heads, inner width or vocabulary": parts,
+        f"{count} tensor-parallel ranks, which do not divide the model's heads, inner width or vocabulary": parts,
+        f"{groups} groups of ranks, which do not divide {config.experts} experts": groups > 1
+        and (config.experts % groups or not config.experts),
         f"tensors above {cuda_digest.MOST_BYTES} bytes on {device}": device != "cpu"
         and largest * getattr(torch, dtype).itemsize > cuda_digest.MOST_BYTES,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def expected(path: str | Path, config: PolicyConfig, dtype: str, ranks: int = 1, device: str = "cpu") -> dict[str, str]:
+def expected(
+    path: str | Path, config: PolicyConfig, dtype: str, ranks: Ranks = ONE, device: str = "cpu"
+) -> dict[str, str]:
     """The checksums (16 hex digits) by `label`, of a snapshot file that a server on `device` holds in `dtype`. Besides
     the file it holds one fused tensor per thread."""
     kind, tensors, digest = getattr(torch, dtype), tensor_state.read(path), DIGESTS[device]
@@ -67,12 +85,12 @@ def expected(path: str | Path, config: PolicyConfig, dtype: str, ranks: int = 1,
     out: dict[str, str] = {}
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[tuple[str, Future[str]]] = deque()
-        for rank in range(ranks):
+        for rank in range(ranks.tensor):
             for name, part in _fused(shard(tensors, config, rank, ranks), config, ranks):
                 if len(pending) == threads:
                     first, sum_of_first = pending.popleft()
                     out[first] = sum_of_first.result()
-                pending.append((label(name, rank, ranks), pool.submit(_digest_as, digest, part, kind)))
+                pending.append((label(name, rank, ranks.tensor), pool.submit(_digest_as, digest, part, kind)))
         out.update((name, value.result()) for name, value in pending)
     return out
 
@@ -86,10 +104,10 @@ class Expectations:
     dtype, ranks and kind of device."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str, int, str], asyncio.Future[dict[str, str]]] = {}
+        self._sums: dict[tuple[str, str, Ranks, str], asyncio.Future[dict[str, str]]] = {}
 
     async def of(
-        self, path: Path, state_hash: str, config: PolicyConfig, dtype: str, ranks: int, device: str
+        self, path: Path, state_hash: str, config: PolicyConfig, dtype: str, ranks: Ranks, device: str
     ) -> dict[str, str]:
         """`expected`, of a file with this state hash. The caller does not change its file until this returns or is
         cancelled; after a cancellation another caller computes from its own file."""
@@ -127,14 +145,21 @@ def served(answer: Mapping[str, Any], ranks: int) -> dict[str, str]:
     return out
 
 
-def shard(tensors: Mapping[str, Tensor], config: PolicyConfig, rank: int, ranks: int) -> dict[str, Tensor]:
+def shard(tensors: Mapping[str, Tensor], config: PolicyConfig, rank: int, of: Ranks) -> dict[str, Tensor]:
     """The part of each tensor that a rank holds, by Hugging Face names; the vocabulary is padded first."""
+    ranks = of.tensor
     if ranks == 1:
         return dict(tensors)
     out: dict[str, Tensor] = {}
     copies = max(1, ranks // config.kv_heads)  # ranks that hold the same key-value head
+    group, member = divmod(rank, ranks // of.experts)
     for name, tensor in tensors.items():
-        kind = name.split(".")[-2]
+        parts = name.split(".")
+        kind = parts[-2]
+        if "experts" in parts:
+            if int(parts[-3]) // (config.experts // of.experts) == group:
+                out[name] = tensor.chunk(ranks // of.experts, 1 if kind == "down_proj" else 0)[member]
+            continue
         if kind in ("k_proj", "v_proj"):
             out[name] = tensor.chunk(ranks // copies)[rank // copies]
         elif kind in ("q_proj", "gate_proj", "up_proj"):
@@ -149,18 +174,18 @@ def shard(tensors: Mapping[str, Tensor], config: PolicyConfig, rank: int, ranks:
     return out
 
 
-def fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: int = 1) -> dict[str, Tensor]:
+def fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: Ranks = ONE) -> dict[str, Tensor]:
     """Hugging Face tensors, or a rank's `shard` of them, under the names and in the layout of SGLang's Qwen3 and
     Llama models."""
     return dict(_fused(tensors, config, ranks))
 
 
-def _fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: int) -> Iterator[tuple[str, Tensor]]:
+def _fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """The items of `fused`, each made when it is asked for."""
     yield "model.norm.weight", tensors["model.norm.weight"]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in tensors:
-            padding = -config.vocab % VOCAB_PAD if ranks == 1 else 0
+            padding = -config.vocab % VOCAB_PAD if ranks.tensor == 1 else 0
             yield name, F.pad(tensors[name], (0, 0, 0, padding))
     for index in range(config.layers):
         at = f"model.layers.{index}."
@@ -170,7 +195,8 @@ def _fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: int) -> I
             yield f"{at}self_attn.{name}.weight", tensors[f"{at}self_attn.{name}.weight"]
         yield f"{at}self_attn.qkv_proj.weight", torch.cat([tensors[f"{at}self_attn.{n}_proj.weight"] for n in "qkv"])
         if config.experts:
-            experts = [f"{at}mlp.experts.{expert}." for expert in range(config.experts)]
+            names = (f"{at}mlp.experts.{expert}." for expert in range(config.experts))
+            experts = [name for name in names if f"{name}up_proj.weight" in tensors]
             yield f"{at}mlp.gate.weight", tensors[f"{at}mlp.gate.weight"]
             yield f"{at}mlp.experts.w13_weight", torch.stack([_gate_up(tensors, name) for name in experts])
             yield f"{at}mlp.experts.w2_weight", torch.stack([tensors[f"{n}down_proj.weight"] for n in experts])

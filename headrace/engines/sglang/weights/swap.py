@@ -309,14 +309,14 @@ class Swapper:
 
     async def _wanted(self, weights: VersionFile, terms: Terms) -> Wanted | None:
         """The checksums of the staged version; None where they are not known here, or the first load had others."""
-        model, config, dtype, ranks, device = self._stage.model, self._config, terms.dtype, terms.tp_size, terms.device
+        model, config, dtype, device = self._stage.model, self._config, terms.dtype, terms.device
+        ranks = checksums.Ranks(terms.tp_size, terms.ep_size)
         gpu = device != "cpu"
         if gpu and not self._comparable.get(terms.fingerprint, True):
             return None
-        reason = "expert parallelism" if terms.ep_size != 1 else ""
-        if reason := reason or checksums.unknown(config, ranks, device=device, dtype=dtype):
+        if reason := checksums.unknown(config, ranks, device=device, dtype=dtype):
             self._say_unknown(reason, terms)
             return None
         sums = await self.expectations.of(model, weights.state_hash, config, dtype, ranks, device)
         undecided = gpu and terms.fingerprint not in self._comparable
-        return Wanted(sums, ranks, terms.fingerprint if undecided else "")
+        return Wanted(sums, ranks.tensor, terms.fingerprint if undecided else "")

@@ -70,10 +70,12 @@ def test_a_tensor_that_the_kernel_cannot_hash_is_never_asked_for() -> None:
     config = msgspec.structs.replace(tiny.config(), experts=256, expert_dim=2048, dim=7168)
     assert not checksums.unknown(config, dtype="bfloat16"), "on a CPU"
     assert "tensors above" in checksums.unknown(config, device="cuda", dtype="bfloat16"), "15 GB in one tensor"
-    assert "2 tensor-parallel ranks" in checksums.unknown(config, 2, device="cuda", dtype="bfloat16"), "three heads"
+    assert "2 tensor-parallel ranks" in checksums.unknown(
+        config, checksums.Ranks(2), device="cuda", dtype="bfloat16"
+    ), "three heads"
     halved = msgspec.structs.replace(config, heads=4)
-    assert not checksums.unknown(halved, 2, device="cuda", dtype="bfloat16")
-    assert "tensors above" in checksums.unknown(halved, 2, device="cuda", dtype="float32")
+    assert not checksums.unknown(halved, checksums.Ranks(2), device="cuda", dtype="bfloat16")
+    assert "tensors above" in checksums.unknown(halved, checksums.Ranks(2), device="cuda", dtype="float32")
     assert checksums.unknown(tiny.config(), device="xpu") == "the device xpu"
 
 

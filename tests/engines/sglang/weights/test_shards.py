@@ -1,4 +1,5 @@
-"""Checksums of a server with four tensor-parallel ranks: each rank's part is compared."""
+"""Checksums of a server with four tensor-parallel ranks, or groups of them that share the experts: each rank's part is
+compared."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from aiohttp import web
 from torch import Tensor
 
 from headrace.engines.base import EngineError
-from headrace.engines.sglang.weights.checksums import DIGESTS, fused, unknown
+from headrace.engines.sglang.weights.checksums import DIGESTS, Ranks, fused, unknown
 from headrace.policy.config import PolicyConfig
 from tests.support import tiny
 from tests.support.engines import Versions
@@ -26,8 +27,16 @@ LLAMA = msgspec.structs.replace(DENSE, model_type="llama", qk_norm=False, tied=T
 SHAPES = {"mixture": MIXTURE, "dense": DENSE, "llama": LLAMA}
 
 
-def part(name: str, whole: Tensor, config: PolicyConfig, rank: int) -> Tensor:
-    """A rank's part of a fused tensor, as SGLang's parallel layers cut it."""
+def part(name: str, whole: Tensor, config: PolicyConfig, rank: int, groups: int) -> Tensor:
+    """A rank's part of a fused tensor, as SGLang's parallel layers cut it. groups: of ranks, each with some experts."""
+    if ".experts." in name:
+        members, experts = RANKS // groups, len(whole) // groups
+        run = whole[rank // members * experts :][:experts]
+        width, first = config.expert_dim // members, rank % members * (config.expert_dim // members)
+        if "w2_weight" in name:
+            return run[:, :, first : first + width]
+        second = first + config.expert_dim
+        return torch.cat([run[:, first : first + width], run[:, second : second + width]], 1)
     inner, heads, head = config.expert_dim // RANKS, config.heads // RANKS, config.head_dim
     if "qkv_proj" in name:
         kv = max(1, config.kv_heads // RANKS) * head
@@ -37,11 +46,11 @@ def part(name: str, whole: Tensor, config: PolicyConfig, rank: int) -> Tensor:
         return torch.cat([whole[first : first + count] for first, count in rows])
     if "o_proj" in name:
         return whole[:, rank * heads * head : (rank + 1) * heads * head]
-    if "w13_weight" in name or "gate_up_proj" in name:
-        gate, up = torch.split(whole, config.expert_dim, -2)
-        return torch.cat([half[..., rank * inner : (rank + 1) * inner, :] for half in (gate, up)], -2)
-    if "w2_weight" in name or "down_proj" in name:
-        return whole[..., rank * inner : (rank + 1) * inner]
+    if "gate_up_proj" in name:
+        gate, up = torch.split(whole, config.expert_dim)
+        return torch.cat([half[rank * inner : (rank + 1) * inner] for half in (gate, up)])
+    if "down_proj" in name:
+        return whole[:, rank * inner : (rank + 1) * inner]
     if "embed_tokens" in name or "lm_head" in name:
         rows_of_rank = len(whole) // RANKS
         return whole[rank * rows_of_rank : (rank + 1) * rows_of_rank]
@@ -51,9 +60,10 @@ def part(name: str, whole: Tensor, config: PolicyConfig, rank: int) -> Tensor:
 class Sharded(Double):
     """Reports checksums of its four ranks, in any order."""
 
-    def __init__(self, config: PolicyConfig, device: str) -> None:
+    def __init__(self, config: PolicyConfig, device: str, groups: int = 1) -> None:
         super().__init__(config)
-        self.info = {"tp_size": RANKS, "device": device}
+        self.info = {"tp_size": RANKS, "ep_size": groups, "device": device}
+        self.groups = groups
         self.digest = DIGESTS[device]
         self.reported = [2, 0, 3, 1]
         self.spoilt: tuple[int, str] | None = None
@@ -62,20 +72,29 @@ class Sharded(Double):
         whole = fused(self.model.state(), self.config)
         ranks: list[dict[str, Any]] = []
         for rank in self.reported:
-            sums = {name: self.digest(part(name, tensor, self.config, rank)) for name, tensor in whole.items()}
+            sums = {name: self.digest(self._part(name, whole[name], rank)) for name in whole}
             if self.spoilt is not None and self.spoilt[0] == rank:
                 sums[self.spoilt[1]] = "0" * 16
             ranks.append({"checksums": sums, "parallelism_info": [{"tp_rank": rank, "tp_size": RANKS}]})
         return web.json_response({"success": True, "message": "", "ranks": ranks})
 
+    def _part(self, name: str, whole: Tensor, rank: int) -> Tensor:
+        return part(name, whole, self.config, rank, self.groups)
+
 
 @pytest.mark.parametrize(
-    ("shape", "device"), [("mixture", "cpu"), ("dense", "cpu"), ("mixture", "cuda"), ("llama", "cpu")]
+    ("shape", "device", "groups"),
+    [
+        *(("mixture", "cpu", 1), ("mixture", "cpu", 2), ("mixture", "cpu", 4), ("mixture", "cuda", 1)),
+        *(("mixture", "cuda", 2), ("dense", "cpu", 1), ("llama", "cpu", 1)),
+    ],
 )
-async def test_every_rank_must_hold_its_part_of_the_version(tmp_path: Path, shape: str, device: str) -> None:
+async def test_every_rank_must_hold_its_part_of_the_version(
+    tmp_path: Path, shape: str, device: str, groups: int
+) -> None:
     config = SHAPES[shape]
     versions = Versions(config, tmp_path, exact=False)
-    double = Sharded(config, device)
+    double = Sharded(config, device, groups)
     async with attached(versions, tmp_path, double=double) as (engine, _):
         assert engine.stats()["checked"], "version 0 was compared"
         await versions.load(engine, 1)
@@ -103,13 +122,13 @@ async def test_one_wrong_rank_is_found(tmp_path: Path, fault: str, device: str) 
 async def test_a_load_without_checksums_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     versions = Versions(tiny.config(), tmp_path, exact=False)
     double = Double(versions.config)
-    double.info = {"ep_size": 2}
+    double.info = {"tp_size": 3}
     async with attached(versions, tmp_path, double=double) as (engine, _):
         await versions.load(engine, 1)
         stats = engine.stats()
         assert not stats["checked"] and stats["unchecked"] == 1 and not double.bodies("/weights_checker")
     (said,) = [record.getMessage() for record in caplog.records if "not compared" in record.getMessage()]
-    assert "for expert parallelism" in said and double.url in said
+    assert "for 3 tensor-parallel ranks, which do not divide" in said and double.url in said
 
 
 @pytest.mark.parametrize(
@@ -125,3 +144,13 @@ async def test_a_load_without_checksums_says_so_once(tmp_path: Path, caplog: pyt
 )
 def test_a_model_without_known_checksums_has_a_reason(changes: dict[str, Any], reason: str) -> None:
     assert unknown(msgspec.structs.replace(MIXTURE, **changes)) == reason
+
+
+def test_ranks_that_do_not_divide_the_experts_have_a_reason() -> None:
+    assert not unknown(MIXTURE, Ranks(4, 4)) and not unknown(MIXTURE, Ranks(4, 2))
+    six = msgspec.structs.replace(MIXTURE, experts=6)
+    assert unknown(six, Ranks(4, 4)) == "4 groups of ranks, which do not divide 6 experts" and not unknown(
+        six, Ranks(4, 2)
+    )
+    assert "groups of ranks, which do not divide 0 experts" in unknown(DENSE, Ranks(4, 2))
+    assert "do not divide the model's heads" in unknown(MIXTURE, Ranks(4, 3))

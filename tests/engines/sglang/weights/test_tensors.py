@@ -15,6 +15,7 @@ from headrace.engines.sglang.weights import tensors
 from headrace.engines.sglang.weights.lock import NotServed
 from headrace.messages.rollout import Span
 from headrace.weights import tensor_state
+from tests.engines.sglang.weights.test_shards import Sharded
 from tests.support import tiny
 from tests.support.engines import Record, Versions
 from tests.support.sglang.cuda import CudaDouble
@@ -186,12 +187,11 @@ async def test_a_server_of_the_first_interface_takes_tensors_without_a_session(
 async def test_four_ranks_get_a_payload_each(versions: Versions, tmp_path: Path) -> None:
     config = msgspec.structs.replace(CONFIG, heads=4, kv_heads=4)
     several = Versions(config, tmp_path, exact=False)
-    double = Double(config)
-    double.info = {"tp_size": 4, "ep_size": 4}
+    double = Sharded(config, "cpu", 4)
     async with attached(several, tmp_path, double=double, weights="tensor") as (engine, _):
         await several.load(engine, 1)
         assert [len(asked["serialized_named_tensors"]) for asked in double.bodies(UPDATE)] == [4, 4]
-        assert engine.stats()["tensor_bytes"]
+        assert engine.stats()["tensor_bytes"] and engine.stats()["checked"]
 
 
 @pytest.mark.anyio
