@@ -24,7 +24,7 @@ from headrace.policy.model import Model
 from headrace.training.parallel.interface import SINGLE_PROCESS, Peers
 from headrace.training.served import precision, runs
 from headrace.training.served.publication import Contents, Publication, Publisher
-from headrace.training.served.versions import Change, Log, change
+from headrace.training.served.versions import Log, change
 from headrace.weights.tensor_state import state_hash
 
 
@@ -172,6 +172,11 @@ class TrainerState:
         self.step += 1
         self.updated_at = time.perf_counter()
 
+    def new_log(self) -> Log:
+        """Record undo entries in a new log from now on. Returns the one before, empty where there was none."""
+        before, self.log = self.log, Log()
+        return before or Log()
+
     def _served_copy(self, name: str, master: Tensor) -> Tensor | None:
         """The served bits of a master that is served itself; None where no undo entries are recorded."""
         if self.log is None:
@@ -185,14 +190,7 @@ class TrainerState:
             before = parameter.detach().clone() if self.log is not None else None
             precision.cast_into(self.model, name, self.model.get_parameter(name), master)
         if self.log is not None and before is not None:
-            self._note(name, change(before, self.served(name, parameter)))
-
-    def _note(self, name: str, entry: Change | None) -> None:
-        """Append to the log. A later write needs no entry where the whole tensor is kept: it is undone last."""
-        if self.log is None or entry is None:
-            return
-        if not any(noted == name and earlier.positions is None for noted, earlier in self.log):
-            self.log.append((name, entry))
+            self.log.note(name, change(before, self.served(name, parameter)))
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that an update depends on, by flat name: masters, moments and frozen parameters, for
@@ -226,6 +224,7 @@ class TrainerState:
             if name not in self.master:
                 before = parameter.detach().clone() if self.log is not None else None
                 parameter.copy_(tensors[f"frozen.{name}"])
-                self._note(name, change(before, parameter.detach()) if before is not None else None)
+                if self.log is not None and before is not None:
+                    self.log.note(name, change(before, parameter.detach()))
         self.zero_grad()
         self.version, self.step = version, step

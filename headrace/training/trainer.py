@@ -73,7 +73,7 @@ class PolicyTrainer:
         self.numerics = numerics
         self.versions = Versions(state.model, state.version)
         """The current version and the earlier ones within the staleness bound: bound + 1 of them."""
-        self.state.log = []
+        self.state.new_log()
         self.reference: Model | None = None
         """Version 0, held only while `algorithm.kl_weight` > 0."""
         self.guard = Guard()
@@ -273,8 +273,7 @@ class PolicyTrainer:
 
     def _advance(self, bound: int) -> None:
         """Keep the versions whose tokens the next batch may hold."""
-        self.versions.advance(self.state.version, self.state.log or [])
-        self.state.log = []
+        self.versions.advance(self.state.version, self.state.new_log())
         discarded = self.versions.keep(self.state.version - bound)
         self._beside.submit(discarded.clear)  # freeing gigabytes takes longer than the pause between two steps may
 
@@ -319,7 +318,7 @@ class PolicyTrainer:
         """Restore state, kept versions, reference, guard and position from a checkpoint. CheckpointError,
         TrainerError."""
         contents = checkpoint.load(file, self.state)
-        self.state.log = []
+        self.state.new_log()
         self.versions = Versions(self.state.model, self.state.version)
         later = self.state.model
         for version in sorted(contents.kept, reverse=True):

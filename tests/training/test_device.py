@@ -20,7 +20,7 @@ from headrace.training.device import TrainerError, device_named
 from headrace.training.gradient import Helpers, Recipe
 from headrace.training.mismatch import compare
 from headrace.training.outcome import StepOutcome
-from headrace.training.served.versions import Versions
+from headrace.training.served.versions import Log, Versions
 from headrace.training.state import TrainerState
 from headrace.training.step import take
 from tests.support import other_device
@@ -82,14 +82,14 @@ def two_steps(
 ) -> list[StepOutcome]:
     state = TrainerState(model, settings=OptimizerSettings(moments=moments), offload=offload)
     helpers = Helpers(reference)
-    state.log = []
+    state.log = Log()
     versions, outcomes = Versions(model, 0), []
     for _ in range(2):
         for segment in data.segments[:2]:
             compare(versions, segment)  # re-scoring by the version that wrote it
         outcomes.append(take(state, data, Recipe(ALGORITHM, 24, bound=1), helpers=helpers))
         versions.advance(state.version, state.log)
-        state.log = []
+        state.log = Log()
     if offload:
         held = [tensor for name, tensor in state.tensors().items() if not name.startswith("frozen.")]
         assert not any(isinstance(tensor, other_device.Elsewhere) for tensor in held), "all of it is on the host"

@@ -59,7 +59,7 @@ def test_bfloat16_is_served_and_float32_remembered() -> None:
 
 def test_an_update_copies_one_parameter_at_a_time() -> None:
     state = TrainerState(model())
-    state.log = []
+    state.log = Log()
     for _ in range(2):  # the first one makes the moments
         backward(state.model)
         sizes = [parameter.nbytes for parameter in state.model.parameters()]
@@ -69,17 +69,17 @@ def test_an_update_copies_one_parameter_at_a_time() -> None:
 
 
 def versions_bytes(log: Log) -> int:
-    return sum(tensor.nbytes for _, entry in log for tensor in entry if tensor is not None)
+    return sum(tensor.nbytes for _, entry in log.entries for tensor in entry if tensor is not None)
 
 
 def test_several_updates_of_one_version_keep_one_copy_of_a_parameter() -> None:
     state = TrainerState(model())
     before = {name: parameter.detach().clone() for name, parameter in state.model.named_parameters()}
-    versions, state.log = Versions(state.model, 0), []
+    versions, state.log = Versions(state.model, 0), Log()
     for _ in range(3):
         backward(state.model)
         state.apply(1e-2)
-    names = [name for name, entry in state.log if entry.positions is None]
+    names = [name for name, entry in state.log.entries if entry.positions is None]
     assert len(names) == len(set(names)) >= 10
     assert versions_bytes(state.log) < 1.5 * sum(value.nbytes for value in before.values())
     versions.advance(1, state.log)

@@ -304,7 +304,7 @@ class ShardedTrainer(PolicyTrainer):
             shards.restore(plain, version=int(about["version"]), step=int(about["step"]))
         except (KeyError, ValueError) as error:
             raise checkpoint.CheckpointError(f"{file} is of another model: {error}") from None
-        shards.log = []
+        shards.new_log()
         self.versions = ShardedVersions(shards)
         later = self.versions.rows(shards.version)
         for version in sorted(json.loads(about["kept"]), reverse=True):

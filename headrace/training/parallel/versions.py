@@ -5,13 +5,13 @@ rows are the shards until another version is requested, or until `release` resto
 bits when they are converted to float32 and rounded again.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from headrace.policy.model import Model
 from headrace.training.parallel.state import ShardedState
-from headrace.training.served.versions import Log, Versions, change, undo
+from headrace.training.served.versions import Log, Versions, undo
 
 
 class ShardedVersions(Versions):
@@ -38,12 +38,6 @@ class ShardedVersions(Versions):
             # Copies, because the shards, which may hold the newer rows, get another version's.
             self._rows[version] = {name: older[name] if name in older else rows.clone() for name, rows in newer.items()}
         return self._rows[version]
-
-    def restore(self, version: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Add an older version from a checkpoint. before: its served rows; after: those of the next newer kept
-        version."""
-        entries = ((name, change(before[name], after[name])) for name in before)
-        self._logs[version] = [(name, entry) for name, entry in entries if entry is not None]
 
     def __getitem__(self, version: int) -> Model:
         if version == self._there:

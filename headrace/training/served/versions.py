@@ -44,8 +44,22 @@ class Change(NamedTuple):
     before the write."""
 
 
-Log = list[tuple[str, Change]]
-"""Undo entries in the order of the writes: the parameter's name and its change."""
+class Log:
+    """Undo entries in the order of the writes."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, Change]] = []
+        """A parameter's name and its change."""
+        self._whole: set[str] = set()
+        """The parameters of which an entry has the whole tensor, which replaces what undoing later writes gives."""
+
+    def note(self, name: str, entry: Change | None) -> None:
+        """Append the entry of a write, if it is needed. None: the write changed no bit."""
+        if entry is None or name in self._whole:
+            return
+        self.entries.append((name, entry))
+        if entry.positions is None:
+            self._whole.add(name)
 
 
 def change(before: Tensor, after: Tensor) -> Change | None:
@@ -95,7 +109,7 @@ def undo(parameters: Mapping[str, Tensor], log: Log) -> dict[str, Tensor]:
     Do not write to the results: one may be the entry's own tensor.
     """
     out: dict[str, Tensor] = {}
-    for name, entry in reversed(log):
+    for name, entry in reversed(log.entries):
         out[name] = _undone(out[name] if name in out else parameters[name].detach(), entry)
     return out
 
@@ -142,8 +156,9 @@ class Versions(Mapping[int, Model]):
     def restore(self, version: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
         """Add an older version from a checkpoint. before: its parameters; after: those of the next newer kept
         version."""
-        entries = ((name, change(before[name].detach(), after[name].detach())) for name in before)
-        self._logs[version] = [(name, entry) for name, entry in entries if entry is not None]
+        self._logs[version] = log = Log()
+        for name in before:
+            log.note(name, change(before[name].detach(), after[name].detach()))
 
     def keep(self, oldest: int) -> list[Log]:
         """Discard the versions before `oldest`. Returns their undo entries: the caller decides when they are freed."""
@@ -161,8 +176,8 @@ class Versions(Mapping[int, Model]):
     @property
     def nbytes(self) -> int:
         """Bytes of the undo entries."""
-        tensors = (tensor for log in self._logs.values() for _, entry in log for tensor in entry if tensor is not None)
-        return sum(tensor.nbytes for tensor in tensors)
+        entries = (entry for log in self._logs.values() for _, entry in log.entries)
+        return sum(tensor.nbytes for entry in entries for tensor in entry if tensor is not None)
 
     def __getitem__(self, version: int) -> Model:
         if version == self._current:

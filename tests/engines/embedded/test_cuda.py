@@ -104,7 +104,7 @@ def test_a_step_trains_on_the_bits_that_were_sampled(tmp_path: Path, name: str, 
         )
     model = versions.model(0)
     state = TrainerState(model)
-    state.log = []
+    state.new_log()
     kept = Kept(model, 0)
     for segment in segments:
         compared = compare(kept, segment)
@@ -114,6 +114,6 @@ def test_a_step_trains_on_the_bits_that_were_sampled(tmp_path: Path, name: str, 
     assert not outcome.failed, outcome.detail
     assert outcome.grad_norm > 0.0
     assert outcome.k1 == outcome.k3 == 0.0, "the forward with gradients has the sampler's bits"
-    kept.advance(state.version, state.log)
+    kept.advance(state.version, state.new_log())
     for segment in segments:  # by the undo log of the update
         assert torch.equal(compare(kept, segment).trainer, segment.behaviour)

@@ -7,7 +7,7 @@ import torch
 from headrace.kernels import dispatch
 from headrace.policy.model import Model
 from headrace.training.served import versions as kept
-from headrace.training.served.versions import Change, Versions, change, undo
+from headrace.training.served.versions import Change, Log, Versions, change, undo
 from headrace.training.state import TrainerState
 from tests.kernels.test_operators import Called
 from tests.support.world import NUMERICS, POLICY
@@ -20,6 +20,13 @@ def same(one: Model, two: Model) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
+def noted(name: str, *entries: Change | None) -> Log:
+    log = Log()
+    for entry in entries:
+        log.note(name, entry)
+    return log
+
+
 def updated(state: TrainerState, rate: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in state.model.parameters():
@@ -30,14 +37,14 @@ def updated(state: TrainerState, rate: float, seed: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_earlier_versions_come_back_bit_for_bit(dtype: str) -> None:
     state = TrainerState(Model(msgspec.structs.replace(POLICY, dtype=dtype), NUMERICS, seed=1))
-    state.log = []
+    state.log = Log()
     versions, copies = Versions(state.model, 0), {0: copy.deepcopy(state.model)}
     for version in range(1, 5):
         if version != 3:  # a refused step: the next version has the old bytes
             updated(state, 1e-3, version)
             updated(state, 1e-3, version + 100)  # a second minibatch
         versions.advance(version, state.log)
-        state.log = []
+        state.log = Log()
         copies[version] = copy.deepcopy(state.model)
     assert list(versions) == [0, 1, 2, 3, 4] and versions[4] is state.model
     for version in (1, 0, 3, 2, 4):
@@ -51,7 +58,7 @@ def test_earlier_versions_come_back_bit_for_bit(dtype: str) -> None:
 
 def test_a_small_update_of_bfloat16_keeps_a_fraction_of_the_model() -> None:
     state = TrainerState(Model(BF16, NUMERICS, seed=1))
-    state.log = []
+    state.log = Log()
     versions = Versions(state.model, 0)
     updated(state, 1e-6, 1)
     versions.advance(1, state.log)
@@ -87,7 +94,7 @@ def test_an_entry_leads_back_to_every_bit_and_takes_a_position_and_an_element(
     assert entry is not None and entry.positions is not None and len(entry.positions) == count > 20
     assert sum(tensor.nbytes for tensor in entry if tensor is not None) == count * (4 + dtype.itemsize)
     kept_after = after.clone()
-    back = undo({"x": after.view(dtype)}, [("x", entry)])["x"]
+    back = undo({"x": after.view(dtype)}, noted("x", entry))["x"]
     assert back.dtype == dtype and torch.equal(back.view(kind), before.view(kind)) and torch.equal(after, kept_after)
 
 
@@ -99,7 +106,7 @@ def test_a_tensor_that_changed_in_more_than_a_quarter_is_kept_whole(share: float
     after[torch.randperm(count, generator=torch.Generator().manual_seed(2))[: int(share * count)]] = 1.0
     entry = change(before, after)
     assert entry is not None and (entry.positions is None) == (share > 0.25)
-    assert torch.equal(undo({"x": after}, [("x", entry)])["x"], before)
+    assert torch.equal(undo({"x": after}, noted("x", entry))["x"], before)
 
 
 def test_eight_byte_elements_are_kept_whole() -> None:
@@ -108,7 +115,32 @@ def test_eight_byte_elements_are_kept_whole() -> None:
     after = before.clone()
     after[3] = -0.0
     entry = change(before, after)
-    assert entry == Change(None, before) and undo({"x": after}, [("x", entry)])["x"] is before
+    assert entry == Change(None, before) and undo({"x": after}, noted("x", entry))["x"] is before
+
+
+class Name(str):
+    """A parameter's name that counts how often it is compared with another one."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_the_log_of_many_writes_compares_no_entry_with_all_before_it() -> None:
+    """With many minibatches and parameters a search through the log would take longer than the update."""
+    names, whole = [Name(f"layers.{layer}.qkv") for layer in range(50)], torch.zeros(4)
+    sparse = change(torch.tensor([0.0] * 8), torch.tensor([0.0] * 7 + [1.0]))
+    assert sparse is not None and sparse.positions is not None
+    log = Log()
+    for minibatch in range(20):
+        for name in names:
+            log.note(name, Change(None, whole) if minibatch == 3 else sparse)
+    assert Name.compared <= 20 * len(names), Name.compared
+    assert [entry.positions is None for name, entry in log.entries if name == names[7]] == [False] * 3 + [True]
 
 
 def test_a_rebuilt_version_shares_what_did_not_change() -> None:
@@ -119,7 +151,7 @@ def test_a_rebuilt_version_shares_what_did_not_change() -> None:
         model.norm.add_(1.0)
     entry = change(before, model.norm.detach())
     assert entry is not None
-    versions.advance(1, [("norm", entry)])
+    versions.advance(1, noted("norm", entry))
     old = versions[0]
     assert torch.equal(old.norm, before) and not torch.equal(model.norm, before)
     assert old.embedding.data_ptr() == model.embedding.data_ptr()
@@ -128,7 +160,7 @@ def test_a_rebuilt_version_shares_what_did_not_change() -> None:
 def test_the_delta_operators_find_and_undo_the_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "OPERATORS_ON_CPU", True)
     state = TrainerState(Model(BF16, NUMERICS, seed=1))
-    state.log = []
+    state.log = Log()
     versions, before = Versions(state.model, 0), copy.deepcopy(state.model)
     with Called() as called:
         updated(state, 1e-6, 1)
