@@ -2,7 +2,8 @@
 
 An engine holds the weights of every policy in use. A new version is staged while the old one serves, and becomes
 `latest` between two decode steps. Requests in flight continue; their spans name the version that forwarded each
-position.
+position. A trainer that repeats a step may give its version other bits. A span names the version alone, so the calls
+that the old bits sample begin again, and what they forwarded is forwarded again.
 """
 
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -117,12 +118,13 @@ class Engine(Sampler, Protocol):
 
     async def load(self, version: int, path: str, state_hash: str) -> Swap:
         """Stage a safetensors file, verify its state hash, and make it `latest` between two decode steps. The same
-        version with another hash replaces the one that is served. EngineError when that fails, RefusedVersion when
-        the hash differs or the tensors are not this model's; the old version then stays `latest`."""
+        version with another hash replaces the one that is served: calls in flight begin again, and sessions forward
+        their positions again. EngineError when that fails, RefusedVersion when the hash differs or the tensors are not
+        this model's; the old version then stays `latest`."""
 
     async def pin(self, version: int, path: str, state_hash: str) -> None:
-        """Hold a version besides `latest` for requests that name it; with another hash it replaces the held one.
-        EngineError as in `load`."""
+        """Hold a version besides `latest` for requests that name it; with another hash it replaces the held one, as in
+        `load`. EngineError as there."""
 
     async def unpin(self, version: int) -> None:
         """Release a pinned version; requests that run with it end with it."""

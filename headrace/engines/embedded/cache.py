@@ -15,6 +15,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
+import torch
+from torch import Tensor
+
 from headrace.kernels.block_attention import BLOCK
 from headrace.messages.rollout import Span
 from headrace.policy.cache import KVCache
@@ -84,6 +87,16 @@ class Prefix:
 def chain_key(weights: bytes, parent: bytes, ids: Sequence[int]) -> bytes:
     """Key of a full block: its tokens, all before them, and the weights that wrote them."""
     return hashlib.blake2b(array("i", ids).tobytes(), key=weights[:64], salt=parent[:16], digest_size=16).digest()
+
+
+def route_bytes(recorder: Sequence[Tensor], dtype: str) -> bytes:
+    """Routes of one forward pass, int64 [N, top_k] per sparse layer, as bytes: [N, sparse layers, top_k] in C order, in
+    the config's `routed_dtype`."""
+    if not recorder:
+        return b""
+    stacked = torch.stack(list(recorder), 1)
+    small = stacked.to(torch.uint8 if dtype == "|u1" else torch.int16)  # experts fit 15 bits
+    return small.contiguous().cpu().numpy().tobytes()
 
 
 class BlockStore:

@@ -1,6 +1,6 @@
 """Requests of the embedded engine's worker."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 from msgspec import UNSET
@@ -51,6 +51,11 @@ class Job:
         """Number of these blocks that its session does not have yet."""
         return self.most_blocks - len(self.session.blocks)
 
+    def begin_again(self) -> None:
+        """Discard what was sampled. The caller drops the session's positions and queues the request."""
+        del self.context[self.given :]
+        self.logprobs.clear()
+
     def answer(self, stop: str, config: PolicyConfig, row: int) -> None:
         """Set the sample as the result. row: bytes of routes per position."""
         session, start = self.session, self.report
@@ -76,6 +81,35 @@ class Job:
         error.__cause__ = cause
         if not self.future.done():
             self.future.set_exception(error)
+
+
+def begin_again(
+    running: list[Job], waiting: list[Job], stale: Collection[Session], new: LoadedWeights, served: Collection[bytes]
+) -> int:
+    """Queue the running requests of stale sessions before those that wait, in order of lanes. Returns their number.
+
+    Requests of weights with the number of `new` that are no longer served get `new`. served: keys of weights.
+    """
+    again = [job for job in running if job.session in stale]
+    for job in again:
+        running.remove(job)
+        job.begin_again()
+    waiting[:] = sorted((*again, *waiting), key=lambda job: not job.urgent)
+    for job in (*running, *waiting):
+        if job.pinned is not None and job.pinned.version == new.version and job.pinned.key not in served:
+            job.pinned = new
+    return len(again)
+
+
+def chunks(jobs: Sequence[Job], most: int) -> list[tuple[Job, int]]:
+    """The jobs that have more than one token to forward, in order, with their next numbers of tokens: together at most
+    `most`."""
+    out: list[tuple[Job, int]] = []
+    for job in jobs:
+        if job.left > 1 and most:
+            out.append((job, min(job.left, most)))
+            most -= out[-1][1]
+    return out
 
 
 def evened(jobs: Sequence[tuple[Job, int]]) -> list[list[tuple[Job, int]]]:

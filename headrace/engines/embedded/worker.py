@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from headrace.engines.base import EngineError, Swap
-from headrace.engines.embedded.cache import BlockStore, Session, chain_key
-from headrace.engines.embedded.jobs import Job, evened
+from headrace.engines.embedded.cache import BlockStore, Session, chain_key, route_bytes
+from headrace.engines.embedded.jobs import Job, begin_again, chunks, evened
 from headrace.engines.embedded.sampling import draw, drawn, uniform
 from headrace.engines.embedded.staging import SHARE, SLICE_S, LoadedWeights, Shell, Staging
 from headrace.kernels.block_attention import BLOCK
@@ -72,7 +72,9 @@ class Worker(threading.Thread):
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.store = BlockStore(KVCache(config, limit, device))
-        self.counts = {"sampled": 0, "forwarded": 0, "reused": 0, "steps": 0, "evicted": 0}
+        self.counts = {"sampled": 0, "forwarded": 0, "reused": 0, "steps": 0, "evicted": 0, "redrawn": 0}
+        self._numbers: dict[int, bytes] = {}
+        """The key of the weights that had each version number last."""
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._stopping = self._closed = False
@@ -130,7 +132,7 @@ class Worker(threading.Thread):
         """Make weights `latest` from the next step on."""
         began = time.perf_counter()
         before, self.latest = self.latest, weights
-        self._keep_served()
+        self._keep_served(weights)
         # A model becomes spare only here; `EmbeddedEngine` holds its lock while it calls this or takes the spare model.
         if before is not None and not self._used(before):
             self.spare.append(before.shell)
@@ -140,7 +142,7 @@ class Worker(threading.Thread):
     def pin(self, weights: LoadedWeights) -> None:
         """Hold weights for requests that name their version."""
         self.pinned[weights.version] = weights
-        self._keep_served()  # it may replace the same version with other bits
+        self._keep_served(weights)
 
     def unpin(self, version: int) -> None:
         """Release a pinned version; requests that run with it keep it until they end."""
@@ -218,9 +220,21 @@ class Worker(threading.Thread):
         served = (self.latest, *self.pinned.values(), *(job.pinned for job in (*self.waiting, *self.running)))
         return any(other is weights for other in served)
 
-    def _keep_served(self) -> None:
-        served = [self.latest, *self.pinned.values()]
-        self.store.keep_only({weights.key for weights in served if weights is not None})
+    def _keep_served(self, new: LoadedWeights | None = None) -> None:
+        """Forget what weights wrote that are no longer served. new: weights that are served from now on."""
+        served = {weights.key for weights in (self.latest, *self.pinned.values()) if weights is not None}
+        if new is not None and self._numbers.setdefault(new.version, new.key) != new.key:
+            self._numbers[new.version] = new.key
+            self._begin_again(new, served)
+        self.store.keep_only(served)
+
+    def _begin_again(self, new: LoadedWeights, served: set[bytes]) -> None:
+        """Other bits had the number of `new`, and a span names the number alone. So no session keeps positions of
+        weights that are not served; which of the versions before `new` have other bits too is not known here."""
+        stale = [session for session in self.recent.values() if session.ids and session.pure not in served]
+        self.counts["redrawn"] += begin_again(self.running, self.waiting, stale, new, served)
+        for session in stale:
+            self._drop(session)
 
     def _admit(self) -> None:
         """Start waiting requests, in order, as far as batch and cache allow. The product and training have `max_batch`
@@ -306,12 +320,7 @@ class Worker(threading.Thread):
 
     def _serve(self, weights: LoadedWeights, jobs: list[Job]) -> None:
         decoding = [job for job in jobs if job.left == 1]
-        budget, chunks = self.prefill_tokens, []
-        for job in jobs:
-            if job.left > 1 and budget:
-                chunks.append((job, min(job.left, budget)))
-                budget -= chunks[-1][1]
-        for batch in evened(chunks):
+        for batch in evened(chunks(jobs, self.prefill_tokens)):
             self._forward(weights, [job for job, _ in batch], [length for _, length in batch])
         if decoding:
             self._forward(weights, decoding, [1] * len(decoding))
@@ -335,7 +344,7 @@ class Worker(threading.Thread):
         if ready:
             last = hidden if len(rows) == len(hidden) else hidden.index_select(0, self._here(rows, torch.int64))
             results = self._draw(weights.model, last, *chances)
-        routes, row = self._bytes(recorder), self.row
+        routes, row = route_bytes(recorder, self.config.routed_dtype), self.row
         for job, part, end, n in zip(jobs, parts, ends, lengths, strict=True):
             session = job.session
             session.note(part, weights.version, weights.key, routes[(end - n) * row : end * row])
@@ -348,14 +357,6 @@ class Worker(threading.Thread):
     def _here(self, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Numbers of the host as a tensor on the device."""
         return torch.tensor(numbers, dtype=dtype, device=self.device)
-
-    def _bytes(self, recorder: list[Tensor]) -> bytes:
-        """Routes of one forward pass as bytes: [N, sparse layers, top_k] in C order, in the config's `routed_dtype`."""
-        if not recorder:
-            return b""
-        stacked = torch.stack(recorder, 1)
-        small = stacked.to(torch.uint8 if self.config.routed_dtype == "|u1" else torch.int16)  # experts fit 15 bits
-        return small.contiguous().cpu().numpy().tobytes()
 
     def _chances(self, jobs: list[Job]) -> tuple[Tensor, Tensor]:
         """Temperatures float32 [M] and uniform numbers float64 [M] of the next draws. They go to the device before the

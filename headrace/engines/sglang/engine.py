@@ -18,7 +18,7 @@ Trade-off: the server draws the tokens. A repetition gives other ids, unless it 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -314,7 +314,7 @@ class SglangEngine:
         gate, leave = self._life.gate, self._leave_lost_server
         async with place, gate.enter(lambda: self._life.wanted(request), leave) as weights:
             self._keep()
-            start, flight = turn.start(weights.label), InFlight()
+            start, flight = turn.start(weights.label), InFlight(weights.label)
             routes = turn.routes(start)
             self._in_flight[flight.rid] = flight
             self.counts["attempts"] += 1
@@ -341,8 +341,7 @@ class SglangEngine:
             raise ServerLost(f"the server at {self._wire.url} is lost")
 
     def _take(self, turn: Turn, attempt: Attempt, start: int, weights: VersionFile) -> str:
-        """Add an attempt to its turn, unless it was computed with other weights than its prefix. Returns its finish
-        reason."""
+        """Add an attempt to its turn, if it counts. Returns its finish reason."""
         self.counts["cached"] += attempt.cached
         self.counts["retracted"] += attempt.retractions
         strange = [stretch.label for stretch in attempt.stretches if stretch.label not in self._life.versions]
@@ -351,9 +350,7 @@ class SglangEngine:
             raise EngineError(
                 f"the server serves {strange[0]!r}, which this engine did not load; it loads its own version again"
             )
-        if attempt.stretches and attempt.stretches[0].label != weights.label:
-            # The attempt waited inside the server while weights changed, so its prompt may mix keys and values of both
-            # versions.
+        if not turn.accepts(attempt, weights, self._life.replaced):
             self.counts["redrawn"] += 1
             return "abort"
         turn.add(attempt, start, weights, self._life.versions)
@@ -391,9 +388,10 @@ class SglangEngine:
         return task
 
     async def _take_back(self) -> None:
-        """Before a pause, abort the requests without a token, or all of them. Their turns send them again
+        """Before a pause, abort the requests without a token that counts, or all of them. Their turns send them again
         afterwards."""
-        rids: Sequence[str] = [f.rid for f in self._in_flight.values() if self._mode == "abort" or not f.started]
+        flights, replaced = self._in_flight.values(), self._life.replaced
+        rids = [f.rid for f in flights if self._mode == "abort" or not f.started or f.label in replaced]
         self.counts["taken_back"] += len(rids)
         await asyncio.gather(*(self._abort(rid) for rid in rids), return_exceptions=True)
         if self._mode == "abort":

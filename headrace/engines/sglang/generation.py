@@ -7,10 +7,13 @@ forwarded positions: the token at position i was sampled by the version that for
 A session records the positions that were forwarded, and their weights. While these weights serve, the prefix is cached.
 After a swap it belongs to other weights: the whole context is forwarded again under the new salt, and spans say so.
 Routes are requested only of positions that have none yet, because a trainer replays those of the first forward.
+
+Spans name versions alone: when a version gets other bits, a turn with tokens of the old ones is sampled again.
 """
 
 import asyncio
 import uuid
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +41,9 @@ class Session(NamedTuple):
 class InFlight:
     """An attempt that was sent and has not ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str) -> None:
+        """label: of the weights that begin it."""
+        self.label = label
         self.rid = uuid.uuid4().hex
         """Of fixed length, because the server aborts every request whose id begins with the given one."""
         self.started = False
@@ -63,12 +68,19 @@ class Turn:
 
     def __init__(self, request: SampleRequest, session: Session | None, config: PolicyConfig) -> None:
         self.request, self._session, self._config = request, session, config
-        self.ids = list(request.ids)
+        self.begin()
+
+    def begin(self) -> None:
+        """Discard what was sampled."""
+        self.ids = list(self.request.ids)
         self.logprobs: list[float] = []
         self._rows: list[NDArray[np.unsignedinteger]] = []
         self._spans: list[Span] = []
         self._labels: set[str] = set()
-        self._routed = request.routed
+        """Of the weights of all positions' keys and values."""
+        self._sampled: set[str] = set()
+        """Labels of the weights that sampled tokens."""
+        self._routed = self.request.routed
         """Number of leading positions with routes."""
         self._first: int | UnsetType = UNSET
         """First position of the routes of this turn."""
@@ -93,6 +105,17 @@ class Turn:
         """First position whose routes an attempt must report that forwards the context from `start` on."""
         return max(start, self._routed)
 
+    def accepts(self, attempt: Attempt, weights: VersionFile, replaced: Collection[str]) -> bool:
+        """Whether an attempt counts that `weights` were to begin. replaced: labels of weights whose version has other
+        bits now; a turn with tokens of them has no tokens afterwards."""
+        labels = [stretch.label for stretch in attempt.stretches]
+        if not self._sampled.union(labels).isdisjoint(replaced):
+            self.begin()
+            return False
+        # An attempt that waited inside the server while weights changed may mix keys and values of both versions in
+        # its prompt.
+        return not labels or labels[0] == weights.label
+
     def add(self, attempt: Attempt, start: int, weights: VersionFile, version_of: dict[str, int]) -> None:
         """Append an attempt that forwarded the context from position `start` on, has the routes from `routes(start)`
         on, and whose first token was sampled by `weights`."""
@@ -107,6 +130,7 @@ class Turn:
         for stretch in attempt.stretches:
             self._span(prompt - 1 + stretch.start, prompt - 1 + stretch.end, version_of[stretch.label])
             self._labels.add(stretch.label)
+            self._sampled.add(stretch.label)
         if attempt.rows is not None:
             self._rows.append(attempt.rows)
         self.ids += attempt.ids

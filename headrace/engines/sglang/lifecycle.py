@@ -52,6 +52,8 @@ class Life:
         """The version of `latest`; -1 before the first load."""
         self.versions: dict[str, int] = {}
         """Label to version, for all weights that were ever named here."""
+        self.replaced: set[str] = set()
+        """Labels of weights whose version number others have now."""
         self._latest: VersionFile | None = None
         self._held: VersionFile | None = None
         """The weights that the server is known to hold; None when that is not known."""
@@ -94,6 +96,7 @@ class Life:
         async with self._loading:
             before, current = self._latest, self.gate.serving == self._latest
             self._latest = weights
+            self._renumber()  # before the change, because requests may end before this call returns
             try:
                 if current and before is not None and before.label == weights.label and self.serves:
                     self.gate.serving, self._swapper.pause_ms = weights, 0.0
@@ -103,16 +106,25 @@ class Life:
                     await self.gate.turn_to(lambda: weights)
             except BaseException:
                 self._latest = before
+                self._renumber()
                 raise
             self.version = weights.version
 
     def pin(self, weights: VersionFile) -> None:
         """Hold a version for requests that name it."""
         self._pinned[weights.version] = weights
+        self._renumber()
 
     def unpin(self, version: int) -> None:
         """Release a pinned version."""
         self._pinned.pop(version, None)
+
+    def _renumber(self) -> None:
+        """Note which weights had the version numbers that other weights have now."""
+        named = [weights for weights in (self._latest, *self._pinned.values()) if weights is not None]
+        numbers = {weights.version for weights in named}
+        self.replaced |= {label for label, version in self.versions.items() if version in numbers}
+        self.replaced -= {weights.label for weights in named}
 
     def wanted(self, request: SampleRequest) -> VersionFile:
         """The weights that a request names. EngineError when this engine does not have them."""

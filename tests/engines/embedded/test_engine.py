@@ -169,6 +169,40 @@ async def test_a_pinned_version_is_served_beside_the_latest(engine: EmbeddedEngi
         await engine.sample(request("late", policy=pinned))
 
 
+async def test_a_version_with_other_bits_forwards_everything_again(engine: EmbeddedEngine, versions: Versions) -> None:
+    """A trainer that repeats a step may give its version other bits, and a span names the version alone."""
+    earlier = await engine.sample(request("earlier", tokens=70))
+    running = asyncio.create_task(engine.sample(request("running", (4, 5, 6), tokens=200)))
+    await until(engine, 70 + 20)
+    await engine.load(0, *versions.files[1])
+    sample = await running
+    assert sample == await engine.sample(request("fresh", (4, 5, 6), tokens=200)), "the call began again"
+    assert sample.spans == (Span(0, 202, 0),) and engine.stats()["redrawn"] == 1
+    context = (1, 2, 3, *earlier.ids, 9)
+    again = await engine.sample(request("earlier", context))
+    assert again == await engine.sample(request("other", context)) and again.spans == (Span(0, 81, 0),)
+    await versions.load(engine, 2)
+    mixed = await engine.sample(request("earlier", (*context, *again.ids, 9)))
+    assert mixed.spans == (Span(81, 90, 2),), "a new version keeps what the one before it forwarded"
+    await engine.load(2, *versions.files[3])
+    context = (*context, *again.ids, 9, *mixed.ids, 9)
+    last = await engine.sample(request("earlier", context))
+    assert last == await engine.sample(request("another", context)) and last.spans[0].start == 0
+
+
+async def test_a_pinned_version_with_other_bits_forwards_its_own_sessions_again(
+    engine: EmbeddedEngine, versions: Versions
+) -> None:
+    await engine.pin(2, *versions.files[2])
+    pinned = PolicyRef("pinned", 2)
+    latest = asyncio.create_task(engine.sample(request("latest", tokens=200)))
+    running = asyncio.create_task(engine.sample(request("running", tokens=200, policy=pinned)))
+    await until(engine, 40)
+    await engine.pin(2, *versions.files[3])
+    assert await running == await engine.sample(request("fresh", tokens=200, policy=pinned))
+    assert (await latest).spans == (Span(0, 202, 0),) and engine.stats()["redrawn"] == 1
+
+
 async def test_prefixes_are_shared_only_under_the_same_weights(engine: EmbeddedEngine, versions: Versions) -> None:
     prompt = tuple(range(200))
     first = await engine.sample(request("a", prompt, tokens=3))

@@ -4,6 +4,7 @@ What is proven here is the client's bookkeeping. That a real SGLang behaves so i
 """
 
 import asyncio
+import copy
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -100,6 +101,27 @@ async def test_a_swap_in_place_goes_on_with_the_old_keys_and_says_which_token_is
     assert third.spans == (Span(24, 33, 1),)
     assert [body["mode"] for body in double.bodies("/pause_generation")] == ["in_place"] * 2
     assert not any(body["flush_cache"] for body in double.bodies("/update_weights_from_disk"))
+
+
+async def test_a_version_with_other_bits_samples_its_turn_again(pair: Pair, versions: Versions) -> None:
+    """A trainer that repeats a step may give its version other bits, and a span names the version alone."""
+    engine, double = pair
+    earlier = await engine.sample(request("earlier", ids=(1, 2, 3, 4)))
+    await double.let_go(hold_at=5)
+    work = asyncio.create_task(engine.sample(request(ids=(1, 2, 3, 4), tokens=12)))
+    await double.until(lambda: any(len(active.out) == 5 for active in double.running))
+    await begun(engine)
+    await engine.load(0, *versions.files[1])
+    await double.let_go()
+    sample = await work
+    assert sample.spans == (Span(0, 15, 0),) and engine.counts["redrawn"] == engine.counts["taken_back"] == 1
+    replacing = copy.copy(versions)
+    replacing.models = versions.models[1:]
+    record = Record(temperature=1.0)
+    record.add([1, 2, 3, 4], sample, versions.config)
+    assert close(record, replacing) and not close(record, versions)
+    again = await engine.sample(request("earlier", ids=(1, 2, 3, 4, *earlier.ids, 9)))
+    assert again.spans == (Span(0, 20, 0),), "an earlier session's context is forwarded again"
 
 
 async def test_abort_and_resume_keeps_what_was_sampled(versions: Versions, tmp_path: Path) -> None:
