@@ -34,8 +34,8 @@ from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.signing import Trust
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
-from headrace.weights.transfer import node, retention
-from headrace.weights.transfer.full_snapshots import NoSource, share, shared_path
+from headrace.weights.transfer import copies, node, retention
+from headrace.weights.transfer.full_snapshots import NoSource, shared_path
 
 
 class WeightSender(Actor):
@@ -155,17 +155,15 @@ class WeightSender(Actor):
         section, path = self.config.weights, self.store.path(version)
         if section.full_snapshots == "file":
             there = shared_path(section.shared_dir, self.run, version, state_hash)
-            await asyncio.to_thread(share, path, there, state_hash)
+            await asyncio.to_thread(copies.share, path, there, state_hash)
             return
         assert self._served is not None
         self.store.put(version, state_hash)
         await self._served.name_files()
 
     async def _sweep(self) -> None:
-        """Drop the files of full snapshots whose manifests were collected."""
+        """Drop the files of full snapshots whose manifests were collected, and copies that nobody finishes."""
         section, commit = self.config.weights, self.commit
-        if commit is None:
-            return
         if section.full_snapshots == "file":
             try:
                 gone = await retention.sweep_shared(self.bus, self.run, section.shared_dir)
@@ -173,9 +171,10 @@ class WeightSender(Actor):
                 await self.event("files_not_removed", f"{section.shared_dir}: {error}", level="warning")
             else:
                 if gone:
-                    await self.event(
-                        "files_removed", f"{len(gone)} collected full snapshots: {', '.join(map(str, gone))}"
-                    )
+                    text = f"{len(gone)} files of full snapshots: {', '.join(map(str, gone))}"
+                    await self.event("files_removed", text)
+        if commit is None:
+            return
         held = [file for file in self.store.files() if file.version < commit.head.full_version]
         self.store.drop([file.version for file in await retention.unneeded(self.bus, self.run, held)])
         newest = commit.head.full_version if commit.full_file else commit.head.full_version - 1

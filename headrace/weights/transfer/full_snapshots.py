@@ -5,15 +5,12 @@ version, its order and its signature do not depend on who has the file.
 """
 
 import asyncio
-import os
-import shutil
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from headrace.messages.weights import HeldFile, WeightManifest
 from headrace.weights import shards as sharding
-from headrace.weights import snapshot
 from headrace.weights.state import WeightError
 from headrace.weights.transfer.fetching import Tell, fetch
 from headrace.weights.transfer.incoming import IncomingFile
@@ -86,24 +83,3 @@ def in_stores(folder: Path) -> Look:
         yield [LocalFile(path) for name in sorted(names) for path in sorted(folder.glob(f"*/*/{name}"))]
 
     return look
-
-
-def share(source: Path, path: Path, state_hash: str) -> None:
-    """Copy a file to the shared folder under its name there, at once and durably. WeightError when the copy has another
-    state; then it has no name. OSError when the folder cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        shutil.copyfile(source, part)
-        if (found := snapshot.file_hash(part)) != state_hash:
-            raise WeightError(f"the copy {part} has state {found}, expected {state_hash}")
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.messages.weights import HeldFile
 from headrace.weights import chain, snapshot
 from headrace.weights.state import WeightError
+from headrace.weights.transfer import copies
 
 
 async def unneeded(source: chain.StreamSource, run: str, held: Collection[HeldFile]) -> list[HeldFile]:
@@ -41,13 +42,15 @@ async def _kept(source: chain.StreamSource, run: str, file: HeldFile, seqs: set[
 
 
 async def sweep_shared(source: chain.StreamSource, run: str, folder: str | Path) -> list[Path]:
-    """Remove a run's unneeded files from the folder that all nodes share; their paths. OSError."""
+    """Remove a run's unneeded files, and copies of senders that have ended, from the folder that all nodes share; their
+    paths. OSError."""
+    abandoned = await asyncio.to_thread(copies.remove_abandoned, Path(folder) / run)
     held = {}
     for path in sorted((Path(folder) / run).glob("*.safetensors")):
         version, _, state_hash = path.stem.partition("-")
         if version.isascii() and version.isdigit():
             held[HeldFile(int(version), state_hash)] = path
-    return _removed([held[file] for file in await unneeded(source, run, held)])
+    return abandoned + _removed([held[file] for file in await unneeded(source, run, held)])
 
 
 async def sweep_store(source: chain.StreamSource, run: str, folder: Path) -> list[Path]:

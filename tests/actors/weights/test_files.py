@@ -1,5 +1,6 @@
 """Full snapshots in a folder that all nodes share, and the removal of files whose chains were collected."""
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -68,6 +69,18 @@ async def test_the_files_of_old_chains_go_with_them_and_pins_keep_theirs(run: We
     pinned = await within(PATIENCE_S, run.staged(3, node="n2"))
     assert snapshot.file_hash(pinned.path) == run.hashes[3]
     assert joined.store.find(8, run.hashes[8]) is not None
+
+
+async def test_a_sender_removes_the_copy_of_one_that_was_killed(connect: Connect, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    run = await WeightRun(connect, tmp_path, full_snapshots="file", shared_dir=str(shared)).open()
+    part = shared / run.id / ".0-ab.safetensors.4711.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"half")
+    os.utime(part, (0.0, 0.0))
+    await run.actor(WeightSender)
+    assert str(part) in await within(PATIENCE_S, run.event("files_removed")) and not part.exists()
+    await run.close()
 
 
 async def test_a_damaged_file_is_never_served(run: WeightRun) -> None:
