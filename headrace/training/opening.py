@@ -5,6 +5,7 @@ from pathlib import Path
 
 from headrace.config import Config
 from headrace.training.mid_training import Progress, Trace
+from headrace.training.parallel.interface import Others
 from headrace.training.trainer import PolicyTrainer
 
 
@@ -17,9 +18,10 @@ def prepare(
     progress: Callable[[Progress], None] = lambda _: None,
     base: Path | None = None,
     waiting: Callable[[str], None] = lambda _: None,
+    started: Callable[[Others], None] = lambda _: None,
 ) -> PolicyTrainer:
-    """As `PolicyTrainer.prepare`, in one process or in several. GroupError when a rank cannot start. waiting: as in
-    `open_ranks`. The caller closes the trainer."""
+    """As `PolicyTrainer.prepare`, in one process or in several. GroupError when a rank cannot start. waiting, started:
+    as in `open_ranks`. The caller closes the trainer."""
     if config.trainer.ranks == 1:
         return PolicyTrainer.prepare(
             config, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base
@@ -34,4 +36,5 @@ def prepare(
         progress=progress,
         base=base,
         waiting=waiting,
+        started=started,
     )

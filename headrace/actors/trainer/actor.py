@@ -122,7 +122,6 @@ class Trainer(Actor):
         self.status = "preparing"
 
         base = await base_policy.fetch(self.bus, self.config, self.run, self.folder)
-
         waits = other_ranks.Waits(self, self._end_if_stopped)
 
         def work() -> PolicyTrainer:
@@ -134,12 +133,13 @@ class Trainer(Actor):
                 progress=self._on_progress,
                 base=base.file if base is not None else None,
                 waiting=waits,
+                started=waits.started,
             )
 
         try:
             bundle = await self._in_thread(lambda: initial_policy.bundle(self.config, self.folder))
             await renderer_bundles.publish(self.bus, self.run, bundle)
-            self.trainer = trainer = await self._in_thread(work)
+            self.trainer = trainer = await waits.opened(self._in_thread(work))
         except GroupError as error:
             raise error.during("the trainer's group did not start") from error
         except (CheckpointError, DataError, RendererError, TrainerError) as error:  # a restart finds the same

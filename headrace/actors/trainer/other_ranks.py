@@ -7,24 +7,27 @@ from collections.abc import Awaitable, Callable
 
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.supervisor import EXIT_GAVE_UP
-from headrace.training.parallel.interface import GroupError, Loss
+from headrace.training.parallel.interface import GroupError, Loss, Others
 from headrace.training.trainer import PolicyTrainer
 
 LOOK_S = 0.2
 BLOCKED_S = 60.0
-"""Seconds for a step to raise after a rank has ended: it also waits for a version that is being made durable."""
+"""Seconds for a step, or the opening of a group, to raise after a rank has ended: a step also waits for a version that
+is being made durable."""
 RETURN_S = 8.0
 """Seconds for the trainer's thread to return when its actor has failed; the supervisor waits longer for `stop`."""
 EVENT_S = 2.0
 
 
 class Waits:
-    """Shows the nodes that a group waits for: in the actor's status, and once per change as an event."""
+    """The opening of a group. Shows the nodes that it waits for: in the actor's status, and once per change as an
+    event."""
 
     def __init__(self, actor: Actor, check: Callable[[], None]) -> None:
         """Make it in the actor's event loop. check: raises when the actor stops."""
         self._actor, self._check, self._text = actor, check, ""
         self._loop = asyncio.get_running_loop()
+        self._others: Others | None = None
 
     def __call__(self, text: str) -> None:
         """From the worker thread, often: text is empty when no node is missing. Raises as `check`."""
@@ -35,6 +38,21 @@ class Waits:
         self._actor.status = text or "preparing"
         if text:
             asyncio.run_coroutine_threadsafe(self._actor.event("waiting_for_nodes", text), self._loop)
+
+    def started(self, others: Others) -> None:
+        """From the worker thread: the other processes run."""
+        self._others = others
+
+    async def opened(self, work: Awaitable[PolicyTrainer]) -> PolicyTrainer:
+        """The result of `work`, which opens the group in the worker thread. This process ends when the other ones have
+        ended and the thread does not return."""
+        opening, looks = asyncio.ensure_future(work), 0
+        while not (await asyncio.wait({opening}, timeout=LOOK_S))[0]:
+            others = self._others
+            looks = looks + 1 if others is not None and others.why and others.busy else 0
+            if others is not None and looks * LOOK_S >= BLOCKED_S:
+                await leave(self._actor, others.why)
+        return opening.result()
 
 
 async def watch(actor: Actor, trainer: PolicyTrainer) -> None:

@@ -48,7 +48,7 @@ class PeerGroup:
     such a connection, because collectives of two threads over one connection would meet each other."""
 
     mark: Callable[[], None] = staticmethod(lambda: None)
-    """Called when something has moved; `ShardedTrainer.lead` replaces it."""
+    """Called when something has moved; `ProcessGroup.watched` replaces it."""
 
     def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
         """Call it in every process after `join`. rank, size: in the whole group. nodes: 1, or the number of parts of
@@ -138,6 +138,11 @@ class ProcessGroup:
             self.copies, lambda: self.contributors - self.copy * self.per_node, self.clock, self.context_ranks
         )
 
+    def watched(self, mark: Callable[[], None]) -> None:
+        """In the first process: call `mark` whenever something has moved."""
+        for part in (self.clock, self.node, self.aside):
+            part.mark = mark
+
     def agree(self, digest: str, what: str) -> str:
         """The hash of `what` of this node's copy. All processes must call this. GroupError when nodes have different
         ones."""
@@ -165,6 +170,7 @@ class ProcessGroup:
             raw = whole.to(cpu).contiguous().reshape(-1).view(torch.uint8)
             if len(raw):
                 dist.broadcast(raw, group=self.copies, group_src=0)
+                self.node.mark()
             tensors.setdefault(name, whole)
         return value, tensors
 

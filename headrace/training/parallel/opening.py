@@ -19,18 +19,26 @@ from headrace.training.figures.memory import without_policy
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.parallel import group, sharding
 from headrace.training.parallel.group import ProcessGroup
-from headrace.training.parallel.interface import GivenUp
+from headrace.training.parallel.interface import GivenUp, Others
 from headrace.training.parallel.nodes import ranks
+from headrace.training.parallel.nodes.silence import Silence
 from headrace.training.parallel.state import ShardedState
 from headrace.training.parallel.trainer import ShardedTrainer
 from headrace.training.schedule import optimizer_settings
 from headrace.training.trainer import PolicyTrainer
 
 
-def joined(config: Config, folder: Path, rank: int, store: Any = None, begin: Path | None = None) -> ShardedTrainer:
+def joined(
+    config: Config,
+    folder: Path,
+    rank: int,
+    store: Any = None,
+    begin: Path | None = None,
+    silence: Silence | None = None,
+) -> ShardedTrainer:
     """Join the group of a run's trainer and take this process's rows of the checkpoint. All processes call it; folder:
     of node 0, which alone reads it. begin: in the first process, the source of version 0 where there is no checkpoint
-    yet (`ShardedTrainer.begin`)."""
+    yet (`ShardedTrainer.begin`). silence: in the first process, gets its progress."""
     without_policy()
     torch.set_num_threads(config.trainer.threads)
     section = config.trainer
@@ -38,6 +46,8 @@ def joined(config: Config, folder: Path, rank: int, store: Any = None, begin: Pa
     select(device)
     group.join(device, rank, section.ranks, store)
     world = ProcessGroup(device, section.expert_ranks, section.context_ranks, section.nodes)
+    if silence is not None:
+        world.watched(silence.mark)
     policy = hugging_face.from_section(config.policy)
     numerics = probe(policy, exact=config.engine.exact, device=device)
     marks = world.gathered(numerics.fingerprint)
@@ -140,10 +150,11 @@ def open_ranks(
     progress: Callable[[Progress], None] = lambda _: None,
     base: Path | None = None,
     waiting: Callable[[str], None] = lambda _: None,
+    started: Callable[[Others], None] = lambda _: None,
 ) -> ShardedTrainer:
     """As `PolicyTrainer.prepare`, in the first of `[trainer] ranks` processes; starts the others of its machine and
     waits for those of other nodes. GroupError when one ends. waiting: called often while it waits, with a text about
-    the missing nodes; it may raise."""
+    the missing nodes; it may raise. started: gets the others before they join."""
     resumed = (folder / "checkpoint.safetensors").exists()
     _check(config, hugging_face.of_run(config))
     PolicyTrainer.prepare_files(config, folder, tokenizer_json=tokenizer_json)
@@ -156,9 +167,11 @@ def open_ranks(
     if not resumed and begin is None:
         _alone(config, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress)
     others = ranks.Ranks(config, folder)
+    started(others)
     try:
         others.wait(waiting)
-        trainer = joined(config, folder, 0, others.store, begin)
+        with others.silence.order("the opening of its ranks"):
+            trainer = joined(config, folder, 0, others.store, begin, others.silence)
     except (TrainerError, CheckpointError, checkpoint.CheckpointError):
         others.end()
         raise

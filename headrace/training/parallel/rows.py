@@ -131,6 +131,7 @@ def file_hashes(file: snapshot.Snapshot, world: PeerGroup) -> bytes:
         array = file.array(info)
         for start, count in state.blocks(info):
             if number % world.size == world.rank:
+                world.mark()
                 digests[number] = state.block_hash(array[start : start + count])
             number += 1
     every = {block: digest for told in world.gathered(digests) for block, digest in told.items()}
@@ -186,13 +187,17 @@ class Source:
         mapped = snapshot.Snapshot(file)
         self.about = mapped.metadata
         checkpoint.check(file, self.about, state.root(mapped.tensors, file_hashes(mapped, node)))
-        self._tensors, self._cut = tensor_state.read(file), cut
+        self._tensors, self._cut, self._node = tensor_state.read(file), cut, node
 
     def rows(self, kind: str) -> dict[str, Tensor]:
         """The rows of `state` or of the `guard`. KeyError, ValueError for another model."""
         heads = ("guard.",) if kind == "guard" else ("master.", "frozen.", *(f"{each}." for each in adamw.KINDS))
         wanted = {name: value for name, value in self._tensors.items() if name.startswith(heads)}
-        return {name.removeprefix("guard."): self._cut(name, value) for name, value in wanted.items()}
+        out: dict[str, Tensor] = {}
+        for name, value in wanted.items():
+            self._node.mark()
+            out[name.removeprefix("guard.")] = self._cut(name, value)
+        return out
 
     def kept(self, version: int) -> dict[str, Tensor]:
         """The whole tensors of a kept version, mapped."""

@@ -76,10 +76,8 @@ class ShardedTrainer(PolicyTrainer):
         """Bytes of the policy's own checkpoint of which version 0 was made here; 0 where one process made it."""
 
     def lead(self, others: ranks.Ranks, *, resumed: bool) -> None:
-        """In the first process: the other ones, whose progress is watched from now on."""
+        """In the first process: the other ones."""
         self.others, self.resumed = others, resumed
-        for part in (self.clock, self.world.node, self.world.aside):
-            part.mark = others.silence.mark
 
     @contextmanager
     def _order(self, name: str) -> Iterator[None]:

@@ -170,6 +170,29 @@ async def test_a_process_whose_thread_stays_in_a_lost_group_ends(
         await feeder.version(2)
 
 
+async def test_a_process_whose_thread_hangs_while_its_group_is_opened_ends(
+    connect: Connect, server: Server, tmp_path: Path
+) -> None:
+    """Its ranks end, and it could open no other group."""
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    checkpoints = tmp_path / feeder.run / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    os.mkfifo(checkpoints / "checkpoint.safetensors")  # who opens it waits for a writer
+    setting = several(tmp_path, 2, stall_s=10.0)
+    arguments = [msgspec.json.encode(setting).decode(), feeder.run, server.url, str(server.credentials)]
+    path = {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", ALONE, *arguments, env=os.environ | path)
+    try:
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == EXIT_GAVE_UP
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    told = await event(feeder, "process_ends")
+    assert "does not return from its lost group" in told
+    assert "no rank made progress for 10 s in the opening of its ranks" in told
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_benchmark_kills_every_rank_and_meets_its_targets() -> None:

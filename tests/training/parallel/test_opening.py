@@ -24,10 +24,12 @@ from headrace.policy.model import Model
 from headrace.training import memory_plan
 from headrace.training.device import TrainerError
 from headrace.training.parallel import group, opening, rows
+from headrace.training.parallel.interface import GroupError
 from headrace.training.trainer import PolicyTrainer
 from headrace.weights import snapshot
 from tests.support import tiny
 from tests.support.paths import ROOT
+from tests.support.rank_processes import ranks_of
 from tests.support.world import CONFIG, TOKENIZER
 
 DENSE = PolicyConfig(
@@ -138,6 +140,31 @@ def test_each_rank_reads_its_rows_and_version_0_is_that_of_one_process(
             assert max(each["peak"] for each in told) < masters * (1 / each_node + 0.45), "no rank held the whole model"
         files = [snapshot.Snapshot(tmp_path / each / "checkpoint.safetensors") for each in ("one", f"ranks{count}")]
         assert files[0].metadata == files[1].metadata and files[0].state_hash() == files[1].state_hash()
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_hangs_while_it_loads_the_checkpoint_ends_the_group(tmp_path: Path) -> None:
+    """Before, it was waited for thirty days."""
+    saved(tmp_path / "model", DENSE)
+    config = setting(tmp_path / "model", 1)
+    PolicyTrainer.prepare(config, tmp_path / "whole", tokenizer_json=TOKENIZER, traces=tuple).close()
+    (tmp_path / "stuck").mkdir()
+    os.mkfifo(tmp_path / "stuck" / "checkpoint.safetensors")  # who opens it waits for a writer
+    folder = tmp_path / "checkpoints"
+    folder.symlink_to(tmp_path / "stuck")
+
+    def waiting(_: str) -> None:
+        """Rank 1 has got the resolved name already."""
+        folder.unlink()
+        folder.symlink_to(tmp_path / "whole")
+
+    two = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=2, stall_s=10.0))
+    with pytest.raises(
+        GroupError, match="no rank made progress for 10 s in the opening of its ranks: the logs"
+    ) as told:
+        opening.open_ranks(two, folder, tokenizer_json=TOKENIZER, traces=tuple, waiting=waiting)
+    assert told.value.alike == "no rank made progress for 10 s in the opening of its ranks"
+    assert ranks_of() == []
 
 
 @pytest.mark.parametrize("four_bits", [False, True])

@@ -2,8 +2,9 @@
 
 The idea: every collective of a process waits for all others, so a process that hangs soon stops the first one too. That
 one marks its progress: each collective that ends, each forward pass that begins, each block of a checkpoint that is
-written. When an order runs and no mark comes for `[trainer] stall_s`, the group ends. The wait for a record of the
-broker is no part of an order, and between two orders nothing is watched.
+read or written. When an order runs and no mark comes for `[trainer] stall_s`, the group ends. The opening of the ranks,
+in which they load the checkpoint, counts as an order. The wait for a record of the broker is no part of an order, and
+between two orders nothing is watched.
 
 Looks are counted and not seconds, so the time in which this process itself is stopped does not count.
 """
