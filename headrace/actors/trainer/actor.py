@@ -74,6 +74,7 @@ class Trainer(Actor):
         """Newest loss on held-out documents of mid-training, the mean over its sources."""
         self._stopping = False
         self.closings = Closings(self.bus, self.run, self.config.curriculum.groups_per_step)
+        self._raised = raised.Row()
         self._turn: Turn | None = None
         """The newest step that has begun."""
         self._open: set[asyncio.Task[None]] = set()
@@ -173,7 +174,7 @@ class Trainer(Actor):
             if isinstance(message, StepManifest):
                 manifests[message.step] = (received.seq, message)
             elif isinstance(message, StepDone | StepFailed):
-                outcomes[message.step] = message
+                outcomes[message.step] = self._raised.seen(message)
         self._hash = await self._in_thread(trainer.state.hash)
         rate = 0.0
         while trainer.version in manifests:
@@ -320,13 +321,11 @@ class Trainer(Actor):
         return used
 
     async def _write(self, record: StepManifest | StepDone | StepFailed) -> int:
-        """Publish on top of the last record of the run's steps. Returns the sequence. WrongSequence when replaced."""
-        self._step_seq = await self.bus.publish(
-            STEP.at(run=self.run),
-            record,
-            msg_id=f"{self.run}.{record.type_name}.{record.step}.{record.incarnation}",
-            expect=self._step_seq,
-        )
+        """Publish on top of the last record of the run's steps. Returns the sequence. WrongSequence when replaced,
+        Unrecoverable when the step was one too many that raised."""
+        name = f"{self.run}.{record.type_name}.{record.step}.{record.incarnation}"
+        self._step_seq = await self.bus.publish(STEP.at(run=self.run), record, msg_id=name, expect=self._step_seq)
+        self._raised.check(record)
         return self._step_seq
 
     async def _take(

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.actors.trainer.actor import Trainer
 from headrace.bus.broker.server import Server
-from headrace.bus.runtime.supervisor import EXIT_GAVE_UP
+from headrace.bus.runtime.supervisor import EXIT_FOR_GOOD, EXIT_GAVE_UP, Supervisor
 from headrace.config import Config
 from headrace.messages.training import StepDone, StepFailed
 from headrace.training.parallel.nodes import local
@@ -78,6 +79,32 @@ async def test_a_step_that_raises_in_a_group_fails_as_with_one_process(
     if ranks == "1":
         assert f"raised in a step: RuntimeError: out of luck (log: {log})" in told
         assert 'tests/support/failing_losses.py", line' in lives, "with the whole traceback"
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_a_run_in_which_every_step_raises_ends_and_goes_on_with_the_next_batch_when_it_is_resumed(
+    connect: Connect, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Before, such a run lost all of its batches, and over ranks it restarted at each of them."""
+    setting, marker = failing(monkeypatch, tmp_path, str(count - 1), "raising", count, checkpoint_every=1)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    supervisor = Supervisor(setting, feeder.run, url=server.url, credentials=server.credentials)
+    ended = asyncio.create_task(supervisor.run([(Trainer, "trainer-1")]))
+    await feeder.batch(0)
+    await feeder.version(1)
+    marker.touch()
+    for number in (1, 2, 3):
+        await feeder.batch(number)
+    assert await asyncio.wait_for(ended, PATIENCE_S) == EXIT_FOR_GOOD
+    told = await event(feeder, "actor_gave_up")
+    assert "Unrecoverable: 3 steps in a row raised RuntimeError: out of luck, the last one is step 3: correct" in told
+    records = await feeder.steps()
+    assert [record.step for record in records if isinstance(record, StepFailed)] == [1, 2, 3]
+    marker.unlink()
+    async with supervised(setting, server, feeder.run, restarts=0):
+        await feeder.batch(4)
+        await feeder.version(5)
+    assert [record.step for record in await feeder.steps() if isinstance(record, StepDone)] == [0, 4]
 
 
 async def goes_on(feeder: RunFeeder, marker: Path) -> str:
