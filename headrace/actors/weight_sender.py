@@ -18,10 +18,9 @@ from msgspec.structs import replace
 
 from headrace.bus.broker import credentials, keys
 from headrace.bus.errors import Unrecoverable, WrongSequence
-from headrace.bus.nats import streams
+from headrace.bus.nats import capacity
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
-from headrace.config import versions
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD, token
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightManifest
@@ -91,28 +90,15 @@ class WeightSender(Actor):
         return await release.recover(self.bus, valid.newest, self.trust, self.signer, self._last_head)
 
     def _expected_bytes(self) -> int:
-        """Bytes of a version's file by the configuration's policy; 0 where this machine cannot know them."""
-        from headrace.policy.config import CheckpointError
-        from headrace.policy.layout import hugging_face, sizes
+        """Bytes of a version's file by the configuration; 0 where the trainer's first file says how large it is."""
+        from headrace.policy.layout import sizes
 
-        try:
-            policy = hugging_face.of_run(self.config)
-        except (CheckpointError, OSError, ValueError):
-            return 0  # the checkpoint is on the trainer's machine: its first file says how large a version is
-        return sizes.file_bytes(policy, self.config.weights.precision)
+        return sizes.version_bytes(self.config)
 
     async def _require_stream(self, file_bytes: int) -> None:
         """Unrecoverable when the stream cannot hold the chains that the run keeps of it. file_bytes: of a version."""
-        needed = versions.stream_bytes(self.config, file_bytes)
-        limit = (await streams.size_of(self.bus.connection, chain.STREAM)).limit
-        account = await streams.storage_limit(self.bus.connection)
-        for most, what in ((limit, f"the stream {chain.STREAM}"), (account, "the broker's account")):
-            if 0 < most < needed:
-                raise Unrecoverable(
-                    f"{what} may hold {most} bytes, and the run needs {needed} there: "
-                    f"{versions.chains_kept(self.config)} chains of versions of {file_bytes} bytes and their deltas; "
-                    f"{versions.how_to_fit(self.config)}"
-                )
+        if lack := await capacity.lacking(self.bus.connection, self.config, file_bytes):
+            raise Unrecoverable(lack)
 
     async def _open_transfer(self) -> None:
         """Serve full snapshots, and find those of other nodes, as the section says. Unrecoverable."""

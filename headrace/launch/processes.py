@@ -56,6 +56,9 @@ class Run:
     ) -> None:
         """config_file: where `config` is written for the processes to read. origins: of the live page."""
         self.config = config
+        trains = config.production.enabled and config.feedback.enabled
+        self.branch = branch_config(config, folder.id) if trains else None
+        """The configuration of the branch that trains on users' ratings."""
         self.folder = folder
         self.config_file = config_file
         config_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
@@ -80,17 +83,16 @@ class Run:
             )
             name = group[0].replace(":", "-")
             self.children.append(Child(name, argv, self.folder.logs / f"{name}.log", env))
-        if self.config.production.enabled and self.config.feedback.enabled:
-            self.children.append(self._branch(env))
+        if self.branch is not None:
+            self.children.append(self._branch(self.branch, env))
         try:
             for child in self.children:
                 await child.start_or_wait()
         except ChildFailed as failure:
             raise first_of(failure) from None
 
-    def _branch(self, env: dict[str, str]) -> Child:
+    def _branch(self, config: Config, env: dict[str, str]) -> Child:
         """The process that trains on users' ratings, under a configuration and a run id of its own."""
-        config = branch_config(self.config, self.folder.id)
         file = self.config_file.with_name("branch.json")
         file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
         argv = actor_command(

@@ -58,6 +58,7 @@ async def through(config: Config, stopping: Stopping, closing: AsyncExitStack, b
     closing.push_async_callback(run.close)
     stopping.effect = f"run {folder.id} ends in order; acknowledged messages stay in {folder.path}/"
     await run.broker.start()
+    await refuse_small_streams(run)
     if address is None and config.dashboard.enabled:
         say(NO_PAGE)
     say(f"run {folder.id}: logs in {folder.logs}/, streams in {folder.broker}/")
@@ -84,6 +85,16 @@ def refuse(config: Config, root: Path) -> None:
         refuse_busy_port("127.0.0.1", config.bus.port, "[bus] port")
     if config.production.enabled:
         refuse_busy_port(config.production.host, config.production.port, "[production] port")
+
+
+async def refuse_small_streams(run: Run) -> None:
+    """Refuse a broker that cannot hold the versions of the run before its actors start. RunError, BusError."""
+    from headrace.bus.connection import Bus
+    from headrace.launch.checks import versions
+
+    configs = [run.config] if run.branch is None else [run.config, run.branch]
+    async with await Bus.connect(run.broker.url, role="operator", credentials=run.broker.credentials) as bus:
+        await versions.refuse(bus, configs)
 
 
 async def see_through(

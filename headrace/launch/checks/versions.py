@@ -1,24 +1,24 @@
 """Whether the stream and the disks hold the versions of the weights that the run keeps."""
 
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from headrace.bus.broker.credentials import of_run
+from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
+from headrace.bus.nats import streams
+from headrace.bus.nats.capacity import WEIGHTS, lacking
 from headrace.config import Config, versions
 from headrace.launch.checks.finding import Finding, bad, good
-from headrace.policy.config import CheckpointError
-from headrace.policy.layout import hugging_face, sizes
-
-WEIGHTS = "HR_WEIGHTS"
+from headrace.launch.runs import RunError
+from headrace.policy.layout import sizes
 
 
 async def check(config: Config) -> AsyncIterator[Finding]:
     """Findings about [weights], [bus] stream_gib and the free disk. None where the size of a version is unknown."""
-    try:
-        file_bytes = sizes.file_bytes(hugging_face.of_run(config), config.weights.precision)
-    except (CheckpointError, OSError, ValueError):
+    file_bytes = sizes.version_bytes(config)
+    if not file_bytes:
         return  # a finding of the checkpoint's
     needed = versions.stream_bytes(config, file_bytes)
     said = f"{versions.chains_kept(config)} chains of versions of {size(file_bytes)} need {size(needed)} of {WEIGHTS}"
@@ -40,11 +40,16 @@ async def check(config: Config) -> AsyncIterator[Finding]:
         yield good("run.dir", f"{parts}, {size(free)} are free")
 
 
+async def refuse(bus: Bus, configs: Iterable[Config]) -> None:
+    """Refuse a broker that cannot hold the versions of these runs, before their actors start. RunError, BusError."""
+    for config in configs:
+        file_bytes = sizes.version_bytes(config)
+        if lack := await lacking(bus.connection, config, file_bytes) if file_bytes else "":
+            raise RunError(lack)
+
+
 async def _limit(config: Config) -> tuple[int, str]:
     """The most bytes that the stream may have, and what says so; 0 where nothing does."""
-    from headrace.bus.connection import Bus
-    from headrace.bus.nats import streams
-
     configured = config.bus.stream_bytes.get(WEIGHTS, 0)
     if configured or not config.bus.url:
         return configured, "bus.stream_gib.weights"

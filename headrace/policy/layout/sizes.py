@@ -4,8 +4,10 @@ of torch."""
 from functools import cache
 from typing import NamedTuple
 
+from headrace.config import Config
 from headrace.policy.adapters import shape
-from headrace.policy.config import PolicyConfig
+from headrace.policy.config import CheckpointError, PolicyConfig
+from headrace.policy.layout import hugging_face
 
 
 class Parameters(NamedTuple):
@@ -114,3 +116,12 @@ def file_bytes(config: PolicyConfig, precision: str = "as_trained") -> int:
     """
     width = {"as_trained": float(element_bytes(config)), "bf16": 2.0, "mxfp8": 1.0 + 1 / 32}[precision]
     return int(parameters(config).total * width)
+
+
+def version_bytes(config: Config) -> int:
+    """Bytes of the file of a version of a run, about; 0 where this machine cannot know them, because the checkpoint is
+    on the trainer's."""
+    try:
+        return file_bytes(hugging_face.of_run(config), config.weights.precision)
+    except (CheckpointError, OSError, ValueError):
+        return 0
