@@ -20,6 +20,21 @@ from tests.support import tiny
 LATEST = PolicyRef()
 
 
+def request(
+    session: str = "s",
+    ids: tuple[int, ...] = (1, 2, 3),
+    *,
+    tokens: int = 8,
+    temperature: float = 1.0,
+    seed: int = 7,
+    policy: PolicyRef = LATEST,
+    stops: tuple[int, ...] = (),
+) -> SampleRequest:
+    """A request of a session."""
+    sampling = Sampling(temperature=temperature, max_turn_tokens=tokens)
+    return SampleRequest(session=session, ids=ids, policy=policy, sampling=sampling, stop_ids=stops, seed=seed)
+
+
 class Versions:
     """Published files of a policy: version v has the weights of seed v mod 4."""
 

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 import torch
 
-from headrace.engines.base import Engine, EngineError, Sample, SampleRequest
+from headrace.engines.base import Engine, EngineError, Sample
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.engines.embedded.sampling import draw, uniform
 from headrace.engines.embedded.worker import SHARED
-from headrace.messages.rollout import PolicyRef, Sampling, Span
+from headrace.messages.rollout import PolicyRef, Span
 from headrace.policy import moe
 from headrace.weights import tensor_state
 from tests.support import tiny
-from tests.support.engines import LATEST, Versions
+from tests.support.engines import Versions, request
 
 pytestmark = pytest.mark.anyio
 
@@ -34,14 +34,6 @@ async def engine(versions: Versions) -> AsyncIterator[EmbeddedEngine]:
     await versions.load(made, 0)
     yield made
     await made.stop()
-
-
-def request(
-    session: str = "s", ids: tuple[int, ...] = (1, 2, 3), *, tokens: int = 8, temperature: float = 1.0, seed: int = 7,
-    policy: PolicyRef = LATEST, stops: tuple[int, ...] = (),
-) -> SampleRequest:  # fmt: skip
-    sampling = Sampling(temperature=temperature, max_turn_tokens=tokens)
-    return SampleRequest(session=session, ids=ids, policy=policy, sampling=sampling, stop_ids=stops, seed=seed)
 
 
 async def until(engine: EmbeddedEngine, sampled: int) -> None:

@@ -14,10 +14,10 @@ from headrace.engines.base import SampleRequest
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.messages.rollout import Span
 from tests.support import tiny
-from tests.support.engines import Versions
+from tests.support.engines import Versions, request
 from tests.support.paths import ROOT
 from tests.support.sglang.double import Double, Request
-from tests.support.sglang.requests import attached, request
+from tests.support.sglang.requests import attached
 
 pytestmark = pytest.mark.anyio
 

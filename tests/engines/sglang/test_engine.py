@@ -20,9 +20,9 @@ from headrace.engines.sglang.weights.lock import NotServed
 from headrace.messages.rollout import PolicyRef, Span
 from headrace.policy import moe
 from tests.support import tiny
-from tests.support.engines import Record, Versions
+from tests.support.engines import Record, Versions, request
 from tests.support.sglang.double import Double
-from tests.support.sglang.requests import attached, begun, request
+from tests.support.sglang.requests import attached, begun
 
 pytestmark = pytest.mark.anyio
 
@@ -115,9 +115,8 @@ async def test_a_version_with_other_bits_samples_its_turn_again(pair: Pair, vers
     await double.let_go()
     sample = await work
     assert sample.spans == (Span(0, 15, 0),) and engine.counts["redrawn"] == engine.counts["taken_back"] == 1
-    replacing = copy.copy(versions)
+    record, replacing = Record(temperature=1.0), copy.copy(versions)
     replacing.models = versions.models[1:]
-    record = Record(temperature=1.0)
     record.add([1, 2, 3, 4], sample, versions.config)
     assert close(record, replacing) and not close(record, versions)
     again = await engine.sample(request("earlier", ids=(1, 2, 3, 4, *earlier.ids, 9)))

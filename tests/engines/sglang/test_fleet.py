@@ -28,10 +28,9 @@ from headrace.engines.sglang.weights import checksums
 from headrace.messages.rollout import PolicyRef, Span
 from tests.engines.sglang.test_server import interpreter
 from tests.support import tiny
-from tests.support.engines import Versions
+from tests.support.engines import Versions, request
 from tests.support.patience import PATIENCE_S
 from tests.support.sglang.double import Double
-from tests.support.sglang.requests import request
 
 CONFIG = tiny.config()
 

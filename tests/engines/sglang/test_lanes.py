@@ -30,10 +30,10 @@ from tests.conftest import Connect
 from tests.engines.sglang.test_rollout import POLICY, config
 from tests.support import tiny
 from tests.support.actors import living
-from tests.support.engines import Record, Versions
+from tests.support.engines import Record, Versions, request
 from tests.support.sglang.double import Double
 from tests.support.sglang.record import asked, raw
-from tests.support.sglang.requests import attached, request
+from tests.support.sglang.requests import attached
 from tests.support.staged import prepare, stage
 
 pytestmark = pytest.mark.anyio

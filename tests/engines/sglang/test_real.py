@@ -27,9 +27,9 @@ from headrace.messages.rollout import Span
 from headrace.policy import scoring
 from headrace.weights import tensor_state
 from tests.support import tiny
-from tests.support.engines import Record, Versions
+from tests.support.engines import Record, Versions, request
 from tests.support.sglang.record import asked, raw, record_golden
-from tests.support.sglang.requests import begun, request
+from tests.support.sglang.requests import begun
 from tests.support.sglang.server_fixture import MAX_RUNNING, checked, python, real
 from tests.support.weights import Chain, step
 from tests.weights.receiving.test_staging import build

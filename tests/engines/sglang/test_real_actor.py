@@ -32,7 +32,8 @@ from tests.engines.sglang.test_real import idle
 from tests.engines.sglang.test_rollout import POLICY, config
 from tests.support import tiny
 from tests.support.actors import living
-from tests.support.sglang.requests import begun, request
+from tests.support.engines import request
+from tests.support.sglang.requests import begun
 from tests.support.sglang.server_fixture import checked, python
 from tests.support.staged import prepare, stage
 

@@ -10,8 +10,8 @@ from headrace.engines.sglang.engine import SglangEngine
 from headrace.weights import tensor_state
 from tests.engines.sglang.test_real import routes
 from tests.support import tiny
-from tests.support.engines import Record, Versions
-from tests.support.sglang.requests import begun, request
+from tests.support.engines import Record, Versions, request
+from tests.support.sglang.requests import begun
 from tests.support.sglang.server_fixture import checked, python, real
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]

@@ -17,9 +17,9 @@ from headrace.engines.sglang.server import Server
 from headrace.engines.sglang.weights.lock import NotServed
 from headrace.messages.rollout import Span
 from tests.support import tiny
-from tests.support.engines import Versions
+from tests.support.engines import Versions, request
 from tests.support.paths import ROOT
-from tests.support.sglang.requests import begun, request
+from tests.support.sglang.requests import begun
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,4 @@
-"""A double, an engine attached to it, and requests: what the tests of the SGLang client share."""
+"""A double, an engine attached to it, and its requests in flight: what the tests of the SGLang client share."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,24 +6,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.engines.base import SampleRequest
 from headrace.engines.sglang.engine import SglangEngine
-from headrace.messages.rollout import PolicyRef, Sampling
-from tests.support.engines import LATEST, Versions
+from tests.support.engines import Versions
 from tests.support.sglang.double import Double
-
-
-def request(
-    session: str = "s",
-    ids: tuple[int, ...] = (1, 2, 3),
-    *,
-    tokens: int = 8,
-    temperature: float = 1.0,
-    policy: PolicyRef = LATEST,
-    stops: tuple[int, ...] = (),
-) -> SampleRequest:
-    sampling = Sampling(temperature=temperature, max_turn_tokens=tokens)
-    return SampleRequest(session=session, ids=ids, policy=policy, sampling=sampling, stop_ids=stops, seed=7)
 
 
 async def begun(engine: SglangEngine, count: int = 1) -> None:

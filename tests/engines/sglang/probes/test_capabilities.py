@@ -15,9 +15,9 @@ from headrace.engines.sglang.probes import capabilities, versions
 from headrace.engines.sglang.reply import body
 from headrace.engines.sglang.requirements import _release
 from tests.support import tiny
-from tests.support.engines import Versions
+from tests.support.engines import Versions, request
 from tests.support.sglang.double import Double
-from tests.support.sglang.requests import attached, request
+from tests.support.sglang.requests import attached
 from tests.support.sglang.updates import openapi
 
 CONFIG = tiny.config()

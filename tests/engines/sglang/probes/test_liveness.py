@@ -16,9 +16,9 @@ from headrace.engines.sglang.server import Server
 from headrace.messages.rollout import Span
 from tests.engines.sglang.test_server import interpreter
 from tests.support import tiny
-from tests.support.engines import Versions
+from tests.support.engines import Versions, request
 from tests.support.patience import PATIENCE_S
-from tests.support.sglang.requests import attached, begun, request
+from tests.support.sglang.requests import attached, begun
 
 pytestmark = pytest.mark.anyio
 

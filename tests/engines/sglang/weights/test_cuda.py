@@ -14,9 +14,9 @@ from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.weights import checksums, cuda_digest
 from headrace.weights import tensor_state
 from tests.support import tiny
-from tests.support.engines import Versions
+from tests.support.engines import Versions, request
 from tests.support.sglang.cuda import CudaDouble
-from tests.support.sglang.requests import attached, begun, request
+from tests.support.sglang.requests import attached, begun
 from tests.support.weights import step
 
 GOLDEN = {

@@ -17,10 +17,10 @@ from headrace.messages.rollout import Span
 from headrace.weights import tensor_state
 from tests.engines.sglang.weights.test_shards import Sharded
 from tests.support import tiny
-from tests.support.engines import Record, Versions
+from tests.support.engines import Record, Versions, request
 from tests.support.sglang.cuda import CudaDouble
 from tests.support.sglang.double import Double
-from tests.support.sglang.requests import attached, begun, request
+from tests.support.sglang.requests import attached, begun
 from tests.support.sglang.updates import load
 
 CONFIG = tiny.config()
