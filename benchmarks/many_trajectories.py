@@ -35,16 +35,15 @@ from headrace.bus.nats.streams import declare
 from headrace.config import Config, Engine
 from headrace.config import Environment as Machines
 from headrace.config import Rollout as RolloutSection
-from headrace.messages.rollout import Limits, RolloutRequest, Sampling, Trajectory
+from headrace.messages.rollout import RolloutRequest, Trajectory
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import TASK, TRAJ, token
-from headrace.messages.tasks import TaskRef
-from headrace.tasks import open_suite
 from tests.support import staged
 from tests.support.actors import living
+from tests.support.many_requests import SLOTS, requests
 
-RUN, NODE, SLOTS, WARM = "many", "here", 8, 16
-"""SLOTS: of a group. WARM: trajectories that do not count."""
+RUN, NODE, WARM = "many", "here", 16
+"""WARM: trajectories that do not count."""
 
 
 def settings(folder: Path, count: int, credit: int) -> Config:
@@ -56,25 +55,6 @@ def settings(folder: Path, count: int, credit: int) -> Config:
         rollout=RolloutSection(credit=credit),
         engine=Engine(max_batch=count),
     )
-
-
-def requests(first: int, count: int, turns: int, tokens: int) -> list[RolloutRequest]:
-    """Requests `first` to `first + count - 1`, in groups."""
-    task = TaskRef("generated/train", open_suite("generated/train").ids()[0])
-    return [
-        RolloutRequest(
-            run=RUN,
-            lane="train",
-            group=f"g{number // SLOTS}",
-            slot=number % SLOTS,
-            attempt=0,
-            task=task,
-            seed=number,
-            sampling=Sampling(max_turn_tokens=tokens),
-            limits=Limits(max_turns=turns, context_tokens=4096),
-        )
-        for number in range(first, first + count)
-    ]
 
 
 def _memory(key: str) -> int:
@@ -153,10 +133,11 @@ async def one(folder: Path, args: argparse.Namespace, credit: int) -> Figures:
 
                 await until("ready")
                 await staged.stage(admin, RUN, NODE, 0, *staged.made(folder)[0])
-                await issue(requests(0, WARM, args.turns, args.tokens))
+                await issue(requests(RUN, range(WARM), turns=args.turns, tokens=args.tokens))
                 await until("warm")
                 child.stdin.write(b"\n")
-                await issue(requests(WARM, args.count, args.turns, args.tokens))
+                numbers = range(WARM, WARM + args.count)
+                await issue(requests(RUN, numbers, turns=args.turns, tokens=args.tokens))
                 figures: Figures = json.loads(await until("{"))
                 made = [r.message async for r in admin.history("HR_TRAJ", TRAJ.where(run=RUN))]
                 stored = [message for message in made if isinstance(message, Trajectory)]

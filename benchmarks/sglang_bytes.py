@@ -33,6 +33,7 @@ from headrace.engines.sglang.reply import body, read
 from headrace.engines.sglang.weights.lock import VersionFile
 from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.policy.config import PolicyConfig
+from tests.support.loopback import serving
 
 LABEL, NEW, FIRST = "12-b8ad7b54c5b369b8", 64, 16
 """Label of the served weights, new tokens of a turn's context, and tokens of the first turn."""
@@ -55,7 +56,7 @@ SHAPES = {"dense": msgspec.structs.replace(_MOE, experts=0, top_k=0), "moe": _MO
 
 
 class FormatServer:
-    """Answers /generate in the format of SGLang 0.5.23 and counts bytes by part. `start`, then `url`; `close`."""
+    """Answers /generate in the format of SGLang 0.5.23 and counts bytes by part."""
 
     def __init__(self, config: PolicyConfig, seed: int = 0) -> None:
         self.config = config
@@ -64,24 +65,12 @@ class FormatServer:
         self.once: Counter[str] = Counter()
         """Of the tokens, each counted once."""
         self._rng = np.random.default_rng(seed)
-        self._runner: web.AppRunner | None = None
-        self.url = ""
 
-    async def start(self) -> None:
-        """Listen on a free port."""
+    def app(self) -> web.Application:
+        """The application that answers."""
         app = web.Application(client_max_size=1 << 28)
         app.add_routes([web.post("/generate", self._generate)])
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
-
-    async def close(self) -> None:
-        """Stop listening."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        return app
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
@@ -199,19 +188,18 @@ async def sampled(wire: Wire, config: PolicyConfig, ids: tuple[int, ...], tokens
 async def measure(config: PolicyConfig, context: int, tokens: int) -> Figures:
     """The bytes of the second turn of a session: `context` tokens, `tokens` sampled."""
     server, rng = FormatServer(config), np.random.default_rng(1)
-    await server.start()
-    wire = Wire(server.url)
-    try:
-        begin = tuple(int(token) for token in rng.integers(0, config.vocab, context - NEW - FIRST))
-        first = await sampled(wire, config, begin, FIRST, None)
-        server.bytes.clear()
-        server.once.clear()
-        ids = (*first.ids, *(int(token) for token in rng.integers(0, config.vocab, NEW)))
-        turn = await sampled(wire, config, ids, tokens, first.session())
-        made = turn.sample("length")
-    finally:
-        await wire.close()
-        await server.close()
+    async with serving(server.app()) as url:
+        wire = Wire(url)
+        try:
+            begin = tuple(int(token) for token in rng.integers(0, config.vocab, context - NEW - FIRST))
+            first = await sampled(wire, config, begin, FIRST, None)
+            server.bytes.clear()
+            server.once.clear()
+            ids = (*first.ids, *(int(token) for token in rng.integers(0, config.vocab, NEW)))
+            turn = await sampled(wire, config, ids, tokens, first.session())
+            made = turn.sample("length")
+        finally:
+            await wire.close()
     assert len(ids) == context and len(made.ids) == tokens
     parts, once = server.bytes, server.once
     request = parts["request_ids"] + parts["request_rest"]

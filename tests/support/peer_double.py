@@ -9,6 +9,7 @@ from aiohttp import web
 
 from headrace.bus.connection import Bus
 from headrace.messages.weights import HeldFile, WeightPeer, peer_key
+from tests.support.loopback import serving
 
 
 class PeerDouble:
@@ -26,29 +27,17 @@ class PeerDouble:
         """Answers wait for it."""
         self.begun = asyncio.Event()
         """A range of tensors was asked for."""
-        self._runner: web.AppRunner | None = None
-        self.url = ""
 
     @property
     def head(self) -> int:
         """Bytes before the tensors."""
         return 8 + int.from_bytes(self.data[:8], "little")
 
-    async def start(self) -> None:
-        """Listen on loopback."""
+    def app(self) -> web.Application:
+        """The application that answers."""
         app = web.Application()
         app.router.add_get("/{path:.*}", self._answer)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
-
-    async def close(self) -> None:
-        """Stop listening."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        return app
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         first, _, last = request.headers["Range"].removeprefix("bytes=").partition("-")
@@ -80,11 +69,10 @@ async def peer(
 ) -> AsyncIterator[PeerDouble]:
     """A double that HR_STATE names as the holder of a file, until the context ends. bus: of the role weight_sync."""
     double = PeerDouble(path)
-    await double.start()
     values, key = await bus.kv("HR_STATE"), peer_key(run, node, "receiver")
-    await values.put(key, WeightPeer(run=run, node=node, region=region, url=double.url, files=(held,)))
-    try:
-        yield double
-    finally:
-        await values.delete(key)
-        await double.close()
+    async with serving(double.app()) as url:
+        await values.put(key, WeightPeer(run=run, node=node, region=region, url=url, files=(held,)))
+        try:
+            yield double
+        finally:
+            await values.delete(key)

@@ -29,21 +29,20 @@ from headrace.engines.base import Sample, SampleRequest
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.messages.base import Message
 from headrace.messages.operations import Heartbeat
-from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling, TurnSampled
+from headrace.messages.rollout import PolicyRef, TurnSampled
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import FAIL, HEARTBEAT, TASK, TRAJ, TURN, token
-from headrace.messages.tasks import TaskRef
-from headrace.tasks import open_suite
 from tests.actors.rollout.test_actor import everything, queue_is_empty
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.many_requests import SLOTS, requests
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.staged import config, made, prepare, stage
 
 pytestmark = pytest.mark.anyio
 
-AT_ONCE, SLOTS, TURNS = 256, 8, 3
+AT_ONCE, TURNS = 256, 3
 RUN = "many"
 LAG_S = 0.5
 """Longest time in seconds for which the event loop may compute before it runs another task. Processor time of its
@@ -139,33 +138,14 @@ def alive() -> Counter[str]:
     return Counter(type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, Episode | TurnLog))
 
 
-def requests() -> list[RolloutRequest]:
-    """`AT_ONCE` requests in groups, one half for `latest` and the other for a pinned version."""
-    task = TaskRef("generated/train", open_suite("generated/train").ids()[0])
-    return [
-        RolloutRequest(
-            run=RUN,
-            lane="train",
-            group=f"g{number // SLOTS}",
-            slot=number % SLOTS,
-            attempt=0,
-            task=task,
-            seed=number,
-            policy=PolicyRef(kind="pinned", version=0) if number % 2 else PolicyRef(),
-            sampling=Sampling(max_turn_tokens=8),
-            limits=Limits(max_turns=TURNS, context_tokens=4096),
-        )
-        for number in range(AT_ONCE)
-    ]
-
-
 async def test_256_trajectories_at_once_are_each_stored_once_and_leave_nothing_behind(
     connect: Connect, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "HEARTBEAT_S", BEAT_S)
     monkeypatch.setattr(pins, "UNPIN_AFTER_S", 0.1)
     before = alive()
-    issued = requests()
+    both = (PolicyRef(), PolicyRef(kind="pinned", version=0))
+    issued = requests(RUN, range(AT_ONCE), turns=TURNS, tokens=8, policies=both)
     subject = TASK.at(run=RUN, lane="train", suite=token(issued[0].task.suite))
     wanted = {request.trajectory for request in issued}
     observer, versions = await connect("admin"), made(tmp_path)
