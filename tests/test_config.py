@@ -180,6 +180,10 @@ def test_every_key_has_a_range() -> None:
             r"trainer.context_runs: expected 0 or context_ranks \(2\) with expert_ranks = 2, got 4",
         ),
         (["algorithm.moments=eight_bit", "algorithm.beta1=0.995"], "algorithm.beta1: expected at most 0.99"),
+        (
+            ["algorithm.moments=eight_bit", "trainer.ranks=2", "mid_training.beta2=0.995"],
+            "mid_training.beta2: expected at most 0.99",
+        ),
         (["environment.max_vms=2"], "environment.max_vms: expected more than judge_share"),
         (["environment.warm=9"], "environment.warm: expected at most max_vms"),
         (["sandboxes.memory_mib=63"], "sandboxes.memory_mib: expected 0 or at least 64, got 63"),

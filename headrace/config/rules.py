@@ -101,16 +101,22 @@ def _judge(config: Config) -> Iterator[Problem]:
         yield "judge.rubric_weight", f"expected 0: the reward {reward!r} decides itself what a rubric is worth"
 
 
-def _algorithm(config: Config) -> Iterator[Problem]:
-    section = config.algorithm
+def _betas(config: Config, where: str) -> Iterator[Problem]:
+    """where: the section whose decays are checked."""
+    section, moments = getattr(config, where), config.algorithm.moments
     for name in ("beta1", "beta2"):
         beta = getattr(section, name)
-        if section.moments != "float32" and beta > _MOST_BETA:
+        if moments != "float32" and beta > _MOST_BETA:
             yield (
-                f"algorithm.{name}",
-                f"expected at most {_MOST_BETA} with algorithm.moments = {section.moments}, whose rounding keeps a "
+                f"{where}.{name}",
+                f"expected at most {_MOST_BETA} with algorithm.moments = {moments}, whose rounding keeps a "
                 f"moment from decaying more slowly; got {beta}",
             )
+
+
+def _algorithm(config: Config) -> Iterator[Problem]:
+    section = config.algorithm
+    yield from _betas(config, "algorithm")
     if not section.ratio_low <= 1.0 <= section.ratio_high:
         yield (
             "algorithm.ratio_low",
@@ -202,6 +208,8 @@ def _mid_training(config: Config) -> Iterator[Problem]:
             yield where, f"expected none with kind = 'generated', got {source.path!r}"
         elif source.kind != "generated" and not source.path:
             yield where, f"expected a file or folder with kind = {source.kind!r}, got none"
+    if config.mid_training.tokens and config.trainer.ranks > 1:  # one process keeps float32 moments there
+        yield from _betas(config, "mid_training")
     starts = [phase.start for phase in config.mid_training.phases]
     if starts != sorted(set(starts)):
         yield "mid_training.phases", f"expected values of start that rise, got {starts}"

@@ -93,7 +93,8 @@ class MidTraining(Section, frozen=True, kw_only=True):
     context_weight: Share = 0.05
     """Loss weight of the tokens that a policy reads; those that it writes have 1. A pretrained policy needs 0."""
     processes: Threads = 2
-    """Processes that share each batch, one torch thread each. The number changes the bits of the result."""
+    """Processes that share each batch, one torch thread each. The number changes the bits of the result. With
+    `[trainer] ranks` the shares of a batch, which ranks compute. A GPU computes a batch as one share."""
     data: tuple[Data, ...] = ()
     """Sources, as tables [[mid_training.data]]. Empty: generated traces alone."""
     sequence: Sequence = 4096
@@ -129,7 +130,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """AdamW's decay of the mean of squared gradients, per update."""
     moments: Literal["float32", "bfloat16", "eight_bit"] = "float32"
     """Format in which AdamW's two moments are kept between updates. bfloat16 saves 4 of their 8 bytes per parameter,
-    eight_bit (blocks with a scale, headrace/algorithms/eight_bit.py) 6. Mid-training keeps float32."""
+    eight_bit (blocks with a scale, headrace/algorithms/eight_bit.py) 6. Mid-training in one process keeps float32."""
     weight_decay: Amount = 0.0
     """AdamW's decoupled weight decay: each update lowers a weight by this times the learning rate times the weight."""
     baseline: Literal["group", "class"] = "group"
@@ -280,8 +281,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     for bfloat16 on boards of A100, H100, GH200, H200, B200 and GB200, and leaves MFU and HFU unknown elsewhere."""
     stall_s: Duration = 1800.0
     """With several ranks: seconds without progress (an exchange between ranks that ends, a forward pass that begins, a
-    block that is read or written) within a step, a checkpoint, a publication or the opening of the ranks, after which
-    the group ends and starts again from the checkpoint and the manifests."""
+    block that is read or written) within a step, an update of mid-training, a checkpoint, a publication or the opening
+    of the ranks, after which the group ends and starts again from the checkpoint and the manifests."""
     frozen: tuple[Word, ...] = ()
     """Parameters that training does not change, by patterns over headrace's names: embedding, layers.0.*, norm.
     Layers below the first trained one need no backward pass, and no delta contains a frozen parameter."""

@@ -25,7 +25,7 @@ from headrace.policy.adapters import low_rank
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layer import Chosen, Layer
-from headrace.policy.layout import formats, names
+from headrace.policy.layout import formats, initial, names
 from headrace.policy.numerics import Numerics
 from headrace.policy.token_runs.sharing import Attend, TokenSharing
 from headrace.policy.token_runs.weights import borders, joined, lengths_between, replicas, split
@@ -64,27 +64,11 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """New random weights, the same for the same seed. Residual outputs start small, the head nearly flat."""
-        generator = torch.Generator().manual_seed(seed)
-        shrink = (2 * self.config.layers) ** -0.5
+        """New random weights, the same for the same seed (`layout.initial`)."""
         low_rank.reset(self, seed)
-        for name, parameter in self.named_parameters():
-            if low_rank.is_adapter(name):
-                continue
-            kind = name.rsplit(".", 1)[-1]
-            if kind == "norm" or kind.endswith("_norm"):
-                parameter.fill_(1.0)
-                continue
-            if kind in ("correction", "sinks") or kind.endswith("_bias"):
-                parameter.zero_()
-                continue
-            std = parameter.shape[-1] ** -0.5
-            if kind in ("out", "down", "shared_down"):
-                std *= shrink
-            elif kind in ("embedding", "head"):
-                std = 0.02 if kind == "head" or self.config.tied else 0.5
-            draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-            parameter.copy_(draw.mul_(std))
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        for name, value in initial.values(self.config, shapes, seed):
+            self.get_parameter(name).copy_(value)
         if self.config.expert_format:
             self.load_state(self.state())  # onto the grid
 

@@ -6,6 +6,7 @@ from headrace import machine_memory
 from headrace.config import Config
 from headrace.policy import device
 from headrace.policy.config import PolicyConfig
+from headrace.policy.numerics import Numerics
 from headrace.training import memory_plan
 from headrace.training.figures.layout import Layout, layout_of
 
@@ -20,6 +21,14 @@ def device_named(name: str) -> torch.device:
         return device.named(name, "[trainer] device")
     except device.DeviceError as error:
         raise TrainerError(str(error)) from None
+
+
+def check_exact(config: Config, numerics: Numerics) -> None:
+    """TrainerError when exact mode is configured and this machine has none."""
+    if config.engine.exact and not numerics.exact:
+        raise TrainerError(
+            f"[engine] exact = true, but this machine has no exact mode: {numerics.reason}; set it to false"
+        )
 
 
 def available_bytes(where: torch.device) -> int:

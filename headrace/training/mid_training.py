@@ -9,14 +9,18 @@ to improve.
 The weights depend on the traces and the recipe alone, also after a trainer was killed. Weights, moments and the number
 of steps are saved regularly. A restarted trainer generates the traces of earlier steps again and skips them, which
 takes a twentieth of the time that learning from them took. A Mixture of data is sought to the saved position instead.
+
+`learn` is the recipe; a `Learner` computes. That of `run` is this process; `parallel.mid_training.ranks` has one over
+the ranks of a trainer.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -26,13 +30,15 @@ from headrace.config import MidTraining
 from headrace.policy.model import Model
 from headrace.training import checkpoint
 from headrace.training.data.mixture import Mixture, phase
-from headrace.training.parallel.shards import Shards, negative_logp, shares
-from headrace.training.parallel.shards import Text as Trace
+from headrace.training.parallel.mid_training.shards import Shards, negative_logp, shares
+from headrace.training.parallel.mid_training.shards import Text as Trace
 from headrace.training.state import TrainerState
 
-__all__ = ["MidTrainingFailed", "Progress", "Trace", "batches", "learning_rate", "run"]
+__all__ = ["FILE", "Learner", "MidTrainingFailed", "Progress", "Trace", "batches", "learn", "learning_rate", "run"]
 
 
+FILE = "mid-training.safetensors"
+"""Name of the checkpoint in the trainer's folder, while mid-training runs."""
 KEEP_S = 20.0
 """Smallest number of seconds between two checkpoints."""
 KEEP_SHARE = 0.05
@@ -119,6 +125,88 @@ class _Batches:
         return _Batch(members, position) if members is not None else None
 
 
+class Learner(Protocol):
+    """The weights, and the arithmetic of their updates."""
+
+    @property
+    def step(self) -> int:
+        """Number of updates so far."""
+
+    def resume(self, file: Path) -> Mapping[str, int | str] | None:
+        """Restore a saved file and return its position; None without a file. CheckpointError."""
+
+    def save(self, file: Path, position: Mapping[str, int | str]) -> None:
+        """Replace the file durably."""
+
+    def working(self) -> AbstractContextManager[None]:
+        """Gradients are computed in this block."""
+
+    def gradient(self, texts: Sequence[Trace], meanwhile: Callable[[], None]) -> tuple[float, float]:
+        """Compute a batch's gradient. Returns the weighted mean loss in nats, and the gradient's Euclidean norm; NaN
+        where it is not finite. meanwhile: called once, by any thread."""
+
+    def update(self, rate: float, scale: float) -> None:
+        """One update from the last gradient times `scale`."""
+
+    def loss_sum(self, texts: Sequence[Trace]) -> float:
+        """The sum of the weighted losses of the texts' targets, in nats."""
+
+
+class _OneProcess:
+    """The learner of one process, whose batches are cut into shares."""
+
+    def __init__(self, model: Model, recipe: MidTraining, offload: bool) -> None:
+        self._model = model
+        self._state = TrainerState(model, settings=settings(recipe), offload=offload)
+        self._processes = processes(recipe, model.embedding.device)
+        self._shards: Shards | None = None
+
+    @property
+    def step(self) -> int:
+        return self._state.step
+
+    def resume(self, file: Path) -> Mapping[str, int | str] | None:
+        try:
+            return checkpoint.load(file, self._state).position
+        except FileNotFoundError:
+            return None
+
+    def save(self, file: Path, position: Mapping[str, int | str]) -> None:
+        checkpoint.save(file, self._state, position=position)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with Shards(self._model, self._processes) as self._shards:
+            yield
+
+    def gradient(self, texts: Sequence[Trace], meanwhile: Callable[[], None]) -> tuple[float, float]:
+        assert self._shards is not None, "call it within `working`"
+        loss = self._shards.backward(texts, meanwhile)
+        return loss, self._state.gradient_norm()
+
+    def update(self, rate: float, scale: float) -> None:
+        self._state.apply(rate, scale)
+
+    @torch.no_grad()
+    def loss_sum(self, texts: Sequence[Trace]) -> float:
+        total = 0.0
+        for text in texts:
+            (share,) = shares([text], 1)
+            loss = negative_logp(self._model, share)
+            total += 0.0 if loss is None else float(loss) * share.divisor
+        return total
+
+
+def settings(recipe: MidTraining, moments: torch.dtype = torch.float32) -> OptimizerSettings:
+    """The optimizer's settings. moments: dtype of both moments."""
+    return OptimizerSettings((recipe.beta1, recipe.beta2), recipe.weight_decay, moments)
+
+
+def processes(recipe: MidTraining, device: torch.device) -> int:
+    """Number of shares into which a batch is cut first: a part of the recipe, because it decides the order of sums."""
+    return recipe.processes if device.type == "cpu" else 1
+
+
 def run(
     model: Model,
     traces: Iterable[Trace],
@@ -128,93 +216,95 @@ def run(
     file: Path | None = None,
     offload: bool = False,
 ) -> int:
-    """Train `model` in place on `recipe.tokens` tokens, or until `traces` end; returns the number of steps.
+    """`learn` in this process: `model` is changed in place. offload: as in TrainerState."""
+    return learn(_OneProcess(model, recipe, offload), traces, recipe, progress, every, file)
+
+
+def learn(
+    learner: Learner,
+    traces: Iterable[Trace],
+    recipe: MidTraining,
+    progress: Callable[[Progress], None] = lambda _: None,
+    every: int = 50,
+    file: Path | None = None,
+) -> int:
+    """Train on `recipe.tokens` tokens, or until `traces` end; returns the number of steps.
 
     `progress` is called every `every` steps or REPORT_S and at the end, from this thread. `file` is the one to
     continue from, if it exists, and to write every KEEP_S or more (KEEP_SHARE); `traces` begin with the first one in
-    either case. offload: as in TrainerState. MidTrainingFailed when the numbers break or the file is of another recipe,
-    CheckpointError when it is damaged.
+    either case. MidTrainingFailed when the numbers break or the file is of another recipe, CheckpointError when it is
+    damaged.
     """
-    settings = OptimizerSettings((recipe.beta1, recipe.beta2), recipe.weight_decay)
-    state = TrainerState(model, settings=settings, offload=offload)
     started = time.perf_counter()
-    tokens, position = _resume(file, state, recipe) if file is not None else (0, "")
+    tokens, position = _resume(file, learner, recipe) if file is not None else (0, "")
     saved = reported = started
     cost = 0.0
     seen: list[float] = []
-    stream = _Batches(traces, recipe, state.step, tokens, position)
+    stream = _Batches(traces, recipe, learner.step, tokens, position)
     batch = stream.next()
     following: list[_Batch | None] = []
 
     def prefetch() -> None:
         following.append(stream.next())
 
-    on_cpu = model.embedding.device.type == "cpu"
     if isinstance(traces, Mixture) and not tokens:
-        if first := held_out_loss(model, traces, recipe.evaluate_tokens):
+        if first := held_out_loss(learner, traces, recipe.evaluate_tokens):
             progress(Progress(0, 0, recipe.tokens, math.nan, time.perf_counter() - started, first))
-    with Shards(model, recipe.processes if on_cpu else 1) as shards:
+    with learner.working():
         while batch is not None and tokens < recipe.tokens:
-            loss = shards.backward(batch.members, prefetch)
-            norm = state.gradient_norm()
+            loss, norm = learner.gradient(batch.members, prefetch)
             if not math.isfinite(norm):
-                raise MidTrainingFailed(f"step {state.step}: loss {loss}, gradient norm {norm}")
-            state.apply(learning_rate(recipe, min(1.0, tokens / recipe.tokens)), min(1.0, 1.0 / norm) if norm else 1.0)
+                raise MidTrainingFailed(f"step {learner.step}: loss {loss}, gradient norm {norm}")
+            rate = learning_rate(recipe, min(1.0, tokens / recipe.tokens))
+            learner.update(rate, min(1.0, 1.0 / norm) if norm else 1.0)
             seen.append(loss)
             tokens += sum(len(trace.ids) - 1 for trace in batch.members)
             batch = following.pop()
             ended = batch is None or tokens >= recipe.tokens
             held_out: Mapping[str, float] = {}
-            if isinstance(traces, Mixture) and (ended or state.step % recipe.evaluate_every == 0):
-                held_out = held_out_loss(model, traces, recipe.evaluate_tokens)
+            if isinstance(traces, Mixture) and (ended or learner.step % recipe.evaluate_every == 0):
+                held_out = held_out_loss(learner, traces, recipe.evaluate_tokens)
             now = time.perf_counter()
-            if state.step % every == 0 or now - reported >= REPORT_S or ended or held_out:
-                progress(Progress(state.step, tokens, recipe.tokens, sum(seen) / len(seen), now - started, held_out))
+            if learner.step % every == 0 or now - reported >= REPORT_S or ended or held_out:
+                progress(Progress(learner.step, tokens, recipe.tokens, sum(seen) / len(seen), now - started, held_out))
                 reported = now
                 seen.clear()
             if file is not None and now - saved >= max(KEEP_S, cost / KEEP_SHARE):
                 at = batch.position if batch is not None else stream.position()
                 about: dict[str, int | str] = {"tokens": tokens, "recipe": _words(recipe)}
-                checkpoint.save(file, state, position=about | ({"data": at} if at else {}))
+                learner.save(file, about | ({"data": at} if at else {}))
                 saved = time.perf_counter()
                 cost = saved - now
-    return state.step
+    return learner.step
 
 
-def held_out_loss(model: Model, mixture: Mixture, most: int) -> dict[str, float]:
+def held_out_loss(learner: Learner, mixture: Mixture, most: int) -> dict[str, float]:
     """The mean loss per target of each source's held-out documents, in nats, over about `most` tokens at most. Sources
     without such documents are left out."""
     losses: dict[str, float] = {}
     for name, documents in mixture.held_out().items():
-        read, total, weight = 0, 0.0, 0.0
+        texts: list[Trace] = []
+        read, weight = 0, 0.0
         for document in documents:
-            total += _loss_sum(model, [document])
+            texts.append(document)
             weight += sum(document.weights[1:])
             read += len(document.ids)
             if read >= most:
                 break
         if weight:
-            losses[name] = total / weight
+            losses[name] = learner.loss_sum(texts) / weight
     return losses
 
 
-@torch.no_grad()
-def _loss_sum(model: Model, texts: Sequence[Trace]) -> float:
-    (share,) = shares(texts, 1)
-    loss = negative_logp(model, share)
-    return 0.0 if loss is None else float(loss) * share.divisor
-
-
-def _resume(file: Path, state: TrainerState, recipe: MidTraining) -> tuple[int, str]:
+def _resume(file: Path, learner: Learner, recipe: MidTraining) -> tuple[int, str]:
     """Restore the saved file, if there is one. Returns the number of tokens that were read before it was written, and
     the position of the data."""
-    try:
-        saved = checkpoint.load(file, state)
-    except FileNotFoundError:
+    position = learner.resume(file)
+    if position is None:
         return 0, ""
-    if not _same(str(saved.position["recipe"]), recipe):
+    if not _same(str(position["recipe"]), recipe):
         raise MidTrainingFailed(f"{file} was begun under another [mid_training]: go back to that, or remove the file")
-    return int(saved.position["tokens"]), str(saved.position.get("data", ""))
+    return int(position["tokens"]), str(position.get("data", ""))
 
 
 def _same(saved: str, recipe: MidTraining) -> bool:

@@ -42,7 +42,7 @@ from headrace.training.batches import batch
 from headrace.training.batches.ahead import Ahead
 from headrace.training.batches.micro_batch import check_routes, device_of
 from headrace.training.batches.segment import BatchError
-from headrace.training.device import TrainerError, check_device, device_named, layout_on
+from headrace.training.device import TrainerError, check_device, check_exact, device_named, layout_on
 from headrace.training.figures.clock import Clock, Pause
 from headrace.training.figures.memory import Peak, without_policy
 from headrace.training.figures.peaks import peak_flops
@@ -110,10 +110,7 @@ class PolicyTrainer:
         select(device)
         policy = cls.prepare_files(config, folder, tokenizer_json=tokenizer_json)
         numerics = probe(policy, exact=config.engine.exact, device=device)
-        if config.engine.exact and not numerics.exact:
-            raise TrainerError(
-                f"[engine] exact = true, but this machine has no exact mode: {numerics.reason}; set it to false"
-            )
+        check_exact(config, numerics)
         settings, offload = optimizer_settings(config.algorithm), config.trainer.offload == "optimizer"
         file = folder / "checkpoint.safetensors"
         if file.exists():
@@ -131,14 +128,14 @@ class PolicyTrainer:
         _freeze(model, config.trainer.frozen).to(device)
         if config.mid_training.tokens > 0 and base is None:
             model.numerics = probe(policy, exact=False, device=device)  # a fifth faster; no bits are compared
-            file = folder / "mid-training.safetensors"
+            file = folder / mid_training.FILE
             mid_training.run(model, traces(), config.mid_training, progress, file=file, offload=offload)
             model.numerics = numerics
         state = TrainerState(precision.served_as(config, model), settings=settings, offload=offload)
         trainer = cls(config, folder, state, numerics)
         trainer._hold_reference()
         trainer.save({})
-        (folder / "mid-training.safetensors").unlink(missing_ok=True)
+        (folder / mid_training.FILE).unlink(missing_ok=True)
         return trainer
 
     @staticmethod

@@ -106,7 +106,7 @@ def test_what_was_kept_before_a_key_existed_goes_on(tmp_path: Path, monkeypatch:
         run(model(), texts(), msgspec.structs.replace(recipe, schedule="cosine"), file=checkpoint_file)
 
 
-@pytest.mark.slow  # tests/training/parallel/test_shards.py compares the gradients of two processes and of one
+@pytest.mark.slow  # parallel/mid_training/test_shards.py compares the gradients of two processes and of one
 def test_a_helper_process_changes_nothing_but_the_time() -> None:
     """Two shares by two processes, by one that lost its helper, and by hand: the same weights."""
     recipe = msgspec.structs.replace(RECIPE, tokens=1000, processes=2)

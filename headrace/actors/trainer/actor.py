@@ -142,7 +142,7 @@ class Trainer(Actor):
             await renderer_bundles.publish(self.bus, self.run, bundle)
             self.trainer = trainer = await waits.opened(self._in_thread(work))
         except GroupError as error:
-            raise error.during("the trainer's group did not start") from error
+            raise error.during("the trainer was not prepared") from error
         except (CheckpointError, DataError, RendererError, TrainerError) as error:  # a restart finds the same
             raise Unrecoverable(f"{type(error).__name__}: {error}") from error
         if base is not None and trainer.version == 0:

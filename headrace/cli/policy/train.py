@@ -34,6 +34,7 @@ def handle(args: argparse.Namespace) -> int:
     from headrace.training.data.base import DataError
     from headrace.training.device import TrainerError
     from headrace.training.mid_training import MidTrainingFailed
+    from headrace.training.parallel.interface import GroupError
 
     config, target = load(args.config, args.set), Path(args.dir)
     if target.exists():
@@ -44,7 +45,7 @@ def handle(args: argparse.Namespace) -> int:
         train(config, target)
     except (DataError, RendererError, CheckpointError, Damaged, TrainerError) as error:
         raise RunError(str(error), 2) from None
-    except MidTrainingFailed as error:
+    except (GroupError, MidTrainingFailed) as error:
         raise RunError(str(error), 1) from None
     return 0
 
@@ -55,6 +56,7 @@ def train(config: "Config", target: Path) -> None:
     from headrace.policy.layout import hugging_face
     from headrace.policy.layout.export import Export, export
     from headrace.training import opening
+    from headrace.weights import tensor_state
 
     folder = target.with_name(f"{target.name}.training")
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +78,11 @@ def train(config: "Config", target: Path) -> None:
         shape, digest = hugging_face.read(trainer.policy_folder), trainer.state.hash()
         made = folder / "export"
         shutil.rmtree(made, ignore_errors=True)
-        parts = Export(config=shape, tensors=trainer.state.published(), bundle=bundle, card=card(config, digest))
+        if config.trainer.ranks == 1:
+            tensors = trainer.state.published()
+        else:  # no process has whole tensors
+            tensors = tensor_state.read(trainer.publish(folder).durable.result())
+        parts = Export(config=shape, tensors=tensors, bundle=bundle, card=card(config, digest))
         export(parts, made)
     finally:
         trainer.close()

@@ -101,12 +101,20 @@ def predict(config: Config, policy: PolicyConfig, rates: Rates, attempt: Attempt
     busy = trainer + sampler + attempts * SANDBOX_S
     evaluated = _evaluated(config)
     return Duration(
-        mid_training=config.mid_training.tokens * train_s / min(cores, config.mid_training.processes),
+        mid_training=config.mid_training.tokens * train_s / min(cores, _learners(config)),
         step=max(trainer / min(cores, config.trainer.ranks), sampler, busy / cores),
         steps=curriculum.steps,
         evaluations=evaluated * max(sample_s, (sample_s + SANDBOX_S) / cores),
         evaluated=evaluated,
     )
+
+
+def _learners(config: Config) -> int:
+    """Processes that compute a batch of mid-training: with several ranks at most one for each micro-batch."""
+    recipe, section = config.mid_training, config.trainer
+    if section.ranks == 1:
+        return recipe.processes
+    return min(section.ranks, max(recipe.processes, -(-recipe.batch_tokens // section.micro_tokens)))
 
 
 def _evaluated(config: Config) -> int:

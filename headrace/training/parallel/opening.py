@@ -1,9 +1,8 @@
 """Opens a trainer on several processes: in the first one, and in each of the others."""
 
-import gc
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -13,13 +12,16 @@ from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.device import select
 from headrace.policy.layout import hugging_face
 from headrace.policy.numerics_probe import probe
+from headrace.rendering.base import RendererError
 from headrace.training import checkpoint
-from headrace.training.device import TrainerError, check_device, device_named
+from headrace.training.data.base import DataError
+from headrace.training.device import TrainerError, check_device, check_exact, device_named
 from headrace.training.figures.memory import without_policy
-from headrace.training.mid_training import Progress, Trace
+from headrace.training.mid_training import FILE, MidTrainingFailed, Progress, Trace
 from headrace.training.parallel import group, sharding
 from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.interface import GivenUp, Others
+from headrace.training.parallel.mid_training import ranks as mid_training
 from headrace.training.parallel.nodes import ranks
 from headrace.training.parallel.nodes.silence import Silence
 from headrace.training.parallel.state import ShardedState
@@ -28,17 +30,28 @@ from headrace.training.schedule import optimizer_settings
 from headrace.training.trainer import PolicyTrainer
 
 
+class Beginning(NamedTuple):
+    """How version 0 is made, as the first process tells the others."""
+
+    source: Path | None = None
+    """A checkpoint folder or a snapshot file; None: random weights."""
+    learns: bool = False
+    """Whether mid-training follows."""
+
+
 def joined(
     config: Config,
     folder: Path,
     rank: int,
     store: Any = None,
-    begin: Path | None = None,
+    begin: Beginning | None = None,
+    learn: Callable[[ShardedTrainer, Path | None], None] = mid_training.follow,
     silence: Silence | None = None,
 ) -> ShardedTrainer:
     """Join the group of a run's trainer and take this process's rows of the checkpoint. All processes call it; folder:
-    of node 0, which alone reads it. begin: in the first process, the source of version 0 where there is no checkpoint
-    yet (`ShardedTrainer.begin`). silence: in the first process, gets its progress."""
+    of node 0, which alone reads it. In the first process, begin: how version 0 is made where there is no checkpoint
+    yet; learn: mid-trains from a source, as `mid_training.lead`; silence: gets its progress. Raises as `learn`,
+    TrainerError, CheckpointError."""
     without_policy()
     torch.set_num_threads(config.trainer.threads)
     section = config.trainer
@@ -53,22 +66,36 @@ def joined(
     marks = world.gathered(numerics.fingerprint)
     if len(set(marks)) > 1:
         raise TrainerError(f"the ranks of a trainer need one numerics fingerprint, got {', '.join(sorted(set(marks)))}")
-    _check_memory(config, policy, world)
+    check_exact(config, numerics)
+    first: Beginning | None = world.gathered(begin)[0]
+    _check_memory(_longest(config) if first is not None and first.learns else config, policy, world)
     sharded = sharding.build(policy, numerics, world, offload=section.offload == "optimizer")
     settings = optimizer_settings(config.algorithm)
     trainer = ShardedTrainer(config, folder, ShardedState(sharded, world, settings=settings), numerics)
-    if source := world.gathered(begin)[0]:
-        trainer.begin(source)
-    else:
+    if first is None:
         trainer.load(folder / "checkpoint.safetensors")
+        return trainer
+    if first.learns:
+        learn(trainer, first.source)
+    else:
+        trainer.fill(first.source)
+    trainer.begin()
     return trainer
+
+
+def _longest(config: Config) -> Config:
+    """The configuration with micro-batches as large as the longest sequence of mid-training."""
+    recipe = config.mid_training
+    longest = max((recipe.sequence, *(phase.sequence for phase in recipe.phases))) if recipe.data else 0
+    tokens = max(config.trainer.micro_tokens, longest)
+    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, micro_tokens=tokens))
 
 
 def _check_memory(config: Config, policy: PolicyConfig, world: ProcessGroup) -> None:
     """TrainerError in every process, with the first rank whose device has less memory than the plan: ranks may have
     unequal devices, and those of other nodes are seen by nobody else."""
     if world.device.type == "cuda":
-        torch.cuda.empty_cache()  # the first process may have made version 0 here
+        torch.cuda.empty_cache()
     why = ""
     try:
         check_device(config, policy, world.device)
@@ -101,44 +128,12 @@ def _check(config: Config, policy: PolicyConfig) -> None:
         )
 
 
-def _imported(config: Config, base: Path | None) -> Path | None:
-    """The checkpoint folder or the snapshot file whose weights are version 0; None for a new policy and for one with
-    mid-training, which one process makes."""
-    if base is not None or config.mid_training.tokens or not config.policy.checkpoint:
-        return base
-    return Path(config.policy.checkpoint)
-
-
-def _alone(
-    config: Config,
-    folder: Path,
-    *,
-    tokenizer_json: str,
-    traces: Callable[[], Iterable[Trace]],
-    progress: Callable[[Progress], None],
-) -> None:
-    """Make version 0 in this process, and write it as a checkpoint. TrainerError, MidTrainingFailed."""
-    settings = config.trainer
-    tokens = -(-settings.micro_tokens // settings.context_ranks)  # for its memory plan: it takes no step
-    # One device may not hold all weights, and making a new policy without mid-training computes nothing on it.
-    place = settings.device if config.mid_training.tokens else "cpu"
-    alone = msgspec.structs.replace(
-        settings, ranks=1, nodes=1, expert_ranks=1, context_ranks=1, context_runs=0, micro_tokens=tokens, device=place
-    )
-    shorter = msgspec.structs.replace(config.limits, context_tokens=tokens, reserve_tokens=1)
-    users = msgspec.structs.replace(config.production, context_tokens=tokens, limits=shorter)
-    first = msgspec.structs.replace(config, trainer=alone, limits=shorter, production=users)
-    try:
-        PolicyTrainer.prepare_files(first, folder, tokenizer_json=tokenizer_json)
-    except TrainerError as error:
-        what = "mid-training does not run" if config.mid_training.tokens else "a new policy is not made"
-        raise TrainerError(
-            f"{what} over several ranks, but in the first one alone: {error}. Make the policy on a machine that holds "
-            "it (`headrace policy train`), and give its folder as [policy] checkpoint with [mid_training] tokens = 0: "
-            "every rank then reads its own rows"
-        ) from None
-    PolicyTrainer.prepare(first, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress)
-    gc.collect()
+def _beginning(config: Config, base: Path | None) -> Beginning:
+    """The making of version 0. base: a snapshot file with its bytes, which are not mid-trained."""
+    if base is not None:
+        return Beginning(base)
+    source = Path(config.policy.checkpoint) if config.policy.checkpoint else None
+    return Beginning(source, config.mid_training.tokens > 0)
 
 
 def open_ranks(
@@ -163,16 +158,19 @@ def open_ranks(
     per_node = settings.ranks // settings.nodes
     if device.type == "cuda" and torch.cuda.device_count() < per_node:
         raise TrainerError(f"[trainer] ranks: {per_node} need as many CUDA devices, got {torch.cuda.device_count()}")
-    begin = None if resumed else _imported(config, base)
-    if not resumed and begin is None:
-        _alone(config, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress)
+    begin = None if resumed else _beginning(config, base)
     others = ranks.Ranks(config, folder)
     started(others)
+
+    def learn(trainer: ShardedTrainer, source: Path | None) -> None:
+        with others.silence.apart():
+            mid_training.lead(trainer, source, traces(), progress, others.silence.order)
+
     try:
         others.wait(waiting)
         with others.silence.order("the opening of its ranks"):
-            trainer = joined(config, folder, 0, others.store, begin, others.silence)
-    except (TrainerError, CheckpointError, checkpoint.CheckpointError):
+            trainer = joined(config, folder, 0, others.store, begin, learn, others.silence)
+    except (TrainerError, CheckpointError, checkpoint.CheckpointError, MidTrainingFailed, DataError, RendererError):
         others.end()
         raise
     except GivenUp:
@@ -182,5 +180,6 @@ def open_ranks(
         explained = others.explained(error)
         others.end()
         raise explained from error
+    (folder / FILE).unlink(missing_ok=True)
     trainer.lead(others, resumed=resumed)
     return trainer

@@ -2,15 +2,19 @@
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace.algorithms.adamw import OptimizerSettings
+from headrace.algorithms.adamw import AdamW, OptimizerSettings
 from headrace.kernels import mxfp8, operators
+from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout import initial
+from headrace.training import checkpoint
 from headrace.training.parallel import published, rows
 from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.interface import Peers
@@ -18,6 +22,7 @@ from headrace.training.parallel.sharding import OWNED, ShardedModel
 from headrace.training.served.publication import Contents, Publication
 from headrace.training.served.runs import Reader, Run
 from headrace.training.state import TrainerState
+from headrace.weights import tensor_state
 from headrace.weights.state import root
 
 
@@ -90,6 +95,30 @@ class ShardedState(TrainerState):
         super().restore(tensors, version=version, step=step)
         self._hash = ""
 
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """The random weights of a new policy with this seed, as they are served: this process's rows of them. It holds
+        one whole parameter at a time."""
+        for name, whole in initial.values(self.model.config, self.sharded.shapes, seed):
+            self.world.node.mark()
+            held = self.sharded.local[name]
+            first = self.sharded.first[name]
+            if held.numel():
+                part = whole[first : first + len(held)].to(held.device)
+                held.copy_(as_served(self.model.config, name, part))
+        self._hash = ""
+
+    @torch.no_grad()
+    def begin(self, settings: OptimizerSettings) -> None:
+        """Version 0: the weights as they are served, with a fresh optimizer."""
+        self.sharded.reshard()
+        for name, held in self.sharded.local.items():
+            if held.numel():
+                held.copy_(self.served(name, held))
+        self.optimizer = AdamW(self.master.values(), settings)
+        self.step, self.updated_at, self._hash = 0, None, ""
+        self.new_log()
+
     def published(self) -> dict[str, Tensor]:
         """Raises TypeError: no process holds whole tensors."""
         raise TypeError("a sharded state has no whole tensors; write it with parallel.rows and read the file")
@@ -159,6 +188,81 @@ class ShardedState(TrainerState):
             self.block_hashes = rows.hashes(described, self.runs(), self.world.node)
             self._hash = self.world.agree(root(described, self.block_hashes), "policy")
         return self._hash
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> tuple[list[TensorInfo], list[Run]]:
+        """Tensors of a checkpoint, of which this process has rows: descriptions of the whole ones, and its rows."""
+        described: list[TensorInfo] = []
+        parts: list[Run] = []
+        for name, tensor in tensors.items():
+            parameter = _parameter(name, self.sharded.shapes)
+            shape = (self.sharded.shapes[parameter][0], *tensor.shape[1:])  # scales of moments have shorter rows
+            described += tensor_state.infos({name: torch.empty(shape, dtype=tensor.dtype, device="meta")})
+            replicated = tensor.numel() == torch.Size(shape).numel()
+            if tensor.numel() and not (replicated and self.world.place):
+                start = self.sharded.first[parameter] * torch.Size(shape[1:]).numel()
+                parts.append(_run(name, start, tensor.reshape(-1)))
+        return described, parts
+
+    def write(self, file: Path, described: Sequence[TensorInfo], parts: Sequence[Run], about: dict[str, str]) -> None:
+        """Replace a checkpoint durably. All processes call it; node 0 writes. about: its metadata, without the hash.
+        OSError in every process when one of them cannot write."""
+        described = sorted(described, key=lambda info: info.name)
+        digest = root(described, rows.hashes(described, parts, self.world.node))
+        about = about | {"hash": self.world.agree(digest, "checkpoint")}
+        why = ""
+        if self.world.copy == 0:
+            try:
+                rows.write(file, described, about, parts, self.world.node)
+            except OSError as error:
+                why = str(error)
+        if errors := [text for text in self.world.gathered(why) if text]:
+            raise OSError(errors[0])
+
+    def source(self, file: Path) -> rows.Source | None:
+        """A checkpoint, of which this process takes its rows; None where another node sends them. CheckpointError."""
+        return rows.Source(file, self._cut, self.world.node) if self.world.copy == 0 else None
+
+    def read(self, file: Path, source: rows.Source | None) -> Mapping[str, str]:
+        """Restore the state of a checkpoint, from its `source`; returns its metadata. All processes call it.
+        CheckpointError."""
+
+        def mine() -> tuple[Any, dict[str, Tensor]]:
+            assert source is not None
+            return source.about, source.rows("state")
+
+        try:
+            about, plain = self.world.copied(mine)
+            self.restore(plain, version=int(about["version"]), step=int(about["step"]))
+        except (KeyError, ValueError) as error:
+            raise checkpoint.CheckpointError(f"{file} is of another model: {error}") from None
+        return dict(about)
+
+    def rows_of(self, name: str) -> Tensor:
+        """This process's rows of the parameter that a checkpoint's tensor belongs to."""
+        return self.sharded.local[_parameter(f".{name}", self.sharded.shapes)]
+
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        """This process's rows of a tensor of the checkpoint, copied."""
+        parameter = _parameter(name, self.sharded.shapes)
+        last = len(whole.shape) - (1 if "_scale." in name.removesuffix(parameter) else 0)
+        if tuple(whole.shape[:last]) != self.sharded.shapes[parameter][:last]:
+            raise ValueError(f"{name} has shape {tuple(whole.shape)}, not {self.sharded.shapes[parameter]}")
+        first = self.sharded.first[parameter]
+        held = self.rows_of(name)
+        return whole[first : first + len(held)].to(held.device, copy=True)
+
+
+def _run(name: str, start: int, flat: Tensor) -> Run:
+    return Run(name, start, flat.numel(), lambda first, count: tensor_state.bits(flat[first : first + count]))
+
+
+def _parameter(name: str, shapes: Mapping[str, Any]) -> str:
+    """The parameter of a checkpoint's tensor: the longest parameter name that the tensor's name ends with."""
+    parts = name.split(".")
+    for start in range(1, len(parts)):
+        if (rest := ".".join(parts[start:])) in shapes:
+            return rest
+    raise KeyError(name)
 
 
 def _readers(source: Mapping[str, Tensor]) -> dict[str, Reader]:

@@ -2,10 +2,9 @@
 
 The first process is the actor's. It sends each call of step, give_up, publish, save and close to the others as an order
 (`take`, `give_up`, `publish`, `save`, `stop`) with the same arguments, and then makes the call itself; re-scoring is
-part of a step. Version 0 of an imported policy is made by all processes, each of which reads its own rows. A new
-policy, or one with mid-training, is made by the first process alone, as without ranks, and written as a checkpoint, of
-which every process takes its own rows. A checkpoint does not depend on the number of processes that wrote it, so any
-number of them can take rows of it.
+part of a step. Version 0 is made by all processes: each reads its own rows of an imported policy, or draws those of a
+new one, and mid-training computes over all of them (`mid_training.ranks`). A checkpoint does not depend on the number
+of processes that wrote it, so any number of them can take rows of it.
 
 With several nodes every node has all rows, so node 0 writes all files alone, and nodes share no folder: the rows of
 another node are sent by the process of node 0 that holds the same ones.
@@ -29,7 +28,6 @@ from headrace.config import Config
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepManifest
-from headrace.messages.weights import TensorInfo
 from headrace.policy.numerics import Numerics
 from headrace.policy.token_runs.sharing import TokenSharing
 from headrace.training import checkpoint
@@ -45,9 +43,7 @@ from headrace.training.parallel.records import Records
 from headrace.training.parallel.state import ShardedState
 from headrace.training.parallel.versions import ShardedVersions
 from headrace.training.served.publication import Publication
-from headrace.training.served.runs import Run
 from headrace.training.trainer import PolicyTrainer
-from headrace.weights import state, tensor_state
 
 
 class Order(NamedTuple):
@@ -73,7 +69,7 @@ class ShardedTrainer(PolicyTrainer):
         """In the first process: the other processes; None in those."""
         self._reference: sharding.ShardedModel | None = None
         self.read_bytes = 0
-        """Bytes of the policy's own checkpoint of which version 0 was made here; 0 where one process made it."""
+        """Bytes of the policy's own checkpoint of which version 0 was made here; 0 for a new or a resumed policy."""
 
     def lead(self, others: ranks.Ranks, *, resumed: bool) -> None:
         """In the first process: the other ones."""
@@ -227,14 +223,8 @@ class ShardedTrainer(PolicyTrainer):
         shards = self.sharded
         shards.sharded.reshard()
         guard = self.guard if self.guarded else None
-        described: list[TensorInfo] = []
-        parts: list[Run] = []
-        tensors = shards.tensors() | {f"guard.{name}": value for name, value in (guard or Guard()).dump()[1].items()}
-        for name, tensor in tensors.items():
-            parameter = _parameter(name, shards.sharded.shapes)
-            info, run = self._whole(name, parameter, tensor)
-            described.append(info)
-            parts += run
+        copies = {f"guard.{name}": value for name, value in (guard or Guard()).dump()[1].items()}
+        described, parts = shards.whole(shards.tensors() | copies)
         earlier = {version: self.versions.rows(version) for version in self.versions.earlier}
         if self._reference is not None:
             earlier[-1] = {name: shards.served(name, values) for name, values in self._reference.local.items()}
@@ -243,44 +233,23 @@ class ShardedTrainer(PolicyTrainer):
             infos = published.infos(shards.model.config, shards.sharded.shapes)
             described += [msgspec.structs.replace(info, name=head + info.name) for info in infos]
             parts += [run._replace(name=head + run.name) for run in shards.runs(served)]
-        described.sort(key=lambda info: info.name)
         about = checkpoint.facts(shards, sorted(earlier), position, guard)
-        digest = state.root(described, rows.hashes(described, parts, self.world.node))
-        about["hash"] = self.world.agree(digest, "checkpoint")
-        why = ""
-        if self.world.copy == 0:
-            try:
-                rows.write(self.folder / "checkpoint.safetensors", described, about, parts, self.world.node)
-            except OSError as error:
-                why = str(error)
-        if errors := [text for text in self.world.gathered(why) if text]:
-            raise OSError(errors[0])
+        shards.write(self.folder / "checkpoint.safetensors", described, parts, about)
         self.versions.release()
         self.position = dict(position)
 
-    def _whole(self, name: str, parameter: str, tensor: Tensor) -> tuple[TensorInfo, list[Run]]:
-        """The description of a whole tensor of the checkpoint, and this process's rows of it."""
-        sharded = self.sharded.sharded
-        shape = (sharded.shapes[parameter][0], *tensor.shape[1:])  # scales of moments have shorter rows
-        (info,) = tensor_state.infos({name: torch.empty(shape, dtype=tensor.dtype, device="meta")})
-        row = torch.Size(shape[1:]).numel()
-        replicated = tensor.numel() == torch.Size(shape).numel()
-        if not tensor.numel() or (replicated and self.world.place):
-            return info, []
-        flat = tensor.reshape(-1)
-        run = Run(
-            name,
-            sharded.first[parameter] * row,
-            tensor.numel(),
-            lambda start, count: tensor_state.bits(flat[start : start + count]),
-        )
-        return info, [run]
+    @torch.no_grad()
+    def fill(self, source: Path | None) -> None:
+        """Set the weights to those of a checkpoint folder or a snapshot file, or of a new policy: this process reads or
+        draws its own rows. All processes call it. CheckpointError of the policy."""
+        if source is None:
+            self.sharded.draw(self.config.run.seed)
+        else:
+            self.read_bytes = published.read(self.state.model.config, self.sharded.sharded, self.world, source)
 
     @torch.no_grad()
-    def begin(self, source: Path) -> None:
-        """Make version 0 from a checkpoint folder or a snapshot file, and write it as a checkpoint: this process takes
-        its own rows. All processes call it. CheckpointError of the policy."""
-        self.read_bytes = published.read(self.state.model.config, self.sharded.sharded, self.world, source)
+    def begin(self) -> None:
+        """Make the weights version 0, and write it as a checkpoint. All processes call it."""
         if self.config.algorithm.kl_weight > 0.0:
             local = self.sharded.sharded.local
             self._take_reference({name: self.sharded.served(name, tensor) for name, tensor in local.items()})
@@ -291,17 +260,8 @@ class ShardedTrainer(PolicyTrainer):
         """Restore the trainer from a checkpoint, of which this process takes its own rows: in node 0 from the file, in
         the others from the process of node 0 that has the same rows. CheckpointError, TrainerError."""
         shards, world = self.sharded, self.world
-        source = rows.Source(file, self._cut, world.node) if world.copy == 0 else None
-
-        def read(kind: str) -> tuple[Any, dict[str, Tensor]]:
-            assert source is not None
-            return source.about, source.rows(kind)
-
-        try:
-            about, plain = world.copied(lambda: read("state"))
-            shards.restore(plain, version=int(about["version"]), step=int(about["step"]))
-        except (KeyError, ValueError) as error:
-            raise checkpoint.CheckpointError(f"{file} is of another model: {error}") from None
+        source = shards.source(file)
+        about = shards.read(file, source)
         shards.new_log()
         self.versions = ShardedVersions(shards)
         later = self.versions.rows(shards.version)
@@ -315,8 +275,8 @@ class ShardedTrainer(PolicyTrainer):
                 later = served
         if self.config.algorithm.kl_weight > 0.0 and self._reference is None:
             raise TrainerError(f"{file} holds no reference policy, and kl_weight > 0 needs one")
-        _, copies = world.copied(lambda: read("guard"))
-        copies = {name: value.to(self._local(name).device) for name, value in copies.items()}
+        _, copies = world.copied(lambda: (None, source.rows("guard") if source is not None else {}))
+        copies = {name: value.to(shards.rows_of(name).device) for name, value in copies.items()}
         self.guard = Guard.load(json.loads(about["guard"]), copies) if "guard" in about else Guard()
         self.position, self.resumed = json.loads(about["position"]), True
         shards.hash()
@@ -334,21 +294,6 @@ class ShardedTrainer(PolicyTrainer):
             for name, tensor in reference.local.items():
                 tensor.copy_(served[name])
         self._reference, self.reference = reference, reference.model
-
-    def _local(self, name: str) -> Tensor:
-        """This process's rows of the parameter of a checkpoint's tensor."""
-        return self.sharded.sharded.local[_parameter(f".{name}", self.sharded.sharded.shapes)]
-
-    def _cut(self, name: str, whole: Tensor) -> Tensor:
-        """This process's rows of a tensor of the checkpoint, copied."""
-        sharded = self.sharded.sharded
-        parameter = _parameter(name, sharded.shapes)
-        last = len(whole.shape) - (1 if "_scale." in name.removesuffix(parameter) else 0)
-        if tuple(whole.shape[:last]) != sharded.shapes[parameter][:last]:
-            raise ValueError(f"{name} has shape {tuple(whole.shape)}, not {sharded.shapes[parameter]}")
-        first = sharded.first[parameter]
-        local = self._local(name)
-        return whole[first : first + len(local)].to(local.device, copy=True)
 
     def obey(self) -> None:
         """In every process except the first: repeat the calls of the first process until it sends `stop`."""
@@ -387,12 +332,3 @@ class ShardedTrainer(PolicyTrainer):
         if self.others is not None:
             self.others.stop(lambda: self.world.tell(Order("stop")))
             self.others = None
-
-
-def _parameter(name: str, shapes: Mapping[str, Any]) -> str:
-    """The parameter of a checkpoint's tensor: the longest parameter name that the tensor's name ends with."""
-    parts = name.split(".")
-    for start in range(1, len(parts)):
-        if (rest := ".".join(parts[start:])) in shapes:
-            return rest
-    raise KeyError(name)

@@ -193,8 +193,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_command_resumes_and_writes_the_same_folder(tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize("trainer", [{}, {"lora": {"rank": 2}}, {"ranks": 2}])
+def test_a_killed_command_resumes_and_writes_the_same_folder(tmp_path: Path, trainer: dict[str, object]) -> None:
     """`headrace policy train`, with kill -9 twice; the checkpoints are written after every step."""
     made = config(tmp_path)
     recipe = msgspec.structs.replace(made.mid_training, tokens=6000)
@@ -203,8 +203,7 @@ def test_a_killed_command_resumes_and_writes_the_same_folder(tmp_path: Path, ran
     data = [source for source in recipe.data if source.kind != "trajectories"]  # those of another tokenizer
     recipe = msgspec.structs.replace(recipe, data=tuple(data))
     file = tmp_path / "config.json"
-    lora = {"lora": {"rank": rank}}
-    file.write_bytes(msgspec.json.encode({"policy": policy, "mid_training": recipe, "trainer": lora}))
+    file.write_bytes(msgspec.json.encode({"policy": policy, "mid_training": recipe, "trainer": trainer}))
 
     def start(folder: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-c", SCRIPT, "policy", "train", str(file), str(tmp_path / folder)]

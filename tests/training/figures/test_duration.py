@@ -24,6 +24,10 @@ def test_mid_training_is_three_passes_over_its_tokens_on_its_processes() -> None
     per_token = 3 * forward_flops(POLICY, 100, 10) / 100 / (RATES.large * duration.PRODUCTS)
     assert predict(config).mid_training == pytest.approx(10_000 * per_token / 2)
     assert predict(config, cores=1).mid_training == pytest.approx(10_000 * per_token)
+    for micro_tokens, ranks in ((1024, 2), (300, 4), (100, 8)):  # shares, then micro-batches of at most 1,024 tokens
+        section = Trainer(ranks=8, micro_tokens=micro_tokens)
+        over = Config(mid_training=MidTraining(tokens=10_000, processes=2), trainer=section)
+        assert predict(over, cores=16).mid_training == pytest.approx(10_000 * per_token / ranks)
 
 
 def test_a_step_takes_as_long_as_the_busiest_part_or_as_all_cores_together() -> None:

@@ -1,5 +1,5 @@
-"""Version 0 of an imported policy over ranks: each reads its own rows of the checkpoint's files, and the hash is that
-of one process."""
+"""Version 0 over ranks: each reads its rows of an imported policy's files, or draws those of a new one, and the hash is
+that of one process."""
 
 import itertools
 import json
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 from headrace.config import Config, Policy
+from headrace.config.training import Data, Phase
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import checkpoint
 from headrace.policy.layout.pieces import Pieces
@@ -43,6 +44,14 @@ POLICIES = {
     "dense": DENSE,
     "mixture": MIXTURE,
     "mxfp8": msgspec.structs.replace(MIXTURE, expert_format="mxfp8"),
+}
+NEW = Policy(
+    dim=128, layers=6, heads=4, kv_heads=4, head_dim=32, experts=8, top_k=2, expert_dim=64, vocab=512, dtype="bfloat16"
+)  # fmt: skip
+NEW_POLICIES = {
+    "bfloat16": NEW,
+    "float32": msgspec.structs.replace(NEW, dtype="float32"),
+    "mxfp8": msgspec.structs.replace(NEW, expert_format="mxfp8"),
 }
 
 
@@ -79,7 +88,8 @@ def rank(arguments: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     rows.ROUND_BYTES = 1 << 16  # as small beside this policy as it is beside a large one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        trainer = opening.joined(config, Path(folder), number, None, Path(begin) if number == 0 else None)
+        first = opening.Beginning(Path(begin) if begin else None) if number == 0 else None
+        trainer = opening.joined(config, Path(folder), number, None, first)
     assert watched.profiler is not None
     events = watched.profiler.kineto_results.events()
     sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
@@ -88,8 +98,8 @@ def rank(arguments: str) -> None:
     group.leave()
 
 
-def over(ranks: int, config: Config, folder: Path, begin: Path) -> list[dict[str, Any]]:
-    """A group makes version 0 in `folder`; the figures of each rank."""
+def over(ranks: int, config: Config, folder: Path, begin: Path | None) -> list[dict[str, Any]]:
+    """A group makes version 0 in `folder`, from a checkpoint or from random weights; the figures of each rank."""
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -97,7 +107,7 @@ def over(ranks: int, config: Config, folder: Path, begin: Path) -> list[dict[str
     encoded = msgspec.json.encode(config).decode()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps([number, port, encoded, str(folder), str(begin)])],
+            [sys.executable, "-c", code, json.dumps([number, port, encoded, str(folder), str(begin or "")])],
             stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
         )
         for number in range(ranks)
@@ -219,16 +229,51 @@ def test_another_models_checkpoint_is_refused_as_in_one_process(
         Pieces(DENSE, tmp_path, shapes)
 
 
-def test_a_new_policy_that_one_process_cannot_hold_says_how_to_make_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("bfloat16", ((2, 1),)),
+        *(pytest.param(name, ((2, 1), (4, 1), (4, 2)), marks=pytest.mark.slow) for name in NEW_POLICIES),
+    ],
+)
+def test_each_rank_draws_its_rows_of_a_new_policy_and_version_0_is_that_of_one_process(
+    name: str, counts: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    alone = msgspec.structs.replace(setting(tmp_path, 1), policy=NEW_POLICIES[name])
+    trainer = PolicyTrainer.prepare(alone, tmp_path / "one", tokenizer_json=TOKENIZER, traces=tuple)
+    want, masters = trainer.state.hash(), sum(master.nbytes for master in trainer.state.master.values())
+    trainer.close()
+    for count, nodes in counts:
+        section = msgspec.structs.replace(alone.trainer, ranks=count, nodes=nodes)
+        config = msgspec.structs.replace(alone, trainer=section)
+        told = over(count, config, tmp_path / f"ranks{count}_{nodes}", None)
+        assert [each["hash"] for each in told] == [want] * count
+        if count > nodes:
+            # Its rows, and for a moment a whole parameter and a layer, which are large parts of so small a model.
+            peak = max(each["peak"] for each in told)
+            assert peak < masters * (nodes / count + 0.45), "no rank held the whole model"
+        files = [
+            snapshot.Snapshot(tmp_path / each / "checkpoint.safetensors") for each in ("one", f"ranks{count}_{nodes}")
+        ]
+        assert files[0].metadata == files[1].metadata and files[0].state_hash() == files[1].state_hash()
+
+
+@pytest.mark.parametrize("tokens", [0, 1000])
+def test_a_new_policy_needs_the_memory_of_its_ranks(
+    tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.training.device.available_bytes", lambda where: 1 << 20)
     monkeypatch.setattr(memory_plan, "FREED_S", 0.0)
-    config = msgspec.structs.replace(CONFIG, trainer=msgspec.structs.replace(CONFIG.trainer, ranks=2))
-    for tokens, what in ((0, "a new policy is not made"), (1000, "mid-training does not run")):
-        learning = msgspec.structs.replace(CONFIG.mid_training, tokens=tokens)
-        with pytest.raises(TrainerError, match=f"{what} over several ranks, .* reads its own rows"):
-            opening._alone(
-                msgspec.structs.replace(config, mid_training=learning),
-                tmp_path, tokenizer_json=TOKENIZER, traces=tuple, progress=lambda _: None,
-            )  # fmt: skip
+    learning = msgspec.structs.replace(CONFIG.mid_training, tokens=tokens)
+    section = msgspec.structs.replace(CONFIG.trainer, ranks=2)
+    config = msgspec.structs.replace(CONFIG, trainer=section, mid_training=learning)
+    with pytest.raises(TrainerError, match=r"the trainer needs 0\.\d GiB and its device has 0\.0 GiB free"):
+        opening.open_ranks(config, tmp_path, tokenizer_json=TOKENIZER, traces=tuple)
+
+
+def test_the_plan_counts_the_longest_sequence_of_mid_training() -> None:
+    data = (Data(kind="text", path="code"),)
+    recipe = msgspec.structs.replace(CONFIG.mid_training, sequence=128, phases=(Phase(start=0.5, sequence=4096),))
+    for source, tokens in (((), 64), (data, 4096)):
+        config = msgspec.structs.replace(CONFIG, mid_training=msgspec.structs.replace(recipe, data=source))
+        assert opening._longest(config).trainer.micro_tokens == tokens

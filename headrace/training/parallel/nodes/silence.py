@@ -60,6 +60,16 @@ class Silence:
             self._paused = False
             self.mark()
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Orders in this block are no parts of the one around it, and between them nothing is watched."""
+        outer, self._main = self._main, ""
+        try:
+            yield
+        finally:
+            self._main = outer
+            self.mark()
+
     def beside(self, name: str) -> Callable[[], None]:
         """Work of another thread begins; call the returned function at its end."""
         self._beside.append(name)

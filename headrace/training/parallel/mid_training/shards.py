@@ -98,20 +98,28 @@ def backward(model: Model, share: Share) -> float:
 
 
 def negative_logp(model: Model, share: Share) -> Tensor | None:
-    """A share's part of the batch's weighted mean negative log-likelihood, in nats; None without a target."""
-    if not share.lengths:
-        return None
-    device = model.embedding.device
-    flat, weights = torch.tensor(share.ids, device=device), torch.tensor(share.weights, device=device)
-    inside = torch.ones(len(flat), dtype=torch.bool, device=device)
-    inside[torch.tensor(share.lengths, device=device).cumsum(0) - 1] = False  # a sequence's last token is only a target
+    """A share's part of the batch's weighted mean negative log-likelihood, in nats; None without a target that counts.
+    Where processes share the tokens, each has the loss of all of them, and the gradient of its own."""
+    flat, weights = torch.tensor(share.ids), torch.tensor(share.weights)
+    inside = torch.ones(len(flat), dtype=torch.bool)
+    inside[torch.tensor(share.lengths, dtype=torch.int64).cumsum(0) - 1] = False  # a last token is only a target
+    inputs, lengths = flat[inside], [length - 1 for length in share.lengths]
     targets, weights = flat[1:][inside[:-1]], weights[1:][inside[:-1]]
-    hidden = model(flat[inside], [length - 1 for length in share.lengths])
-    wanted = weights > 0
-    if not bool(wanted.any()):
+    rows = (weights > 0).nonzero().flatten()
+    if not len(rows):
         return None
-    logp, _ = model.selected_logprobs(hidden[wanted], targets[wanted], 1.0)
-    return -(weights[wanted] * logp).sum() / share.divisor
+    runs = model.shared.runs if model.shared is not None else 1
+    if len(inputs) < runs:  # every run needs a token
+        lengths.append(runs - len(inputs))
+        inputs = torch.cat((inputs, inputs.new_zeros(lengths[-1])))
+
+    def places(cuts: Sequence[int]) -> list[int]:
+        before: list[int] = torch.searchsorted(rows, torch.tensor(cuts)).tolist()
+        return before
+
+    ids, at, wanted, each = (tensor.to(model.device) for tensor in (inputs, rows, targets[rows], weights[rows]))
+    logp, _ = model.sampled_logprobs(ids, lengths, None, at, wanted, 1.0, places)
+    return -(each * logp).sum() / share.divisor
 
 
 def _views(model: Model, memory: mmap.mmap, offset: int) -> list[Tensor]:
@@ -134,7 +142,7 @@ class _Helper:
     def __init__(self, model: Model, fd: int, memory: mmap.mmap, number: int) -> None:
         self.gradients = _views(model, memory, _size(model) * number)
         self._process = subprocess.Popen(
-            module_command("headrace.training.parallel.shards"),
+            module_command("headrace.training.parallel.mid_training.shards"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[fd],

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from headrace.training.parallel.shards import Shards, backward, shares
+from headrace.training.parallel.mid_training.shards import Shards, backward, shares
 from tests.support.world import model
 from tests.training.test_mid_training import Text
 
@@ -68,9 +68,9 @@ def test_two_processes_give_the_gradient_of_one_also_when_one_was_killed() -> No
 def test_a_helper_does_not_outlive_its_parent() -> None:
     script = (
         "import sys, time\n"
-        "from headrace.training.parallel.shards import Shards\n"
+        "from headrace.training.parallel.mid_training.shards import Shards\n"
         "from tests.support.world import model\n"
-        "from tests.training.parallel.test_shards import TEXTS\n"
+        "from tests.training.parallel.mid_training.test_shards import TEXTS\n"
         "shards = Shards(model(), 2).__enter__()\n"
         "shards.backward(TEXTS)  # the helper has imported torch\n"
         "print(shards._helpers[0]._process.pid, flush=True)\n"

@@ -1,0 +1,228 @@
+"""Mid-training over the ranks of a trainer: the first one runs the recipe, and all of them compute.
+
+The idea: the first process makes the texts, which are small, and follows `training.mid_training.learn`. It sends each
+batch, each update and each checkpoint to the others as an order. A batch is cut into the shares of one process and
+these into micro-batches of at most `[trainer] micro_tokens`, which are dealt over the processes as in a step, and whose
+gradients are added in their order. So any number of ranks makes the same weights, bit for bit.
+
+They are those of one process too where each share is one micro-batch and the policy is float32, or the batch is one
+share: one process adds the gradients of shares in the policy's dtype. Numerics are the ordinary ones, as in one
+process, so context ranks round otherwise. Moments are kept in the format of `[algorithm] moments`.
+
+A process that ends, ends the group, and a restarted one continues from the newest checkpoint of mid-training, which has
+all rows and does not depend on the number of processes.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from headrace.policy.numerics_probe import probe
+from headrace.training import checkpoint
+from headrace.training.mid_training import FILE, Progress, Trace, learn, processes, settings
+from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.mid_training.shards import Share, negative_logp, shares
+from headrace.training.parallel.trainer import Order, ShardedTrainer
+from headrace.training.schedule import optimizer_settings
+
+
+def cut(batch: Iterable[Share], most: int) -> list[Share]:
+    """The micro-batches of a batch's shares, in their order: consecutive texts of a share with at most `most` inputs; a
+    longer text is one by itself. Those without a target that counts are left out."""
+    out: list[Share] = []
+    for share in batch:
+        begin = end = inputs = 0
+        lengths: list[int] = []
+        for length in share.lengths:
+            if lengths and inputs + length - 1 > most:
+                out.append(_part(share, lengths, begin, end))
+                begin, inputs, lengths = end, 0, []
+            lengths.append(length)
+            end, inputs = end + length, inputs + length - 1
+        if lengths:
+            out.append(_part(share, lengths, begin, end))
+    return [part for part in out if _teaches(part)]
+
+
+def _part(share: Share, lengths: list[int], begin: int, end: int) -> Share:
+    return Share(lengths, share.ids[begin:end], share.weights[begin:end], share.divisor)
+
+
+def _teaches(share: Share) -> bool:
+    """Whether a token besides the first of each text has a weight."""
+    counts = torch.tensor(share.weights) > 0
+    counts[torch.tensor([0, *share.lengths[:-1]]).cumsum(0)] = False
+    return bool(counts.any())
+
+
+class Part:
+    """The part of every process: what it does at an order."""
+
+    def __init__(self, trainer: ShardedTrainer, source: Path | None) -> None:
+        """source: of the weights to start from, as in `ShardedTrainer.fill`."""
+        self._trainer, self._state, self._source = trainer, trainer.sharded, source
+        config, model = trainer.config, trainer.state.model
+        self._most = config.trainer.micro_tokens
+        model.numerics = probe(model.config, exact=False, device=trainer.world.device)  # as in one process
+        model.recompute = config.numerics.recompute
+        model.shared = trainer.sharing(config.trainer.token_runs)
+        self._state.log = None
+        self._state.configure(settings(config.mid_training, optimizer_settings(config.algorithm).moments))
+        self._orders: dict[str, Callable[..., Any]] = {
+            "fresh": self._fresh,
+            "load": self._load,
+            "save": self._save,
+            "gradient": self._gradient,
+            "update": self._state.apply,
+            "loss_sum": self._loss_sum,
+        }
+
+    def take(self, order: Order) -> Any:
+        """Follow an order, and return its result. GroupError for an unknown one."""
+        if (work := self._orders.get(order.kind)) is None:
+            raise GroupError(f"expected an order of {', '.join(self._orders)} or end, got {order.kind!r}")
+        return work(*order.arguments)
+
+    def end(self) -> None:
+        """Leave version 0 behind."""
+        trainer = self._trainer
+        self._state.begin(optimizer_settings(trainer.config.algorithm))
+        trainer.state.model.numerics, trainer.state.model.shared = trainer.numerics, None
+        trainer.clock.lap()  # the time until here belongs to no step
+
+    def _fresh(self) -> None:
+        self._trainer.fill(self._source)
+
+    def _load(self, file: Path) -> Mapping[str, int | str]:
+        position: Mapping[str, int | str] = json.loads(self._state.read(file, self._state.source(file))["position"])
+        return position
+
+    def _save(self, file: Path, position: Mapping[str, int | str]) -> None:
+        self._state.sharded.reshard()
+        about = checkpoint.facts(self._state, [], position, None)
+        self._state.write(file, *self._state.whole(self._state.tensors()), about)
+
+    def _gradient(self, batch: Sequence[Share]) -> tuple[float, float]:
+        """Loss and norm."""
+        self._state.zero_grad()
+
+        def one(share: Share) -> Tensor:
+            loss = self._loss(share)
+            torch.autograd.backward(loss)
+            self._state.collect_gradients()
+            return loss.detach()
+
+        losses = self._each(cut(batch, self._most), one)
+        return sum(losses, 0.0), self._state.gradient_norm()
+
+    @torch.no_grad()
+    def _loss_sum(self, texts: Share) -> float:
+        return sum(self._each(cut([texts], self._most), self._loss), 0.0) * texts.divisor
+
+    def _loss(self, share: Share) -> Tensor:
+        self._trainer.clock.mark()
+        loss = negative_logp(self._state.model, share)
+        assert loss is not None, "a micro-batch without a target was not left out"
+        return loss
+
+    def _each(self, members: Sequence[Share], work: Callable[[Share], Tensor]) -> list[float]:
+        """The results of all micro-batches in their order, in every process."""
+
+        def one(at: int, contributes: bool) -> Tensor:
+            member = members[at]
+            return work(member if contributes else msgspec.structs.replace(member, divisor=math.inf))
+
+        return [float(loss) for loss in self._trainer.world.each(len(members), one)]
+
+
+class Ranks:
+    """A `mid_training.Learner`: the first process, which sends each order before it follows it."""
+
+    def __init__(
+        self, trainer: ShardedTrainer, source: Path | None, watch: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        """source: as in `Part`. watch: an order of this name runs in its block."""
+        self._trainer, self._watch, self._part = trainer, watch, Part(trainer, source)
+        self._texts: ThreadPoolExecutor | None = None
+
+    def _watched(self, kind: str, *arguments: Any) -> Any:
+        order = Order(kind, arguments)
+        with self._watch(f"mid-training, step {self.step}"):
+            self._trainer.world.tell(order)
+            return self._part.take(order)
+
+    @property
+    def step(self) -> int:
+        """Number of updates so far."""
+        return self._trainer.state.step
+
+    def resume(self, file: Path) -> Mapping[str, int | str] | None:
+        """As `Learner`; without a file every process makes its rows of the weights to start from."""
+        if not file.exists():
+            self._watched("fresh")
+            return None
+        position: Mapping[str, int | str] = self._watched("load", file)
+        return position
+
+    def save(self, file: Path, position: Mapping[str, int | str]) -> None:
+        """As `Learner`, each process its own rows."""
+        self._watched("save", file, dict(position))
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """As `Learner`: texts are made beside the gradient, which computes on another device or in other processes."""
+        with ThreadPoolExecutor(1, thread_name_prefix="texts") as self._texts:
+            yield
+
+    def gradient(self, texts: Sequence[Trace], meanwhile: Callable[[], None]) -> tuple[float, float]:
+        """As `Learner`."""
+        assert self._texts is not None, "call it within `working`"
+        made = self._texts.submit(meanwhile)
+        count = processes(self._trainer.config.mid_training, self._trainer.world.device)
+        loss, norm = self._watched("gradient", shares(texts, count))
+        made.result()  # not a part of the order: the group does not wait for itself
+        return loss, norm
+
+    def update(self, rate: float, scale: float) -> None:
+        """As `Learner`."""
+        self._watched("update", rate, scale)
+
+    def loss_sum(self, texts: Sequence[Trace]) -> float:
+        """As `Learner`, several texts in one forward pass."""
+        (share,) = shares(texts, 1)
+        return float(self._watched("loss_sum", share))
+
+    def end(self) -> None:
+        """Let every process leave version 0 behind."""
+        self._trainer.world.tell(Order("end"))
+        self._part.end()
+
+
+def lead(
+    trainer: ShardedTrainer,
+    source: Path | None,
+    traces: Iterable[Trace],
+    progress: Callable[[Progress], None],
+    watch: Callable[[str], AbstractContextManager[None]],
+) -> None:
+    """In the first process: mid-train from `source`, as `Part`, or from the checkpoint of an earlier call. Raises as
+    `mid_training.learn`, and RuntimeError when another process has ended."""
+    ranks = Ranks(trainer, source, watch)
+    learn(ranks, traces, trainer.config.mid_training, progress, file=trainer.folder / FILE)
+    ranks.end()
+
+
+def follow(trainer: ShardedTrainer, source: Path | None) -> None:
+    """In every other process: follow the orders of `lead` to its end."""
+    part = Part(trainer, source)
+    while (order := trainer.world.hear()).kind != "end":
+        part.take(order)
+    part.end()
