@@ -25,6 +25,7 @@ from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import checkpoint
 from headrace.policy.model import Model
 from headrace.training import mid_training, opening
+from headrace.training.data.base import DataError
 from headrace.training.mid_training import MidTrainingFailed, Progress
 from headrace.training.parallel import group
 from headrace.training.parallel import opening as group_opening
@@ -163,14 +164,32 @@ def test_a_rank_that_hangs_ends_the_group(tmp_path: Path) -> None:
         prepare(setting(2, stall_s=3.0), tmp_path, partial(killing, 30, signal.SIGSTOP))
 
 
+def overflowing() -> Iterator[Text]:
+    """A loss that is not finite, in the fifth batch or later."""
+    yield from itertools.islice(texts(), 30)
+    yield Text([300, 20, 21], [1.0, math.inf, 1.0])
+    yield from texts()
+
+
+def unreadable() -> Iterator[Text]:
+    """A reader of data raises while the ranks compute."""
+    yield from itertools.islice(texts(), 30)
+    raise DataError("a.jsonl, line 31: expected str")
+
+
 @pytest.mark.slow
-def test_what_the_first_process_raises_ends_the_group_as_it_is(tmp_path: Path) -> None:
-    broken = setting(2)
-    broken = msgspec.structs.replace(
-        broken, mid_training=msgspec.structs.replace(broken.mid_training, learning_rate=1e30)
-    )
-    with pytest.raises(MidTrainingFailed, match=r"step \d+: loss .*, gradient norm nan"):
-        prepare(broken, tmp_path)
+@pytest.mark.parametrize(
+    ("read", "error", "says"),
+    [
+        (overflowing, MidTrainingFailed, r"step \d+: loss nan, gradient norm nan"),
+        (unreadable, DataError, r"a\.jsonl, line 31"),
+    ],
+)
+def test_what_the_first_process_raises_ends_the_group_as_it_is(
+    read: Any, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=says):
+        prepare(setting(2), tmp_path, read)
     assert not ranks_of()
 
 
@@ -232,7 +251,7 @@ def masters(folder: Path) -> dict[str, Tensor]:
 
 
 def change(folder: Path, other: Path, first: Path) -> float:
-    """Relative L2 distance of the updates that lead from `first` to two versions."""
+    """Relative L2 distance of two versions: that of the updates which lead to them from `first`."""
     start, one, two = masters(first), masters(folder), masters(other)
     apart = sum(float((one[name] - two[name]).double().square().sum()) for name in start)
     return math.sqrt(apart / sum(float((one[name] - start[name]).double().square().sum()) for name in start))
@@ -253,16 +272,27 @@ def test_a_batch_of_one_micro_batch_makes_version_0_of_one_process(
     assert over(msgspec.structs.replace(alone, trainer=section), tmp_path / "two") == one
 
 
-WAYS: dict[str, tuple[str, tuple[dict[str, Any], ...], dict[str, Any]]] = {
-    "mixture": ("mixture", ({"ranks": 2}, {"ranks": 4}, {"ranks": 2, "nodes": 2}), {}),
-    "dense": ("dense", ({"ranks": 2}, {"ranks": 4, "nodes": 2}), {}),
-    "bfloat16": ("bfloat16", ({"ranks": 2}, {"ranks": 4}), {}),
-    "mxfp8": ("mxfp8", ({"ranks": 2}, {"ranks": 4}), {}),
-    "owned": ("mixture", ({"ranks": 2}, {"ranks": 2, "expert_ranks": 2}, {"ranks": 4, "expert_ranks": 2}), {}),
-    "eight_bits": ("dense", ({"ranks": 2}, {"ranks": 4}), {"moments": "eight_bit"}),
-    "context": ("mixture", ({"ranks": 2, "context_ranks": 2}, {"ranks": 4, "context_ranks": 2}), {}),
+class Way(NamedTuple):
+    """Divisions of the work that make one version 0."""
+
+    policy: str
+    divisions: tuple[dict[str, int], ...]
+    apart: float
+    """Bound on the distance from one process, of which each share is one micro-batch: relative to the update."""
+    moments: str = "float32"
+
+
+WAYS = {
+    "mixture": Way("mixture", ({"ranks": 2}, {"ranks": 4}, {"ranks": 2, "nodes": 2}), 1e-5),
+    "dense": Way("dense", ({"ranks": 2}, {"ranks": 4, "nodes": 2}), 1e-5),
+    "bfloat16": Way("bfloat16", ({"ranks": 2}, {"ranks": 4}), 0.05),
+    "mxfp8": Way("mxfp8", ({"ranks": 2}, {"ranks": 4}), 0.15),
+    "owned": Way("mixture", ({"ranks": 2}, {"ranks": 2, "expert_ranks": 2}, {"ranks": 4, "expert_ranks": 2}), 1e-5),
+    "eight_bits": Way("dense", ({"ranks": 2}, {"ranks": 4}), 0.05, "eight_bit"),
+    "context": Way("mixture", ({"ranks": 2, "context_ranks": 2}, {"ranks": 4, "context_ranks": 2}), 1e-5),
 }
-"""Policy, divisions of the work with one result, and the algorithm's settings."""
+"""Seen: float32 4.5e-7 to 7.0e-7, bfloat16 0.011, MXFP8 0.051, moments of eight bits 0.013. One process adds gradients
+of shares in the policy's dtype, and keeps moments in float32."""
 
 
 @pytest.mark.slow
@@ -270,18 +300,16 @@ WAYS: dict[str, tuple[str, tuple[dict[str, Any], ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_any_number_of_ranks_makes_the_same_version_0(way: str, tmp_path: Path) -> None:
     """Several micro-batches for each rank, and a last round that is not full. One process adds otherwise."""
-    name, divisions, algorithm = WAYS[way]
-    policy = POLICIES[name]
+    policy, divisions, most, moments = WAYS[way]
     made = []
     for number, division in enumerate(divisions):
-        count, rest = division["ranks"], {key: value for key, value in division.items() if key != "ranks"}
-        config = of(setting(count, micro_tokens=16, **rest), tmp_path / "model", policy, **algorithm)
+        rest = {key: value for key, value in division.items() if key != "ranks"}
+        config = setting(division["ranks"], micro_tokens=16, **rest)
+        config = of(config, tmp_path / "model", POLICIES[policy], moments=moments)
         made.append(over(config, tmp_path / f"ranks{number}"))
     assert all(each == made[0] for each in made), [each.hash for each in made]
     assert made[0].losses[-1] < made[0].losses[0] - 0.1
     for tokens, folder in ((0, "first"), (600, "one")):
-        config = of(setting(1, tokens=tokens), tmp_path / "model", policy, **algorithm)
+        config = of(setting(1, tokens=tokens), tmp_path / "model", POLICIES[policy], moments=moments)
         PolicyTrainer.prepare(config, tmp_path / folder, tokenizer_json=TOKENIZER, traces=texts).close()
-    apart = change(tmp_path / "one", tmp_path / "ranks0", tmp_path / "first")
-    print(way, apart)
-    assert 0.0 < apart < 1.0
+    assert 0.0 < change(tmp_path / "one", tmp_path / "ranks0", tmp_path / "first") < most
