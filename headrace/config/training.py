@@ -264,8 +264,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     context_runs: Count = 0
     """Runs into which the tokens of each micro-batch are cut. Gradients of weights are added run by run, in an order
     that is the same for any division of the work, so versions have the same bits with any `context_ranks` that divides
-    it into 1, 2, 4, 8, ... runs each, and in one process. 0: as many as `context_ranks`. More need `expert_ranks = 1`.
-    Keep the number when a run goes on with fewer context ranks."""
+    it into 1, 2, 4, 8, ... runs each, and in one process. 0: as many as `context_ranks`. Keep the number when a run
+    goes on with fewer context ranks."""
     rescore: Count = 8
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10
@@ -293,7 +293,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     def divides(self, runs: int) -> bool:
         """Whether each context rank can add up its part of so many runs of tokens (`policy.token_runs`)."""
         each, left = divmod(runs, self.context_ranks)
-        if left or each == 0 or (each > 1 and self.expert_ranks > 1):
+        if left or each == 0:
             return False
         return self.context_ranks == 1 or each & (each - 1) == 0
 

@@ -6,6 +6,7 @@ that is called, so that hooks on calls work: FSDP gathers the shards, activation
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,12 @@ from headrace.policy.token_runs.weights import joined, replicas, split
 
 
 class Chosen:
-    """A layer's selection in one forward, int64 [N, k]. It is not a list, because hooks on calls copy lists."""
+    """A layer's selection in one forward. It is not a list, because hooks on calls copy lists."""
 
     experts: Tensor | None = None
+    """int64 [N, k]"""
+    counts: moe.RowCounts | None = None
+    """The rows that processes with owned experts exchange for it."""
 
 
 def expert_function(config: PolicyConfig) -> moe.ExpertFunction:
@@ -39,7 +43,9 @@ class Layer(nn.Module):
         self.config, self.sparse = config, config.sparse(index)
         self.rule = Rule(c.scores == "sigmoid", c.expert_groups, c.kept_groups, c.gate_scale)
         self.function = expert_function(config)
-        """Replaced where other processes hold the experts."""
+        """Replaced where the stored experts are masters."""
+        self.owned: moe.OwnedExperts | None = None
+        """Set in place of `function` where each process owns some of the experts, and holds no others."""
 
         def new(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype))
@@ -91,13 +97,14 @@ class Layer(nn.Module):
         """x [N, D] -> [N, D]. cos, sin [N, 1, D / 2]; replay int64 [N, k], see `moe.mixture`.
 
         chosen: one per layer and forward. The first call leaves its selection there; a second one (activations computed
-        again) finds it and takes the very same experts, also where no record was to be replayed.
+        again) finds it and takes the very same experts, also where no record was to be replayed. Where experts have
+        owners, a call that finds no counts exchanges them and leaves them there.
         runs: tokens of each run (`token_runs`); without them all tokens are one.
         """
         first = chosen.experts is None
         recorded = replay if first else chosen.experts
-        if len(runs) > 1:
-            out, experts = self._by_runs((x, cos, sin), attend, pad, recorded, first, runs)
+        if len(runs) > 1 or self.owned is not None:
+            out, experts = self._by_runs((x, cos, sin), attend, pad, recorded, chosen, runs)
         else:
             mixed = attend(*self._project(x, cos, sin, pad), self._sinks)
             out, experts = self._finish(x, mixed, pad, recorded, first)
@@ -114,39 +121,85 @@ class Layer(nn.Module):
         attend: Attend,
         pad: int,
         recorded: Tensor | None,
-        first: bool,
+        chosen: Chosen,
         runs: Sequence[int],
     ) -> tuple[Tensor, Tensor | None]:
-        """As `_finish`, with weights of its own for each run of tokens; attention reads all of them. rows: x, cos and
-        sin."""
+        """As `_finish`, with weights of its own for each run of tokens; attention reads all of them, and so does a call
+        of owned experts. rows: x, cos and sin."""
+        first = chosen.experts is None
         layers = replicas(self, len(runs))
+        mixed = self._attended(layers, rows, attend, pad, runs)
+        parts = zip(layers, *(split(each, runs) for each in (rows[0], mixed, recorded)), strict=True)
+        if self.owned is not None:
+            return self._over_owners([Run(*part) for part in parts], pad, chosen, runs)
+        finished = [layer._finish(before, heads, pad, routes, first) for layer, before, heads, routes in parts]
+        experts = [selection for _, selection in finished if selection is not None]
+        return joined([out for out, _ in finished]), joined(experts) if experts else None
+
+    def _attended(
+        self,
+        layers: Sequence["Layer"],
+        rows: tuple[Tensor, Tensor, Tensor],
+        attend: Attend,
+        pad: int,
+        runs: Sequence[int],
+    ) -> Tensor:
         operands = zip(layers, *(split(each, runs) for each in rows), strict=True)
         projected = [layer._project(*parts, pad) for layer, *parts in operands]
         q, k, v = (joined([parts[place] for parts in projected]) for place in range(3))
-        mixed = attend(q, k, v, self._sinks)
-        finished = [
-            layer._finish(before, heads, pad, routes, first)
-            for layer, before, heads, routes in zip(
-                layers, *(split(each, runs) for each in (rows[0], mixed, recorded)), strict=True
-            )
+        return attend(q, k, v, self._sinks)
+
+    def _over_owners(
+        self,
+        parts: Sequence["Run"],
+        pad: int,
+        chosen: Chosen,
+        runs: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """As `_finish` of each run, with the products of the experts in one call for all of them: rows are sent once,
+        and weights are gathered once."""
+        owned, first = self.owned, chosen.experts is None
+        assert owned is not None
+        inputs = [part.layer._behind_attention(part.x, part.mixed, pad) for part in parts]
+        routed = [
+            moe.routed(h, part.layer._mixture(first), pad, part.replay)
+            for part, (_, h) in zip(parts, inputs, strict=True)
         ]
-        experts = [selection for _, selection in finished if selection is not None]
-        return joined([out for out, _ in finished]), joined(experts) if experts else None
+        gates, experts = (joined([each[place] for each in routed]) for place in range(2))
+        if chosen.counts is None:
+            told = owned.counts(experts[:, None], runs)
+            assert told is not None, "every token has its experts here"
+            chosen.counts = told[0]
+        out = owned(joined([h for _, h in inputs]), gates, experts, self.gate_up, self.down, pad, chosen.counts)
+        done = [
+            part.layer._added(x, h, sums, pad)
+            for part, (x, h), sums in zip(parts, inputs, split(out, runs), strict=True)
+        ]
+        return joined(done), experts
 
     def _finish(
         self, x: Tensor, mixed: Tensor, pad: int, replay: Tensor | None, first: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Everything behind attention: (rows of the next layer, selection int64 [N, k] of a mixture)."""
+        x, h = self._behind_attention(x, mixed, pad)
+        if not self.sparse:
+            inner = operators.swiglu(low_rank.linear(self, h, "gate_up", pad))
+            return x + low_rank.linear(self, inner, "down", pad), None
+        out, experts = moe.mixture(h, self._mixture(first), pad, replay)
+        return self._added(x, h, out, pad), experts
+
+    def _behind_attention(self, x: Tensor, mixed: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+        """The rows with what their heads read added, and these normalised: the input of the MLP or the mixture."""
         c = self.config
         if c.latent:
             mixed = mixed[..., : c.latent.value_dim]
         mixed = low_rank.linear(self, mixed.reshape(len(x), -1), "out", pad)
         x = x + (mixed + self.out_bias if c.out_bias else mixed)
-        h = operators.rms_norm(x, self.mlp_norm, c.eps)
-        if not self.sparse:
-            inner = operators.swiglu(low_rank.linear(self, h, "gate_up", pad))
-            return x + low_rank.linear(self, inner, "down", pad), None
-        layer = moe.Mixture(
+        return x, operators.rms_norm(x, self.mlp_norm, c.eps)
+
+    def _mixture(self, first: bool) -> moe.Mixture:
+        c = self.config
+        return moe.Mixture(
             router=self.router,
             gate_up=self.gate_up,
             down=self.down,
@@ -157,10 +210,12 @@ class Layer(nn.Module):
             function=self._biased() if c.gpt_oss else self.function,
             router_bias=self.router_bias if c.gpt_oss else None,
         )
-        out, experts = moe.mixture(h, layer, pad, replay)
-        if c.shared_experts:
+
+    def _added(self, x: Tensor, h: Tensor, out: Tensor, pad: int) -> Tensor:
+        """The rows of the next layer, from what the experts made of h."""
+        if self.config.shared_experts:
             out = out + _mlp(h, self.shared_gate_up, self.shared_down, pad)
-        return x + out, experts
+        return x + out
 
     def _biased(self) -> moe.ExpertFunction:
         return gpt_oss.Experts(self.gate_up_bias, self.down_bias, self.config.clamp)
@@ -182,6 +237,15 @@ class Layer(nn.Module):
         qk = operators.rotate(qk, cos, sin)
         q, k = torch.split(qk, [c.heads, c.kv_heads], 1)
         return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+class Run(NamedTuple):
+    """The rows of one run of tokens behind attention, and the layer with the run's weights."""
+
+    layer: Layer
+    x: Tensor
+    mixed: Tensor
+    replay: Tensor | None
 
 
 def _mlp(h: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:

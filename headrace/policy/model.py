@@ -210,6 +210,7 @@ class Model(nn.Module):
         c, pad = self.config, self.numerics.row_pad
         cos, sin = self._rotary(positions, longest)
         replay = None if routed is None else moe.widen(routed, c.sparse_layers, c.top_k)
+        counts = self._counted(replay, runs)
         again = self.recompute and torch.is_grad_enabled()
         each = zip(copies, split(ids, runs), strict=True)
         x = joined([F.embedding(part, copy.embedding) for copy, part in each])
@@ -219,6 +220,8 @@ class Model(nn.Module):
                 layer.rule = layer.rule._replace(plausible=self.plausible)
             recorded = None if replay is None or not layer.sparse else replay[:, index - c.dense_layers]
             chosen = Chosen()
+            if counts is not None and layer.sparse:
+                chosen.counts = counts[index - c.dense_layers]
             arguments = (x, cos, sin, attend(index), pad, recorded, chosen, runs)
             if again:
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -228,6 +231,15 @@ class Model(nn.Module):
                 recorder.append(chosen.experts)
         each = zip(copies, split(x, runs), strict=True)
         return joined([operators.rms_norm(part, copy.norm, c.eps) for copy, part in each])
+
+    def _counted(self, replay: Tensor | None, runs: Sequence[int]) -> Sequence[moe.RowCounts] | None:
+        """The rows that processes with owned experts exchange in each layer that routes, from one exchange for all of
+        them. None where experts have no owners, and where a token has no record: each layer then exchanges its own."""
+        last = self.layers[-1]
+        assert isinstance(last, Layer)
+        if last.owned is None or replay is None or self.plausible > 0.0:
+            return None
+        return last.owned.counts(replay, runs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, D] -> [M, V] in the model's dtype, as `selected_logprobs` computes them."""

@@ -4,6 +4,7 @@ The arithmetic is in `kernels.operators`. Messages hold routes as small unsigned
 -1 for "no record". A missing record that is needed is an error; there is no default.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,10 +20,38 @@ class RoutesMissing(Exception):
 
 
 class ExpertFunction(Protocol):
-    """`kernels.operators.experts`, or what replaces it: another number format, or experts on other processes."""
+    """`kernels.operators.experts`, or what replaces it, such as another number format."""
 
     def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
         """x [N, D] through its experts [N, k], weighted by gates [N, k] -> [N, D]."""
+
+
+class RowCounts(NamedTuple):
+    """Numbers of rows that this process and others exchange in one layer, by process and by run of tokens
+    (`token_runs`). A row is a token in one of its slots."""
+
+    sent: list[list[int]]
+    """[processes][runs]: rows of this process, by owner of their experts."""
+    got: list[list[int]]
+    """[processes][runs]: rows of each process whose experts this one owns."""
+
+
+class OwnedExperts(Protocol):
+    """Experts of which each process owns some, as `training.parallel.experts`. All processes must make the same calls,
+    each with its own tokens and with as many runs."""
+
+    def counts(self, experts: Tensor, runs: Sequence[int]) -> Sequence[RowCounts] | None:
+        """The counts of some layers, in one exchange. experts int64 [N, layers, k], negative where a process does not
+        know them yet; runs: tokens of each run, empty: all tokens are one.
+
+        None, in every process, where one of them does not know all of its experts.
+        """
+
+    def __call__(
+        self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, counts: RowCounts, /
+    ) -> Tensor:
+        """As `ExpertFunction`, for the tokens of all runs. gate_up and down: the rows that this process holds. counts:
+        those of the experts."""
 
 
 class Mixture(NamedTuple):
@@ -50,6 +79,14 @@ def mixture(x: Tensor, of: Mixture, pad: int, replay: Tensor | None = None) -> t
     """x [N, D] through its k experts -> (out [N, D], experts int64 [N, k]).
 
     replay: selections int64 [N, k] instead of the live ones, -1 where there is none. pad 1 is ordinary mode.
+    """
+    gates, experts = routed(x, of, pad, replay)
+    return of.function(x, gates, experts, of.gate_up, of.down, pad), experts
+
+
+def routed(x: Tensor, of: Mixture, pad: int, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [N, D] -> (gates float32 [N, k], experts int64 [N, k]). replay: as `mixture`.
+
     Sigmoid scores come from a float32 product, as DeepSeek computes them.
     """
     if of.rule.sigmoid:
@@ -58,8 +95,7 @@ def mixture(x: Tensor, of: Mixture, pad: int, replay: Tensor | None = None) -> t
         logits = operators.linear(x, of.router, pad)
         if of.router_bias is not None:
             logits = logits + of.router_bias
-    gates, experts = operators.route(logits, of.k, of.normalise, replay, of.rule, of.correction)
-    return of.function(x, gates, experts, of.gate_up, of.down, pad), experts
+    return operators.route(logits, of.k, of.normalise, replay, of.rule, of.correction)
 
 
 _NONE = {torch.uint8: 0xFF, torch.uint16: 0xFFFF}

@@ -26,6 +26,9 @@ def test_a_step_keeps_its_runs_of_tokens_with_other_ranks() -> None:
     for config in (alone(shared), ranks(ranks=2, context_ranks=2), shared):
         assert under(config, told).trainer.token_runs == 4
     assert recipe(ranks(ranks=2, context_ranks=2, context_runs=4))["context_runs"] == 4
+    owned = recorded(ranks(ranks=4, context_ranks=2, expert_ranks=2))
+    assert under(ranks(ranks=2, expert_ranks=2), owned).trainer.token_runs == 2
+    assert recipe(ranks(ranks=2, expert_ranks=2, context_ranks=2, context_runs=4))["context_runs"] == 4
 
 
 def test_a_step_without_runs_is_repeated_without_them() -> None:
@@ -36,8 +39,8 @@ def test_a_step_without_runs_is_repeated_without_them() -> None:
 
 def test_ranks_that_cannot_compute_the_runs_of_a_step_take_their_own() -> None:
     told = recorded(ranks(ranks=4, context_ranks=2, expert_ranks=2))
-    assert under(ranks(ranks=2, expert_ranks=2), told).trainer.token_runs == 1
     assert under(ranks(ranks=3, context_ranks=3), told).trainer.token_runs == 3
+    assert under(ranks(ranks=4, context_ranks=4, expert_ranks=2), told).trainer.token_runs == 4
 
 
 def test_a_step_keeps_its_order_of_micro_batches_and_an_old_one_has_the_order_of_indices() -> None:

@@ -10,6 +10,7 @@ functions for the time of a test.
 
 import contextlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 CLAIMED = torch.device("meta")
 READS: Counter[str] = Counter()
 """File and line in headrace to how often the host read a value there."""
+_LOCK = threading.Lock()
 _READING = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "bincount"}
 _COPYING = {"copy_", "_to_copy", "copy", "set_"}
 
@@ -79,7 +81,8 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     wanted = kwargs.get("device")
     to_claimed = wanted is not None and torch.device(wanted).type == CLAIMED.type
     if wrapped and (name in _READING or (wanted is not None and not to_claimed)):
-        READS[_site()] += 1
+        with _LOCK:
+            READS[_site()] += 1
     cpu_kwargs = {**kwargs, "device": torch.device("cpu")} if to_claimed else dict(kwargs)
     cpu_kwargs.pop("pin_memory", None)
     out = func(*tree_map(held, args), **tree_map(held, cpu_kwargs))
@@ -110,6 +113,11 @@ def moved(model: nn.Module) -> nn.Module:
                 wrapped = Elsewhere(parameter.detach().clone())
                 module._parameters[name] = nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
     return model
+
+
+def also_here() -> TorchDispatchMode:
+    """`installed` holds for its own thread; within this it holds for another one."""
+    return _Mode()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
 """A whole step on another device: nothing mixes devices, and the state hash is that of the CPU."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import Algorithm
@@ -14,16 +16,18 @@ from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
 from headrace.training.batches.batch import Batch
-from headrace.training.batches.micro_batch import MicroBatch, device_of
+from headrace.training.batches.micro_batch import MicroBatch, device_of, forward
 from headrace.training.batches.segment import Segment
 from headrace.training.device import TrainerError, device_named
 from headrace.training.gradient import Helpers, Recipe
 from headrace.training.mismatch import compare
 from headrace.training.outcome import StepOutcome
+from headrace.training.parallel.sharding import OWNED
 from headrace.training.served.versions import Log, Versions
 from headrace.training.state import TrainerState
 from headrace.training.step import take
 from tests.support import other_device
+from tests.support.expert_owners import own
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "expert_dim": 32, "vocab": 64}
 MIXTURE = PolicyConfig(**SHAPE, experts=4, top_k=2)  # type: ignore[arg-type]
@@ -169,6 +173,31 @@ def test_the_host_reads_as_often_for_any_number_of_layers(name: str, monkeypatch
     few, many = ({file: count for file, count in each.items() if file not in READ_PER_PARAMETER} for each in counts)
     assert few == many, "no layer makes the host wait for the device"
     assert few and set(few) <= READ
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_the_host_reads_the_counts_of_owned_experts_once_a_pass_for_any_number_of_layers(
+    layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward and a backward pass of two ranks, with recorded routes. Activations are computed again."""
+    config = msgspec.structs.replace(MIXTURE, layers=layers)
+    numerics, store, segments = probe(config), HashStore(), batch(config).segments
+    models = [Model(config, numerics, seed=1) for _ in range(2)]
+
+    def process(rank: int) -> None:
+        with other_device.also_here():
+            own(models[rank], store, rank)
+            micro = MicroBatch.of(segments[2 * rank : 2 * rank + 2], device_of(models[rank]))
+            torch.autograd.backward(forward(models[rank], micro)[0].sum())
+
+    for model in models:
+        model.recompute = True
+        other_device.moved(model)
+    with other_device.installed(monkeypatch), ThreadPoolExecutor(2) as pool:
+        list(pool.map(process, range(2)))
+    assert reads() == {"training/parallel/experts.py": 2}, "one of each rank"
+    shards = [part for model in models for name, part in model.named_parameters() if name.endswith(OWNED)]
+    assert len(shards) == 4 * layers and all(part.grad is not None for part in shards)
 
 
 @pytest.mark.slow

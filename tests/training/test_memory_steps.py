@@ -52,6 +52,7 @@ RANKS: dict[str, Sections] = {
     "context": {"policy": BFLOAT16, "trainer": {"context_ranks": 2}},
     "context, recompute": {"policy": BFLOAT16, "trainer": {"context_ranks": 2}, "numerics": {"recompute": True}},
     "experts": {"policy": BFLOAT16, "trainer": {"expert_ranks": 2}},
+    "experts, runs": {"policy": BFLOAT16, "trainer": {"expert_ranks": 2, "context_runs": 2}},
 }
 
 

@@ -7,14 +7,18 @@ it: in exact mode the forward pass gives the same bits as on one process.
 
 Gradients have these bits too. An owner multiplies the rows of each process by themselves, as one process multiplies
 the rows of each micro-batch. Gates are sent with the rows, because they multiply the gradient inside the experts; a
-gated gradient would be rounded before it is sent. The parts of an expert's gradient are added to the sum so far in the
-order of the micro-batches.
+gated gradient would be rounded before it is sent. Where a micro-batch is cut into runs of tokens (`policy.token_runs`),
+the rows of each run are multiplied by themselves, and the gradients of a process's runs are added in their pairs. The
+parts of an expert's gradient are added to the sum so far in the order of the micro-batches.
+
+Processes send each other unequal numbers of rows, so they exchange the counts first, and the host waits for them.
+Recorded routes are known before a pass: one exchange then gives the counts of all layers (`ExpertParallel.counts`).
 
 With several expert groups a run of experts is cut once more: each process stores float32 masters of its part, and the
 parts are rounded as they are served and gathered from the other groups before they are multiplied.
 
-Trade-off: an owner has a gradient of its experts for every process of its group until all of them are added: as many
-bytes as one process has for all experts of the layer.
+Trade-off: an owner has a gradient of its experts for every process of its group, and every run of it, until all of them
+are added: as many bytes as one process has for all experts of the layer and its runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.kernels import operators
-from headrace.policy.moe import ExpertFunction
+from headrace.policy.moe import ExpertFunction, RowCounts
+from headrace.policy.token_runs.weights import pairwise_sum, split
 from headrace.training.figures.clock import Clock
 from headrace.training.parallel.group import gather
 from headrace.training.parallel.nodes.sums import Sums
@@ -59,14 +64,18 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers the shards [e, ...] of one run of experts as they are served, once for the rows of each process.
+    """Gathers the shards [e, ...] of one run of experts as they are served, as one tensor with a view for each run of
+    tokens of each process.
 
-    Backward adds the gradients to `shard.grad` in the order of the processes, which is the order of the micro-batches.
+    Backward adds the gradients of a process's runs in their pairs, in the served dtype, and those of the processes to
+    `shard.grad` in their order, which is the order of the micro-batches.
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, served: Callable[[Tensor], Tensor], groups: Groups) -> tuple[Tensor, ...]:
-        ctx.shard, ctx.groups, group = shard, groups, groups.copies
+    def forward(
+        ctx: Any, shard: Tensor, served: Callable[[Tensor], Tensor], groups: Groups, runs: int
+    ) -> tuple[Tensor, ...]:
+        ctx.shard, ctx.groups, ctx.runs, group = shard, groups, runs, groups.copies
         local = served(shard.detach()).contiguous()
         out = local.new_empty(group.size() * len(local), *local.shape[1:])
         if group.size() == 1:
@@ -74,20 +83,21 @@ class _Gathered(torch.autograd.Function):
         else:
             with groups.clock.transfer():
                 gather(out, local, group)
-        return tuple(out.view_as(out) for _ in range(groups.owners.size()))
+        return tuple(out.view_as(out) for _ in range(groups.owners.size() * runs))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        shard, groups = ctx.shard, ctx.groups
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        shard, groups, runs = ctx.shard, ctx.groups, ctx.runs
         copies = groups.copies.size()
-        computed = torch.stack([grad.view(copies, *shard.shape) for grad in grads], 1)  # [copies, owners, e, ...]
+        sums = [pairwise_sum(grads[first : first + runs]) for first in range(0, len(grads), runs)]
+        computed = torch.stack([each.view(copies, *shard.shape) for each in sums], 1)  # [copies, owners, e, ...]
         parts = computed
         if copies > 1:
             parts = torch.empty_like(computed)
             with groups.clock.transfer():
                 dist.all_to_all_single(parts, computed, group=groups.copies)
         shard.grad = groups.sums.added(shard.grad, tuple(parts.flatten(0, 1)), parts.dtype)
-        return None, None, None
+        return None, None, None, None
 
 
 class _Sorted(torch.autograd.Function):
@@ -181,40 +191,65 @@ def _swap(x: Tensor, sent: Sequence[int], got: Sequence[int], groups: Groups) ->
 
 
 class ExpertParallel:
-    """`moe.ExpertFunction` over the experts of a group. All its processes must call it, each with its own rows."""
+    """`moe.OwnedExperts` over a group."""
 
-    def __init__(self, groups: Groups, dtype: torch.dtype, quantised: bool) -> None:
-        """dtype: of the served weights. quantised: they and the inputs of the products are in MXFP8."""
-        self.groups, self.dtype, self.quantised = groups, dtype, quantised
+    def __init__(self, groups: Groups, each: int, dtype: torch.dtype, quantised: bool) -> None:
+        """each: number of an owner's experts. dtype: of the served weights. quantised: they and the inputs of the
+        products are in MXFP8."""
+        self.groups, self.each, self.dtype, self.quantised = groups, each, dtype, quantised
 
-    def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
-        """As `moe.ExpertFunction`; gate_up and down are this process's float32 shards."""
-        ups, downs = (_Gathered.apply(shard, self._served, self.groups) for shard in (gate_up, down))  # type: ignore[no-untyped-call]
+    def counts(self, experts: Tensor, runs: Sequence[int]) -> list[RowCounts] | None:
+        """As `moe.OwnedExperts`. The host waits once."""
+        owners, layers, cuts = self.groups.owners.size(), experts.shape[1], max(1, len(runs))
+        complete = (experts >= 0).all().to(torch.int64)
+        owner = self._owner(experts.clamp(min=0))
+        columns = [
+            torch.zeros(owners, dtype=torch.int64, device=owner.device).scatter_add_(0, rows, torch.ones_like(rows))
+            for layer in range(layers)
+            for rows in (part.flatten() for part in split(owner[:, layer], runs))
+        ]
+        sent = torch.stack([complete.expand(owners), *columns], 1)  # [owners, 1 + layers * runs]
+        single = [1] * owners
+        told = torch.stack((sent, _swap(sent, single, single, self.groups))).cpu().tolist()
+        if not all(complete for complete, *_ in told[1]):
+            return None
+        return [
+            RowCounts(*([row[at : at + cuts] for row in side] for side in told))
+            for at in range(1, 1 + layers * cuts, cuts)
+        ]
+
+    def __call__(
+        self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, counts: RowCounts, /
+    ) -> Tensor:
+        """As `moe.OwnedExperts`; gate_up and down are this process's float32 shards."""
+        groups, cuts = self.groups, len(counts.sent[0])
+        ups, downs = (_Gathered.apply(shard, self._served, groups, cuts) for shard in (gate_up, down))  # type: ignore[no-untyped-call]
         k = experts.shape[1]
         flat = experts.reshape(-1)
-        owner = flat.div(len(ups[0]), rounding_mode="floor")
-        order = owner.argsort(stable=True)
+        owner = self._owner(flat)
+        order = owner.argsort(stable=True)  # the rows of an owner keep the order of runs
         slots, source = order.argsort(), order // k
-        counts = torch.bincount(owner, minlength=self.groups.owners.size())
-        single = [1] * self.groups.owners.size()
-        coming = _swap(counts, single, single, self.groups)
-        sent, got = counts.tolist(), coming.tolist()
-        local = _swap((flat - owner * len(ups[0]))[order], sent, got, self.groups)
+        sent, got = ([sum(runs) for runs in side] for side in counts)
+        local = _swap((flat - owner * self.each)[order], sent, got, groups)
         ordered = _Sorted.apply(x, source, slots), gates.reshape(-1, 1)[order]  # type: ignore[no-untyped-call]
-        rows, weights = (_Exchange.apply(each, sent, got, self.groups) for each in ordered)  # type: ignore[no-untyped-call]
-        parts, gated, chosen = torch.split(rows, got), torch.split(weights, got), torch.split(local[:, None], got)
+        rows, weights = (_Exchange.apply(each, sent, got, groups) for each in ordered)  # type: ignore[no-untyped-call]
+        lengths = [count for runs in counts.got for count in runs]
+        parts, gated, chosen = (torch.split(each, lengths) for each in (rows, weights, local[:, None]))
         operands = zip(parts, gated, chosen, ups, downs, strict=True)
         done = torch.cat([self._product(*each, pad) for each in operands])
-        back: Tensor = _Exchange.apply(done, got, sent, self.groups)  # type: ignore[no-untyped-call]
+        back: Tensor = _Exchange.apply(done, got, sent, groups)  # type: ignore[no-untyped-call]
         out: Tensor = _Summed.apply(back, slots, gates, source)  # type: ignore[no-untyped-call]
         return out
+
+    def _owner(self, experts: Tensor) -> Tensor:
+        return experts.div(self.each, rounding_mode="floor")
 
     def _served(self, masters: Tensor) -> Tensor:
         served = masters.to(self.dtype)
         return operators.rounded(served) if self.quantised else served
 
     def _product(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:
-        """The products of the rows of one process. Where there are none, a row of zeros is appended and multiplied: all
+        """The products of the rows of one run. Where there are none, a row of zeros is appended and multiplied: all
         processes take part in the exchanges of the backward pass, and no kernel gets a product without rows."""
         count = len(x)
         if not count:

@@ -163,7 +163,8 @@ def build(
                 first[f"layers.{index}.{name}"] = member * (config.experts // world.expert_ranks) + copy * rows
             owners, copies = world.grid.get_group("experts"), world.grid.get_group("copies")
             groups = Groups(owners, copies, world.clock, world.sums)
-            layer.function = ExpertParallel(groups, config.torch_dtype, quantised)
+            each = config.experts // world.expert_ranks
+            layer.owned = ExpertParallel(groups, each, config.torch_dtype, quantised)
         modules.append(_cut(layer, world, policy, owned, held))
     modules.append(_cut(model, world, policy, owned, held))
     if fixed:  # FSDP keeps those of the outermost module for a backward pass

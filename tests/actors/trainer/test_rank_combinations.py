@@ -59,10 +59,20 @@ def assert_every_step_once(done: Sequence[StepDone]) -> None:
     assert all(record.max_abs_dlp == 0.0 and record.exact and record.rescored_tokens for record in done), "Law 5"
 
 
-@pytest.mark.parametrize("kind", [Kind("dense", "float32"), Kind("mixture", "bfloat16")], ids=str)
-async def test_everything_at_once_and_resumed_with_the_reference(server: Server, tmp_path: Path, kind: Kind) -> None:
-    want, _ = await versions(server, tmp_path / "one", kind, [(Ranks(context_runs=2), {})])
-    several = Ranks(4, context_ranks=2)
+@pytest.mark.parametrize(
+    ("kind", "several"),
+    [
+        (Kind("dense", "float32"), Ranks(4, context_ranks=2)),
+        (Kind("mixture", "bfloat16"), Ranks(4, context_ranks=2)),
+        (Kind("mixture", "bfloat16"), Ranks(4, expert_ranks=2, context_ranks=2, context_runs=4)),
+    ],
+    ids=str,
+)
+async def test_everything_at_once_and_resumed_with_the_reference(
+    server: Server, tmp_path: Path, kind: Kind, several: Ranks
+) -> None:
+    alone = Ranks(context_runs=several.context_runs or several.context_ranks)
+    want, _ = await versions(server, tmp_path / "one", kind, [(alone, {})])
     got, done = await versions(server, tmp_path / "ranks", kind, [(several, {}), (several, {})])
     assert got == want
     assert_every_step_once(done)

@@ -236,7 +236,11 @@ async def test_ranks_and_owned_experts_make_the_versions_of_one_process(
         (Kind("mixture", "float32"), Ranks(4, expert_ranks=2, context_ranks=2)),
         (Kind("mixture", "bfloat16"), Ranks(4, context_ranks=2)),
         (Kind("mixture", "mxfp8"), Ranks(2, context_ranks=2)),
+        (Kind("mixture", "bfloat16"), Ranks(4, expert_ranks=2, context_ranks=2, context_runs=4)),
+        (Kind("mixture", "mxfp8"), Ranks(2, expert_ranks=2, context_ranks=2, context_runs=4)),
+        (Kind("mixture", "float32"), Ranks(4, expert_ranks=4, context_runs=2)),
         (Kind("latent", "float32"), Ranks(4, context_ranks=4)),
+        (Kind("latent", "float32"), Ranks(2, expert_ranks=2, context_ranks=2, context_runs=4)),
         (Kind("latent", "bfloat16"), Ranks(4, expert_ranks=4, context_ranks=2)),
     ],
     ids=str,
@@ -285,16 +289,32 @@ async def lives(
     return [record for record in await feeder.steps() if isinstance(record, StepDone)]
 
 
+@pytest.mark.parametrize(
+    "divisions",
+    [
+        [Ranks(count, context_ranks=count, context_runs=4) for count in (4, 2, 1)],
+        [
+            Ranks(4, expert_ranks=2, context_ranks=4, context_runs=4),
+            Ranks(2, expert_ranks=2, context_ranks=2, context_runs=4),
+            Ranks(context_runs=4),
+        ],
+        [
+            Ranks(4, expert_ranks=4, context_ranks=2, context_runs=4),
+            Ranks(2, expert_ranks=2, context_runs=4),
+            Ranks(context_runs=4),
+        ],
+    ],
+    ids=["context", "owned_experts", "owned_experts_and_micro_batches_apart"],
+)
 async def test_resumed_with_fewer_ranks_a_run_goes_on_with_the_bits_of_one_process(
-    server: Server, results: Results, tmp_path: Path
+    server: Server, results: Results, tmp_path: Path, divisions: Sequence[Ranks]
 ) -> None:
     """4, then 2, then 1 ranks, which share the tokens of each micro-batch: steps behind a checkpoint are repeated with
-    their bits, so none gets a second incarnation."""
+    their bits, so none gets a second incarnation. So it is where experts have owners."""
     kind = Kind("mixture", "bfloat16")
     expected = await kept(results, server, tmp_path, kind, Ranks(context_runs=4), steps=9)
     async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
         run = Run(admin, tmp_path, kind)
-        divisions = [Ranks(count, context_ranks=count, context_runs=4) for count in (4, 2, 1)]
         done = await lives(server, run, divisions, ((0, 1, 2, 3, 4), (5, 6, 7), (8,)), repeats=False)
     assert [(record.step, record.incarnation) for record in done] == [(step, 0) for step in range(9)]
     assert [run.feeder.hashes[number] for number in range(10)] == expected.hashes
@@ -309,14 +329,14 @@ async def test_resumed_with_fewer_ranks_a_run_goes_on_with_the_bits_of_one_proce
 async def test_resumed_with_ranks_that_round_otherwise_the_repeated_steps_are_new_incarnations(
     server: Server, results: Results, tmp_path: Path
 ) -> None:
-    """Ranks with owned experts compute one run each, so 2 such ranks cannot repeat what 4 of them computed in two runs.
+    """Two ranks that share tokens cannot repeat what ranks with micro-batches of their own computed in three runs.
     Tokens of a replaced version are scored again with the bits that replace it: another log-probability by rounding,
     until they are too old."""
     kind = Kind("mixture", "float32")
     expected = await kept(results, server, tmp_path, kind, steps=9)
     async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
         run = Run(admin, tmp_path, kind)
-        divisions = (Ranks(4, expert_ranks=2, context_ranks=2), Ranks(2, expert_ranks=2))
+        divisions = (Ranks(2, expert_ranks=2, context_runs=3), Ranks(2, expert_ranks=2, context_ranks=2))
         done = await lives(server, run, divisions, ((0, 1, 2, 3, 4), (5, 6, 7, 8)), repeats=True)
     order = [(step, 0) for step in range(5)] + [(3, 1), (4, 1), (5, 0), (6, 0), (7, 0), (8, 0)]
     assert [(record.step, record.incarnation) for record in done] == order
@@ -326,7 +346,7 @@ async def test_resumed_with_ranks_that_round_otherwise_the_repeated_steps_are_ne
     for record in done:
         assert record.max_abs_dlp <= (1e-5 if (record.step, record.incarnation) in mixed else 0.0)
     error = relative_error(Result([], done, {}, {}, run.tensors(9, "master.")), expected)
-    print(f"update {error:.1e}")
+    print(f"update {error:.1e}, log-probabilities {max(record.max_abs_dlp for record in done):.1e}")
     assert 0.0 < error <= 5e-5, f"{error:.1e}"
 
 

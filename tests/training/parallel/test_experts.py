@@ -1,22 +1,32 @@
 """Experts that two processes hold against those of one. Here they are threads, connected by gloo."""
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from headrace.kernels import operators
+from headrace.policy.config import PolicyConfig
+from headrace.policy.model import Model
 from headrace.policy.moe import ExpertFunction
+from headrace.policy.token_runs.sharing import OneProcess
+from headrace.policy.token_runs.weights import borders, lengths_between, pairwise_sum
+from headrace.training.batches.micro_batch import MicroBatch
 from headrace.training.figures.clock import Clock
 from headrace.training.parallel.experts import ExpertParallel, Groups
 from headrace.training.parallel.nodes.sums import Sums
+from headrace.training.parallel.sharding import OWNED
 from tests.support import tiny
+from tests.support.expert_owners import connected, own
+from tests.training.parallel.test_context import SHAPES, computed, segment
 
 DIM, INNER = 32, 64
 CHOSEN = (
@@ -35,6 +45,11 @@ class Rows(NamedTuple):
     experts: Tensor
     slope: Tensor
 
+    def cut(self, runs: int) -> list["Rows"]:
+        """The rows of each run."""
+        lengths = lengths_between(borders(len(self.x), runs))
+        return [Rows(*part) for part in zip(*(torch.split(each, lengths) for each in self), strict=True)]
+
     def through(
         self, function: ExpertFunction, up: Tensor, down: Tensor, pad: int, counts: bool = True
     ) -> list[Tensor]:
@@ -46,30 +61,43 @@ class Rows(NamedTuple):
         return [out.detach(), x.grad, gates.grad]
 
 
-def connected(store: HashStore, name: str, rank: int, size: int) -> ProcessGroup:
-    place = PrefixStore(name, store)
-    group = ProcessGroup(place, rank, size)
-    gloo = ProcessGroupGloo(place, rank, size, timedelta(seconds=60))  # a failure of one ends the other
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-    return group
-
-
 def equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
+def owned(function: ExpertParallel, runs: int) -> ExpertFunction:
+    """Owned experts for one layer, whose tokens are cut into runs."""
+
+    def call(x: Tensor, gates: Tensor, experts: Tensor, up: Tensor, down: Tensor, pad: int, /) -> Tensor:
+        told = function.counts(experts[:, None], lengths_between(borders(len(x), runs)))
+        assert told is not None
+        return function(x, gates, experts, up, down, pad, told[0])
+
+    return call
+
+
 @pytest.mark.parametrize(
-    ("owners", "dtype", "quantised", "nodes"),
+    ("owners", "dtype", "quantised", "nodes", "runs"),
     [
-        (2, "bfloat16", True, 1),
-        (1, "bfloat16", False, 1),
-        (1, "bfloat16", False, 2),
-        *(pytest.param(2, *case, 1, marks=pytest.mark.slow) for case in (("bfloat16", False), ("float32", False))),
-        *(pytest.param(1, *case, 1, marks=pytest.mark.slow) for case in (("bfloat16", True), ("float32", False))),
+        (2, "bfloat16", True, 1, 1),
+        (2, "bfloat16", False, 1, 2),
+        (1, "bfloat16", False, 1, 1),
+        (1, "bfloat16", False, 2, 2),
+        *(
+            pytest.param(2, *case, marks=pytest.mark.slow)
+            for case in (("bfloat16", True, 1, 2), ("float32", False, 1, 1))
+        ),
+        *(
+            pytest.param(1, *case, marks=pytest.mark.slow)
+            for case in (("bfloat16", True, 1, 1), ("float32", False, 1, 2))
+        ),
     ],
 )
-def test_experts_of_two_processes_have_the_bits_of_one(owners: int, dtype: str, quantised: bool, nodes: int) -> None:
-    """owners: processes that share one copy; 1: each has a copy, which is cut into shards, or whole in two nodes."""
+def test_experts_of_two_processes_have_the_bits_of_one(
+    owners: int, dtype: str, quantised: bool, nodes: int, runs: int
+) -> None:
+    """owners: processes that share one copy; 1: each has a copy, which is cut into shards, or whole in two nodes. runs:
+    of the tokens of each micro-batch."""
     policy = tiny.config("bfloat16" if dtype == "bfloat16" else "float32", dim=DIM, expert_dim=INNER, experts=4)
     kind, pad, draw = policy.torch_dtype, tiny.numerics(policy).row_pad, torch.Generator().manual_seed(5)
     shapes = (policy.experts, 2 * INNER, DIM), (policy.experts, DIM, INNER)
@@ -87,10 +115,14 @@ def test_experts_of_two_processes_have_the_bits_of_one(owners: int, dtype: str, 
     sums: list[Tensor] = []
     for rows in micro_batches:
         served = [operators.rounded(part.to(kind)) if quantised else part.to(kind) for part in masters]
-        up, down = (part.clone().requires_grad_() for part in served)
-        want.append(rows.through(partial(operators.experts, grid="mxfp8" if quantised else ""), up, down, pad))
-        assert up.grad is not None and down.grad is not None
-        gradients = [up.grad.float(), down.grad.float()]
+        outs, parts = [], []
+        for run in rows.cut(runs):
+            up, down = (part.clone().requires_grad_() for part in served)
+            outs.append(run.through(partial(operators.experts, grid="mxfp8" if quantised else ""), up, down, pad))
+            assert up.grad is not None and down.grad is not None
+            parts.append((up.grad, down.grad))
+        want.append([torch.cat(each) for each in zip(*outs, strict=True)])
+        gradients = [pairwise_sum(each).float() for each in zip(*parts, strict=True)]
         sums = [total + part for total, part in zip(sums, gradients, strict=True)] if sums else gradients
 
     store = HashStore()
@@ -108,7 +140,7 @@ def test_experts_of_two_processes_have_the_bits_of_one(owners: int, dtype: str, 
         count = policy.experts * nodes // 2
         held = slice(place * count, (place + 1) * count)
         up, down = (torch.nn.Parameter(part[held].clone()) for part in masters)
-        function = ExpertParallel(groups, kind, quantised)
+        function = owned(ExpertParallel(groups, policy.experts // owners, kind, quantised), runs)
         results = [micro_batches[rank].through(function, up, down, pad)]
         contributors = 1
         results.append(micro_batches[2].through(function, up, down, pad, counts=not rank))
@@ -122,3 +154,98 @@ def test_experts_of_two_processes_have_the_bits_of_one(owners: int, dtype: str, 
         assert equal([torch.cat(parts) for parts in zip(gradients, others, strict=True)], sums)
     else:
         assert equal(gradients, sums) and equal(others, sums), "both nodes have the whole sum"
+
+
+def packed(policy: PolicyConfig, lengths: Sequence[int], seed: int = 3) -> MicroBatch:
+    """A micro-batch with a record of every position."""
+    draw = torch.Generator().manual_seed(seed)
+    return MicroBatch.of([segment(policy, draw, length) for length in lengths], torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "runs", "lengths"),
+    [
+        ("mixture, bfloat16", 4, (70, 131, 5, 1)),
+        ("mixture", 2, (3,)),  # experts without rows
+        ("mixture", 8, (5,)),  # fewer tokens than runs, so some have no record
+        *(pytest.param(name, 4, (70, 131, 5, 1), marks=pytest.mark.slow) for name in ("mixture, MXFP8", "latent")),
+    ],
+)
+def test_owners_that_share_tokens_have_the_gradients_of_one_process_with_the_same_runs(
+    name: str, runs: int, lengths: Sequence[int]
+) -> None:
+    policy = SHAPES[name]
+    numerics, micro, store = tiny.numerics(policy), packed(policy, lengths), HashStore()
+    whole, parts = Model(policy, numerics, seed=1), [Model(policy, numerics, seed=1) for _ in range(2)]
+    whole.shared = OneProcess(runs)
+
+    def process(rank: int) -> tuple[Tensor, Tensor]:
+        parts[rank].recompute = True
+        own(parts[rank], store, rank, runs)
+        return computed(parts[rank], micro)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(process, range(2)))
+    want = computed(whole, micro)
+    assert all(equal(result, want) for result in results)
+    pairs = zip(*(model.named_parameters() for model in (whole, *parts)), strict=True)
+    compared = 0
+    for (key, one), *halves in pairs:
+        gradients = [half.grad for _, half in halves if half.grad is not None]
+        if one.grad is None:
+            assert not any(gradient.any() for gradient in gradients), key
+        elif halves[0][1].shape == one.shape:
+            assert torch.equal(pairwise_sum(gradients), one.grad), key
+        else:
+            assert key.endswith(OWNED) and torch.equal(torch.cat(gradients), one.grad.float()), key
+            compared += 1
+    assert compared == 2 * policy.sparse_layers
+
+
+class Exchanges:
+    """Counts the exchanges of numbers of rows, by thread."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.counts: dict[int, int] = {}
+        real = dist.all_to_all_single
+
+        def counting(out: Tensor, x: Tensor, *rest: Any, **options: Any) -> Any:
+            if x.dtype == torch.int64 and x.dim() == 2:  # [owners, ...]; ids of experts have one dimension
+                self.counts[threading.get_ident()] = self.here() + 1
+            return real(out, x, *rest, **options)
+
+        patch.setattr(dist, "all_to_all_single", counting)
+
+    def here(self) -> int:
+        """Of this thread."""
+        return self.counts.get(threading.get_ident(), 0)
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("case", ["recorded", "one position without a record", "plausible"])
+def test_recorded_routes_give_the_counts_of_all_layers_in_one_exchange(
+    case: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two passes of two ranks, each with a micro-batch of its own, activations computed again."""
+    policy = msgspec.structs.replace(SHAPES["mixture"], layers=layers)
+    numerics, store, exchanges = tiny.numerics(policy), HashStore(), Exchanges(monkeypatch)
+    micros = [packed(policy, (20, 9), 3), packed(policy, (13, 4), 4)]
+    if case == "one position without a record":
+        assert micros[1].routes is not None
+        micros[1].routes[7, 1] = -1
+    models = [Model(policy, numerics, seed=1) for _ in range(3)]
+    for model in models:
+        model.plausible = 0.9 if case == "plausible" else 0.0
+        model.recompute = True
+
+    def process(rank: int) -> tuple[Tensor, int]:
+        own(models[rank], store, rank)
+        computed(models[rank], micros[rank])
+        return computed(models[rank], micros[rank])[0], exchanges.here()
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(process, range(2)))
+    a_pass = {"recorded": 1, "one position without a record": 1 + layers, "plausible": layers}[case]
+    assert [count for _, count in results] == [2 * a_pass] * 2, "none where activations are computed again"
+    for (logp, _), micro in zip(results, micros, strict=True):
+        assert torch.equal(logp, computed(models[2], micro)[0])
