@@ -275,7 +275,8 @@ def _gathered(config: PolicyConfig, layout: Layout, activations: int, saved: int
     beyond the activations and the larger of head and temporary. one: activations of one layer."""
     count, size = parameters(config), element_bytes(config)
     outside = config.vocab * config.dim * (1 if config.tied else 2)
-    runs = layout.runs * size * (count.largest_layer + outside) if layout.runs > 1 else 0
+    cut = layout.runs * size if layout.runs > 1 else 0
+    runs = cut * (count.largest_layer + outside)
     if not layout.sharded:
         return runs
     elements = count.largest_rest if layout.expert_ranks > 1 else count.largest_layer
@@ -288,18 +289,21 @@ def _gathered(config: PolicyConfig, layout: Layout, activations: int, saved: int
         summed += (size * (layout.context + 1) + 4) * shard
     if layout.nodes > 1:  # its shard of the sum of the nodes before it, and of the sum with its own parts
         summed += 2 * 4 * last
-    owned = 0
+    owned = added = behind = ends = 0
     if layout.expert_ranks > 1:
         # The owner's run of experts is kept from the forward to the backward pass, unless that computes it again; it
-        # has a gradient for each process of its group, and once more in the order of micro-batches.
+        # has a gradient for each process of its group, and once more in the order of micro-batches. They are added
+        # before the gradients of the rest of their layer, those of the head and the embedding behind all layers.
         experts = layer_experts(config)
         owned = size * -(-experts // layout.expert_ranks) * (1 if layout.recompute else config.sparse_layers)
-        owned += size * experts * (3 if layout.devices > layout.expert_ranks else 2)
+        added = size * experts * (3 if layout.devices > layout.expert_ranks else 2)
+        added += cut * max(experts, count.largest_rest)
+        runs, behind, ends = 0, cut * config.vocab * config.dim, cut * outside
     phases = (
-        activations + head + root + layer,
-        activations + temporary + root + 2 * layer + (0 if layout.cpu else layer),
-        activations - saved + overlapped + root + 3 * layer + summed,
-        2 * root + 2 * 4 * outside + (2 * 4 * last if layout.nodes > 1 else 0),
+        activations + head + root + layer + behind,
+        activations + temporary + root + 2 * layer + (0 if layout.cpu else layer) + added + behind,
+        activations - saved + overlapped + root + 3 * layer + summed + added + behind,
+        2 * root + 2 * 4 * outside + (2 * 4 * last if layout.nodes > 1 else 0) + ends,
     )
     return max(phases) - activations - max(head, temporary) + owned + runs
 

@@ -21,7 +21,7 @@ from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.layer import Chosen, Layer
 from headrace.policy.layout import hugging_face
 from headrace.policy.layout.activations import activation_bytes
-from headrace.policy.layout.sizes import parameters
+from headrace.policy.layout.sizes import layer_experts, parameters
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
@@ -385,6 +385,9 @@ def test_a_device_with_several_runs_holds_a_gradient_for_each() -> None:
     count, outside = parameters(QWEN["0.6B"]), QWEN["0.6B"].vocab * QWEN["0.6B"].dim
     assert four.gathered - one.gathered == 4 * 2 * (count.largest_layer + outside)
     assert four._replace(gathered=0) == one._replace(gathered=0)
+    mixture, layout = QWEN["30B-A3B"], Layout(devices=8, tokens=65536, recompute=True, expert_ranks=8)
+    one, four = plan(mixture, layout), plan(mixture, layout._replace(runs=4))  # experts' gradients, not with the rest's
+    assert four.gathered - one.gathered == 4 * 2 * (layer_experts(mixture) + mixture.vocab * mixture.dim)
 
 
 def test_a_rebuilt_version_of_one_process_holds_what_changed_and_is_in_no_entry() -> None:
