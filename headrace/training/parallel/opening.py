@@ -68,7 +68,9 @@ def joined(
         raise TrainerError(f"the ranks of a trainer need one numerics fingerprint, got {', '.join(sorted(set(marks)))}")
     check_exact(config, numerics)
     first: Beginning | None = world.gathered(begin)[0]
-    _check_memory(_longest(config) if first is not None and first.learns else config, policy, world)
+    _check_memory(config, policy, world)
+    if first is not None and first.learns:
+        _check_memory(_learning(config), policy, world)
     sharded = sharding.build(policy, numerics, world, offload=section.offload == "optimizer")
     settings = optimizer_settings(config.algorithm)
     trainer = ShardedTrainer(config, folder, ShardedState(sharded, world, settings=settings), numerics)
@@ -83,12 +85,17 @@ def joined(
     return trainer
 
 
-def _longest(config: Config) -> Config:
-    """The configuration with micro-batches as large as the longest sequence of mid-training."""
+def _learning(config: Config) -> Config:
+    """The configuration whose memory plan is that of mid-training: micro-batches as large as its longest sequence, and
+    ordinary mode, in which attention keeps more."""
     recipe = config.mid_training
-    longest = max((recipe.sequence, *(phase.sequence for phase in recipe.phases))) if recipe.data else 0
+    longest = max([recipe.sequence, *(phase.sequence for phase in recipe.phases)]) if recipe.data else 0
     tokens = max(config.trainer.micro_tokens, longest)
-    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, micro_tokens=tokens))
+    return msgspec.structs.replace(
+        config,
+        trainer=msgspec.structs.replace(config.trainer, micro_tokens=tokens),
+        engine=msgspec.structs.replace(config.engine, exact=False),
+    )
 
 
 def _check_memory(config: Config, policy: PolicyConfig, world: ProcessGroup) -> None:

@@ -19,11 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 from headrace.config import Config, Policy
 from headrace.config.training import Data, Phase
 from headrace.policy.config import CheckpointError, PolicyConfig
-from headrace.policy.layout import checkpoint
+from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.layout.pieces import Pieces
 from headrace.policy.model import Model
 from headrace.training import memory_plan
 from headrace.training.device import TrainerError
+from headrace.training.figures.layout import layout_of
 from headrace.training.parallel import group, opening, rows
 from headrace.training.parallel.interface import GroupError
 from headrace.training.trainer import PolicyTrainer
@@ -271,9 +272,12 @@ def test_a_new_policy_needs_the_memory_of_its_ranks(
         opening.open_ranks(config, tmp_path, tokenizer_json=TOKENIZER, traces=tuple)
 
 
-def test_the_plan_counts_the_longest_sequence_of_mid_training() -> None:
+def test_the_plan_counts_the_longest_sequence_of_mid_training_in_ordinary_mode() -> None:
     data = (Data(kind="text", path="code"),)
     recipe = msgspec.structs.replace(CONFIG.mid_training, sequence=128, phases=(Phase(start=0.5, sequence=4096),))
     for source, tokens in (((), 64), (data, 4096)):
         config = msgspec.structs.replace(CONFIG, mid_training=msgspec.structs.replace(recipe, data=source))
-        assert opening._longest(config).trainer.micro_tokens == tokens
+        learning = opening._learning(config)
+        assert (learning.trainer.micro_tokens, learning.engine.exact) == (tokens, False)
+    shape = hugging_face.of_run(config)
+    assert memory_plan.plan(shape, layout_of(learning)).training > memory_plan.plan(shape, layout_of(config)).training
