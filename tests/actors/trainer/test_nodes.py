@@ -23,7 +23,7 @@ from headrace.messages.training import StepDone, StepManifest
 from headrace.python_modules import module_command
 from headrace.training.parallel.nodes import wire
 from headrace.weights import snapshot
-from tests.actors.trainer.test_ranks import alone, event, several, supervised
+from tests.actors.trainer.test_ranks import Uneven, alone, event, several, supervised
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.patience import PATIENCE_S
@@ -115,7 +115,7 @@ async def test_two_nodes_make_the_versions_of_one_process_also_after_a_rank_of_t
 ) -> None:
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", 4)
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     setting = spread(tmp_path, 2, per_node, **trainer)
     with joined(tmp_path, setting) as (node,):
         async with supervised(setting, server, feeder.run):
@@ -144,7 +144,7 @@ async def test_torchrun_starts_a_node(connect: Connect, server: Server, tmp_path
     """Its variables MASTER_ADDR and MASTER_PORT name the store of its own agent, and not the trainer."""
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", 2)
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     setting = spread(tmp_path, 2)
     torchrun = module_command("torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     node = Node(tmp_path / "node1", setting, 1, "--once", starter=(*torchrun, "--no-python", "--"))
@@ -166,7 +166,7 @@ async def test_a_machine_that_dies_is_waited_for_and_takes_its_rows_of_the_check
     """With a guard, whose copies of the state are rows of the checkpoint too."""
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", 4)
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     setting = spread(tmp_path, 2)
     setting = msgspec.structs.replace(setting, algorithm=msgspec.structs.replace(setting.algorithm, guard_k1=100.0))
     with joined(tmp_path, setting) as (node,):
@@ -188,7 +188,7 @@ async def test_resumed_with_other_nodes(connect: Connect, server: Server, tmp_pa
     """Two nodes, then two ranks of one, then one process, then two nodes: always from the files of node 0."""
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", 8)
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     lives = [spread(tmp_path, 2), several(tmp_path, 2), several(tmp_path, 1), spread(tmp_path, 2)]
     for life, setting in enumerate(lives):
         with joined(tmp_path, setting, "--once") as nodes:
@@ -202,7 +202,7 @@ async def test_resumed_with_other_nodes(connect: Connect, server: Server, tmp_pa
 
 
 async def test_a_trainer_says_which_nodes_it_waits_for_and_stops(connect: Connect, tmp_path: Path) -> None:
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     setting = spread(tmp_path, 3)
     actor = Trainer(setting, await connect("trainer"), feeder.run, "t-1")
     await actor.start()
@@ -217,7 +217,7 @@ async def test_a_trainer_says_which_nodes_it_waits_for_and_stops(connect: Connec
 
 
 async def test_an_address_of_another_machine_is_refused(connect: Connect, tmp_path: Path) -> None:
-    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    feeder = Uneven(await connect(), new_run(), tmp_path)
     actor = Trainer(spread(tmp_path, 2, rendezvous="192.0.2.1:29500"), await connect("trainer"), feeder.run, "t-1")
     await actor.start()
     async with asyncio.timeout(PATIENCE_S):
