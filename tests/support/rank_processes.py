@@ -1,7 +1,46 @@
 """The processes of a trainer's ranks."""
 
+import json
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.config import Config
+from tests.support.paths import ROOT
+
+
+def group_of(module: str, config: Config, folder: Path, more: str = "") -> list[Any]:
+    """What the processes of a group print as their last line, in JSON: each calls `rank` of a test module with the text
+    that `joining` reads. folder: of all nodes, which are on this machine; it is made. more: passed on to `rank`."""
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code = f"import sys; from {module} import rank; rank(sys.argv[1])"
+    encoded = msgspec.json.encode(config).decode()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps([number, port, encoded, str(folder), more])],
+            stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        )
+        for number in range(config.trainer.ranks)
+    ]  # fmt: skip
+    told = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    return [json.loads(each.splitlines()[-1]) for each in told]
+
+
+def joining(arguments: str) -> tuple[int, Config, Path, str]:
+    """In a process of `group_of`: number, configuration, folder and `more`; torchrun's environment is set."""
+    number, port, encoded, folder, more = json.loads(arguments)
+    config = msgspec.json.decode(encoded, type=Config)
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(config.trainer.ranks), "LOCAL_RANK": str(number)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return number, config, Path(folder), more
 
 
 def ranks_of(starter: int = 0) -> list[int]:

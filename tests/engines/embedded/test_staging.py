@@ -13,9 +13,9 @@ from headrace.messages.rollout import PolicyRef
 from headrace.policy.config import Dtype
 from headrace.weights import snapshot, tensor_state
 from headrace.weights.publishing import precision
-from tests.engines.embedded.test_engine import request, until
+from tests.engines.embedded.test_engine import until
 from tests.support import tiny
-from tests.support.engines import Versions
+from tests.support.engines import Versions, request
 
 pytestmark = pytest.mark.anyio
 

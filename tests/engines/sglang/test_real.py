@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ from headrace.engines.sglang.reply import read
 from headrace.engines.sglang.weights import checksums, tensors
 from headrace.engines.sglang.weights.transport import LOAD_S, Transport
 from headrace.messages.rollout import Span
-from headrace.policy import scoring
+from headrace.messages.weights import WeightManifest
 from headrace.weights import tensor_state
 from tests.support import tiny
 from tests.support.engines import Record, Versions, request
@@ -85,6 +86,17 @@ async def on(engine: SglangEngine, versions: Versions, version: int) -> int:
     return engine.version
 
 
+def received(state: dict[str, torch.Tensor], base: Path, folder: Path) -> tuple[dict[str, Any], WeightManifest, Path]:
+    """A version with a hundredth of the elements changed, its manifest, and the file that a receiver makes of the delta
+    and of `base`, the file of `state`."""
+    chain = Chain(folder / "trainer")
+    chain.publish(state)
+    after = step(state, 5, density=0.01)
+    manifest = chain.publish(after)
+    assert build(chain, [manifest], base, folder / "received") == manifest.state_hash
+    return after, manifest, folder / "received"
+
+
 async def idle(engine: SglangEngine) -> None:
     """Until the server itself says that it runs nothing."""
     while True:
@@ -126,17 +138,6 @@ async def test_greedy_and_other_temperatures_have_the_logprobs_that_they_say(
         assert worst(record, versions) < NATS_TOLERANCE
 
 
-def fresh(record: Record, versions: Versions) -> torch.Tensor:
-    """Every token scored over keys and values of its own version alone: what abort and resume computes."""
-    out = torch.zeros(len(record.targets))
-    for span in record.spans:
-        model, whole = versions.model(span.version), (Span(0, len(record.ids) - 1, span.version),)
-        scored = scoring.score({span.version: model}, record.ids, whole, record.targets, 1.0, None)
-        mine = [index for index, at in enumerate(record.targets) if span.start <= at - 1 < span.end]
-        out[mine] = scored[mine].float()
-    return out
-
-
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
 async def test_spans_are_right_over_a_live_swap(engine: SglangEngine, versions: Versions, mode: str) -> None:
     old = await on(engine, versions, 0)
@@ -152,18 +153,20 @@ async def test_spans_are_right_over_a_live_swap(engine: SglangEngine, versions: 
     print(f"{mode}: pause {stats['pause_ms']:.0f} ms, staging {stats['stage_ms']:.0f} ms beside it")
     assert checked(engine)
     record = kept(prompt, sample, versions)
-    carried, alone = record.score(versions), fresh(record, versions)
-    said = carried.new_tensor(record.logprobs)
-    right, wrong = (carried, alone) if mode == "in_place" else (alone, carried)
-    gap = float((right - said).abs().max())
+    scored, boundary = record.score(versions), sample.spans[0].end
+    said = scored.new_tensor(record.logprobs)
+    gap = float((scored - said).abs().max())
     print(f"{mode}: largest difference {gap:.2e} nats over {len(record.targets)} tokens in two spans")
     assert gap < NATS_TOLERANCE, "each token is of the version that its span names, over the keys of this mode"
-    assert (wrong - said).abs().max() > 100 * NATS_TOLERANCE, "the other mode's keys would show"
-    boundary = sample.spans[1].start
+    start, other = (boundary, 0) if mode == "in_place" else (0, boundary)
+    assert sample.spans[1].start == start, "abort forwards the whole context again"
+    record.spans[1] = msgspec.structs.replace(record.spans[1], start=other)
+    assert (record.score(versions) - said).abs().max() > 100 * NATS_TOLERANCE, "the other mode's keys would show"
     before, theirs = routes(record, versions, old)
     assert (before.sort(-1).values == theirs.sort(-1).values)[:boundary].all(), "old tokens keep their routes"
     again = await engine.sample(request(f"swap-{mode}", ids=(*record.ids, 5), tokens=4))
-    assert again.spans == (Span(0, len(record.ids) + 4, old + 1),)
+    first = 0 if mode == "in_place" else len(record.ids) - 1  # after abort all keys are of the new version already
+    assert again.spans == (Span(first, len(record.ids) + 4, old + 1),)
 
 
 @pytest.mark.parametrize("how", ["disk", "sparse", "sparse against other weights"])
@@ -177,12 +180,8 @@ async def test_a_delta_applied_beside_the_server_ends_in_the_trainers_checksums(
         held = engine._life._held
         assert held is not None
         engine._life._held = held._replace(path=versions.files[2][0])
-    chain, state = Chain(tmp_path / "trainer"), versions.model(0).state()
-    chain.publish(state)
-    after = step(state, 5, density=0.01)
-    manifest = chain.publish(after)
-    file = tmp_path / "received"
-    assert build(chain, [manifest], Path(versions.files[0][0]), file) == manifest.state_hash
+    state = versions.model(0).state()
+    after, manifest, file = received(state, Path(versions.files[0][0]), tmp_path)
     assert 0 < manifest.wire_bytes < manifest.raw_bytes / 10, "a delta, and no whole version"
     number = engine.version + 1
     await engine.load(number, str(file), manifest.state_hash)

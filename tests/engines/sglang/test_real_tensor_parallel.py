@@ -19,13 +19,11 @@ from headrace.engines.sglang.weights import checksums, tensors
 from headrace.engines.sglang.weights.staging import Stage
 from headrace.engines.sglang.weights.transport import LOAD_S, Transport
 from headrace.weights import tensor_state
-from tests.engines.sglang.test_real import LONG, NATS_TOLERANCE, kept, routes, worst
+from tests.engines.sglang.test_real import LONG, NATS_TOLERANCE, kept, received, routes, worst
 from tests.support import tiny
-from tests.support.engines import Record, Versions
-from tests.support.sglang.requests import begun, request
+from tests.support.engines import Record, Versions, request
+from tests.support.sglang.requests import begun
 from tests.support.sglang.server_fixture import checked, prepared, python, real
-from tests.support.weights import Chain, step
-from tests.weights.receiving.test_staging import build
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 
@@ -111,12 +109,8 @@ async def test_a_delta_ends_in_the_trainers_checksums_of_every_rank(
     """Sender, chunks, receiver, stage, server; differences inside the server are for one rank alone."""
     number = engine.version + 4 - engine.version % 4
     await versions.load(engine, number)
-    chain, state = Chain(tmp_path / "trainer"), versions.model(0).state()
-    chain.publish(state)
-    after = step(state, 5, density=0.01)
-    manifest = chain.publish(after)
-    file = tmp_path / "received"
-    assert build(chain, [manifest], Path(versions.files[0][0]), file) == manifest.state_hash
+    state = versions.model(0).state()
+    after, manifest, file = received(state, Path(versions.files[0][0]), tmp_path)
     await engine.load(number + 1, str(file), manifest.state_hash)
     assert not engine.stats()["sparse_bytes"] and checked(engine)
     seen = await held(engine._wire)

@@ -4,9 +4,6 @@ that of one process."""
 import itertools
 import json
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +27,7 @@ from headrace.training.parallel.interface import GroupError
 from headrace.training.trainer import PolicyTrainer
 from headrace.weights import snapshot
 from tests.support import tiny
-from tests.support.paths import ROOT
-from tests.support.rank_processes import ranks_of
+from tests.support.rank_processes import group_of, joining, ranks_of
 from tests.support.world import CONFIG, TOKENIZER
 
 DENSE = PolicyConfig(
@@ -83,14 +79,11 @@ def saved(folder: Path, policy: PolicyConfig) -> int:
 
 def rank(arguments: str) -> None:
     """A rank of a group: join, and print hash, bytes read and peak of live tensor bytes."""
-    number, port, encoded, folder, begin = json.loads(arguments)
-    config = msgspec.json.decode(encoded, type=Config)
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(config.trainer.ranks), "LOCAL_RANK": str(number)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    number, config, folder, begin = joining(arguments)
     rows.ROUND_BYTES = 1 << 16  # as small beside this policy as it is beside a large one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         first = opening.Beginning(Path(begin) if begin else None) if number == 0 else None
-        trainer = opening.joined(config, Path(folder), number, None, first)
+        trainer = opening.joined(config, folder, number, None, first)
     assert watched.profiler is not None
     events = watched.profiler.kineto_results.events()
     sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
@@ -99,23 +92,9 @@ def rank(arguments: str) -> None:
     group.leave()
 
 
-def over(ranks: int, config: Config, folder: Path, begin: Path | None) -> list[dict[str, Any]]:
+def over(config: Config, folder: Path, begin: Path | None) -> list[dict[str, Any]]:
     """A group makes version 0 in `folder`, from a checkpoint or from random weights; the figures of each rank."""
-    folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    code = "import sys; from tests.training.parallel.test_opening import rank; rank(sys.argv[1])"
-    encoded = msgspec.json.encode(config).decode()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps([number, port, encoded, str(folder), str(begin or "")])],
-            stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-        )
-        for number in range(ranks)
-    ]  # fmt: skip
-    told = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks
-    return [json.loads(each.splitlines()[-1]) for each in told]
+    return group_of("tests.training.parallel.test_opening", config, folder, str(begin or ""))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +119,7 @@ def test_each_rank_reads_its_rows_and_version_0_is_that_of_one_process(
     for count, nodes in counts:
         section = msgspec.structs.replace(alone.trainer, ranks=count, nodes=nodes)
         config = msgspec.structs.replace(alone, trainer=section)
-        told = over(count, config, tmp_path / f"ranks{count}", tmp_path / "model")
+        told = over(config, tmp_path / f"ranks{count}", tmp_path / "model")
         assert [each["hash"] for each in told] == [want] * count
         # Corrections of routers are read by every rank; other nodes are sent the rows of node 0.
         read, each_node = [each["read"] for each in told], count // nodes
@@ -247,7 +226,7 @@ def test_each_rank_draws_its_rows_of_a_new_policy_and_version_0_is_that_of_one_p
     for count, nodes in counts:
         section = msgspec.structs.replace(alone.trainer, ranks=count, nodes=nodes)
         config = msgspec.structs.replace(alone, trainer=section)
-        told = over(count, config, tmp_path / f"ranks{count}_{nodes}", None)
+        told = over(config, tmp_path / f"ranks{count}_{nodes}", None)
         assert [each["hash"] for each in told] == [want] * count
         if count > nodes:
             # Its rows, and for a moment a whole parameter and a layer, which are large parts of so small a model.

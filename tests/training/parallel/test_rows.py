@@ -15,7 +15,7 @@ from headrace.training.parallel.interface import GroupError
 from headrace.training.served.runs import Run
 from headrace.weights import tensor_state
 from headrace.weights.state import block_hash
-from tests.training.parallel.test_experts import connected
+from tests.support.expert_owners import connected
 
 
 class Ending:

@@ -6,9 +6,6 @@ import json
 import math
 import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -37,8 +34,7 @@ from headrace.training.parallel.trainer import ShardedTrainer
 from headrace.training.trainer import PolicyTrainer
 from headrace.weights import tensor_state
 from tests.support import tiny, world
-from tests.support.paths import ROOT
-from tests.support.rank_processes import ranks_of
+from tests.support.rank_processes import group_of, joining, ranks_of
 from tests.support.world import CONFIG, TOKENIZER
 from tests.training.test_mid_training import Text
 from tests.training.test_trainer import changed
@@ -195,10 +191,7 @@ def test_what_the_first_process_raises_ends_the_group_as_it_is(
 
 def rank(arguments: str) -> None:
     """A process of a group: join, mid-train, and print hash and losses."""
-    number, port, encoded, folder = json.loads(arguments)
-    config = msgspec.json.decode(encoded, type=Config)
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(config.trainer.ranks), "LOCAL_RANK": str(number)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    number, config, folder, _ = joining(arguments)
     mid_training.REPORT_S = 0.0
     losses: list[float] = []
 
@@ -207,7 +200,7 @@ def rank(arguments: str) -> None:
 
     begin = group_opening.Beginning(Path(config.policy.checkpoint), True) if number == 0 else None
     learn = ranks.follow if number else lead
-    trainer = group_opening.joined(config, Path(folder), number, None, begin, learn)
+    trainer = group_opening.joined(config, folder, number, None, begin, learn)
     print(json.dumps({"hash": trainer.state.hash(), "losses": losses}), flush=True)
     del trainer
     group.leave()
@@ -215,21 +208,7 @@ def rank(arguments: str) -> None:
 
 def over(config: Config, folder: Path) -> Made:
     """A group of processes makes version 0 in `folder`, where all nodes are on this machine."""
-    folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    code = "import sys; from tests.training.parallel.mid_training.test_ranks import rank; rank(sys.argv[1])"
-    encoded = msgspec.json.encode(config).decode()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps([number, port, encoded, str(folder)])],
-            stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-        )
-        for number in range(config.trainer.ranks)
-    ]  # fmt: skip
-    told = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes)
-    every = [json.loads(each.splitlines()[-1]) for each in told]
+    every = group_of("tests.training.parallel.mid_training.test_ranks", config, folder)
     assert len({each["hash"] for each in every}) == 1
     return Made(every[0]["hash"], every[0]["losses"])
 

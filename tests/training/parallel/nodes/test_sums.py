@@ -8,7 +8,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from headrace.training.figures.clock import Clock
 from headrace.training.parallel.nodes.sums import Sums
-from tests.training.parallel.test_experts import connected, equal
+from tests.support.expert_owners import connected
+from tests.training.parallel.test_experts import equal
 
 NODES, PER_NODE = 3, 2
 
