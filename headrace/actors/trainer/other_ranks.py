@@ -47,12 +47,15 @@ class Waits:
         """The result of `work`, which opens the group in the worker thread. This process ends when the other ones have
         ended and the thread does not return."""
         opening, looks = asyncio.ensure_future(work), 0
-        while not (await asyncio.wait({opening}, timeout=LOOK_S))[0]:
-            others = self._others
-            looks = looks + 1 if others is not None and others.why and others.busy else 0
-            if others is not None and looks * LOOK_S >= BLOCKED_S:
-                await leave(self._actor, others.why)
-        return opening.result()
+        try:
+            while not (await asyncio.wait({opening}, timeout=LOOK_S))[0]:
+                others = self._others
+                looks = looks + 1 if others is not None and others.why and others.busy else 0
+                if others is not None and looks * LOOK_S >= BLOCKED_S:
+                    await leave(self._actor, others.why)
+            return opening.result()
+        finally:
+            opening.cancel()  # of an actor that stops, nobody asks for the thread's result
 
 
 async def watch(actor: Actor, trainer: PolicyTrainer) -> None:
