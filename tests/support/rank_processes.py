@@ -15,8 +15,8 @@ from tests.support.paths import ROOT
 
 
 def group_of(module: str, config: Config, folder: Path, more: str = "") -> list[Any]:
-    """What the processes of a group print as their last line, in JSON: each calls `rank` of a test module with the text
-    that `joining` reads. folder: of all nodes, which are on this machine; it is made. more: passed on to `rank`."""
+    """The last lines of the processes of a group, read as JSON. Each calls `rank` of a test module with the text that
+    `joining` reads. folder: of all nodes, which are on this machine; it is made. more: passed on to `rank`."""
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -197,6 +197,7 @@ async def test_a_process_whose_thread_stays_in_a_lost_group_ends(
         await feeder.version(2)
 
 
+@pytest.mark.slow
 async def test_a_process_whose_thread_hangs_while_its_group_is_opened_ends(
     connect: Connect, server: Server, tmp_path: Path
 ) -> None:

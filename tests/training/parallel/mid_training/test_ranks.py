@@ -133,6 +133,7 @@ def killing(after: int, number: int = signal.SIGKILL) -> Iterator[Text]:
     yield from itertools.islice(texts(), after, None)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_group_and_the_next_one_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
