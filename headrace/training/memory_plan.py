@@ -183,12 +183,12 @@ def undo_bytes(config: PolicyConfig, layout: Layout) -> int:
 
 
 def _version_bytes(config: PolicyConfig, layout: Layout) -> int:
-    """Bytes of one rebuilt version on a device. In one process it shares the tensors that did not change with the
-    current weights, and those of whole entries with the undo log."""
+    """Bytes of one rebuilt version on a device. Whole entries of the undo log are its tensors. With sparse entries one
+    process shares the tensors that did not change with the current weights, and a rank of several copies its rows."""
+    if changed_share(config, layout.learning_rate) > _SPARSE:
+        return 0
     count, size = parameters(config), element_bytes(config)
-    if layout.sharded:
-        return size * -(-count.total // layout.devices)
-    return 0 if changed_share(config, layout.learning_rate) > _SPARSE else size * (count.total - count.frozen)
+    return size * -(-count.total // layout.devices) if layout.sharded else size * (count.total - count.frozen)
 
 
 def attention_of(config: PolicyConfig, layout: Layout) -> tuple[Attention, str]:

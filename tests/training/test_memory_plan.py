@@ -118,8 +118,7 @@ def saved(config: PolicyConfig, layer: Layer, tokens: int, patch: pytest.MonkeyP
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_closed_form_is_within_five_percent_of_the_meta_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SHAPES[name]
-    with torch.device("meta"):
-        model = Model(config, Numerics(exact=False, row_pad=1, reason="", fingerprint=""), seed=None)
+    model = Model(config, Numerics(exact=False, row_pad=1, reason="", fingerprint=""), seed=None, device="meta")
     assert parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
     trained = (low_rank.is_adapter(name) if config.adapter else p.requires_grad for name, p in model.named_parameters())
     frozen = sum(p.numel() for p, is_trained in zip(model.parameters(), trained, strict=True) if not is_trained)
@@ -136,8 +135,7 @@ def test_the_closed_form_is_within_five_percent_of_the_meta_device(name: str, mo
 @pytest.mark.parametrize("name", SHAPES)
 def test_moments_are_counted_by_the_shapes_of_the_parameters(name: str) -> None:
     config = SHAPES[name]
-    with torch.device("meta"):
-        model = Model(config, Numerics(exact=False, row_pad=1, reason="", fingerprint=""), seed=None)
+    model = Model(config, Numerics(exact=False, row_pad=1, reason="", fingerprint=""), seed=None, device="meta")
     coded, whole = 0, 0
     for parameter_name, parameter in model.named_parameters():
         if low_rank.is_adapter(parameter_name) if config.adapter else parameter.requires_grad:
