@@ -237,11 +237,17 @@ def join(device: torch.device, rank: int, size: int, store: Any = None) -> None:
             "this process is in a trainer's group already; expected at most one trainer with ranks per process"
         )
     backend = "cpu:gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if store is None:
-        dist.init_process_group(backend, timeout=JOIN)
-    else:
-        shared = PrefixStore("default_pg", store)
-        dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=JOIN)
+    try:
+        if store is None:
+            dist.init_process_group(backend, timeout=JOIN)
+        else:
+            shared = PrefixStore("default_pg", store)
+            dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=JOIN)
+    except Exception:
+        # Torch names groups by a number, which it sets back only with a group that it destroys. All processes need one
+        # number: without this, one whose join failed would never meet new processes.
+        distributed_c10d._world.group_count = 0
+        raise
 
 
 _CONNECTION = ("gloo", "NCCL", "ncclComm")
