@@ -298,9 +298,12 @@ class WeightReceiver(Actor):
         """Bring a full snapshot into the store, where other nodes find it, too."""
         assert self._fetcher is not None
         path = self.store.path(manifest.version)
-        await self._fetcher.bring(manifest, wanted, path)
-        self.store.put(manifest.version, shards.state_hash(manifest, wanted))
-        await self._name_files()
+
+        async def arrived() -> None:
+            self.store.put(manifest.version, shards.state_hash(manifest, wanted))
+            await self._name_files()
+
+        await self._fetcher.bring(manifest, wanted, path, arrived)
         return path
 
     async def _wanted(self, head: WeightHead) -> tuple[frozenset[int] | None, str]:

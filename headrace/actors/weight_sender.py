@@ -132,8 +132,13 @@ class WeightSender(Actor):
         if self._fetcher is None:
             raise NoSource(f"full snapshot {manifest.version} is a file on nodes, and [weights] names no place of it")
         path = self.store.path(manifest.version)
-        await self._fetcher.bring(manifest, wanted, path)
-        self.store.put(manifest.version, manifest.state_hash)
+
+        async def arrived() -> None:
+            self.store.put(manifest.version, manifest.state_hash)
+            if self._served is not None:
+                await self._served.name_files()
+
+        await self._fetcher.bring(manifest, wanted, path, arrived)
         return path
 
     async def _hand_out(self, version: int, state_hash: str) -> None:

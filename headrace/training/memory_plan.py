@@ -224,9 +224,9 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     # In several processes the masters are the shards: rounded weights exist only while a layer is gathered, and a
     # micro-batch's gradients only until they are added to the float32 sums.
     sharded = layout.sharded
-    weights, own = size * share, 0 if config.dtype == "float32" else size * trained
+    weights, unsummed = size * share, 0 if config.dtype == "float32" else size * trained
     if sharded and config.dtype != "float32":
-        weights, own = size * -(-count.frozen // layout.devices), 0
+        weights, unsummed = size * -(-count.frozen // layout.devices), 0
     moments = -(-moment_bytes(config, layout.moment_bytes) // layout.devices)
     tokens = -(-layout.inputs // layout.context)
     attention, _ = attention_of(config, layout)
@@ -253,7 +253,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         masters=masters,
         moments=moments,
         gradients=4 * trained,
-        fresh=own + saved if own else 0,
+        fresh=unsummed + saved if unsummed else 0,
         gathered=gathered,
         activations=activations,
         head=head,

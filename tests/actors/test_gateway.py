@@ -42,7 +42,7 @@ async def product(connect: Connect, tmp_path: Path, request: pytest.FixtureReque
     await opened.gateway.shut(1.0)
 
 
-ASK = {"user": "ada", "suite": "generated/heldout", "task": "3"}
+ASK = {"user": "zoe", "suite": "generated/heldout", "task": "3"}
 
 
 async def test_a_session_from_question_to_answer(product: Product) -> None:
@@ -55,7 +55,9 @@ async def test_a_session_from_question_to_answer(product: Product) -> None:
         "mend it",
         {"a.py": b"x"},
     )
-    assert "ada" not in request.group, "a clear user name must not reach the bus"
+    assert "zoe" not in request.group, (
+        "a clear user name must not reach the bus"
+    )  # no hex digits, as names of groups are
     waiting = asyncio.create_task(product.call("GET", f"/v1/sessions/{opened['session']}?wait=30"))
     await product.answer(request)
     status, view = await waiting
@@ -74,7 +76,7 @@ async def test_there_is_no_product_before_a_policy_is_served(product: Product, t
 
 
 async def test_bad_requests_are_told_what_to_send(product: Product) -> None:
-    status, answer = await product.call("POST", "/v1/sessions", {"user": "ada"})
+    status, answer = await product.call("POST", "/v1/sessions", {"user": "zoe"})
     assert (status, "required field `suite`" in answer["error"]) == (400, True)
     assert (await product.call("POST", "/v1/sessions", [1]))[0] == 400
     assert (await product.call("GET", "/v1/sessions/none"))[0] == 404
@@ -148,7 +150,7 @@ async def test_a_thumb_becomes_a_rating_in_the_ledger_and_a_purge_removes_the_us
         assert rating.feedback is not None and rating.feedback.thumb == "up"
         assert [r async for r in product.admin.history("HR_SCORE", subjects.SCORE.where(run=product.run))] == []
 
-        status, _ = await product.call("DELETE", "/v1/users/ada")
+        status, _ = await product.call("DELETE", "/v1/users/zoe")
         assert status == 200
         where = subjects.TRAJ.where(run=product.run)
         assert [r async for r in product.admin.history("HR_TRAJ", where)] == []
@@ -181,10 +183,10 @@ async def test_a_request_from_elsewhere_needs_a_key_with_the_scope(product: Prod
             assert (await product.call(method, path, body, x_api_key="hr-none"))[0] == 401, "a wrong key is no key"
         assert (await product.call("GET", session, None, x_api_key=theirs))[0] == 403
         assert (await product.call("GET", session, None, **usual, **far))[0] == 200
-        assert (await product.call("DELETE", "/v1/users/ada", None, **usual, **far))[0] == 403
-        status, _ = await product.call("DELETE", "/v1/users/ada", None, x_api_key=theirs, **far)
+        assert (await product.call("DELETE", "/v1/users/zoe", None, **usual, **far))[0] == 403
+        status, _ = await product.call("DELETE", "/v1/users/zoe", None, x_api_key=theirs, **far)
         assert (status, (await product.call("GET", session))[0]) == (200, 200), "the other tenant's user of this name"
-        assert (await product.call("DELETE", "/v1/users/ada", None, x_api_key=ours, **far))[0] == 200
+        assert (await product.call("DELETE", "/v1/users/zoe", None, x_api_key=ours, **far))[0] == 200
         assert (await product.call("GET", session))[0] == 404
     finally:
         await feedback.shut(1.0)
@@ -204,11 +206,11 @@ MALFORMED = [
     b'{"user": 5, "suite": "s", "task": "t"}',
     b'{"user": "", "suite": "generated/heldout", "task": "3"}',
     b'{"user": "\\ud800", "suite": "generated/heldout", "task": "3"}',
-    b'{"user": "ada", "suite": "\\udfff", "task": "3"}',
-    b'{"user": "ada", "suite": "generated/heldout", "task": "3", "prompt": ["x"]}',
-    b'{"user": "ada", "suite": "generated/heldout", "task": "3", "files": {"/etc/passwd": "x"}}',
-    b'{"user": "ada", "suite": "generated/heldout", "task": "3", "files": {"a/../../b": "x"}}',
-    b'{"user": "ada", "suite": "generated/heldout", "task": "3", "files": {"a": 5}}',
+    b'{"user": "zoe", "suite": "\\udfff", "task": "3"}',
+    b'{"user": "zoe", "suite": "generated/heldout", "task": "3", "prompt": ["x"]}',
+    b'{"user": "zoe", "suite": "generated/heldout", "task": "3", "files": {"/etc/passwd": "x"}}',
+    b'{"user": "zoe", "suite": "generated/heldout", "task": "3", "files": {"a/../../b": "x"}}',
+    b'{"user": "zoe", "suite": "generated/heldout", "task": "3", "files": {"a": 5}}',
     b'{"user": "' + b"u" * 300 + b'", "suite": "generated/heldout", "task": "3"}',
     b'{"deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     b"\xff\xfe",

@@ -5,8 +5,8 @@ version, its order and its signature do not depend on who has the file.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from headrace.messages.weights import HeldFile, WeightManifest
@@ -24,6 +24,10 @@ class NoSource(WeightError):
     """No node and no folder has all blocks of a full snapshot; the text says what was asked."""
 
 
+async def nothing() -> None:
+    """Nobody asks this node for the file."""
+
+
 class FullSnapshots:
     """Brings full snapshots from several places, one after the other until the file is complete."""
 
@@ -31,30 +35,39 @@ class FullSnapshots:
         """where: the places in words, for `NoSource`. tell: gets a sentence for each source that fails."""
         self._looks, self._where, self._tell = tuple(looks), where, tell
 
-    async def bring(self, manifest: WeightManifest, shards: frozenset[int] | None, path: Path) -> Path:
+    async def bring(
+        self,
+        manifest: WeightManifest,
+        shards: frozenset[int] | None,
+        path: Path,
+        arrived: Callable[[], Awaitable[None]] = nothing,
+    ) -> Path:
         """Fetch the file of a detached manifest, with every block verified, and give it the name `path`; returns it.
 
-        NoSource when blocks are left that nobody has: they are asked for alone the next time. OSError when the disk is
-        full.
+        arrived: called then, before a turn of the region is given back: a node that takes the turn next must find the
+        file here. NoSource when blocks are left that nobody has: they are asked for alone the next time. OSError when
+        the disk is full.
         """
         files = dict.fromkeys((manifest.state_hash, sharding.state_hash(manifest, shards)))
         held = [HeldFile(manifest.version, state_hash) for state_hash in files]
         asked = 0
         with IncomingFile(path, manifest, shards) as file:
             await asyncio.to_thread(file.open)
-            for look in self._looks:
-                if file.missing:
-                    async with look(held) as sources:
+            async with AsyncExitStack() as looking:
+                for look in self._looks:
+                    if file.missing:
+                        sources = await looking.enter_async_context(look(held))
                         asked += len(sources)
                         await fetch(file, sources, self._tell)
-            if file.missing:
-                left = sum(piece.bytes for piece in file.missing)
-                raise NoSource(
-                    f"nobody has {left} bytes of full snapshot {manifest.version} ({manifest.state_hash[:12]}) of run "
-                    f"{manifest.run}: asked {asked} of {self._where}"
-                )
-            await asyncio.to_thread(file.commit)
-        return path
+                if not file.missing:
+                    await asyncio.to_thread(file.commit)
+                    await arrived()
+                    return path
+            left = sum(piece.bytes for piece in file.missing)
+            raise NoSource(
+                f"nobody has {left} bytes of full snapshot {manifest.version} ({manifest.state_hash[:12]}) of run "
+                f"{manifest.run}: asked {asked} of {self._where}"
+            )
 
 
 def shared_path(folder: str | Path, run: str, version: int, state_hash: str) -> Path:

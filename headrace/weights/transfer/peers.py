@@ -92,14 +92,15 @@ class Peers:
         file: then the sources are in this region."""
         async with AsyncExitStack() as stack:
             tried = {peer.url for peer, _ in await self.holding(files) if peer.region == self._region}
+            taken = False
             while True:
                 holding = await self.holding(files)
                 near = [each for each in holding if each[0].region == self._region and each[0].url not in tried]
-                if near or not holding or not self._turns:
+                if near or not holding or not self._turns or taken:
                     break
-                if await self._take_turn(stack):
-                    break
-                await asyncio.sleep(LOOK_S)
+                # With a turn it looks once more: the node that had the turn may have named its file meanwhile.
+                if not (taken := await self._take_turn(stack)):
+                    await asyncio.sleep(LOOK_S)
             far = [each for each in holding if each[0].region != self._region]
             yield await self._sources(near or far, stack)
 
