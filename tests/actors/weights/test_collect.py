@@ -37,10 +37,12 @@ class Collector(Trainer):
 
 
 async def collected(run: WeightRun, version: int) -> None:
-    """Wait until a version cannot be built any more."""
+    """Wait until a version cannot be built any more, and a collection as far as this version has ended: it removes
+    payloads last."""
     head = (await run.heads())[version]
     async for received in run.bus.follow("HR_EVENT", EVENT.where(run=run.id, type="event")):
-        if received.message.kind == "weights_collected":
+        event = received.message
+        if event.kind == "weights_collected" and int(event.text.partition(" to ")[2].partition(":")[0]) >= version:
             try:
                 await chain.plan(run.bus, head)
             except BrokenVersion:
