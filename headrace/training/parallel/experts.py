@@ -202,13 +202,16 @@ class ExpertParallel:
         """As `moe.OwnedExperts`. The host waits once."""
         owners, layers, cuts = self.groups.owners.size(), experts.shape[1], max(1, len(runs))
         complete = (experts >= 0).all().to(torch.int64)
-        owner = self._owner(experts.clamp(min=0))
+        # A bin for each layer and owner: a few operations a run, for any number of layers. `bincount` would make the
+        # host wait on a GPU.
+        bins = self._owner(experts.clamp(min=0)) + torch.arange(layers, device=experts.device)[:, None] * owners
+        empty = torch.zeros(layers * owners, dtype=torch.int64, device=experts.device)
         columns = [
-            torch.zeros(owners, dtype=torch.int64, device=owner.device).scatter_add_(0, rows, torch.ones_like(rows))
-            for layer in range(layers)
-            for rows in (part.flatten() for part in split(owner[:, layer], runs))
+            empty.scatter_add(0, flat, torch.ones_like(flat)).view(layers, owners)
+            for flat in (part.flatten() for part in split(bins, runs))
         ]
-        sent = torch.stack([complete.expand(owners), *columns], 1)  # [owners, 1 + layers * runs]
+        rows = torch.stack(columns, -1).transpose(0, 1).flatten(1)  # [owners, layers * runs]
+        sent = torch.cat((complete.expand(owners, 1), rows), 1)
         single = [1] * owners
         told = torch.stack((sent, _swap(sent, single, single, self.groups))).cpu().tolist()
         if not all(complete for complete, *_ in told[1]):
