@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from headrace.messages.base import Array
 from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
 from headrace.messages.subjects import STEP
 from headrace.messages.tasks import TaskRef
-from headrace.messages.training import StepDone, StepFailed
+from headrace.messages.training import SnapshotReady, StepDone, StepFailed
 from headrace.policy.cache import KVCache
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
@@ -129,11 +129,15 @@ def processes(trainer: Any) -> list[int]:
     return [os.getpid(), *(process.pid for process in (others.processes if others is not None else ()))]
 
 
-async def arm(folder: Path, tokens: int, sequence: int, name: str) -> Figures:
-    """One step with the trajectories of the folder."""
-    world.POLICY, world.NUMERICS = POLICY, probe(POLICY)
-    records = msgspec.msgpack.decode((folder / "records").read_bytes(), type=list[Trajectory])
-    setup = setting(folder, tokens // sequence, tokens, name)
+async def one_step(
+    folder: Path,
+    setup: Config,
+    records: Sequence[Trajectory],
+    begin: Callable[[Trainer], None] = lambda _: None,
+    end: Callable[[], None] = lambda: None,
+) -> tuple[StepDone, SnapshotReady, float]:
+    """A step of a trainer actor with one group of trajectories, and the version that it makes; the seconds from the
+    group's end to the step's record. begin, end: called right before and after."""
     async with Server(folder / "broker") as server:
         async with (
             await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
@@ -143,20 +147,48 @@ async def arm(folder: Path, tokens: int, sequence: int, name: str) -> Figures:
             feeder = RunFeeder(admin, new_run(), folder)
             async with living(Trainer, setup, bus, feeder.run) as actor:
                 await feeder.version(0)
-                members = processes(actor.trainer)
-                before = [status(member, "VmRSS") for member in members]
-                for member in members:
-                    Path(f"/proc/{member}/clear_refs").write_text("5")  # VmHWM starts again
+                begin(actor)
                 await feeder.close(records[0].group, records, 0)
                 started = time.perf_counter()
                 async for received in admin.follow("HR_STEP", STEP.at(run=feeder.run)):
                     record = received.message
                     if isinstance(record, StepDone | StepFailed):
                         break
-                assert isinstance(record, StepDone), record
                 seconds = time.perf_counter() - started
-                peaks = [status(member, "VmHWM") for member in members]
-                last = await feeder.version(1)
+                assert isinstance(record, StepDone), record
+                end()
+                return record, await feeder.version(1), seconds
+
+
+def recorded(folder: Path, start: Model, sizes: Sequence[int]) -> list[Trajectory]:
+    """Trajectories of these lengths, sampled from a policy, which `arm` and its like read from the folder."""
+    made = [sampled(start, slot, size) for slot, size in enumerate(sizes)]
+    rewards = [world.score(one).reward for one in made]
+    if statistics.fmean(rewards) in rewards:
+        cannot_run("a sequence has the mean reward, so it is not trained on; choose other lengths or numbers of them")
+    (folder / "records").write_bytes(msgspec.msgpack.encode(made))
+    return made
+
+
+async def arm(folder: Path, tokens: int, sequence: int, name: str) -> Figures:
+    """One step with the trajectories of the folder."""
+    world.POLICY, world.NUMERICS = POLICY, probe(POLICY)
+    records = msgspec.msgpack.decode((folder / "records").read_bytes(), type=list[Trajectory])
+    setup = setting(folder, tokens // sequence, tokens, name)
+    members: list[int] = []
+    before: list[int] = []
+    peaks: list[int] = []
+
+    def begin(actor: Trainer) -> None:
+        members.extend(processes(actor.trainer))
+        before.extend(status(member, "VmRSS") for member in members)
+        for member in members:
+            Path(f"/proc/{member}/clear_refs").write_text("5")  # VmHWM starts again
+
+    def end() -> None:
+        peaks.extend(status(member, "VmHWM") for member in members)
+
+    record, last, seconds = await one_step(folder, setup, records, begin, end)
     plan = memory_plan.plan(POLICY, layout_of(setup))
     assert record.efficiency is not None
     return {
@@ -211,11 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(name)
         start = Model(POLICY, probe(POLICY), seed=world.CONFIG.run.seed)
         sequences = args.tokens // args.sequence
-        made = [sampled(start, slot, args.sequence) for slot in range(sequences)]
-        rewards = [world.score(one).reward for one in made]
-        if statistics.fmean(rewards) in rewards:
-            cannot_run("a sequence has the mean reward, so it is not trained on; choose other lengths")
-        (folder / "records").write_bytes(msgspec.msgpack.encode(made))
+        recorded(folder, start, [args.sequence] * sequences)
         one, cut, two = (run(folder, args.tokens, args.sequence, arm) for arm in ARMS)
         update = error(start.state(), one["path"], cut["path"])
     equal = all(one[key] == cut[key] == two[key] for key in COMPARED)

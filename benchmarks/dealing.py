@@ -25,22 +25,15 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
-from benchmarks.context_parallel import POLICY, SECTION, sampled
-from headrace.actors.trainer.actor import Trainer
-from headrace.bus.broker.server import Server
-from headrace.bus.connection import Bus
-from headrace.bus.nats.streams import declare
+from benchmarks.conditions import Figures, at_least, at_most, finish
+from benchmarks.context_parallel import POLICY, SECTION, one_step, recorded
 from headrace.messages.rollout import Trajectory
-from headrace.messages.subjects import STEP
-from headrace.messages.training import StepDone, StepFailed
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.training.batches.micro_batch import flops, micro_batches
 from headrace.training.batches.segment import segments_of
 from tests.support import world
-from tests.support.actors import living
-from tests.support.recorded_run import RunFeeder, config, new_run
+from tests.support.recorded_run import config
 
 ORDERS = ("index", "flops")
 RANKS = 2
@@ -59,22 +52,7 @@ async def step(folder: Path, order: str, ranks: int, budget: int) -> Figures:
     trainer: dict[str, Any] = {"micro_tokens": budget, "rescore": 0, "ranks": ranks, "micro_order": order}
     curriculum = {"group_size": len(records), "groups_per_step": 1, "steps": 1}
     setup = msgspec.structs.replace(config(folder, trainer=trainer, curriculum=curriculum), policy=SECTION)
-    async with Server(folder / "broker") as server:
-        async with (
-            await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
-            await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
-        ):
-            await declare(admin)
-            feeder = RunFeeder(admin, new_run(), folder)
-            async with living(Trainer, setup, bus, feeder.run):
-                await feeder.version(0)
-                await feeder.close(records[0].group, records, 0)
-                async for received in admin.follow("HR_STEP", STEP.at(run=feeder.run)):
-                    record = received.message
-                    if isinstance(record, StepDone | StepFailed):
-                        break
-                assert isinstance(record, StepDone), record
-                last = await feeder.version(1)
+    record, last, _ = await one_step(folder, setup, records)
     return {"seconds": record.seconds, "hash": last.state_hash}
 
 
@@ -114,11 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(name)
         start = Model(POLICY, probe(POLICY), seed=world.CONFIG.run.seed)
         sizes = lengths(args.sequences, args.longest)
-        made = [sampled(start, slot, size) for slot, size in enumerate(sizes)]
-        rewards = [world.score(one).reward for one in made]
-        if statistics.fmean(rewards) in rewards:
-            cannot_run("a sequence has the mean reward, so it is not trained on; choose another number of sequences")
-        (folder / "records").write_bytes(msgspec.msgpack.encode(made))
+        made = recorded(folder, start, sizes)
         alone = {order: run(folder, order, 1, args.longest) for order in ORDERS}
         told: dict[str, list[Figures]] = {order: [] for order in ORDERS}
         for _ in range(args.repeats):
