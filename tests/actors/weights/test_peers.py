@@ -11,9 +11,13 @@ import pytest
 
 from headrace.actors.weight_receiver import WeightReceiver
 from headrace.actors.weight_sender import WeightSender
+from headrace.bus.errors import WrongSequence
+from headrace.bus.nats.kv import KeyValue
+from headrace.messages.base import Message
 from headrace.messages.subjects import EVENT, WEIGHT_MANIFEST
-from headrace.messages.weights import HeldFile, WeightPeer, peer_key
+from headrace.messages.weights import HeldFile, WeightPeer, WeightTurn, peer_key, turn_key
 from headrace.weights import snapshot
+from headrace.weights.transfer.peers import Peers
 from tests.conftest import Connect
 from tests.support.patience import PATIENCE_S
 from tests.support.peer_double import peer
@@ -180,11 +184,46 @@ async def test_a_region_has_few_turns_at_the_far_link(run: WeightRun, connect: C
     assert len(far.served) == len(set(far.served))
 
 
+async def test_a_node_names_its_file_before_it_gives_its_turn_back(run: WeightRun, connect: Connect) -> None:
+    """Otherwise the next node takes the turn, sees no holder in its region and reads from afar, too."""
+    path, held = await published(run)
+    settings(run, region="eu", peer_turns=1)
+    async with peer(await connect("weight_sync"), run.id, path, held, node="far", region="us"):
+        receiver = await run.actor(WeightReceiver)
+        await within(PATIENCE_S, run.staged(0))
+        keys = peer_key(run.id, receiver.bus.node, "receiver"), turn_key(run.id, "eu", 0)
+        named, given = [await (await run.bus.kv("HR_STATE"))._last(key) for key in keys]
+    assert named is not None and given is not None and named.seq < given.seq, "the turn is removed later"
+
+
+class OtherWasFaster(KeyValue):
+    """HR_STATE, in which another node of the region names its file right before a turn is taken."""
+
+    faster: tuple[str, WeightPeer]
+
+    async def create(self, key: str, message: Message) -> int:
+        """As `KeyValue`."""
+        await self.put(*self.faster)
+        return await super().create(key, message)
+
+
+async def test_a_node_with_a_turn_looks_once_more_in_its_region(run: WeightRun, connect: Connect) -> None:
+    path, held = await published(run)
+    bus = await connect("weight_sync")
+    values = OtherWasFaster(bus, "HR_STATE")
+    near = WeightPeer(run=run.id, node="near", region="eu", url="http://127.0.0.1:1", files=(held,))
+    values.faster = peer_key(run.id, "near", "receiver"), near
+    async with peer(bus, run.id, path, held, node="far", region="us"):
+        peers = Peers(values, WrongSequence, run=run.id, node="n1", region="eu", token="secret", turns=1)
+        async with peers.anywhere([held]) as sources:
+            assert [source.name for source in sources] == ["node near"]
+            assert await values.get(turn_key(run.id, "eu", 0)) is not None, "it took the turn"
+    assert await values.get(turn_key(run.id, "eu", 0)) is None
+
+
 async def test_a_turn_of_a_dead_node_is_taken_over(
     run: WeightRun, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.messages.weights import WeightTurn, turn_key
-
     monkeypatch.setattr("headrace.weights.transfer.peers.STALE_S", 0.5)
     path, held = await published(run)
     bus = await connect("weight_sync")

@@ -92,6 +92,19 @@ def rank(arguments: str) -> None:
     group.leave()
 
 
+def one_process(config: Config, folder: Path) -> tuple[str, int]:
+    """Version 0 of one process: its hash, and the bytes of its masters."""
+    trainer = PolicyTrainer.prepare(config, folder, tokenizer_json=TOKENIZER, traces=tuple)
+    made = trainer.state.hash(), sum(master.nbytes for master in trainer.state.master.values())
+    trainer.close()
+    return made
+
+
+def divided(config: Config, ranks: int, nodes: int) -> Config:
+    """The configuration with so many ranks."""
+    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=ranks, nodes=nodes))
+
+
 def over(config: Config, folder: Path, begin: Path | None) -> list[dict[str, Any]]:
     """A group makes version 0 in `folder`, from a checkpoint or from random weights; the figures of each rank."""
     return group_of("tests.training.parallel.test_opening", config, folder, str(begin or ""))
@@ -113,13 +126,9 @@ def test_each_rank_reads_its_rows_and_version_0_is_that_of_one_process(
     alone = setting(tmp_path / "model", 1)
     if policy.expert_format:
         alone = msgspec.structs.replace(alone, policy=msgspec.structs.replace(alone.policy, expert_format="mxfp8"))
-    trainer = PolicyTrainer.prepare(alone, tmp_path / "one", tokenizer_json=TOKENIZER, traces=tuple)
-    want, masters = trainer.state.hash(), sum(master.nbytes for master in trainer.state.master.values())
-    trainer.close()
+    want, masters = one_process(alone, tmp_path / "one")
     for count, nodes in counts:
-        section = msgspec.structs.replace(alone.trainer, ranks=count, nodes=nodes)
-        config = msgspec.structs.replace(alone, trainer=section)
-        told = over(config, tmp_path / f"ranks{count}", tmp_path / "model")
+        told = over(divided(alone, count, nodes), tmp_path / f"ranks{count}", tmp_path / "model")
         assert [each["hash"] for each in told] == [want] * count
         # Corrections of routers are read by every rank; other nodes are sent the rows of node 0.
         read, each_node = [each["read"] for each in told], count // nodes
@@ -220,13 +229,9 @@ def test_each_rank_draws_its_rows_of_a_new_policy_and_version_0_is_that_of_one_p
     name: str, counts: tuple[tuple[int, int], ...], tmp_path: Path
 ) -> None:
     alone = msgspec.structs.replace(setting(tmp_path, 1), policy=NEW_POLICIES[name])
-    trainer = PolicyTrainer.prepare(alone, tmp_path / "one", tokenizer_json=TOKENIZER, traces=tuple)
-    want, masters = trainer.state.hash(), sum(master.nbytes for master in trainer.state.master.values())
-    trainer.close()
+    want, masters = one_process(alone, tmp_path / "one")
     for count, nodes in counts:
-        section = msgspec.structs.replace(alone.trainer, ranks=count, nodes=nodes)
-        config = msgspec.structs.replace(alone, trainer=section)
-        told = over(config, tmp_path / f"ranks{count}_{nodes}", None)
+        told = over(divided(alone, count, nodes), tmp_path / f"ranks{count}_{nodes}", None)
         assert [each["hash"] for each in told] == [want] * count
         if count > nodes:
             # Its rows, and for a moment a whole parameter and a layer, which are large parts of so small a model.
