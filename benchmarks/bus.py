@@ -4,8 +4,9 @@
     python -m benchmarks.bus [--rounds 5] [--trajectories 200] [--blob-mib 64] [--ray .cache/ray/bin/python]
 
 One embedded broker (the repository's nats.conf, roles and permissions on, file streams) and our actors, each in a
-process of its own: typed messages, trace context in every header, message ids. Two producers publish 1 MB trajectories,
-16 in flight each; one consumer decodes and acknowledges them. Four ways of carrying them:
+process and a role of its own (rollout, trainer, environment): typed messages, trace context in every header, message
+ids. `published_per_s` counts events of 500 bytes that the broker has stored, 64 in flight. Two producers publish 1 MB
+trajectories, 16 in flight each; one consumer decodes and acknowledges them. Four ways of carrying them:
     broker   all of it through the broker: stored, replayable, on disk
     shared   payloads in /dev/shm (bus/payloads/shared_memory.py), references through the broker, nothing uploaded
     upload   the same, and every payload stored at the broker too, seconds later; the delay is a figure of its own
@@ -22,14 +23,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvloop
 
-from benchmarks.bus_workers import ECHO, HEARD, Child, connected, trajectory
+from benchmarks.bus_workers import ECHO, HEARD, Child, connected, publish, trajectory
 from benchmarks.conditions import Figures, at_least, at_most, finish
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
@@ -50,12 +52,18 @@ class Side:
     def __init__(self, name: str, server: Server, folder: str, upload: str) -> None:
         self.name, self.server, self.folder, self.upload = name, server, folder, upload
         self.total = 0
+        self.producers: list[Child] = []
 
-    async def start(self) -> None:
-        """Start the processes, and send a few trajectories as a warm-up."""
-        start = [self.child("sink", "sink"), *(self.child("producer", f"p{n}") for n in range(PRODUCERS))]
-        self.sink, *self.producers = await asyncio.gather(*start)
-        self.bus = await connected(self.server.url, str(self.server.credentials), self.run, self.folder, self.upload)
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Start the processes, and send a few trajectories as a warm-up. stack: ends them."""
+        self.sink = await self.child(stack, "sink", "sink")
+        for n in range(PRODUCERS):
+            self.producers.append(await self.child(stack, "producer", f"p{n}"))
+        where = (self.run, self.folder, self.upload)
+        self.bus = await connected(self.server.url, str(self.server.credentials), "rollout", *where)
+        stack.push_async_callback(self.bus.close)
+        self.operator = await stack.enter_async_context(await connect(self.server, "operator"))
+        self.trainer = await stack.enter_async_context(await connect(self.server, "trainer"))
         await self.flow(8)
 
     @property
@@ -63,10 +71,12 @@ class Side:
         """The id of this flow's run."""
         return f"bench-{self.name}"
 
-    async def child(self, kind: str, id: str) -> Child:
-        """One of its processes."""
+    async def child(self, stack: AsyncExitStack, kind: str, id: str) -> Child:
+        """One of its processes, which `stack` ends."""
         arguments = (self.server.url, str(self.server.credentials), self.run, self.folder, self.upload, kind, id)
-        return await Child.start(sys.executable, "-m", "benchmarks.bus_workers", *arguments)
+        child = await Child.start(sys.executable, "-m", "benchmarks.bus_workers", *arguments)
+        stack.push_async_callback(child.stop)
+        return child
 
     async def flow(self, count: int) -> float:
         """Seconds until `count` of each producer are acknowledged."""
@@ -77,21 +87,20 @@ class Side:
 
     async def one(self, count: int) -> list[float]:
         """Milliseconds from publishing one trajectory to the other process's answer that it has it."""
-        message, times, heard = trajectory(), [], asyncio.Event()
+        message, times, heard = trajectory(self.run, "one"), [], asyncio.Event()
 
         async def hear(_: Any) -> None:
             heard.set()
 
-        subscription = await self.bus.listen_raw(HEARD, hear)
+        subscription = await self.operator.listen_raw(HEARD, hear)
         for n in range(count):
             heard.clear()
             since = time.perf_counter()
-            unlike = msgspec.structs.replace(message, trajectory=f"one-{self.total + n}")
-            await self.bus.publish(s.TURN.at(run=self.run, trajectory="one"), unlike)
+            await publish(self.bus, msgspec.structs.replace(message, trajectory=f"one-{self.total + n}"))
             await heard.wait()
             times.append((time.perf_counter() - since) * 1e3)
         self.total += count
-        await self.bus.connection.unsubscribe(subscription)
+        await self.operator.connection.unsubscribe(subscription)
         return times
 
     async def clear(self) -> float:
@@ -102,21 +111,20 @@ class Side:
                 await asyncio.sleep(0.02)
         waited = time.perf_counter() - since
         for stream in ("HR_TURN", "HR_BLOB"):
-            await self.bus.purge(stream)
+            await self.trainer.purge(stream)
         if shared_memory is not None:
             shared_memory.collect(before=time.time() + 60)
         return waited
 
-    async def stop(self) -> None:
-        """End its processes."""
-        for child in (*self.producers, self.sink):
-            await child.stop()
-        await self.bus.close()
+
+async def connect(server: Server, role: str) -> Bus:
+    """A connection in a role."""
+    return await Bus.connect(server.url, role=role, credentials=server.credentials)
 
 
 async def small_calls(server: Server, count: int) -> list[float]:
     """Milliseconds of each of several calls, one after the other."""
-    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
+    async with await connect(server, "rollout") as bus:
         times = []
         for _ in range(count):
             since = time.perf_counter()
@@ -127,20 +135,35 @@ async def small_calls(server: Server, count: int) -> list[float]:
 
 async def pipelined(server: Server, count: int) -> float:
     """Calls per second, 200 in flight."""
-    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
+    async with await connect(server, "rollout") as bus:
         since = time.perf_counter()
         for _ in range(count // 200):
             await asyncio.gather(*(bus.request(ECHO, Ping()) for _ in range(200)))
         return count // 200 * 200 / (time.perf_counter() - since)
 
 
+async def published(server: Server, count: int) -> float:
+    """Small durable records per second, 64 in flight."""
+    where, gate = s.EVENT.at(run="small", actor="rollout", type="event"), asyncio.Semaphore(64)
+    message = Event(actor="rollout", id="r", run="small", kind="k", text="x" * 400)
+    async with await connect(server, "rollout") as bus:
+
+        async def one() -> None:
+            async with gate:
+                await bus.publish(where, message)
+
+        since = time.perf_counter()
+        await asyncio.gather(*(one() for _ in range(count)))
+        return count / (time.perf_counter() - since)
+
+
 async def blob(side: Side, mib: int) -> Figures:
     """Store, fetch and decode a trajectory of that size."""
-    small = trajectory()
+    small = trajectory("blob", side.name)
     routed = Array("|u1", (mib << 20,), os.urandom(mib << 20))
     message = msgspec.structs.replace(small, turn=msgspec.structs.replace(small.turn, routed=routed))
     since = time.perf_counter()
-    seq = await side.bus.publish(s.TURN.at(run="blob", trajectory="blob"), message)
+    seq = await publish(side.bus, message)
     put = time.perf_counter() - since
     since = time.perf_counter()
     received = await side.bus.get("HR_TURN", seq)
@@ -152,8 +175,9 @@ async def blob(side: Side, mib: int) -> Figures:
 
 async def killed(server: Server, count: int = 2000) -> tuple[Figures, Server]:
     """Kill the broker (SIGKILL) under eight publishers; each acknowledged message must be stored exactly once."""
-    bus = await Bus.connect(server.url, role="admin", credentials=server.credentials)
-    where, acknowledged, enough = "hr.event.killed.admin.event", set[int](), asyncio.Event()
+    bus = await connect(server, "rollout")
+    where = s.EVENT.at(run="killed", actor="rollout", type="event")
+    acknowledged, enough = set[int](), asyncio.Event()
 
     async def publisher(name: int) -> None:
         for n in range(count // 8):
@@ -224,7 +248,29 @@ def quantiles(rounds: Rounds, name: str, times: list[float]) -> None:
     rounds.add(f"{name}_p99_ms", cuts[98])
 
 
-async def measured(args: argparse.Namespace, server: Server, sides: list[Side], ray: Child | None) -> Rounds:
+async def while_alive(work: Coroutine[Any, Any, Rounds], children: Iterable[Child]) -> Rounds:
+    """The result of the work. RuntimeError as soon as one of the processes has ended."""
+    working = asyncio.ensure_future(work)
+    ends = [asyncio.ensure_future(child.ended()) for child in children]
+    await asyncio.wait([working, *ends], return_when=asyncio.FIRST_COMPLETED)
+    ended = [end.exception() for end in ends if end.done()]
+    for task in (working, *ends):
+        task.cancel()
+    await asyncio.gather(working, *ends, return_exceptions=True)
+    if ended and ended[0] is not None:
+        raise ended[0]
+    return working.result()
+
+
+def small_cpu(server: Server, echo: Child) -> float:
+    """CPU seconds of all that carries a small message: this process, the broker and the one that answers."""
+    assert server.pid is not None
+    return time.process_time() + family([server.pid, echo.process.pid])
+
+
+async def measured(
+    args: argparse.Namespace, server: Server, sides: list[Side], echo: Child, ray: Child | None
+) -> Rounds:
     """All rounds."""
     rounds = Rounds()
     flows, ones = 2 * args.trajectories, args.singles
@@ -242,7 +288,12 @@ async def measured(args: argparse.Namespace, server: Server, sides: list[Side], 
                 continue
             if side.name == "broker":
                 quantiles(rounds, "call", await small_calls(server, args.calls))
+                before = small_cpu(server, echo)
                 rounds.add("call_pipelined_per_s", await pipelined(server, args.calls))
+                after = small_cpu(server, echo)
+                rounds.add("published_per_s", await published(server, 5 * args.calls))
+                rounds.add("call_cpu_us", (after - before) / args.calls * 1e6)
+                rounds.add("published_cpu_us", (small_cpu(server, echo) - after) / (5 * args.calls) * 1e6)
             quantiles(rounds, f"{side.name}_one_1mb", await side.one(ones))
             pids = [server.pid, side.sink.process.pid, *(child.process.pid for child in side.producers)]
             before, since = family(pids), time.perf_counter()
@@ -257,14 +308,13 @@ async def measured(args: argparse.Namespace, server: Server, sides: list[Side], 
 
 async def run(args: argparse.Namespace) -> None:
     """Run every measurement on one broker."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
-    ):
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        memory = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
         since = time.perf_counter()
-        server = await Server(Path(folder) / "broker").start()
+        server = await stack.enter_async_context(Server(Path(folder) / "broker"))
         figures: Figures = {"boot_ms": round((time.perf_counter() - since) * 1e3, 1)}
-        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+        async with await connect(server, "admin") as admin:
             since = time.perf_counter()
             await declare(admin)
             figures["declare_ms"] = round((time.perf_counter() - since) * 1e3, 1)
@@ -278,16 +328,19 @@ async def run(args: argparse.Namespace) -> None:
             ("disk", folder, "never"),
         )
         sides = [Side(name, server, where, upload) for name, where, upload in kinds]
-        echo = await sides[0].child("server", "echo")
+        children = await stack.enter_async_context(AsyncExitStack())
+        echo = await sides[0].child(children, "server", "echo")
         for side in sides:
-            await side.start()
+            await side.start(children)
         ray = None
         if Path(args.ray).exists():
             quiet = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
             ray = await Child.start(args.ray, str(RAY), env=quiet)
+            children.push_async_callback(ray.stop)
             figures |= {"ray_version": ray.hello["version"], "ray_start_s": round(ray.hello["start_s"], 2)}
         figures["ray"] = "measured beside" if ray else f"absent: there is no {args.ray} (see the head of this file)"
-        rounds = await measured(args, server, sides, ray)
+        alive = [child for side in sides for child in (side.sink, *side.producers)] + [echo, *([ray] if ray else [])]
+        rounds = await while_alive(measured(args, server, sides, echo, ray), alive)
         figures |= rounds.figures()
         for side in sides[:2]:
             figures |= await blob(side, args.blob_mib)
@@ -296,16 +349,14 @@ async def run(args: argparse.Namespace) -> None:
             figures |= {
                 f"ray_blob_{way}_mib_per_s": round(args.blob_mib / there[f"{way}_s"], 1) for way in ("put", "get")
             }
-            await ray.stop()
-        for side in sides:
-            await side.stop()
-        await echo.stop()
-        more, server = await killed(server)
+        await children.aclose()
+        more, again = await killed(server)
+        stack.push_async_callback(again.stop)
         figures |= more
-        await server.stop()
     over = {
         f"{name}_flow_over_ray_ratio": rounds.ratio(f"{name}_flow_mb_per_s", "ray_flow_mb_per_s") for name, *_ in kinds
     }
+    over["published_over_ray_pipelined_ratio"] = rounds.ratio("published_per_s", "ray_call_pipelined_per_s")
     over["ray_call_over_ours_ratio"] = rounds.ratio("ray_call_p50_ms", "call_p50_ms")
     over |= {
         f"ray_one_1mb_over_{name}_ratio": rounds.ratio("ray_one_1mb_p50_ms", f"{name}_one_1mb_p50_ms")

@@ -4,8 +4,10 @@ python -m benchmarks.bus_workers URL CREDENTIALS RUN BLOB_DIR UPLOAD (server | s
 """
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -22,25 +24,35 @@ from headrace.messages import subjects as s
 from headrace.messages.base import Array
 from headrace.messages.operations import Ack, Ping
 from headrace.messages.rollout import Span, Turn, TurnSampled
+from headrace.parent_death import ending_with_parent
 
 WINDOW = 16
-ECHO = "hr.rpc.environment.ping"
-HEARD = s.METRIC.at(actor="bench")
+ECHO = "hr.rpc.environment.rollout.ping"
+HEARD = s.METRIC.at(actor="trainer")
+END_S = 10.0
+"""Seconds in which a process must end once its input is closed."""
 
 
-def trajectory() -> TurnSampled:
-    """About 1 MB that hardly compresses, in the fields that carry it in a real run."""
+def trajectory(run: str, name: str) -> TurnSampled:
+    """About 1 MB that hardly compresses, in the fields that carry it in a real run. Readers compare run and name with
+    the subject."""
     routed = Array.of(os.urandom(720_000), "|u1", (30_000, 4, 6))
     floats = Array("<f4", (60_000,), os.urandom(240_000))
     ids = Array("<i4", (10_000,), os.urandom(40_000))
     turn = Turn(index=0, segment=0, prompt_ids=ids, ids=ids, logprobs=floats, routed=routed, spans=(Span(0, 1, 1),))
-    return TurnSampled(run="bench", trajectory="g1-0-0", turn=turn)
+    return TurnSampled(run=run, trajectory=name, turn=turn)
+
+
+async def publish(bus: Bus, message: TurnSampled) -> int:
+    """Store it on its own subject, once."""
+    where = s.TURN.at(run=message.run, trajectory=message.trajectory)
+    return await bus.publish(where, message, msg_id=f"{message.run}-{message.trajectory}")
 
 
 class Sink(Actor):
     """The consuming side: decodes, and counts what is acknowledged."""
 
-    role = "admin"
+    role = "trainer"
 
     async def start(self) -> None:
         """Consume the trajectories."""
@@ -51,8 +63,8 @@ class Sink(Actor):
         """Count one trajectory; answer when a single one is awaited."""
         assert len(received.message.turn.logprobs.data) == 240_000
         self.seen += 1
-        if received.subject.endswith(".one"):
-            await self.bus.emit(HEARD, Ack())
+        if received.message.trajectory.startswith("one-"):
+            await self.metric(seen=self.seen)
         if self.seen == self.wanted:
             self.full.set()
 
@@ -68,7 +80,7 @@ class Sink(Actor):
 class Server(Actor):
     """Answers small calls."""
 
-    role = "admin"
+    role = "environment"
 
     async def start(self) -> None:
         """Serve."""
@@ -86,11 +98,11 @@ class Server(Actor):
 class Producer(Actor):
     """The sending side: sends a number of trajectories, `WINDOW` in flight. No two have the same bytes."""
 
-    role = "admin"
+    role = "rollout"
 
     async def start(self) -> None:
         """Make the trajectory from which all others are derived."""
-        self.sent, self.message = 0, trajectory()
+        self.sent, self.message = 0, trajectory(self.run, self.id)
 
     async def answer(self, count: int) -> dict[str, float]:
         """Send them."""
@@ -98,10 +110,7 @@ class Producer(Actor):
 
         async def one(n: int) -> None:
             async with gate:
-                message = msgspec.structs.replace(self.message, trajectory=f"{self.id}-{n}")
-                await self.bus.publish(
-                    s.TURN.at(run=self.run, trajectory="flow"), message, msg_id=f"{self.run}-{self.id}-{n}"
-                )
+                await publish(self.bus, msgspec.structs.replace(self.message, trajectory=f"{self.id}-{n}"))
 
         await asyncio.gather(*(one(n) for n in range(self.sent, self.sent + count)))
         self.sent += count
@@ -111,9 +120,9 @@ class Producer(Actor):
 KINDS: dict[str, type[Sink] | type[Server] | type[Producer]] = {"sink": Sink, "server": Server, "producer": Producer}
 
 
-async def connected(url: str, credentials: str, run: str, folder: str, upload: str) -> Bus:
+async def connected(url: str, credentials: str, role: str, run: str, folder: str, upload: str) -> Bus:
     """An actor's bus, with the node's folder where one is named."""
-    bus = await Bus.connect(url, role="admin", credentials=credentials)
+    bus = await Bus.connect(url, role=role, credentials=credentials)
     bus.use_shared_memory(
         SharedMemoryStore.from_config(
             msgspec.convert({"blob_dir": folder, "blob_upload": upload}, Section), run, bus.node
@@ -124,7 +133,7 @@ async def connected(url: str, credentials: str, run: str, folder: str, upload: s
 
 async def main(url: str, credentials: str, run: str, folder: str, upload: str, kind: str, id: str) -> None:
     """Run one actor. A line of standard input is a count; the process answers it when that count is reached."""
-    bus = await connected(url, credentials, run, folder, upload)
+    bus = await connected(url, credentials, KINDS[kind].role, run, folder, upload)
     actor = KINDS[kind](Config(), bus, run, id)
     await actor.start()
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
@@ -148,10 +157,14 @@ class Child:
         pipe = asyncio.subprocess.PIPE
         # A session of its own, as Ray's processes have: Linux shares a busy machine out by session (autogroup).
         process = await asyncio.create_subprocess_exec(
-            *argv, stdin=pipe, stdout=pipe, env=env, limit=1 << 24, start_new_session=True
+            *ending_with_parent(argv), stdin=pipe, stdout=pipe, env=env, limit=1 << 24, start_new_session=True
         )
         child = cls(process, None)
-        child.hello = await child._line()
+        try:
+            child.hello = await child._line()
+        except BaseException:
+            await child.stop()
+            raise
         return child
 
     async def ask(self, line: str) -> Any:
@@ -165,14 +178,25 @@ class Child:
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"process {self.process.pid} of the benchmark ended with {await self.process.wait()}")
+            await self.ended()
         return json.loads(line)
 
+    async def ended(self) -> None:
+        """Wait for an end that nobody asked for. RuntimeError."""
+        code = await self.process.wait()
+        raise RuntimeError(f"process {self.process.pid} of the benchmark ended with {code}")
+
     async def stop(self) -> None:
-        """Close its input and wait for its end."""
+        """Close its input and wait for its end; kill it, and what it started, when it does not end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        await self.process.wait()
+        try:
+            async with asyncio.timeout(END_S):
+                await self.process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            await self.process.wait()
 
 
 if __name__ == "__main__":
