@@ -172,10 +172,7 @@ class SharedMemoryStore:
         return digest, check
 
     async def get(self, ref: BlobRef) -> memoryview | None:
-        """The payload, mapped and verified; None when it is not here."""
-        return await asyncio.to_thread(self._map, ref) if ref.bytes > LARGE else self._map(ref)
-
-    def _map(self, ref: BlobRef) -> memoryview | None:
+        """The payload, mapped and verified; None when it is not here. A damaged file is removed."""
         if not ref.check or not _NAME.fullmatch(ref.sha256):
             return None
         path = self.folder / ref.sha256
@@ -184,16 +181,27 @@ class SharedMemoryStore:
         except OSError:
             return None
         try:
-            status = os.fstat(file)
-            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size == ref.bytes > 0:
-                mapped = mmap.mmap(file, ref.bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
-                if xxhash.xxh3_128_hexdigest(mapped) == ref.check:
-                    return memoryview(mapped)
+            payload = await asyncio.to_thread(_mapped, file, ref) if ref.bytes > LARGE else _mapped(file, ref)
+            if payload is None:
+                await asyncio.to_thread(self._discard_damaged, file, path)
+            return payload
         finally:
             os.close(file)
-        for damaged in (path, self.pending / ref.sha256):
-            damaged.unlink(missing_ok=True)
-        return None
+
+    def _discard_damaged(self, file: int, path: Path) -> None:
+        """Remove a file whose content is not what its name says. The reference does not decide that: anyone may have
+        written it."""
+        with os.fdopen(os.dup(file), "rb") as content:
+            if len(path.name) == 64:
+                found = hashlib.file_digest(content, "sha256").hexdigest()
+            else:
+                found = hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
+            if found == path.name:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), path.lstat()):  # another process may have laid it anew
+                    (self.pending / path.name).unlink(missing_ok=True)
+                    path.unlink()
 
     async def upload_for_ever(self, store: claim_checks.Store) -> None:
         """Upload files that are old enough, at intervals."""
@@ -254,6 +262,16 @@ class SharedMemoryStore:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries]
         return (folder / name for name in names if _NAME.fullmatch(name))
+
+
+def _mapped(file: int, ref: BlobRef) -> memoryview | None:
+    """The content of an open file of the folder; None where it is not what the reference says."""
+    status = os.fstat(file)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size == ref.bytes > 0:
+        mapped = mmap.mmap(file, ref.bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+        if xxhash.xxh3_128_hexdigest(mapped) == ref.check:
+            return memoryview(mapped)
+    return None
 
 
 async def fetch(

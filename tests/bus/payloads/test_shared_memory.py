@@ -5,11 +5,12 @@ import os
 from pathlib import Path
 from secrets import token_hex
 
+import msgspec
 import pytest
 
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, MessageGone
-from headrace.bus.payloads.shared_memory import FROM, SharedMemoryStore, Upload
+from headrace.bus.payloads.shared_memory import FROM, LARGE, SharedMemoryStore, Upload
 from headrace.config import Bus as Section
 from headrace.messages.base import Array
 from headrace.messages.operations import BlobRef
@@ -163,3 +164,32 @@ def test_only_what_is_uploaded_makes_room(tmp_path: Path) -> None:
     (store.pending / digests[1]).unlink()
     assert store.trim(capacity=0) == 1
     assert [digest for digest in digests if (store.folder / digest).exists()] == [digests[0], digests[2]]
+
+
+@pytest.mark.parametrize("upload", ["never", "after"])
+@pytest.mark.parametrize("size", [2 * FROM, LARGE + 1])
+async def test_a_forged_reference_changes_nothing(tmp_path: Path, upload: Upload, size: int) -> None:
+    store = SharedMemoryStore.open(tmp_path / "folder", upload, "n1")
+    payload = os.urandom(size)
+    true = await store.put(nowhere, payload, {"Hr-Type": "trajectory/1"})
+    assert true is not None
+
+    def there() -> set[tuple[str, int, int]]:
+        paths = [path for path in store.folder.rglob("*") if path.is_file()]
+        return {(str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
+
+    before = there()
+    assert len(before) == (3 if upload == "after" else 2), "the payload, its name in pending, and the lock"
+    other = "0" * 32
+    for changes in ({"bytes": size - 1}, {"bytes": size + 1}, {"bytes": 0}, {"check": other}, {"check": "x"}):
+        assert await store.get(msgspec.structs.replace(true, **changes)) is None
+    for name in ("pending", ".lock", "..", "../folder", f"../folder/{true.sha256}", other):
+        assert await store.get(msgspec.structs.replace(true, sha256=name)) is None
+    assert there() == before
+    found = await store.get(true)
+    assert found is not None and bytes(found) == payload
+    store.close()
+
+
+async def nowhere(*_: object) -> int:
+    raise AssertionError("nothing is uploaded here")
