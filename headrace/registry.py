@@ -5,6 +5,10 @@ any installed distribution; ``module:attribute``, which needs no installation, o
 Built-ins are written ``module:attribute`` too, so a registry imports nothing until a name is asked for, and a low
 folder may hold the registry of a seam that a higher folder implements.
 
+Names arrive in messages, HTTP bodies, tasks and recorded runs. So a ``module:attribute`` is resolved only where it was
+admitted: `admit` is called with the names of the configuration that the operator gave this process
+(launch/admission.py), and nowhere else. Any other one is an unknown name, and nothing is imported for it.
+
 Whatever is no built-in is a plugin: `Registry.plugin` gives its version and the hash of its source. Records that depend
 on it carry both, and a node with another hash refuses (Law 4). The hash covers the file of a single module, and every
 Python file of the top-level package otherwise: a helper beside the plugin's own file changes what it does as well.
@@ -37,10 +41,35 @@ SEAMS = (
     "checkers",
     "readers",
 )
+_admitted: dict[str, set[str]] = {}
+"""Seam to the names from the operator's own configuration."""
 
 
 class PluginError(Exception):
     """A name of a seam cannot be used; the text says which, what was expected and what there is."""
+
+
+def admit(seam: str, names: Iterable[str]) -> None:
+    """Let this process resolve these names of a seam. Call it only with names that the operator gave this process, in
+    its configuration or on its command line; never with names of a message or a record."""
+    if seam not in SEAMS:
+        raise ValueError(f"expected a seam, one of {', '.join(SEAMS)}; got {seam!r}")
+    _admitted.setdefault(seam, set()).update(names)
+
+
+def admitted() -> dict[str, tuple[str, ...]]:
+    """The admitted names by seam, for a process that this one starts."""
+    return {seam: tuple(sorted(names)) for seam, names in sorted(_admitted.items()) if names}
+
+
+def require(seam: str, name: str) -> None:
+    """PluginError for a name that was not admitted; the text says how an operator admits it."""
+    if name not in _admitted.get(seam, ()):
+        raise PluginError(
+            f"headrace.{seam}: {name!r:.200} is unknown here and nothing was imported: it is neither built in nor an "
+            f"entry point, and this node's own configuration does not name it; an operator who trusts it sets "
+            f"[run.plugins] {seam}, or gives --plugin {seam}=NAME to a command on a recorded run"
+        )
 
 
 class Registry(Generic[T]):
@@ -92,8 +121,9 @@ class Registry(Generic[T]):
         if not colon or not module or not attribute:
             raise PluginError(
                 f"headrace.{self.seam}: expected one of {', '.join(self.names()) or 'no built-ins'} or "
-                f"module:attribute, got {name!r}"
+                f"module:attribute, got {name!r:.200}"
             )
+        require(self.seam, name)
         return name
 
 

@@ -14,6 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import structlog
 
+from headrace import registry
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
@@ -65,6 +66,12 @@ def pytest_collection_finish() -> None:
     import hypothesis  # noqa: F401 - its plugin for trio asks for references to an object, and frozen ones do not count
 
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def nothing_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test admits its own parts from outside; those of one test are unknown in the next."""
+    monkeypatch.setattr(registry, "_admitted", {})
 
 
 @pytest.fixture(autouse=True)

@@ -68,6 +68,7 @@ MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos"}
 FOUNDATION = {
     "backoff",
     "garbage",
+    "inner_paths",
     "machine_memory",
     "nkeys",
     "parent_death",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace import registry
-from headrace.registry import PluginError, Registry, differing, plugins, source_hash
+from headrace.registry import SEAMS, PluginError, Registry, admit, admitted, differing, plugins, source_hash
 
 
 @pytest.fixture
@@ -57,6 +57,7 @@ def test_an_entry_point_has_the_version_of_its_distribution(outside: Path) -> No
 
 def test_module_and_attribute_need_no_installation(outside: Path) -> None:
     rewards: Registry[object] = Registry("rewards", {})
+    admit("rewards", ["outside_reward:reward"])
     part = rewards.get("outside_reward:reward")
     assert callable(part) and part() == 0.5
     plugin = rewards.plugin("outside_reward:reward")
@@ -91,6 +92,7 @@ def test_a_folder_that_is_on_the_path_twice_counts_once(outside: Path, monkeypat
 def test_what_cannot_be_used_is_said_in_one_sentence(outside: Path) -> None:
     with pytest.raises(PluginError, match="expected one of join, count or module:attribute, got 'jion'"):
         TOOLS.get("jion")
+    admit("tools", ["no_such_module:x", "outside_reward:nothing", "outside_broken:x"])
     with pytest.raises(PluginError, match=r"'no_such_module:x' cannot be loaded: ModuleNotFoundError.*PYTHONPATH"):
         TOOLS.get("no_such_module:x")
     with pytest.raises(PluginError, match=r"'outside_reward:nothing' cannot be loaded: AttributeError"):
@@ -105,3 +107,47 @@ def test_what_cannot_be_used_is_said_in_one_sentence(outside: Path) -> None:
         Registry[object]("tools", {"count": "os.path:join"}).get("count")
     with pytest.raises(PluginError, match="its Python source is not on this node"):
         source_hash("itertools")
+
+
+UNKNOWN = (
+    "outside_reward:reward",
+    "outside_reward:reward.__globals__",
+    "outside_tools.counting:Count",
+    "cProfile:run",
+    "os:system",
+    "os.path:join",
+    "headrace.registry:admit",
+    "count:Count",
+    " count",
+    "COUNT",
+    "\u0441ount",
+    "count\0",
+    "../count",
+    "outside_reward:",
+    ":reward",
+    "",
+    "\ud800:x",
+)
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_name_that_nobody_admitted_imports_nothing(outside: Path, seam: str, name: str) -> None:
+    registered: Registry[object] = Registry(seam, {"join": "os.path:join"})
+    for other in SEAMS:
+        if other != seam:
+            admit(other, UNKNOWN)
+    before = set(sys.modules)
+    for resolve in (registered.get, registered.plugin):
+        with pytest.raises(PluginError):
+            resolve(name)
+    assert set(sys.modules) - before == set()
+
+
+def test_a_name_is_admitted_for_one_seam(outside: Path) -> None:
+    admit("rewards", ["outside_reward:reward"])
+    admit("rewards", ["outside_reward:other"])
+    assert admitted() == {"rewards": ("outside_reward:other", "outside_reward:reward")}
+    assert callable(Registry[object]("rewards", {}).get("outside_reward:reward"))
+    with pytest.raises(ValueError, match="expected a seam"):
+        admit("bus", ["outside_reward:reward"])

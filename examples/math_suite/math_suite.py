@@ -54,7 +54,7 @@ class Sums:
     def oracle(self, id: str) -> Oracle:
         """The sum."""
         a, b = self._terms(id)
-        grading = Grading(kind="checker", checker="math_suite:worked", reference={"answer": str(a + b)})
+        grading = Grading(kind="checker", checker="worked", reference={"answer": str(a + b)})
         return Oracle(
             ref=TaskRef(self.name, id),
             hidden={},

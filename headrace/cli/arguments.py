@@ -86,6 +86,18 @@ def add_changes(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--with", dest="changes", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
 
 
+def add_plugins(parser: argparse.ArgumentParser) -> None:
+    """`--plugin`: names that a recorded run's records and configuration may have; `main` admits them."""
+    parser.add_argument(
+        "--plugin",
+        dest="plugins",
+        action="append",
+        default=[],
+        metavar="SEAM=MODULE:ATTRIBUTE",
+        help="import this part from outside where the recorded run names it, such as rewards=my_rewards:half",
+    )
+
+
 def text_of(option: str, path: Path) -> str:
     """The text of a file that an option names. ConfigError when there is none or its bytes are no UTF-8."""
     from headrace.config import ConfigError

@@ -34,12 +34,12 @@ def deploy(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from headrace.bus.broker.websocket import ANYWHERE
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.launch.deploy import compose, kubernetes, slurm, systemd
     from headrace.launch.deploy.plan import broker_conf
     from headrace.launch.output import say
 
-    config, toml = load(args.config, args.set), Path(args.config).read_text()
+    config, toml = own(args.config, args.set), Path(args.config).read_text()
     conf = broker_conf(config, host=ANYWHERE)  # in containers
     files = {
         "systemd": lambda: systemd.files(config, args.binary),

@@ -152,12 +152,18 @@ def run(args: argparse.Namespace) -> int:
     from headrace.config import ConfigError
     from headrace.launch.output import complain
     from headrace.launch.runs import RunError
+    from headrace.registry import PluginError, admit
     from headrace.vmhost.errors import VmhostError
 
     try:
+        if given := getattr(args, "plugins", None):
+            from headrace.launch.admission import plugin
+
+            for seam, name in map(plugin, given):
+                admit(seam, [name])
         code: int = args.handler(args)
         return code
-    except ConfigError as error:
+    except (ConfigError, PluginError) as error:
         text, code = str(error), 2
     except VmhostError as error:
         text, code = str(error), 3

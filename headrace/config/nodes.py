@@ -23,6 +23,7 @@ from headrace.config.base import (
     Seed,
     Share,
     Token,
+    Word,
 )
 
 
@@ -38,6 +39,10 @@ class Run(Section, frozen=True, kw_only=True):
     """Folder of runs; the streams, checkpoints and reports of a run lie in <dir>/<id>."""
     min_free_mb: Count = 2048
     """MiB that must be free for a run to start. When less than an eighth of that is free, the run is shut down."""
+    plugins: dict[Token, tuple[Word, ...]] = {}
+    """Parts from outside that this node imports where a task, a request or a recorded run names them, as
+    module:attribute by extension point: checkers = ["my_checkers:longest"]. Names in the other keys of this
+    configuration need no entry; neither do installed entry points (docs/extending.md)."""
 
 
 class StreamGib(Section, frozen=True, kw_only=True):

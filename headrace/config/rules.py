@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from headrace.config.nodes import LEAST_MEMORY_MIB
 from headrace.config.tree import Config
+from headrace.registry import SEAMS
 
 Problem = tuple[str, str]
 """Dotted key, and what is wrong with its value."""
@@ -21,6 +22,14 @@ def problems(config: Config) -> Iterator[Problem]:
     """Each rule that the configuration breaks."""
     for rule in RULES:
         yield from rule(config)
+
+
+def _plugins(config: Config) -> Iterator[Problem]:
+    for seam, names in config.run.plugins.items():
+        if seam not in SEAMS:
+            yield "run.plugins", f"expected keys among {', '.join(SEAMS)}, got {seam!r}"
+        elif wrong := next((name for name in names if ":" not in name), ""):
+            yield f"run.plugins.{seam}", f"expected module:attribute, got {wrong!r:.80}"
 
 
 def _limits(config: Config) -> Iterator[Problem]:
@@ -265,6 +274,7 @@ def _sandboxes(config: Config) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _plugins,
     _limits,
     _curriculum,
     _tools,

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from weakref import WeakKeyDictionary
 
 from headrace.judging.checkers import TIMEOUT_S, Message, waits_for
-from headrace.registry import PluginError
+from headrace.registry import PluginError, require
 from headrace.tasks.verifiers.process import Source, VerifiersError, Worker
 
 _SHARE = 0.8
@@ -46,5 +46,8 @@ def score(message: Message) -> float:
 
 
 def _source(message: Message) -> Source:
+    """The taskset that the task names. PluginError unless the operator admitted the pair of interpreter and taskset: a
+    task's data would start any program otherwise."""
     told = message.reference
+    require("checkers", f"{told['python']}:{told['taskset']}")
     return Source(python=told["python"], taskset=told["taskset"], config=told["config"])

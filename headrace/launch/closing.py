@@ -44,14 +44,21 @@ async def write_report(run: "Run", bus: "Bus", watch: "Watch", moments: "Moments
     from headrace.dashboard import page, records, report
     from headrace.replay.audit import audit
     from headrace.tasks import open_suite
+    from headrace.vmhost.backend import Capabilities
     from headrace.vmhost.backends.registry import capabilities
+    from headrace.vmhost.errors import VmhostError
 
     def prompts(ref: "TaskRef") -> str:
         return open_suite(ref.suite, run.config.tasks.dir).task(ref.task).prompt
 
     ledger = await audit(bus, run.folder.id)
     stored = await records.collect(bus, run.folder.id, watch.asked)
-    declared = [capabilities(name) for name in stored.backends]
+    declared = []
+    for name in stored.backends:
+        try:
+            declared.append(capabilities(name))
+        except VmhostError:  # a record names a backend that is unknown here: nothing is known of it
+            declared.append(Capabilities())
     backends = report.Backends(
         isolated=bool(declared) and all(each.isolated for each in declared),
         machines=any(each.kernel_private for each in declared),

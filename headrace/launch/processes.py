@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.bus.errors import BusError
 from headrace.config import Config, branch_config, branch_name
+from headrace.launch.admission import require_own
 from headrace.launch.broker import Broker
 from headrace.launch.output import say
 from headrace.launch.runs import RunDir, RunError
@@ -54,7 +55,9 @@ class Run:
     def __init__(
         self, config: Config, folder: RunDir, config_file: Path, stopping: Stopping, origins: Sequence[str] = ()
     ) -> None:
-        """config_file: where `config` is written for the processes to read. origins: of the live page."""
+        """config_file: where `config` is written for the processes to read. origins: of the live page. RunError for a
+        name from outside that this process has not admitted (`admission.require_own`)."""
+        require_own(config)
         self.config = config
         trains = config.production.enabled and config.feedback.enabled
         self.branch = branch_config(config, folder.id) if trains else None

@@ -6,11 +6,12 @@ A source from outside is a function that opens a suite: an entry point of the gr
 and the judge's side are apart on the disk too.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from headrace.inner_paths import inner
 from headrace.messages.base import Message
 from headrace.messages.codec import UnreadableMessage, decode_as, encode
 from headrace.messages.plugins import Plugin
@@ -113,7 +114,10 @@ class FolderSuite:
     def _read(self, id: str, kind: type[Task] | type[Oracle]) -> Message:
         if id not in self._known:
             raise UnknownSuite(f"{self.name} has no task {id!r}")
-        file = self._folder / f"{id}.{kind.type_name}"
+        try:
+            file = inner(self._folder, f"{id}.{kind.type_name}")
+        except ValueError as error:
+            raise UnknownSuite(f"{self.name}: {error}") from None
         try:
             payload = file.read_bytes()
             packed = {"Hr-Encoding": "lz4"} if payload.startswith(_LZ4_MAGIC) else {}
@@ -144,9 +148,9 @@ def write_suite(name: str, folder: Path, pairs: Sequence[tuple[Task, Oracle]], s
 
 
 def write_task(folder: Path, task: Task, oracle: Oracle) -> None:
-    """Write both sides of a task into the folder of its suite."""
+    """Write both sides of a task into the folder of its suite. ValueError for an id that is no name of a file there."""
     for side in (task, oracle):
-        (folder / f"{task.ref.task}.{side.type_name}").write_bytes(encode(side)[0])
+        inner(folder, f"{task.ref.task}.{side.type_name}").write_bytes(encode(side)[0])
 
 
 def write_index(name: str, folder: Path, ids: Iterable[str], source: str, trust: Trust) -> FolderSuite:
@@ -210,21 +214,31 @@ def open_suite(name: str, root: str | Path = "suites") -> Suite:
             return SUITES.get(source)(name.partition("/")[2], Path(root))
         except PluginError as error:
             raise UnknownSuite(str(error)) from None
-    if not name or ".." in Path(name).parts or Path(name).is_absolute():
-        raise UnknownSuite(f"{name!r} is not the name of a suite")
-    return FolderSuite(name, Path(root) / name)
+        except RecursionError:
+            raise UnknownSuite(f"{name!r:.200} holds too many suites, one inside another") from None
+    try:
+        folder = inner(Path(root), name)
+    except ValueError:
+        raise UnknownSuite(f"{name!a:.200} is not the name of a suite") from None
+    return FolderSuite(name, folder)
 
 
 def suite_plugins(names: Iterable[str]) -> tuple[Plugin, ...]:
     """The sources from outside among these suites. UnknownSuite as in `open_suite`."""
-    single = [name for each in names for name in _single(each.removeprefix(CANARY))]
     try:
-        return plugins((SUITES, [source for name in single if (source := _source(name))]))
+        return plugins((SUITES, [source for name in names for source in sources(name)]))
     except PluginError as error:
         raise UnknownSuite(str(error)) from None
 
 
-def _single(name: str) -> list[str]:
-    """The suites of a mix; any other suite alone."""
+def sources(name: str) -> Iterator[str]:
+    """The sources that a suite's name has, inside of mixes and canaries too; a folder has none. UnknownSuite for text
+    that is no mix."""
     source, _, rest = name.partition("/")
-    return [part for part, _ in parts(rest)] if source == MIX else [name]
+    if source == CANARY.removesuffix("/"):
+        yield from sources(rest)
+    elif source == MIX:
+        for part, _ in parts(rest):
+            yield from sources(part)
+    elif _source(name):
+        yield source

@@ -242,6 +242,7 @@ async def test_a_reward_that_raises_is_an_error_and_the_third_in_a_row_ends_the_
     connect: Connect, tmp_path: Path
 ) -> None:
     observer = await connect("admin")
+    registry.admit("rewards", ["acme.rewards:broken"])
     settings = config(tmp_path, algorithm=Algorithm(reward="acme.rewards:broken"))
     async with living(EnvironmentActor, settings, await connect("environment", node="n1"), ANY_RUN):
         judge = Judge(settings, await connect("judge"), "acme3", "j-1")
@@ -311,6 +312,7 @@ def test_a_reader_of_training_data_and_the_faults_of_one(tmp_path: Path) -> None
     ):
         opened("no")
     file.write_text('{"question": "1 + 1 is", "answer": "2"}\n' * 2)
+    registry.admit("readers", ["acme.rewards:half"])
     with pytest.raises(DataError, match=r"the reader 'acme\.rewards:half' raised AttributeError"):
         opened("acme.rewards:half")
     document = next(iter(opened("pairs")))

@@ -61,7 +61,7 @@ async def test_sums_are_graded_without_a_sandbox() -> None:
     reward = await rewarder.reward(made, right)
     assert reward == pytest.approx(0.9), "three tokens, two of them free"
     score = score_of(candidate, 1, right, reward, by=rewarder, wall_s=0.0)
-    assert [plugin.name for plugin in score.plugins] == ["priced_tests", "sums", "math_suite:worked"]
+    assert [plugin.name for plugin in score.plugins] == ["priced_tests", "sums", "worked"]
 
 
 async def test_the_reward_counts_single_tests() -> None:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from headrace import registry
 from headrace.judging.checkers import TIMEOUT_S, Message, check, waits_for
 from headrace.messages.tasks import Grading, Oracle, TaskRef, TestPlan
 
@@ -28,6 +29,7 @@ def slow_to_start(message: Message) -> float:
 
 
 async def test_the_start_of_a_checkers_process_does_not_count() -> None:
+    registry.admit("checkers", [f"{__name__}:slow_to_start"])
     grading = Grading(kind="checker", checker=f"{__name__}:slow_to_start")
     plan = TestPlan(kind="command", argv=("true",))
     oracle = Oracle(ref=TaskRef("toy", "1"), hidden={}, tests=plan, expected=(), solution={}, grading=grading)

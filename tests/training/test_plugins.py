@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headrace import registry
 from headrace.actors.trainer import records
 from headrace.training.device import TrainerError
 from headrace.training.trainer import PolicyTrainer, plugins_of
@@ -25,6 +26,8 @@ def doubled(rewards):
 def test_a_step_with_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_objective.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
+    registry.admit("losses", ["my_objective:plain"])
+    registry.admit("advantages", ["my_objective:doubled"])
     names = {"weighting": "my_objective:plain", "advantage": "my_objective:doubled"}
     config = msgspec.structs.replace(CONFIG, algorithm=msgspec.structs.replace(CONFIG.algorithm, **names))
     outcomes = []

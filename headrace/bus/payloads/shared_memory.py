@@ -193,10 +193,10 @@ class SharedMemoryStore:
         written it."""
         with os.fdopen(os.dup(file), "rb") as content:
             if len(path.name) == 64:
-                found = hashlib.file_digest(content, "sha256").hexdigest()
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
             else:
-                found = hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
-            if found == path.name:
+                digest = hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
+            if digest == path.name:
                 return
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file), path.lstat()):  # another process may have laid it anew

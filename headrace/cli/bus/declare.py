@@ -35,10 +35,10 @@ def declare(args: argparse.Namespace) -> int:
     from headrace.bus.connection import Bus
     from headrace.bus.errors import BusError
     from headrace.bus.nats import streams
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.launch.output import say
 
-    config = load(args.config, args.set)
+    config = own(args.config, args.set)
     url, credentials = args.url or config.bus.url, args.credentials or config.bus.credentials
     if not url:
         raise BusError("expected a broker: --url nats://host:port, or [bus] url in --config")

@@ -32,10 +32,10 @@ def _tell(line: str) -> None:
 
 def build_image(args: argparse.Namespace) -> int:
     """Build and store the image; print its description as a JSON line."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.vmhost.images import building, imported
 
-    cache = Path(load(args.config, args.set).environment.cache_dir).absolute()
+    cache = Path(own(args.config, args.set).environment.cache_dir).absolute()
     request = imported.Request(name=args.name, memory_mb=args.memory_mb or imported.MEMORY_MB)
     options = building.BuildOptions(
         file=args.file, reference=args.tag, arguments=tuple(args.build_arg), timeout_s=args.timeout_s

@@ -21,10 +21,10 @@ def add(commands: "Commands") -> None:
 
 def gc(args: argparse.Namespace) -> int:
     """Remove the entries; print a line for each, and the sum."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.vmhost.templates import cache_gc
 
-    environment = load(args.config, args.set).environment
+    environment = own(args.config, args.set).environment
     removed = cache_gc.collect(environment, tuple(args.forget), cache_gc.IMAGES)
     for entry in removed:
         say(f"gone {entry.mib:8.1f} MiB  {entry.what:<28} {Path(entry.path).name}")

@@ -22,11 +22,11 @@ def add(commands: "Commands") -> None:
 
 def list_images(args: argparse.Namespace) -> int:
     """Print the images; exit code 1 when one is damaged."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.vmhost.errors import VmhostError
     from headrace.vmhost.images import imported, store
 
-    cache = Path(load(args.config, args.set).environment.cache_dir).absolute()
+    cache = Path(own(args.config, args.set).environment.cache_dir).absolute()
     code = 0
     checked: dict[str, bool] = {}
     for name in imported.names(cache):

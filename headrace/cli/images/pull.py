@@ -26,10 +26,10 @@ def add(commands: "Commands") -> None:
 
 def pull(args: argparse.Namespace) -> int:
     """Pull the image; print its description as a JSON line."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.vmhost.images import imported, registry
 
-    cache = Path(load(args.config, args.set).environment.cache_dir).absolute()
+    cache = Path(own(args.config, args.set).environment.cache_dir).absolute()
     request = imported.Request(name=args.name, memory_mb=args.memory_mb or imported.MEMORY_MB)
     show(registry.pull(cache, args.reference, request, lambda line: sys.stderr.write(f"headrace: {line}\n")))
     return 0

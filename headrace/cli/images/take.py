@@ -26,10 +26,10 @@ def add(commands: "Commands") -> None:
 
 def take(args: argparse.Namespace) -> int:
     """Import the image; print its description as a JSON line."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.vmhost.images import imported, skopeo
 
-    cache = Path(load(args.config, args.set).environment.cache_dir).absolute()
+    cache = Path(own(args.config, args.set).environment.cache_dir).absolute()
     memory = args.memory_mb or imported.MEMORY_MB
     if args.path.startswith(skopeo.TRANSPORTS):
         show(skopeo.take(cache, args.path, imported.Request(name=args.name, memory_mb=memory)))

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 def keys_of(args: argparse.Namespace) -> "ApiKeys":
     """The keys of the configuration: ``[production] keys``, or keys.json in the folder of runs."""
-    from headrace.config import load
     from headrace.gateway.tenants.keys import ApiKeys, key_file
+    from headrace.launch.admission import own
 
-    return ApiKeys(key_file(load(args.config, args.set)))
+    return ApiKeys(key_file(own(args.config, args.set)))

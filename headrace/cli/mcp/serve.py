@@ -33,12 +33,13 @@ async def serve(config: Config, args: argparse.Namespace) -> int:
     from headrace.harness.mcp import serve as mcp
     from headrace.harness.tools.registry import schemas_of
     from headrace.messages.sandbox import PullTar
-    from headrace.registry import PluginError
+    from headrace.registry import PluginError, admit
     from headrace.vmhost.errors import VmhostError
 
     if importlib.util.find_spec("mcp") is None:
         raise VmhostError("headrace mcp serve needs the package mcp: pip install 'headrace[mcp]'")
     try:
+        admit("tools", args.tools)
         schemas_of(tuple(args.tools))
     except PluginError as error:
         raise ConfigError(f"--tools: {error}") from None

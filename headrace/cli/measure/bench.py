@@ -36,16 +36,16 @@ def add(commands: "Commands") -> None:
 def bench(args: argparse.Namespace) -> int:
     """Run the benchmark; 1 if trials have no verdict, or if the report differs from the streams."""
     from headrace.cli.replay.rejudge import verdicts
-    from headrace.config import load
+    from headrace.launch.admission import own, suite
     from headrace.launch.measuring.benchmark import Wanted, benchmark, recomputed
     from headrace.launch.session import looped
 
-    config = load(args.config, args.set)
+    config = own(args.config, args.set)
     if args.again:
         return looped(recomputed(args.policy, Path(config.run.dir), args.again, lambda of: verdicts(of, None)))
     wanted = Wanted(
         policies=(args.against, args.policy) if args.against else (args.policy,),
-        suite=args.suite or config.tasks.heldout,
+        suite=suite(args.suite) or config.tasks.heldout,
         tasks=args.tasks,
         trials=args.trials,
         temperature=args.temperature,

@@ -28,7 +28,7 @@ def add(commands: "Commands") -> None:
 
 def estimate(args: argparse.Namespace) -> int:
     """Measure products for a second, and print the time of each part of the run."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.launch.output import say
     from headrace.launch.runs import RunError
     from headrace.policy.config import CheckpointError
@@ -37,7 +37,7 @@ def estimate(args: argparse.Namespace) -> int:
     from headrace.rendering.base import RendererError
     from headrace.training.figures import duration
 
-    config = load(args.config, args.set)
+    config = own(args.config, args.set)
     if config.engine.kind != "embedded" or config.trainer.device == "cuda":
         raise RunError(
             'headrace estimate measures CPUs: it needs [engine] kind = "embedded" and a trainer on the CPU', 2

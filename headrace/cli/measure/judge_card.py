@@ -25,9 +25,9 @@ def handle(args: argparse.Namespace) -> int:
     """Write the card and print a line per criterion; 1 if the card gives a criterion no weight."""
     import msgspec
 
-    from headrace.config import load
     from headrace.judging.rubrics.client import EndpointFailed, EndpointRefused
     from headrace.judging.rubrics.rubric import RubricError
+    from headrace.launch.admission import own
     from headrace.launch.output import say
     from headrace.launch.runs import RunError
     from headrace.launch.session import looped
@@ -35,7 +35,7 @@ def handle(args: argparse.Namespace) -> int:
     made: list[Card] = []
 
     async def body() -> int:
-        made.append(await measure(load(args.config, args.set), args.labels))
+        made.append(await measure(own(args.config, args.set), args.labels))
         return 0
 
     try:

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_elsewhere, add_run, add_set, integer
+from headrace.cli.arguments import add_elsewhere, add_plugins, add_run, add_set, integer
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
@@ -28,6 +28,7 @@ def add(commands: "Commands") -> None:
         metavar="MINUTES",
         help="also print an address with users' sessions, valid for MINUTES",
     )
+    add_plugins(parser)
     parser.set_defaults(handler=dashboard)
 
 
@@ -79,11 +80,12 @@ async def _elsewhere(args: argparse.Namespace, closing: "AsyncExitStack") -> int
     from pathlib import Path
 
     from headrace.bus.broker.credentials import of_run
-    from headrace.config import ConfigError, load
+    from headrace.config import ConfigError
     from headrace.dashboard.live.server import Address
+    from headrace.launch.admission import own
     from headrace.launch.site import site_of
 
-    config = load(args.config, args.set)
+    config = own(args.config, args.set)
     for key, value in (("run.id", config.run.id), ("bus.url", config.bus.url)):
         if not value:
             raise ConfigError(f"{args.config}: {key}: the page finds the run and its broker by it; set {key}")

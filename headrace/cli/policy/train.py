@@ -27,7 +27,7 @@ def add(commands: "Commands") -> None:
 
 def handle(args: argparse.Namespace) -> int:
     """Train, print progress, and write the folder."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.policy.config import CheckpointError
     from headrace.rendering.base import RendererError
     from headrace.training.checkpoint import CheckpointError as Damaged
@@ -36,7 +36,7 @@ def handle(args: argparse.Namespace) -> int:
     from headrace.training.mid_training import MidTrainingFailed
     from headrace.training.parallel.interface import GroupError
 
-    config, target = load(args.config, args.set), Path(args.dir)
+    config, target = own(args.config, args.set), Path(args.dir)
     if target.exists():
         raise RunError(f"{target} exists: expected a new folder", 2)
     if not config.mid_training.tokens:

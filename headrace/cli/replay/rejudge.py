@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.cli.arguments import add_changes, add_run, integer
+from headrace.cli.arguments import add_changes, add_plugins, add_run, integer
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
@@ -38,6 +38,7 @@ def add(commands: "Commands") -> None:
     add_changes(
         parser, "use another reward or rubric judge: algorithm.reward*, algorithm.length*, judge.rubric*, judge.model*"
     )
+    add_plugins(parser)
     parser.set_defaults(handler=handle)
 
 
@@ -97,6 +98,7 @@ CHANGED = {"algorithm": ("length_", "reward", "todo_", "broken_call_"), "judge":
 def with_rewards(config: "Config", entries: list[str]) -> "Config":
     """The run's configuration with other rewards or another rubric judge. ConfigError, RunError."""
     from headrace.config import parse
+    from headrace.launch.admission import changes
 
     # The keys of a rubric judge need one another, so the run's own are set beside the changes.
     own_keys = {name: getattr(config.judge, name) for name in config.judge.__struct_fields__}
@@ -105,6 +107,7 @@ def with_rewards(config: "Config", entries: list[str]) -> "Config":
         for name, value in own_keys.items()
         if name.startswith(CHANGED["judge"])
     ]
+    changes(entries)
     parsed = parse("", "--with", [*stored, *entries])
     for entry in entries:
         section, _, key = entry.partition("=")[0].strip().partition(".")

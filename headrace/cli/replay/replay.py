@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.cli.arguments import add_changes, integer
+from headrace.cli.arguments import add_changes, add_plugins, integer
 from headrace.launch import runs
 from headrace.launch.output import complain, say
 from headrace.launch.runs import RunError
@@ -36,15 +36,18 @@ def add(commands: "Commands") -> None:
     parser.add_argument("--debug", action="store_true", help="stop before the backward pass, in pdb")
     parser.add_argument("--to", default="", metavar="DIR", help="write a bundle that replays without broker and run")
     add_changes(parser, "take the step with another objective and report the difference")
+    add_plugins(parser)
     parser.set_defaults(handler=replay)
 
 
 def replay(args: argparse.Namespace) -> int:
     """Check the combination of options, then run the mode they choose."""
+    from headrace.launch.admission import changes
     from headrace.replay.recorded_run import ReplayError
     from headrace.training.device import TrainerError
 
     _check(args)
+    changes(args.changes)
     try:
         if args.trajectory is not None:
             return _looped(_trajectory(args))

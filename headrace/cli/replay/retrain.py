@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.cli.arguments import add_changes, add_run, integer
+from headrace.cli.arguments import add_changes, add_plugins, add_run, integer
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
@@ -30,6 +30,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("--judge", default="", metavar="VERSION", help="learn from the scores that `rejudge` wrote")
     parser.add_argument("--steps", type=integer(0), default=0, help="number of steps; 0 means all")
     parser.add_argument("--follow", action="store_true", help="follow an active run")
+    add_plugins(parser)
     parser.set_defaults(handler=handle)
 
 
@@ -44,6 +45,7 @@ async def retrain(args: argparse.Namespace) -> int:
     """Run the command on the event loop."""
     from headrace.config import load
     from headrace.launch import runs
+    from headrace.launch.admission import changes
     from headrace.launch.session import bus_of
     from headrace.replay import recorded_run
     from headrace.replay import rejudge as rejudging
@@ -55,6 +57,7 @@ async def retrain(args: argparse.Namespace) -> int:
 
     folder = runs.find(args.run)
     run_config = load(folder.config)
+    changes(args.changes)
     try:
         config = other(run_config, args.changes)[0] if args.changes else run_config
         async with bus_of(folder, "replay") as bus:

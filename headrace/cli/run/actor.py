@@ -23,7 +23,7 @@ def add(commands: "Commands") -> None:
 
 def actor(args: argparse.Namespace) -> int:
     """Run the actors in this process."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.launch.serve import serve
 
-    return serve(load(args.config, args.set), args.names.split(","), args.run, args.url, args.credentials)
+    return serve(own(args.config, args.set), args.names.split(","), args.run, args.url, args.credentials)

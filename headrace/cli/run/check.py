@@ -19,12 +19,12 @@ def add(commands: "Commands") -> None:
 
 def check(args: argparse.Namespace) -> int:
     """Print a line per finding, problems first; 1 when there is a problem, 2 when the configuration is wrong."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.launch.checks import actors, machine, model, network, trainer, versions
     from headrace.launch.output import say
     from headrace.launch.session import looped
 
-    config = load(args.config, args.set)
+    config = own(args.config, args.set)
 
     async def body() -> int:
         findings = [*actors.check(config), *machine.check(config), *model.check(config), *trainer.check(config)]

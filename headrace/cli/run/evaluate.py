@@ -24,10 +24,10 @@ def add(commands: "Commands") -> None:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Run the evaluation; 1 when infrastructure failures left tasks without a verdict."""
-    from headrace.config import load
+    from headrace.launch.admission import own, suite
     from headrace.launch.measuring.evaluation import Measurement
     from headrace.launch.measuring.evaluation import evaluate as measure
     from headrace.launch.session import looped
 
-    wanted = Measurement(policy=args.policy, suite=args.suite, tasks=args.tasks, temperature=args.temperature)
-    return looped(measure(load(args.config, args.set), wanted))
+    wanted = Measurement(policy=args.policy, suite=suite(args.suite), tasks=args.tasks, temperature=args.temperature)
+    return looped(measure(own(args.config, args.set), wanted))

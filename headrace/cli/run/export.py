@@ -35,6 +35,7 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
     """Rebuild the version from the stream, verify it, and write the folder."""
     from headrace.bus.payloads import renderer_bundles
     from headrace.config import Config, load
+    from headrace.launch.admission import own
     from headrace.policy.adapters import peft
     from headrace.policy.config import CheckpointError
     from headrace.policy.layout.export import Export
@@ -44,7 +45,7 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
     from headrace.weights.publishing import precision
 
     folder, target = chain.folder, Path(args.dir)
-    config = load(args.config) if args.config else load(folder.config) if folder.config.is_file() else Config()
+    config = own(args.config) if args.config else load(folder.config) if folder.config.is_file() else Config()
     bundle = await renderer_bundles.fetch(chain.bus, folder.id)
     if bundle is None:
         raise RunError(f"run {folder.id} has no renderer bundle in HR_STATE: its trainer never started", 1)

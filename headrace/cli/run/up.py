@@ -20,11 +20,11 @@ def add(commands: "Commands") -> None:
 
 def up(args: argparse.Namespace) -> int:
     """Start the run; returns when it has ended and every process is gone."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.launch.session import looped
     from headrace.launch.up import up as start
 
-    config = load(args.config, args.set)
+    config = own(args.config, args.set)
     refuse_data(config)
     return looped(start(config))
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import RUN_HELP
+from headrace.cli.arguments import RUN_HELP, add_plugins
 from headrace.launch.output import say_report
 from headrace.launch.runs import RunError
 
@@ -22,6 +22,7 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser("learn", help="learn an adapter from the searches and edits of runs, and measure it")
     parser.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="file to write; must be new")
+    add_plugins(parser)
     parser.set_defaults(handler=handle)
 
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_run
+from headrace.cli.arguments import add_plugins, add_run
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
@@ -22,6 +22,7 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser("atif", help="write a run's trajectories as ATIF 1.7, one per line")
     add_run(parser, optional=False)
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
+    add_plugins(parser)
     parser.set_defaults(handler=handle)
 
 

@@ -50,10 +50,10 @@ async def examine(args: argparse.Namespace) -> int:
     """Examine the suite in sandboxes of this machine and write its file."""
     import asyncio
 
-    from headrace.config import load
     from headrace.judging import rules
     from headrace.judging.certifying import certify as certificate_of
     from headrace.judging.machines import HostMachines
+    from headrace.launch import admission
     from headrace.launch.guests import prepare_host
     from headrace.messages.sandbox import NoCapacity, SandboxLost
     from headrace.registry import PluginError
@@ -62,9 +62,9 @@ async def examine(args: argparse.Namespace) -> int:
     from headrace.tasks.certificates import BUNDLED, append, begun, sample_of, source_of, task_hash, write
     from headrace.vmhost.node.host import Host
 
-    config = load(args.config, args.set)
+    config = admission.own(args.config, args.set)
     try:
-        suite = open_suite(args.suite, config.tasks.dir)
+        suite = open_suite(admission.suite(args.suite), config.tasks.dir)
         ids = list(sample_of(suite))
     except UnknownSuite as error:
         raise RunError(str(error)) from None
@@ -147,10 +147,10 @@ def certificates(args: argparse.Namespace) -> int:
     """Print the certificates of a suite, or one whole certificate as JSON."""
     import msgspec
 
-    from headrace.config import load
+    from headrace.launch import admission
     from headrace.tasks.certificates import read
 
-    config = load(args.config, args.set)
+    config = admission.own(args.config, args.set)
     try:
         made = read(args.suite, config.tasks.dir)
     except ValueError as error:

@@ -25,7 +25,7 @@ def add(commands: "Commands") -> None:
 
 def handle(args: argparse.Namespace) -> int:
     """Write the folders; 1 when no task could be written."""
-    from headrace.config import load
+    from headrace.launch import admission
     from headrace.tasks import open_suite
     from headrace.tasks.base import UnknownSuite
     from headrace.tasks.exporting.harbor import export
@@ -33,7 +33,7 @@ def handle(args: argparse.Namespace) -> int:
     if args.dir.exists() and any(args.dir.iterdir()):
         raise RunError(f"{args.dir} is not empty; name a new folder")
     try:
-        suite = open_suite(args.suite, load(args.config, args.set).tasks.dir)
+        suite = open_suite(admission.suite(args.suite), admission.own(args.config, args.set).tasks.dir)
         done = export(suite, suite.ids()[: args.tasks], args.dir, args.organisation)
     except UnknownSuite as error:
         raise RunError(str(error)) from None

@@ -34,14 +34,14 @@ def from_sdist(args: argparse.Namespace) -> int:
 
 async def build(args: argparse.Namespace) -> int:
     """Build the suite; every mutation is verified in a sandbox."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.launch.guests import prepare_host
     from headrace.tasks.packages import lab, sdist
     from headrace.vmhost.node.host import Host
 
     if bool(args.package) == bool(args.path):
         raise RunError("expected either a package (NAME==VERSION) or a source tree (--path DIR)")
-    config = load(args.config, args.set)
+    config = own(args.config, args.set)
     await prepare_host(config)
     host = await Host.open(config.environment, limits=config.sandboxes)
     try:

@@ -42,11 +42,12 @@ def add(commands: "Commands") -> None:
 
 def handle(args: argparse.Namespace) -> int:
     """Import the tasks that are not imported yet; 1 when the suite has no task afterwards."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.tasks.base import UnknownSuite
     from headrace.tasks.importing import harbor, jsonl, swebench, swesmith, verifiers
     from headrace.tasks.importing.base import ImportOptions, SourceError
     from headrace.tasks.importing.writing import REPORT, import_suite
+    from headrace.tasks.verifiers.process import python_of
 
     modules = {"swebench": swebench, "swesmith": swesmith, "harbor": harbor, "jsonl": jsonl, "verifiers": verifiers}
     name = args.name or args.source.resolve().stem
@@ -71,7 +72,7 @@ def handle(args: argparse.Namespace) -> int:
         count=args.count,
     )
     _check_tools(options.tools)
-    folder = Path(load(args.config, args.set).tasks.dir) / name
+    folder = Path(own(args.config, args.set).tasks.dir) / name
     try:
         report = import_suite(name, folder, f"{args.format} {args.source}", modules[args.format].read(options))
     except (SourceError, UnknownSuite) as error:
@@ -84,14 +85,17 @@ def handle(args: argparse.Namespace) -> int:
         say(f"{count} of {report.tasks} tasks: {note}")
     trust = "; verdicts are read from logs, so training needs [tasks] train_on_logs" if report.trust == "log" else ""
     say(f"{report.tasks} tasks ({report.made} new), {len(report.refused)} refused in {folder} ({REPORT}){trust}")
+    if args.format == "verifiers":
+        say(f'a run on it needs [run.plugins] checkers = ["{python_of(args.python)}:{args.source}"]')
     return 0 if report.tasks else 1
 
 
 def _check_tools(names: tuple[str, ...]) -> None:
     from headrace.harness.tools.registry import schemas_of
-    from headrace.registry import PluginError
+    from headrace.registry import PluginError, admit
 
     try:
+        admit("tools", names)
         schemas_of(names)
     except PluginError as error:
         raise RunError(f"--tools: {error}") from None

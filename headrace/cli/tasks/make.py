@@ -63,12 +63,12 @@ def make(args: argparse.Namespace) -> int:
 
 async def build(args: argparse.Namespace) -> int:
     """Make tasks of one source after another."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.launch.guests import prepare_host
     from headrace.tasks.making.journal import Journal
     from headrace.vmhost.node.host import Host
 
-    config = load(args.config, args.set)
+    config = own(args.config, args.set)
     journal = Journal(args.name, Path(config.tasks.dir))
     await prepare_host(config)
     host = await Host.open(config.environment, limits=config.sandboxes)

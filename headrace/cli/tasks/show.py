@@ -21,12 +21,12 @@ def add(commands: "Commands") -> None:
 
 def show(args: argparse.Namespace) -> int:
     """Print prompt and files; hidden tests are never shown."""
-    from headrace.config import load
+    from headrace.launch import admission
     from headrace.tasks import open_suite
     from headrace.tasks.base import UnknownSuite, both_sides
 
     try:
-        task, _ = both_sides(open_suite(args.suite, load(args.config).tasks.dir), args.task)
+        task, _ = both_sides(open_suite(admission.suite(args.suite), admission.own(args.config).tasks.dir), args.task)
     except UnknownSuite as error:
         raise RunError(str(error)) from None
     say(f"{task.ref.suite} {task.ref.task} ({task.family})\n{task.prompt}\n")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import add_set, integer, number
-from headrace.config import load
+from headrace.launch.admission import own
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
@@ -43,7 +43,7 @@ def add(commands: "Commands") -> None:
 
 def join(args: argparse.Namespace) -> int:
     """Run this machine's ranks until SIGTERM; 1 when the trainer refuses this node."""
-    config = load(args.config, args.set)
+    config = own(args.config, args.set)
     node = node_of(os.environ) if args.node is None else args.node
     address = args.master or master_of(os.environ) or config.trainer.rendezvous
     if config.trainer.nodes == 1:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import add_set, integer, number
 from headrace.config import load
+from headrace.launch.admission import own
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
@@ -69,7 +70,7 @@ def plan(args: argparse.Namespace) -> int:
             config = load("", [f"algorithm.learning_rate={LEARNING_RATE}", *args.set])
             policy = hugging_face.read(path if path.is_dir() else path.parent)
         else:
-            config = load(args.config, args.set)
+            config = own(args.config, args.set)
             policy = hugging_face.of_run(config)
         layout = layout_of(config)
         cpu, context = config.trainer.device == "cpu", args.context or layout.context

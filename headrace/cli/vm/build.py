@@ -29,12 +29,12 @@ def add(commands: "Commands") -> None:
 
 def build(args: argparse.Namespace) -> int:
     """Build and cache the template; with --base store its recipe, and restore the old one when the build fails."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.messages.sandbox import Exec
     from headrace.vmhost.images import base
     from headrace.vmhost.templates import task_templates
 
-    environment = load(args.config, args.set).environment
+    environment = own(args.config, args.set).environment
     end_together()
     if args.base:
         steps = tuple(Exec(argv=("sh", "-c", step), timeout_s=3600.0, output_cap=8192) for step in args.step)

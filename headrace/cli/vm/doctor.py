@@ -19,10 +19,10 @@ def add(commands: "Commands") -> None:
 
 def doctor(args: argparse.Namespace) -> int:
     """Print a line per finding; 1 when this host cannot run microVMs."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.vmhost.node.doctor import doctor as examine
 
-    findings = examine(load(args.config, args.set).environment)
+    findings = examine(own(args.config, args.set).environment)
     for finding in findings:
         say(f"{'ok  ' if finding.good else 'BAD '} {finding.text}")
     return 0 if all(finding.good for finding in findings) else 1

@@ -25,10 +25,10 @@ def add(commands: "Commands") -> None:
 
 def gc(args: argparse.Namespace) -> int:
     """Print a line per entry and the sum."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.vmhost.templates import cache_gc
 
-    environment = load(args.config, args.set).environment
+    environment = own(args.config, args.set).environment
     if args.dry_run:
         for entry in cache_gc.holdings(environment):
             verdict, why = ("keep", entry.why) if entry.why else ("drop", "nothing refers to it")

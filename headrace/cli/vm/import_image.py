@@ -24,10 +24,10 @@ def add(commands: "Commands") -> None:
 
 def import_image(args: argparse.Namespace) -> int:
     """Import the image; print its description as a JSON line."""
-    from headrace.config import load
+    from headrace.launch.admission import own
     from headrace.vmhost.images import imported
 
-    cache = Path(load(args.config, args.set).environment.cache_dir).absolute()
+    cache = Path(own(args.config, args.set).environment.cache_dir).absolute()
     base = imported.take(cache, Path(args.path), args.name, args.tag)
     say_report(base)
     return 0

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.cli.arguments import add_config
-from headrace.config import Config, load
+from headrace.config import Config
+from headrace.launch.admission import own
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
@@ -45,7 +46,7 @@ def execute(command: Callable[[Config, argparse.Namespace], Awaitable[int]], arg
     from headrace.vmhost.errors import VmhostError
 
     try:
-        return looped(command(load(args.config, args.set), args))
+        return looped(command(own(args.config, args.set), args))
     except (SandboxLost, NoCapacity) as error:
         raise VmhostError(str(error)) from None
 

@@ -22,6 +22,7 @@ from headrace.launch.runs import RunError
 from headrace.launch.supervision.signals import Stopping, interruptible
 from headrace.ledger.requests import evaluation_words, settings_of
 from headrace.messages.rollout import PolicyRef
+from headrace.registry import admitted
 
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
@@ -153,7 +154,7 @@ def open_run(config: Config, named: Measurable, stopping: Stopping, closing: Asy
         )
     merged = msgspec.structs.replace(
         recorded,
-        run=msgspec.structs.replace(recorded.run, dir=str(folder.path.parent)),
+        run=msgspec.structs.replace(recorded.run, dir=str(folder.path.parent), plugins=admitted()),
         environment=config.environment,
         tasks=config.tasks,
         processes=Processes(groups=(*GROUPS, *PUBLISHERS) if named.checkpoint else GROUPS),

@@ -1,6 +1,7 @@
 """A process of a trainer's group other than the first: `python -m headrace.training.parallel.rank`.
 
-It needs torchrun's environment variables, and the configuration as the first line of its standard input (`ranks`).
+It needs torchrun's environment variables, and the configuration and the admitted names of outside parts as the first
+two lines of its standard input (`nodes.local`).
 """
 
 import faulthandler
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.registry import admit
 from headrace.training.parallel import group
 from headrace.training.parallel.interface import StepRaised
 from headrace.training.parallel.nodes import ranks
@@ -44,10 +46,12 @@ def main() -> None:
     """Join the group, repeat the calls of the first process, leave."""
     gc.freeze()  # the collector never visits what was imported, see headrace/garbage.py
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
-        line = pipe.readline()
-    if not line:
+        line, admitted = pipe.readline(), pipe.readline()
+    if not admitted:
         raise SystemExit("expected the configuration on standard input; the trainer's actor starts this program")
     hello = msgspec.json.decode(line, type=Hello)
+    for seam, names in msgspec.json.decode(admitted, type=dict[str, tuple[str, ...]]).items():
+        admit(seam, names)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     faulthandler.register(DUMP, all_threads=True)
     _log("info", "rank_started", f"process {os.getpid()}")

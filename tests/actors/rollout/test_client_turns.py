@@ -36,6 +36,7 @@ from headrace.policy import scoring
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
+from headrace.registry import admit
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.weights import tensor_state
 from tests.conftest import Connect
@@ -218,17 +219,16 @@ async def test_a_session_that_has_ended_is_rated_as_it_was_captured(
 async def test_a_session_of_a_client_names_the_plugins_that_sampled_it(
     connect: Connect, client: Client, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observer = await connect("admin")
     (tmp_path / "my_client_engine.py").write_text("from headrace.engines.embedded.part import open_engine\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    name = "my_client_engine:open_engine"
+    admit("engines", [name := "my_client_engine:open_engine"])
     settings = msgspec.structs.replace(config(tmp_path), engine=Engine(kind=name))
     async with living(Rollout, settings, await connect("rollout", node="n1"), run, "product"):
         await client.turn()
         group = client.session
         async with client.http.delete(f"{client.url}/v1/client/sessions/{group}") as answer:
             assert answer.status == 200
-    end = await trajectory_of(observer, run, group)
+    end = await trajectory_of(await connect("admin"), run, group)
     assert [(plugin.seam, plugin.name, len(plugin.source)) for plugin in end.plugins] == [("engines", name, 64)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headrace import registry
 from headrace.actors.trainer import initial_policy
 from headrace.actors.trainer.actor import Trainer
 from headrace.bus.broker.server import Server
@@ -41,6 +42,7 @@ async def test_version_0_is_mid_trained_and_its_tokenizer_kept(
 ) -> None:
     run = new_run()
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "extension"))
+    registry.admit("readers", ["acme.readers:Pairs"])
     (tmp_path / "own.pairs").write_text('{"question": "1 + 1 is", "answer": "2"}\n' * 3)
     lines = [json.dumps({"text": f"def f{number}(): return {number}"}) for number in range(40)]
     (tmp_path / "code.jsonl").write_text("\n".join(lines))

@@ -9,7 +9,7 @@ from headrace.harness.tools.todo import TOOL as TODO
 from headrace.harness.tools.toolbox import Toolbox, tools_of
 from headrace.messages import tasks
 from headrace.messages.rollout import ToolCall
-from headrace.registry import PluginError
+from headrace.registry import PluginError, admit
 from headrace.rendering.schemas import ToolSchema
 from headrace.tasks.generated.repositories import make
 from headrace.tasks.local import LocalFiles
@@ -39,12 +39,14 @@ def test_every_tool_of_the_package_is_there_and_tasks_say_which_they_offer() -> 
     assert [schema.name for schema in schemas_of(tasks.DEFAULT_TOOLS)] == list(tasks.DEFAULT_TOOLS)
     with pytest.raises(PluginError, match=r"expected one of .*keyword_search.* or module:attribute, got 'grep'"):
         Toolbox(["grep"])
+    admit("tools", [OUTSIDE])
     with pytest.raises(PluginError, match="two tools of a task are called 'count_files'"):
         schemas_of((OUTSIDE, OUTSIDE))
 
 
 @pytest.mark.anyio
 async def test_a_tool_from_outside_answers_and_its_exception_is_an_answer() -> None:
+    admit("tools", [OUTSIDE])
     box = Toolbox([*tools_of(TASK), OUTSIDE])
     call = ToolCall(id="0.0", name="count_files")
     result = await box.run(call, LocalFiles({"a": b"", "b": b""}), TASK)

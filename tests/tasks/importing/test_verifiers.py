@@ -11,7 +11,7 @@ from headrace.cli.main import main
 from headrace.judging import verifiers as checker
 from headrace.judging.checkers import CheckerError, check
 from headrace.messages.tasks import Oracle
-from headrace.registry import PluginError
+from headrace.registry import PluginError, admit
 from headrace.tasks import Suite, open_suite
 from headrace.tasks.importing import verifiers as importer
 from tests.support.paths import ROOT
@@ -108,6 +108,7 @@ async def test_the_rewards_of_a_taskset_decide(
     task, oracle = suite.task("sum__1"), suite.oracle("sum__1")
     assert (task.prompt, task.system, task.sandbox, oracle.answer) == ("1 + 1?", "Be short.", False, "2")
     assert "answer" not in task.prompt and not task.files, "the agent's part does not hold the task's data"
+    admit("checkers", [f"{oracle.grading.reference['python']}:sums_v1"])
     passed, failed = [await played(None, suite, "sum__1", policy) for policy in ("oracle", "idle")]
     assert (passed.decision, passed.value) == ("passed", 1.5)
     assert (failed.decision, failed.value) == ("failed", 0.5)
@@ -137,4 +138,6 @@ async def test_a_reward_that_raises_is_named(tmp_path: Path) -> None:
 
 async def graded(oracle: Oracle, text: str) -> float:
     """The checker's number for a message."""
+    told = oracle.grading.reference
+    admit("checkers", [f"{told['python']}:{told['taskset']}"])
     return await check(oracle, "", text)

@@ -1,10 +1,10 @@
 """Starts the processes of a trainer's group on this machine, watches them, and ends them with their starter.
 
 Each is `python -m headrace.training.parallel.rank` with torchrun's environment variables (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT). Its standard input is a pipe from the starter: the configuration comes through it, and the
-end of the pipe means that the starter is gone. So no process outlives it, however it ends. Its output goes to a log
-file of its own (`nodes.logs`). A process that a signal stops and that nobody continues is killed, as `headrace up` does
-with its children.
+MASTER_ADDR, MASTER_PORT). Its standard input is a pipe from the starter: the configuration comes through it, then the
+names from outside that the starter has admitted (headrace/registry.py), and the end of the pipe means that the starter
+is gone. So no process outlives it, however it ends. Its output goes to a log file of its own (`nodes.logs`). A process
+that a signal stops and that nobody continues is killed, as `headrace up` does with its children.
 """
 
 import os
@@ -22,6 +22,7 @@ import msgspec
 from headrace.config import Config
 from headrace.process_stat import LOOK_S, STOPPED_S, Stops, stopped_too_long
 from headrace.python_modules import module_command
+from headrace.registry import admitted
 from headrace.training.device import TrainerError
 from headrace.training.parallel.interface import Loss
 from headrace.training.parallel.nodes.logs import RankLog
@@ -80,7 +81,8 @@ class LocalRanks:
         """Start the processes with these ranks. failed: gets each one that has ended, and its exit. logs: folder of
         their logs. TrainerError when that cannot be written."""
         self._failed, self._numbers = failed, numbers
-        line = msgspec.json.encode(hello) + b"\n"
+        # What this machine's configuration admits, not what node 0 says.
+        line = msgspec.json.encode(hello) + b"\n" + msgspec.json.encode(admitted()) + b"\n"
         try:
             self._logs = [RankLog(logs, rank) for rank in numbers]
         except OSError as error:
