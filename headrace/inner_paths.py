@@ -22,3 +22,18 @@ def inner(root: Path, name: str) -> Path:
     if not is_inner(name):
         raise ValueError(f"expected a relative path without '..', got {name!a:.200}")
     return root / name
+
+
+def own_file(root: Path, path: str, ending: str) -> Path:
+    """The file that a message names by its path on this machine, where it is a regular file below `root` once links are
+    followed, and its name has this ending. ValueError for any other path; FileNotFoundError when it is gone."""
+    wrong = f"expected a file {ending} below {root}, got {path!a:.200}"
+    try:
+        file = Path(path).resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, NUL, half a surrogate
+        raise ValueError(wrong) from None
+    if not file.is_relative_to(root.resolve()) or not file.name.endswith(ending) or not path.endswith(ending):
+        raise ValueError(wrong)
+    if not file.is_file():
+        raise ValueError(wrong) if file.exists() else FileNotFoundError(path)
+    return file

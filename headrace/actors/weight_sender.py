@@ -21,6 +21,7 @@ from headrace.bus.errors import Unrecoverable, WrongSequence
 from headrace.bus.nats import capacity
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
+from headrace.inner_paths import own_file
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD, token
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightManifest
@@ -179,6 +180,13 @@ class WeightSender(Actor):
         async for received in self.bus.follow("HR_EVENT", where, start=last.seq if last else 1):
             ready = received.message
             if isinstance(ready, SnapshotReady) and (self._wanted is None or ready.version >= self._wanted.version):
+                try:
+                    await asyncio.to_thread(own_file, Path(self.config.run.dir), ready.path, ".safetensors")
+                except OSError:
+                    pass  # the trainer has deleted it for a newer one, which is announced next
+                except ValueError as error:
+                    await self.event("snapshot_refused", f"version {ready.version}: {error}", level="error")
+                    continue
                 self._wanted, self._origin = ready, tracing.link(received)
                 self._news.set()
 

@@ -234,5 +234,7 @@ class Environment(Section, frozen=True, kw_only=True):
     template_memory_mb: Count = 2048
     """MiB of template memory that this node keeps (some 200 for each class of machines). Beyond it, templates that no
     machine uses are dropped, the least recently used first; they are read again when needed. 0: no limit."""
+    private_places: tuple[Word, ...] = ()
+    """Places on this machine and in private networks, as name:port, that the network lists of tasks may contain."""
     cache_dir: Path = ".cache/headrace"
     """Folder of guest image and templates, content-addressed; all runs share it."""

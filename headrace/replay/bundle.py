@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.config import ConfigError, load
+from headrace.inner_paths import is_inner
 from headrace.messages.base import Message
 from headrace.messages.codec import UnreadableMessage, decode_as, encode
 from headrace.messages.judging import Score
@@ -97,6 +98,8 @@ def read(folder: Path) -> RecordedRun:
     """The recorded run of one step. ReplayError when the bundle is damaged, incomplete, or of a later headrace."""
     index = _index(folder)
     for name, expected in index.files.items():
+        if not is_inner(name):
+            raise ReplayError(f"the bundle {folder} is damaged, its {INDEX} names {name!a:.80}")
         file = folder / name
         if not file.is_file():
             raise ReplayError(f"the bundle {folder} is incomplete, it lacks {name}: copy or write it again")

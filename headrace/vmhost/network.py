@@ -2,9 +2,9 @@
 
 A task may list destinations (`Acquire.network`, such as ``pypi.org:443`` or ``*.debian.org:80``). The guest has no
 network card and no resolver; its proxy (guest/tunnel.py) sends a name and a port, and this side decides, resolves and
-connects. Requests are logged whether they are allowed or refused. A listed name that resolves to an address of the host
-or of a private network is refused too, unless the list contains that address: the owner of a name must not choose
-targets behind the firewall.
+connects. Requests are logged whether they are allowed or refused. A listed place at an address of the host or of a
+private network is refused too, unless `[environment] private_places` of this node names it: neither a task's author
+nor the owner of a name chooses targets behind the firewall.
 
 The content of TLS connections is not inspected. A listed server that forwards requests extends the list to its targets.
 """
@@ -54,13 +54,21 @@ def _split(place: str) -> tuple[str, str]:
     return (match[1] or match[2]).lower().rstrip("."), match[3]
 
 
-class Gate:
-    """Network access of one sandbox. `allowed` are ``name:port`` patterns; `events` receives each request."""
+def _matches(places: Sequence[tuple[str, str]], name: str, port: str) -> bool:
+    return any(fnmatchcase(name, pattern) and allowed in ("*", port) for pattern, allowed in places)
 
-    def __init__(self, channel: Channel, name: str, allowed: Sequence[str], events: OnEvent) -> None:
-        check(allowed)
+
+class Gate:
+    """Network access of one sandbox. `allowed` are ``name:port`` patterns, and `private` those of the operator for
+    addresses that are not public; `events` receives each request."""
+
+    def __init__(
+        self, channel: Channel, name: str, allowed: Sequence[str], private: Sequence[str], events: OnEvent
+    ) -> None:
+        check((*allowed, *private))
         self._channel, self._name, self._events = channel, name, events
         self._allowed = [_split(place) for place in allowed]
+        self._private = [_split(place) for place in private]
         self._job = 0
         self._records = Records()
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -152,19 +160,17 @@ class Gate:
     async def _connect(self, place: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection to a listed destination. ValueError when it is not listed; OSError, TimeoutError."""
         name, port = _split(place)
-        if not any(
-            fnmatchcase(name, pattern) and allowed_port in ("*", port) for pattern, allowed_port in self._allowed
-        ):
+        if not _matches(self._allowed, name, port):
             raise ValueError(f"{place} is not on this task's list")
         loop = asyncio.get_running_loop()
         addresses = await loop.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
         for *_, pair in addresses:
             address = str(pair[0])
-            named = name in ("localhost", address) and any(pattern == name for pattern, _ in self._allowed)
-            if named or ipaddress.ip_address(address.partition("%")[0]).is_global:
+            public = ipaddress.ip_address(address.partition("%")[0]).is_global
+            if public or _matches(self._private, name, port):
                 async with asyncio.timeout(_CONNECT_S):
                     return await asyncio.open_connection(address, int(port))
-        raise ValueError(f"{place} resolves to a private address that the list does not contain")
+        raise ValueError(f"{place} has a private address, and the node's [environment] private_places do not name it")
 
     async def _feed(self, data: bytes) -> None:
         header = {"op": "feed_job", "job": self._job, "last": False}

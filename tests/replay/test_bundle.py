@@ -59,6 +59,12 @@ def _flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+def _rename(bundle: Path, name: str) -> None:
+    index = json.loads((bundle / "bundle.json").read_text())
+    index["files"][name] = "0" * 64
+    (bundle / "bundle.json").write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -67,6 +73,8 @@ def _flip(file: Path) -> None:
         (lambda b: (b / "config.json").write_text("{}"), "damaged, config.json"),
         (lambda b: (b / "bundle.json").write_text('{"format": 1'), "its bundle.json cannot be read"),
         (lambda b: (b / "bundle.json").write_text('{"format": 9}'), "has format 9, this headrace reads 1"),
+        (lambda b: _rename(b, "../../etc/passwd"), "names '../../etc/passwd'"),
+        (lambda b: _rename(b, "trajectories/../../1.trajectory"), "names 'trajectories/../../1.trajectory'"),
         (lambda b: (b / "bundle.json").write_text("[]"), "its bundle.json cannot be read"),
     ],
 )

@@ -49,9 +49,9 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    opened = await Host.open(
-        Environment(backend=request.param, cache_dir=CACHE), on_event=lambda *event: said.append(event)
-    )
+    here = ("127.0.0.1:*", "localhost:*")
+    environment = Environment(backend=request.param, cache_dir=CACHE, private_places=here)
+    opened = await Host.open(environment, on_event=lambda *event: said.append(event))
     async with server:
         yield World(opened, server.sockets[0].getsockname()[1], said, asked)
         await opened.close()
@@ -84,6 +84,25 @@ async def test_what_is_on_the_list_gets_through_and_leaves_a_line(world: World) 
     assert world.asked[-2].startswith(b"GET /a?b HTTP/1.1\r\nConnection: close\r\n")
     lines = [data for kind, _, data in world.said if kind == "network_request" and data["sandbox"] == sandbox.id]
     assert [(line["place"], line["allowed"]) for line in lines] == [(f"127.0.0.1:{world.port}", True)] * 2
+    world.host.release(sandbox.id)
+
+
+async def test_a_task_alone_opens_no_address_behind_the_firewall(world: World) -> None:
+    """A task's list comes from a data set or a message: the node's own configuration names its private places."""
+    reached: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reached.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.1.1.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        places = [f"127.1.1.1:{port}", f"2130772225:{port}", f"127.1.257:{port}", "169.254.169.254:80"]
+        sandbox = await world.sandbox("private", *places)
+        lines = (await fetch(sandbox, *(f"http://{place}/" for place in places))).stdout.splitlines()
+        assert [line[:4] for line in lines] == ["403 "] * 4, lines
+        assert all("private_places" in line for line in lines), lines
+    assert reached == []
     world.host.release(sandbox.id)
 
 

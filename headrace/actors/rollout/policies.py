@@ -26,6 +26,7 @@ from headrace.engines.registry import ENGINES, EngineSetup
 from headrace.harness.scripted import ScriptedEngine, script
 from headrace.harness.tools.registry import schemas_of
 from headrace.harness.tools.toolbox import tools_of
+from headrace.inner_paths import own_file
 from headrace.messages.base import Message
 from headrace.messages.product import ClientTurn
 from headrace.messages.rollout import PolicyRef, ToolWording
@@ -129,6 +130,12 @@ class Policies:
 
     async def _hear(self, message: Message) -> None:
         if isinstance(message, WeightsStaged) and message.node == self._bus.node:
+            try:
+                await asyncio.to_thread(own_file, Path(self._config.run.dir), message.path, ".safetensors")
+            except FileNotFoundError:
+                pass  # the receiver has dropped it for a newer one
+            except ValueError as error:
+                return await self._on_refused(message.version, str(error), False)
             async with self._news:
                 self._staged[message.version] = message
                 self._news.notify_all()

@@ -85,7 +85,7 @@ class Agents:
         self._bus, self._config, self._run, self._users = parts.bus, parts.config, parts.run, parts.users
         self._split = parts.split
         self._sessions, self._open, self._spawn = parts.sessions, parts.open, parts.spawn
-        self._webhooks = Webhooks(parts.event)
+        self._webhooks = Webhooks(parts.event, parts.config.production.webhook_hosts)
         self._agents: dict[str, Agent] = {}
         self._creating: set[str] = set()
         self._cancelling: set[str] = set()

@@ -30,11 +30,19 @@ def allowed(webhook: Webhook | None, hosts: Sequence[str]) -> None:
 class Webhooks:
     """Posts the ends of runs, and repeats a post after an error."""
 
-    def __init__(self, event: Callable[..., Awaitable[None]], waits_s: Sequence[float] = WAITS_S) -> None:
-        self._event, self._waits_s = event, waits_s
+    def __init__(
+        self, event: Callable[..., Awaitable[None]], hosts: Sequence[str], waits_s: Sequence[float] = WAITS_S
+    ) -> None:
+        """hosts: `[production] webhook_hosts`. They are compared again before a post: the agent is a stored record, and
+        the operator may have removed its host."""
+        self._event, self._hosts, self._waits_s = event, hosts, waits_s
 
     async def post(self, agent: Agent, run: AgentRun) -> None:
         """Post the end of a run to its agent's address; publish an event if every try fails."""
+        if not agent.webhook.startswith(("https://", "http://")) or host_of(agent.webhook) not in self._hosts:
+            text = f"agent {agent.id}, run {run.id}: the host is none of [production] webhook_hosts"
+            await self._event("webhook_failed", text, "warning")
+            return
         body = json.dumps({"event": "statusChange", "agent": agent.id, "run": run.id, "status": run.state}).encode()
         signed = hmac.new(agent.webhook_secret.encode(), body, hashlib.sha256).hexdigest()
         headers = {"Content-Type": "application/json", SIGNATURE: f"sha256={signed}"}

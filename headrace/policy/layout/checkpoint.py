@@ -15,6 +15,7 @@ import safetensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headrace.inner_paths import is_inner
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import hugging_face, mxfp4
 from headrace.policy.model import Model
@@ -94,6 +95,9 @@ def files(path: Path) -> list[Path]:
     names, index = {_SINGLE}, path / _INDEX
     if index.exists():
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    for name in names:
+        if not isinstance(name, str) or not is_inner(name):
+            raise ValueError(f"{path / _INDEX} names {name!a:.80}, which is no file of the folder")
     return [path / name for name in sorted(names)]
 
 

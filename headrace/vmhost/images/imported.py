@@ -31,7 +31,7 @@ MEMORY_MB = 512
 """Memory of a machine whose image and task ask for none."""
 _NO_ID = (1 << 32) - 1
 """The number that the kernel takes for "unchanged"; ids of users and groups are below it."""
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}$")
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}\Z")
 WORKDIR = "/workspace"
 """Where programs of an image without a working directory start, and where its repository lies."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

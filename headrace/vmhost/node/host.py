@@ -289,7 +289,7 @@ class Host:
             self._channels.add(channel)
             channel.ended.add_done_callback(lambda ended: self._channels.discard(channel))
             sandbox.adopt(channel, machine)
-            pushes = (sandbox.begin(request, self._event),) if push else ()
+            pushes = (sandbox.begin(request, self._event, self._environment.private_places),) if push else ()
             await asyncio.gather(machine.ready(), *pushes)
             if request.hostname:
                 await machine.name(sandbox.slot, request.hostname)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.messages.plugins import Plugin
@@ -53,8 +54,9 @@ class VmSandbox:
         """Whether calls can still be answered."""
         return not self._ended and (self._channel is None or not self._channel.lost.done())
 
-    async def begin(self, request: Acquire, events: OnEvent) -> None:
-        """Push the repository into a slot that was just adopted, and open its network access. SandboxLost."""
+    async def begin(self, request: Acquire, events: OnEvent, private: Sequence[str]) -> None:
+        """Push the repository into a slot that was just adopted, and open its network access. private: as for
+        `network.Gate`. SandboxLost."""
         result = await self._send(*protocol.open_frame(request.files, request.seed, request.workdir), protocol.SLACK_S)
         if not result.ok:
             if request.workdir:  # the request's fault: another node would refuse it too
@@ -64,7 +66,7 @@ class VmSandbox:
             raise SandboxLost(f"{self.id}: the repository could not be pushed: {result.error}")
         if request.network:
             assert self._channel is not None
-            self._gate = Gate(self._channel, self.id, request.network, events)
+            self._gate = Gate(self._channel, self.id, request.network, private, events)
             await self._gate.start()
 
     def adopt(self, channel: Channel, machine: Machine) -> None:

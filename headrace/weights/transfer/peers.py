@@ -10,8 +10,11 @@ has not changed for `STALE_S` by that node's own clock. Entries of nodes that di
 """
 
 import asyncio
+import ipaddress
 import random
+import re
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,8 +29,27 @@ from headrace.weights.transfer.sources import CONNECT_S, QUIET_S, RemoteFile, So
 RENEW_S = 5.0
 STALE_S = 30.0
 """Seconds without a renewal after which a turn may be taken over."""
+_ADDRESS = re.compile(r"http://(?:\[(?P<six>[0-9a-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})", re.ASCII)
 LOOK_S = 1.0
 """Seconds between two looks of a node that waits for its turn."""
+
+
+def is_address(url: str) -> bool:
+    """Whether a node may be asked at an address that an entry names: plain HTTP, a host and a port and nothing else,
+    and no address of the link, where clouds answer with a machine's credentials. The host may be this machine: several
+    nodes may run on it."""
+    match = _ADDRESS.fullmatch(url)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        return False
+    try:
+        # inet_aton reads what resolvers take for an address, such as 2852039166 and 0xa9.0xfe.0xa9.0xfe.
+        address = ipaddress.ip_address(match["six"] or socket.inet_aton(match["host"]))
+    except OSError:
+        return True
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return not (mapped.is_link_local or mapped.is_multicast or mapped.is_unspecified)
 
 
 class KeyValue(Protocol):
@@ -74,7 +96,7 @@ class Peers:
         """The nodes that have one of these files, in random order."""
         out = []
         for value, _ in (await self._values.items(peer_key(self._run, "*", "*"))).values():
-            if isinstance(value, WeightPeer) and value.url != self.own:
+            if isinstance(value, WeightPeer) and value.url != self.own and is_address(value.url):
                 out += [(value, file) for file in value.files if file in files][:1]
         random.shuffle(out)
         return out

@@ -80,7 +80,9 @@ class RemoteFile:
 
         headers = {**self._headers, "Range": f"bytes={start}-{end - 1}"}
         try:
-            async with asyncio.timeout(PIECE_S), self._session.get(self._url, headers=headers) as answer:
+            # A node sends nobody elsewhere: a redirect is another answer than 206.
+            got = self._session.get(self._url, headers=headers, allow_redirects=False)
+            async with asyncio.timeout(PIECE_S), got as answer:
                 if answer.status == 401:
                     raise SourceFailed(
                         f"{self.name} refuses this node's secret: give both the weight_peers.key of one run"

@@ -98,7 +98,7 @@ async def test_an_episode_in_a_checkpoints_own_format(
     shape, state = layout.load(checkpoint)
     model = Model(shape, probe(shape), seed=None)
     model.load_state(state)
-    file = tmp_path / "0.safetensors"
+    file = Path(config.run.dir) / run / "0.safetensors"
     await stage(observer, run, "here", 0, str(file), tensor_state.write(file, model.state()))
 
     async with living(Rollout, config, await connect("rollout", node="here"), run, "roll"):

@@ -45,10 +45,10 @@ from tests.support.staged import config, first, made, prepare, stage, swapped
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, str]]:
+@pytest.fixture
+def versions(tmp_path: Path) -> dict[int, tuple[str, str]]:
     """Files and state hashes of three untrained policies."""
-    return made(tmp_path_factory.mktemp("versions"))
+    return made(tmp_path)
 
 
 @pytest.fixture
@@ -315,6 +315,28 @@ async def test_a_version_that_is_published_again_with_other_bits_is_served_again
         await first(observer, "HR_EVENT", swaps, swapped(2))
     loads = [r.message.state_hash async for r in observer.history("HR_EVENT", swaps)]
     assert loads == [versions[bits][1] for bits in (1, 2, 0)]
+
+
+async def test_a_staged_path_outside_of_the_runs_is_not_opened(
+    connect: Connect, observer: Bus, versions: dict[int, tuple[str, str]], tmp_path: Path
+) -> None:
+    run, inside = "b12", tmp_path / "runs"
+    inside.mkdir()
+    path, state_hash = versions[0]
+    refused = asyncio.create_task(event_of(observer, run, "load_failed"))
+    heard = []
+    async with living(Rollout, config(inside), await connect("rollout", node="here"), run, "roll") as actor:
+        await stage(observer, run, "here", 0, path, state_hash)
+        heard.append((await refused).text)
+        assert actor._policies._staged == {} and actor._policies.engine is None
+    assert "expected a file .safetensors below" in heard[0] and path in heard[0]
+
+
+async def event_of(bus: Bus, run: str, kind: str) -> Event:
+    async for received in bus.follow("HR_EVENT", EVENT.where(run=run, type="event")):
+        if received.message.kind == kind:
+            return msgspec.convert(received.message, Event)
+    raise AssertionError("the stream ended")
 
 
 async def test_a_version_with_other_bits_is_never_served(

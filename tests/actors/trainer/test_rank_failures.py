@@ -18,6 +18,7 @@ from headrace.bus.broker.server import Server
 from headrace.bus.runtime.supervisor import EXIT_FOR_GOOD, EXIT_GAVE_UP, Supervisor
 from headrace.config import Config
 from headrace.messages.training import StepDone, StepFailed
+from headrace.registry import admit
 from headrace.training.parallel.nodes import local
 from tests.actors.trainer.test_ranks import event, several, supervised
 from tests.conftest import Connect
@@ -37,7 +38,8 @@ def failing(
     monkeypatch.setenv("FAILING_RANKS", ranks)
     monkeypatch.setenv("FAILING_WHILE", str(marker))
     made = several(folder, count, **trainer)
-    algorithm = msgspec.structs.replace(made.algorithm, weighting=f"tests.support.failing_losses:{loss}")
+    admit("losses", [name := f"tests.support.failing_losses:{loss}"])
+    algorithm = msgspec.structs.replace(made.algorithm, weighting=name)
     return msgspec.structs.replace(made, algorithm=algorithm), marker
 
 

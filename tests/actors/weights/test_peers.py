@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from headrace.actors.weight_receiver import WeightReceiver
 from headrace.actors.weight_sender import WeightSender
@@ -17,8 +18,9 @@ from headrace.messages.base import Message
 from headrace.messages.subjects import EVENT, WEIGHT_MANIFEST
 from headrace.messages.weights import HeldFile, WeightPeer, WeightTurn, peer_key, turn_key
 from headrace.weights import snapshot
-from headrace.weights.transfer.peers import Peers
+from headrace.weights.transfer.peers import Peers, is_address
 from tests.conftest import Connect
+from tests.support.loopback import serving
 from tests.support.patience import PATIENCE_S
 from tests.support.peer_double import peer
 from tests.support.weight_runs import WeightRun, within
@@ -54,6 +56,61 @@ async def events(run: WeightRun, kind: str) -> list[str]:
     """The texts of a kind of events so far."""
     where = EVENT.where(run=run.id, type="event")
     return [r.message.text async for r in run.bus.history("HR_EVENT", where) if r.message.kind == kind]
+
+
+@pytest.mark.parametrize(
+    ("url", "asked"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("http://10.0.0.3:1", True),
+        ("http://node-3.cluster:65535", True),
+        ("http://[fd00::1]:80", True),
+        ("https://10.0.0.3:1", False),
+        ("file:///etc/passwd", False),
+        ("http://10.0.0.3", False),
+        ("http://10.0.0.3:0", False),
+        ("http://10.0.0.3:65536", False),
+        ("http://10.0.0.3:1/", False),
+        ("http://10.0.0.3:1/admin?", False),
+        ("http://user@10.0.0.3:1", False),
+        ("http://10.0.0.3:1#", False),
+        ("http://10.0.0.3:1@169.254.169.254:80", False),
+        ("http://169.254.169.254:80", False),
+        ("http://2852039166:80", False),
+        ("http://0xa9.0xfe.0xa9.0xfe:80", False),
+        ("http://[fe80::1]:80", False),
+        ("http://[::ffff:169.254.169.254]:80", False),
+        ("http://0.0.0.0:80", False),
+        ("http://224.0.0.1:80", False),
+        ("http://10.0.0.3:1\r\nHost: x:80", False),
+        ("http://\uff11\uff10.0.0.3:1", False),
+        ("", False),
+    ],
+)
+def test_an_entry_names_a_host_and_a_port_and_nothing_else(url: str, asked: bool) -> None:
+    assert is_address(url) == asked
+
+
+async def test_a_redirect_of_a_peer_is_not_followed(run: WeightRun) -> None:
+    file, held = await published(run)
+    reached: list[str] = []
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        reached.append(request.headers.get("Authorization", ""))
+        return web.Response(body=file.read_bytes())
+
+    async def redirect(request: web.Request) -> web.Response:
+        raise web.HTTPFound(f"{request.scheme}://{request.host}/elsewhere")
+
+    app = web.Application()
+    app.router.add_get("/weights/{rest:.*}", redirect)
+    app.router.add_get("/elsewhere", elsewhere)
+    async with serving(app) as url:
+        entry = WeightPeer(run=run.id, node="liar", region=run.config.weights.region, url=url, files=(held,))
+        await (await run.bus.kv("HR_STATE")).put(peer_key(run.id, "liar", "receiver"), entry)
+        await run.actor(WeightReceiver)
+        assert "answers 302" in await within(PATIENCE_S, run.event("source_failed"))
+    assert reached == []
 
 
 async def test_the_second_receiver_fetches_from_the_first(run: WeightRun) -> None:

@@ -168,6 +168,34 @@ async def test_a_file_that_is_not_what_was_announced_is_refused_and_the_next_one
     assert [file.name for file in sender.store.folder.iterdir()] == ["2.safetensors"]
 
 
+async def test_a_path_outside_of_the_runs_is_not_opened_and_no_file_is_replaced(run: WeightRun, tmp_path: Path) -> None:
+    sender = await run.actor(WeightSender)
+    await run.train(0)
+    await within(PATIENCE_S, run.event("published", "version 0:"))
+    outside = tmp_path.parent / f"{tmp_path.name}.safetensors"
+    outside.write_bytes(run.path(0).read_bytes())
+    forged = run.write(0, same=True)
+    for path in (
+        str(outside),
+        "/proc/self/environ",
+        str(tmp_path / ".." / outside.name),
+        f"{run.path(0)}\0",
+        "/dev/zero",
+    ):
+        await run.announce(msgspec.structs.replace(forged, path=path, state_hash="0" * 32))
+    ready = run.write(1)
+    await run.announce(msgspec.structs.replace(ready, path=str(outside)))
+    assert "version 1: expected a file .safetensors below" in await within(
+        PATIENCE_S, run.event("snapshot_refused", "version 1")
+    )
+    held = [file.name for file in sender.store.folder.iterdir()]
+    assert held == ["0.safetensors"] and sender.store.find(0, run.hashes[0]) is not None
+    assert outside.stat().st_nlink == 1, "no link of it was made"
+    await run.announce(ready)
+    await within(PATIENCE_S, run.event("published", "version 1:"))
+    outside.unlink()
+
+
 async def test_the_same_number_with_other_bits_is_a_new_incarnation(run: WeightRun) -> None:
     await run.actor(WeightSender)
     await run.train(0)

@@ -94,6 +94,10 @@ def test_sharded_files_are_read(tmp_path: Path) -> None:
     index = {"weight_map": {name: file for file, members in parts.items() for name in members}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert checkpoint.load(tmp_path)[1].keys() == state.keys()
+    for file in ("../model-1.safetensors", str(tmp_path / "model-1.safetensors"), "", "a\0"):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {names[0]: file}}))
+        with pytest.raises(CheckpointError, match="no file of the folder"):
+            checkpoint.load(tmp_path)
 
 
 def test_what_cannot_be_computed_is_refused_by_name(tmp_path: Path) -> None:

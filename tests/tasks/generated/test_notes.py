@@ -21,6 +21,7 @@ from headrace.messages.rollout import RolloutRequest, Trajectory
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import SCORE, TASK, token
 from headrace.messages.tasks import TaskRef
+from headrace.registry import admit
 from headrace.rendering.registry import Renderers
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import UnknownSuite, open_suite
@@ -96,13 +97,14 @@ async def test_only_a_policy_that_carries_the_value_passes(
 ) -> None:
     """Under the limits of the proof, through rollout, environment and judge."""
     run = f"notes-{policy}"
+    admit("engines", [f"tests.support.note_keeper:{policy}"])
     run_config = msgspec.structs.replace(
         config, engine=msgspec.structs.replace(config.engine, kind=f"tests.support.note_keeper:{policy}")
     )
     bundle = initial_policy.bundle(run_config, tmp_path / run)
     await renderer_bundles.publish(await connect("trainer"), run, bundle)
     observer, settings = await connect("admin"), settings_of(run_config, 1.0)
-    await stage(observer, run, "here", 0, str(tmp_path), "0" * 64)
+    await stage(observer, run, "here", 0, str(tmp_path / "0.safetensors"), "0" * 64)
     async with (
         living(Environment, run_config, await connect("environment", node="n1"), ANY_RUN),
         living(Judge, run_config, await connect("judge"), run),

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.config import Config
+from headrace.inner_paths import is_inner
 from headrace.training.device import TrainerError
 from headrace.training.parallel.interface import Loss
 from headrace.training.parallel.nodes import wire
@@ -61,7 +62,10 @@ def join(
         if isinstance(talk, tuple):
             connection, welcome = talk
             say(f"node {node} has joined the trainer at {address}: {welcome.hello.per_node} ranks")
-            run = Path(config.run.dir) / Path(welcome.hello.folder).parent.name
+            name = Path(welcome.hello.folder).parent.name
+            if not is_inner(name):
+                raise TrainerError(f"the trainer at {address} names no folder of a run: {welcome.hello.folder!a:.200}")
+            run = Path(config.run.dir) / name
             stopped, why = Membership(connection, welcome, node, host, folder_of(os.environ, run)).run()
             say(f"node {node} has left the trainer at {address}: {why}")
             if stopped and once:

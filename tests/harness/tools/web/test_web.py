@@ -70,7 +70,9 @@ async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     place = f"localhost.:{port}"  # the sandbox's proxy is not asked for localhost without the dot
-    host = await Host.open(Environment(backend="process") if request.param == "process" else hosts.environment())
+    machines = Environment(backend="process") if request.param == "process" else hosts.environment()
+    here = ("localhost:*", "127.0.0.1:*")
+    host = await Host.open(msgspec.structs.replace(machines, private_places=here))
     async with server:
         listed = (f"localhost:{port}", f"127.0.0.1:{port}")
         yield Site(place, await host.acquire(hosts.ask(0, group="web", isolation="episode", network=listed)))
