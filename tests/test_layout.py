@@ -74,6 +74,7 @@ FOUNDATION = {
     "parent_death",
     "process_stat",
     "python_modules",
+    "request_names",
     "secret_files",
     "timed_commands",
 }

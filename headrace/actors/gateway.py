@@ -5,8 +5,9 @@
     POST   /v1/sessions/ID/feedback    {thumb: up|down, comment?}
     DELETE /v1/users/USER              purge a user's data everywhere -> {purged, certificate}
     GET    /healthz                    {run, version, active, waiting}; 503 until a policy is served
-    GET    /metrics
     /v1/agents ...                     headrace's own agent in a lasting workspace (gateway/agents/endpoints.py)
+
+Every route but /healthz needs an API key, also for programs of this machine (gateway/tenants/admission.py).
 
 Sessions use the same rollout actors, sandboxes and tools as training. Every session ends: with its Trajectory, with the
 failure of its last attempt, with the dead letter of its request, or after `SESSION_S`. The user gets the reason, and
@@ -34,15 +35,15 @@ from headrace.gateway.agents.opening import open_agents
 from headrace.gateway.agents.store import GatewayParts, Order
 from headrace.gateway.endpoints import Endpoints
 from headrace.gateway.forgetting import Forgetting
-from headrace.gateway.http import HttpRefused, Listener, answer, read_json, wait_seconds
+from headrace.gateway.http import HEALTH, HttpRefused, Listener, answer, read_json, wait_seconds
 from headrace.gateway.requests import NewFeedback, NewSession
 from headrace.gateway.serving import ClientServing
-from headrace.gateway.sessions import Session, asked_by, attempt_record, gauges
+from headrace.gateway.sessions import Session, asked_by, attempt_record
 from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.tenants.access import open_access
-from headrace.gateway.tenants.admission import Admission
+from headrace.gateway.tenants.admission import Admission, keyed, of_tenant
 from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.gateway.traffic import TrafficReports
 from headrace.gateway.user_keys import UserKeys
@@ -56,6 +57,7 @@ from headrace.messages.product import Feedback, OpenSession, gate_key, promotion
 from headrace.messages.rollout import RolloutRequest, Sampling, SlotFailed, Trajectory, TurnDone, TurnSampled
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsSwapped
+from headrace.request_names import RequestNames
 from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.workspace import LIGHT, WORKSPACE
 
@@ -106,25 +108,25 @@ class Gateway(Actor):
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
         self.every(5.0, lambda: self.metric(**self.clients.turns), "figures")
         keys = ApiKeys(key_file(self.config))
-        admission = Admission(keys)
-        turns = Endpoints(self.clients, admission.admit)
+        production = self.config.production
+        admission = Admission(keys, RequestNames((production.host,), production.public_urls))
+        turns = Endpoints(self.clients)
         parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
-        self.agents, routes = await open_agents(parts, admission.admit, self.ratings, self.follow_ups)
+        self.agents, routes = await open_agents(parts, self.ratings, self.follow_ups)
         self.spawn(forgetting.follow(), "the deny-list")
         self._listener = Listener(
             [
-                web.post("/v1/sessions", admission.of_tenant(tenant, self._create)),
-                web.get("/v1/sessions/{session}", admission.of_tenant(tenant, self._read)),
-                web.post("/v1/sessions/{session}/feedback", admission.of_tenant(tenant, self._feedback)),
-                web.delete("/v1/users/{user}", admission.with_tenant(tenant, forgetting.delete)),
-                web.get("/healthz", self._health),
-                web.get("/metrics", self._metrics),
+                web.post("/v1/sessions", of_tenant(tenant, self._create)),
+                web.get("/v1/sessions/{session}", of_tenant(tenant, self._read)),
+                web.post("/v1/sessions/{session}/feedback", of_tenant(tenant, self._feedback)),
+                web.delete("/v1/users/{user}", keyed(forgetting.delete)),
+                web.get(HEALTH, self._health),
                 *turns.routes(),
                 *routes,
             ],
+            admission.admit,
             self._report,
         )
-        production = self.config.production
         certificate = tls.configured(production, self.every, self.event)
         url = await self._listener.start(production.host, production.port, certificate)
         self._tenants = await open_access(self.bus, self.config, keys, self._listener, self.event)
@@ -276,10 +278,6 @@ class Gateway(Actor):
         load = {"active": self._count("running"), "waiting": self._count("queued")}
         health = {"run": self.run, "version": self.version} | load
         return answer(health, 200 if self.version >= 0 else 503)
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        """Prometheus exposition."""
-        return web.Response(text=gauges(self.sessions.values()))
 
     # Sessions
 

@@ -245,6 +245,10 @@ class Production(Section, frozen=True, kw_only=True):
     """Address at which the gateway listens."""
     port: Port = 0
     """HTTP port of the gateway; 0 takes a free one, written to <run dir>/gateway.json."""
+    public_urls: tuple[HttpUrl, ...] = ()
+    """Further addresses of the gateway, such as that of a proxy before it, as https://name:port. Requests whose header
+    Host has another name are refused, except those of `host`, the machine and loopback; Origin, if sent, must be one
+    of these addresses."""
     tls_certificate: OptionalPath = ""
     """PEM file of the gateway's certificate chain; empty: plain HTTP. A renewed file is loaded within a minute."""
     tls_key: OptionalPath = ""

@@ -115,6 +115,9 @@ class Metrics(Section, frozen=True, kw_only=True):
     port: Port = 0
     """Port of the metrics; 0 takes a free one per process. Another value is for hosts and containers with one process
     each."""
+    key: OptionalPath = ""
+    """File whose only line is the key that requests must carry (`Authorization: Bearer`); empty: <run dir>/metrics.key,
+    which the first process makes. Processes on several machines that one Prometheus reads need one file."""
     tensorboard: OptionalPath = ""
     """Folder for TensorBoard's event files; empty writes none. Needs pip install 'headrace[tensorboard]'."""
     wandb: OptionalPath = ""

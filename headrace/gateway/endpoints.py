@@ -15,24 +15,22 @@ comments are sent on the connection, so that neither a proxy nor the client cons
 
 import asyncio
 import json
-import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from aiohttp import web
 
-from headrace.bus.errors import BusError
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.dialects.base import Dialect, Unusable, string
 from headrace.gateway.dialects.chat import ChatCompletions
 from headrace.gateway.dialects.messages import Messages
 from headrace.gateway.dialects.responses import Responses
-from headrace.gateway.http import BUS_AGAIN_S, HttpRefused, read_body, send
+from headrace.gateway.http import HttpRefused, read_body, send
 from headrace.gateway.requests import NewRating
+from headrace.gateway.tenants.admission import Keyed, keyed
 from headrace.gateway.tenants.keys import ApiKey
-from headrace.gateway.tenants.limits import retry_after
 from headrace.messages.product import results_in_order
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
@@ -40,7 +38,6 @@ SESSION_HEADERS = ("x-headrace-session", "session-id", "session_id", "x-session-
 """Headers in which clients name their session, first match wins. Codex sends ``session-id``."""
 COMMENT_EVERY_S = 10.0
 SESSION = "X-Headrace-Session"
-_log = logging.getLogger("headrace.gateway")
 
 
 class Caller(NamedTuple):
@@ -82,52 +79,23 @@ class Sampler(Protocol):
 class Endpoints:
     """Routes of the three dialects."""
 
-    def __init__(self, sampler: Sampler, admit: Callable[[web.Request], ApiKey]) -> None:
-        """admit: returns the key of a request or raises HttpRefused."""
-        self._sampler, self._admit = sampler, admit
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
 
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
-        turns = [web.post(dialect.path, self._turn(dialect)) for dialect in DIALECTS]
+        turns = [web.post(dialect.path, keyed(self._turn(dialect))) for dialect in DIALECTS]
         return [
             *turns,
-            web.post("/v1/messages/count_tokens", self._guarded(Messages(), self._count)),
-            web.get("/v1/models", self._guarded(ChatCompletions(), self._models)),
-            web.post("/v1/client/sessions/{session}/feedback", self._guarded(ChatCompletions(), self._rate)),
-            web.post("/v1/client/sessions/{session}/reward", self._guarded(ChatCompletions(), self._rate)),
-            web.delete("/v1/client/sessions/{session}", self._guarded(ChatCompletions(), self._close)),
+            web.post("/v1/messages/count_tokens", self._count),
+            web.get("/v1/models", self._models),
+            web.post("/v1/client/sessions/{session}/feedback", keyed(self._rate)),
+            web.post("/v1/client/sessions/{session}/reward", keyed(self._rate)),
+            web.delete("/v1/client/sessions/{session}", keyed(self._close)),
         ]
 
-    def _guarded(
-        self, dialect: Dialect, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Wrap a handler: each failure becomes an error in the form of the dialect, with its HTTP status."""
-
-        async def respond(request: web.Request) -> web.StreamResponse:
-            try:
-                return await handler(request)
-            except Unusable as error:
-                return web.json_response(dialect.error(400, str(error), error.field), status=400)
-            except HttpRefused as error:
-                headers = {"Retry-After": retry_after(error.retry_s)} if error.retry_s else None
-                return web.json_response(dialect.error(error.status, str(error)), status=error.status, headers=headers)
-            except web.HTTPException as error:
-                return web.json_response(dialect.error(error.status, error.reason), status=error.status)
-            except ConnectionError:
-                raise
-            except BusError as error:
-                text = f"the message bus is unavailable, try again: {error}"
-                headers = {"Retry-After": retry_after(BUS_AGAIN_S)}
-                return web.json_response(dialect.error(503, text), status=503, headers=headers)
-            except Exception:
-                _log.exception("a request failed: %s", request.path)
-                return web.json_response(dialect.error(500, "the server failed; its log has the reason"), status=500)
-
-        return respond
-
-    def _turn(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            key = self._admit(request)  # before the body: a request without a key must cost nothing
+    def _turn(self, dialect: Dialect) -> Keyed:
+        async def handler(request: web.Request, key: ApiKey) -> web.StreamResponse:
             asked = dialect.request(await _body(request))
             asked = msgspec.structs.replace(asked, messages=results_in_order(asked.messages))
             caller = Caller(key, _session(request, asked)[:200], asked.user[:200])
@@ -136,7 +104,7 @@ class Endpoints:
                 return web.json_response(dialect.reply(await begun.reply), headers={SESSION: begun.session})
             return await self._stream(request, dialect, asked, caller)
 
-        return self._guarded(dialect, handler)
+        return handler
 
     async def _stream(
         self, request: web.Request, dialect: Dialect, asked: ModelRequest, caller: Caller
@@ -169,18 +137,15 @@ class Endpoints:
         return response
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        self._admit(request)
         return web.json_response({"input_tokens": await self._sampler.count(Messages().request(await _body(request)))})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._admit(request)
         models = [
             {"id": name, "object": "model", "created": 0, "owned_by": "headrace"} for name in self._sampler.models()
         ]
         return web.json_response({"object": "list", "data": models})
 
-    async def _rate(self, request: web.Request) -> web.StreamResponse:
-        key = self._admit(request)
+    async def _rate(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         body = await _body(request)
         body["comment"] = string(body.get("comment"), "comment")[:2000]
         try:
@@ -191,8 +156,7 @@ class Endpoints:
         told = {"session": request.match_info["session"], "signal": rating.signal, "thumb": rating.given}
         return web.json_response(told)
 
-    async def _close(self, request: web.Request) -> web.StreamResponse:
-        key = self._admit(request)
+    async def _close(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         await self._sampler.close(request.match_info["session"], key)
         return web.json_response({"session": request.match_info["session"], "state": "ended"})
 

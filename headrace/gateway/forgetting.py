@@ -13,6 +13,7 @@ from aiohttp import web
 from headrace.bus.connection import Bus
 from headrace.gateway.http import HttpRefused, answer
 from headrace.gateway.signals.ratings import Ratings
+from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
 from headrace.messages.operations import Ack
@@ -50,11 +51,11 @@ class Forgetting:
                 self._ratings.denied.add(entry.user)
                 await self._drop(entry.user)
 
-    async def delete(self, request: web.Request, tenant: str) -> web.Response:
-        """DELETE /v1/users/USER: purge a user of a tenant everywhere, and answer with the certificate."""
+    async def delete(self, request: web.Request, key: ApiKey) -> web.Response:
+        """DELETE /v1/users/USER: purge a user of the key's tenant everywhere, and answer with the certificate."""
         began = time.monotonic()
         try:
-            user = self._keys.hash(tenant, request.match_info["user"])
+            user = self._keys.hash(key.tenant, request.match_info["user"])
         except UnicodeEncodeError:
             raise HttpRefused(400, "the user's name is not valid UTF-8") from None
         await self._drop(user)

@@ -22,9 +22,13 @@ import msgspec
 from aiohttp import web
 
 from headrace.bus.errors import BusError
+from headrace.gateway.dialects.base import Unusable
+from headrace.gateway.errors import error_of
 from headrace.gateway.tenants.limits import retry_after
 from headrace.gateway.tls import Certificate
 
+HEALTH = "/healthz"
+"""The one route that needs no key."""
 MAX_BODY = 8 << 20
 """Bytes of a request's body."""
 BODY_S = 30.0
@@ -53,6 +57,9 @@ class HttpRefused(Exception):
 
     retry_s: seconds after which the same request may be served; 0 when it never is.
     """
+
+    code = ""
+    """Of the agents API; empty: by the status."""
 
     def __init__(self, status: int, text: str, retry_s: float = 0.0) -> None:
         super().__init__(text)
@@ -110,24 +117,32 @@ def wait_seconds(request: web.Request) -> float:
 
 
 def guarded(handler: Handler, report: Report) -> Handler:
-    """A handler that answers every failure with JSON and one sentence. report: receives the gateway's own defects.
+    """A handler that answers every failure with JSON and one sentence, in the form of its route. report: receives the
+    gateway's own defects.
 
     When the client disconnects, a GET handler is cancelled; other handlers change state, so they run to their end.
     """
 
     async def respond(request: web.Request) -> web.StreamResponse:
+        def failed(status: int, text: str, field: str = "", code: str = "", retry_s: float = 0.0) -> web.Response:
+            return answer(error_of(request.path, status, text, field, code), status, retry_s)
+
         try:
             work = asyncio.ensure_future(handler(request))
             return await (work if request.method == "GET" else asyncio.shield(work))
+        except Unusable as error:
+            return failed(400, str(error), error.field)
         except HttpRefused as error:
-            return answer({"error": str(error)}, error.status, error.retry_s)
+            return failed(error.status, str(error), code=error.code, retry_s=error.retry_s)
         except web.HTTPException as error:  # no such route, or not by this method
-            return answer({"error": f"{request.method} {request.path}: {error.reason}"}, error.status)
+            return failed(error.status, f"{request.method} {request.path}: {error.reason}")
+        except ConnectionError:
+            raise
         except BusError as error:
-            return answer({"error": f"the message bus is unavailable, try again: {error}"}, 503, BUS_AGAIN_S)
+            return failed(503, f"the message bus is unavailable, try again: {error}", retry_s=BUS_AGAIN_S)
         except Exception as error:
             await report(error, f"{request.method} {request.path}")
-            return answer({"error": "internal error; the gateway has reported it"}, 500)
+            return failed(500, "internal error; the gateway has reported it")
 
     return respond
 
@@ -258,10 +273,11 @@ class _Connection(asyncio.Protocol):
 class Listener:
     """One HTTP port: `start`, then `stop`."""
 
-    def __init__(self, routes: list[web.RouteDef], report: Report) -> None:
-        """report: receives the handlers' exceptions other than HttpRefused and BusError."""
+    def __init__(self, routes: list[web.RouteDef], admit: Callable[[web.Request], None], report: Report) -> None:
+        """admit: stands before every handler, and raises HttpRefused. report: receives the handlers' exceptions other
+        than HttpRefused, Unusable and BusError."""
         self.connections: Connections | None = None
-        self._routes, self._report = routes, report
+        self._routes, self._admit, self._report = routes, admit, report
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, tls: Certificate | None = None) -> str:
@@ -269,8 +285,12 @@ class Listener:
 
         @web.middleware
         async def clock(request: web.Request, handler: Handler) -> web.StreamResponse:
+            async def admitted(request: web.Request) -> web.StreamResponse:
+                self._admit(request)
+                return await handler(request)
+
             assert self.connections is not None
-            return await self.connections.timed(request, guarded(handler, self._report))
+            return await self.connections.timed(request, guarded(admitted, self._report))
 
         app = web.Application(client_max_size=MAX_BODY, middlewares=[clock])
         app.add_routes(self._routes)

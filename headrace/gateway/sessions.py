@@ -6,8 +6,7 @@ The last two are final and carry the result or the reason.
 
 import asyncio
 import time
-from collections.abc import Collection
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import RolloutRequest, Trajectory, TurnDone, TurnSampled
@@ -117,14 +116,6 @@ class Session:
             "result": self.result,
             "seconds": (self.ended or time.time()) - self.started,
         }
-
-
-def gauges(sessions: Collection[Session]) -> str:
-    """The number of sessions in each state, as Prometheus exposition."""
-    lines = ["# TYPE headrace_sessions gauge"]
-    for state in get_args(State):
-        lines.append(f'headrace_sessions{{state="{state}"}} {sum(session.state == state for session in sessions)}')
-    return "\n".join(lines) + "\n"
 
 
 def asked_by(trajectory: Trajectory) -> RolloutRequest:

@@ -19,13 +19,18 @@ def measured(config: Config, name: str, run: str) -> Iterator[None]:
     if not config.metrics.enabled:
         yield
         return
-    from headrace.metrics.exposition import Exposition, PortTaken
+    from headrace.metrics.exposition import Exposition, PortTaken, key_of
+    from headrace.secret_files import SecretError
 
-    targets = Path(config.run.dir) / run / "targets"
+    section, runs = config.metrics, Path(config.run.dir)
+    targets = runs / run / "targets"
     try:
-        exposition = Exposition(config.metrics.host, config.metrics.port, targets, name, {"run": run})
+        key = key_of(section.key, runs)
+        exposition = Exposition(section.host, section.port, key, targets, name, {"run": run})
     except PortTaken as error:
         raise RunError(str(error), 4) from None
+    except SecretError as error:
+        raise RunError(str(error)) from None
     except OSError as error:
         raise RunError(f"cannot write {targets}: {error.strerror}", 3) from None
     try:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
 from headrace.launch import runs
+from headrace.launch.gateway_key import key_of_run
 from headrace.launch.guests import prepare_host
 from headrace.launch.output import say
 from headrace.launch.page import NO_PAGE, USERS_S, address_of, serving, websocket_of, write_place
@@ -54,6 +55,9 @@ async def through(config: Config, stopping: Stopping, closing: AsyncExitStack, b
     if address is not None:
         closing.callback(address.socket.close)
         say(f"live page: {address.url}")
+    if config.production.enabled:
+        key = closing.enter_context(key_of_run(config, folder.path))
+        say(f"gateway: address in {folder.path}/gateway.json, key in {key} (docs/clients.md)")
     run = Run(config, folder, folder.config, stopping, address.origins if address is not None else ())
     closing.push_async_callback(run.close)
     stopping.effect = f"run {folder.id} ends in order; acknowledged messages stay in {folder.path}/"

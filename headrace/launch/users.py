@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
 from headrace.gateway.tls import client_context
+from headrace.launch.gateway_key import place
 from headrace.messages.tasks import Oracle
 
 if TYPE_CHECKING:
@@ -91,10 +92,11 @@ class Away(Exception):
 
 
 class Product:
-    """A client of the gateway. A restarted gateway may listen on another port, and it still has its sessions."""
+    """A client of the gateway with the run's key. A restarted gateway has its sessions and may have another port."""
 
     def __init__(self, http: "aiohttp.ClientSession", run_dir: Path, stopping: asyncio.Event) -> None:
         self._http, self._file, self._stopping = http, run_dir / "gateway.json", stopping
+        self._key = place(run_dir)
 
     async def call(self, method: str, path: str, body: dict[str, str] | None = None) -> dict[str, Any]:
         """The reply's JSON, an empty dict without a body. Away when there is no reply for `PATIENCE_S`."""
@@ -104,7 +106,8 @@ class Product:
         while not self._stopping.is_set() and time.monotonic() < deadline:
             with suppress(aiohttp.ClientError, OSError, ValueError, KeyError, TimeoutError):
                 url = json.loads(self._file.read_text())["url"]
-                async with self._http.request(method, f"{url}{path}", json=body) as answer:
+                headers = {"x-api-key": self._key.read_text()}
+                async with self._http.request(method, f"{url}{path}", json=body, headers=headers) as answer:
                     if answer.status < 500:
                         text = await answer.text()
                         parsed: dict[str, Any] = json.loads(text) if text else {}

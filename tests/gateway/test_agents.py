@@ -47,15 +47,6 @@ class Product(OpenGateway):
         super().__init__(connect, folder, run, webhook_hosts=("127.0.0.1",))
         self.key = ApiKeys(key_file(self.config)).add("acme", training=True)
 
-    @property
-    def key(self) -> str:
-        """The key of every call."""
-        return self.headers["x-api-key"]
-
-    @key.setter
-    def key(self, key: str) -> None:
-        self.headers["x-api-key"] = key
-
     async def asked(self, run: str) -> RolloutRequest:
         """The newest request, which is one of this run."""
         request = await self.request()

@@ -37,7 +37,7 @@ BODIES = (
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 async def test_bad_bodies_are_one_error(served: Served, path: str) -> None:
-    headers = {"Authorization": f"Bearer {served.key}"}
+    headers = {"Authorization": f"Bearer {served.key}", "Content-Type": "application/json"}
     async with aiohttp.ClientSession(headers=headers) as session:
         for body in BODIES:
             async with session.post(served.url + path, data=body) as answer:

@@ -2,27 +2,38 @@
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import resource
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
 from headrace.gateway import http
+from headrace.gateway.tenants.admission import Admission
+from headrace.gateway.tenants.keys import ApiKey, ApiKeys
 
 pytestmark = pytest.mark.anyio
+KEY = "hr-front"
+HEADERS = {"x-api-key": KEY}
+ENTRY = ApiKey(id="front", tenant="acme", requests_per_minute=10**6, created=0.0)
 
 
 class Front:
     """A listener with one route that reads a body and one that waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: ApiKeys) -> None:
         self.reported: list[str] = []
         self._writers: list[asyncio.StreamWriter] = []
         self.entered = asyncio.Event()
-        self.listener = http.Listener([web.post("/read", self.read), web.get("/wait", self.wait)], self.report)
+        admission = Admission(keys)
+        self.listener = http.Listener(
+            [web.post("/read", self.read), web.get("/wait", self.wait)], admission.admit, self.report
+        )
 
     async def read(self, request: web.Request) -> web.Response:
         self.entered.set()
@@ -60,9 +71,11 @@ class Front:
 
 
 @pytest.fixture
-async def front(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Front]:
+async def front(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> AsyncIterator[Front]:
     caplog.set_level(logging.DEBUG)
-    opened = await Front().open()
+    path = tmp_path / "keys.json"
+    path.write_bytes(msgspec.json.encode({hashlib.sha256(KEY.encode()).hexdigest(): ENTRY}))
+    opened = await Front(ApiKeys(path)).open()
     yield opened
     opened.drop()
     await opened.listener.stop()
@@ -70,8 +83,12 @@ async def front(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Front]:
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-HALF_HEADERS = b"POST /read HTTP/1.1\r\nHost: x\r\nContent-"
-HALF_BODY = b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+HALF_HEADERS = b"POST /read HTTP/1.1\r\nHost: localhost\r\nContent-"
+HALF_BODY = (
+    b"POST /read HTTP/1.1\r\nHost: localhost\r\nx-api-key: hr-front\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 100\r\n\r\n{"
+)
+WAITS = b"GET /wait?wait=30 HTTP/1.1\r\nHost: localhost\r\nx-api-key: hr-front\r\n\r\n"
 
 
 async def open_half(front: Front, count: int) -> None:
@@ -113,11 +130,11 @@ async def test_connections_above_the_limit_are_refused(front: Front, monkeypatch
     await front.entered.wait()
     silent = await front.connect(HALF_HEADERS)
     front.entered.clear()
-    waiting = await front.connect(b"GET /wait?wait=30 HTTP/1.1\r\nHost: x\r\n\r\n")
+    waiting = await front.connect(WAITS)
     await front.entered.wait()
     assert await closed(silent) and not reading.at_eof(), "a connection without a request goes first"
     front.entered.clear()
-    other = await front.connect(b"GET /wait?wait=30 HTTP/1.1\r\nHost: x\r\n\r\n")
+    other = await front.connect(WAITS)
     await front.entered.wait()
     assert await closed(reading), "then one with an incomplete body"
     refused = await front.connect(HALF_HEADERS)
@@ -125,7 +142,10 @@ async def test_connections_above_the_limit_are_refused(front: Front, monkeypatch
     assert not waiting.at_eof() and not other.at_eof(), "the others are not disturbed"
     front.drop()
     await front.until_closed()
-    async with aiohttp.ClientSession() as client, client.post(front.url + "/read", json={"a": 1}) as answer:
+    async with (
+        aiohttp.ClientSession(headers=HEADERS) as client,
+        client.post(front.url + "/read", json={"a": 1}) as answer,
+    ):
         assert (answer.status, await answer.json()) == (200, {"got": {"a": 1}})
 
 
@@ -140,14 +160,14 @@ async def test_a_silent_connection_gives_way_at_the_address_that_has_most(
 
 
 async def test_an_unknown_path_or_method_is_no_defect_of_the_gateway(front: Front) -> None:
-    async with aiohttp.ClientSession() as client:
+    async with aiohttp.ClientSession(headers=HEADERS) as client:
         for method, path, status in (("GET", "/none", 404), ("GET", "/%2e%2e/x", 404), ("POST", "/wait", 405)):
             async with client.request(method, front.url + path) as answer:
                 assert answer.status == status and "error" in await answer.json()
 
 
 async def test_clients_that_leave_cause_no_traceback(front: Front) -> None:
-    for data in (b"", HALF_HEADERS, HALF_BODY, b"GET /wait?wait=30 HTTP/1.1\r\nHost: x\r\n\r\n"):
+    for data in (b"", HALF_HEADERS, HALF_BODY, WAITS):
         for _ in range(5):
             await front.connect(data)
     await front.entered.wait()
@@ -158,5 +178,5 @@ async def test_clients_that_leave_cause_no_traceback(front: Front) -> None:
 async def test_a_request_that_waits_is_not_cut_off(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HEADER_S", "IDLE_S", "SWEEP_S"):
         monkeypatch.setattr(http, name, 0.05)
-    async with aiohttp.ClientSession() as client, client.get(front.url + "/wait?wait=0.4") as answer:
+    async with aiohttp.ClientSession(headers=HEADERS) as client, client.get(front.url + "/wait?wait=0.4") as answer:
         assert await answer.json() == {"waited": True}

@@ -13,6 +13,8 @@ from aiohttp import web
 from headrace.bus.errors import Unrecoverable
 from headrace.config import Production
 from headrace.gateway import http
+from headrace.gateway.tenants.admission import Admission
+from headrace.gateway.tenants.keys import ApiKeys
 from headrace.gateway.tls import RENEW_S, Certificate, CertificateError, client_context, configured
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +61,7 @@ async def served(files: Files) -> AsyncIterator[tuple[Certificate, int]]:
         raise AssertionError(f"{doing}: {error!r}")
 
     certificate = Certificate(str(files.certificate), str(files.key))
-    listener = http.Listener([web.get("/", hello)], report)
+    listener = http.Listener([web.get(http.HEALTH, hello)], Admission(ApiKeys(files.certificate)).admit, report)
     url = await listener.start("127.0.0.1", 0, certificate)
     assert url.startswith("https://127.0.0.1:")
     yield certificate, int(url.rpartition(":")[2])
@@ -80,14 +82,16 @@ async def test_clients_that_trust_the_certificate_are_served_and_others_are_not(
 ) -> None:
     port = served[1]
     async with aiohttp.ClientSession() as client:
-        async with client.get(f"https://localhost:{port}/", ssl=files.trusted()) as answer:
+        async with client.get(f"https://localhost:{port}/healthz", ssl=files.trusted()) as answer:
             assert (answer.status, await answer.json()) == (200, {"secure": True})
-        async with client.get(f"https://127.0.0.1:{port}/", ssl=client_context(str(files.certificate))) as answer:
+        async with client.get(
+            f"https://127.0.0.1:{port}/healthz", ssl=client_context(str(files.certificate))
+        ) as answer:
             assert answer.status == 200, "the simulated users trust the certificate itself, under any name"
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
-            await client.get(f"https://localhost:{port}/")
+            await client.get(f"https://localhost:{port}/healthz")
         with pytest.raises(aiohttp.ClientError):
-            await client.get(f"http://localhost:{port}/")
+            await client.get(f"http://localhost:{port}/healthz")
 
 
 async def test_a_renewed_certificate_is_served_and_half_of_a_renewal_is_not(

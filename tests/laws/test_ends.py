@@ -37,6 +37,7 @@ from tests.conftest import Connect
 from tests.support.actors import living
 
 pytestmark = pytest.mark.anyio
+JSON = {"Content-Type": "application/json"}
 ROLLOUT = (
     "import msgspec, sys, uvloop\n"
     "from headrace.bus.runtime import ack_waits\n"
@@ -92,6 +93,7 @@ class Product:
         self.ends: Counter[str] = Counter()
         self.done = 0
         self.headers = {"x-api-key": ApiKeys(key_file(config)).add("acme", requests_per_minute=1_000_000)}
+        self.own = {"x-api-key": ApiKeys(key_file(config)).add("default", requests_per_minute=1_000_000)}
 
     async def start_rollout(self) -> asyncio.subprocess.Process:
         config = msgspec.json.encode(self.config).decode()
@@ -107,7 +109,8 @@ class Product:
         if kind == 5:
             await self.unanswerable(number)
         elif kind == 6:
-            async with http.post(self.url + "/v1/sessions", json=good | {"task": "no such task"}) as answer:
+            bad = good | {"task": "no such task"}
+            async with http.post(self.url + "/v1/sessions", json=bad, headers=self.own) as answer:
                 self.ends[str(answer.status)] += 1
         elif kind in (8, 9, 10):
             await self.use_agent(http, number)
@@ -115,15 +118,15 @@ class Product:
             async with http.post(self.url + "/v1/agents", json={"prompt": ""}, headers=self.headers) as answer:
                 self.ends[f"agents {answer.status}"] += 1
         elif kind == 7:
-            async with http.post(self.url + "/v1/sessions", data=b"{") as answer:
+            async with http.post(self.url + "/v1/sessions", data=b"{", headers=self.own | JSON) as answer:
                 self.ends[str(answer.status)] += 1
         else:
-            async with http.post(self.url + "/v1/sessions", json=good) as answer:
+            async with http.post(self.url + "/v1/sessions", json=good, headers=self.own) as answer:
                 assert answer.status == 202, await answer.text()
                 session = (await answer.json())["session"]
             view = {"state": "queued"}
             while view["state"] not in ("finished", "failed"):
-                async with http.get(f"{self.url}/v1/sessions/{session}?wait=20") as answer:
+                async with http.get(f"{self.url}/v1/sessions/{session}?wait=20", headers=self.own) as answer:
                     view = await answer.json()
             self.ends[view["state"]] += 1
         self.done += 1

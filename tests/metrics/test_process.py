@@ -3,7 +3,9 @@
 import ast
 import re
 import shutil
+import stat
 import subprocess
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.metrics import process
-from headrace.metrics.exposition import Exposition, PortTaken
+from headrace.metrics.exposition import Exposition, PortTaken, key_of
 from headrace.metrics.figures import FIGURES, figure_of
+from headrace.secret_files import SecretError
 from tests.conftest import Connect
 from tests.support.paths import ROOT
 
@@ -75,17 +78,33 @@ def test_figures_of_several_actors_become_one_without_ids() -> None:
 
 
 def test_two_processes_cannot_share_a_port(tmp_path: Path) -> None:
-    first = Exposition("127.0.0.1", 0, tmp_path, "one", {"run": "r1"})
+    first = Exposition("127.0.0.1", 0, "k", tmp_path, "one", {"run": "r1"})
     try:
         entry = msgspec.json.decode((tmp_path / "one.json").read_bytes())
         assert entry == [{"targets": [first.address], "labels": {"run": "r1", "process": "one"}}]
-        with urllib.request.urlopen(f"http://{first.address}/metrics", timeout=60) as answer:
+        url = f"http://{first.address}/metrics"
+        keyed = urllib.request.Request(url, headers={"Authorization": "Bearer k"})
+        with urllib.request.urlopen(keyed, timeout=60) as answer:
             assert b"process_cpu_seconds_total" in answer.read()
+        for headers in ({}, {"Authorization": "Bearer j"}, {"Authorization": "Basic k"}, {"X-Api-Key": "k"}):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60)
+            assert refused.value.code == 401 and b"process_" not in refused.value.read()
         with pytest.raises(PortTaken, match=r"set \[metrics\] port = 0"):
-            Exposition("127.0.0.1", int(first.address.rpartition(":")[2]), tmp_path, "two", {})
+            Exposition("127.0.0.1", int(first.address.rpartition(":")[2]), "k", tmp_path, "two", {})
     finally:
         first.close()
     assert not (tmp_path / "one.json").exists()
+
+
+def test_processes_of_one_folder_share_a_key_that_no_other_user_can_read(tmp_path: Path) -> None:
+    key = key_of("", tmp_path)
+    assert len(key) > 40 and key_of("", tmp_path) == key
+    assert stat.S_IMODE((tmp_path / "metrics.key").stat().st_mode) == 0o600
+    (tmp_path / "own").write_text("mine\n")
+    assert key_of(str(tmp_path / "own"), tmp_path) == "mine"
+    with pytest.raises(SecretError, match=r"\[metrics\] key: .* cannot be read"):
+        key_of(str(tmp_path / "absent"), tmp_path)
 
 
 def scored() -> float:

@@ -7,11 +7,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from aiohttp import web
-
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.endpoints import Begun, Caller, Endpoints
-from headrace.gateway.http import HttpRefused
+from headrace.gateway.http import HttpRefused, Listener
 from headrace.gateway.requests import NewRating
 from headrace.gateway.tenants.admission import Admission
 from headrace.gateway.tenants.keys import ApiKey, ApiKeys
@@ -74,16 +72,15 @@ async def endpoints(folder: Path, script: Script) -> AsyncIterator[Served]:
     keys = ApiKeys(folder / "keys.json")
     key = keys.add("acme", training=True)
     sampler = ScriptedSampler(script)
-    app = web.Application()
-    app.add_routes(Endpoints(sampler, Admission(keys).admit).routes())
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
+
+    async def report(error: Exception, doing: str) -> None:
+        raise AssertionError(doing) from error
+
+    listener = Listener(Endpoints(sampler).routes(), Admission(keys).admit, report)
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        yield Served(f"http://{host}:{port}", key, sampler, keys)
+        yield Served(await listener.start("127.0.0.1", 0), key, sampler, keys)
     finally:
-        await runner.cleanup()
+        await listener.stop()
 
 
 def two_reads(request: ModelRequest) -> tuple[str, tuple[ClientCall, ...]]:

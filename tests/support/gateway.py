@@ -11,6 +11,7 @@ import aiohttp
 from headrace.actors.gateway import Gateway
 from headrace.bus.connection import Bus
 from headrace.config import Config, Production, Run
+from headrace.gateway.tenants.keys import SCOPES, ApiKeys, key_file
 from headrace.messages import subjects
 from headrace.messages.codec import encode
 from headrace.messages.operations import DeadLetter
@@ -24,7 +25,12 @@ class OpenGateway:
     def __init__(self, connect: Callable[..., Awaitable[Bus]], folder: Path, run: str, **production: Any) -> None:
         self.connect, self.folder, self.run = connect, folder, run
         self.config = Config(run=Run(dir=str(folder)), production=Production(training_allowed=True, **production))
-        self.headers: dict[str, str] = {}
+        self.key = ApiKeys(key_file(self.config)).add("default", scopes=SCOPES)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """With the key of every call."""
+        return {"x-api-key": self.key}
 
     async def open(self) -> Self:
         """Start the gateway, or another one after it."""

@@ -76,7 +76,7 @@ async def _full_snapshots(bus: Bus, config: Config, run: str) -> chain.Fetch | N
         logging.get(run=run).warning("source_failed", text=text)
 
     section, values = config.weights, await bus.kv("HR_STATE")
-    token = node.secret(bus.credentials) if section.full_snapshots == "peer" else ""
+    token = node.secret(bus.credentials, run) if section.full_snapshots == "peer" else ""
     fetcher = node.fetcher(section, values, WrongSequence, run, bus.node, tell, token=token, takes_turns=False)
     return None if fetcher is None else fetcher.bring
 

@@ -92,7 +92,7 @@ async def _fetch(bus: "Bus", folder: RunDir, section: Weights) -> "Fetch | None"
         complain(text)
 
     try:
-        token = node.secret(bus.credentials)
+        token = node.secret(bus.credentials, folder.id)
     except SecretError:
         token = ""
     values, stores = await bus.kv("HR_STATE"), folder.path / "nodes"

@@ -21,7 +21,6 @@ first one's agent, set or run. Errors are {error: {code, message}}.
 """
 
 import logging
-from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +28,6 @@ from aiohttp import web
 
 from headrace.bus.errors import BusError
 from headrace.gateway.agents.events import Events
-from headrace.gateway.agents.guard import Handler, guarded
 from headrace.gateway.agents.requests import AgentRefused, LaterFiles, NewAgent, NewRun
 from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.store import Agents, GatewayParts
@@ -41,6 +39,7 @@ from headrace.gateway.requests import NewRating, Thumb
 from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.persistence import kept_lines
 from headrace.gateway.signals.ratings import Ratings
+from headrace.gateway.tenants.admission import keyed
 from headrace.gateway.tenants.keys import ApiKey
 from headrace.messages.product import Agent, AgentRun, Feedback, Moment, Signal
 from headrace.messages.rollout import Trajectory, TurnSampled
@@ -58,12 +57,10 @@ class AgentEndpoints:
         agents: Agents,
         sets: AgentSets,
         events: Events,
-        admit: Callable[[web.Request], ApiKey],
         ratings: Ratings,
         follow_ups: FollowUps,
     ) -> None:
-        """admit: returns the key of a request or raises HttpRefused."""
-        self._agents, self._sets, self._events, self._admit = agents, sets, events, admit
+        self._agents, self._sets, self._events = agents, sets, events
         self._bus, self._run, self._production = parts.bus, parts.run, parts.config.production
         self._ratings, self._follow_ups = ratings, follow_ups
         agents.rate_cancelled = self._rate_cancelled
@@ -72,24 +69,21 @@ class AgentEndpoints:
         """The routes for an aiohttp application."""
         agent, run = "/v1/agents/{agent}", "/v1/agents/{agent}/runs/{run}"
         return [
-            web.post("/v1/agents", self._guarded(self._create)),
-            web.get("/v1/agents", self._guarded(self._list)),
-            web.get(agent, self._guarded(self._read)),
-            web.post(f"{agent}/runs", self._guarded(self._go_on)),
-            web.get(run, self._guarded(self._read_run)),
-            web.get(f"{run}/stream", self._guarded(self._stream)),
-            web.post(f"{run}/cancel", self._guarded(self._cancel)),
-            web.post(f"{run}/feedback", self._guarded(self._rate)),
-            web.post(f"{run}/reward", self._guarded(self._rate)),
-            web.post(f"{run}/lines", self._guarded(self._lines)),
-            web.post(f"{agent}/archive", self._guarded(self._archive)),
-            web.get(f"{agent}/usage", self._guarded(self._usage)),
-            web.get(f"{agent}/artifacts", self._guarded(self._artifacts)),
-            web.get(f"{agent}/artifacts/{{path:.+}}", self._guarded(self._artifact)),
+            web.post("/v1/agents", keyed(self._create)),
+            web.get("/v1/agents", keyed(self._list)),
+            web.get(agent, keyed(self._read)),
+            web.post(f"{agent}/runs", keyed(self._go_on)),
+            web.get(run, keyed(self._read_run)),
+            web.get(f"{run}/stream", keyed(self._stream)),
+            web.post(f"{run}/cancel", keyed(self._cancel)),
+            web.post(f"{run}/feedback", keyed(self._rate)),
+            web.post(f"{run}/reward", keyed(self._rate)),
+            web.post(f"{run}/lines", keyed(self._lines)),
+            web.post(f"{agent}/archive", keyed(self._archive)),
+            web.get(f"{agent}/usage", keyed(self._usage)),
+            web.get(f"{agent}/artifacts", keyed(self._artifacts)),
+            web.get(f"{agent}/artifacts/{{path:.+}}", keyed(self._artifact)),
         ]
-
-    def _guarded(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        return guarded(self._admit, handler)
 
     def _found(self, request: web.Request, key: ApiKey) -> tuple[Agent, AgentRun]:
         agent = self._agents.owned(request.match_info["agent"], key)

@@ -1,7 +1,5 @@
 """Opens the agents API of a gateway."""
 
-from collections.abc import Callable
-
 from aiohttp import web
 
 from headrace.gateway.agents.endpoints import AgentEndpoints
@@ -11,20 +9,16 @@ from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.store import Agents, GatewayParts
 from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
-from headrace.gateway.tenants.keys import ApiKey
 
 
 async def open_agents(
-    parts: GatewayParts, admit: Callable[[web.Request], ApiKey], ratings: Ratings, follow_ups: FollowUps
+    parts: GatewayParts, ratings: Ratings, follow_ups: FollowUps
 ) -> tuple[AgentSets, list[web.RouteDef]]:
-    """Load the stored agents and sets. Returns the sets, and the routes of both.
-
-    admit: returns the key of a request or raises HttpRefused.
-    """
+    """Load the stored agents and sets. Returns the sets, and the routes of both."""
     agents = Agents(parts)
     sets = AgentSets(parts, agents)
     await sets.start()
     await agents.start()
     events = Events(parts.bus, agents, parts.sessions)
-    endpoints = AgentEndpoints(parts, agents, sets, events, admit, ratings, follow_ups)
-    return sets, [*endpoints.routes(), *SetEndpoints(sets, admit, parts.config.production).routes()]
+    endpoints = AgentEndpoints(parts, agents, sets, events, ratings, follow_ups)
+    return sets, [*endpoints.routes(), *SetEndpoints(sets, parts.config.production).routes()]

@@ -10,38 +10,34 @@ set's base. A merge changes nothing at the gateway: the answer contains the file
 """
 
 import base64
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
 from headrace.config import Production
-from headrace.gateway.agents.guard import guarded
 from headrace.gateway.agents.merging import Merged
 from headrace.gateway.agents.requests import AgentRefused, Merge
 from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.workspace import files_of
 from headrace.gateway.http import read_json
+from headrace.gateway.tenants.admission import keyed
 from headrace.gateway.tenants.keys import ApiKey
 from headrace.messages.product import Agent, AgentSet
-
-Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SetEndpoints:
     """Routes of sets of agents."""
 
-    def __init__(self, sets: AgentSets, admit: Callable[[web.Request], ApiKey], production: Production) -> None:
-        """admit: returns the key of a request or raises HttpRefused."""
-        self._sets, self._admit, self._production = sets, admit, production
+    def __init__(self, sets: AgentSets, production: Production) -> None:
+        self._sets, self._production = sets, production
 
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
         made = "/v1/agent-sets/{set}"
         return [
-            web.get(made, guarded(self._admit, self._read)),
-            web.get(f"{made}/comparison", guarded(self._admit, self._compare)),
-            web.post(f"{made}/merge", guarded(self._admit, self._merge)),
+            web.get(made, keyed(self._read)),
+            web.get(f"{made}/comparison", keyed(self._compare)),
+            web.post(f"{made}/merge", keyed(self._merge)),
         ]
 
     async def _read(self, request: web.Request, key: ApiKey) -> web.StreamResponse:

@@ -1,21 +1,21 @@
-"""Admits requests: by the API key, its scope and its rate.
+"""Admits requests to the gateway: by their Host and Origin, the API key with its scope and rate, and the body's type.
 
-Programs on the gateway's machine may use the routes of headrace's own sessions and of purges without a key, as
-`[production] tenant`. Every other request needs a key, because a purge deletes a user's data and a session uses a
-sandbox. A request that a proxy passed on has come from elsewhere, also where the gateway listens on loopback alone.
+One check stands before every handler (`Listener`), also before the answer to an unknown path. The health route alone
+needs no key. Nothing of a body is read before the request is admitted, and a body is JSON by its type: a page in a
+browser can send other types to any address without asking first, and `application/json` only where it is allowed to.
 """
 
-import ipaddress
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from headrace.gateway.http import Handler, HttpRefused
+from headrace.gateway.http import HEALTH, Handler, HttpRefused
 from headrace.gateway.tenants.keys import ApiKey, ApiKeys, Scope
 from headrace.gateway.tenants.limits import RateLimit
+from headrace.request_names import RequestNames
 
-FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via")
-"""Headers that proxies add."""
+Keyed = Callable[[web.Request, ApiKey], Awaitable[web.StreamResponse]]
+_KEY = web.RequestKey("key", ApiKey)
 
 
 def scope_of(route: str) -> Scope:
@@ -28,13 +28,29 @@ def scope_of(route: str) -> Scope:
 
 
 class Admission:
-    """The check of every request that needs a key."""
+    """The check of every request."""
 
-    def __init__(self, keys: ApiKeys, limits: RateLimit | None = None) -> None:
-        self._keys, self._limits = keys, limits or RateLimit()
+    def __init__(self, keys: ApiKeys, names: RequestNames | None = None, limits: RateLimit | None = None) -> None:
+        """names: of the listener; without them loopback's and this machine's."""
+        self._keys, self._names, self._limits = keys, names or RequestNames(), limits or RateLimit()
 
-    def admit(self, request: web.Request) -> ApiKey:
-        """The request's key. HttpRefused with 401, 403 or 429."""
+    def admit(self, request: web.Request) -> None:
+        """Return for a request that a handler may see. HttpRefused with 400, 401, 403, 415 or 429."""
+        if not request.raw_path.startswith("/"):
+            raise HttpRefused(400, "expected a path as the request's target, as in GET /v1/models")
+        headers = request.headers
+        local = request.get_extra_info("sockname")
+        address = local[0] if isinstance(local, tuple) else ""
+        if refusal := self._names.refusal(headers.getall("Host", []), headers.getall("Origin", []), address):
+            raise HttpRefused(403, refusal)
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else request.path
+        if resource is None or route != HEALTH:
+            request[_KEY] = self._key(request, route)
+        if request.body_exists and not _is_json(headers.getall("Content-Type", [])):
+            raise HttpRefused(415, "expected a body with Content-Type: application/json")
+
+    def _key(self, request: web.Request, route: str) -> ApiKey:
         token = _token(request)
         if not token:
             raise HttpRefused(401, "no API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`")
@@ -44,37 +60,36 @@ class Admission:
         wait = self._limits.take(key.id, key.requests_per_minute)
         if wait > 0:
             raise HttpRefused(429, f"more than {key.requests_per_minute} requests a minute with this key", wait)
-        resource = request.match_info.route.resource
-        scope = scope_of(resource.canonical if resource is not None else request.path)
+        scope = scope_of(route)
         if scope not in key.scopes:
             raise HttpRefused(403, f"this key lacks the scope {scope!r}; it has {', '.join(key.scopes) or 'none'}")
         return key
 
-    def _tenant(self, request: web.Request, own: str) -> str:
-        """The tenant of a request's key; `own` for one without a key from this machine. HttpRefused as in `admit`."""
-        if _token(request) or not _from_here(request):
-            return self.admit(request).tenant
-        return own
 
-    def with_tenant(
-        self, own: str, handler: Callable[[web.Request, str], Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """A handler that gets the tenant of each request. Programs of this machine need no key: theirs is `own`."""
+def keyed(handler: Keyed) -> Handler:
+    """A handler that gets the key with which its request was admitted."""
 
-        async def respond(request: web.Request) -> web.StreamResponse:
-            return await handler(request, self._tenant(request, own))
+    async def respond(request: web.Request) -> web.StreamResponse:
+        return await handler(request, key_of(request))
 
-        return respond
+    return respond
 
-    def of_tenant(self, own: str, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """A handler of a route whose data belongs to the tenant `own`; a key of another tenant gets a 403."""
 
-        async def respond(request: web.Request, tenant: str) -> web.StreamResponse:
-            if tenant != own:
-                raise HttpRefused(403, f"this key is of the tenant {tenant!r}; these sessions are of {own!r}")
-            return await handler(request)
+def key_of(request: web.Request) -> ApiKey:
+    """The key with which a request was admitted. KeyError for one of the health route."""
+    return request[_KEY]
 
-        return self.with_tenant(own, respond)
+
+def of_tenant(own: str, handler: Handler) -> Handler:
+    """A handler of a route whose data belongs to the tenant `own`; a key of another tenant gets a 403."""
+
+    async def respond(request: web.Request) -> web.StreamResponse:
+        tenant = key_of(request).tenant
+        if tenant != own:
+            raise HttpRefused(403, f"this key is of the tenant {tenant!r}; these sessions are of {own!r}")
+        return await handler(request)
+
+    return respond
 
 
 def _token(request: web.Request) -> str:
@@ -82,11 +97,9 @@ def _token(request: web.Request) -> str:
     return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-def _from_here(request: web.Request) -> bool:
-    """Whether a program of this machine sent the request, and no proxy passed it on."""
-    if any(name in request.headers for name in FORWARDED):
+def _is_json(types: list[str]) -> bool:
+    """Whether the values of Content-Type name JSON in UTF-8, once."""
+    if len(types) != 1:
         return False
-    try:
-        return ipaddress.ip_address(request.remote or "").is_loopback
-    except ValueError:
-        return False
+    kind, _, parameters = types[0].lower().partition(";")
+    return kind.strip() == "application/json" and parameters.strip() in ("", "charset=utf-8", 'charset="utf-8"')

@@ -5,11 +5,13 @@ A fast hash is enough: a key is 32 random bytes, so nobody can find it from its 
 changed file at its next request.
 """
 
+import fcntl
 import hashlib
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -76,17 +78,19 @@ class ApiKeys:
             scopes=tuple(scopes),
             created=time.time(),
         )
-        self._write(self._read() | {digest: entry})
+        with self._alone():
+            self._write(self._read() | {digest: entry})
         return key
 
     def revoke(self, id: str) -> ApiKey:
         """Remove the key with this id. KeyFileError when there is none."""
-        keys = self._read()
-        digest = next((digest for digest, entry in keys.items() if entry.id == id), None)
-        if digest is None:
-            raise KeyFileError(f"{self._path} has no key {id!r}; `headrace keys list` shows those that exist")
-        removed = keys.pop(digest)
-        self._write(keys)
+        with self._alone():
+            keys = self._read()
+            digest = next((digest for digest, entry in keys.items() if entry.id == id), None)
+            if digest is None:
+                raise KeyFileError(f"{self._path} has no key {id!r}; `headrace keys list` shows those that exist")
+            removed = keys.pop(digest)
+            self._write(keys)
         return removed
 
     def entries(self) -> list[ApiKey]:
@@ -108,6 +112,14 @@ class ApiKeys:
         authenticated."""
         return self._inside + id
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock of the file's writers: `headrace up` writes it too."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(self._path.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
     def _read(self) -> dict[str, ApiKey]:
         try:
             status = self._path.stat()
@@ -124,7 +136,6 @@ class ApiKeys:
         return dict(self._keys)
 
     def _write(self, keys: dict[str, ApiKey]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(f".{os.getpid()}.part")
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "wb") as file:

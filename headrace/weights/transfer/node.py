@@ -1,5 +1,7 @@
 """A node's part in handing full snapshots on, by the ``[weights]`` section: what it serves, and where it looks."""
 
+import hashlib
+import hmac
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,8 +71,9 @@ class KeyValue(Protocol):
         """Key to value and revision."""
 
 
-def secret(credentials: Path | None) -> str:
-    """The secret that nodes of a run share. secret_files.SecretError, with the remedy, when the folder has none."""
+def secret(credentials: Path | None, run: str) -> str:
+    """The secret that nodes of a run share: by the run, because runs may share the file. secret_files.SecretError, with
+    the remedy, when the folder has none."""
     folder = credentials if credentials is None or credentials.is_dir() else credentials.parent
     path = (folder or Path()) / SECRET_FILE
     if folder is None or not path.exists():
@@ -78,7 +81,8 @@ def secret(credentials: Path | None) -> str:
             f"[weights] full_snapshots = 'peer' needs the secret that nodes share, and there is no {path}: complete "
             f"the folder with `python -m headrace.bus.broker.credentials FOLDER` and copy the file to every node"
         )
-    return secret_files.token(str(path), "[weights] full_snapshots")
+    shared = secret_files.token(str(path), "[weights] full_snapshots")
+    return hmac.new(shared.encode(), run.encode(), hashlib.sha256).hexdigest()
 
 
 class ServedStore:
@@ -180,7 +184,7 @@ async def opened(
     the port is taken, and then nothing is served."""
     served, shared = None, ""
     if section.full_snapshots == "peer":
-        shared = secret(credentials)
+        shared = secret(credentials, run)
         served = ServedStore(store, values, section, run, node, actor)
         try:
             await served.start(shared, port)

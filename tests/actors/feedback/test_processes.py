@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from headrace.bus.connection import Bus
+from headrace.launch.gateway_key import place
 from headrace.messages import subjects as s
 from headrace.messages.product import GateVerdict, Promotion
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
@@ -74,7 +75,8 @@ class Client:
         while True:
             try:
                 url = json.loads((self.started.run / "gateway.json").read_text())["url"]
-                async with self.http.request(method, f"{url}{path}", json=body) as answer:
+                headers = {"x-api-key": place(self.started.run).read_text()}
+                async with self.http.request(method, f"{url}{path}", json=body, headers=headers) as answer:
                     if answer.status < 500:
                         return dict(await answer.json())
             except (aiohttp.ClientError, OSError, ValueError):
