@@ -30,6 +30,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.config import Config
 from headrace.dashboard.live.server import STATIC, Address, LivePage
+from headrace.launch.page import opened
 from headrace.messages import subjects
 from headrace.messages.operations import Metric
 from headrace.messages.training import StepDone
@@ -120,7 +121,7 @@ async def measure(args: argparse.Namespace, place: Path) -> tuple[Figures, dict[
                 originals=lambda _: {},
             )
             await page.start(address)
-            await asyncio.to_thread(driver.get, address.url)
+            await asyncio.to_thread(driver.get, opened(address.url, page.access.key))
 
             def wait(script: str, what: str) -> Any:
                 return WebDriverWait(driver, PATIENCE_S, 0.05).until(

@@ -4,7 +4,6 @@ python docs/screenshots.py runs/latest docs/images
 """
 
 import json
-import re
 import subprocess
 import sys
 import urllib.request
@@ -15,6 +14,9 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
+from headrace.launch.page import read_place
+from headrace.launch.runs import find
+
 VIEWS = (
     *("overview", "actors", "groups", "trajectories", "behaviour"),
     *("ledger", "letters", "regions", "feedback", "scavenger"),
@@ -24,9 +26,10 @@ READY = (
 )
 
 
-def passed_attempt(url: str) -> str:
+def passed_attempt(url: str, key: str) -> str:
     """The view of an attempt that passed with several turns, or of any attempt; empty when none has a score."""
-    with urllib.request.urlopen(f"{url}api/history", timeout=60) as answer:
+    request = urllib.request.Request(f"{url}api/history", headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
         scores = [record for record in json.load(answer)["records"] if record["type"] == "score"]
     best = sorted(scores, key=lambda score: (not score["passed"], -score.get("turns", 0)))
     return f"t/{best[0]['trajectory_seq']}" if best else ""
@@ -38,8 +41,9 @@ def main(run: str, out: Path) -> None:
     command = [sys.executable, "-u", "-m", "headrace.cli", "dashboard", run]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    address = re.search(r"http://\S+", server.stdout.readline())
-    assert address is not None, "headrace dashboard printed no address"
+    server.stdout.readline()  # the address: the page is served
+    place = read_place(find(run).path)
+    assert place is not None, "headrace dashboard wrote no page.json"
     options = Options()
     for word in (
         "--headless=new",
@@ -51,10 +55,11 @@ def main(run: str, out: Path) -> None:
         options.add_argument(word)
     driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
     try:
-        for view in (*VIEWS, passed_attempt(address[0])):
+        driver.get(place.address())
+        for view in (*VIEWS, passed_attempt(place.page, place.key)):
             if view:
                 driver.get("about:blank")
-                driver.get(f"{address[0]}#/{view}")
+                driver.get(f"{place.page}#/{view}")
                 WebDriverWait(driver, 60).until(lambda page: page.execute_script(READY))
                 driver.execute_async_script("setTimeout(arguments[0], 800)")  # the charts' first frame
                 name = "attempt" if view.startswith("t/") else view

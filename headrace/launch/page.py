@@ -30,12 +30,24 @@ class Place(msgspec.Struct):
     """<run dir>/<id>/page.json, mode 0600: where a live run's page is."""
 
     page: str
+    key: str
     token: str
+    """Shows users' sessions too; empty for a page that was started without."""
+
+    def address(self, *, users: bool = False) -> str:
+        """The address to open, with the key or the token in its fragment."""
+        return opened(self.page, self.token if users else self.key)
 
 
-def write_place(folder: Path, page: str, token: str) -> None:
-    """Write the page's address; the token in it is for this machine's operator alone."""
-    private(folder / "page.json", msgspec.json.encode(Place(page, token)).decode())
+def opened(page: str, key: str) -> str:
+    """The address of a page with its key in the fragment, which browsers send to nobody."""
+    return f"{page}#key={key}"
+
+
+def write_place(folder: Path, page: str, key: str, token: str) -> None:
+    """Write the page's address; key and token are for this machine's operator alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    private(folder / "page.json", msgspec.json.encode(Place(page, key, token)).decode())
 
 
 def read_place(folder: Path) -> Place | None:

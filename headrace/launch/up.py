@@ -54,7 +54,7 @@ async def through(config: Config, stopping: Stopping, closing: AsyncExitStack, b
     address = address_of(config)
     if address is not None:
         closing.callback(address.socket.close)
-        say(f"live page: {address.url}")
+        say(f"live page: {address.url}; `headrace dashboard {folder.id}` prints its address with its key")
     if config.production.enabled:
         key = closing.enter_context(key_of_run(config, folder.path))
         say(f"gateway: address in {folder.path}/gateway.json, key in {key} (docs/clients.md)")
@@ -147,4 +147,4 @@ async def serve_page(run: Run, bus: "Bus", address: "Address", stack: AsyncExitS
     page = await stack.enter_async_context(
         serving(run.config, run.folder.id, bus, address, websocket, run.broker.credentials)
     )
-    write_place(run.folder.path, address.url, page.access.token(USERS_S))
+    write_place(run.folder.path, address.url, page.access.key, page.access.token(USERS_S))

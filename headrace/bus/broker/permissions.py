@@ -114,7 +114,7 @@ LINK_ROLE = "region"
 """The connection of a region's broker to the hub's."""
 WEB_ROLE = "web"
 """The page in an operator's browser, over WebSocket. Its seed leaves the machine with the page, so the role may only
-read, and only records without users' data."""
+subscribe, and only to records without users' data."""
 CALLOUT_ROLE = "callout"
 """The auth service of a gateway (gateway/tenants/callout.py); on brokers that are open to tenants."""
 REGIONAL = (
@@ -225,17 +225,16 @@ def of(role: str) -> Permissions:
 
 
 def _of_web() -> Permissions:
-    """Permissions of the live page: history of streams without users' data by direct get, live records by subject.
-
-    It makes no consumers: a push consumer delivers to any subject that its creator names, so its creator could write.
-    The subjects of users' groups have one more token, so no filter here matches them.
+    """Permissions of the live page: live records by subject. It publishes nothing, because the broker would write its
+    answer to whatever subject the request names. The subjects of users' groups have one more token, so no filter here
+    matches them.
     """
     subscribe = [s.HEARTBEAT.where(), s.METRIC.where(), s.TRAFFIC.where(), "hr.step.*", "hr.score.*.*.*"]
     subscribe += ["hr.close.*.*", "hr.ledger.*.*", "hr.fail.*.*"]
     subscribe += [f"hr.event.*.*.{kind}" for kind in ("event", "eval_result", "weights_swapped", "promotion")]
     return Permissions(
-        publish=("$JS.API.DIRECT.GET.HR_STEP", "$JS.API.DIRECT.GET.KV_HR_PRESENCE"),
-        subscribe=(f"_INBOX.{WEB_ROLE}.>", *subscribe),
+        publish=(),
+        subscribe=tuple(subscribe),
         allow_responses=False,
         connections=("WEBSOCKET",),
     )
@@ -327,7 +326,9 @@ def _user(role: str, public: str, permissions: Permissions) -> list[str]:
     if permissions.connections:
         lines.append(f"      allowed_connection_types: [{', '.join(_quoted(permissions.connections))}]")
     lines.append("      permissions: {")
-    lines.append(f"        publish: {{ allow: [{', '.join(_quoted(permissions.publish))}] }}")
+    # An empty list of allowed subjects would allow all of them.
+    publish = f"allow: [{', '.join(_quoted(permissions.publish))}]" if permissions.publish else 'deny: [">"]'
+    lines.append(f"        publish: {{ {publish} }}")
     lines.append(f"        subscribe: {{ allow: [{', '.join(_quoted(permissions.subscribe))}] }}")
     if permissions.allow_responses:
         lines.append('        allow_responses: { max: 1, expires: "10m" }')

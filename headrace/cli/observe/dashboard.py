@@ -63,9 +63,9 @@ async def _here(args: argparse.Namespace, closing: "AsyncExitStack") -> int:
         live = read_place(folder.path)
         if live is None:
             raise RunError(f"{folder.id} runs with [dashboard] enabled = false; start it again with enabled = true")
-        say(f"{folder.id}: {live.page}")
-        if args.users:
-            say(f"with users' sessions: {live.page}?token={live.token}, for 12 hours from the run's start")
+        say(f"{folder.id}: {live.address()}")
+        if args.users and live.token:
+            say(f"with users' sessions, for 12 hours from the run's start: {live.address(users=True)}")
         return 0
     address = Address(args.host or config.dashboard.host, config.dashboard.port if args.port is None else args.port)
     if not url:
@@ -110,18 +110,30 @@ async def _serve(
 ) -> int:
     """Serve the page until the command is interrupted."""
     import asyncio
+    import sys
+    from pathlib import Path
 
     from headrace.bus.connection import Bus
     from headrace.launch.output import say
-    from headrace.launch.page import serving
+    from headrace.launch.page import opened, serving, write_place
+    from headrace.launch.runs import RunError
     from headrace.launch.supervision.notify import ready
 
     bus = await closing.enter_async_context(await Bus.connect(url, role="dashboard", credentials=credentials or None))
     page = await closing.enter_async_context(serving(config, run, bus, address, websocket, credentials))
-    say(f"{run}: {address.url}")
-    if args.users:
-        token = page.access.token(60 * args.users)
-        say(f"with users' sessions for {args.users} minutes: {address.url}?token={token}")
+    folder = Path(config.run.dir) / run
+    token = page.access.token(60 * args.users) if args.users else ""
+    try:
+        write_place(folder, address.url, page.access.key, token)
+    except OSError as error:
+        raise RunError(f"the page's key cannot be written to {folder}/page.json: {error.strerror}", 3) from None
+    closing.callback((folder / "page.json").unlink, missing_ok=True)
+    if not sys.stdout.isatty():  # the journal of a service
+        say(f"{run}: {address.url}, its key is in {folder}/page.json")
+    else:
+        say(f"{run}: {opened(address.url, page.access.key)}")
+        if token:
+            say(f"with users' sessions for {args.users} minutes: {opened(address.url, token)}")
     async with ready():
         await asyncio.Event().wait()
     return 0

@@ -1,34 +1,45 @@
-"""Access to users' sessions on the live page: a signed token that expires.
+"""Access to the live page: its key, and signed tokens that expire and also show users' sessions.
 
-Without one the page shows no record that belongs to a user. The secret exists only in the memory of the process that
-serves the page, so a token expires at the latest when that process ends.
+Everything but the page's static files needs one of them. The secret of the tokens and the key exist only in the memory
+of the process that serves the page, and in a file of mode 0600 that it writes, so both end with that process.
 """
 
 import hashlib
 import hmac
 import time
 from collections.abc import Callable
-from secrets import token_bytes
+from secrets import token_bytes, token_urlsafe
+from typing import Literal
+
+Scope = Literal["", "run", "users"]
+"""What a request may read: nothing; the run without users' records; everything."""
 
 
 class Access:
-    """Makes and checks tokens of one process."""
+    """The key and the tokens of one process."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._secret, self._clock = token_bytes(32), clock
+        self.key = token_urlsafe(32)
+        """Gives access to the run without users' records."""
 
     def token(self, seconds: float) -> str:
-        """A token that gives access to users' sessions for this many seconds."""
+        """A token that gives access to users' sessions too for this many seconds."""
         until = str(int(self._clock() + seconds))
         return f"{until}.{self._sign(until)}"
 
-    def allows(self, header: str) -> bool:
-        """Whether an Authorization header carries a valid token."""
+    def scope(self, header: str) -> Scope:
+        """What a request with this Authorization header may read."""
         scheme, _, token = header.partition(" ")
+        if scheme != "Bearer":
+            return ""
+        if hmac.compare_digest(token.encode("utf-8", "replace"), self.key.encode()):
+            return "run"
         until, _, signature = token.partition(".")
-        if scheme != "Bearer" or not until.isascii() or not until.isdecimal():
-            return False
-        return hmac.compare_digest(signature.encode(), self._sign(until).encode()) and self._clock() < int(until)
+        if not until.isascii() or not until.isdecimal():
+            return ""
+        signed = hmac.compare_digest(signature.encode("utf-8", "replace"), self._sign(until).encode())
+        return "users" if signed and self._clock() < int(until) else ""
 
     def _sign(self, until: str) -> str:
         return hmac.new(self._secret, until.encode(), hashlib.sha256).hexdigest()

@@ -5,11 +5,13 @@ process reads the streams and leaves users' records out unless the request has a
 """
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from headrace.bus.connection import Bus
+from headrace.bus.errors import MessageGone
 from headrace.bus.nats.received import Received
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
@@ -38,6 +40,20 @@ async def records(bus: Bus, run: str, *, users: bool) -> list[dict[str, Any]]:
         records = [received async for received in _newest(bus, stream, *filters)]
         out += [plain(received) for received in records if users or not belongs_to_a_user(received)]
     return out
+
+
+async def steps(bus: Bus, run: str, after: int) -> dict[str, Any]:
+    """The steps of a run after a sequence, the newest `NEWEST` at most, and the newest heartbeat of every actor.
+    `last`: the sequence after which the next request should ask."""
+    last, out = after, list[dict[str, Any]]()
+    start = max(after + 1, await bus.last_seq("HR_STEP") - NEWEST)
+    async for received in bus.history("HR_STEP", s.STEP.at(run=run), start=start):
+        last = received.seq
+        out.append(plain(received))
+    for _, revision in (await (await bus.kv("HR_PRESENCE")).items(">")).values():
+        with suppress(MessageGone):  # the actor has published its next one
+            out.append(plain(await bus.get("KV_HR_PRESENCE", revision)))
+    return {"records": out, "last": last}
 
 
 async def _newest(bus: Bus, stream: str, *filters: str) -> AsyncIterator[Received[Any]]:

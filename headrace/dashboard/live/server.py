@@ -1,7 +1,13 @@
 """Serves the live page over HTTP: static files, the settings with which it reads the broker, and records.
 
-The page itself connects to the broker's WebSocket. It gets the seed of the role `web`, which may only read streams
-without users' data. Requests with another Host are refused, so that no other page can reach this one by a DNS name.
+The page itself connects to the broker's WebSocket. It gets the seed of the role `web`, which publishes nothing and
+subscribes to records without users' data; records of the past come from this process.
+
+Everything but the static files, which hold no data, needs the page's key. The address that an operator opens has it in
+its fragment, which browsers send to nobody; the page takes it out of the address, keeps it in the tab's session storage
+and sends it in a header. It is no cookie: those of a host go to every port, so a program of another user of the machine
+would get it. Requests of other names and other origins are refused, so a page of another site or port gets no file
+either.
 """
 
 import asyncio
@@ -19,20 +25,27 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.config import Config
 from headrace.dashboard.live import history
-from headrace.dashboard.live.access import Access
+from headrace.dashboard.live.access import Access, Scope
 from headrace.dashboard.live.attempt import NoSuchAttempt, Originals, describe, find
 from headrace.dashboard.live.panels import PANELS
 
 STATIC = Path(__file__).with_name("static")
+STATIC_FILES = "/{name}"
+"""The route of static files, which needs no key."""
+AFTER = "expected after=<sequence>"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
 HEADERS = {
     "Cache-Control": "no-cache",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Content-Security-Policy": "default-src 'self'; connect-src 'self' ws: wss:; img-src 'self' data:; "
-    "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
 }
-TOKEN_S = 1800.0
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; img-src data:; "
+    "connect-src 'self' {websocket}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""The Content-Security-Policy. Bars have their lengths in style attributes; no script or sheet stands in the page."""
 
 
 class Address:
@@ -80,17 +93,21 @@ class LivePage:
         self.websocket, self._seed, self._started, self._originals = websocket, seed, started, originals
         self.access = Access()
         self._hosts: set[str] = set()
+        self._origins: set[str] = set()
+        self._headers = HEADERS | {"Content-Security-Policy": POLICY.format(websocket=websocket)}
         self._runner: web.AppRunner | None = None
 
     async def start(self, address: Address) -> None:
         """Serve on an address."""
+        self._origins = set(address.origins)
         self._hosts = {origin.partition("://")[2] for origin in address.origins}
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/config.json", self._settings)
+        app.router.add_get("/api/steps", self._steps)
         app.router.add_get("/api/history", self._history)
         app.router.add_get("/api/trajectory/{seq:[0-9]{1,15}}", self._trajectory)
         app.router.add_get(f"/api/panel/{{name:{'|'.join(PANELS)}}}", self._panel)
-        app.router.add_get("/{name:[A-Za-z.]*}", self._static)
+        app.router.add_get(STATIC_FILES.replace("}", ":[A-Za-z.]*}"), self._static)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.SockSite(self._runner, address.socket, ssl_context=address.tls).start()
@@ -102,14 +119,31 @@ class LivePage:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        if request.host not in self._hosts:
-            return web.Response(status=403, text=f"this page is {' or '.join(sorted(self._hosts))}", headers=HEADERS)
-        try:
-            answer: web.StreamResponse = await handler(request)
-        except BusError as error:
-            answer = web.Response(status=503, text=f"the broker does not answer: {error}")
-        answer.headers.update(HEADERS)
+        answer = self._refused(request)
+        if answer is None:
+            try:
+                answer = await handler(request)
+            except BusError as error:
+                answer = web.Response(status=503, text=f"the broker does not answer: {error}")
+            except web.HTTPException as error:
+                answer = web.Response(status=error.status, text=error.reason)
+        answer.headers.update(self._headers)
         return answer
+
+    def _refused(self, request: web.Request) -> web.StreamResponse | None:
+        """The answer to a request that no handler may see."""
+        headers = request.headers
+        if headers.getall("Host", []) not in [[host] for host in self._hosts] or not request.raw_path.startswith("/"):
+            return web.Response(status=403, text=f"this page is {' or '.join(sorted(self._hosts))}")
+        opened = headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
+        foreign = headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and not opened
+        if foreign or not {*headers.getall("Origin", [])} <= self._origins:
+            return web.Response(status=403, text="pages of another origin may not ask here")
+        resource = request.match_info.route.resource
+        if (resource is None or resource.canonical != STATIC_FILES) and not self._scope(request):
+            text = "this needs the page's key: open the address that `headrace dashboard RUN` prints"
+            return web.Response(status=401, text=text, headers={"WWW-Authenticate": "Bearer"})
+        return None
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"] or "index.html"
@@ -136,26 +170,33 @@ class LivePage:
             }
         )
 
-    def _users(self, request: web.Request) -> bool:
-        return self.access.allows(request.headers.get("Authorization", ""))
+    def _scope(self, request: web.Request) -> Scope:
+        given = request.headers.getall("Authorization", [])
+        return self.access.scope(given[0]) if len(given) == 1 else ""
+
+    async def _steps(self, request: web.Request) -> web.StreamResponse:
+        after = _after(request)
+        if after is None:
+            return web.Response(status=400, text=AFTER)
+        return _json(await history.steps(self.bus, self.run, after))
 
     async def _history(self, request: web.Request) -> web.StreamResponse:
-        users = self._users(request)
+        users = self._scope(request) == "users"
         records = await history.records(self.bus, self.run, users=users)
-        return web.json_response({"records": records, "users": users})
+        return _json({"records": records, "users": users})
 
     async def _panel(self, request: web.Request) -> web.StreamResponse:
-        after = request.query.get("after", "0")
-        if not (after.isascii() and after.isdigit() and len(after) < 16):
-            return web.Response(status=400, text="expected after=<sequence>")
-        panel = await PANELS[request.match_info["name"]](self.bus, self.run, int(after))
-        return web.Response(body=msgspec.json.encode(panel), content_type="application/json")
+        after = _after(request)
+        if after is None:
+            return web.Response(status=400, text=AFTER)
+        panel = await PANELS[request.match_info["name"]](self.bus, self.run, after)
+        return _json(panel)
 
     async def _trajectory(self, request: web.Request) -> web.StreamResponse:
         seq = int(request.match_info["seq"])
         try:
             made = await find(self.bus, self.run, seq)
-            if made.lane == "production" and not self._users(request):
+            if made.lane == "production" and self._scope(request) != "users":
                 return web.Response(
                     status=403,
                     text="this attempt belongs to a user: open the page with a token of `headrace dashboard --users`",
@@ -165,3 +206,14 @@ class LivePage:
             return web.Response(status=404, text=str(error))
         body = await asyncio.to_thread(msgspec.json.encode, described)
         return web.Response(body=body, content_type="application/json")
+
+
+def _json(value: object) -> web.Response:
+    """A value as JSON; figures that are no numbers become null, which json.dumps would write as no browser reads it."""
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _after(request: web.Request) -> int | None:
+    """The query's `after`, 0 without one; None for a value that is no sequence."""
+    after = request.query.get("after", "0")
+    return int(after) if after.isascii() and after.isdigit() and len(after) < 16 else None

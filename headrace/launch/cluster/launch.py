@@ -90,7 +90,8 @@ def _page(plans: Sequence[HostPlan]) -> str:
             host = host_plan.host
             port = f"-p {host.port} " if host.port != 22 else ""
             target = f"{host.user}@{host.address}" if host.user else host.address
-            return f"live page: {host_plan.order.page.reached(port + target)}"
+            key = "its key is in the run's folder there, in page.json"
+            return f"live page: {host_plan.order.page.reached(port + target)}; {key}"
     if not any(host_plan.broker for host_plan in plans):
         return "no live page: no host has the broker; `headrace dashboard --config run.toml` serves it from here"
     return "no live page: [dashboard] enabled = false"

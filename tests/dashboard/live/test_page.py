@@ -17,6 +17,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.config import Config
 from headrace.dashboard.live.server import Address, LivePage
+from headrace.launch.page import opened
 from headrace.messages import sandbox
 from headrace.messages import subjects as s
 from headrace.messages.base import Array
@@ -147,6 +148,7 @@ class Site:
 
     def __init__(self, server: Server, page: LivePage, address: Address, seq: int) -> None:
         self.server, self.page, self.address, self.seq = server, page, address, seq
+        self.url = opened(address.url, page.access.key)
 
 
 async def page_of(server: Server, bus: Bus, address: Address) -> LivePage:
@@ -214,7 +216,7 @@ async def admin(site: Site) -> Bus:
 
 
 async def test_history_and_live_records_are_on_the_page(site: Site, browser: "webdriver.Chrome") -> None:
-    await asyncio.to_thread(browser.get, site.address.url)
+    await asyncio.to_thread(browser.get, site.url)
     await shows(browser, RUN, "live", "50 %", "Staleness of tokens")
     await until(lambda: browser.execute_script("return headrace.state.users !== null"))
     async with await admin(site) as bus:
@@ -336,7 +338,7 @@ async def test_four_views_show_what_the_page_s_process_reads(site: Site, browser
 
 
 async def test_the_page_comes_back_after_the_broker_was_killed(site: Site, browser: "webdriver.Chrome") -> None:
-    await asyncio.to_thread(browser.get, site.address.url)
+    await asyncio.to_thread(browser.get, site.url)
     await shows(browser, "live")
     await site.server.kill()
     await shows(browser, "not connected")
@@ -350,7 +352,7 @@ async def test_a_page_of_another_origin_is_refused(site: Site, browser: "webdriv
     other = Address("127.0.0.1", 0)
     async with await Bus.connect(site.server.url, role="dashboard", credentials=site.server.credentials) as bus:
         page = await page_of(site.server, bus, other)
-        await asyncio.to_thread(browser.get, other.url)
+        await asyncio.to_thread(browser.get, opened(other.url, page.access.key))
         log = Path(site.server.folder) / "log"
         await until(lambda: "origin not allowed" in log.read_text())
         await shows(browser, "not connected")

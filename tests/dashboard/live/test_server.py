@@ -1,7 +1,10 @@
 """The page's process: it gives users' records only with a token, and nothing under another host name."""
 
 import hashlib
+import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 from secrets import token_hex
 
 import aiohttp
@@ -9,19 +12,23 @@ import msgspec
 import pytest
 
 from headrace.bus.broker import permissions
+from headrace.bus.broker.keys import Key
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
+from headrace.bus.nats.streams import declare
 from headrace.config import Config
 from headrace.dashboard.live.access import Access
 from headrace.dashboard.live.attempt import by_turn
-from headrace.dashboard.live.server import STATIC, Address, LivePage
+from headrace.dashboard.live.server import STATIC, STATIC_FILES, Address, LivePage
 from headrace.messages import subjects as s
 from headrace.messages.base import Array
 from headrace.messages.judging import CriterionScore, RubricScore, Score
-from headrace.messages.operations import DeadLetter
+from headrace.messages.operations import DeadLetter, Heartbeat
+from headrace.messages.product import promotion_key
 from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
-from headrace.messages.training import TokenGap
+from headrace.messages.training import StepDone, TokenGap
 from tests.conftest import Connect
 from tests.support.paths import ROOT
 
@@ -46,12 +53,12 @@ def test_a_token_ends() -> None:
     now = [1000.0]
     access = Access(lambda: now[0])
     token = access.token(60)
-    assert access.allows(f"Bearer {token}")
-    assert not access.allows(f"Bearer {Access().token(60)}")
-    assert not access.allows(f"Bearer 9999999999.{token.partition('.')[2]}")
-    assert not access.allows("Bearer ") and not access.allows("")
+    assert access.scope(f"Bearer {token}") == "users" and access.scope(f"Bearer {access.key}") == "run"
+    for wrong in (Access().token(60), Access().key, f"9999999999.{token.partition('.')[2]}", "", "\udc80", "1.\udc80"):
+        assert access.scope(f"Bearer {wrong}") == "", wrong
+    assert access.scope("") == "" and access.scope(access.key) == ""
     now[0] = 1061.0
-    assert not access.allows(f"Bearer {token}")
+    assert access.scope(f"Bearer {token}") == ""
 
 
 def test_a_taken_port_is_one_sentence() -> None:
@@ -61,14 +68,11 @@ def test_a_taken_port_is_one_sentence() -> None:
     first.socket.close()
 
 
-def test_the_page_s_role_writes_nothing_and_reads_no_stream_of_users() -> None:
+def test_the_page_s_role_publishes_nothing_and_reads_no_record_of_users() -> None:
     web = permissions.of("web")
-    assert all(subject.startswith("$JS.API.DIRECT.GET.") for subject in web.publish)
-    assert not [
-        name for name in web.publish if name.rpartition(".")[2] in ("HR_TRAJ", "HR_TURN", "HR_SCORE", "HR_TASK")
-    ]
+    assert web.publish == () and not web.allow_responses
     user = "hr.score.r1.judge.0123abcd.s1"
-    assert not [filter for filter in web.subscribe if s.covers(filter, user) and filter != "_INBOX.web.>"]
+    assert not [filter for filter in web.subscribe if s.covers(filter, user)]
     assert web.connections == ("WEBSOCKET",)
 
 
@@ -76,6 +80,20 @@ def test_the_page_s_role_writes_nothing_and_reads_no_stream_of_users() -> None:
 async def test_the_page_s_key_is_no_good_outside_a_web_socket(connect: Connect) -> None:
     with pytest.raises(BusError):
         await connect("web")
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+STREAMS = ("HR_STEP", "HR_EVENT", "HR_SCORE", "HR_TRAJ", "HR_LEDGER", "KV_HR_STATE", "KV_HR_PRESENCE")
+
+
+def step(run: str) -> StepDone:
+    return StepDone(
+        run=run, step=0, version=1, state_hash="0" * 32, manifest_seq=1, groups=("g1",), staleness_bound=1,
+        waited_s=0.5, seconds=1.0, pass_rate=0.5, staleness={"0": 90},
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -123,14 +141,14 @@ async def test_users_records_need_a_token(page: tuple[LivePage, Address, Bus]) -
             payload=b"a user's prompt",
         )
         await bus.publish(s.DLQ.at(stream="hr_task", consumer="c"), letter)
-    token = {"Authorization": f"Bearer {live.access.token(60)}"}
-    async with aiohttp.ClientSession(address.url) as http:
+    token, key = bearer(live.access.token(60)), bearer(live.access.key)
+    async with aiohttp.ClientSession(address.url, headers=key) as http:
         refused = await http.get(f"/api/trajectory/{seq}")
         assert refused.status == 403 and "token" in await refused.text()
         allowed = await http.get(f"/api/trajectory/{seq}", headers=token)
         assert (await allowed.json())["diff"][0]["path"] == "secret.py"
         letters = {}
-        for name, headers in (("without", {}), ("with", token)):
+        for name, headers in (("without", key), ("with", token)):
             answer = await (await http.get("/api/history", headers=headers)).json()
             letters[name] = [r["subject"] for r in answer["records"] if r["type"] == "dead_letter"]
             assert "prompt" not in str(answer)
@@ -161,7 +179,7 @@ async def test_an_attempt_has_the_parts_of_its_reward_and_the_judge_s_reasons(
         rubric=rubric,
     )  # fmt: skip
     await bus.publish(s.SCORE.at(run=live.run, judge="judge", group="g1"), score)
-    async with aiohttp.ClientSession(address.url) as http:
+    async with aiohttp.ClientSession(address.url, headers=bearer(live.access.key)) as http:
         shown = await (await http.get(f"/api/trajectory/{seq}")).json()
     assert shown["parts"][:2] == [["part: tests", "+1"], ["part: length", "-0.03"]]
     assert shown["score"]["rubric"]["criteria"][0]["reason"] == "It says 'return a + b'."
@@ -232,7 +250,7 @@ async def test_behaviour_is_of_the_train_lane_and_goes_on_after_a_sequence(
     first = await bus.publish(s.TRAJ.at(run=live.run, group="g1"), made)
     user = msgspec.structs.replace(made, lane="production", group="0123abcd.s1", id="0123abcd.s1-0-0")
     await bus.publish(s.TRAJ.at(run=live.run, group=user.group), user)
-    async with aiohttp.ClientSession(address.url) as http:
+    async with aiohttp.ClientSession(address.url, headers=bearer(live.access.key)) as http:
         panel = await (await http.get("/api/panel/behaviour")).json()
         assert panel["attempts"] == [
             {"group": "g1", "turns": 1, "calls": 7, "reads": 2, "tests": 1, "lint": True},
@@ -246,11 +264,87 @@ async def test_behaviour_is_of_the_train_lane_and_goes_on_after_a_sequence(
         assert regions == {"newest": -1, "nodes": [], "replicas": []}
 
 
+FOREIGN = (
+    {"Host": "evil.example:{port}"},
+    {"Host": "127.0.0.1"},
+    {"Origin": "https://evil.example"},
+    {"Origin": "null"},
+    {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "script"},
+    {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"},
+)
+"""Requests of pages of other sites and ports, as a browser sends them."""
+
+
 @pytest.mark.anyio
-async def test_another_host_name_is_refused(page: tuple[LivePage, Address, Bus]) -> None:
-    _, address, _ = page
+async def test_only_the_files_of_the_page_need_no_key_and_no_other_page_gets_them(
+    page: tuple[LivePage, Address, Bus],
+) -> None:
+    live, address, _ = page
+    assert live._runner is not None and live._runner.app is not None
+    found = {route.resource.canonical for route in live._runner.app.router.routes() if route.resource is not None}
+    paths = {path.format(seq="1", name="leases") if path != STATIC_FILES else "/" for path in found} | {"/api/", "/x/y"}
+    assert {"/", "/config.json", "/api/steps", "/api/history", "/api/trajectory/1", "/api/panel/leases"} < paths
     async with aiohttp.ClientSession(address.url) as http:
-        assert (await http.get("/")).status == 200
-        assert (await http.get("/app.js")).headers["Content-Security-Policy"].startswith("default-src 'self'")
-        assert (await http.get("/config.json", headers={"Host": f"evil.example:{address.port}"})).status == 403
+        for path in paths:
+            for headers in ({}, bearer("wrong"), {"Cookie": f"key={live.access.key}"}, {"X-Api-Key": live.access.key}):
+                for url in (path, f"{path}?key={live.access.key}&token={live.access.key}"):
+                    async with http.get(url, headers=headers) as answer:
+                        assert answer.status == (200 if path == "/" else 401), (path, headers)
+            for foreign in FOREIGN:
+                named = {name: value.format(port=address.port) for name, value in foreign.items()}
+                async with http.get(path, headers=bearer(live.access.key) | named) as answer:
+                    assert answer.status == 403, (path, foreign)
+                    assert not [name for name in answer.headers if name.startswith("Access-Control")]
+                    assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        opened = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+        assert (await http.get("/", headers=opened)).status == 200, "a link to the page"
+        script = await http.get("/app.js")
+        assert "default-src 'none'" in script.headers["Content-Security-Policy"]
         assert (await http.get("/server.py")).status == 404
+        assert (await http.post("/", data=b"x")).status in (401, 405) and (await http.options("/")).status in (401, 405)
+
+
+@pytest.mark.anyio
+async def test_steps_and_heartbeats_go_on_after_a_sequence(page: tuple[LivePage, Address, Bus]) -> None:
+    live, address, bus = page
+    seq = await bus.publish(s.STEP.at(run=live.run), step(live.run))
+    beat = Heartbeat(actor="judge", id="j", node="n", pid=1, state="running")
+    await (await bus.kv("HR_PRESENCE")).put("judge.j", beat)
+    async with aiohttp.ClientSession(address.url, headers=bearer(live.access.key)) as http:
+        told = await (await http.get("/api/steps")).json()
+        assert [record["type"] for record in told["records"]] == ["step_done", "beat"] and told["last"] == seq
+        assert told["records"][0]["staleness"] == {"0": 90} and told["records"][1]["time"] > 0
+        again = await (await http.get(f"/api/steps?after={seq}")).json()
+        assert [record["type"] for record in again["records"]] == ["beat"] and again["last"] == seq
+        assert (await http.get("/api/steps?after=x")).status == 400
+
+
+@pytest.mark.anyio
+async def test_the_page_s_seed_writes_nothing_by_any_reply(tmp_path: Path) -> None:
+    """Before, a direct get whose reply named a bucket's key stored the answer there: a step as the promoted version."""
+    origin, run = "http://127.0.0.1:1", "r1"
+    targets = (f"$KV.HR_STATE.{promotion_key(run)}", f"hr.step.{run}", f"hr.event.{run}.trainer.event", "x")
+    subjects = (
+        *("$JS.API.DIRECT.GET.HR_STEP", "$JS.API.DIRECT.GET.KV_HR_PRESENCE", "$JS.API.INFO", "hr.x"),
+        *(f"hr.step.{run}", f"$KV.HR_STATE.{promotion_key(run)}", "$JS.API.STREAM.INFO.HR_STEP", "hr.rpc.web.x"),
+    )
+    async with Server(tmp_path / "broker", need_free=0, origins=(origin,)) as server, AsyncExitStack() as stack:
+        admin = await stack.enter_async_context(
+            await Bus.connect(server.url, role="admin", credentials=server.credentials)
+        )
+        await declare(admin)
+        await admin.publish(s.STEP.at(run=run), step(run))
+        before = [await admin.last_seq(stream) for stream in STREAMS]
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        socket = await stack.enter_async_context(http.ws_connect(server.websocket, origin=origin))
+        info = json.loads((await socket.receive()).data[5:])
+        key = Key.parse((server.credentials / "web.nk").read_text())
+        connect = {"nkey": key.public, "sig": key.sign(info["nonce"]).decode(), "verbose": False, "headers": True}
+        await socket.send_bytes(f"CONNECT {json.dumps(connect)}\r\nPING\r\n".encode())
+        assert (await socket.receive()).data == b"PONG\r\n"
+        for target in targets:
+            for subject in subjects:
+                await socket.send_bytes(f'PUB {subject} {target} 9\r\n{{"seq":1}}\r\n'.encode())
+                answer = (await socket.receive()).data
+                assert answer.startswith(b"-ERR 'Permissions Violation for Publish"), (subject, target, answer)
+        assert [await admin.last_seq(stream) for stream in STREAMS] == before

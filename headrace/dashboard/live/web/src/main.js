@@ -1,5 +1,5 @@
-// The page: settings, history, then live; a view per hash. Views draw at most four times a second, and only after a change.
-import { follow, history, open } from "./bus.js";
+// The page: settings, records of the past over HTTP, then live ones; a view per hash. Views draw at most four times a second, and only after a change.
+import { follow, open } from "./bus.js";
 import { html, put } from "./html.js";
 import { apply, state, touch, version } from "./state.js";
 import { SILENT_S, header } from "./views/header.js";
@@ -21,9 +21,11 @@ const VIEWS = {
   ledger: ["Ledger", ledger], letters: ["Dead letters", letters], regions: ["Regions", regions], feedback: ["Feedback", feedback], scavenger: ["Scavenger", scavenger],
 };
 const node = (id) => document.getElementById(id);
-const token = new URLSearchParams(location.search).get("token");
+// The key is in the fragment of the address that `headrace dashboard` prints. It stays in this tab and leaves the address.
+const given = /^#key=([\w.-]+)/.exec(location.hash);
+if (given) { sessionStorage.setItem("key", given[1]); window.history.replaceState(null, "", location.pathname); }
 export const fetchJson = async (path) => {
-  const answer = await fetch(path, { headers: token ? { authorization: `Bearer ${token}` } : {} });
+  const answer = await fetch(path, { headers: { authorization: `Bearer ${sessionStorage.getItem("key")}` }, credentials: "omit" });
   if (!answer.ok) throw new Error((await answer.text()) || answer.statusText);
   return answer.json();
 };
@@ -32,11 +34,9 @@ let nc, lastStep = 0, drawn = -1, shown = "", cleanup = null;
 const count = (what) => { state.counts[what]++; };
 
 async function load() {
-  const { run } = state.settings;
-  await Promise.all([
-    history(nc, "HR_STEP", `hr.step.${run}`, lastStep + 1, (record, seq) => { lastStep = seq; apply(record); count("read"); }),
-    history(nc, "KV_HR_PRESENCE", "$KV.HR_PRESENCE.>", 1, apply),
-  ]);
+  const steps = await fetchJson(`api/steps?after=${lastStep}`);
+  lastStep = steps.last;
+  for (const record of steps.records) { apply(record); count("read"); }
   window.firstData ??= performance.now();
   const past = await fetchJson("api/history");
   state.users = past.users;
