@@ -9,6 +9,7 @@ the first process means that its group has ended and that the trainer must be op
 """
 
 import gc
+import os
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from headrace.training.figures.clock import Clock
 from headrace.training.parallel.context import ContextParallel
 from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.nodes import interfaces
 from headrace.training.parallel.nodes.sums import Sums
 
 T = TypeVar("T")
@@ -237,6 +239,7 @@ def join(device: torch.device, rank: int, size: int, store: Any = None) -> None:
             "this process is in a trainer's group already; expected at most one trainer with ranks per process"
         )
     backend = "cpu:gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    interfaces.pin(os.environ["MASTER_ADDR"] if store is None else store.host)
     try:
         if store is None:
             dist.init_process_group(backend, timeout=JOIN)
