@@ -57,7 +57,9 @@ def create(root: Path, run: str, *, newest: bool = True) -> RunDir:
     """Create the folder of a new run. newest: point `latest` at it. RunError when that fails."""
     try:
         path = root / run
-        for folder in (path, path / "logs", path / "snapshots", path / "checkpoints", path / "nodes"):
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.chmod(0o700)  # records, logs and keys are for this user alone
+        for folder in (path / "logs", path / "snapshots", path / "checkpoints", path / "nodes"):
             folder.mkdir(parents=True, exist_ok=True)
         if newest:
             latest = root / "latest"
