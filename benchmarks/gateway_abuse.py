@@ -51,8 +51,9 @@ SCRIPT = (
 )
 HALVES = (
     b"",
-    b"POST /v1/agents HTTP/1.1\r\nHost: x\r\nContent-",
-    b"POST /v1/agents HTTP/1.1\r\nHost: x\r\nx-api-key: %b\r\nContent-Length: 90000\r\n\r\n{",
+    b"POST /v1/agents HTTP/1.1\r\nHost: localhost\r\nContent-",
+    b"POST /v1/agents HTTP/1.1\r\nHost: localhost\r\nx-api-key: %b\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 90000\r\n\r\n{",
 )
 PATHS = (
     "/v1/agents/%2e%2e/%2e%2e/etc/passwd",
@@ -154,7 +155,7 @@ async def large(gateway: Gateway, key: str, over: asyncio.Event, ends: Counter[s
             yield bytes(1 << 20)
 
     number = 0
-    async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
+    async with aiohttp.ClientSession(headers={"x-api-key": key, "Content-Type": "application/json"}) as http:
         while not over.is_set():
             number += 1
             stated = {"Content-Length": str(100 << 20)} if number % 2 else {}

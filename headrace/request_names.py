@@ -20,8 +20,8 @@ class RequestNames:
     def __init__(self, hosts: Iterable[str] = (), urls: Iterable[str] = ()) -> None:
         """hosts: further names. urls: further addresses, whose names count as hosts and whose pages may ask."""
         parts = [urlsplit(url.lower()) for url in urls]
-        own = {socket.gethostname(), *hosts, *(part.hostname or "" for part in parts)} - {""}
-        self._hosts = LOOPBACK | {host.lower() for host in own}
+        names = {socket.gethostname(), *hosts, *(part.hostname or "" for part in parts)} - {""}
+        self._hosts = LOOPBACK | {host.lower() for host in names}
         self._origins = frozenset(f"{part.scheme}://{part.netloc}" for part in parts)
 
     def refusal(self, hosts: Sequence[str], origins: Sequence[str], address: str) -> str:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 ASK = {"user": "zoe", "suite": "generated/heldout", "task": "3"}
 BODY = json.dumps(ASK | {"prompt": "x", "thumb": "up", "agent": "a"}).encode()
 CROSS_SITE = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"}
-"""What a browser adds to the request of another site's page."""
+"""A browser adds these to the request of another site's page."""
 
 
 class Route(NamedTuple):
@@ -37,13 +37,13 @@ def routes_of(gateway: Gateway, ids: dict[str, str]) -> list[Route]:
     """The routes of the application itself. ids: values of the parts of their paths."""
     app = gateway._listener._runner.app
     assert app is not None
-    found = []
+    routes = []
     for route in app.router.routes():
         assert route.resource is not None
         pattern = route.resource.canonical
         path = re.sub(r"{(\w+)[^}]*}", lambda part: ids[part[1]], pattern)
-        found.append(Route(route.method, path, pattern == HEALTH, "{" in pattern and "user" not in pattern))
-    return found
+        routes.append(Route(route.method, path, pattern == HEALTH, "{" in pattern and "user" not in pattern))
+    return routes
 
 
 async def made(product: OpenGateway) -> dict[str, str]:

@@ -89,10 +89,10 @@ async def opened(anyio_backend: object) -> AsyncIterator[Opened]:
 async def test_nothing_listens_that_the_list_does_not_name(opened: Opened) -> None:
     started, addresses = opened
     family = {process.pid: process.words for process in started.family()} | {started.process.pid: ["up"]}
-    found = {Address(each.host, each.port): each for each in listening(family) if each.kind != "unix"}
+    sockets = {Address(each.host, each.port): each for each in listening(family) if each.kind != "unix"}
     named = {each for some in addresses.values() for each in some}
-    assert set(found) == named, [(each, family[each.pid]) for place, each in found.items() if place not in named]
-    assert {each.kind for each in found.values()} == {"tcp"} and {each.host for each in named} == {"127.0.0.1"}
+    assert set(sockets) == named, [(each, family[each.pid]) for place, each in sockets.items() if place not in named]
+    assert {each.kind for each in sockets.values()} == {"tcp"} and {each.host for each in named} == {"127.0.0.1"}
     assert [each for each in listening(family) if each.kind == "unix"] == []
     assert set(addresses) == {each.name for each in listeners.LISTENERS if each.demo}
     assert len(addresses[listeners.METRICS]) == 9, "one per process of actors, and that of `up`"
@@ -120,10 +120,10 @@ def secrets_of(run: Path) -> list[str]:
 def files_of(started: Up) -> set[str]:
     """The files and folders of a run, and what its processes hold open or show of themselves."""
     run = started.run
-    found = {str(path) for path in run.rglob("*")} | {str(run), *(str(run.parent / name) for name in KEYS)}
+    paths = {str(path) for path in run.rglob("*")} | {str(run), *(str(run.parent / name) for name in KEYS)}
     for process in started.family():
         here = Path(f"/proc/{process.pid}")
-        found |= {str(here / name) for name in ("environ", "mem", "fd", "io", "maps")}
+        paths |= {str(here / name) for name in ("environ", "mem", "fd", "io", "maps")}
         for entry in (here / "fd").iterdir():
             try:
                 target = os.readlink(entry)
@@ -131,8 +131,8 @@ def files_of(started: Up) -> set[str]:
             except OSError:
                 continue
             if stat.S_ISREG(mode) and "(deleted)" not in target and not target.startswith(INSTALLED):
-                found.add(target)
-    return found
+                paths.add(target)
+    return paths
 
 
 KEYS = ("keys.json", "keys.lock", "metrics.key")
@@ -231,7 +231,7 @@ async def test_a_page_of_another_site_gets_health_answers_alone_and_stores_nothi
 
 
 async def stored(bus: Bus, run: str) -> list[object]:
-    """What users have made of a run."""
+    """The newest records that users have caused."""
     newest = await bus.last("HR_TASK", s.TASK.where(run=run, lane="production"))
     return [newest, *[await bus.last_seq(stream) for stream in ("HR_FEEDBACK", "HR_DLQ")]]
 
@@ -248,7 +248,7 @@ def site() -> web.Application:
 
 
 def attacked(port: int, targets: list[list[object]]) -> tuple[list[Any], list[tuple[str, int]]]:
-    """What the page got of each try, and the status of every answer that the browser received."""
+    """The page's result of each try, and the status of every answer that the browser received."""
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service

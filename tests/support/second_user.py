@@ -1,4 +1,4 @@
-"""What a user without rights tries against a run of another user; prints what it got, as JSON."""
+"""Becomes a user without rights, tries to get at a run of another user, and prints its successes as JSON."""
 
 import encodings.idna  # noqa: F401  # other users cannot read this Python's folder
 import http.client

@@ -12,7 +12,7 @@ from secrets import token_bytes, token_urlsafe
 from typing import Literal
 
 Scope = Literal["", "run", "users"]
-"""What a request may read: nothing; the run without users' records; everything."""
+"""The records that a request may read: none; the run's without users'; all."""
 
 
 class Access:
@@ -29,7 +29,7 @@ class Access:
         return f"{until}.{self._sign(until)}"
 
     def scope(self, header: str) -> Scope:
-        """What a request with this Authorization header may read."""
+        """The records that a request with this Authorization header may read."""
         scheme, _, token = header.partition(" ")
         if scheme != "Bearer":
             return ""

@@ -19,7 +19,7 @@ class Listener(NamedTuple):
     admits: str
     """How a client proves who it is."""
     offers: str
-    """What a client that is let in can do."""
+    """The things that a client can do once it is let in."""
     demo: bool = False
     """Whether `headrace up` opens it in deploy/demo.toml."""
 
