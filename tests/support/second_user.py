@@ -45,6 +45,7 @@ def signed_in(host: str, port: int, options: "dict[str, object]") -> bool:
 
 if __name__ == "__main__":
     told = json.load(sys.stdin)
+    host, port = told["broker"]
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
@@ -53,7 +54,7 @@ if __name__ == "__main__":
             {
                 "files": [path for path in told["files"] if opened(path)],
                 "answers": [[*asked[:4], answered(*asked)] for asked in told["requests"]],
-                "brokers": [options for options in told["connects"] if signed_in(*told["broker"], options)],
+                "brokers": [options for options in told["connects"] if signed_in(host, port, options)],
             }
         )
     )

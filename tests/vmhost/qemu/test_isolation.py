@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,8 @@ from headrace.messages.sandbox import (
 )
 from headrace.messages.tasks import TestPlan
 from headrace.vmhost.node.host import Host, VmSandbox
-from tests.support.hosts import ask, environment
+from tests.support.hosts import ask, clone_of, environment
+from tests.support.listening import listening
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
 
@@ -137,3 +139,11 @@ async def test_output_without_end_is_cut_and_ended(group: list[VmSandbox]) -> No
     endless = await group[0].call(Exec(argv=("yes",), timeout_s=3.0, output_cap=4096))
     assert endless.timed_out and endless.truncated and len(endless.stdout) == 4096
     assert (await group[0].call(ListFiles())).stdout == "a.txt"
+
+
+async def test_a_machine_listens_nowhere(host: Host, group: list[VmSandbox]) -> None:
+    """Its monitor and its channels are socket pairs that it inherits, and it has no network card."""
+    pids = {clone_of(host, sandbox).pid for sandbox in group}
+    words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
+    assert all(b"qemu" in line and b"hostfwd" not in line and b"-netdev" not in line for line in words)
+    assert listening(pids) == set()
