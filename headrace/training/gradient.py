@@ -131,7 +131,7 @@ def proximal_logprobs(
         return forward(model, micro)[0].cpu()
 
     out: dict[int, Tensor] = {}
-    for part, logp in zip(members, helpers.data_parallel.each(len(members), one), strict=True):
+    for part, logp in zip(members, helpers.data_parallel.each(len(members), one, Tensor), strict=True):
         pieces = torch.split(logp, [len(segment.targets) for segment in part])
         out.update({segment.index: piece for segment, piece in zip(part, pieces, strict=True)})
     return out
@@ -157,7 +157,7 @@ def accumulate(
         state.collect_gradients()
         return sums
 
-    return _total(helpers.data_parallel.each(len(members), one))
+    return _total(helpers.data_parallel.each(len(members), one, _Sums))
 
 
 def _objective(algorithm: Algorithm, batch: Batch, parts: int) -> Objective:

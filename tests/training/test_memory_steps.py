@@ -24,7 +24,7 @@ from headrace.training.device import TrainerError, layout_on
 from headrace.training.memory_plan import plan
 from headrace.training.parallel import group
 from headrace.training.parallel.nodes.local import Hello
-from headrace.training.parallel.trainer import Order, ShardedTrainer
+from headrace.training.parallel.trainer import ShardedTrainer, Stop
 from headrace.training.trainer import PolicyTrainer
 from tests.support import live_memory
 from tests.support.world import CONFIG, TOKENIZER
@@ -147,7 +147,7 @@ def test_the_plan_of_two_ranks_is_within_five_percent_in_each(tmp_path: Path, ca
     def work(trainer: ShardedTrainer) -> None:
         live_memory.steps(trainer, STEPS, LENGTH)
         trainer.close()
-        trainer.world.tell(Order("stop"))
+        trainer.world.tell(Stop())
 
     try:
         watch = live_memory.rank(hello, 0, store, work)

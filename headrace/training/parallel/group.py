@@ -10,12 +10,12 @@ the first process means that its group has ended and that the trainer must be op
 
 import gc
 import os
-import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +26,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from headrace.training.figures.clock import Clock
 from headrace.training.parallel.context import ContextParallel
 from headrace.training.parallel.interface import GroupError
-from headrace.training.parallel.nodes import interfaces
+from headrace.training.parallel.nodes import interfaces, values
 from headrace.training.parallel.nodes.sums import Sums
+from headrace.training.parallel.nodes.values import Described
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=30)
@@ -43,6 +44,32 @@ def gather(out: Tensor, local: Tensor, group: dist.ProcessGroup, *, later: bool 
     # torch 2.11 has the old name alone, and 2.13 deprecates it.
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return collective(out, local, group=group, async_op=later)
+
+
+def _all(value: object, kind: Any, size: int, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """As `Peers.gathered`. group: of `size` processes; None is the whole one."""
+    data = torch.frombuffer(bytearray(values.encode(value)), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    longest = int(max(lengths))
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
+    return [
+        values.decode(part[: int(length)].numpy().tobytes(), kind) for part, length in zip(parts, lengths, strict=True)
+    ]
+
+
+def _broadcast(data: bytes | None, group: dist.ProcessGroup | None = None) -> bytes:
+    """The bytes of the first process of a group, which passes them; the others pass None and wait for them."""
+    size = torch.tensor([0 if data is None else len(data)])
+    dist.broadcast(size, group_src=0, group=group)
+    content = (
+        torch.empty(int(size), dtype=torch.uint8)
+        if data is None
+        else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    )
+    dist.broadcast(content, group_src=0, group=group)
+    return content.numpy().tobytes() if data is None else data
 
 
 class PeerGroup:
@@ -63,25 +90,16 @@ class PeerGroup:
             if rank in members:
                 self.group = made
 
-    def gathered(self, value: T) -> list[T]:
-        """One value of every process, in the order of ranks."""
-        out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value, group=self.group)
+    def gathered(self, value: T, kind: type[T]) -> list[T]:
+        """As `Peers`."""
+        out = _all(value, kind, self.size, self.group)
         self.mark()
         return out
 
     def shared(self, data: bytes | None = None) -> bytes:
         """The bytes of the first process, which passes them; the others wait for them. RuntimeError when a process has
         ended."""
-        size = torch.tensor([0 if data is None else len(data)])
-        dist.broadcast(size, group_src=0, group=self.group)
-        content = (
-            torch.empty(int(size), dtype=torch.uint8)
-            if data is None
-            else torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        )
-        dist.broadcast(content, group_src=0, group=self.group)
-        return content.numpy().tobytes() if data is None else data
+        return _broadcast(data, self.group)
 
     def exchange(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
         """Send uint8 parts [n] to each rank; sizes: number of bytes from each rank. Returns the received bytes, by
@@ -148,7 +166,7 @@ class ProcessGroup:
     def agree(self, digest: str, what: str) -> str:
         """The hash of `what` of this node's copy. All processes must call this. GroupError when nodes have different
         ones."""
-        every = self.gathered(digest)[:: self.per_node] if self.nodes > 1 else []
+        every = self.gathered(digest, str)[:: self.per_node] if self.nodes > 1 else []
         for node, other in enumerate(every):
             if other != every[0]:
                 raise GroupError(
@@ -157,33 +175,36 @@ class ProcessGroup:
                 )
         return digest
 
-    def copied(self, work: Callable[[], tuple[Any, dict[str, Tensor]]]) -> tuple[Any, dict[str, Tensor]]:
-        """A value and tensors that node 0 makes by `work`, in every node: from the process with the same rows. All
-        processes must call this. The other nodes get their tensors on the CPU."""
+    def copied(self, work: Callable[[], tuple[T, dict[str, Tensor]]], kind: type[T]) -> tuple[T, dict[str, Tensor]]:
+        """A value of this type and tensors that node 0 makes by `work`, in every node: from the process with the same
+        rows. All processes must call this. The other nodes get their tensors on the CPU. GroupError as `gathered`."""
         if self.nodes == 1:
             return work()
-        value, tensors = work() if self.copy == 0 else (None, {})
-        told = [(value, [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])]
-        cpu = torch.device("cpu")
-        dist.broadcast_object_list(told, group=self.copies, group_src=0, device=cpu)
-        value, described = told[0]
-        for name, dtype, shape in described:
-            whole = tensors[name] if self.copy == 0 else torch.empty(shape, dtype=dtype)
-            raw = whole.to(cpu).contiguous().reshape(-1).view(torch.uint8)
+        told: bytes | None = None
+        tensors: dict[str, Tensor] = {}
+        if self.copy == 0:
+            value, tensors = work()
+            told = values.encode((value, {name: Described.of(tensor) for name, tensor in tensors.items()}))
+        described: dict[str, Described]
+        pair: Any = tuple[kind, dict[str, Described]]  # type: ignore[valid-type]
+        value, described = values.decode(_broadcast(told, self.copies), pair)
+        for name, about in described.items():
+            whole = tensors[name] if self.copy == 0 else about.empty()
+            raw = whole.cpu().contiguous().reshape(-1).view(torch.uint8)
             if len(raw):
                 dist.broadcast(raw, group=self.copies, group_src=0)
                 self.node.mark()
             tensors.setdefault(name, whole)
         return value, tensors
 
-    def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
+    def each(self, count: int, work: Callable[[int, bool], T], kind: type[T]) -> list[T]:
         """As `DataParallel`: micro-batches are assigned round-robin, and every process gets all results.
 
         One round holds consecutive micro-batches, so gradients are added in the order of a single process. They are in
         the order of their predicted operations, so a round's take about equal time, and a process without one in the
         last round takes the last. The context ranks of a micro-batch have the same result.
         """
-        mine: dict[int, Any] = {}
+        mine: dict[int, T] = {}
         together = self.size // self.context_ranks
         number, member = divmod(self.rank, self.context_ranks)
         for first in range(0, count, together):
@@ -192,42 +213,26 @@ class ProcessGroup:
             if at < count:
                 result = work(at, True)
                 if not member:
-                    mine[at] = _on_cpu(result)
+                    mine[at] = result
             else:  # a collective waits for all processes
                 work(count - 1, False)
-        results = {at: value for part in self.gathered(mine) for at, value in part.items()}
+        by_number: Any = dict[int, kind]  # type: ignore[valid-type]
+        results = {at: value for part in self.gathered(mine, by_number) for at, value in part.items()}
         return [results[at] for at in range(count)]
 
-    def gathered(self, value: T) -> list[T]:
-        """One value of every process, in the order of ranks."""
-        out: list[Any] = [None] * self.size
+    def gathered(self, value: T, kind: type[T]) -> list[T]:
+        """As `Peers`."""
         with self.clock.transfer():
-            dist.all_gather_object(out, value)
-        return out
+            return _all(value, kind, self.size)
 
-    def tell(self, order: object) -> None:
+    def tell(self, order: msgspec.Struct) -> None:
         """From the first process: send an order to the others."""
-        data = torch.frombuffer(bytearray(pickle.dumps(order)), dtype=torch.uint8)
         with self.clock.transfer():
-            dist.broadcast(torch.tensor([len(data)]), src=0)
-            dist.broadcast(data, src=0)
+            _broadcast(values.encode(order))
 
-    def hear(self) -> Any:
-        """In every other process: wait for an order."""
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, src=0)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, src=0)
-        return pickle.loads(data.numpy().tobytes())
-
-
-def _on_cpu(value: Any) -> Any:
-    """A result with its tensors on the CPU: another process may not have this one's device."""
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_on_cpu, value))
-    return value
+    def hear(self, kind: Any) -> Any:
+        """In every other process: wait for an order, of a union of these types. GroupError for other bytes."""
+        return values.decode(_broadcast(None), kind)
 
 
 def join(device: torch.device, rank: int, size: int, store: Any = None) -> None:

@@ -46,9 +46,9 @@ class GivenUp(Exception):
 class DataParallel(Protocol):
     """The processes that train on one batch together."""
 
-    def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
+    def each(self, count: int, work: Callable[[int, bool], T], kind: type[T]) -> list[T]:
         """`work(index, contributes)` for each index from 0 to count - 1; every process returns all results, in this
-        order.
+        order and of this type. GroupError as `Peers.gathered`.
 
         With contributes False a process only takes part in the collectives and adds nothing to the gradient, because
         other processes still have work.
@@ -76,9 +76,9 @@ class Peers(Protocol):
     rank: int
     size: int
 
-    def gathered(self, value: T) -> list[T]:
-        """One value of every process, in the order of ranks. All processes must call this. RuntimeError when one has
-        ended."""
+    def gathered(self, value: T, kind: type[T]) -> list[T]:
+        """One value of this type of every process, in the order of ranks. All processes must call this. RuntimeError
+        when one has ended, GroupError for bytes that are no such value."""
 
 
 class SingleProcess:
@@ -86,11 +86,11 @@ class SingleProcess:
 
     rank, size = 0, 1
 
-    def gathered(self, value: T) -> list[T]:
+    def gathered(self, value: T, kind: type[T]) -> list[T]:
         """As `Peers`."""
         return [value]
 
-    def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
+    def each(self, count: int, work: Callable[[int, bool], T], kind: type[T]) -> list[T]:
         """As `DataParallel`."""
         return [work(index, True) for index in range(count)]
 

@@ -33,8 +33,8 @@ from headrace.training.trainer import PolicyTrainer
 class Beginning(NamedTuple):
     """How version 0 is made, as the first process tells the others."""
 
-    source: Path | None = None
-    """A checkpoint folder or a snapshot file; None: random weights."""
+    source: str = ""
+    """A checkpoint folder or a snapshot file; empty: random weights."""
     learns: bool = False
     """Whether mid-training follows."""
 
@@ -63,11 +63,12 @@ def joined(
         world.watched(silence.mark)
     policy = hugging_face.from_section(config.policy)
     numerics = probe(policy, exact=config.engine.exact, device=device)
-    marks = world.gathered(numerics.fingerprint)
+    marks = world.gathered(numerics.fingerprint, str)
     if len(set(marks)) > 1:
         raise TrainerError(f"the ranks of a trainer need one numerics fingerprint, got {', '.join(sorted(set(marks)))}")
     check_exact(config, numerics)
-    first: Beginning | None = world.gathered(begin)[0]
+    told = world.gathered((begin,) if begin is not None else (), tuple[Beginning, ...])[0]
+    first = told[0] if told else None
     _check_memory(config, policy, world)
     if first is not None and first.learns:
         _check_memory(_learning(config), policy, world)
@@ -77,10 +78,11 @@ def joined(
     if first is None:
         trainer.load(folder / "checkpoint.safetensors")
         return trainer
+    source = Path(first.source) if first.source else None
     if first.learns:
-        learn(trainer, first.source)
+        learn(trainer, source)
     else:
-        trainer.fill(first.source)
+        trainer.fill(source)
     trainer.begin()
     return trainer
 
@@ -108,7 +110,7 @@ def _check_memory(config: Config, policy: PolicyConfig, world: ProcessGroup) -> 
         check_device(config, policy, world.device)
     except TrainerError as error:
         why = f"rank {world.rank}: {error}"
-    if refused := [text for text in world.gathered(why) if text]:
+    if refused := [text for text in world.gathered(why, str) if text]:
         raise TrainerError(refused[0])
 
 
@@ -138,9 +140,8 @@ def _check(config: Config, policy: PolicyConfig) -> None:
 def _beginning(config: Config, base: Path | None) -> Beginning:
     """The making of version 0. base: a snapshot file with its bytes, which are not mid-trained."""
     if base is not None:
-        return Beginning(base)
-    source = Path(config.policy.checkpoint) if config.policy.checkpoint else None
-    return Beginning(source, config.mid_training.tokens > 0)
+        return Beginning(str(base))
+    return Beginning(config.policy.checkpoint, config.mid_training.tokens > 0)
 
 
 def open_ranks(

@@ -132,7 +132,7 @@ def read(config: PolicyConfig, sharded: ShardedModel, world: ProcessGroup, sourc
         fill(config, sharded, pieces, world.node.mark)
         count = pieces.read_bytes
     for name, tensor in sharded.local.items():  # one after the other, so that no node has a second copy
-        count, values = world.copied(partial(_told, count, name, tensor))
+        count, values = world.copied(partial(_told, count, name, tensor), int)
         if world.copy:
             tensor.copy_(values[name])
     return count

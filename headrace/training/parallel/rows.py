@@ -42,7 +42,7 @@ def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: PeerGrou
     """The hashes of all blocks in order, 16 bytes each, in every process. All processes must call this. WeightError
     when no process holds a block."""
     mine = {run.name: run for run in runs}
-    table = world.gathered([(run.name, run.start, run.items) for run in runs])
+    table = world.gathered([(run.name, run.start, run.items) for run in runs], list[tuple[str, int, int]])
     spans: list[dict[str, tuple[int, int]]] = [{name: (start, count) for name, start, count in part} for part in table]
     digests: dict[int, bytes] = {}
     open_blocks: dict[int, xxhash.xxh3_128] = {}
@@ -74,7 +74,7 @@ def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: PeerGrou
         _pass_on(part, described, mine, open_blocks, world)
     digests |= {block: digest.digest() for block, digest in open_blocks.items()}
     out = bytearray(number * HASH_BYTES)
-    for told in world.gathered(digests):
+    for told in world.gathered(digests, dict[int, bytes]):
         for block, digest_ in told.items():
             out[block * HASH_BYTES : (block + 1) * HASH_BYTES] = digest_
     return bytes(out)
@@ -134,7 +134,7 @@ def file_hashes(file: snapshot.Snapshot, world: PeerGroup) -> bytes:
                 world.mark()
                 digests[number] = state.block_hash(array[start : start + count])
             number += 1
-    every = {block: digest for told in world.gathered(digests) for block, digest in told.items()}
+    every = {block: digest for told in world.gathered(digests, dict[int, bytes]) for block, digest in told.items()}
     return b"".join(every[block] for block in range(number))
 
 
@@ -151,7 +151,7 @@ def write(
                 draft = held.enter_context(snapshot.Draft(path, described, about))
             except OSError as refused:
                 error = str(refused)
-        told = world.gathered((str(draft.temporary) if draft else "", error))[0]
+        told = world.gathered((str(draft.temporary) if draft else "", error), tuple[str, str])[0]
         if told[1]:
             raise OSError(told[1])
         error = ""
@@ -163,10 +163,10 @@ def write(
                 os.fsync(file.fileno())
         except OSError as refused:
             error = str(refused)
-        errors = [text for text in world.gathered(error) if text]
+        errors = [text for text in world.gathered(error, str) if text]
         if draft is not None and not errors:
             draft.commit()
-    world.gathered(None)  # the file has its name when the first process returns, and in every other one as well
+    world.gathered("", str)  # the file has its name when the first process returns, and in every other one as well
     if errors:
         raise OSError(errors[0])
 

@@ -78,7 +78,7 @@ class ShardedState(TrainerState):
         """Euclidean norm over all rows of all gradients; the same number in every process."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in self.gradients()]
         local = sum((norm**2 for norm in torch.stack(norms).cpu().tolist()), 0.0) if norms else 0.0
-        total = sum(self.world.gathered(local)[: self.world.per_node])  # in every node the numbers of node 0
+        total = sum(self.world.gathered(local, float)[: self.world.per_node])  # in every node the numbers of node 0
         return math.sqrt(total) if math.isfinite(total) else math.nan
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ class ShardedState(TrainerState):
                 rows.write(file, described, about, parts, self.world.node)
             except OSError as error:
                 why = str(error)
-        if errors := [text for text in self.world.gathered(why) if text]:
+        if errors := [text for text in self.world.gathered(why, str) if text]:
             raise OSError(errors[0])
 
     def source(self, file: Path) -> rows.Source | None:
@@ -226,16 +226,16 @@ class ShardedState(TrainerState):
         """Restore the state of a checkpoint, from its `source`; returns its metadata. All processes call it.
         CheckpointError."""
 
-        def mine() -> tuple[Any, dict[str, Tensor]]:
+        def mine() -> tuple[dict[str, str], dict[str, Tensor]]:
             assert source is not None
-            return source.about, source.rows("state")
+            return dict(source.about), source.rows("state")
 
         try:
-            about, plain = self.world.copied(mine)
+            about, plain = self.world.copied(mine, dict[str, str])
             self.restore(plain, version=int(about["version"]), step=int(about["step"]))
         except (KeyError, ValueError) as error:
             raise checkpoint.CheckpointError(f"{file} is of another model: {error}") from None
-        return dict(about)
+        return about
 
     def rows_of(self, name: str) -> Tensor:
         """This process's rows of the parameter that a checkpoint's tensor belongs to."""

@@ -1,7 +1,7 @@
 """A run's trainer on several processes: the class that each of them holds.
 
 The first process is the actor's. It sends each call of step, give_up, publish, save and close to the others as an order
-(`take`, `give_up`, `publish`, `save`, `stop`) with the same arguments, and then makes the call itself; re-scoring is
+(`Take`, `GiveUp`, `Publish`, `Save`, `Stop`) with the same arguments, and then makes the call itself; re-scoring is
 part of a step. Version 0 is made by all processes: each reads its own rows of an imported policy, or draws those of a
 new one, and mid-training computes over all of them (`mid_training.ranks`). A checkpoint does not depend on the number
 of processes that wrote it, so any number of them can take rows of it.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -46,11 +46,46 @@ from headrace.training.served.publication import Publication
 from headrace.training.trainer import PolicyTrainer
 
 
-class Order(NamedTuple):
-    """A call that the other processes make as well."""
+class Take(msgspec.Struct, frozen=True, tag=True):
+    """Call `step`."""
 
-    kind: str
-    arguments: tuple[Any, ...] = ()
+    config: Config
+    manifest: StepManifest
+    trajectories: dict[int, Trajectory]
+    """Those that were not sent ahead (`records`)."""
+    sent: list[int]
+    """The sequences of the others."""
+    scores: dict[int, Score]
+    hashed: bool
+
+
+class GiveUp(msgspec.Struct, frozen=True, tag=True):
+    """Call `give_up`."""
+
+    config: Config
+    reason: str
+    detail: str
+    hashed: bool
+
+
+class Publish(msgspec.Struct, frozen=True, tag=True):
+    """Call `publish`."""
+
+    folder: str
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Call `save`."""
+
+    position: dict[str, int | str]
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the process."""
+
+
+Order = Take | GiveUp | Publish | Save | Stop
+"""A call that the other processes make as well."""
 
 
 class ShardedTrainer(PolicyTrainer):
@@ -82,10 +117,10 @@ class ShardedTrainer(PolicyTrainer):
         with watch(f"{name} of version {self.state.version}"):
             yield
 
-    def _tell(self, kind: str, *arguments: Any) -> None:
+    def _tell(self, order: Order) -> None:
         """In the first process: send the call to the others. In the others: nothing."""
         if self.world.rank == 0:
-            self._guarded(lambda: self.world.tell(Order(kind, arguments)))
+            self._guarded(lambda: self.world.tell(order))
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Run `work`; raise GroupError, which names the process that has ended, when a collective fails."""
@@ -164,15 +199,14 @@ class ShardedTrainer(PolicyTrainer):
                 raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
             sent: list[int] = self._guarded(lambda: self.records.sent(trajectories))
             rest = {seq: trajectory for seq, trajectory in trajectories.items() if seq not in sent}
-            records = [msgspec.msgpack.encode(part) for part in (manifest, rest, scores)]
-            self._tell("take", msgspec.json.encode(self.config), *records, hashed, sent)
+            self._tell(Take(self.config, manifest, rest, sent, dict(scores), hashed))
         before = self.clock.seconds["communication"]
         try:
             begins = in_order(self.clock.mark, before_forward)
             outcome = super().step(manifest, trajectories, scores, before_update, hashed, begins)
             # The slowest process waits least in its collectives: what others wait longer, they wait for it.
             spent = self.clock.seconds["communication"] - before
-            every = self.world.gathered((spent, outcome.peak_bytes))
+            every = self.world.gathered((spent, outcome.peak_bytes), tuple[float, int])
             collectives = tuple(seconds for seconds, _ in every)
             self.clock.waited(spent - min(collectives))
             peak = max(peak for _, peak in every)
@@ -193,13 +227,13 @@ class ShardedTrainer(PolicyTrainer):
     def give_up(self, reason: str, detail: str, *, hashed: bool = True) -> StepOutcome:
         """As `PolicyTrainer.give_up`."""
         with self._order("refusal"):
-            self._tell("give_up", msgspec.json.encode(self.config), reason, detail, hashed)
+            self._tell(GiveUp(self.config, reason, detail, hashed))
             return super().give_up(reason, detail, hashed=hashed)
 
     def publish(self, folder: Path) -> Publication:
         """As `PolicyTrainer.publish`, each process its own rows."""
         with self._order("publication"):
-            self._tell("publish", folder)
+            self._tell(Publish(str(folder)))
             out = super().publish(folder)
         if self.others is not None:
             done = self.others.silence.beside(f"publication of version {self.state.version}")
@@ -216,7 +250,7 @@ class ShardedTrainer(PolicyTrainer):
     def save(self, position: Mapping[str, int | str]) -> None:
         """Replace the checkpoint durably, each process its own rows. OSError as `rows.write`."""
         with self._order("checkpoint"):
-            self._tell("save", dict(position))
+            self._tell(Save(dict(position)))
             self._guarded(lambda: self._save(position))
 
     def _save(self, position: Mapping[str, int | str]) -> None:
@@ -266,7 +300,7 @@ class ShardedTrainer(PolicyTrainer):
         self.versions = ShardedVersions(shards)
         later = self.versions.rows(shards.version)
         for version in sorted(json.loads(about["kept"]), reverse=True):
-            _, served = world.copied(partial(self._served, source, version))
+            _, served = world.copied(partial(self._served, source, version), int)
             served = {name: rows.to(shards.sharded.local[name].device) for name, rows in served.items()}
             if version < 0:
                 self._take_reference(served)
@@ -275,16 +309,16 @@ class ShardedTrainer(PolicyTrainer):
                 later = served
         if self.config.algorithm.kl_weight > 0.0 and self._reference is None:
             raise TrainerError(f"{file} holds no reference policy, and kl_weight > 0 needs one")
-        _, copies = world.copied(lambda: (None, source.rows("guard") if source is not None else {}))
+        _, copies = world.copied(lambda: (0, source.rows("guard") if source is not None else {}), int)
         copies = {name: value.to(shards.rows_of(name).device) for name, value in copies.items()}
         self.guard = Guard.load(json.loads(about["guard"]), copies) if "guard" in about else Guard()
         self.position, self.resumed = json.loads(about["position"]), True
         shards.hash()
 
-    def _served(self, source: rows.Source | None, version: int) -> tuple[None, dict[str, Tensor]]:
-        """This process's served rows of a kept version."""
+    def _served(self, source: rows.Source | None, version: int) -> tuple[int, dict[str, Tensor]]:
+        """A kept version, and this process's served rows of it."""
         assert source is not None
-        return None, published.take(self.state.model.config, self.sharded.sharded, source.kept(version))
+        return version, published.take(self.state.model.config, self.sharded.sharded, source.kept(version))
 
     def _take_reference(self, served: Mapping[str, Tensor]) -> None:
         offload = self.config.trainer.offload == "optimizer"
@@ -299,36 +333,28 @@ class ShardedTrainer(PolicyTrainer):
         """In every process except the first: repeat the calls of the first process until it sends `stop`."""
         self.records.listen()
         while True:
-            order: Order = self.world.hear()
-            if order.kind == "stop":
-                self.records.ended()
-                self.state.settle(end=True)
-                return
-            if order.kind == "take":
-                config, manifest, trajectories, scores, hashed, sent = order.arguments
-                self.config = msgspec.json.decode(config, type=Config)
-                with self.clock.spent("busy"):  # as in the first process: collectives then count as communication
-                    self.step(
-                        msgspec.msgpack.decode(manifest, type=StepManifest),
-                        msgspec.msgpack.decode(trajectories, type=dict[int, Trajectory]) | self.records.take(sent),
-                        msgspec.msgpack.decode(scores, type=dict[int, Score]),
-                        hashed=hashed,
-                    )
-            elif order.kind == "give_up":
-                config, reason, detail, hashed = order.arguments
-                self.config = msgspec.json.decode(config, type=Config)
-                self.give_up(reason, detail, hashed=hashed)
-            elif order.kind == "publish":
-                self.publish(*order.arguments)
-            elif order.kind == "save":
-                self.save(*order.arguments)
-            else:
-                raise GroupError(f"expected an order to take, give_up, publish, save or stop, got {order.kind!r}")
+            order: Order = self.world.hear(Order)
+            match order:
+                case Stop():
+                    self.records.ended()
+                    self.state.settle(end=True)
+                    return
+                case Take(config, manifest, trajectories, sent, scores, hashed):
+                    self.config = config
+                    with self.clock.spent("busy"):  # as in the first process: collectives then count as communication
+                        self.step(manifest, trajectories | self.records.take(sent), scores, hashed=hashed)
+                case GiveUp(config, reason, detail, hashed):
+                    self.config = config
+                    self.give_up(reason, detail, hashed=hashed)
+                case Publish(folder):
+                    self.publish(Path(folder))
+                case Save(position):
+                    self.save(position)
 
     def close(self) -> None:
         """Finish the open publication, tell the other processes to stop, and leave the group."""
         super().close()
         self.records.close()
         if self.others is not None:
-            self.others.stop(lambda: self.world.tell(Order("stop")))
+            self.others.stop(lambda: self.world.tell(Stop()))
             self.others = None

@@ -121,7 +121,7 @@ class Publisher:
                 draft, why = _draft(path_of(folder, version, _UNKNOWN), parts.described)
             else:
                 why = ""
-            told, why = self._peers.gathered((str(draft.temporary) if draft else "", why))[0]
+            told, why = self._peers.gathered((str(draft.temporary) if draft else "", why), tuple[str, str])[0]
             if why:
                 raise OSError(why)
             with snapshot.Rows(Path(told), parts.described, {"state_hash": _UNKNOWN}) as file:
@@ -152,7 +152,7 @@ class Publisher:
             why = str(error)
         out.copied.set()
         out.note("copied")
-        told = peers.gathered((written, hashes, why))
+        told = peers.gathered((written, hashes, why), tuple[int, dict[int, bytes], str])
         if failed := [why for _, _, why in told if why]:
             raise OSError(failed[0])
         size = sum(map(state.nbytes, parts.described))
@@ -161,7 +161,8 @@ class Publisher:
         every = {block: digest for _, digests, _ in told for block, digest in digests.items()}
         count = sum(map(state.block_count, parts.described))
         shared = [block for block in range(count) if block not in every]
-        for digests in peers.gathered(_read_back(file, parts.described, set(shared[peers.rank :: peers.size]))):
+        read = _read_back(file, parts.described, set(shared[peers.rank :: peers.size]))
+        for digests in peers.gathered(read, dict[int, bytes]):
             every |= digests
         return state.root(parts.described, b"".join(every[block] for block in range(count)))
 

@@ -82,7 +82,7 @@ def rank(arguments: str) -> None:
     number, config, folder, begin = joining(arguments)
     rows.ROUND_BYTES = 1 << 16  # as small beside this policy as it is beside a large one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        first = opening.Beginning(Path(begin) if begin else None) if number == 0 else None
+        first = opening.Beginning(begin) if number == 0 else None
         trainer = opening.joined(config, folder, number, None, first)
     assert watched.profiler is not None
     events = watched.profiler.kineto_results.events()

@@ -28,7 +28,7 @@ class Ending:
 
     def mark(self) -> None: ...
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gathered(self, value: Any, kind: Any) -> list[Any]:
         if not self._left:
             raise GroupError("rank 1 was killed")
         self._left -= 1

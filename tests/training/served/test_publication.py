@@ -27,7 +27,7 @@ class Together:
     def __init__(self, rank: int, values: list[object], all_here: threading.Barrier) -> None:
         self.rank, self.size, self._values, self._all_here = rank, len(values), values, all_here
 
-    def gathered(self, value: T) -> list[T]:
+    def gathered(self, value: T, kind: type[T]) -> list[T]:
         self._values[self.rank] = value
         self._all_here.wait(30.0)
         told = list(self._values)

@@ -28,10 +28,53 @@ from torch import Tensor
 from headrace.policy.numerics_probe import probe
 from headrace.training import checkpoint
 from headrace.training.mid_training import FILE, Progress, Trace, learn, processes, settings
-from headrace.training.parallel.interface import GroupError
 from headrace.training.parallel.mid_training.shards import Share, negative_logp, shares
-from headrace.training.parallel.trainer import Order, ShardedTrainer
+from headrace.training.parallel.trainer import ShardedTrainer
 from headrace.training.schedule import optimizer_settings
+
+
+class Fresh(msgspec.Struct, frozen=True, tag=True):
+    """Make the weights to start from."""
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Continue from a checkpoint."""
+
+    file: str
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Write a checkpoint."""
+
+    file: str
+    position: dict[str, int | str]
+
+
+class Gradient(msgspec.Struct, frozen=True, tag=True):
+    """Compute the gradient of a batch."""
+
+    batch: list[Share]
+
+
+class Update(msgspec.Struct, frozen=True, tag=True):
+    """Update the weights."""
+
+    rate: float
+    scale: float
+
+
+class LossSum(msgspec.Struct, frozen=True, tag=True):
+    """Compute the loss of some texts."""
+
+    texts: Share
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """Leave version 0 behind."""
+
+
+Order = Fresh | Load | Save | Gradient | Update | LossSum | End
+"""An order of the first process to the others."""
 
 
 def cut(batch: Iterable[Share], most: int) -> list[Share]:
@@ -76,30 +119,31 @@ class Part:
         model.shared = trainer.sharing(config.trainer.token_runs)
         self._state.log = None
         self._state.configure(settings(config.mid_training, optimizer_settings(config.algorithm).moments))
-        self._orders: dict[str, Callable[..., Any]] = {
-            "fresh": self._fresh,
-            "load": self._load,
-            "save": self._save,
-            "gradient": self._gradient,
-            "update": self._state.apply,
-            "loss_sum": self._loss_sum,
-        }
 
     def take(self, order: Order) -> Any:
-        """Follow an order, and return its result. GroupError for an unknown one."""
-        if (work := self._orders.get(order.kind)) is None:
-            raise GroupError(f"expected an order of {', '.join(self._orders)} or end, got {order.kind!r}")
-        return work(*order.arguments)
+        """Follow an order, and return its result."""
+        match order:
+            case Fresh():
+                return self._trainer.fill(self._source)
+            case Load(file):
+                return self._load(Path(file))
+            case Save(file, position):
+                return self._save(Path(file), position)
+            case Gradient(batch):
+                return self._gradient(batch)
+            case Update(rate, scale):
+                return self._state.apply(rate, scale)
+            case LossSum(texts):
+                return self._loss_sum(texts)
+            case End():
+                return self._end()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Leave version 0 behind."""
         trainer = self._trainer
         self._state.begin(optimizer_settings(trainer.config.algorithm))
         trainer.state.model.numerics, trainer.state.model.shared = trainer.numerics, None
         trainer.clock.lap()  # the time until here belongs to no step
-
-    def _fresh(self) -> None:
-        self._trainer.fill(self._source)
 
     def _load(self, file: Path) -> Mapping[str, int | str]:
         position: Mapping[str, int | str] = json.loads(self._state.read(file, self._state.source(file))["position"])
@@ -140,7 +184,7 @@ class Part:
             member = members[at]
             return work(member if contributes else msgspec.structs.replace(member, divisor=math.inf))
 
-        return [float(loss) for loss in self._trainer.world.each(len(members), one)]
+        return [float(loss) for loss in self._trainer.world.each(len(members), one, Tensor)]
 
 
 class Ranks:
@@ -153,8 +197,7 @@ class Ranks:
         self._trainer, self._watch, self._part = trainer, watch, Part(trainer, source)
         self._texts: ThreadPoolExecutor | None = None
 
-    def _watched(self, kind: str, *arguments: Any) -> Any:
-        order = Order(kind, arguments)
+    def _watched(self, order: Order) -> Any:
         with self._watch(f"mid-training, step {self.step}"):
             self._trainer.world.tell(order)
             return self._part.take(order)
@@ -167,14 +210,14 @@ class Ranks:
     def resume(self, file: Path) -> Mapping[str, int | str] | None:
         """As `Learner`; without a file every process makes its rows of the weights to start from."""
         if not file.exists():
-            self._watched("fresh")
+            self._watched(Fresh())
             return None
-        position: Mapping[str, int | str] = self._watched("load", file)
+        position: Mapping[str, int | str] = self._watched(Load(str(file)))
         return position
 
     def save(self, file: Path, position: Mapping[str, int | str]) -> None:
         """As `Learner`, each process its own rows."""
-        self._watched("save", file, dict(position))
+        self._watched(Save(str(file), dict(position)))
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -187,23 +230,23 @@ class Ranks:
         assert self._texts is not None, "call it within `working`"
         made = self._texts.submit(meanwhile)
         count = processes(self._trainer.config.mid_training, self._trainer.world.device)
-        loss, norm = self._watched("gradient", shares(texts, count))
+        loss, norm = self._watched(Gradient(shares(texts, count)))
         made.result()  # not a part of the order: the group does not wait for itself
         return loss, norm
 
     def update(self, rate: float, scale: float) -> None:
         """As `Learner`."""
-        self._watched("update", rate, scale)
+        self._watched(Update(rate, scale))
 
     def loss_sum(self, texts: Sequence[Trace]) -> float:
         """As `Learner`, several texts in one forward pass."""
         (share,) = shares(texts, 1)
-        return float(self._watched("loss_sum", share))
+        return float(self._watched(LossSum(share)))
 
     def end(self) -> None:
         """Let every process leave version 0 behind."""
-        self._trainer.world.tell(Order("end"))
-        self._part.end()
+        self._trainer.world.tell(End())
+        self._part.take(End())
 
 
 def lead(
@@ -223,6 +266,8 @@ def lead(
 def follow(trainer: ShardedTrainer, source: Path | None) -> None:
     """In every other process: follow the orders of `lead` to its end."""
     part = Part(trainer, source)
-    while (order := trainer.world.hear()).kind != "end":
+    ended = False
+    while not ended:
+        order: Order = trainer.world.hear(Order)
         part.take(order)
-    part.end()
+        ended = isinstance(order, End)

@@ -199,7 +199,7 @@ def rank(arguments: str) -> None:
     def lead(trainer: ShardedTrainer, source: Path | None) -> None:
         ranks.lead(trainer, source, texts(), lambda p: losses.append(p.loss), lambda _: nullcontext())
 
-    begin = group_opening.Beginning(Path(config.policy.checkpoint), True) if number == 0 else None
+    begin = group_opening.Beginning(config.policy.checkpoint, True) if number == 0 else None
     learn = ranks.follow if number else lead
     trainer = group_opening.joined(config, folder, number, None, begin, learn)
     print(json.dumps({"hash": trainer.state.hash(), "losses": losses}), flush=True)
