@@ -1,7 +1,9 @@
 """Limits of a slot: which system calls it may make, and how much of the machine it may use.
 
 A seccomp filter refuses calls that no task needs and that reach resources outside of namespaces: keyrings, BPF,
-userfaultfd, io_uring, performance counters, mounts, modules, clocks; and every call of another architecture. A control
+userfaultfd, io_uring, performance counters, mounts, modules, clocks, the kernel's log; and every call of another
+architecture. New namespaces are refused too, because a user namespace would give its process every capability in it,
+and so are sockets of a machine's hypervisor (vsock), which no network namespace separates. A control
 group per slot gives each an equal share of the processor, however many processes it forks, and bounds its memory and
 its number of processes. A slot that exceeds them is killed or refused, and its siblings go on.
 
@@ -21,10 +23,15 @@ from .syscalls import DETACH, SET_SECCOMP, libc
 
 _FILTER = 2
 _X86_64, _X32 = 0xC000003E, 0x40000000
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
-_LOAD, _EQUAL, _ABOVE, _RETURN = 0x20, 0x15, 0x35, 0x06
-_AT_NUMBER, _AT_ARCH = 0, 4
+_ALLOW, _REFUSE, _ABSENT = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+_LOAD, _EQUAL, _ABOVE, _ANY, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_AT_NUMBER, _AT_ARCH, _AT_FIRST = 0, 4, 16
+_SOCKET, _CLONE, _CLONE3 = 41, 56, 435
+_NEW_NAMESPACES = 0x7E020000
+"""Flags of clone(2): NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
+_VSOCK = 40
 REFUSED = {
+    "syslog": 103,
     "modify_ldt": 154,
     "pivot_root": 155,
     "acct": 163,
@@ -76,15 +83,19 @@ _WRITE = os.O_WRONLY | os.O_CLOEXEC
 
 def program() -> bytes:
     """The filter as classic BPF: an array of struct sock_filter."""
-
-    def line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-        return struct.pack("HBBI", code, yes, no, value)
-
-    numbers = sorted(REFUSED.values())
-    lines = [line(_LOAD, _AT_ARCH), line(_EQUAL, _X86_64, 1, 0), line(_RETURN, _REFUSE), line(_LOAD, _AT_NUMBER)]
-    lines.append(line(_ABOVE, _X32, len(numbers) + 1, 0))
-    lines += [line(_EQUAL, number, len(numbers) - at, 0) for at, number in enumerate(numbers)]
-    return b"".join([*lines, line(_RETURN, _ALLOW), line(_RETURN, _REFUSE)])
+    lines: list[tuple[int, int, int, int]] = [(_LOAD, _AT_ARCH, 0, 0), (_EQUAL, _X86_64, 0, _REFUSE)]
+    lines += [(_LOAD, _AT_NUMBER, 0, 0), (_ABOVE, _X32, _REFUSE, 0)]
+    lines += [(_EQUAL, number, _REFUSE, 0) for number in sorted(REFUSED.values())]
+    # Its flags are in memory, which no filter reads; programs use clone(2) where the kernel has no clone3(2).
+    lines.append((_EQUAL, _CLONE3, _ABSENT, 0))
+    for number, test, value in ((_CLONE, _ANY, _NEW_NAMESPACES), (_SOCKET, _EQUAL, _VSOCK)):
+        lines += [(_EQUAL, number, 0, 2), (_LOAD, _AT_FIRST, 0, 0), (test, value, _REFUSE, _ALLOW)]
+    ends = {end: len(lines) + place for place, end in enumerate((_ALLOW, _REFUSE, _ABSENT))}
+    lines += [(_RETURN, end, 0, 0) for end in ends]
+    return b"".join(
+        struct.pack("HBBI", code, *(ends[to] - at - 1 if to in ends else to for to in jumps), value)
+        for at, (code, value, *jumps) in enumerate(lines)
+    )
 
 
 def seccomp() -> None:

@@ -33,7 +33,12 @@ ALLOWED = (0, 1, 3, 4, 5, 6, 7, 10)
 """Capabilities: chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service."""
 _ACCOUNTS_BYTES = 1 << 20
 """Bytes that are read of the image's /etc/passwd and /etc/group."""
-_MASKED = ("kcore", "keys", "timer_list", "sched_debug", "sysrq-trigger")
+_MASKED = (
+    "kcore", "keys", "kmsg", "kpagecgroup", "kpagecount", "kpageflags", "latency_stats", "sched_debug", "sysrq-trigger",
+    "timer_list", "vmallocinfo",
+)  # fmt: skip
+_READ_ONLY = ("acpi", "asound", "bus", "driver", "fs", "irq", "mtrr", "pressure", "scsi", "sys", "tty")
+"""Files and folders of /proc with which root would change the kernel's settings, those of devices included."""
 NEW = drives.IMAGE
 
 for _name in ("unicode_escape", "utf-8", "latin-1", "ascii"):
@@ -137,8 +142,10 @@ class WaitingSlot(Slot):
         for name in _MASKED:
             if os.path.exists(f"{NEW}/proc/{name}"):
                 mount(f"{NEW}/dev/null", f"{NEW}/proc/{name}", "", BIND)
-        mount(f"{NEW}/proc/sys", f"{NEW}/proc/sys", "", BIND)
-        mount("none", f"{NEW}/proc/sys", "", REMOUNT | BIND | RDONLY)
+        for name in _READ_ONLY:
+            if os.path.exists(path := f"{NEW}/proc/{name}"):
+                mount(path, path, "", BIND)
+                mount("none", path, "", REMOUNT | BIND | RDONLY | NOSUID | NODEV | NOEXEC)
         for name, text in (("hostname", "sandbox\n"), ("hosts", "127.0.0.1 localhost sandbox\n")):
             with suppress(OSError):  # also a pipe, whose opening would wait for a reader
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
