@@ -15,8 +15,10 @@ missing. Folders left by processes that ended are removed.
 Source: Linux Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst.
 """
 
+import asyncio
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -26,6 +28,7 @@ from typing import NamedTuple
 from headrace.messages.tasks import SandboxLimits
 
 _log = logging.getLogger("headrace.vmhost")
+END_S = 60.0
 THREADS = 64
 """Limit of a QEMU with one virtual processor; it has 4 to 10."""
 _MEMORY, _PROCESSES = ("memory.max", "memory.limit_in_bytes"), ("pids.max",)
@@ -62,6 +65,14 @@ class Group:
             with suppress(OSError):
                 Path(path).write_text(str(pid))
 
+    def members(self) -> set[int]:
+        """Pids of its processes."""
+        pids: set[int] = set()
+        for path in self.join:
+            with suppress(OSError):
+                pids |= {int(line) for line in Path(path).read_text().split()}
+        return pids
+
     def close(self) -> bool:
         """Remove the group. False while a process is still in it."""
         for folder in self._folders:
@@ -71,6 +82,16 @@ class Group:
             with suppress(OSError):
                 folder.parent.rmdir()  # succeeds with the last group of this process
         return not any(folder.exists() for folder in self._folders)
+
+
+async def end(group: Group) -> None:
+    """Kill the processes of a group until it can be removed, for `END_S` at most: the next host sweeps what is left."""
+    deadline = time.monotonic() + END_S
+    while not group.close() and time.monotonic() < deadline:
+        for pid in group.members():
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        await asyncio.sleep(0.01)
 
 
 @lru_cache(1)

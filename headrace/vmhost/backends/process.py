@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -102,8 +103,7 @@ class ProcessBackend(WithoutCopies):
         """slots: sandboxes of a machine in group isolation."""
         self.slots = slots
         self._count = 0
-        self._groups: list[Group] = []
-        """Control groups of ended sandboxes, to be removed once their last process is gone."""
+        self._ending: set[asyncio.Task[None]] = set()
         self._scratch = Scratch()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -127,7 +127,6 @@ class ProcessBackend(WithoutCopies):
             os.mkdir(root)
         except FileNotFoundError:
             raise SandboxLost(f"{name}: {self._scratch.path} was removed while this host uses it") from None
-        self._groups = [group for group in self._groups if not group.close()]
         group = cgroups.create(
             f"sandbox-{next(_group_numbers)}", processes=PROCESSES, memory_mb=limits.memory_mib, vcpus=limits.vcpus
         )
@@ -144,8 +143,14 @@ class ProcessBackend(WithoutCopies):
                 raise SandboxLost(f"{name}: the process backend's process has ended: {error}") from None
         channel = await Channel.connect(ours, name)
         if group is not None:
-            channel.ended.add_done_callback(lambda _: self._groups.append(group))
+            channel.ended.add_done_callback(lambda _: self._end(group, root))
         return channel
+
+    def _end(self, group: Group, root: str) -> None:
+        """A sandbox has ended: its agent ends what it started, unless a program of the sandbox has killed the agent."""
+        task = asyncio.get_running_loop().create_task(_remove(group, root))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     async def machine(self, template: str, limits: SandboxLimits) -> ProcessMachine:
         """A set of slots; nothing runs until one is opened. VmhostError when the warm process has ended."""
@@ -191,15 +196,19 @@ class ProcessBackend(WithoutCopies):
         return 0.0
 
     async def settle(self) -> None:
-        """Agents end with their channels."""
+        """Wait until nothing of ended sandboxes is left. Without control groups the agents alone end them."""
+        while self._ending:
+            await asyncio.wait(self._ending)
 
     async def close(self) -> None:
-        """End the warm process and remove folders and control groups; agents end with their channels."""
+        """End the warm process and remove all folders; sandboxes end with their channels."""
         self._control.close()
         await asyncio.to_thread(self._process.wait)
-        for _ in range(100):
-            self._groups = [group for group in self._groups if not group.close()]
-            if not self._groups:
-                break
-            await asyncio.sleep(0.01)
+        await self.settle()
         self._scratch.remove()
+
+
+async def _remove(group: Group, root: str) -> None:
+    """Kill what is left in a sandbox's control group and remove its folder."""
+    await cgroups.end(group)
+    await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)

@@ -16,6 +16,7 @@ from headrace.vmhost.images import base, imported
 from headrace.vmhost.node.host import Host, VmSandbox
 from tests.support.archives import docker_save, file, folder, member
 from tests.support.hosts import CACHE
+from tests.support.pids import running
 from tests.support.programs import programs
 from tests.support.syscalls import program
 
@@ -142,7 +143,7 @@ async def test_nothing_of_it_outlives_its_release(host: Host) -> None:
     sandbox = await acquired(host, 2)
     left = "setsid sleep 86399 > /dev/null 2>&1 & (setsid sh -c 'while :; do sleep 86398; done' &) ; sleep 0.2; echo ."
     assert (await shell(sandbox, left)).stdout == ".\n"
-    assert len(list(running("86399"))) == 1
+    assert len(running("86399")) == 1
     host.release(sandbox.id)
     await host.settle()
     assert not [*running("86399"), *running("86398")]
@@ -151,15 +152,3 @@ async def test_nothing_of_it_outlives_its_release(host: Host) -> None:
     places = cgroups.places()
     assert places is not None
     assert [left for place in places.folders for left in place.glob(f"headrace-{os.getpid()}/container-*")] == []
-
-
-def running(word: str) -> list[int]:
-    """Pids of this machine's processes with this word among their arguments."""
-    out = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if word.encode() in path.read_bytes().split(b"\0"):
-                out.append(int(path.parent.name))
-        except OSError:
-            continue
-    return out

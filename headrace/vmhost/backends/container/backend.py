@@ -13,9 +13,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,7 +36,6 @@ from headrace.vmhost.qemu.drives import Disk, disk_short
 
 START_S = 60.0
 CHANGES_S = 120.0
-END_S = 60.0
 PROCESSES = 512
 """Processes that a container may have at one time, its agent included."""
 OVERHEAD_MB = 64
@@ -226,7 +223,7 @@ class ContainerBackend(WithoutCopies):
         """A container was ended: kill its remaining processes and remove its control group."""
         self._alive.discard(machine)
         machine.disk = None
-        task = asyncio.get_running_loop().create_task(_remove(machine.group))
+        task = asyncio.get_running_loop().create_task(cgroups.end(machine.group))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
@@ -277,24 +274,6 @@ class ContainerBackend(WithoutCopies):
         self._requests.close()
         await asyncio.to_thread(self._process.wait)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-async def _remove(group: Group) -> None:
-    """Kill the processes of a group until it can be removed, for `END_S` at most: the next host sweeps what is left."""
-    deadline = time.monotonic() + END_S
-    while not group.close() and time.monotonic() < deadline:
-        for pid in _members(group.join):
-            with suppress(ProcessLookupError):
-                os.kill(pid, 9)
-        await asyncio.sleep(0.01)
-
-
-def _members(files: Sequence[str]) -> set[int]:
-    pids: set[int] = set()
-    for path in files:
-        with suppress(OSError):
-            pids |= {int(line) for line in Path(path).read_text().split()}
-    return pids
 
 
 def unavailable() -> str:
