@@ -141,12 +141,13 @@ async def test_a_neighbour_has_namespaces_of_its_own(host: Host, sandbox: VmSand
 
 async def test_nothing_of_it_outlives_its_release(host: Host) -> None:
     sandbox = await acquired(host, 2)
-    left = "setsid sleep 86399 > /dev/null 2>&1 & (setsid sh -c 'while :; do sleep 86398; done' &) ; sleep 0.2; echo ."
+    one, two = (f"86399.{os.getpid()}{digit}" for digit in "12")
+    left = f"setsid sleep {one} > /dev/null 2>&1 & (setsid sh -c 'while :; do sleep {two}; done' &); sleep 0.2; echo ."
     assert (await shell(sandbox, left)).stdout == ".\n"
-    assert len(running("86399")) == 1
+    assert len(running(one)) == 1
     host.release(sandbox.id)
     await host.settle()
-    assert not [*running("86399"), *running("86398")]
+    assert not [*running(one), *running(two)]
     assert "headrace-container" not in Path("/proc/mounts").read_text()
     assert [path for path in Path("/sys/block").glob("loop*/loop/backing_file") if CACHE in path.read_text()] == []
     places = cgroups.places()

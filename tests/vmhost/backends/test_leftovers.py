@@ -1,8 +1,9 @@
-"""What a sandbox of the process backend leaves running ends with it, also if it has killed its own agent.
+"""Programs that a sandbox of the process backend leaves end with it, also if one of them has killed the agent.
 
 The backend isolates nothing, so these are programs that stay among their own processes."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -36,7 +37,7 @@ async def host() -> AsyncIterator[Host]:
 
 @pytest.mark.parametrize("way", LEAVES)
 async def test_nothing_of_it_outlives_its_release(host: Host, way: str) -> None:
-    seconds = str(80_000 + list(LEAVES).index(way))
+    seconds = f"80000.{os.getpid()}{list(LEAVES).index(way)}"
     files = {"secret": b"hidden tests"}
     judged = Acquire(
         run="r", lane="train", role="judge", group="g", slot=0, attempt=0, isolation="episode", files=files
