@@ -275,5 +275,6 @@ class ToolLog(Message, frozen=True, kw_only=True):
     call_id: str
     op: str
     brief: str
+    """At most 200 characters of its paths or words; empty for the judge's."""
     ok: bool
     wall_ms: Finite

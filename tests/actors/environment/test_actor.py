@@ -28,12 +28,14 @@ from headrace.messages.sandbox import (
     Renew,
     Restore,
     Role,
+    RunTests,
     SandboxCall,
     SandboxReply,
     WriteFiles,
     acquire_method,
 )
 from headrace.messages.subjects import EVENT, RPC, RPC_NODE
+from headrace.messages.tasks import TestPlan
 from headrace.sandboxes.client import Sandboxes
 from tests.conftest import Connect
 from tests.support.actors import living
@@ -58,7 +60,7 @@ def on(held: Acquired, method: str, caller: str = "rollout") -> str:
     return RPC_NODE.at(service="environment", caller=caller, node=held.node, method=method)
 
 
-def call(held: Acquired, op: ReadFile | WriteFiles | Exec, call_id: str = "c1") -> SandboxCall:
+def call(held: Acquired, op: ReadFile | WriteFiles | Exec | RunTests, call_id: str = "c1") -> SandboxCall:
     return SandboxCall(sandbox=held.sandbox, secret=held.secret, epoch=held.epoch, call_id=call_id, op=op)
 
 
@@ -193,6 +195,28 @@ async def test_every_operation_leaves_a_line_without_content(client: Bus) -> Non
             break
     assert (line.op, line.brief, line.call_id, line.ok) == ("write_files", "b.txt", "w1", True)
     assert b"confidential" not in received.data
+
+
+async def test_the_log_names_no_hidden_test(client: Bus, connect: Connect) -> None:
+    judge = await connect("judge")
+    held = await take(judge, wanted("g13", role="judge"))
+    plan = TestPlan(kind="command", argv=("true", "confidential"))
+    operations: tuple[ReadFile | WriteFiles | Exec | RunTests, ...] = (
+        WriteFiles(files={"tests/test_confidential.py": b"x"}),
+        ReadFile(path="confidential"),
+        Exec(argv=("echo", "confidential")),
+        RunTests(plan=plan),
+    )
+    for number, op in enumerate(operations):
+        await reply(judge, held, call(held, op, f"j{number}"))
+    lines: list[str] = []
+    async for received in client.follow("HR_EVENT", EVENT.where(run=RUN, actor="environment", type="tool_log")):
+        if received.message.group == "g13":
+            assert b"confidential" not in received.data
+            lines.append(received.message.op)
+        if len(lines) == len(operations):
+            break
+    assert lines == ["write_files", "read_file", "exec", "run_tests"]
 
 
 async def test_a_stopping_node_ends_its_sandboxes(connect: Connect) -> None:
