@@ -76,6 +76,7 @@ FOUNDATION = {
     "python_modules",
     "request_names",
     "secret_files",
+    "terminal_text",
     "timed_commands",
 }
 # headrace/registry.py stands above these folders and below all others.

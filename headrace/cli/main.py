@@ -48,6 +48,7 @@ from headrace.cli.vm import build, doctor, facts, fork, gc, import_image, pool, 
 from headrace.cli.vm import run as vm_run
 from headrace.cli.weights import collect, diff, export, log, regions, squash, verify
 from headrace.cli.weights import show as weights_show
+from headrace.terminal_text import plain
 
 COMMANDS: tuple[ModuleType, ...] = (
     up,
@@ -190,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(parser().parse_args(argv))
     except UsageError as error:
-        sys.stderr.write(f"headrace: {error}\n")
+        sys.stderr.write(f"headrace: {plain(str(error))}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("headrace: interrupted\n")

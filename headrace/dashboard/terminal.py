@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Footer, Input, Static
@@ -16,6 +17,7 @@ from headrace.dashboard.watch import Watch
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
 from headrace.messages.operations import Heartbeat
+from headrace.terminal_text import plain
 
 SILENT_S = 10.0
 COLUMNS = ("actor", "state", "busy", "node", "pid", "status")
@@ -51,7 +53,7 @@ class Top(App[None]):
 
     def compose(self) -> ComposeResult:
         """Head, filter, table, detail, keys."""
-        yield Static(id="head")
+        yield Static(id="head", markup=False)
         yield Input(placeholder="actor, state, node or status", id="filter")
         yield DataTable(id="actors", cursor_type="row", zebra_stripes=True)
         yield Static(id="detail", markup=False)
@@ -102,17 +104,17 @@ class Top(App[None]):
             if shares
         )
         self.query_one("#head", Static).update(
-            f"[b]{self.run_id}[/b]  {self.run_watch.line()}\n{len(self.beats)} actors{use}, {staleness}, sorted by "
+            f"{self.run_id}  {plain(self.run_watch.line())}\n{len(self.beats)} actors{use}, {staleness}, sorted by "
             f"{COLUMNS[self.sorted_by]}{f', filter {self.wanted!r}' if self.wanted else ''}{note}"
         )
         table = self.query_one("#actors", DataTable)
         chosen = self.chosen()
         table.clear()
         for row in self.rows():
-            table.add_row(*row, key=row[0])
+            table.add_row(*(Text(plain(cell)) for cell in row), key=row[0])
         if chosen in [row[0] for row in self.rows()]:
             table.move_cursor(row=table.get_row_index(chosen), animate=False)
-        self.query_one("#detail", Static).update("\n".join(self.details(self.chosen())))
+        self.query_one("#detail", Static).update(plain("\n".join(self.details(self.chosen()))))
 
     def use(self, name: str) -> list[float]:
         """The shares of processors (cpu) or GPUs (gpu) in use: one for each node that tells."""

@@ -90,7 +90,8 @@ def read(folder: Path, wanted: Wanted, tails: dict[Path, Tail]) -> list[Line]:
 
 
 def shown(line: Line) -> str:
-    """A line for a terminal: time, process, level, event, text, the other fields, the trace."""
+    """A line for a terminal: time, process, level, event, text, the other fields, the trace. Further lines of its text
+    are indented, so that none of them passes for a line of the log."""
     fields = line.fields
     if not fields:
         return f"{'':<14}{line.process:<14}{line.raw}"
@@ -100,7 +101,8 @@ def shown(line: Line) -> str:
     who = str(fields.get("actor") or line.process)
     parts = [fields.get("event", ""), fields.get("text", ""), others]
     body = "  ".join(str(part) for part in parts if part)
-    return f"{clock:<14}{who:<14}{fields.get('level') or ''!s:<8}{body}{trace}"
+    head = f"{clock:<14}{who:<14}{fields.get('level') or ''!s:<8}"
+    return f"{head}{body}{trace}".replace("\n", f"\n{'':<28}")
 
 
 def follow(folder: Path, wanted: Wanted, say: Callable[[str], None], *, ends: Callable[[], bool]) -> None:

@@ -6,11 +6,13 @@ import sys
 
 import msgspec
 
+from headrace.terminal_text import plain
+
 
 def say(text: str) -> None:
-    """Print a line on standard output. A closed pipe (`| head`) does not end a run."""
+    """Print a line on standard output, see `terminal_text`. A closed pipe (`| head`) does not end a run."""
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(plain(text) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -23,5 +25,5 @@ def say_report(report: msgspec.Struct) -> None:
 
 def complain(text: str) -> None:
     """Print a sentence on standard error."""
-    sys.stderr.write(f"headrace: {text}\n")
+    sys.stderr.write(f"headrace: {plain(text)}\n")
     sys.stderr.flush()

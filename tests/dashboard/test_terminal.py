@@ -13,7 +13,7 @@ from headrace.messages.operations import Event, Heartbeat, Metric
 from tests.conftest import Connect
 
 pytest.importorskip("textual", reason="pip install 'headrace[terminal]'")
-from textual.widgets import Static
+from textual.widgets import DataTable, Static
 
 from headrace.dashboard.terminal import Top, drain
 
@@ -67,3 +67,26 @@ async def test_actors_are_shown_sorted_filtered_and_in_detail(connect: Connect) 
 async def test_only_processes_of_actors_on_this_node_are_drained() -> None:
     assert "drain it there" in drain(beat("r1", "judge", 0.0, node="elsewhere"), "n1")
     assert "left alone" in drain(beat("r1", "judge", 0.0, pid=os.getpid()), "n1")
+
+
+async def test_a_text_of_an_actor_is_no_markup_and_no_escape_sequence(connect: Connect) -> None:
+    run, bus = f"r{token_hex(4)}", await connect("operator")
+    admin = await connect()
+    attack = "[@click=app.quit]x[/] [/nothing] \x1b]52;c;YQ==\x07\u202e"
+    shown = "[@click=app.quit]x[/] [/nothing] \\x1b]52;c;YQ==\\x07\\u202e"
+    top = Top(Watch(bus, run, Config(), 0.0), bus, run, lambda id: [attack])
+    async with top.run_test(size=(200, 40)) as pilot, asyncio.timeout(60):
+        while not top.beats or not top.run_watch.events:
+            await admin.emit(s.HEARTBEAT.at(actor="judge", id="judge-1"), beat(run, "judge", 0.5, waits=attack))
+            event = Event(actor="judge", id="judge-1", run=run, kind="told", text=attack)
+            await admin.publish(s.EVENT.at(run=run, actor="judge", type="event"), event)
+            await pilot.pause(0.1)
+        top.draw()
+        await pilot.pause()
+        assert str(top.query_one("#actors", DataTable).get_row_at(0)[-1]) == f"waits for {shown}"
+        for key in ("l", "e"):
+            await pilot.press(key)
+            assert shown in str(top.query_one("#detail", Static).render())
+        drawn = "".join(segment.text for strip in top.screen._compositor.render_strips() for segment in strip)
+        assert shown in drawn
+        assert drawn.isprintable()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import add_config, integer
 from headrace.cli.images.output import show
+from headrace.terminal_text import plain
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
@@ -27,7 +28,7 @@ def add(commands: "Commands") -> None:
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{plain(line)}\n")
 
 
 def build_image(args: argparse.Namespace) -> int:

@@ -1,12 +1,12 @@
 """`headrace images pull`: downloads a container image from a registry into the store."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import add_config, integer
 from headrace.cli.images.output import show
+from headrace.launch.output import complain
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
@@ -31,5 +31,5 @@ def pull(args: argparse.Namespace) -> int:
 
     cache = Path(own(args.config, args.set).environment.cache_dir).absolute()
     request = imported.Request(name=args.name, memory_mb=args.memory_mb or imported.MEMORY_MB)
-    show(registry.pull(cache, args.reference, request, lambda line: sys.stderr.write(f"headrace: {line}\n")))
+    show(registry.pull(cache, args.reference, request, complain))
     return 0
