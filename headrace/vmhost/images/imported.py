@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,9 @@ MEMORY_MB = 512
 _NO_ID = (1 << 32) - 1
 """The number that the kernel takes for "unchanged"; ids of users and groups are below it."""
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}\Z")
+MOUNTED = ("dev", "proc", "sys")
+FOLDERS = (*MOUNTED, "etc", "tmp")
+"""Folders that a sandbox mounts over, and those that it writes to before the image is its root."""
 WORKDIR = "/workspace"
 """Where programs of an image without a working directory start, and where its repository lies."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -247,6 +251,10 @@ def _describe(name: str, source: str, tree: Tree, settings: oci.Settings) -> Ima
     workdir = "/" + "/".join(part for part in settings.workdir.split("/") if part not in ("", "."))
     if ".." in workdir.split("/"):
         raise BadImage(f"its working directory {settings.workdir!r} leaves its root")
+    _check_folders(tree, workdir)
+    for variable, value in settings.env.items():
+        if not variable or "\0" in variable + value:
+            raise BadImage(f"its environment has {f'{variable}={value}'[:80]!r}, which no program can get")
     return Image(
         name=name,
         digest=settings.digest,
@@ -265,6 +273,20 @@ def _describe(name: str, source: str, tree: Tree, settings: oci.Settings) -> Ima
         entrypoint=settings.entrypoint,
         cmd=settings.cmd,
     )
+
+
+def _check_folders(tree: Tree, workdir: str) -> None:
+    """BadImage where the folders that a sandbox mounts or writes to at its start are something else: it could not
+    start, and a link would be followed outside of the image."""
+    for name in FOLDERS:
+        inode = tree.get(name)
+        if inode is not None and not stat.S_ISDIR(inode.mode):
+            kind = "a link" if stat.S_ISLNK(inode.mode) else "no folder"
+            raise BadImage(f"its /{name} is {kind}; expected a folder, or nothing")
+    path = tree.resolve(workdir)
+    inode = tree.get(path)
+    if path.partition("/")[0] in MOUNTED or (inode is not None and not stat.S_ISDIR(inode.mode)):
+        raise BadImage(f"its working directory {workdir!r} is no folder of its own")
 
 
 def _user(tree: Tree, user: str) -> tuple[int, int, tuple[int, ...], str]:
