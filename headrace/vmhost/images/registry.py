@@ -18,10 +18,11 @@ import shutil
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Annotated, Any, NamedTuple
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from headrace import timed_commands
 from headrace.backoff import Backoff
@@ -75,6 +76,24 @@ class Reference(NamedTuple):
         return f"{scheme}://{server}/v2/{self.repository}"
 
 
+class _Blob(msgspec.Struct):
+    digest: str
+    size: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Manifest(msgspec.Struct):
+    config: _Blob
+    layers: list[_Blob]
+
+
+class _Contents(msgspec.Struct):
+    diff_ids: list[str]
+
+
+class _Config(msgspec.Struct):
+    rootfs: _Contents
+
+
 class Refusal(VmhostError):
     """The registry answers, and repeating the request would not help."""
 
@@ -124,15 +143,20 @@ async def _download(cache: Path, downloads: Path, reference: Reference, say: Any
         manifest = await client.manifest(reference.version)
         config = await client.small(f"blobs/{manifest['config']['digest']}", manifest["config"]["digest"])
         try:
-            diffs = json.loads(config)["rootfs"]["diff_ids"]
-            layers = manifest["layers"]
-        except (ValueError, KeyError, TypeError):
+            diffs = msgspec.json.decode(config, type=_Config).rootfs.diff_ids
+        except msgspec.DecodeError:
             raise Refusal(f"{reference.full} is no container image: its configuration has no layers") from None
-        missing = layers[_present(cache, diffs) :]
+        missing = msgspec.convert(manifest, _Manifest).layers[_present(cache, diffs) :]
+        size = sum(layer.size for layer in missing)
+        free = shutil.disk_usage(downloads).free
+        if size > min(free, imported.LARGEST):
+            raise Refusal(
+                f"{reference.full}: its layers have {size >> 20} MiB; expected at most {imported.LARGEST >> 20} MiB, "
+                f"and {free >> 20} MiB are free below {downloads}"
+            )
         for number, layer in enumerate(missing, 1):
-            size = int(layer["size"])
-            say(f"layer {number} of {len(missing)}: {layer['digest'][:19]}, {size / (1 << 20):.1f} MiB")
-            await client.blob(layer["digest"], size, _place(downloads, layer["digest"]))
+            say(f"layer {number} of {len(missing)}: {layer.digest[:19]}, {layer.size / (1 << 20):.1f} MiB")
+            await client.blob(layer.digest, layer.size, _place(downloads, layer.digest))
         return manifest, config
 
 
@@ -165,12 +189,12 @@ class Client:
         try:
             manifest = json.loads(data)
             if "manifests" not in manifest:
-                manifest["config"]["digest"], manifest["layers"]
+                msgspec.convert(manifest, _Manifest)
                 return manifest
             platforms = {}
             for entry in manifest["manifests"]:
                 platform = entry.get("platform") or {}
-                platforms[f"{platform.get('os')}/{platform.get('architecture')}"] = entry["digest"]
+                platforms[f"{platform.get('os')}/{platform.get('architecture')}"] = str(entry["digest"])
         except (ValueError, KeyError, TypeError, AttributeError):
             raise Refusal(f"{self._reference.full}: the registry's manifest cannot be read") from None
         if "linux/amd64" not in platforms or depth > 2:
@@ -207,6 +231,8 @@ class Client:
         while (have := part.stat().st_size if part.exists() else 0) < size:
             try:
                 await self._go_on(digest, part, have, size)
+                if part.stat().st_size <= have:  # of an answer that was whole
+                    raise aiohttp.ClientError("the registry sends less than the layer")
             except (aiohttp.ClientError, TimeoutError) as error:
                 idle = 0 if part.exists() and part.stat().st_size > have else idle + 1
                 if idle == TRIES:
@@ -230,6 +256,7 @@ class Client:
                 async for piece in answer.content.iter_chunked(_PIECE):
                     out.write(piece)
                     if out.tell() > size:
+                        part.unlink()
                         raise Refusal(f"{self._reference.full}: {digest[:19]} is larger than its {size} bytes")
 
     async def _get(self, path: str, headers: dict[str, str]) -> aiohttp.ClientResponse:
@@ -262,10 +289,20 @@ class Client:
             return _basic(login)
         if kind.lower() != "bearer" or "realm" not in fields:
             raise Refusal(f"{self._reference.full}: {self._reference.registry} needs credentials: run docker login")
+        server = URL(self._reference.url)
+        try:
+            realm = URL(fields["realm"])
+        except ValueError:
+            realm = URL()
+        if realm.scheme != server.scheme or (realm.scheme == "http" and realm.host != server.host):
+            raise Refusal(
+                f"{self._reference.full}: {self._reference.registry} names {fields['realm'][:200]!r} as the place of "
+                "tokens; a login is sent over HTTPS alone, or to the machine of a registry on loopback"
+            )
         query = {"scope": f"repository:{self._reference.repository}:pull"}
         query |= {"service": fields["service"]} if "service" in fields else {}
         authorization = {"Authorization": _basic(login)} if login is not None else {}
-        async with self._session.get(fields["realm"], params=query, headers=authorization) as answer:
+        async with self._session.get(realm, params=query, headers=authorization) as answer:
             if answer.status != 200:
                 raise Refusal(f"{self._reference.full}: {fields['realm']} gives no token: {answer.status}")
             token = await answer.json(content_type=None)

@@ -182,6 +182,65 @@ def test_a_wrong_digest_is_refused(server: tuple[Server, str], tmp_path: Path) -
         pull(tmp_path / "cache", f"{name}@{manifest}")
 
 
+def forged(made: Server, **fields: object) -> None:
+    """The manifest of the large layer with other fields in its first layer; `layers` replaces all of them."""
+    manifest = json.loads(next(data for data in made.blobs.values() if b'"layers"' in data and b"linux" not in data))
+    manifest["layers"] = fields.pop("layers", [manifest["layers"][0] | fields, *manifest["layers"][1:]])
+    made.tags["v1"] = json.dumps(manifest).encode()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("sends", [b"", b"<html>", NOISE[: 1 << 20]])
+def test_a_registry_that_sends_less_for_ever_is_given_up(
+    server: tuple[Server, str], tmp_path: Path, sends: bytes
+) -> None:
+    made, name = server
+    digest = max(made.blobs, key=lambda digest: len(made.blobs[digest]))
+    made.blobs[digest] = sends
+    with pytest.raises(VmhostError, match=r"stopped at \d+ of \d+ bytes|is damaged"):
+        pull(tmp_path / "cache", f"{name}:v1")
+    assert len(made.ranges) <= 2 * registry.TRIES + 2
+    assert imported.names(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("size", [1 << 60, 65 << 30])
+def test_layers_larger_than_any_image_are_not_downloaded(server: tuple[Server, str], tmp_path: Path, size: int) -> None:
+    made, name = server
+    forged(made, size=size)
+    with pytest.raises(VmhostError, match=f"its layers have {size >> 20} MiB; expected at most"):
+        pull(tmp_path / "cache", f"{name}:v1")
+    assert made.sent < 100_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"size": -1}, {"size": "1"}, {"size": None}, {"digest": 7}, {"layers": 3}, {"layers": [1]}, {"layers": {}}],
+)
+def test_an_odd_manifest_is_refused(server: tuple[Server, str], tmp_path: Path, fields: dict[str, object]) -> None:
+    made, name = server
+    forged(made, **fields)
+    with pytest.raises(VmhostError, match="manifest cannot be read"):
+        pull(tmp_path / "cache", f"{name}:v1")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("reference", ["reg.example/org/app:v1", "localhost:1/org/app:v1"])
+async def test_a_login_goes_over_https_or_stays_on_the_registry_s_machine(
+    server: tuple[Server, str], tmp_path: Path, reference: str
+) -> None:
+    made, name = server
+    made.token, made.login = "t0ken", "user:password"
+    auth = base64.b64encode(made.login.encode()).decode()
+    host = reference.partition("/")[0]
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {host: {"auth": auth}}}))
+    realm = f"http://{name.partition('/')[0]}/token"
+    async with ClientSession() as session:
+        client = registry.Client(session, registry.Reference.parse(reference))
+        with pytest.raises(VmhostError, match="a login is sent over HTTPS alone"):
+            await client._authorize(f'Bearer realm="{realm}",service="here"')
+    assert made.asked == []
+
+
 def test_platform_token_and_login(server: tuple[Server, str], tmp_path: Path) -> None:
     made, name = server
     made.token, made.login = "t0ken", "user:pass:word"
