@@ -1,7 +1,7 @@
 """A node that serves one snapshot file over real HTTP, honestly or not, and writes down the ranges that it served."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from aiohttp import web
 from headrace.bus.connection import Bus
 from headrace.messages.weights import HeldFile, WeightPeer, peer_key
 from tests.support.loopback import serving
+
+Answer = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
 
 
 class PeerDouble:
@@ -25,6 +27,8 @@ class PeerDouble:
         """Positions of bytes that it sends flipped."""
         self.gate: asyncio.Event | None = None
         """Answers wait for it."""
+        self.instead: Answer | None = None
+        """Gives the answer to a range of tensors in place of the right one. Its arguments: the request, the bytes."""
         self.begun = asyncio.Event()
         """A range of tensors was asked for."""
 
@@ -51,6 +55,8 @@ class PeerDouble:
         for at in self.wrong:
             if start <= at < end:
                 body[at - start] ^= 1
+        if of_tensors and self.instead is not None:
+            return await self.instead(request, bytes(body))
         if of_tensors and len(self.served) >= self.dies_after:
             response = web.StreamResponse(status=206, headers={"Content-Length": str(end - start)})
             await response.prepare(request)

@@ -128,7 +128,8 @@ class Peers:
 
     async def _sources(self, holding: list[tuple[WeightPeer, HeldFile]], stack: AsyncExitStack) -> list[Source]:
         timeout = ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=QUIET_S)
-        session = await stack.enter_async_context(ClientSession(timeout=timeout))
+        # Nothing is unpacked: a node could send a thousand times the memory that a piece may take.
+        session = await stack.enter_async_context(ClientSession(timeout=timeout, auto_decompress=False))
         return [
             RemoteFile(session, peer.node, f"{peer.url}/weights/{file.version}/{file.state_hash}", self._token)
             for peer, file in holding
