@@ -114,6 +114,38 @@ async def test_what_namespaces_do_not_separate_is_refused(group: list[VmSandbox]
     assert reached.stdout == "\ngetpid works\n", reached
 
 
+LEAVES = """
+for n in 1 2 3 4; do (setsid sh -c 'trap "" TERM HUP; sleep 86400 & sleep 86400' > /dev/null 2>&1 &); done
+echo hidden tests > /tmp/left; echo hidden tests > /dev/shm/left; mkfifo /tmp/pipe; (cat /tmp/pipe &)
+python3 -c "import mmap; mmap.mmap(-1, 1 << 20)"
+until [ $(ps | grep -c 'sleep 8640[0]') -ge 8 ]; do sleep 0.1; done
+"""
+
+
+async def test_nothing_of_a_released_judge_is_left_for_the_next_one(host: Host) -> None:
+    """Verdicts of a group share a machine: what a candidate leaves there must not reach the next sandbox."""
+    name = secrets.token_hex(4)
+    one, two = [await host.acquire(ask(slot, group=name, role="judge")) for slot in range(2)]
+    threads = Exec(argv=("sh", "-c", "cut -d/ -f2 /proc/loadavg | cut -d' ' -f1"))  # of the whole machine
+    before = int((await two.call(threads)).stdout)
+    assert (await one.call(Exec(argv=("sh", "-c", LEAVES), timeout_s=60.0))).ok
+    assert int((await two.call(threads)).stdout) >= before + 8
+    host.release(one.id)
+    async with asyncio.timeout(60):
+        while int((await two.call(threads)).stdout) > before:
+            await asyncio.sleep(0.05)
+    three = await host.acquire(ask(2, group=name, role="judge"))
+    assert host.machine(three.id) is host.machine(two.id)
+    look = "cat /tmp/left /dev/shm/left; ls /tmp /dev/shm; ps | grep -c slee[p]"
+    assert (await three.call(Exec(argv=("sh", "-c", look)))).stdout.split() == ["/dev/shm:", "/tmp:", "0"]
+    agent = await host.acquire(ask(0, group=name, role="rollout"))
+    assert host.machine(agent.id) is not host.machine(two.id), "agents and judges never share a machine"
+    for role in ("judge", "rollout"):
+        host.release_group(GroupKey("r1", "train", role, name))
+    for sandbox in (two, three, agent):
+        host.release(sandbox.id)
+
+
 @pytest.mark.slow
 async def test_a_slot_that_takes_all_memory_is_killed_alone(group: list[VmSandbox]) -> None:
     one, two, _ = group
