@@ -41,11 +41,12 @@ def test_a_file_that_a_message_names_lies_below_its_folder(tmp_path: Path) -> No
     (root / "folder.safetensors").mkdir()
     for path in (file, root / "r" / ".." / "r" / "snapshots" / file.name, root / "r" / "here.safetensors"):
         assert own_file(root, str(path), ".safetensors") == file.resolve()
-    for path in (
+    refused: tuple[Path | str, ...] = (
         *(outside, "/dev/zero", "/proc/self/environ", root / "r" / ".." / ".." / outside.name, "", "gone.safetensors"),
         *(tmp_path / "gone.safetensors", root / "link.safetensors", root / "loop.safetensors", root / "key.nk"),
         *(root / "named.safetensors", root / "pipe.safetensors", root / "folder.safetensors", f"{file}\0", "\ud800"),
-    ):
+    )
+    for path in refused:
         with pytest.raises(ValueError, match="expected a file"):
             own_file(root, str(path), ".safetensors")
     with pytest.raises(FileNotFoundError):

@@ -27,9 +27,9 @@ Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
 LONGEST_TOKEN = 200
 """Characters of a subject's token; nats-server closes a connection that publishes on a subject of 4 KiB."""
-Token = Annotated[str, Meta(pattern=r"^[a-z0-9_-]+$", max_length=LONGEST_TOKEN)]
+Token = Annotated[str, Meta(pattern=r"^[a-z0-9_-]+\Z", max_length=LONGEST_TOKEN)]
 """One token of a subject."""
-Name = Annotated[str, Meta(pattern=r"^[a-z0-9_-]+(\.[a-z0-9_-]+)*$", max_length=200)]
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9_-]+(\.[a-z0-9_-]+)*\Z", max_length=200)]
 """The name of a group or trajectory: legal at the end of a subject. Groups of users are ``<user hash>.<id>``."""
 
 # numpy dtype strings of arrays in messages, with the type code of the standard library's `array` where there is one.

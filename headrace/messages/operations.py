@@ -116,7 +116,7 @@ class Advisory(Message, frozen=True, kw_only=True):
 class BlobRef(Message, frozen=True, kw_only=True):
     """A claim check: the payload is in HR_BLOB under its sha256, in `chunks` pieces of 1 MiB."""
 
-    sha256: Annotated[str, Meta(pattern=r"^([a-z0-9_-]{1,128}\.)?[0-9a-f]{32,64}$")]
+    sha256: Annotated[str, Meta(pattern=r"^([a-z0-9_-]{1,128}\.)?[0-9a-f]{32,64}\Z")]
     """Name of the blob: the content's sha256, with ``for<seconds>-<number>.`` before it where it expires;
     with `keyed` a user's hash, a dot and an HMAC of the content; for a file that never leaves its node (`chunks` 0) the
     value of `check`."""

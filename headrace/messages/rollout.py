@@ -25,7 +25,7 @@ class PolicyRef(msgspec.Struct, frozen=True):
     kind: Literal["latest", "pinned", "scripted"] = "latest"
     version: Version = -1
     name: str = ""
-    run: str = ""
+    run: Annotated[str, Meta(pattern=r"^[a-z0-9_-]*\Z", max_length=200)] = ""
     """The run whose version a pinned one is; empty: the run of the request."""
 
 

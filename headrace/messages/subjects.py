@@ -12,7 +12,7 @@ import msgspec
 from headrace.messages.base import LONGEST_TOKEN, Count, Seconds
 
 PREFIX = "hr"
-_TOKEN = re.compile(r"^[a-z0-9_-]+$")
+_TOKEN = re.compile(r"^[a-z0-9_-]+\Z")
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):

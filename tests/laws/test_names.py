@@ -173,7 +173,7 @@ HERE = sorted(set(ACTORS) - {"search", "trainer"})
 async def actors(connect: Connect, folder: Path, run: str, names: list[str]) -> AsyncIterator[dict[str, Actor]]:
     """Actors of a run, each with a connection of its own; one that fails fails the test."""
     machines = c.Environment(backend="process", warm=0)
-    product = msgspec.structs.replace(CONFIG.production, webhook_hosts=("127.0.0.1",), git_hosts=("127.0.0.1",))
+    product = msgspec.structs.replace(CONFIG.production, webhook_hosts=("hooks.example",), git_hosts=("code.example",))
     config = msgspec.structs.replace(
         CONFIG,
         run=c.Run(dir=str(folder)),
@@ -334,15 +334,27 @@ async def test_no_route_imports_opens_or_calls(connect: Connect, tmp_path: Path)
                     method, path = route.split(" ")
                     for name in SOME:
                         await refused(http, method, url + filled(path, quote(name, safe="")), None)
-                        for target in targets(body) if body is not None else ():
-                            text = json.loads(msgspec.json.encode(sample(body, run, target, name)))
-                            status = await refused(http, method, url + filled(path, "x"), text)
-                            assert 400 <= status < 500, (route, target, name, status)
+                        if body is None:
+                            continue
+                        for target in targets(body):
+                            status = await refused(http, method, url + filled(path, "x"), asked_of(body, target, name))
+                            # An image is looked up by the nodes, later.
+                            assert 400 <= status < 500 or target == "WorkspaceSource.image", (route, target, name)
                 for path in DIALECTS:
                     for name in SOME:
                         asked = {"model": name, "messages": [{"role": "user", "content": "x"}], "input": "x"}
                         status = await refused(http, "POST", url + path, asked | {"max_tokens": 1})
                         assert status >= 400, (path, name, status)  # 503: no rollout actor serves
+
+
+def asked_of(body: type[msgspec.Struct], target: str, name: str) -> dict[str, Any]:
+    """A body with the name in the field `target`, and with no second source of files, which would be refused first."""
+    made: dict[str, Any] = json.loads(msgspec.json.encode(sample(body, "", target, name)))
+    source = {"GitSource": "git", "WorkspaceSource": "image"}.get(target.partition(".")[0], "")
+    for part in ("workspace", "onto"):
+        if part in made:
+            made[part] = {key: value for key, value in made[part].items() if key == source}
+    return made | ({"webhook": None} if target != "Webhook.url" and "webhook" in made else {})
 
 
 def filled(path: str, value: str) -> str:

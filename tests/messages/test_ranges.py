@@ -14,8 +14,12 @@ from msgspec import inspect as types
 import headrace.messages
 from headrace.config import nodes
 from headrace.messages.base import Array
+from headrace.messages.operations import BlobRef
+from headrace.messages.rollout import PolicyRef, Workspace
 from headrace.messages.sandbox import Exec, Renew, RunTests, SandboxCall
+from headrace.messages.subjects import EVENT
 from headrace.messages.tasks import LEAST_MEMORY_MIB, SandboxLimits, TestPlan
+from headrace.messages.weights import WeightTurn
 
 FIGURES = {
     *(
@@ -113,3 +117,23 @@ def test_a_sandbox_too_small_to_start_is_refused(value: int) -> None:
 def test_an_array_has_sides_and_a_dtype(dtype: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode({"dtype": dtype, "shape": shape, "data": b"1234"}), type=Array)
+
+
+@pytest.mark.parametrize(("cls", "field"), [(BlobRef, "sha256"), (Workspace, "name"), (WeightTurn, "holder")])
+def test_a_name_of_a_subject_ends_where_it_seems_to(cls: type[msgspec.Struct], field: str) -> None:
+    """A line feed at its end would end a line of the broker's protocol, too."""
+    good = {"sha256": "0" * 64, "bytes": 1, "chunks": 1, "type": "t", "name": "a.b", "node": "n", "holder": "h"}
+    made = {name: good[name] for name in cls.__struct_fields__ if name in good}
+    msgspec.convert(made, cls)
+    with pytest.raises(msgspec.ValidationError, match="regex"):
+        msgspec.convert(made | {field: f"{made[field]}\n"}, cls)
+
+
+def test_a_run_that_a_policy_names_is_one_token() -> None:
+    for run in ("", "r1", "a_b-c"):
+        assert msgspec.convert({"kind": "pinned", "run": run}, PolicyRef).run == run
+    for run in ("*", ">", "a.b", "../x", "r1\n", "R", "a b"):
+        with pytest.raises(msgspec.ValidationError, match="regex"):
+            msgspec.convert({"kind": "pinned", "run": run}, PolicyRef)
+    with pytest.raises(ValueError, match="not a legal subject"):
+        EVENT.at(run="r1\n", actor="a", type="t")

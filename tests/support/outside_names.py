@@ -253,14 +253,14 @@ def _value(kind: inspect.Type, owner: str, target: str, text: str) -> Any:
             if cls is Array:
                 return {"dtype": "<i4", "shape": [1], "data": b"\x01\0\0\0"}
             tag = {kind.tag_field: kind.tag} if kind.tag_field else {}
-            inner = {
+            made = {
                 field.encode_name: _value(field.type, f"{cls.__name__}.{field.name}", target, text) for field in fields
             }
             if cls.__name__ == "PolicyRef":
-                inner["kind"] = "pinned" if target == "PolicyRef.run" else "scripted"
-                inner |= {} if target == "PolicyRef.name" else {"name": "idle"}
-                inner |= {} if target == "PolicyRef.run" else {"run": ""}
-            return inner | tag
+                made["kind"] = "pinned" if target == "PolicyRef.run" else "scripted"
+                made |= {} if target == "PolicyRef.name" else {"name": "idle"}
+                made |= {} if target == "PolicyRef.run" else {"run": ""}
+            return made | tag
         case inspect.LiteralType(values=values):
             return values[0]
         case inspect.UnionType(types=types):
