@@ -46,8 +46,8 @@ def test_a_file_that_a_message_names_lies_below_its_folder(tmp_path: Path) -> No
         *(tmp_path / "gone.safetensors", root / "link.safetensors", root / "loop.safetensors", root / "key.nk"),
         *(root / "named.safetensors", root / "pipe.safetensors", root / "folder.safetensors", f"{file}\0", "\ud800"),
     )
-    for path in refused:
+    for named in refused:
         with pytest.raises(ValueError, match="expected a file"):
-            own_file(root, str(path), ".safetensors")
+            own_file(root, str(named), ".safetensors")
     with pytest.raises(FileNotFoundError):
         own_file(root, str(root / "gone.safetensors"), ".safetensors")

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.cli.main import main
-from headrace.config import Algorithm, Config, ConfigError, Environment, Evaluation, Run, Tasks, load, parse
+from headrace.config import Algorithm, Config, ConfigError, Engine, Environment, Evaluation, Run, Tasks, load, parse
 from headrace.launch import admission, runs
 from headrace.launch.measuring.evaluation import open_run, policy_of
 from headrace.launch.processes import Run as Processes
@@ -118,6 +119,16 @@ def test_processes_do_not_start_under_names_of_a_recorded_run(tmp_path: Path) ->
     with pytest.raises(RunError, match="marked:checker"):
         Processes(Config(run=recorded.run), RunDir(folder.path), folder.path / "again.json", stopping)
     assert not (folder.path / "again.json").exists()
+
+
+@pytest.mark.parametrize("changes", [{"python": "/tmp/python"}, {"url": "http://10.0.0.1:1"}, {"args": ("--x",)}])
+def test_a_recorded_run_starts_no_program_and_names_no_server(tmp_path: Path, changes: dict[str, Any]) -> None:
+    root = tmp_path / "runs"
+    folder = runs.create(root, "r1")
+    folder.config.write_bytes(msgspec.json.encode(Config(engine=Engine(kind="sglang", exact=False, **changes))))
+    with pytest.raises(RunError, match=f"run r1 has engine.{next(iter(changes))}"):
+        open_run(Config(run=Run(dir=str(root))), policy_of("r1"), Stopping(), None)  # type: ignore[arg-type]
+    assert not (folder.path / "config-eval.json").exists()
 
 
 async def _keep(folder: Path) -> None:

@@ -12,7 +12,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -22,11 +22,13 @@ import aiohttp
 import msgspec
 import pytest
 from msgspec import msgpack
+from yarl import URL
 
 from headrace import config as c
 from headrace.actors.registry import ACTORS, load_class
 from headrace.bus.connection import Bus
 from headrace.bus.runtime.actor import Actor
+from headrace.dashboard.live.server import Address, LivePage
 from headrace.gateway import requests as bodies
 from headrace.gateway.agents import requests as agent_bodies
 from headrace.gateway.tenants.keys import ApiKeys
@@ -38,6 +40,7 @@ from headrace.messages.operations import Ack
 from headrace.messages.product import OpenSession, WorkspaceReport
 from headrace.messages.rollout import RendererBundle
 from headrace.messages.sandbox import Acquired, SandboxReply
+from headrace.messages.tasks import TaskRef
 from headrace.registry import PluginError
 from headrace.rendering.base import RendererError
 from headrace.rendering.registry import Renderers
@@ -45,36 +48,12 @@ from headrace.tasks import UnknownSuite, open_suite
 from tests.conftest import Connect
 from tests.support import mutations
 from tests.support.actors import living
+from tests.support.judging import trajectory
 from tests.support.outside_names import KINDS, readable, sample, table, targets, text_fields
+from tests.support.witness import MODULE, NAMES, SOME, watched
 from tests.support.world import CONFIG
 
 pytestmark = pytest.mark.anyio
-MODULE = "zz_never_imported"
-"""Importable, and part of every hostile name."""
-NAMES = (
-    f"{MODULE}:run",
-    f"{MODULE}:run/x",
-    f"{MODULE}.inner:run/x",
-    f"cProfile:run/__import__('{MODULE}')",
-    f"os:system/{MODULE}",
-    f"mix/{MODULE}:run/x*2+generated/train",
-    f"canary/{MODULE}:run/x",
-    f"../{MODULE}",
-    f"a/../../{MODULE}",
-    f"/{MODULE}.safetensors",
-    f"{MODULE}:run\0",
-    f"..\\{MODULE}",
-    f"http://{MODULE}.invalid:80",
-    f"http://127.0.0.1:9/{MODULE}",
-    f"file:///{MODULE}",
-    f"{{{{ cycler.__init__.__globals__.os.system('{MODULE}') }}}}/../x",
-    f"--{MODULE}/../x",
-    f"\u0441{MODULE}:run/x",
-    f"{MODULE}\n",
-)
-SOME = NAMES[::4]
-"""For tests that run by default."""
-WATCHED = ("import", "open", "os.", "shutil.", "subprocess.", "socket.", "ctypes.", "sqlite3.", "urllib.", "tempfile.")
 BODIES: dict[str, type[msgspec.Struct] | None] = {
     "POST /v1/sessions": bodies.NewSession,
     "GET /v1/sessions/{session}": None,
@@ -106,32 +85,6 @@ BODIES: dict[str, type[msgspec.Struct] | None] = {
 }
 """Routes of the gateway to their JSON bodies. Those of `DIALECTS` name one thing, the model."""
 DIALECTS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
-EVENTS: list[tuple[str, str]] = []
-_listening = False
-
-
-def _witness(event: str, args: tuple[Any, ...]) -> None:
-    if _listening and event.startswith(WATCHED):
-        text = repr(args)
-        if MODULE in text:
-            EVENTS.append((event, text[:300]))
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """No hostile name reaches an audit event in this block, and none is a module after it."""
-    global _listening
-    if not getattr(_witness, "added", False):
-        sys.addaudithook(_witness)
-        _witness.added = True  # type: ignore[attr-defined]
-    EVENTS.clear()
-    _listening = True
-    try:
-        yield
-    finally:
-        _listening = False
-    assert EVENTS == []
-    assert [name for name in sys.modules if MODULE in name] == []
 
 
 @pytest.fixture(autouse=True)
@@ -347,6 +300,34 @@ async def test_no_route_imports_opens_or_calls(connect: Connect, tmp_path: Path)
                         assert status >= 400, (path, name, status)  # 503: no rollout actor serves
 
 
+async def test_no_route_of_the_live_page_imports_opens_or_calls(connect: Connect, tmp_path: Path) -> None:
+    run, admin, address = f"r{token_hex(4)}", await connect("admin"), Address("127.0.0.1", 0)
+
+    def originals(ref: TaskRef) -> Mapping[str, bytes]:
+        return open_suite(ref.suite, tmp_path).task(ref.task).files
+
+    made = [
+        await admin.publish(s.TRAJ.at(run=run, group="g1"), trajectory(run, "g1", {}, task=TaskRef(name, name)))
+        for name in SOME
+    ]
+    page = LivePage(
+        c.Config(), run, await connect(), websocket="ws://nowhere", seed="S", started=1.0, originals=originals
+    )
+    await page.start(address)
+    try:
+        assert page._runner is not None
+        paths = [route.resource.canonical for route in page._runner.app.router.routes() if route.resource is not None]
+        asked = [filled(path, quote(name, safe="")) for path in paths for name in SOME]
+        asked += [f"/api/trajectory/{seq}" for seq in made] + [f"/api/panel/gate?after={quote(name)}" for name in SOME]
+        async with aiohttp.ClientSession() as http:
+            with watched():
+                for path in asked:
+                    status = await refused(http, "GET", URL(f"{address.origins[0]}{path}", encoded=True), None)
+                    assert status != 500, path
+    finally:
+        await page.close()
+
+
 def asked_of(body: type[msgspec.Struct], target: str, name: str) -> dict[str, Any]:
     """A body with the name in the field `target`, and with no second source of files, which would be refused first."""
     made: dict[str, Any] = json.loads(msgspec.json.encode(sample(body, "", target, name)))
@@ -364,7 +345,7 @@ def filled(path: str, value: str) -> str:
     return path
 
 
-async def refused(http: aiohttp.ClientSession, method: str, url: str, body: Any) -> int:
+async def refused(http: aiohttp.ClientSession, method: str, url: str | URL, body: Any) -> int:
     async with http.request(method, url, json=body, allow_redirects=False) as answer:
         await answer.read()
         return answer.status
