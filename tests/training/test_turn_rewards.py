@@ -17,6 +17,7 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.tasks import Oracle, Task
 from headrace.messages.tasks import TestPlan as Plan
 from headrace.messages.training import StepManifest
+from headrace.registry import admit
 from headrace.training.batches.batch import build
 from headrace.training.batches.segment import BatchError
 from tests.support import world
@@ -30,7 +31,8 @@ def parity(judged: Judged) -> TurnRewards:
 
 
 async def scored(made: Trajectory, passed: bool, **options: int) -> Score:
-    rewarder = Rewarder(f"{__name__}:parity", options, 30.0)
+    admit("rewards", [name := f"{__name__}:parity"])
+    rewarder = Rewarder(name, options, 30.0)
     verdict = Verdict(decision="passed" if passed else "failed")
     task = Task(ref=made.task, family="even", prompt="", files={}, allowed=(), tests=Plan())
     oracle = Oracle(ref=made.task, hidden={}, tests=Plan(), expected=(), solution={})

@@ -10,6 +10,7 @@ from headrace.config import Config, Environment, Run
 from headrace.launch.checks import machine
 from headrace.launch.checks.finding import bad
 from headrace.messages.sandbox import Acquire
+from headrace.registry import admit
 from headrace.vmhost.backend import Capabilities, Requirement, demands
 from headrace.vmhost.backends.process import ProcessBackend
 from headrace.vmhost.backends.registry import backend_class, capabilities
@@ -63,6 +64,7 @@ def test_a_request_demands_what_its_fields_need() -> None:
 
 
 def test_check_prints_what_a_backend_needs_of_the_machine(tmp_path: Path) -> None:
+    admit("sandboxes", [f"{__name__}:Needy"])
     section = Environment(backend=f"{__name__}:Needy", cache_dir="here")
     findings = list(machine.check(Config(run=Run(dir=str(tmp_path)), environment=section)))
     assert findings[1:] == [bad("environment.cache_dir", "here lacks the kernel of this backend")]
@@ -91,7 +93,8 @@ async def test_a_host_refuses_what_its_backend_lacks_by_name() -> None:
 
 
 async def test_a_backend_from_outside_serves_by_its_module_and_attribute() -> None:
-    host = await Host.open(Environment(backend=f"{__name__}:IsolatedProcesses"))
+    admit("sandboxes", [name := f"{__name__}:IsolatedProcesses"])
+    host = await Host.open(Environment(backend=name))
     try:
         sandbox = await host.acquire(request(lane="production", isolation="episode"))
         assert (host.backend, sandbox.backend, sandbox.alive) == ("outside", "outside", True)
