@@ -6,7 +6,8 @@ from pathlib import Path
 
 from headrace.bus.broker.credentials import private
 from headrace.config import Config
-from headrace.gateway.tenants.keys import ApiKeys, key_file
+from headrace.gateway.tenants.keys import ApiKeys, KeyFileError, key_file
+from headrace.launch.runs import RunError
 
 PER_MINUTE = 6000
 """Requests a minute of the key."""
@@ -21,13 +22,16 @@ def place(folder: Path) -> Path:
 def key_of_run(config: Config, folder: Path) -> Iterator[Path]:
     """The file of a key that the run's gateways accept while the block runs, of the tenant of headrace's own agent.
 
-    A key that an interrupted `headrace up` of the same run left is revoked. KeyFileError.
+    A key that an interrupted `headrace up` of the same run left is revoked. RunError.
     """
     keys, path = ApiKeys(key_file(config)), place(folder)
-    if path.is_file():
-        _revoke(keys, path)
     production = config.production
-    key = keys.add(production.tenant, training=production.training_allowed, requests_per_minute=PER_MINUTE)
+    try:
+        if path.is_file():
+            _revoke(keys, path)
+        key = keys.add(production.tenant, training=production.training_allowed, requests_per_minute=PER_MINUTE)
+    except KeyFileError as error:
+        raise RunError(f"{error}; move it away, or name another [production] keys", 3) from None
     private(path, key)
     try:
         yield path

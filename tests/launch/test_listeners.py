@@ -163,7 +163,7 @@ async def test_another_user_of_the_machine_gets_health_answers_alone(opened: Ope
     for role in ROLES:
         public = Key.parse((started.run / "broker" / "credentials" / f"{role}.nk").read_text()).public
         connects += [{"nkey": public}, {"nkey": public, "sig": stranger.sign("x").decode()}]
-    told = {
+    told: dict[str, Any] = {
         "files": sorted(files_of(started)),
         "requests": requests,
         "connects": connects,
@@ -213,7 +213,9 @@ async def test_a_page_of_another_site_gets_health_answers_alone_and_stores_nothi
         listeners.WEBSOCKET: ["/"],
         listeners.BROKER: ["/"],
     }
-    targets = [[f"http://{host}:{port}", of[name]] for name in of for host, port in sorted(addresses[name])[:1]]
+    targets: list[Any] = [
+        [f"http://{host}:{port}", of[name]] for name in of for host, port in sorted(addresses[name])[:1]
+    ]
     runner = web.AppRunner(site())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -247,7 +249,7 @@ def site() -> web.Application:
     return app
 
 
-def attacked(port: int, targets: list[list[object]]) -> tuple[list[Any], list[tuple[str, int]]]:
+def attacked(port: int, targets: list[Any]) -> tuple[list[Any], list[tuple[str, int]]]:
     """The page's result of each try, and the status of every answer that the browser received."""
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
@@ -263,7 +265,7 @@ def attacked(port: int, targets: list[list[object]]) -> tuple[list[Any], list[tu
         driver.set_script_timeout(120)
         driver.get(f"http://127.0.0.1:{port}/")
         got = driver.execute_async_script("attack(arguments[0]).then(arguments[1])", targets)
-        entries = [json.loads(line["message"])["message"] for line in driver.get_log("performance")]
+        entries = [json.loads(line["message"])["message"] for line in driver.get_log("performance")]  # type: ignore[no-untyped-call]
     finally:
         driver.quit()
     answers = [each["params"]["response"] for each in entries if each["method"] == "Network.responseReceived"]

@@ -1,11 +1,14 @@
 """API keys: only hashes on the disk, changes seen by a reader that is open, rates by bucket."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from headrace.gateway.tenants.keys import ApiKeys, KeyFileError
 from headrace.gateway.tenants.limits import RateLimit, retry_after
+from tests.support.paths import ROOT
 
 
 def test_the_file_holds_no_key(tmp_path: Path) -> None:
@@ -43,3 +46,19 @@ def test_a_bucket_refills(tmp_path: Path) -> None:
     now = 1.0
     assert limit.take("k", 60) == 0.0 and limit.take("k", 60) == pytest.approx(1.0)
     assert retry_after(0.2) == "1" and retry_after(1.2) == "2"
+
+
+def test_keys_that_several_processes_make_at_once_are_all_kept(tmp_path: Path) -> None:
+    """`headrace up` makes one while an operator makes another."""
+    script = (
+        "import sys; from pathlib import Path; from headrace.gateway.tenants.keys import ApiKeys; sys.stdin.read()\n"
+        "for number in range(20): ApiKeys(Path(sys.argv[1])).add('acme')"
+    )
+    path = tmp_path / "keys.json"
+    argv = [sys.executable, "-c", script, str(path)]
+    makers = [subprocess.Popen(argv, stdin=subprocess.PIPE, cwd=ROOT) for _ in range(3)]
+    for maker in makers:
+        assert maker.stdin is not None
+        maker.stdin.close()  # all begin
+    assert [maker.wait() for maker in makers] == [0, 0, 0]
+    assert len(ApiKeys(path).entries()) == 60
