@@ -40,7 +40,7 @@ class Admission:
             raise HttpRefused(400, "expected a path as the request's target, as in GET /v1/models")
         headers = request.headers
         local = request.get_extra_info("sockname")
-        address = local[0] if isinstance(local, tuple) else ""
+        address = local[0].removeprefix("::ffff:") if isinstance(local, tuple) else ""
         if refusal := self._names.refusal(headers.getall("Host", []), headers.getall("Origin", []), address):
             raise HttpRefused(403, refusal)
         resource = request.match_info.route.resource

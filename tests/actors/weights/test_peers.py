@@ -18,6 +18,7 @@ from headrace.messages.base import Message
 from headrace.messages.subjects import EVENT, WEIGHT_MANIFEST
 from headrace.messages.weights import HeldFile, WeightPeer, WeightTurn, peer_key, turn_key
 from headrace.weights import snapshot
+from headrace.weights.transfer import node
 from headrace.weights.transfer.peers import Peers, is_address
 from tests.conftest import Connect
 from tests.support.loopback import serving
@@ -192,9 +193,14 @@ async def test_without_the_secret_nothing_is_served(run: WeightRun, connect: Con
     assert isinstance(entry[0], WeightPeer)
     url = f"{entry[0].url}/weights/0/{run.hashes[0]}"
     async with aiohttp.ClientSession() as session:
-        for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {'a' * 64}"}):
-            async with session.get(url, headers=headers) as answer:
-                assert answer.status == 401 and len(await answer.read()) < 100
+        assert run.bus.credentials is not None
+        another = node.secret(run.bus.credentials, "another-run")
+        folder = run.bus.credentials if run.bus.credentials.is_dir() else run.bus.credentials.parent
+        shared = (folder / node.SECRET_FILE).read_text().strip()
+        for token in ("", "a" * 64, another, shared):
+            for place in (url, entry[0].url, f"{entry[0].url}/none"):
+                async with session.get(place, headers={"Authorization": f"Bearer {token}"} if token else {}) as answer:
+                    assert answer.status == 401 and len(await answer.read()) < 100
     other = tmp_path / "credentials"
     shutil.copytree(run.bus.credentials or "", other)
     (other / "weight_peers.key").write_text("b" * 64)
