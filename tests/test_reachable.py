@@ -17,8 +17,10 @@ MEASURING = {
     "cached_attention_triton": "benchmarks.kernels: `ragged_attention_triton` for equally many tokens of each sequence",
 }
 """Functions beside the product's own that benchmarks measure it with, and what for. This list only gets shorter."""
-BY_NAME = re.compile(r"(visit|pytest|action|on)_\w+|create_module|writable|initialize|new_session|__\w+__")
-"""Methods that ast, pytest, textual, importlib, io and acp call by their names."""
+BY_NAME = re.compile(
+    r"(visit|pytest|action|on)_\w+|do_GET|log_message|create_module|writable|initialize|new_session|__\w+__"
+)
+"""Methods that ast, pytest, textual, http.server, importlib, io and acp call by their names."""
 DOTTED, WORD = re.compile(r"[\w.:-]+"), re.compile(r"\w+")
 
 
