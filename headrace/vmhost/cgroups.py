@@ -18,6 +18,7 @@ Source: Linux Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst.
 import asyncio
 import logging
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -65,13 +66,25 @@ class Group:
             with suppress(OSError):
                 Path(path).write_text(str(pid))
 
+    def kill(self) -> None:
+        """Kill its processes. One that forks meanwhile may leave another."""
+        for pid in self.members():
+            with suppress(ProcessLookupError):
+                held = os.pidfd_open(pid)
+                try:
+                    # The process may have ended since, and its number be another's: what is held is checked again.
+                    if pid in self.members():
+                        signal.pidfd_send_signal(held, signal.SIGKILL)
+                finally:
+                    os.close(held)
+
     def members(self) -> set[int]:
         """Pids of its processes."""
         pids: set[int] = set()
         for path in self.join:
             with suppress(OSError):
                 pids |= {int(line) for line in Path(path).read_text().split()}
-        return pids
+        return pids - {0}  # a process that this one's PID namespace does not see
 
     def close(self) -> bool:
         """Remove the group. False while a process is still in it."""
@@ -88,9 +101,7 @@ async def end(group: Group) -> None:
     """Kill the processes of a group until it can be removed, for `END_S` at most: the next host sweeps what is left."""
     deadline = time.monotonic() + END_S
     while not group.close() and time.monotonic() < deadline:
-        for pid in group.members():
-            with suppress(ProcessLookupError):
-                os.kill(pid, 9)
+        group.kill()
         await asyncio.sleep(0.01)
 
 
