@@ -1,9 +1,9 @@
 """The card of a benchmark: one HTML page without script and without network, of one policy or of two."""
 
 from collections.abc import Iterable
-from html import escape
 
 from headrace.bench.report import Comparison, Quantiles, Report
+from headrace.dashboard.hypertext import escape
 from headrace.dashboard.page import STYLE, number
 
 Rows = Iterable[tuple[str, str]]

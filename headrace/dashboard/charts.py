@@ -5,7 +5,8 @@ They need no script and no network, so the report opens without a server. Colour
 
 import math
 from collections.abc import Sequence
-from html import escape
+
+from headrace.dashboard.hypertext import escape
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 200, 62, 24
 STRIP_LEFT, STRIP_HEIGHT = 124, 18

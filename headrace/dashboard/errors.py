@@ -1,8 +1,8 @@
 """The error events of a run: how many of each kind, and the text of the first ones, tracebacks included."""
 
 from collections import Counter
-from html import escape
 
+from headrace.dashboard.hypertext import escape
 from headrace.dashboard.watch import Watch
 from headrace.messages.operations import Event
 

@@ -1,7 +1,6 @@
 """report.html: the report of a run on one page that needs no script and no network."""
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import Any
 
 import msgspec
@@ -9,6 +8,7 @@ import msgspec
 from headrace.dashboard import errors, transcripts
 from headrace.dashboard.charts import bars, busy_strips, line_chart
 from headrace.dashboard.efficiency import in_order
+from headrace.dashboard.hypertext import escape
 from headrace.dashboard.records import Records
 from headrace.dashboard.report import Report, curve_of
 from headrace.dashboard.watch import Watch

@@ -6,9 +6,9 @@ attempt that fails after training is shown too.
 
 import json
 from collections.abc import Callable
-from html import escape
 from typing import NamedTuple
 
+from headrace.dashboard.hypertext import escape
 from headrace.dashboard.records import Measured, Records
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory

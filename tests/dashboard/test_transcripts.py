@@ -52,6 +52,16 @@ def test_two_more_attempts_are_the_first_of_their_suites_and_one_of_them_fails()
     assert others(Records(), asked).count("none has a stored transcript") == 2
 
 
+def test_a_text_shows_what_would_reorder_or_hide_it() -> None:
+    """Trojan Source (CVE-2021-42574): a patch reads otherwise than it runs."""
+    after = measured({"a": False})
+    bad = "if user != 'admin\u202e\u2066# is admin\u2069\u2066':\u200b\x1b[2K\x00"
+    after.trajectories["a"] = msgspec.structs.replace(after.trajectories["a"], diff={"a.py": bad.encode()})
+    text = others(Records(evaluations={AFTER: after}), asked)
+    assert "admin\\u202e\\u2066# is admin\\u2069\\u2066&#x27;:\\u200b\\x1b[2K\\x00" in text
+    assert all(character.isprintable() or character == "\n" for character in text)
+
+
 def test_a_transcript_begins_with_what_the_user_asks_for() -> None:
     text = others(Records(evaluations={AFTER: measured({"a": False})}), asked)
     assert text.index("Repair &lt;a&gt;") < text.index("&lt;a False&gt;")
