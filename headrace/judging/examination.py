@@ -36,6 +36,7 @@ from headrace.messages.sandbox import (
     Acquire,
     ApplyChanges,
     CheckIntegrity,
+    FilesRefused,
     Isolation,
     NoCapacity,
     OpResult,
@@ -227,7 +228,10 @@ class _Examiner:
             request = msgspec.structs.replace(
                 request, template=verifier.image, workdir="/", limits=verifier.limits, files={}
             )
-        sandbox = await self.machines.acquire(request)
+        try:
+            sandbox = await self.machines.acquire(request)
+        except FilesRefused as error:
+            raise _NotApplied(str(error)) from None
         self.plugins.update(dict.fromkeys(sandbox.plugins))
         try:
             if verifier:
@@ -237,6 +241,8 @@ class _Examiner:
             result = await sandbox.call(RunTests(plan=self.candidate.oracle.tests), f"{trajectory.id}-judge{number}")
             written = await self._written(sandbox, f"{trajectory.id}-written{number}")
             checked = await sandbox.call(CheckIntegrity(thorough=thorough), f"{trajectory.id}-look{number}")
+            if result.ended or checked.ended:
+                raise _CandidateDied(result.error or checked.error)
         except (NodeSilent, Superseded):
             raise
         except SandboxLost as error:

@@ -18,6 +18,7 @@ from headrace.messages.sandbox import (
     EVERYWHERE,
     Acquire,
     Acquired,
+    FilesRefused,
     GroupKey,
     NoCapacity,
     ReleaseGroup,
@@ -175,7 +176,8 @@ class Sandboxes:
         detail = getattr(reply, "detail", type(reply).__name__)
         if isinstance(reply, SandboxReply) and reply.failure == "superseded":
             raise Superseded(f"{request.group}: {detail}")
-        raise SandboxLost(f"no sandbox for {request.group}: {detail}")
+        lost = FilesRefused if isinstance(reply, SandboxReply) and reply.failure == "files_refused" else SandboxLost
+        raise lost(f"no sandbox for {request.group}: {detail}")
 
     async def _ask_any(self, request: Acquire) -> Message:
         """Acquire at a node that holds the request's image; at any node where none does. A holder that is full is

@@ -19,8 +19,8 @@ _TEST_CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_
 
 
 class TreeTooLarge(Exception):
-    """The workspace cannot be pulled completely, so the episode's changes are unknown: an infrastructure failure, not a
-    reward of 0."""
+    """The task's own workspace is too large to be pulled, so no attempt's changes can be known: an infrastructure
+    failure, not a reward of 0."""
 
 
 class Diff(NamedTuple):
@@ -71,7 +71,8 @@ class Pulled(NamedTuple):
     changes: Snapshot
     """Empty when there are too many."""
     over: bool
-    """Whether the candidate changed more than `PULL_LIMIT` bytes."""
+    """Whether the changes cannot be read because of what the candidate left: more than `PULL_LIMIT` bytes, more entries
+    than a walk reads, no workspace, or no sandbox any more."""
     digest: str
     """Of the workspace; empty in an image."""
 
@@ -85,15 +86,14 @@ async def pull(sandbox: Sandbox, task: Task, call_id: str, originals: int = ORIG
     TreeTooLarge, SandboxLost."""
     if task.image:
         tree = await sandbox.call(PullChanges(limit=PULL_LIMIT, originals=originals), f"{call_id}-changes")
-        over = tree.truncated  # only changes to the image are pulled, so the candidate wrote all of them
-        if not tree.ok:
-            raise TreeTooLarge(tree.error)
+        over = tree.truncated or not tree.ok  # only changes to the image are pulled: the candidate wrote all of them
         changes, of_image = image_diff(tree.changes, tree.files, task.allowed)
     else:
         patterns = _patterns(task)
         tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT), f"{call_id}-tree")
-        over = tree.truncated and _fits_at_first(task)
-        if not over and (tree.truncated or not tree.ok):
+        unknown = tree.truncated or not tree.ok
+        over = unknown and (tree.ended or _fits_at_first(task))
+        if unknown and not over:
             raise TreeTooLarge(tree.error or f"the workspace holds more than {PULL_LIMIT >> 20} MiB in {patterns}")
         before = {path: data for path, data in task.files.items() if any(matches(p, path, True) for p in patterns)}
         changes, of_image = diff(before, tree.files, task.allowed), ()
@@ -115,8 +115,6 @@ def _patterns(task: Task) -> tuple[str, ...]:
 
 
 def _fits_at_first(task: Task) -> bool:
-    """Whether the workspace was within the limit before the first call. If so, the candidate filled it, and that counts
-    as the candidate's outcome: with infrastructure failures a policy could remove its own failures from the
-    baseline."""
-    sizes = [len(data) for data in task.files.values()]
-    return bool(sizes) and sum(sizes) <= PULL_LIMIT  # without files the repository is in an image
+    """Whether the task's own files are within the limit. If so, the candidate filled the workspace, and that counts as
+    the candidate's outcome: with infrastructure failures a policy could remove its own failures from the baseline."""
+    return sum(map(len, task.files.values())) <= PULL_LIMIT

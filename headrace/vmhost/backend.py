@@ -92,6 +92,10 @@ class Machine(Protocol):
         """The changes of a sandbox in its image (see `PullChanges`): the answer of guest/changes.py, and the image's
         working directory. SandboxLost; VmhostError where there is no image, or the backend lacks ``upper_diff``."""
 
+    async def blame(self, channel: Channel, alone: bool) -> str:
+        """A sandbox's channel has ended, and the host did not end it. Why its own programs are the cause, in one
+        sentence; empty where it was, or may have been, the host. alone: whether it was the machine's only sandbox."""
+
     def leave(self, channel: Channel) -> None:
         """A slot was released and the machine continues: end the slot's processes at the lowest cost."""
 

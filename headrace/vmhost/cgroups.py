@@ -35,6 +35,7 @@ THREADS = 64
 _MEMORY, _PROCESSES = ("memory.max", "memory.limit_in_bytes"), ("pids.max",)
 _WEIGHTS = {"cpu.weight": (100, 10_000), "cpu.shares": (1024, 262_144)}
 """The weight of one process in version 2 and in version 1, and the largest weight that the kernel takes."""
+END_S = 60.0
 _PERIOD_US = 100_000
 """A group with N processors may run N times this long in each such period (the kernel's default)."""
 
@@ -86,6 +87,14 @@ class Group:
                 pids |= {int(line) for line in Path(path).read_text().split()}
         return pids - {0}  # a process that this one's PID namespace does not see
 
+    async def end(self) -> None:
+        """Kill the processes of the group until it can be removed, for `END_S` at most: the next process sweeps what is
+        left."""
+        deadline = time.monotonic() + END_S
+        while not self.close() and time.monotonic() < deadline:
+            self.kill()
+            await asyncio.sleep(0.01)
+
     def close(self) -> bool:
         """Remove the group. False while a process is still in it."""
         for folder in self._folders:
@@ -95,14 +104,6 @@ class Group:
             with suppress(OSError):
                 folder.parent.rmdir()  # succeeds with the last group of this process
         return not any(folder.exists() for folder in self._folders)
-
-
-async def end(group: Group) -> None:
-    """Kill the processes of a group until it can be removed, for `END_S` at most: the next host sweeps what is left."""
-    deadline = time.monotonic() + END_S
-    while not group.close() and time.monotonic() < deadline:
-        group.kill()
-        await asyncio.sleep(0.01)
 
 
 @lru_cache(1)

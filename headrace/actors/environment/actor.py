@@ -35,6 +35,7 @@ from headrace.messages.sandbox import (
     Checkpointed,
     Exec,
     FeedJob,
+    FilesRefused,
     FollowJob,
     Fork,
     Forked,
@@ -168,7 +169,7 @@ class Environment(Actor):
             lease = self._leases.find(SandboxKey.of(request))
             if lease is not None:
                 await self._lost(lease, str(error))
-            return SandboxReply(failure="lost", detail=str(error))
+            return _failure(error)
         return self._hand_over(request, sandbox)
 
     def _hand_over(self, request: Acquire, sandbox: VmSandbox) -> Acquired | SandboxReply:
@@ -362,7 +363,7 @@ def _not_its_own(caller: str, role: str) -> str:
 
 def _failure(error: Exception) -> SandboxReply:
     """The reply that reports an error."""
-    kinds = {NoCapacity: "no_room", SandboxLost: "lost", Unknown: "lost"}
+    kinds = {NoCapacity: "no_room", SandboxLost: "lost", Unknown: "lost", FilesRefused: "files_refused"}
     return SandboxReply(failure=kinds.get(type(error), "refused"), detail=str(error))
 
 

@@ -49,10 +49,18 @@ class OpResult(msgspec.Struct, frozen=True, kw_only=True):
     originals: dict[str, bytes] = {}
     tampered: tuple[str, ...] = msgspec.field(default=(), name="touched")
     """Changes that `CheckIntegrity` found: paths of files, ``kernel``, names of settings."""
+    ended: bool = False
+    """The sandbox's own programs ended it, as `error` says; every later call gets this answer too. It is an outcome of
+    the attempt, and no failure of the infrastructure."""
 
 
 class SandboxLost(Exception):
     """The sandbox has ended (machine, lease or epoch): a failure of the infrastructure, never of the policy."""
+
+
+class FilesRefused(SandboxLost):
+    """A new sandbox cannot hold the files of its request: too many or too large, or their paths contradict each
+    other."""
 
 
 class NoCapacity(Exception):
@@ -182,7 +190,8 @@ class SandboxCall(Message, frozen=True, kw_only=True):
 
 @message("sandbox_reply")
 class SandboxReply(Message, frozen=True, kw_only=True):
-    """The result, or why there is none: ``lost``, ``refused``, ``superseded``, ``no_room``, ``bad_request``."""
+    """The result, or why there is none: ``lost``, ``files_refused``, ``refused``, ``superseded``, ``no_room``,
+    ``bad_request``."""
 
     result: OpResult | None = None
     failure: str = ""

@@ -8,10 +8,10 @@ import asyncio
 import itertools
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -23,14 +23,17 @@ from headrace.vmhost.backend import Capabilities, OnEvent, Requirement
 from headrace.vmhost.backends.lacking import WithoutCopies, lacks
 from headrace.vmhost.backends.scratch import Scratch
 from headrace.vmhost.cgroups import Group
-from headrace.vmhost.channel import Channel
+from headrace.vmhost.channel import ENDED, Channel
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.guest import walks
 from headrace.vmhost.guest.frames import LIMIT
 from headrace.vmhost.guest.local import PROCESSES
 
 _group_numbers = itertools.count(1)
 """Two backends of one process have the same folder of groups, and the group of a closed one
 stays there while a process is in it."""
+AGENT_END_S = 3.0
+"""How long an agent whose channel closed may take to end its processes and remove its folder."""
 _START = "import sys; sys.path.insert(0, sys.argv[2]); from guest import local; local.main(int(sys.argv[1]))"
 
 
@@ -70,6 +73,10 @@ class ProcessMachine:
         """There is no image below the workspace. VmhostError."""
         lacks("process", "upper_diff")
 
+    async def blame(self, channel: Channel, alone: bool) -> str:
+        """Agents are ended by what they started, as long as the warm process and the folder of the sandboxes live."""
+        return "" if self._lost.done() or not self._backend.serving else ENDED
+
     def leave(self, channel: Channel) -> None:
         """Close the channel: the agent ends and kills everything that it started."""
         channel.close("released")
@@ -103,7 +110,7 @@ class ProcessBackend(WithoutCopies):
         """slots: sandboxes of a machine in group isolation."""
         self.slots = slots
         self._count = 0
-        self._ending: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._scratch = Scratch()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -118,6 +125,11 @@ class ProcessBackend(WithoutCopies):
     async def open(cls, environment: Environment, on_event: OnEvent) -> "ProcessBackend":
         """Start the warm process."""
         return cls(environment.slots_per_vm)
+
+    @property
+    def serving(self) -> bool:
+        """Whether sandboxes can be made: the warm process runs and their folder exists."""
+        return self._process.poll() is None and self._scratch.exists()
 
     async def fork_agent(self, name: str, limits: SandboxLimits) -> Channel:
         """The channel of a new agent, which runs in a folder and a control group of its own. SandboxLost."""
@@ -142,15 +154,23 @@ class ProcessBackend(WithoutCopies):
                 ours.close()
                 raise SandboxLost(f"{name}: the process backend's process has ended: {error}") from None
         channel = await Channel.connect(ours, name)
-        if group is not None:
-            channel.ended.add_done_callback(lambda _: self._end(group, root))
+        channel.ended.add_done_callback(lambda _: self._ended(root, group))
         return channel
 
-    def _end(self, group: Group, root: str) -> None:
-        """A sandbox has ended: its agent ends what it started, unless a program of the sandbox has killed the agent."""
-        task = asyncio.get_running_loop().create_task(_remove(group, root))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+    def _ended(self, root: str, group: Group | None) -> None:
+        """The channel of an agent ended. An agent that was killed or stopped leaves its processes and its folder."""
+        task = asyncio.get_running_loop().create_task(self._clear(root, group))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _clear(self, root: str, group: Group | None) -> None:
+        deadline = time.monotonic() + AGENT_END_S
+        while os.path.lexists(root) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        if group is not None:
+            await group.end()
+        if os.path.lexists(root):
+            await asyncio.to_thread(walks.remove, root)
 
     async def machine(self, template: str, limits: SandboxLimits) -> ProcessMachine:
         """A set of slots; nothing runs until one is opened. VmhostError when the warm process has ended."""
@@ -196,19 +216,13 @@ class ProcessBackend(WithoutCopies):
         return 0.0
 
     async def settle(self) -> None:
-        """Wait until nothing of ended sandboxes is left. Without control groups the agents alone end them."""
-        while self._ending:
-            await asyncio.wait(self._ending)
+        """Wait until nothing is left of sandboxes whose channels ended."""
+        while self._leaving:
+            await asyncio.wait(self._leaving)
 
     async def close(self) -> None:
-        """End the warm process and remove all folders; sandboxes end with their channels."""
+        """End the warm process and remove folders and control groups; agents end with their channels."""
         self._control.close()
         await asyncio.to_thread(self._process.wait)
         await self.settle()
         self._scratch.remove()
-
-
-async def _remove(group: Group, root: str) -> None:
-    """Kill what is left in a sandbox's control group and remove its folder."""
-    await cgroups.end(group)
-    await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)

@@ -7,9 +7,10 @@ runs: hosts in several PID namespaces can share /tmp, and one of them sees no pr
 import fcntl
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
+
+from headrace.vmhost.guest import walks
 
 _NAME = re.compile(r"headrace-(\d+)-\w+")
 
@@ -40,7 +41,7 @@ class Scratch:
 
     def remove(self) -> None:
         """Remove the folder with everything in it, and give the lock back."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        walks.remove(self.path)
         os.close(self._lock)
 
 
@@ -56,7 +57,7 @@ def sweep() -> None:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            walks.remove(str(folder))
         except BlockingIOError:  # its host runs in another PID namespace
             continue
         finally:

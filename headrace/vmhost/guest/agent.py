@@ -21,11 +21,12 @@ from types import FrameType
 from typing import Any
 
 from . import background, jobs, tunnel
-from .files import Answer, OperationError, Workspace
-from .frames import Garbage, Reader, pack
+from .files import Answer, Workspace
+from .frames import Garbage, Reader, send
 from .testing import pytests
 from .testing.worker import Worker
 from .tools import Namespace, Tools
+from .walks import OperationError
 
 _DRAIN_READS = 32
 """Largest number of reads of 64 KiB after a job's exit. The largest pipe holds less; another process may still
@@ -195,10 +196,7 @@ class SlotAgent:
 
     def answer(self, number: int, answer: Answer) -> None:
         """Send one result."""
-        header, bodies = answer
-        view = memoryview(pack({"i": number} | header, bodies))
-        while view:
-            view = view[os.write(self.port, view) :]
+        send(self.port, {"i": number} | answer[0], answer[1])
 
     def handle(self, header: dict[str, Any], bodies: Sequence[bytes]) -> None:
         """Start or run one operation."""

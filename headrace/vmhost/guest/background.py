@@ -15,7 +15,8 @@ from contextlib import suppress
 from typing import Any
 
 from . import jobs
-from .files import Answer, OperationError
+from .files import Answer
+from .walks import OperationError
 
 WITHOUT_LIMIT_S = 1e9
 REMEMBERED = 64

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from .files import Answer, OperationError, Workspace, shown
+from .files import Answer, Workspace
+from .frames import Body, FileBody
+from .walks import Budget, OperationError, shown
 
 MOST = 100_000
 """Largest number of entries that a walk reads."""
@@ -24,7 +26,8 @@ UNCHANGED = (
 )
 """Paths that no diff of an image holds: files that the slot itself makes, temporary files, caches, and history."""
 _OPAQUE = "trusted.overlay.opaque"
-_PIECE = 1 << 20
+NAMES, ORIGINALS = 8 << 20, 16 << 20
+"""Bytes of all paths that a walk reads, and of all originals that it returns."""
 
 
 def walk(upper: str, lower: Sequence[str], skip: Sequence[str], limit: int, originals: int) -> Answer:
@@ -33,21 +36,27 @@ def walk(upper: str, lower: Sequence[str], skip: Sequence[str], limit: int, orig
     names of folders that are left out, and absolute paths of entries; limit: bytes of all contents.
 
     The bodies are the files' contents; then those that they replace, where these have at most `originals` bytes.
+    Truncated and empty beyond `limit` or `MOST`; OperationError beyond the budget of a walk.
     """
     names = {entry for entry in skip if not entry.startswith("/")}
     paths = {entry for entry in skip if entry.startswith("/")}
     changed: list[tuple[str, str, int, str]] = []
-    bodies: list[bytes] = []
-    before: list[bytes] = []
+    bodies: list[Body] = []
+    before: list[Body] = []
     had: list[str] = []
-    left, entries = limit, 0
+    budget = Budget(names=NAMES)
+    left, entries, room = limit, 0, ORIGINALS
     pending: list[tuple[str, bool]] = [("", False)]
     while pending:
         folder, fresh = pending.pop()
         inner: list[tuple[str, bool]] = []
-        for name in sorted(os.listdir(upper + folder)):
+        for name in _names(upper + folder):
             path = f"{folder}/{name}"
-            status = os.lstat(upper + path)
+            budget.name(path)
+            try:
+                status = os.lstat(upper + path)
+            except FileNotFoundError:  # a program that still runs removed it
+                continue
             below = None if fresh else _below(lower, path)
             old = os.lstat(below) if below else None
             entries += 1
@@ -68,27 +77,53 @@ def walk(upper: str, lower: Sequence[str], skip: Sequence[str], limit: int, orig
                 if old is not None and name not in names:
                     changed.append((path, "gone", 0, ""))
             elif stat.S_ISLNK(status.st_mode):
-                target = os.readlink(upper + path)
+                target = _target(upper + path)
                 if below is None or old is None or not stat.S_ISLNK(old.st_mode) or os.readlink(below) != target:
                     changed.append((path, "link", 0o777, target))
-            elif stat.S_ISREG(status.st_mode):
-                if status.st_size > left:
+            elif stat.S_ISREG(status.st_mode) and (content := FileBody(upper + path)).readable:
+                if len(content) > left:
                     return {"entries": [], "truncated": True}, []
-                data = _content(upper + path)
-                regular = below is not None and old is not None and stat.S_ISREG(old.st_mode)
-                if regular and below is not None and old is not None and old.st_size == status.st_size:
-                    if old.st_mode == status.st_mode and _content(below) == data:
+                if below is not None and old is not None and stat.S_ISREG(old.st_mode):
+                    if old.st_mode == status.st_mode and _equal(content, FileBody(below), budget):
                         continue
-                left -= len(data)
+                    if old.st_size <= min(originals, room):
+                        room -= old.st_size
+                        had.append(path)
+                        before.append(FileBody(below))
+                left -= len(content)
                 changed.append((path, "file", status.st_mode & 0o7777, ""))
-                bodies.append(data)
-                if regular and below is not None and old is not None and old.st_size <= originals:
-                    had.append(path)
-                    before.append(_content(below))
+                bodies.append(content)
             else:
                 changed.append((path, "other", status.st_mode & 0o7777, ""))
         pending += reversed(inner)
     return {"entries": changed, "originals": had, "truncated": False}, bodies + before
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):  # a program that still runs removed it
+        return []
+    except OSError as error:
+        raise OperationError(f"the changes cannot be read: {error.strerror}") from None
+
+
+def _target(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def _equal(one: FileBody, other: FileBody, budget: Budget) -> bool:
+    """Whether two files have the same content now."""
+    if len(one) != len(other):
+        return False
+    for left, right in zip(one.pieces(), other.pieces(), strict=False):
+        budget.read(len(left))
+        if left != right:
+            return False
+    return True
 
 
 def _below(lower: Sequence[str], path: str) -> str | None:
@@ -107,17 +142,6 @@ def _opaque(path: str) -> bool:
         return os.getxattr(path, _OPAQUE, follow_symlinks=False) == b"y"
     except OSError:
         return False
-
-
-def _content(path: str) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        data = os.read(fd, _PIECE)
-        while data and (piece := os.read(fd, _PIECE)):
-            data += piece
-    finally:
-        os.close(fd)
-    return data
 
 
 def apply(space: Workspace, header: dict[str, Any], bodies: Sequence[bytes]) -> Answer:

@@ -8,29 +8,21 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from types import FrameType
 from typing import Any
 
+from . import walks
+from .frames import Body, FileBody
 from .globs import matches
+from .walks import Budget, OperationError, shown
 
-Answer = tuple[dict[str, Any], list[bytes]]
+Answer = tuple[dict[str, Any], Sequence[Body]]
 SEARCH_S = 10.0
 """Time limit of a search in seconds: a pattern can take exponential time."""
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_ /:=,<>!@#%&;\"'~`-")
-
-
-class OperationError(Exception):
-    """The operation is not possible; the text is one line that a policy can use."""
-
-
-def shown(path: str) -> str:
-    """A path as text in one line: control characters and undecodable bytes are escaped."""
-    if path.isprintable():
-        return path
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)
 
 
 def new_digest() -> blake2b:
@@ -40,8 +32,12 @@ def new_digest() -> blake2b:
 
 def add_entry(digest: blake2b, path: str, mode: int, data: bytes) -> None:
     """Add path, mode and content of a file, or the target of a link."""
-    digest.update(b"%s\0%o\0%d\0" % (os.fsencode(path), mode, len(data)))
+    digest.update(_head(path, mode, len(data)))
     digest.update(data)
+
+
+def _head(path: str, mode: int, size: int) -> bytes:
+    return b"%s\0%o\0%d\0" % (os.fsencode(path), mode, size)
 
 
 class Workspace:
@@ -59,28 +55,12 @@ class Workspace:
             raise OperationError(f"{shown(path)}: paths are relative to the workspace and may not leave it")
         return "/".join([self.root, *parts])
 
-    def paths(self, git: bool = False) -> Iterator[tuple[str, os.stat_result]]:
-        """Relative path and status of every entry that is no folder, sorted. git: whether .git is included."""
-        pending = [""]
-        file_paths = []
-        while pending:
-            folder = pending.pop()
-            try:
-                with os.scandir(f"{self.root}/{folder}") as entries:
-                    for entry in entries:
-                        path = folder + entry.name
-                        if not entry.is_dir(follow_symlinks=False):
-                            file_paths.append(path)
-                        elif git or entry.name != ".git":
-                            pending.append(path + "/")
-            except OSError:
-                continue
-        file_paths.sort()
-        for path in file_paths:
-            try:
+    def paths(self, budget: Budget, git: bool = False) -> Iterator[tuple[str, os.stat_result]]:
+        """Relative path and status of every entry that is no folder, sorted. git: whether .git is included.
+        OperationError beyond the budget."""
+        for path in walks.paths(self.root, budget, () if git else (".git",)):
+            with suppress(OSError):
                 yield path, os.lstat(f"{self.root}/{path}")
-            except OSError:
-                continue
 
     def _bytes(self, path: str, limit: int) -> bytes:
         """At most `limit` bytes of an entry of `paths` that was a regular file; none if it is not one any more."""
@@ -183,8 +163,14 @@ class Workspace:
 
     def names(self, pattern: str, limit: int) -> Answer:
         """ListFiles."""
-        names = [path for path, _ in self.paths() if matches(pattern, path)]
-        return {"truncated": len(names) > limit, "stdout": 0}, ["\n".join(map(shown, names[:limit])).encode()]
+        names: list[str] = []
+        for path, _ in self.paths(budget := Budget()):
+            if matches(pattern, path):
+                if len(names) == limit:
+                    return {"truncated": True, "stdout": 0}, ["\n".join(names).encode()]
+                budget.name(path)
+                names.append(shown(path))
+        return {"truncated": False, "stdout": 0}, ["\n".join(names).encode()]
 
     def search(self, pattern: str, glob: str, context: int, limit: int) -> Answer:
         """Search: ``path:line:text`` for hits, ``path-line-text`` for context."""
@@ -207,7 +193,7 @@ class Workspace:
         if not needle:
             signal.setitimer(signal.ITIMER_REAL, SEARCH_S)
         try:
-            for path, status in self.paths():
+            for path, status in self.paths(Budget(SEARCH_S)):
                 if not stat.S_ISREG(status.st_mode) or not matches(glob, path):
                     continue
                 data = self._bytes(path, 4 << 20)
@@ -234,23 +220,38 @@ class Workspace:
         return {"truncated": hits > limit, "stdout": 0}, ["\n".join(lines).encode("utf-8", "replace")]
 
     def pull(self, patterns: list[str], limit: int) -> Answer:
-        """PullTree: contents of matching regular files, and a digest of the whole tree: paths, modes, contents."""
+        """PullTree: contents of matching regular files, and a digest of the whole tree: paths, modes, contents.
+        OperationError for a tree beyond the budget.
+
+        No content is held: it is hashed in pieces, and read again while it is sent, except small files.
+        """
+        budget = Budget()
         digest = new_digest()
         paths: list[str] = []
-        bodies: list[bytes] = []
+        bodies: list[Body] = []
         total, truncated = 0, False
-        for path, status in self.paths(git=True):
-            regular = stat.S_ISREG(status.st_mode)
-            data = self._bytes(path, 64 << 20) if regular else b""
-            if stat.S_ISLNK(status.st_mode):
-                with suppress(OSError):
-                    data = os.fsencode(os.readlink(f"{self.root}/{path}"))
-            add_entry(digest, path, status.st_mode, data)
-            if regular and any(matches(pattern, path, anchored=True) for pattern in patterns):
-                if total + len(data) > limit:
-                    truncated = True
-                    continue
-                total += len(data)
+        for path, status in self.paths(budget, git=True):
+            if not stat.S_ISREG(status.st_mode):
+                target = b""
+                if stat.S_ISLNK(status.st_mode):
+                    with suppress(OSError):
+                        target = os.fsencode(os.readlink(f"{self.root}/{path}"))
+                add_entry(digest, path, status.st_mode, target)
+                continue
+            content = FileBody(f"{self.root}/{path}", hold=True)
+            digest.update(_head(path, status.st_mode, len(content)))
+            wanted = any(matches(pattern, path, anchored=True) for pattern in patterns)
+            if wanted and total + len(content) > limit:
+                wanted, truncated = False, True
+            kept = budget.keep(len(content)) if wanted else None
+            for piece in content.pieces():
+                budget.read(len(piece))
+                digest.update(piece)
+                if kept is not None:
+                    kept += piece
+            if wanted:
+                total += len(content)
+                budget.name(path)
                 paths.append(shown(path))
-                bodies.append(data)
+                bodies.append(content if kept is None else bytes(kept))
         return {"paths": paths, "digest": digest.hexdigest(), "truncated": truncated}, bodies

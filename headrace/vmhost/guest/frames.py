@@ -8,8 +8,11 @@ kernel's format. The emulator translates code when it first runs, and JSON was a
 """
 
 import json
+import os
+import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 _LENGTHS = struct.Struct("!II")
@@ -18,6 +21,7 @@ _LENGTHS = struct.Struct("!II")
 _scan: Any = json.scanner.make_scanner(json.JSONDecoder())  # type: ignore[attr-defined]
 _SHAPE = (None, ":", ",", False, False, False)  # indent, separators, sort keys, skip keys, allow NaN
 _encode: Any = json.encoder.c_make_encoder(None, None, json.encoder.encode_basestring_ascii, *_SHAPE)  # type: ignore[attr-defined]
+_PIECE = 256 << 10
 LIMIT = 80 << 20
 """Largest frame that a side accepts, in bytes."""
 START = b"hr:start"
@@ -30,10 +34,84 @@ class Garbage(ValueError):
     """The received bytes are not frames: the other side is broken or hostile."""
 
 
+class FileBody:
+    """A body that is read from a regular file while it is sent: always `len` bytes, whatever becomes of the file."""
+
+    def __init__(self, path: str, hold: bool = False) -> None:
+        """The file as long as it is now; nothing where it cannot be read. hold: keep it open for the first `pieces`."""
+        self._path = path
+        self._fd = _open(path)
+        self.readable = self._fd >= 0
+        """Whether it is a regular file that can be read."""
+        self._size = os.fstat(self._fd).st_size if self.readable else 0
+        if self.readable and not hold:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __len__(self) -> int:
+        return self._size
+
+    def pieces(self) -> Iterator[bytes]:
+        """The content in pieces, with zeros in place of what was cut off meanwhile."""
+        left = self._size
+        fd, self._fd = self._fd, -1
+        if fd < 0 and left:
+            fd = _open(self._path)
+        try:
+            while left:
+                piece = b""
+                if fd >= 0:
+                    with suppress(OSError):
+                        piece = os.read(fd, min(left, _PIECE))
+                piece = piece or bytes(min(left, _PIECE))
+                left -= len(piece)
+                yield piece
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+
+Body = bytes | FileBody
+
+
+def _open(path: str) -> int:
+    """A descriptor of a regular file, opened without waiting for anything; -1 for what is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return -1
+
+
 def pack(header: dict[str, Any], bodies: Sequence[bytes] = ()) -> bytes:
     """One frame."""
+    return _head(header, bodies) + b"".join(bodies)
+
+
+def send(fd: int, header: dict[str, Any], bodies: Sequence[Body] = ()) -> None:
+    """Write one frame to a descriptor that blocks. OSError."""
+    head = _head(header, bodies)
+    if any(isinstance(body, FileBody) for body in bodies):
+        _write(fd, head)
+        for body in bodies:
+            for piece in (body,) if isinstance(body, bytes) else body.pieces():
+                _write(fd, piece)
+    else:
+        _write(fd, b"".join((head, *(body for body in bodies if isinstance(body, bytes)))))
+
+
+def _head(header: dict[str, Any], bodies: Sequence[Body]) -> bytes:
     text = "".join(_encode(header | {"#": [len(body) for body in bodies]}, 0)).encode()
-    return b"".join((_LENGTHS.pack(4 + len(text) + sum(map(len, bodies)), len(text)), text, *bodies))
+    return _LENGTHS.pack(4 + len(text) + sum(map(len, bodies)), len(text)) + text
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def start(nanoseconds: int, entropy: bytes) -> bytes:

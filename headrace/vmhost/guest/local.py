@@ -16,7 +16,6 @@ import mmap
 import os
 import re
 import resource
-import shutil
 import signal
 import socket
 import sys
@@ -25,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from . import agent, jobs
+from . import agent, jobs, walks
 from .testing import pytests
 
 _PDEATHSIG, _SUBREAPER = 1, 36
@@ -147,7 +146,7 @@ def _serve_slot(channel: socket.socket, root: str, join: list[str], libc: ctypes
         slot.serve()
     finally:
         _end()
-        shutil.rmtree(root, ignore_errors=True)
+        walks.remove(root)
 
 
 def _await_agents() -> None:

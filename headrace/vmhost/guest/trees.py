@@ -10,10 +10,19 @@ import tarfile
 from collections.abc import Sequence
 from typing import Any
 
-from .files import Answer, OperationError, Workspace, shown
+from .files import Answer, Workspace
+from .walks import Budget, OperationError, shown
 
 # Names of owners are not used, and looking them up would load the libraries that an image's configuration names.
 tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]
+
+
+def _open_at_once(path: str, mode: str) -> Any:
+    """In place of `open`: a file's lease or a pipe would make that wait."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW))
+
+
+tarfile.bltn_open = _open_at_once  # type: ignore[attr-defined]
 
 
 def operate(space: Workspace, header: dict[str, Any], bodies: Sequence[bytes]) -> Answer:
@@ -86,9 +95,11 @@ def pull(space: Workspace, path: str, limit: int) -> Answer:
     root = space.resolve(path)
     out = io.BytesIO()
     total = 0
+    budget = Budget()
 
     def fits(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         nonlocal total
+        budget.time()
         total += member.size + 1024
         if total > limit:
             raise OperationError(f"{shown(path)}: more than {limit >> 20} MiB")
@@ -102,5 +113,5 @@ def pull(space: Workspace, path: str, limit: int) -> Answer:
             else:
                 tar.add(root, arcname=os.path.basename(root), filter=fits)
     except OSError as error:
-        raise OperationError(f"{shown(str(error.filename or path))}: {error.strerror}") from None
+        raise OperationError(f"{shown(str(error.filename or path))}: {error.strerror or error}") from None
     return {"data": 0}, [out.getvalue()]

@@ -43,7 +43,8 @@ _RECIPE = 6
 """Raised when the rules below change, so that cached images are made again."""
 MODULES = ("virtio_ring", "virtio", "virtio_mmio", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci")
 CONSOLE = "virtio_console"
-DRIVES = ("virtio_blk", "libcrc32c", "erofs", "overlay")
+OVERLAY = "overlay"
+DRIVES = ("virtio_blk", "libcrc32c", "erofs", OVERLAY)
 """Modules of a machine with drives, each after those that it needs; ext4 is built in."""
 FLAVOURS = ("light", "debian")
 _DRIVE_FILES = frozenset(f"lib/modules/{module}.ko" for module in DRIVES)

@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.config import Environment, Sandboxes
 from headrace.messages.plugins import Plugin
-from headrace.messages.sandbox import Acquire, GroupKey, NoCapacity, Op, OpResult, SandboxKey, SandboxLost
+from headrace.messages.sandbox import Acquire, FilesRefused, GroupKey, NoCapacity, Op, OpResult, SandboxKey, SandboxLost
 from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost.backend import Backend, Capabilities, Machine, OnEvent, demands
 from headrace.vmhost.backends.registry import backend_class, plugins_of
@@ -164,7 +164,8 @@ class Host:
         slot = slot_assignment.choose(request, pooled.unused, pooled.slots) if from_slot is None else from_slot
         pooled.unused.discard(slot)
         sandbox = VmSandbox(secrets.token_hex(8), SandboxKey.of(request), self.backend, slot, request.workdir)
-        sandbox.plugins = self._plugins
+        sandbox.plugins, sandbox.events = self._plugins, self._event
+        sandbox.neighbours = lambda: len(pooled.live - {sandbox.id})
         pooled.live.add(sandbox.id)
         self._sandboxes[sandbox.id] = sandbox, pooled
         self._keys[sandbox.key] = sandbox.id
@@ -216,7 +217,7 @@ class Host:
     def _exclusive(self, id: str) -> tuple[Machine, int]:
         """The machine that a sandbox has for itself, and its slot. The machine ends with this sandbox from now on."""
         entry = self._sandboxes.get(id)
-        if entry is None or not entry[0].alive or entry[1].machine is None:
+        if entry is None or not entry[0].alive or entry[0].own_end or entry[1].machine is None:
             raise SandboxLost(f"{id}: this node has no such sandbox")
         sandbox, pooled = entry
         if len(pooled.live) > 1 or pooled.used > 1:
@@ -297,7 +298,7 @@ class Host:
         except (Exception, asyncio.CancelledError) as error:
             reason = str(error) or type(error).__name__
             sandbox.end(reason)
-            lost = error if isinstance(error, VmhostError) else SandboxLost(reason)
+            lost = error if isinstance(error, VmhostError | FilesRefused) else SandboxLost(reason)
             sandbox.ready.set_exception(lost)
             sandbox.ready.exception()
             self._event("sandbox_lost", reason, {"sandbox": sandbox.id, "group": request.group})
@@ -312,7 +313,7 @@ class Host:
         group = pooled.group
         self._event("vm_lost", reason, {"group": group.group, "role": group.role, "sandboxes": len(pooled.live)})
         for id in list(pooled.live):
-            self._sandboxes[id][0].end(f"its machine has ended: {reason}")
+            self._sandboxes[id][0].machine_ended(f"its machine has ended: {reason}", len(pooled.live) == 1)
         self._pool.end(pooled)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":

@@ -3,20 +3,28 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import (
     Acquire,
+    ApplyChanges,
     CheckIntegrity,
     Exec,
+    FilesRefused,
+    ListFiles,
     Op,
     OpResult,
     PullChanges,
+    PullTar,
+    PullTree,
+    PushTar,
     RunTests,
     SandboxKey,
     SandboxLost,
+    Search,
+    WriteFiles,
 )
 from headrace.vmhost import protocol
 from headrace.vmhost.backend import Machine, OnEvent
@@ -25,6 +33,10 @@ from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.frames import Garbage
 from headrace.vmhost.network import Gate
 
+SLOW = ApplyChanges, ListFiles, PullTar, PullTree, PushTar, Search, WriteFiles
+"""Operations that the agent itself works on, for seconds where the tree is large."""
+QUEUE_S = 20.0
+"""How long such an operation waits for the earlier ones."""
 RECORD = 256
 """Answers that a sandbox remembers for repeated call ids."""
 
@@ -47,12 +59,22 @@ class VmSandbox:
         """The workspace, where it is not its image's."""
         self._ended = ""
         """Why it ended; empty while it lives."""
+        self._released = False
+        self._alone = True
+        """Whether it was its machine's only sandbox when the machine ended."""
+        self._judging = asyncio.Lock()
+        self._slow = asyncio.Lock()
+        self.own_end = ""
+        """How its own programs ended it, in the sentence that every call is answered with."""
+        self.neighbours: Callable[[], int] = lambda: 0
+        """Number of other sandboxes in its machine."""
+        self.events: OnEvent = lambda kind, text, data: None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def alive(self) -> bool:
         """Whether calls can still be answered."""
-        return not self._ended and (self._channel is None or not self._channel.lost.done())
+        return bool(self.own_end) or (not self._ended and (self._channel is None or not self._channel.lost.done()))
 
     async def begin(self, request: Acquire, events: OnEvent, private: Sequence[str]) -> None:
         """Push the repository into a slot that was just adopted, and open its network access. private: as for
@@ -63,7 +85,7 @@ class VmSandbox:
                 raise VmhostError(
                     f"the workspace {request.workdir} of {request.template} can't be used: {result.error}"
                 )
-            raise SandboxLost(f"{self.id}: the repository could not be pushed: {result.error}")
+            raise FilesRefused(f"{self.id}: the repository could not be pushed: {result.error}")
         if request.network:
             assert self._channel is not None
             self._gate = Gate(self._channel, self.id, request.network, private, events)
@@ -88,9 +110,34 @@ class VmSandbox:
         return self._channel is not None and self._channel.busy
 
     async def call(self, op: Op, call_id: str = "") -> OpResult:
-        """Run one operation. A repeated `call_id` gets the first answer. SandboxLost when the sandbox has ended."""
-        if self._ended:
-            raise SandboxLost(f"{self.id}: {self._ended}")
+        """Run one operation. A repeated `call_id` gets the first answer. SandboxLost when the host lost the sandbox;
+        one that its own programs ended answers every call with `OpResult.ended`."""
+        try:
+            if self._ended:
+                raise SandboxLost(f"{self.id}: {self._ended}")
+            if not self.own_end:
+                return await self._run(op, call_id)
+        except SandboxLost as lost:
+            async with self._judging:
+                if not self.own_end:
+                    await self._find_cause(lost)
+        known = self._answers.get(call_id)
+        if known is not None and known.done() and not known.cancelled() and not known.exception():
+            return known.result()
+        return OpResult(ok=False, error=self.own_end, code=1, ended=True)
+
+    async def _find_cause(self, lost: SandboxLost) -> None:
+        """Set `own_end`, or raise `lost` where the host is or may be the cause."""
+        if self._released or self._machine is None or self._channel is None:
+            raise lost
+        alone = self._alone if self._ended else self.neighbours() == 0
+        self.own_end = await self._machine.blame(self._channel, alone)
+        if not self.own_end or self._released:
+            raise lost
+        self._channel.close(self.own_end)
+        self.events("sandbox_ended", f"by its own programs: {lost}", {"sandbox": self.id, "group": self.key.group})
+
+    async def _run(self, op: Op, call_id: str) -> OpResult:
         if isinstance(op, CheckIntegrity):
             return await self._check_integrity(op.thorough)
         if isinstance(op, PullChanges):
@@ -100,7 +147,8 @@ class VmSandbox:
             header, bodies = protocol.to_frame(op)
             if call_id and isinstance(op, Exec | RunTests):
                 header["call"] = call_id
-            task = asyncio.get_running_loop().create_task(self._send(header, bodies, protocol.deadline_s(op)))
+            send = self._send_slow if isinstance(op, SLOW) else self._send
+            task = asyncio.get_running_loop().create_task(send(header, bodies, protocol.deadline_s(op)))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             if call_id:
                 self._answers[call_id] = task
@@ -130,6 +178,18 @@ class VmSandbox:
         except Garbage as garbage:
             raise SandboxLost(f"{self.id}: it broke the protocol: {garbage}") from None
 
+    async def _send_slow(self, header: dict[str, Any], bodies: list[bytes], timeout: float) -> OpResult:
+        """`_send`, one at a time: the agent works on one such operation, and the next one's time begins after it."""
+        try:
+            async with asyncio.timeout(QUEUE_S):
+                await self._slow.acquire()
+        except TimeoutError:
+            return OpResult(ok=False, error="the sandbox is busy with earlier calls: wait for their answers", code=1)
+        try:
+            return await self._send(header, bodies, timeout)
+        finally:
+            self._slow.release()
+
     async def _send(self, header: dict[str, Any], bodies: list[bytes], timeout: float) -> OpResult:
         assert self._channel is not None and self._machine is not None
         if sum(map(len, bodies)) > self._machine.limit_bytes:
@@ -142,9 +202,17 @@ class VmSandbox:
             self._channel.close(f"it broke the protocol: {garbage}")
             raise SandboxLost(f"{self.id}: {self._channel.lost.result()}") from None
 
+    def machine_ended(self, reason: str, alone: bool) -> None:
+        """Its machine has ended. alone: whether it was the machine's only sandbox."""
+        if not self._ended:
+            self._ended, self._alone = reason, alone
+            if self._channel is not None:
+                self._channel.close(reason)
+
     def end(self, reason: str, machine: Machine | None = None) -> None:
         """Refuse calls from now on. With `machine`, which goes on, the slot's channel is left to it if it is idle."""
         self._ended = self._ended or reason
+        self._released = True
         if self._channel is None:
             return
         if machine is None or self._channel.busy:

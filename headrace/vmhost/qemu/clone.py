@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from headrace import process_stat
 from headrace.messages.sandbox import SandboxLost
 from headrace.vmhost import cgroups
-from headrace.vmhost.channel import Channel
+from headrace.vmhost.channel import ENDED, Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.changes import UNCHANGED
 from headrace.vmhost.images.imported import Image
@@ -35,8 +35,12 @@ START_S = 60.0
 _REHEARSAL = (".rehearsal/b/c", ".rehearsal/b", ".rehearsal")
 UPPER_SIZE = "75%"
 """Capacity of an image's writable layer: a share of the machine's memory, in which it lies."""
-CHANGES_S = 120.0
-"""Deadline for reading the writable layer."""
+CHANGES_S = 30.0
+"""Deadline for reading the writable layer; the guest gives up sooner."""
+PROBE_S = 10.0
+"""How long QEMU's monitor, or the guest's first process, may take to show that it works."""
+CRASHES = frozenset(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGSYS, signal.SIGILL, signal.SIGFPE))
+"""Ends of a QEMU that no host sends: a guest provoked them."""
 QUIET_S = 5.0
 """Delay before the processes of a released slot are ended, if its machine still lives."""
 
@@ -63,6 +67,8 @@ class Clone:
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.used = False
         self._reason = ""
+        self._killed = False
+        """Whether the host ended it."""
         self._exit_text = ""
         """How QEMU ended, with the last line that it wrote."""
         self._low = 0
@@ -250,6 +256,29 @@ class Clone:
         if not answer.get("ok", True):
             raise SandboxLost(f"vm {self.pid}: the guest could not set its host name: {answer.get('error')}")
 
+    async def blame(self, channel: Channel, alone: bool) -> str:
+        """The guest ended its machine or crashed its emulator; or the machine runs and this slot does not answer. Where
+        other sandboxes were hit as well, any of them may be the cause."""
+        if self._lost.done():
+            await self.gone
+            by_guest = self._monitor is not None and self._monitor.shut_down
+            crashed = self._qemu.process.returncode in CRASHES
+            return ENDED if alone and not self._killed and (by_guest or crashed) else ""
+        assert self._monitor is not None and self._control is not None
+        try:
+            async with asyncio.timeout(PROBE_S):
+                status = await self._monitor.send("query-status")
+        except TimeoutError:
+            return ""
+        if status.get("return", {}).get("status") != "running":
+            return ""
+        if alone:
+            return ENDED
+        with suppress(SandboxLost):
+            await self._control.call({"op": "clock"}, (), PROBE_S)
+            return ENDED
+        return ""
+
     def leave(self, channel: Channel) -> None:
         """End the processes of a released slot after `QUIET_S`, if the machine still lives. Usually it has ended by
         then, and every message to a slot costs CPU time. The slot's namespaces stay: removing them one by one would
@@ -295,6 +324,7 @@ class Clone:
 
     def kill(self) -> None:
         """End it now."""
+        self._killed = self._killed or not self._lost.done()
         self._end("it was ended")
 
     def cpu_ms(self) -> float:

@@ -245,6 +245,8 @@ class Monitor(asyncio.Protocol):
         self._waiting: list[asyncio.Future[Any]] = []
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.shut_down = ""
+        """How the guest ended its machine, such as ``guest-reset``; empty while it has not."""
 
     @classmethod
     async def connect(cls, end: socket.socket) -> "Monitor":
@@ -264,6 +266,8 @@ class Monitor(asyncio.Protocol):
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             message = json.loads(line)
+            if message.get("event") == "SHUTDOWN" and message["data"]["guest"]:
+                self.shut_down = message["data"]["reason"]
             if "return" in message or "error" in message:
                 future = self._waiting.pop(0)
                 if "error" in message:

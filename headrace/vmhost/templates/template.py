@@ -162,7 +162,7 @@ def agent_archive() -> bytes:
 
 def modules(hardware: Hardware) -> tuple[str, ...]:
     """The kernel modules of a machine, in the order in which they are loaded."""
-    return (*MODULES, *packages.DRIVES) if hardware.drives else MODULES
+    return (*MODULES, *(packages.DRIVES if hardware.drives else (packages.OVERLAY,)))
 
 
 def key_with(machine: str, image: Image, disk_mib: int = 0) -> str:
@@ -310,7 +310,7 @@ def publish(making: Path, folder: Path, manifest: Manifest) -> Template:
 
 
 def _roots(name: str, base: Path, hardware: Hardware) -> list[Path]:
-    return [base / "light.cpio", base / "drives.cpio"] if hardware.drives else [base / f"{name}.cpio"]
+    return [base / f"{'light' if hardware.drives else name}.cpio", base / "drives.cpio"]
 
 
 def _words(hardware: Hardware) -> str:

@@ -13,6 +13,7 @@ from headrace.messages.sandbox import (
     ListFiles,
     ReadFile,
     RunTests,
+    StartJob,
     WriteFiles,
 )
 from headrace.messages.tasks import TestPlan
@@ -144,6 +145,44 @@ async def test_nothing_of_a_released_judge_is_left_for_the_next_one(host: Host) 
         host.release_group(GroupKey("r1", "train", role, name))
     for sandbox in (two, three, agent):
         host.release(sandbox.id)
+
+
+SIGNALS = """
+import ctypes, fcntl, os, sys, time
+libc, shared = ctypes.CDLL(None), "/usr/lib/python3.11/os.py"
+held = open(shared)
+fcntl.flock(held, fcntl.LOCK_EX)
+watch = libc.inotify_init1(os.O_NONBLOCK)
+libc.inotify_add_watch(watch, b"/usr/lib/python3.11", 0xFFF)
+if os.fork() == 0:
+    open("ready", "w")
+    while not os.path.exists("look"):
+        time.sleep(0.01)
+    try:
+        print(len(os.read(watch, 65536)), file=open("seen.new", "w"))
+    except BlockingIOError:
+        print("nothing", file=open("seen.new", "w"))
+    os.rename("seen.new", "seen")
+    time.sleep(60)
+"""
+"""Holds a lock on a file of the root that every slot may read, and watches its folder."""
+NOTICES = """
+import fcntl
+shared = open("/usr/lib/python3.11/os.py")
+fcntl.flock(shared, fcntl.LOCK_EX | fcntl.LOCK_NB)
+print("free", open("/proc/locks").read().count("FLOCK"))
+"""
+
+
+async def test_slots_do_not_signal_each_other_through_files_of_the_root(group: list[VmSandbox]) -> None:
+    one, two, _ = group
+    holds = await one.call(StartJob(argv=("python3", "-c", SIGNALS)))
+    assert holds.ok
+    assert (await one.call(Exec(argv=("sh", "-c", "until [ -e ready ]; do sleep 0.05; done")))).ok
+    noticed = await two.call(Exec(argv=("python3", "-c", NOTICES)))
+    assert noticed.stdout == "free 1\n", noticed
+    look = "touch look; until [ -e seen ]; do sleep 0.05; done; cat seen"
+    assert (await one.call(Exec(argv=("sh", "-c", look)))).stdout == "nothing\n"
 
 
 @pytest.mark.slow

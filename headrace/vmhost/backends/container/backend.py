@@ -25,7 +25,7 @@ from headrace.vmhost import cgroups
 from headrace.vmhost.backend import Capabilities, OnEvent, Requirement
 from headrace.vmhost.backends.lacking import WithoutCopies, lacks
 from headrace.vmhost.cgroups import Group
-from headrace.vmhost.channel import Channel
+from headrace.vmhost.channel import ENDED, Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.changes import UNCHANGED
 from headrace.vmhost.guest.frames import LIMIT
@@ -35,7 +35,9 @@ from headrace.vmhost.node import capacity
 from headrace.vmhost.qemu.drives import Disk, disk_short
 
 START_S = 60.0
-CHANGES_S = 120.0
+CHANGES_S = 30.0
+BLAME_S = 0.2
+"""How long after a container's end the process that made it is looked at: its own end takes all containers along."""
 PROCESSES = 512
 """Processes that a container may have at one time, its agent included."""
 OVERHEAD_MB = 64
@@ -61,6 +63,8 @@ class ContainerMachine:
         self.image, self.memory_mb, self.group, self.disk = image, memory_mb, group, disk
         self._backend, self._control, self._slot = backend, control, slot
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ended_here = False
+        """Whether the host ended it."""
         for channel in (control, slot):
             channel.lost.add_done_callback(lambda lost: self._end(str(lost.result())))
 
@@ -92,8 +96,14 @@ class ContainerMachine:
         answer = await self._control.call(header | {"limit": limit, "originals": originals}, (), CHANGES_S)
         return *answer, self.image.workdir
 
+    async def blame(self, channel: Channel, alone: bool) -> str:
+        """A container ends by what runs in it, as long as the process that made it runs and the host did not end it."""
+        await asyncio.sleep(BLAME_S)
+        return ENDED if not self._ended_here and self._backend.serving else ""
+
     def leave(self, channel: Channel) -> None:
         """Its only slot was released."""
+        self._ended_here = self._ended_here or not self._lost.done()
         self._end("released")
 
     def cpu_ms(self) -> float:
@@ -102,6 +112,7 @@ class ContainerMachine:
 
     def kill(self) -> None:
         """End it: the agent ends with its channel, and every other process with the agent."""
+        self._ended_here = self._ended_here or not self._lost.done()
         self._end("it was ended")
 
     def _end(self, reason: str) -> None:
@@ -151,6 +162,11 @@ class ContainerBackend(WithoutCopies):
         if why := unavailable():
             raise VmhostError(f"the container backend cannot work here: {why}")
         return cls(environment)
+
+    @property
+    def serving(self) -> bool:
+        """Whether the process that makes containers runs."""
+        return self._process.poll() is None
 
     def _image(self, template: str) -> Image:
         image = imported.find(self._cache, template)
@@ -223,7 +239,7 @@ class ContainerBackend(WithoutCopies):
         """A container was ended: kill its remaining processes and remove its control group."""
         self._alive.discard(machine)
         machine.disk = None
-        task = asyncio.get_running_loop().create_task(cgroups.end(machine.group))
+        task = asyncio.get_running_loop().create_task(machine.group.end())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 

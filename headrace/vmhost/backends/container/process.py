@@ -26,7 +26,7 @@ from typing import Any
 
 from headrace.vmhost.guest.boot import drives, images, syscalls
 from headrace.vmhost.guest.boot.syscalls import DETACH, NODEV, NOSUID, PRIVATE, RDONLY, REC, mount
-from headrace.vmhost.guest.frames import Reader, pack
+from headrace.vmhost.guest.frames import Reader, send
 
 _CONFIGURE, _GET_FREE = 0x4C0A, 0x4C82
 _READ_ONLY, _AUTOCLEAR = 1, 4
@@ -92,9 +92,7 @@ class Container:
                     answer, bodies = drives.changes(header) if header["op"] == "changes" else ({}, [])
                 except Exception as error:
                     answer, bodies = {"ok": False, "error": f"{type(error).__name__}: {error}"}, []
-                view = memoryview(pack({"i": header["i"]} | answer, bodies))
-                while view:
-                    view = view[os.write(self.control, view) :]
+                send(self.control, {"i": header["i"]} | answer, bodies)
 
     def _make_root(self) -> None:
         """A separate root in a new mount namespace, with the image mounted where the slot expects it."""

@@ -18,7 +18,7 @@ from headrace.secret_files import SecretError, token
 from headrace.vmhost.backend import Capabilities, OnEvent, Requirement
 from headrace.vmhost.backends.lacking import WithoutCopies, lacks
 from headrace.vmhost.backends.swerex.link import Link
-from headrace.vmhost.channel import Channel
+from headrace.vmhost.channel import ENDED, Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.frames import LIMIT
 
@@ -66,6 +66,11 @@ class RemoteMachine:
     async def changes(self, limit: int, originals: int) -> tuple[dict[str, Any], list[bytes], str]:
         """There is no layer below the workspace. VmhostError."""
         lacks("swerex", "upper_diff")
+
+    async def blame(self, channel: Channel, alone: bool) -> str:
+        """An agent that ended while its server goes on was ended by what runs there. A late answer may be late on its
+        way."""
+        return "" if self._lost.done() or not channel.hung_up else ENDED
 
     def leave(self, channel: Channel) -> None:
         """Close the channel: the agent ends and kills everything that it started."""

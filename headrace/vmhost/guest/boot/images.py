@@ -23,11 +23,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 from .. import agent, changes, trees
-from ..files import Answer, OperationError, Workspace
+from ..files import Answer, Workspace
 from ..frames import Reader, pack
+from ..walks import OperationError
 from . import confine, drives, syscalls
 from .slot import Slot, mount_devices, set_oom_score
-from .syscalls import BIND, MOVE, NODEV, NOEXEC, NOSUID, RDONLY, REMOUNT, mount
+from .syscalls import BIND, NODEV, NOEXEC, NOSUID, RDONLY, REMOUNT, mount
 
 ALLOWED = (0, 1, 3, 4, 5, 6, 7, 10)
 """Capabilities: chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service."""
@@ -153,9 +154,7 @@ class WaitingSlot(Slot):
                 if os.fstat(fd).st_size == 0:
                     os.write(fd, text.encode())
                 os.close(fd)
-        os.chdir(NEW)
-        mount(".", "/", "", MOVE)
-        os.chroot(".")
+        syscalls.become_root(NEW)
 
 
 class ImageSlotAgent(agent.SlotAgent):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..files import Answer
-from ..frames import START, START_SIZE, STARTED, Reader, pack
+from ..frames import START, START_SIZE, STARTED, Reader, pack, send
 from ..testing import pytests
 from . import condition, confine, drives, syscalls
 from .slot import ENVIRONMENT, ROOT, Slot, say
@@ -105,13 +105,12 @@ class Control:
                 os.write(port, start(data, self.pool))
                 continue
             for header, bodies in reader.feed(data):
+                answer: Answer
                 try:
                     answer = self.operate(header, bodies)
                 except Exception as error:
                     answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}, []
-                view = memoryview(pack({"i": header["i"]} | answer[0], answer[1]))
-                while view:
-                    view = view[os.write(port, view) :]
+                send(port, {"i": header["i"]} | answer[0], answer[1])
 
     def operate(self, header: dict[str, Any], bodies: list[bytes]) -> Answer:
         """Run one operation by its name. KeyError for an unknown one."""

@@ -15,7 +15,7 @@ from .syscalls import BIND, NODEV, NOEXEC, NOSUID, PRIVATE, RDONLY, REC, REMOUNT
 
 TOOL_UID, AGENT_UID = 20100, 20200
 """User ids of slot 0's tools and agent; slot n has the n-th after them."""
-ROOT = "/workspace"
+ROOT, NEW = "/workspace", "/tmp/root"
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
     "HOME": "/tmp",
@@ -135,13 +135,19 @@ class Slot:
     def _mounts(self) -> None:
         mount("none", "/", "", REC | PRIVATE)
         confine.hide()
+        # An overlay has inodes of its own: a lock, lease or watch on a file of the root is not seen by other slots.
+        mount("layers", "/tmp", "tmpfs", NOSUID | NODEV, "size=64k")
+        for folder in ("/tmp/none", NEW):
+            os.mkdir(folder)
+        mount("root", NEW, "overlay", RDONLY | NOSUID, "lowerdir=/:/tmp/none")
         owner = f"uid={self.tool},gid={self.tool}"
-        mount("workspace", ROOT, "tmpfs", NOSUID | NODEV, f"size={self.size}m,mode=755,{owner}")
-        mount("tmp", "/tmp", "tmpfs", NOSUID | NODEV, f"size={self.tmp_mb}m,mode=1777")
-        mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
-        mount_devices("/dev", self.size)
-        for path in ("/dev", "/sys", "/"):
-            mount("none", path, "", REMOUNT | BIND | RDONLY | (NOSUID if path != "/dev" else NOSUID | NOEXEC))
+        mount("workspace", NEW + ROOT, "tmpfs", NOSUID | NODEV, f"size={self.size}m,mode=755,{owner}")
+        mount("tmp", f"{NEW}/tmp", "tmpfs", NOSUID | NODEV, f"size={self.tmp_mb}m,mode=1777")
+        mount("proc", f"{NEW}/proc", "proc", NOSUID | NODEV | NOEXEC)
+        mount("sys", f"{NEW}/sys", "sysfs", RDONLY | NOSUID | NODEV | NOEXEC)
+        mount_devices(f"{NEW}/dev", self.size)
+        mount("none", f"{NEW}/dev", "", REMOUNT | BIND | RDONLY | NOSUID | NOEXEC)
+        syscalls.become_root(NEW)
 
 
 def mount_devices(path: str, size_mb: int) -> None:

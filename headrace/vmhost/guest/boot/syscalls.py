@@ -39,6 +39,13 @@ def mount(source: str, target: str, kind: str, flags: int = 0, options: str = ""
     check(libc.mount(*arguments), f"mount {target}")
 
 
+def become_root(folder: str) -> None:
+    """Make a mounted folder the root of this process and of those that it will start. OSError."""
+    os.chdir(folder)
+    mount(".", "/", "", MOVE)
+    os.chroot(".")
+
+
 def set_hostname(name: bytes) -> None:
     """sethostname(2). OSError."""
     check(libc.sethostname(name, len(name)), "sethostname")

@@ -15,7 +15,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from .. import jobs
-from ..files import Answer, OperationError, Workspace
+from ..files import Answer, Workspace
+from ..walks import OperationError
 from .observing import Observations
 
 Rows = list[tuple[str, str, str, list[str]]]
