@@ -42,6 +42,7 @@ from headrace.messages.subjects import EVENT, FAIL, TASK, TRAJ, TURN, token
 from headrace.tasks import diff as task_diff
 from headrace.tasks import open_suite
 from headrace.tasks.suites import write_suite
+from headrace.vmhost.channel import ENDED
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.paths import ROOT
@@ -279,7 +280,7 @@ async def test_only_leased_lanes_are_pulled(
         await first(observer, "HR_TRAJ", TRAJ.at(run="a5", group="g1"), Trajectory)
 
 
-async def test_a_sandbox_that_dies_fails_the_slot_and_not_the_policy(
+async def test_a_sandbox_that_its_own_programs_end_is_an_outcome_of_its_attempt(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
 ) -> None:
     gated_suite(tmp_path)
@@ -290,9 +291,11 @@ async def test_a_sandbox_that_dies_fails_the_slot_and_not_the_policy(
             await asyncio.sleep(0.02)
         keeper = int((tmp_path / "keeper").read_text())
         os.kill(keeper, signal.SIGKILL)
-        failed = await first(observer, "HR_LEDGER", FAIL.at(run="a6", group="g1"), SlotFailed)
-    assert (failed.reason, failed.slot, failed.attempt, failed.rollout) == ("sandbox_lost", 0, 0, "roll")
-    assert await everything(observer, "HR_TRAJ", TRAJ.at(run="a6", group="g1")) == []
+        end = await first(observer, "HR_TRAJ", TRAJ.at(run="a6", group="g1"), Trajectory)
+    assert (end.outcome, end.attempt, end.diff) == ("sandbox_limit", 0, {})
+    said = [result.output for turn in end.turns for result in turn.results]
+    assert any(ENDED in text for text in said), "the policy reads why nothing works any more"
+    assert await everything(observer, "HR_LEDGER", FAIL.at(run="a6", group="g1")) == []
     await queue_is_empty(observer, "a6")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.vmhost.guest.boot.images import _id, _rows
-from headrace.vmhost.guest.files import OperationError
+from headrace.vmhost.guest.walks import OperationError
 
 
 def test_rows_of_a_regular_file(tmp_path: Path) -> None:
