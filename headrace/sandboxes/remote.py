@@ -62,7 +62,8 @@ class RemoteSandbox:
             op=op,
         )
         answer = asyncio.ensure_future(
-            ask(self._bus, self.subject("call"), call, limit_of(op) + ANSWER_S, owner=self._owner)
+            # Twice: a node may wait for earlier calls, and finds out who ended a sandbox, before it answers.
+            ask(self._bus, self.subject("call"), call, limit_of(op) + 2 * ANSWER_S, owner=self._owner)
         )
         watch = asyncio.ensure_future(self._until_lost())
         try:

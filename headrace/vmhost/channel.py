@@ -14,7 +14,7 @@ from headrace.messages.sandbox import SandboxLost
 from headrace.vmhost.guest.frames import Garbage, Reader, pack, start
 
 ENDED = "the sandbox was ended by its own programs, or they kept it from answering; nothing works in it any more"
-"""What a policy reads when its programs ended its sandbox."""
+"""The sentence that a policy reads when its programs ended its sandbox."""
 TICK_S = 1.0
 """A wait for an answer is measured in such pieces: one that took longer counts as one."""
 

@@ -45,7 +45,7 @@ def walk(upper: str, lower: Sequence[str], skip: Sequence[str], limit: int, orig
     before: list[Body] = []
     had: list[str] = []
     budget = Budget(names=NAMES)
-    left, entries, room = limit, 0, ORIGINALS
+    left, entries, left_before = limit, 0, ORIGINALS
     pending: list[tuple[str, bool]] = [("", False)]
     while pending:
         folder, fresh = pending.pop()
@@ -86,8 +86,8 @@ def walk(upper: str, lower: Sequence[str], skip: Sequence[str], limit: int, orig
                 if below is not None and old is not None and stat.S_ISREG(old.st_mode):
                     if old.st_mode == status.st_mode and _equal(content, FileBody(below), budget):
                         continue
-                    if old.st_size <= min(originals, room):
-                        room -= old.st_size
+                    if old.st_size <= min(originals, left_before):
+                        left_before -= old.st_size
                         had.append(path)
                         before.append(FileBody(below))
                 left -= len(content)
