@@ -1,7 +1,7 @@
 """Walks over trees that a candidate left behind, within a budget: any number, depth and size of entries.
 
 A walk holds the names of the folders on its way and nothing else, so a tree of any size costs a bounded amount of
-memory. What exceeds a budget is refused in a sentence: the host waits longer than `SECONDS` for an answer.
+memory. An operation that exceeds its budget is refused in a sentence; the host waits longer than `SECONDS` for it.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ def shown(path: str) -> str:
 
 
 class Budget:
-    """What one operation may spend. Each method raises OperationError beyond it."""
+    """The limits of one operation. Each method raises OperationError beyond it."""
 
     def __init__(self, seconds: float = SECONDS, names: int = NAMES) -> None:
         self._seconds, self._most_names = seconds, names

@@ -121,9 +121,9 @@ class VmSandbox:
             async with self._judging:
                 if not self.own_end:
                     await self._find_cause(lost)
-        known = self._answers.get(call_id)
-        if known is not None and known.done() and not known.cancelled() and not known.exception():
-            return known.result()
+        earlier = self._answers.get(call_id)
+        if earlier is not None and earlier.done() and not earlier.cancelled() and not earlier.exception():
+            return earlier.result()
         return OpResult(ok=False, error=self.own_end, code=1, ended=True)
 
     async def _find_cause(self, lost: SandboxLost) -> None:

@@ -1,5 +1,5 @@
-"""Whatever a candidate leaves in its sandbox is an outcome of its attempt: the changes are read or known to be
-unreadable, and the sandbox is never lost."""
+"""An end state of a sandbox is an outcome of its attempt: the changes are read or known to be unreadable, and the sandbox
+is never lost."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ async def ends(host: Host, task: Task, chosen: list[tuple[str, str]]) -> Counter
         group = f"h{number // SLOTS}"
         fields: dict[str, Any] = {"run": "r", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
         files = {"f.txt": b"1\n"} if task.image else task.files
-        machine = {"template": task.machine, "workdir": task.repository, "files": files}
+        machine: dict[str, Any] = {"template": task.machine, "workdir": task.repository, "files": files}
         request = Acquire(group=group, slot=number % SLOTS, **fields, **machine)
         try:
             sandbox = await host.acquire(request)
@@ -154,19 +154,19 @@ def _names(link: Path, folder: str) -> bool:
 def test_a_folder_is_removed_without_what_is_mounted_or_linked_there(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting takes root")
-    kept, root, here = tmp_path / "kept", tmp_path / "root", Path.cwd()
-    for place in (kept, root, root / "bound"):
+    mounted, root, here = tmp_path / "mounted", tmp_path / "root", Path.cwd()
+    for place in (mounted, root, root / "bound"):
         place.mkdir()
-    (kept / "file").write_text("1")
-    (root / "link").symlink_to(kept)
+    (mounted / "file").write_text("1")
+    (root / "link").symlink_to(mounted)
     os.chdir(root)
     for _ in range(1500):
         os.mkdir("d")
         os.chdir("d")
     os.chdir(here)
-    subprocess.run(["mount", "--bind", str(kept), str(root / "bound")], check=True)
+    subprocess.run(["mount", "--bind", str(mounted), str(root / "bound")], check=True)
     walks.remove(str(root))
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (kept / "file").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["mounted"] and (mounted / "file").exists()
 
 
 @pytest.mark.vm
