@@ -1,5 +1,5 @@
-"""An end state of a sandbox is an outcome of its attempt: the changes are read or known to be unreadable, and the sandbox
-is never lost."""
+"""End states of a sandbox are outcomes of its attempt: its changes are read, or known to be unreadable, and it is never
+lost."""
 
 import asyncio
 import json
