@@ -23,8 +23,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Capabilities of a backend's sandboxes; docs/sandboxes.md explains each name."""
 
     isolated: bool = False
-    """A sandbox cannot reach the host or a sandbox of another machine; those of its own machine share a kernel and can see
-    how busy it is. The production lane demands it, and gives every sandbox a machine of its own."""
+    """A sandbox cannot reach the host or a sandbox of another machine; those of its own machine share a kernel and can
+    see how busy it is. The production lane demands it, and gives every sandbox a machine of its own."""
     fork: bool = False
     checkpoint: bool = False
     inspect: bool = False
