@@ -49,19 +49,28 @@ def wanted(group: str, slot: int = 0, *, isolation: Isolation = "group") -> Acqu
     )
 
 
-async def test_a_lost_sandbox_and_a_superseded_one_are_told_apart(connect: Connect) -> None:
+async def test_a_lost_sandbox_an_ended_one_and_a_superseded_one_are_told_apart(connect: Connect) -> None:
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
-    async with living(Environment, CONFIG, await connect("environment", node="n3"), ANY_RUN):
+    async with living(Environment, CONFIG, await connect("environment", node="n3"), ANY_RUN) as node:
         first = await sandboxes.acquire(wanted("g13"))
         second = await sandboxes.acquire(wanted("g13"))
         assert (first.id, first.fresh, second.fresh) == (second.id, True, False)
         with pytest.raises(Superseded):
             await first.call(ReadFile(path="a.txt"))
+        ended = await second.call(Exec(argv=("sh", "-c", "kill -9 $PPID")))
+        assert (ended.ok, ended.ended) == (False, True)
+        assert (await second.call(ReadFile(path="a.txt"))).ended and (
+            await sandboxes.acquire(wanted("g13"))
+        ).id == second.id
+        other = await sandboxes.acquire(wanted("g13-lost"))
+        machine = node._host.machine(other.id)
+        assert machine is not None
+        machine.kill()
         with pytest.raises(SandboxLost) as lost:
-            await second.call(Exec(argv=("sh", "-c", "kill -9 $PPID")))
+            await other.call(ReadFile(path="a.txt"))
         assert not isinstance(lost.value, Superseded | NodeSilent)
-        third = await sandboxes.acquire(wanted("g13"))
-        assert third.fresh and third.id != second.id
+        third = await sandboxes.acquire(wanted("g13-lost"))
+        assert third.fresh and third.id != other.id
 
 
 async def test_who_asked_before_a_request_was_handed_on_does_not_take_its_sandbox(connect: Connect) -> None:

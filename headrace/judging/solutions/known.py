@@ -190,6 +190,8 @@ class AgentSandboxes:
             raise NoSolution(f"the solution's program cannot be written: {written.error}")
         done = await sandbox.call(Exec(argv=(*interpreter(script), _SCRIPT), timeout_s=limit))
         await sandbox.call(WriteFiles(files={}, delete=(HOST_FOLDER.rstrip("/"),)))
+        if done.ended:
+            raise _Died(done.error)
         if done.timed_out:
             raise NoSolution(f"the solution's program does not end within {limit:g} s")
         if done.code or not done.ok:
