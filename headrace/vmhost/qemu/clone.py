@@ -39,6 +39,8 @@ CHANGES_S = 30.0
 """Deadline for reading the writable layer; the guest gives up sooner."""
 PROBE_S = 10.0
 """How long QEMU's monitor, or the guest's first process, may take to show that it works."""
+RAN_MS = 1000.0
+"""CPU time in such a wait from which on a silent guest is not one that the host kept from running."""
 CRASHES = frozenset(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGSYS, signal.SIGILL, signal.SIGFPE))
 """Ends of a QEMU that no host sends: a guest provoked them."""
 QUIET_S = 5.0
@@ -272,12 +274,14 @@ class Clone:
             return ""
         if status.get("return", {}).get("status") != "running":
             return ""
-        if alone:
-            return ENDED
+        if self._control.lost.done():
+            return ENDED if alone else ""
+        before_ms = self.cpu_ms()
         with suppress(SandboxLost):
             await self._control.call({"op": "clock"}, (), PROBE_S)
             return ENDED
-        return ""
+        # All of the guest is silent: it ran and did not answer, or the host gave it no processor.
+        return ENDED if alone and self.cpu_ms() - before_ms > RAN_MS else ""
 
     def leave(self, channel: Channel) -> None:
         """End the processes of a released slot after `QUIET_S`, if the machine still lives. Usually it has ended by

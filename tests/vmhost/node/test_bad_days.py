@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from headrace.config import Environment
-from headrace.messages.sandbox import Acquire, Exec, GroupKey, ListFiles, PullTree, ReadFile, WriteFiles
+from headrace.messages.sandbox import Acquire, Exec, GroupKey, ListFiles, PullTree, ReadFile, SandboxLost, WriteFiles
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import imported
 from headrace.vmhost.node.host import Host
@@ -42,19 +43,38 @@ async def host() -> AsyncIterator[Host]:
 
 
 @pytest.mark.vm
-async def test_a_slot_that_ends_is_an_outcome_of_its_own(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = [await host.acquire(ask(slot)) for slot in range(2)]
+@pytest.mark.parametrize("neighbours", [0, 1])
+async def test_a_slot_that_ends_is_an_outcome_of_its_own(
+    host: Host, monkeypatch: pytest.MonkeyPatch, neighbours: int
+) -> None:
+    group = f"ends{neighbours}"
+    one, *others = [await host.acquire(ask(slot, group=group)) for slot in range(1 + neighbours)]
     machine = host.machine(one.id)
     assert isinstance(machine, Clone)
     await machine.ask({"op": "kill", "slot": one.slot})
     monkeypatch.setattr("headrace.vmhost.protocol.SLACK_S", 0.5)
     assert (await one.call(ReadFile(path="a.txt"))).ended
     monkeypatch.undo()
-    assert (await one.call(WriteFiles(files={"a.txt": b"2"}))).ended and await host.acquire(ask(0)) is one
-    assert (await two.call(ReadFile(path="a.txt"))).ok
-    for sandbox in (one, two):
+    assert (await one.call(WriteFiles(files={"a.txt": b"2"}))).ended and await host.acquire(ask(group=group)) is one
+    for other in others:
+        assert (await other.call(ReadFile(path="a.txt"))).ok
+    for sandbox in (one, *others):
         host.release(sandbox.id)
-    host.release_group(GroupKey("r1", "train", "rollout", "g0"))
+    host.release_group(GroupKey("r1", "train", "rollout", group))
+
+
+@pytest.mark.vm
+async def test_a_machine_that_the_host_stops_is_lost(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = await host.acquire(ask(group="stopped"))
+    machine = host.machine(sandbox.id)
+    assert isinstance(machine, Clone)
+    os.kill(machine.pid, signal.SIGSTOP)
+    monkeypatch.setattr("headrace.vmhost.protocol.SLACK_S", 0.5)
+    monkeypatch.setattr("headrace.vmhost.qemu.clone.PROBE_S", 0.5)
+    with pytest.raises(SandboxLost, match="no answer within"):
+        await sandbox.call(ReadFile(path="a.txt"))
+    host.release(sandbox.id)
+    host.release_group(GroupKey("r1", "train", "rollout", "stopped"))
 
 
 STEALS = """
