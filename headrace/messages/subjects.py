@@ -244,14 +244,6 @@ RPC_NODE = Subject(
     publishers=_LIBRARY,
     readers=("environment", "search"),
 )
-TENANT = Subject(
-    template="hr.tenant.{key}.{method}",
-    types=(),
-    publishers=("tenants",),
-    readers=("gateway",),
-    note="requests of tenants in the form of HTTP, with the header Path and a JSON body; no message of headrace, never "
-    "in a stream (headrace/gateway/tenants/requests.py)",
-)
 HEARTBEAT = Subject(template="hr.beat.{actor}.{id}", types=("beat",), publishers=_LIBRARY, readers=("dashboard",))
 TRAFFIC = Subject(
     template="hr.traffic.{region}",

@@ -7,8 +7,7 @@ which these nodes fetch weights from each other; all regions of a run have the s
 ``python -m headrace.bus.broker.credentials FOLDER`` makes them for a broker that an operator starts by hand. With
 ``--run`` (once per run) runs that share a broker get an account each, with seeds in ``FOLDER/<run>``. Every command
 that is given FOLDER then takes the seeds of its own run (`of_run`). With certificates in it the broker requires TLS
-(broker/tls.py). ``--tenants`` opens the broker to tenants with API keys: gateways need ``callout.nk`` and
-``issuer.nk``, and their run needs ``[production] broker_tenants``.
+(broker/tls.py).
 """
 
 import argparse
@@ -19,7 +18,7 @@ from secrets import token_hex
 
 from headrace.bus.broker import tls
 from headrace.bus.broker.keys import Key
-from headrace.bus.broker.permissions import CALLOUT_ROLE, ROLES, Tenants, accounts_conf, users_conf
+from headrace.bus.broker.permissions import ROLES, accounts_conf, users_conf
 from headrace.bus.errors import BusError
 from headrace.messages.subjects import token
 
@@ -27,12 +26,6 @@ PUBLISHER = "weight_publisher"
 """Name of the key that signs weights."""
 PEERS = "weight_peers.key"
 """File with the secret by which nodes fetch weights from each other ([weights] full_snapshots = "peer")."""
-ISSUER = "issuer"
-"""Name of the key that signs the users of tenants."""
-TENANTS = (f"{CALLOUT_ROLE}.nk", f"{ISSUER}.nk")
-"""Files that a gateway needs where tenants connect to the broker."""
-ACCOUNT = "account"
-"""File with the name of the account that seeds belong to; none beside seeds of a broker without accounts."""
 
 
 def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
@@ -44,8 +37,6 @@ def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
     for run in runs:
         if not run or token(run) != run:
             raise ValueError(f"expected a run id of lower-case letters, digits, '-' and '_', got {run!r}")
-        if run == CALLOUT_ROLE:
-            raise ValueError(f"the account {run!r} is that of the auth service: name the run differently")
     _private_folder(folder)
     roles: dict[str, dict[str, str]] = {}
     for run in sorted({*accounts(folder), *runs}):
@@ -53,8 +44,7 @@ def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
         roles[run] = _seeds(run_folder)
         _publisher(run_folder)
         _peers(run_folder)
-        private(run_folder / ACCOUNT, run)
-    private(folder / "users.conf", accounts_conf(roles, _tenants(folder)) + tls.server_conf(folder))
+    private(folder / "users.conf", accounts_conf(roles) + tls.server_conf(folder))
     return folder
 
 
@@ -91,48 +81,10 @@ def write(folder: Path) -> Path:
     Existing seeds stay valid, so that a broker that is restarted on the same run accepts the actors that are still
     alive.
     """
-    private(folder / "users.conf", users_conf(_seeds(folder), tenants=_tenants(folder)) + tls.server_conf(folder))
+    private(folder / "users.conf", users_conf(_seeds(folder)) + tls.server_conf(folder))
     _publisher(folder)
     _peers(folder)
     return folder
-
-
-def open_to_tenants(folder: Path) -> None:
-    """Make the keys of the auth service, so that `write` and `write_accounts` open the broker to tenants. A running
-    broker takes this over only when it is restarted."""
-    _private_folder(folder)
-    for name in (CALLOUT_ROLE, ISSUER):
-        _key(folder / f"{name}.nk")
-
-
-def _tenants(folder: Path) -> Tenants | None:
-    if not (folder / f"{CALLOUT_ROLE}.nk").exists():
-        return None
-    return Tenants(_key(folder / f"{ISSUER}.nk").account, _key(folder / f"{CALLOUT_ROLE}.nk").public)
-
-
-def tenants_folder(credentials: Path | None) -> Path | None:
-    """The folder with the auth service's keys: a run's own, or the one that holds its account; None without keys."""
-    places = (credentials, credentials.parent) if credentials is not None else ()
-    return next((place for place in places if (place / f"{CALLOUT_ROLE}.nk").exists()), None)
-
-
-def account_of(credentials: Path | None) -> str:
-    """The account of a folder of seeds or of one seed file; empty for a broker without accounts."""
-    places = (credentials, credentials.parent) if credentials is not None else ()
-    file = next((place / ACCOUNT for place in places if (place / ACCOUNT).exists()), None)
-    return file.read_text(encoding="ascii").strip() if file is not None else ""
-
-
-def issuer(folder: Path) -> Key:
-    """The key that signs the users of tenants. BusError without it: the broker would refuse what a new key signs."""
-    try:
-        return Key.parse((folder / f"{ISSUER}.nk").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        raise BusError(
-            f"{folder} holds no {ISSUER}.nk, with which the gateway signs tenants in: copy it from the broker's "
-            "credentials"
-        ) from None
 
 
 def _private_folder(folder: Path) -> None:
@@ -195,10 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m headrace.bus.broker.credentials", description="keys and users")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("credentials"))
     parser.add_argument("--run", action="append", default=[], help="give this run an account of its own (repeatable)")
-    parser.add_argument("--tenants", action="store_true", help="open the broker to tenants with API keys")
     args = parser.parse_args()
-    if args.tenants:
-        open_to_tenants(args.folder)
     try:
         write_accounts(args.folder, args.run) if args.run else write(args.folder)
     except ValueError as error:

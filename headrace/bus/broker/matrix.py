@@ -26,10 +26,6 @@ wildcard. Inside one account (one run and the runs branched from it) therefore:
 - Subjects do not fence content. Readers compare run, lane, group and type of a message with its subject and treat a
   contradiction like damaged bytes (headrace/bus/nats/addressing.py).
 
-On a broker that is open to tenants two more kinds of users exist: the gateway's auth service, which may read
-`$SYS.REQ.USER.AUTH` and answer, and clients with an API key, which may publish on `hr.tenant.<id of the key>.>` and
-read `_INBOX.tenant.<id of the key>.>`.
-
 None of this crosses accounts: another run's streams, buckets, consumers and inboxes do not exist there.
 A broker that `headrace up` starts holds one run. For a broker of several runs,
 `python -m headrace.bus.broker.credentials FOLDER --run RUN` makes an account per run; with `[bus] credentials = FOLDER`

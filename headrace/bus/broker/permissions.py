@@ -114,8 +114,6 @@ LINK_ROLE = "region"
 WEB_ROLE = "web"
 """The page in an operator's browser, over WebSocket. Its seed leaves the machine with the page, so the role may only
 read, and only records without users' data."""
-CALLOUT_ROLE = "callout"
-"""The auth service of a gateway (gateway/tenants/callout.py); on brokers that are open to tenants."""
 REGIONAL = (
     *("rollout", "environment", "search", "judge", "weight_sync", "gateway", "scavenger"),
     *("dashboard", "operator"),
@@ -167,8 +165,6 @@ def readable(role: str) -> dict[str, bool]:
 
 def of(role: str) -> Permissions:
     """The permissions of a role. KeyError for a role that does not exist."""
-    if role == CALLOUT_ROLE:
-        return Permissions(publish=("$JS.FC.>",), subscribe=("$SYS.REQ.USER.AUTH", f"_INBOX.{CALLOUT_ROLE}.>"))
     if role not in ROLES:
         raise KeyError(f"unknown role {role!r}; there are {', '.join(ROLES)}")
     if role == "admin":
@@ -214,8 +210,6 @@ def of(role: str) -> Permissions:
         ]
     subscribe = [f"_INBOX.{role}.>", f"hr.rpc.{role}.>"]
     subscribe += [f"hr.rpc.{service}.>" for service in SERVICES.get(role, ()) if service != role]
-    if role in s.TENANT.readers:
-        subscribe.append(s.TENANT.where())
     for subject in s.SUBJECTS.values():
         if subject.template.startswith(_CORE) and subject not in (s.RPC, s.RPC_NODE):
             if role in subject.readers or role in READERS:
@@ -271,54 +265,26 @@ def _unique(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
 
 
-class Tenants(msgspec.Struct, frozen=True):
-    """The public keys of a broker that is open to tenants."""
-
-    issuer: str
-    """Of the account that signs the users of tenants."""
-    callout: str
-    """Of the auth service."""
-
-    def conf(self, public_keys: Iterable[str], account: str = "") -> list[str]:
-        """The lines of the auth callout. public_keys: users that the broker decides on itself."""
-        lines = ["  auth_callout {", f"    issuer: {self.issuer}"]
-        lines += [f"    account: {account}"] if account else []
-        return [*lines, f"    auth_users: [{', '.join([*public_keys, self.callout])}]", "  }"]
-
-
-def accounts_conf(runs: dict[str, dict[str, str]], tenants: Tenants | None = None) -> str:
+def accounts_conf(runs: dict[str, dict[str, str]]) -> str:
     """The ``accounts`` block for nats-server: an account with its own JetStream for every run, and its users.
 
     runs: run to role to public key. The account follows from the key that a client signs in with, so no actor knows
-    that there are accounts. Accounts export nothing to each other. With `tenants` the auth service has an account too.
+    that there are accounts. Accounts export nothing to each other.
     """
     lines = ["# Made by headrace: one account per run, one user per role, public keys only.", "accounts {"]
     for run, public_keys in runs.items():
         lines += [f"  {run} {{", "    jetstream: enabled", "    users: ["]
         lines += [f"  {line}" for role, public in public_keys.items() for line in _user(role, public, of(role))]
         lines += ["    ]", "  }"]
-    if tenants is None:
-        return "\n".join([*lines, "}", ""])
-    lines += [f"  {CALLOUT_ROLE} {{", "    users: ["]
-    lines += [f"  {line}" for line in _user(CALLOUT_ROLE, tenants.callout, of(CALLOUT_ROLE))]
-    every = [public for public_keys in runs.values() for public in public_keys.values()]
-    lines += ["    ]", "  }", "}", "authorization {", *tenants.conf(every, CALLOUT_ROLE)]
     return "\n".join([*lines, "}", ""])
 
 
-def users_conf(
-    public_keys: dict[str, str],
-    permissions_of: Callable[[str], Permissions] = of,
-    tenants: Tenants | None = None,
-) -> str:
-    """The ``authorization`` block for nats-server: one NKEY user per role, and the auth service of `tenants`."""
+def users_conf(public_keys: dict[str, str], permissions_of: Callable[[str], Permissions] = of) -> str:
+    """The ``authorization`` block for nats-server: one NKEY user per role."""
     lines = ["# Made by headrace: one user per role, public keys only.", "authorization {", "  users: ["]
     for role, public in public_keys.items():
         lines += _user(role, public, permissions_of(role))
-    if tenants is None:
-        return "\n".join([*lines, "  ]", "}", ""])
-    lines += [*_user(CALLOUT_ROLE, tenants.callout, of(CALLOUT_ROLE)), "  ]", *tenants.conf(public_keys.values())]
-    return "\n".join([*lines, "}", ""])
+    return "\n".join([*lines, "  ]", "}", ""])
 
 
 def _user(role: str, public: str, permissions: Permissions) -> list[str]:
