@@ -375,8 +375,8 @@ class Gateway(Actor):
             await self._end(session, REASON, letter.reason)
 
     async def _follow_split(self, key: str) -> None:
-        """Follow a value in HR_STATE by which the feedback actor sets the version of new sessions."""
-        state = await self.bus.kv("HR_STATE")
+        """Follow a value in HR_PRODUCT by which the feedback actor sets the version of new sessions."""
+        state = await self.bus.kv("HR_PRODUCT")
         async for _, value, _ in state.watch(key):
             self.split.apply(value)
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 import headrace
+from headrace.bus.broker.permissions import NAMES
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.bus.nats import snapshots, streams
@@ -58,7 +59,7 @@ async def back_up(bus: Bus, run: str, folder: Path, *, live: bool = False) -> Ba
         raise BusError(f"{folder} is not empty; name a new folder")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     copies = []
-    for name in streams.NAMES:
+    for name in NAMES:
         if name == f"KV_{_PRESENCE}":
             continue
         file = folder / name

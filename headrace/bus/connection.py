@@ -15,7 +15,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from headrace.bus.broker import keys, tls
-from headrace.bus.broker.permissions import READERS
+from headrace.bus.broker.permissions import ANSWERS, READERS
 from headrace.bus.errors import ApiError, BusError, MessageGone, NoResponders, WrongSequence
 from headrace.bus.nats import ordered_reader
 from headrace.bus.nats.addressing import misplaced
@@ -39,6 +39,7 @@ MAX_INLINE = 1 << 20
 """Bytes of an encoded message above which it becomes a claim check."""
 RETRY_S = 20.0
 """Seconds for which a publish is repeated while no stream takes it: an election in a cluster takes up to 7 s."""
+
 _FULL = 10077
 _NO_SPACE = (10023, 10047)
 _WRONG = (10071, 10164)
@@ -264,10 +265,13 @@ class Bus(Records):
     async def respond(self, subject: str, handler: Callable[[Message], Awaitable[Message]], *, queue: str = "") -> Any:
         """Answer requests on a subject, each in a task of its own; `Actor.serve` is the usual way.
 
-        A request that cannot be read, and a handler that raises, answer ``Ack(ok=False)``.
+        A request that cannot be read, and a handler that raises, answer ``Ack(ok=False)``. A request whose reply
+        subject is not the broker's own (`permissions.ANSWERS`) is ignored.
         """
 
         async def answer(raw: Msg) -> None:
+            if not raw.reply.startswith(ANSWERS.removesuffix(">")):
+                return  # an answer elsewhere than to the caller's account would be a publish in this role's name
             asked_on = self.connection.incarnation
             with tracing.processing(raw.subject, raw.headers or {}) as span:
                 try:

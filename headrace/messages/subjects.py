@@ -65,6 +65,8 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     duplicate_window_s: Seconds = 120.0
     expiring: bool = False
     """Messages may carry an expiry of their own (``Nats-TTL``)."""
+    once: bool = False
+    """A subject holds one message, which no later one replaces."""
     queued_payloads_s: Seconds = 0.0
     """Of a work queue, whose records go when they are handled: how long their payloads live."""
     note: str = ""
@@ -294,6 +296,7 @@ STREAMS: tuple[Stream, ...] = (
         subjects=("hr.blob.>",),
         max_bytes=8 << 30,
         expiring=True,
+        once=True,
         note="claim checks, 1 MiB chunks; those of records as long as these (HR_TASK: 60 days), those of requests and "
         "answers two hours",
     ),
@@ -322,12 +325,18 @@ STREAMS: tuple[Stream, ...] = (
 STREAM: dict[str, Stream] = {stream.name: stream for stream in STREAMS}
 
 KEY_VALUES: dict[str, str] = {
-    "HR_STATE": "run configuration, min_version per run, durable trainer position, adapters of semantic search, "
-    "addresses of nodes that serve weights",
-    "HR_SESSION": "open sessions of users with their prompts; only gateways read it",
-    "HR_LEASE": "capacity leases; the revision is the fencing token",
-    "HR_PRESENCE": "heartbeats of live actors; entries lapse after 15 s",
+    "HR_ADMISSION": "min_version per run; the curriculum writes it",
+    "HR_RENDERER": "the renderer bundle of a run; the trainer writes it",
+    "HR_PRODUCT": "promoted version, gate, branches, deny-list and certificates of purges; feedback writes it",
+    "HR_NODES": "addresses of nodes that serve weights, and their turns; weight senders and receivers write it",
+    "HR_ADAPTERS": "adapters of semantic search; operators write it",
+    "HR_SESSION": "open sessions of users with their prompts; only gateways read and write it",
+    "HR_LEASE": "capacity leases; the revision is the fencing token; the scavenger writes it",
+    "HR_PLUGINS": "hashes of the plugins of a run; every role writes under its own name",
+    "HR_PRESENCE": "heartbeats of live actors; entries lapse after 15 s; every role writes under its own name",
 }
+"""A broker cannot fence single keys against headers or reads, so each bucket has one writing role, or keys that begin
+with the role that writes them and no header that reaches beyond its own key."""
 
 
 def stream_of(subject: str) -> Stream | None:

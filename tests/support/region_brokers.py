@@ -88,7 +88,7 @@ class World:
         """A region's broker with its mirror."""
         wire = Wire(self._port)
         await wire.mend()
-        key = self.hub.credentials / "region.nk"
+        key = self.hub.folder / regions.LINKS
         folder = regions.prepare_region(self.folder / name, name, f"nats-leaf://127.0.0.1:{wire.port}", key)
         region = self.regions[name] = Region(name, await Server(folder, prepared=True).start(), wire)
         async with await Bus.connect(region.server.url, role="admin", credentials=region.server.credentials) as admin:

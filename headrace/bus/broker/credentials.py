@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from secrets import token_hex
 
+from headrace.bus.broker import accounts as broker_accounts
 from headrace.bus.broker import tls
 from headrace.bus.broker.keys import Key
-from headrace.bus.broker.permissions import ROLES, accounts_conf, users_conf
+from headrace.bus.broker.permissions import ROLES
 from headrace.bus.errors import BusError
 from headrace.messages.subjects import token
 
@@ -41,10 +42,10 @@ def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
     roles: dict[str, dict[str, str]] = {}
     for run in sorted({*accounts(folder), *runs}):
         run_folder = folder / run
-        roles[run] = _seeds(run_folder)
+        roles[run] = seeds(run_folder)
         _publisher(run_folder)
         _peers(run_folder)
-    private(folder / "users.conf", accounts_conf(roles) + tls.server_conf(folder))
+    private(folder / "users.conf", broker_accounts.conf(roles) + tls.server_conf(folder))
     return folder
 
 
@@ -81,7 +82,7 @@ def write(folder: Path) -> Path:
     Existing seeds stay valid, so that a broker that is restarted on the same run accepts the actors that are still
     alive.
     """
-    private(folder / "users.conf", users_conf(_seeds(folder)) + tls.server_conf(folder))
+    private(folder / "users.conf", broker_accounts.conf({"": seeds(folder)}) + tls.server_conf(folder))
     _publisher(folder)
     _peers(folder)
     return folder
@@ -92,10 +93,10 @@ def _private_folder(folder: Path) -> None:
     folder.chmod(0o700)
 
 
-def _seeds(folder: Path) -> dict[str, str]:
+def seeds(folder: Path, names: Sequence[str] = ROLES) -> dict[str, str]:
     """Make the missing seeds of a folder; role to public key."""
     _private_folder(folder)
-    return {role: _key(folder / f"{role}.nk").public for role in ROLES}
+    return {name: _key(folder / f"{name}.nk").public for name in names}
 
 
 def _publisher(folder: Path) -> None:

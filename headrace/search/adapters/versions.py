@@ -1,4 +1,4 @@
-"""Adapters on the bus: their bytes on HR_BLOB, a version of each in HR_STATE.
+"""Adapters on the bus: their bytes on HR_BLOB, a version of each in HR_ADAPTERS.
 
 A version is never deleted, so that a replay finds the adapter that a search used; a withdrawn one is only not used.
 """
@@ -14,7 +14,7 @@ from headrace.messages.search import SearchAdapter, SearchAdapterVersion, adapte
 from headrace.search.adapters.adapter import Adapter, AdapterError
 from headrace.search.models import PLUGIN, identity_of
 
-BUCKET = "HR_STATE"
+BUCKET = "HR_ADAPTERS"
 
 
 async def published(bus: Bus, run: str) -> dict[int, SearchAdapterVersion]:

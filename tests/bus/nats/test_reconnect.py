@@ -221,7 +221,7 @@ async def test_a_request_in_flight_ends_at_the_break(broker: Broker) -> None:
 
 async def test_a_watch_goes_on(broker: Broker) -> None:
     bus = await broker.connect()
-    kv = await bus.kv("HR_STATE")
+    kv = await bus.kv("HR_ADMISSION")
     seen: asyncio.Queue[object] = asyncio.Queue()
 
     async def watch() -> None:
