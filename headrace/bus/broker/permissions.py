@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from headrace.bus.broker import callers
 from headrace.messages import subjects as s
 
 EVENT_TYPES: dict[str, tuple[str, ...]] = {
@@ -185,7 +186,7 @@ def of(role: str) -> Permissions:
             continue
         if role in subject.publishers or (_EVERYONE in subject.publishers and role not in ("dashboard", "replay")):
             publish += NARROWER.get(role, {}).get(subject.template, (subject.where(),))
-    publish += [s.HEARTBEAT.where(actor=role), s.METRIC.where(actor=role), "hr.rpc.>"]
+    publish += [s.HEARTBEAT.where(actor=role), s.METRIC.where(actor=role), *callers.filters(role)]
     restricted_kinds = [kind for kind, roles in EVENT_TYPES.items() if role in roles]
     publish += [s.EVENT.where(actor=role, type=kind) for kind in (*restricted_kinds, *FREE_EVENTS)]
     for stream, consumers in readable(role).items():
