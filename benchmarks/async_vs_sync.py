@@ -77,18 +77,18 @@ class Waiting(Environment):
         self.calls: dict[tuple[str, int], int] = {}
         await super().start()
 
-    async def _call(self, call: SandboxCall) -> SandboxReply:
+    async def _call(self, caller: str, call: SandboxCall) -> SandboxReply:
         if self.median > 0.0:
             try:
-                request = self._leases.authorise(call.sandbox, call.secret, call.epoch).request
+                request = self._leases.authorise(caller, call.sandbox, call.secret, call.epoch).request
             except (Unknown, OwnershipRefused):
-                return await super()._call(call)
+                return await super()._call(caller, call)
             if request.role == "rollout":
                 key = (request.group, request.slot)
                 self.calls[key] = number = self.calls.get(key, 0) + 1
                 seed = seed_of(self.config.run.seed, *key, number)
                 await asyncio.sleep(drawn(seed, self.median, self.sigma, self.longest))
-        return await super()._call(call)
+        return await super()._call(caller, call)
 
 
 class Asking(Actor):

@@ -55,22 +55,24 @@ class Sleeping(Environment):
         self.calls: dict[tuple[str, int], int] = {}
         await super().start()
 
-    async def _call(self, call: SandboxCall) -> SandboxReply:
+    async def _call(self, caller: str, call: SandboxCall) -> SandboxReply:
         if self.longest > 0.0 and isinstance(call.op, RunTests):
             try:
-                request = self._leases.authorise(call.sandbox, call.secret, call.epoch).request
+                request = self._leases.authorise(caller, call.sandbox, call.secret, call.epoch).request
             except (Unknown, OwnershipRefused):
-                return await super()._call(call)
+                return await super()._call(caller, call)
             if request.role == "rollout":
                 if (wait := self.waits.get(call.call_id)) is None:
                     key = (request.group, request.slot)
                     self.calls[key] = number = self.calls.get(key, 0) + 1
                     self.waits[call.call_id] = wait = drawn(seed_of(self.config.run.seed, *key, number), self.longest)
                 sleep = Exec(argv=("sleep", f"{wait:.3f}"), timeout_s=wait + 60.0)
-                slept = await super()._call(msgspec.structs.replace(call, call_id=f"{call.call_id}.sleep", op=sleep))
+                slept = await super()._call(
+                    caller, msgspec.structs.replace(call, call_id=f"{call.call_id}.sleep", op=sleep)
+                )
                 if slept.result is None or not slept.result.ok:
                     return slept
-        return await super()._call(call)
+        return await super()._call(caller, call)
 
 
 def merge(path: Path, figures: Figures, targets: Figures) -> None:

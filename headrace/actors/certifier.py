@@ -27,14 +27,14 @@ from headrace.tasks.certificates import task_hash
 
 
 class _Named:
-    """Acquires sandboxes and records the backend of the last one."""
+    """Acquires sandboxes as the certifier's, and records the backend of the last one."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
         self.backend = ""
 
     async def acquire(self, request: Acquire) -> RemoteSandbox:
-        sandbox = await self._sandboxes.acquire(request)
+        sandbox = await self._sandboxes.acquire(msgspec.structs.replace(request, role="certifier"))
         self.backend = sandbox.backend
         return sandbox
 

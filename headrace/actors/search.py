@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
+from headrace.bus.broker.callers import callers
 from headrace.bus.errors import Unrecoverable
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
@@ -63,8 +64,11 @@ class Search(Actor):
         self.spawn(self._embed(), "embedding")
         self.spawn(self._follow_adapters(), "adapters")
         self.every(5.0, self._measure, "metrics")
-        await self.serve(RPC_NODE.at(service="search", node=self._node, method="query"), self._query)
-        await self.serve(RPC.at(service="search", method=search_method(self._run_token)), self._query, queue="search")
+        for caller in callers("search", "query"):
+            own = RPC_NODE.at(service="search", caller=caller, node=self._node, method="query")
+            await self.serve(own, self._query)
+            shared = RPC.at(service="search", caller=caller, method=search_method(self._run_token))
+            await self.serve(shared, self._query, queue="search")
         await self.event("search_ready", f"{model.folder.name} on {self._node}", model=self._indexes.identity)
 
     async def stop(self) -> None:

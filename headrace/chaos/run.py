@@ -247,7 +247,7 @@ class FaultInjector:
     async def _runs(self, name: str, pid: int, timeout: float) -> bool:
         kind, _, given = name.partition(":")
         id = s.token(given) if given else f"{kind}-{pid}"
-        where = s.RPC_NODE.at(service=ROLES.get(kind, kind), node=id, method="ping")
+        where = s.RPC_NODE.at(service=ROLES.get(kind, kind), caller=self._bus.role, node=id, method="ping")
         try:
             beat = await self._bus.request(where, Ping(), timeout=timeout)
         except BusError:

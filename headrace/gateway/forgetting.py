@@ -58,7 +58,7 @@ class Forgetting:
         except UnicodeEncodeError:
             raise HttpRefused(400, "the user's name is not valid UTF-8") from None
         await self._drop(user)
-        subject = subjects.RPC.at(service="feedback", method="purge")
+        subject = subjects.RPC.at(service="feedback", caller="gateway", method="purge")
         done = await self._bus.request(subject, PurgeUser(user=user), timeout=PURGE_S)
         if not isinstance(done, PurgeCertificate):
             detail = done.detail if isinstance(done, Ack) else f"unexpected answer {done.type_name}"

@@ -156,7 +156,7 @@ class ClientServing:
 
     async def _ask(self, turn: ClientTurn) -> ClientTurnDone:
         """Request a turn from a rollout actor. HttpRefused with 400, 500, 503 or 504."""
-        subject = subjects.RPC.at(service="rollout", method=f"turn-{subjects.token(self._run)}")
+        subject = subjects.RPC.at(service="rollout", caller="gateway", method=f"turn-{subjects.token(self._run)}")
         try:
             owner = turn.group.partition(".")[0]
             answer = await self._bus.request(subject, turn, timeout=self._config.production.turn_s, owner=owner)
@@ -236,7 +236,7 @@ class ClientServing:
                 sampling=Sampling(temperature=session.temperature),
                 untrainable=session.untrainable,
             )
-            subject = subjects.RPC.at(service="rollout", method=f"end-{subjects.token(self._run)}")
+            subject = subjects.RPC.at(service="rollout", caller="gateway", method=f"end-{subjects.token(self._run)}")
             try:
                 answer = await self._bus.request(subject, end, timeout=30.0)
             except BusError as error:

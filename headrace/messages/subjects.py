@@ -79,6 +79,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _LIBRARY = ("every actor",)
+_CALLERS = ("rollout", "judge", "certifier", "gateway", "feedback", "operator")
 
 TASK = Subject(
     template="hr.task.{run}.{lane}.{suite}",
@@ -226,25 +227,25 @@ DLQ = Subject(
     "purged users by copies without content",
 )
 RPC = Subject(
-    template="hr.rpc.{service}.{method}",
+    template="hr.rpc.{service}.{caller}.{method}",
     types=(
         *("acquire", "acquired", "sandbox_call", "sandbox_reply", "renew", "release", "release_group", "ping", "ack"),
         *("client_turn", "client_turn_done", "client_session_end", "purge_user", "readmit_user", "attempt_control"),
         *("search_request", "search_reply", "workspace_command", "workspace_report"),
     ),
-    publishers=_LIBRARY,
+    publishers=_CALLERS,
     readers=("environment", "rollout", "feedback", "search"),
-    note="request and reply, never in a stream; one node's own methods are hr.rpc.environment.<node>.<method>, and any "
-    "node of a run answers hr.rpc.environment.acquire-<run>, any that holds an image "
-    "hr.rpc.environment.holds-<hash of its name>.acquire-<run>; the rollout actors of the production lane answer "
-    "hr.rpc.rollout.turn-<run> and hr.rpc.rollout.command-<run>, all of them listen on hr.rpc.rollout.control-<run>, "
-    "and any search actor of a run answers hr.rpc.search.query-<run>",
+    note="request and reply, never in a stream; {caller} is the role that asks, and the broker lets each role publish "
+    "under its own alone (bus/broker/callers.py says who calls what). Any node of a run answers acquire-<run> of the "
+    "environment; the rollout actors of the production lane answer turn-<run>, end-<run> and command-<run>, all of "
+    "them listen on control-<run>; any search actor of a run answers query-<run>",
 )
 RPC_NODE = Subject(
-    template="hr.rpc.{service}.{node}.{method}",
+    template="hr.rpc.{service}.{caller}.{node}.{method}",
     types=RPC.types,
-    publishers=_LIBRARY,
+    publishers=_CALLERS,
     readers=("environment", "search"),
+    note="one node's own methods; all nodes that hold an image answer acquire-<run> under holds-<hash of its name>",
 )
 HEARTBEAT = Subject(template="hr.beat.{actor}.{id}", types=("beat",), publishers=_LIBRARY, readers=("dashboard",))
 TRAFFIC = Subject(

@@ -50,7 +50,8 @@ FIGURES: dict[tuple[str, str], Figure] = {
             f"headrace_{lane}_{role}_machine_cpu_seconds", f"Of it, {lane} lane: machines of {text}.", "counter", 0.001
         )
         for lane, (role, text) in product(
-            ("train", "eval", "production"), (("rollout", "episodes"), ("judge", "verdicts"))
+            ("train", "eval", "production"),
+            (("rollout", "episodes"), ("judge", "verdicts"), ("certifier", "certificates")),
         )
     },
     ("feedback", "received"): _count("headrace_received_ratings", "Ratings of users that were received."),

@@ -155,7 +155,7 @@ class Sandboxes:
         asked = time.monotonic()
         try:
             if node:
-                subject = RPC_NODE.at(service="environment", node=node, method="acquire")
+                subject = RPC_NODE.at(service="environment", caller=self._bus.role, node=node, method="acquire")
                 reply = await ask(self._bus, subject, request, ANSWER_S, patient=patient)
             else:
                 async with self._asking:
@@ -185,10 +185,14 @@ class Sandboxes:
         """
         method = acquire_method(token(request.run))
         if request.template != EVERYWHERE:
-            subject = RPC_NODE.at(service="environment", node=holders(request.template), method=method)
+            subject = RPC_NODE.at(
+                service="environment", caller=self._bus.role, node=holders(request.template), method=method
+            )
             with suppress(NoResponders):
                 return await self._bus.request(subject, request, timeout=ANSWER_S)
-        return await self._bus.request(RPC.at(service="environment", method=method), request, timeout=ANSWER_S)
+        return await self._bus.request(
+            RPC.at(service="environment", caller=self._bus.role, method=method), request, timeout=ANSWER_S
+        )
 
     async def fork(self, sandbox: RemoteSandbox, into: Sequence[Acquire]) -> list[RemoteSandbox]:
         """`RemoteSandbox.fork`; this actor owns the copies."""
@@ -200,7 +204,7 @@ class Sandboxes:
         data: a result of `RemoteSandbox.checkpoint`. The request's key must be new on the node. CannotCopy when the
         node cannot use the checkpoint; NoCapacity after `patience_s` seconds; SandboxLost.
         """
-        subject = RPC_NODE.at(service="environment", node=node, method="restore")
+        subject = RPC_NODE.at(service="environment", caller=self._bus.role, node=node, method="restore")
         owner = request.group.rpartition(".")[0]
         began = time.monotonic()
         deadline = began + patience_s
@@ -287,7 +291,7 @@ class Sandboxes:
         timer ends the group's machine."""
         node = self._nodes.pop(key, "")
         if node:
-            subject = RPC_NODE.at(service="environment", node=node, method="release_group")
+            subject = RPC_NODE.at(service="environment", caller=self._bus.role, node=node, method="release_group")
             try:
                 await self._bus.request(subject, ReleaseGroup(**key._asdict()), timeout=ANSWER_S)
             except (NoResponders, BusTimeout, Disconnected):

@@ -157,4 +157,4 @@ class RemoteSandbox:
 
     def subject(self, method: str) -> str:
         """The subject on which its node serves a method."""
-        return RPC_NODE.at(service="environment", node=self.node, method=method)
+        return RPC_NODE.at(service="environment", caller=self._bus.role, node=self.node, method=method)

@@ -44,5 +44,5 @@ class SearchClient:
 
     def _subject(self) -> str:
         if self._node:
-            return RPC_NODE.at(service="search", node=self._node, method="query")
-        return RPC.at(service="search", method=search_method(self._run))
+            return RPC_NODE.at(service="search", caller=self._bus.role, node=self._node, method="query")
+        return RPC.at(service="search", caller=self._bus.role, method=search_method(self._run))

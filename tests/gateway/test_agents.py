@@ -230,7 +230,7 @@ async def test_a_cancelled_run_ends_when_its_rollout_actor_says_so(product: Prod
         groups.append(message.group)
         heard.set()
 
-    control = subjects.RPC.at(service="rollout", method=f"control-{subjects.token(product.run)}")
+    control = subjects.RPC.at(service="rollout", caller="gateway", method=f"control-{subjects.token(product.run)}")
     await product.rollout.listen(control, on_control)  # type: ignore[arg-type]
     _, made = await product.call("POST", "/v1/agents", {"prompt": "x"})
     agent, run = made["agent"]["id"], made["run"]["id"]

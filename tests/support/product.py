@@ -158,12 +158,12 @@ class Product:
             assert isinstance(message, SandboxCall)
             return SandboxReply(result=OpResult(data=os.urandom(3 << 19)))
 
-        await environment.respond("hr.rpc.environment.n.call", large)
+        await environment.respond("hr.rpc.environment.rollout.n.call", large)
         call = SandboxCall(
             sandbox="s", secret="s", epoch=1, call_id="c", op=WriteFiles(files={"x": os.urandom(3 << 19)})
         )
         rollout = await self.bus("rollout")
-        await rollout.request("hr.rpc.environment.n.call", call, timeout=PATIENCE_S, owner=user)
+        await rollout.request("hr.rpc.environment.rollout.n.call", call, timeout=PATIENCE_S, owner=user)
         return request
 
     async def event(self, wanted: Callable[[Any], bool], run: str = "", actor: str = "feedback") -> Any:

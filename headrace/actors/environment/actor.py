@@ -1,20 +1,25 @@
 """The environment actor: serves the sandboxes of one node, by request and reply.
 
-The environment nodes of a run share ``hr.rpc.environment.acquire-<run>`` as a queue group: one node answers each
-request, and a full node answers ``no_room``, so that the next request may reach another node. The nodes that hold an
-image share ``hr.rpc.environment.holds-<hash of its name>.acquire-<run>``, and an acquire of the image is sent there
-first. Every later request goes to the node that holds the sandbox. `headrace.vmhost` decides in which machine a sandbox
-runs.
+The environment nodes of a run share ``hr.rpc.environment.<caller>.acquire-<run>`` as a queue group: one node answers
+each request, and a full node answers ``no_room``, so that the next request may reach another node. The nodes that hold
+an image share ``hr.rpc.environment.<caller>.holds-<hash of its name>.acquire-<run>``, and an acquire of the image is
+sent there first. Every later request goes to the node that holds the sandbox. `headrace.vmhost` decides in which
+machine a sandbox runs.
+
+The caller is a role, and the broker lets each role publish under its own name alone. A sandbox belongs to the role that
+acquired it: a request of another role that names it, its key or its group is refused, whatever secret it carries.
 """
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from headrace.actors.environment.leases import Lease, Leases, OwnershipRefused, Unknown
+from headrace.bus.broker.callers import callers
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
 from headrace.messages.base import Message
@@ -86,7 +91,7 @@ class Environment(Actor):
         self._lines_ready = asyncio.Event()
         self._lines_lost = 0
         self._calls = 0
-        self._offered: dict[str, Any] = {}
+        self._offered: dict[str, list[Any]] = {}
         """Subscriptions by the name of an image."""
         # Two runs of one broker may each have an environment on this node.
         shared = self.run == ANY_RUN
@@ -102,7 +107,7 @@ class Environment(Actor):
         self.spawn(self._write_lines(), "tool log")
         self.every(REAP_EVERY_S, self._reap, "lease reaper")
         self.every(2.0, self._measure, "metrics")
-        methods: dict[str, Callable[[Any], Awaitable[Message]]] = {
+        methods: dict[str, Callable[[str, Any], Awaitable[Message]]] = {
             "acquire": self._acquire,
             "call": self._call,
             "renew": self._renew,
@@ -113,20 +118,28 @@ class Environment(Actor):
             "restore": self._restore,
         }
         for method, handler in methods.items():
-            await self.serve(RPC_NODE.at(service="environment", node=self._node, method=method), handler)
+            for caller in callers("environment", method):
+                subject = RPC_NODE.at(service="environment", caller=caller, node=self._node, method=method)
+                await self.serve(subject, partial(handler, caller))
         self._method = "*" if shared else acquire_method(self._run_token)
         await self._offer()
         self.every(OFFER_EVERY_S, self._offer, "images")
-        await self.serve(RPC.where(service="environment", method=self._method), self._acquire, queue="environment")
+        for caller in callers("environment", "acquire"):
+            subject = RPC.where(service="environment", caller=caller, method=self._method)
+            await self.serve(subject, partial(self._acquire, caller), queue="environment")
 
     async def _offer(self) -> None:
         """Answer acquires of the images that this node holds now, and of no others."""
         names = await asyncio.to_thread(self._host.held)
         for name in self._offered.keys() - names:
-            await self.unserve(self._offered.pop(name))
+            for subscription in self._offered.pop(name):
+                await self.unserve(subscription)
         for name in names - self._offered.keys():
-            subject = RPC_NODE.where(service="environment", node=holders(name), method=self._method)
-            self._offered[name] = await self.serve(subject, self._acquire, queue="environment")
+            offered = self._offered[name] = list[Any]()
+            for caller in callers("environment", "acquire"):
+                subject = RPC_NODE.where(service="environment", caller=caller, node=holders(name), method=self._method)
+                acquire = partial(self._acquire, caller)
+                offered.append(await self.serve(subject, acquire, queue="environment"))
 
     async def stop(self) -> None:
         """End every machine; a later call to one of its sandboxes gets the answer ``lost``."""
@@ -136,9 +149,11 @@ class Environment(Actor):
     def _on_host_event(self, kind: str, text: str, data: dict[str, Any]) -> None:
         self.spawn(self.event(kind, text, "warning", **data), "host event")
 
-    async def _acquire(self, request: Acquire) -> Acquired | SandboxReply:
-        """A sandbox with a new secret and epoch, or the reason for a failure. The latest caller owns the sandbox;
-        concurrent acquires of one key are serialised."""
+    async def _acquire(self, caller: str, request: Acquire) -> Acquired | SandboxReply:
+        """A sandbox with a new secret and epoch, or the reason for a failure. The latest caller of its role owns the
+        sandbox; concurrent acquires of one key are serialised."""
+        if request.role != caller:
+            return SandboxReply(failure="refused", detail=_not_its_own(caller, request.role))
         async with self._acquiring.setdefault(SandboxKey.of(request), asyncio.Lock()):
             return await self._acquire_alone(request)
 
@@ -176,10 +191,10 @@ class Environment(Actor):
             plugins=self._host.plugins,
         )
 
-    async def _call(self, call: SandboxCall) -> SandboxReply:
+    async def _call(self, caller: str, call: SandboxCall) -> SandboxReply:
         """Run one operation for the current owner."""
         try:
-            lease = self._leases.authorise(call.sandbox, call.secret, call.epoch)
+            lease = self._leases.authorise(caller, call.sandbox, call.secret, call.epoch)
         except Unknown as error:
             return SandboxReply(failure="lost", detail=str(error))
         except OwnershipRefused as error:
@@ -204,20 +219,20 @@ class Environment(Actor):
             return SandboxReply(failure="refused", detail="the sandbox was handed over while the call ran")
         return SandboxReply(result=result)
 
-    async def _renew(self, request: Renew) -> Ack:
+    async def _renew(self, caller: str, request: Renew) -> Ack:
         """Renew a lease."""
         try:
-            self._leases.authorise(request.sandbox, request.secret, request.epoch).renew(request.lease_s)
+            self._leases.authorise(caller, request.sandbox, request.secret, request.epoch).renew(request.lease_s)
         except Unknown as error:
             return Ack(ok=False, detail=f"lost: {error}")
         except OwnershipRefused as error:
             return Ack(ok=False, detail=f"refused: {error}")
         return Ack()
 
-    async def _release(self, request: Release) -> Ack:
+    async def _release(self, caller: str, request: Release) -> Ack:
         """Release a sandbox. A repeated request gets the same answer."""
         try:
-            lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
+            lease = self._leases.authorise(caller, request.sandbox, request.secret, request.epoch)
         except Unknown:
             return Ack()
         except OwnershipRefused as error:
@@ -226,16 +241,18 @@ class Environment(Actor):
             self._host.release(lease.sandbox.id)
         return Ack()
 
-    async def _release_group(self, request: ReleaseGroup) -> Ack:
+    async def _release_group(self, caller: str, request: ReleaseGroup) -> Ack:
         """The caller acquires no further sandbox of the group: the group's machine ends with its last sandbox."""
+        if request.role != caller:
+            return Ack(ok=False, detail=f"refused: {_not_its_own(caller, request.role)}")
         self._host.release_group(GroupKey(request.run, request.lane, request.role, request.group))
         return Ack()
 
-    async def _fork(self, request: Fork) -> Forked | SandboxReply:
+    async def _fork(self, caller: str, request: Fork) -> Forked | SandboxReply:
         """Copy a sandbox into new ones of the same run, lane and role. The reply leaves out a copy whose key has a
         later owner."""
         try:
-            lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
+            lease = self._leases.authorise(caller, request.sandbox, request.secret, request.epoch)
             source = SandboxKey.of(lease.request)
             if any(SandboxKey.of(copy)[:3] != source[:3] for copy in request.into):
                 raise OwnershipRefused("a fork must have its sandbox's run, lane and role")
@@ -251,10 +268,10 @@ class Environment(Actor):
         replies = [self._hand_over(copy, sandbox) for copy, sandbox in pairs]
         return Forked(held=tuple(reply for reply in replies if isinstance(reply, Acquired)))
 
-    async def _checkpoint(self, request: Checkpoint) -> Checkpointed | SandboxReply:
+    async def _checkpoint(self, caller: str, request: Checkpoint) -> Checkpointed | SandboxReply:
         """Serialise a sandbox."""
         try:
-            lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
+            lease = self._leases.authorise(caller, request.sandbox, request.secret, request.epoch)
             lease.running += 1
             try:
                 return Checkpointed(data=await self._host.checkpoint(lease.sandbox.id, request.whole))
@@ -264,8 +281,10 @@ class Environment(Actor):
         except (Unknown, OwnershipRefused, VmhostError, SandboxLost) as error:
             return _failure(error)
 
-    async def _restore(self, request: Restore) -> Acquired | SandboxReply:
+    async def _restore(self, caller: str, request: Restore) -> Acquired | SandboxReply:
         """Open a sandbox from the bytes of a checkpoint."""
+        if request.request.role != caller:
+            return SandboxReply(failure="refused", detail=_not_its_own(caller, request.request.role))
         try:
             sandbox = await self._host.restore(request.data, request.request)
         except (NoCapacity, VmhostError, SandboxLost) as error:
@@ -333,6 +352,10 @@ class Environment(Actor):
         if self._lines_lost:
             lost, self._lines_lost = self._lines_lost, 0
             await self.event("tool_log_lost", f"{lost} lines of the tool log were dropped", "error", lines=lost)
+
+
+def _not_its_own(caller: str, role: str) -> str:
+    return f"the role {caller} acquires sandboxes of its own role alone, not of {role!r}"
 
 
 def _failure(error: Exception) -> SandboxReply:

@@ -2,7 +2,7 @@
 
 Acquiring a key that is in use gives the same sandbox to the new caller under a new secret and epoch, and calls under
 the old ones are refused from then on. A second rollout actor can therefore continue an attempt of one that was killed,
-and the two never act in the same sandbox.
+and the two never act in the same sandbox. Both are of one role: a sandbox never changes its role (`SandboxKey.role`).
 """
 
 import hmac
@@ -47,8 +47,10 @@ class Lease:
         self.lease_s = lease_s or self.lease_s
         self.expires = time.monotonic() + self.lease_s
 
-    def check(self, secret: str, epoch: int) -> None:
-        """Raise OwnershipRefused unless secret and epoch are the current owner's."""
+    def check(self, caller: str, secret: str, epoch: int) -> None:
+        """Raise OwnershipRefused unless the caller's role, the secret and the epoch are the current owner's."""
+        if caller != self.key.role:
+            raise OwnershipRefused(f"the role {caller} did not acquire this sandbox")
         if epoch != self.epoch or not hmac.compare_digest(secret, self.secret):
             raise OwnershipRefused(f"epoch {epoch} is not the current owner's")
 
@@ -81,12 +83,12 @@ class Leases:
             del self._by_key[lease.key]
         return True
 
-    def authorise(self, sandbox: str, secret: str, epoch: int) -> Lease:
-        """The lease of a call, after checking its secret and epoch. Unknown, OwnershipRefused."""
+    def authorise(self, caller: str, sandbox: str, secret: str, epoch: int) -> Lease:
+        """The lease of a call, after checking its caller, secret and epoch. Unknown, OwnershipRefused."""
         lease = self._by_id.get(sandbox)
         if lease is None:
             raise Unknown(f"this node has no sandbox {sandbox}")
-        lease.check(secret, epoch)
+        lease.check(caller, secret, epoch)
         return lease
 
     def lapsed(self, now: float, every_s: float) -> list[Lease]:

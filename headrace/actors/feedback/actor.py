@@ -26,6 +26,7 @@ from headrace.actors.feedback.candidates import Candidates
 from headrace.actors.feedback.consent import Consent
 from headrace.actors.feedback.purge import Purges
 from headrace.actors.feedback.replays import Replays
+from headrace.bus.broker.callers import callers
 from headrace.bus.errors import WrongSequence
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
@@ -88,7 +89,10 @@ class Feedback(Actor):
             self.every(5.0, self._measure, "figures"),
             self.every(5.0, self.purges.sweep, "late records of purged users"),
         ]
-        self._purging = await self.serve(subjects.RPC.at(service="feedback", method="purge"), self.purges.answer)
+        self._purging = [
+            await self.serve(subjects.RPC.at(service="feedback", caller=caller, method="purge"), self.purges.answer)
+            for caller in callers("feedback", "purge")
+        ]
         await self.consume(
             subjects.EVENT,
             self._on_promotion,
@@ -121,7 +125,8 @@ class Feedback(Actor):
         self.status = "superseded"
         for task in self._acting:
             task.cancel()
-        await self.unserve(self._purging)
+        for subscription in self._purging:
+            await self.unserve(subscription)
         await asyncio.gather(*(consumer.halt() for consumer in self._consumers))
         await self.event("superseded", f"{successor.actor} {successor.id} acts for this run now", "error")
 

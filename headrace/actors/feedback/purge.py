@@ -156,7 +156,7 @@ class Purges:
 
     async def _end_requests(self, user: str, eraser: Eraser) -> tuple[str, ...]:
         """Cancel the user's requests under way; the groups of those that had not ended."""
-        where = RPC.at(service="rollout", method=f"control-{token(self._run)}")
+        where = RPC.at(service="rollout", caller="feedback", method=f"control-{token(self._run)}")
         deadline, open_groups = time.monotonic() + CANCEL_S, await self._open_groups(user)
         groups = tuple(sorted(open_groups))
         while True:

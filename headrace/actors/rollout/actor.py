@@ -23,6 +23,7 @@ from headrace.actors.rollout.policies import Policies
 from headrace.actors.rollout.sandbox_checkpoint import CheckpointSchedule
 from headrace.actors.rollout.server import EVERY_S, ServerReports
 from headrace.actors.rollout.workspace_commands import WorkspaceCommands
+from headrace.bus.broker.callers import callers
 from headrace.bus.errors import Reject, Unrecoverable, WrongSequence
 from headrace.bus.nats.consumer import Consumer
 from headrace.bus.nats.received import Received
@@ -125,8 +126,9 @@ class Rollout(Actor):
         for lane in LANES:
             await self._pull(lane)
         await self._serve_clients()
-        control = RPC.at(service="rollout", method=f"control-{token(self.run)}")
-        await self.listen(control, self._on_control)
+        for caller in callers("rollout", "control"):
+            control = RPC.at(service="rollout", caller=caller, method=f"control-{token(self.run)}")
+            await self.listen(control, self._on_control)
         self.spawn(self._follow_lease(), "lease")
         self.spawn(self._follow_admission(), "admission")
         self.spawn(self._follow_promotion(), "promotion")
@@ -160,8 +162,9 @@ class Rollout(Actor):
                 "command": self._commands.run,
             }
             for method, handler in handlers.items():
-                subject = RPC.at(service="rollout", method=f"{method}-{run}")
-                self._answering.append(await self.serve(subject, handler, queue="rollout"))
+                for caller in callers("rollout", method):
+                    subject = RPC.at(service="rollout", caller=caller, method=f"{method}-{run}")
+                    self._answering.append(await self.serve(subject, handler, queue="rollout"))
         elif "production" not in self._lanes:
             answering, self._answering = self._answering, []
             for subscription in answering:

@@ -45,7 +45,13 @@ def imports(role: str) -> tuple[Import, ...]:
         out += [Import("service", account, name) for account, name in _homes(subject)]
     for subject in allowed.subscribe:
         out += [Import("stream", account, name) for account, name in _origins(role, subject)]
-    return tuple(one for one in dict.fromkeys(out) if one.account != role)
+    wanted = [one for one in dict.fromkeys(out) if one.account != role]
+    return tuple(one for one in wanted if not any(_within(one, other) for other in wanted))
+
+
+def _within(one: Import, other: Import) -> bool:
+    """Whether another import has all of this one; with both a message would arrive twice."""
+    return one != other and one[:2] == other[:2] and s.covers(other.subject, one.subject)
 
 
 def _homes(subject: str) -> Iterator[tuple[str, str]]:

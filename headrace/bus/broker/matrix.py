@@ -3,6 +3,7 @@
 import re
 
 from headrace.bus.broker import permissions
+from headrace.bus.broker.callers import CALLERS, PING, PINGING
 from headrace.bus.broker.permissions import ACTORS, EVENT_TYPES, KV_READERS, KV_WRITERS, PURGES, READERS
 from headrace.messages import subjects as s
 
@@ -23,6 +24,10 @@ wildcard. Inside one account (one run and the runs branched from it) therefore:
   bucket of their own for this reason.
 - A role that reads HR_BLOB may read every payload in it. A payload is found by its hash; only operators and dashboards
   may list the stream.
+- A sandbox belongs to a role, not to one actor: an actor of a role can take over what another of the same role
+  acquired (an attempt is handed on so). The judge's sandboxes are thus open to judges and to their node alone.
+- A role can take all machines that its share of a node allows: a rollout's seed those that are not reserved for the
+  judge, a judge's or a certifier's seed every free one. Leases that nobody renews lapse.
 - Subjects do not fence content. Readers compare run, lane, group and type of a message with its subject and treat a
   contradiction like damaged bytes (headrace/bus/nats/addressing.py).
 
@@ -41,13 +46,18 @@ def table() -> str:
     lines += ["Everything that no row allows is denied. The admin declares streams and may do everything.", ""]
     lines += ["## Publish", "", "| subject | roles |", "|---|---|"]
     for subject in s.SUBJECTS.values():
-        if subject in (s.EVENT, s.ADVISORY):
+        if subject in (s.EVENT, s.ADVISORY, s.RPC, s.RPC_NODE):
             continue
         lines.append(f"| `{_shown(subject.template)}` | {_publishers(subject)} |")
     for kind in s.EVENT.types:
         roles = EVENT_TYPES.get(kind)
         who = ", ".join(roles) if roles else "every role"
         lines.append(f"| `hr.event.<run>.<own role>.{kind}` | {who} |")
+    lines += ["", "## Call", "", "A role calls `hr.rpc.<service>.<own role>...`, and a service answers:", ""]
+    lines += ["| service | method | callers |", "|---|---|---|"]
+    for service, methods in CALLERS.items():
+        lines += [f"| {service} | {method} | {', '.join(roles)} |" for method, roles in methods.items()]
+    lines.append(f"| every role | {PING} | {', '.join(PINGING)} |")
     lines += [
         "",
         "## Read",
@@ -84,7 +94,7 @@ def _publishers(subject: s.Subject) -> str:
     if "every actor" in subject.publishers:
         if subject == s.BLOB:
             return ", ".join(role for role in ACTORS if role not in permissions.NO_BLOBS) + ", operator"
-        return "every role" if subject in (s.RPC, s.RPC_NODE) else "every role, as itself"
+        return "every role, as itself"
     shown = []
     for role in subject.publishers:
         filters = " ".join(f"`{filter}`" for filter in narrow.get(role, ()))

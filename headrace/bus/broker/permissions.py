@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from headrace.bus.broker import callers
 from headrace.messages import subjects as s
 
 EVENT_TYPES: dict[str, tuple[str, ...]] = {
@@ -191,7 +192,7 @@ def of(role: str) -> Permissions:
             continue
         if role in subject.publishers or (_EVERYONE in subject.publishers and role not in ("dashboard", "replay")):
             publish += NARROWER.get(role, {}).get(subject.template, (subject.where(),))
-    publish += [s.HEARTBEAT.where(actor=role), s.METRIC.where(actor=role), *_calls(role)]
+    publish += [s.HEARTBEAT.where(actor=role), s.METRIC.where(actor=role), *callers.filters(role)]
     restricted_kinds = [kind for kind, roles in EVENT_TYPES.items() if role in roles]
     publish += [s.EVENT.where(actor=role, type=kind) for kind in (*restricted_kinds, *FREE_EVENTS)]
     for stream, consumers in readable(role).items():
@@ -226,11 +227,6 @@ def of(role: str) -> Permissions:
 ANSWERS = "_R_.>"
 """Reply subjects as the broker writes them into a request that crosses from the caller's account to that of the
 service. An answer on one returns to the caller's account, whatever the caller named; other answers are refused."""
-
-
-def _calls(role: str) -> list[str]:
-    """Subjects on which a role calls the services of others."""
-    return ["hr.rpc.*.>"]
 
 
 def acknowledged(stream: str) -> list[str]:

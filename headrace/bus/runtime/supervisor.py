@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.bus.broker.callers import PING, PINGING
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, CorruptPayload, Denied, StreamMissing, Unrecoverable
 from headrace.bus.nats.kv import KeyValue
@@ -171,7 +172,9 @@ class Supervisor:
         try:
             actor = life.actor = life.cls(self.config, bus, self.run_id, life.id)
             beats = asyncio.create_task(self._heartbeats(life, actor))
-            await actor.serve(s.RPC_NODE.at(service=actor.role, node=actor.id, method="ping"), self._ping(life, actor))
+            for caller in PINGING:
+                ping = s.RPC_NODE.at(service=actor.role, caller=caller, node=actor.id, method=PING)
+                await actor.serve(ping, self._ping(life, actor))
             error = await self._until_end(life, actor)
         except Exception as caught:
             error = caught

@@ -98,7 +98,9 @@ async def _ask(folder: "RunDir", message: "Message") -> "Message":
 
     async with bus_of(folder) as bus:
         try:
-            return await bus.request(RPC.at(service="feedback", method="purge"), message, timeout=ANSWER_S)
+            return await bus.request(
+                RPC.at(service="feedback", caller=bus.role, method="purge"), message, timeout=ANSWER_S
+            )
         except BusError as error:
             raise RunError(f"the feedback actor of run {folder.id} did not answer: {error}", 1) from None
 

@@ -109,7 +109,7 @@ class AgentSets:
         )
 
     async def _ask(self, command: WorkspaceCommand, user: str) -> WorkspaceReport:
-        subject = subjects.RPC.at(service="rollout", method=f"command-{subjects.token(self._run)}")
+        subject = subjects.RPC.at(service="rollout", caller="gateway", method=f"command-{subjects.token(self._run)}")
         try:
             answer = await self._bus.request(subject, command, timeout=command.timeout_s + ANSWER_S, owner=user)
         except NoResponders:

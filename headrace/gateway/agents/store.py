@@ -238,7 +238,7 @@ class Agents:
 
     async def control(self, message: AttemptControl) -> None:
         """Send a control message to all rollout actors of the run."""
-        where = subjects.RPC.at(service="rollout", method=f"control-{subjects.token(self._run)}")
+        where = subjects.RPC.at(service="rollout", caller="gateway", method=f"control-{subjects.token(self._run)}")
         await self._bus.emit(where, message)
 
     def _key(self, agent: Agent) -> str:

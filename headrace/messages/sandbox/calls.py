@@ -13,7 +13,7 @@ from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox.operations import Change, Op
 from headrace.messages.tasks import SandboxLimits
 
-Role = Literal["rollout", "judge"]
+Role = Literal["rollout", "judge", "certifier"]
 Isolation = Literal["episode", "group"]
 
 
@@ -82,6 +82,7 @@ class Acquire(Message, frozen=True, kw_only=True):
     run: str
     lane: str
     role: Role
+    """The caller's own: a node refuses any other. The judge and the certifier have a share of a node's machines."""
     group: str
     slot: Count
     attempt: Count

@@ -70,7 +70,7 @@ class Pool:
 
     def make(self, request: Acquire, make: MakeMachine | None = None) -> PooledMachine:
         """Start another machine: by `make`, otherwise a fresh one of the request's template. NoCapacity."""
-        can_wait = request.role != "judge" and request.lane != "production"
+        can_wait = request.role == "rollout" and request.lane != "production"
         if can_wait and (busy := self._backend.busy()):  # ending an idle machine would not free the processor soon
             raise NoCapacity(f"no capacity for a {request.role} machine: {busy}")
         while shortage := self._shortage(request):
@@ -104,12 +104,12 @@ class Pool:
         if len(self.machines) >= most:
             return f"{len(self.machines)} machines of {most} are in use"
         share = most - self._environment.judge_share
-        rollouts = [pooled for pooled in self.machines if pooled.group.role != "judge"]
-        if request.role != "judge" and len(rollouts) >= share:
+        rollouts = [pooled for pooled in self.machines if pooled.group.role == "rollout"]
+        if request.role == "rollout" and len(rollouts) >= share:
             return f"{len(rollouts)} machines of {share} are in use, the others are reserved for the judge"
         share -= self._environment.production_share
         training = sum(pooled.group.lane != "production" for pooled in rollouts)
-        if request.role != "judge" and request.lane != "production" and training >= share:
+        if request.role == "rollout" and request.lane != "production" and training >= share:
             return f"{training} machines of {share} are in use, the others are reserved for users and the judge"
         return ""
 

@@ -43,7 +43,6 @@ pytestmark = pytest.mark.anyio
 
 RUN = "r1"
 CONFIG = Config(environment=Section(backend="process", max_vms=3, judge_share=1, slots_per_vm=2, lease_s=30.0))
-ACQUIRE = RPC.at(service="environment", method=acquire_method(RUN))
 FILES = {"a.txt": b"one"}
 
 
@@ -55,8 +54,8 @@ def wanted(
     )
 
 
-def on(held: Acquired, method: str) -> str:
-    return RPC_NODE.at(service="environment", node=held.node, method=method)
+def on(held: Acquired, method: str, caller: str = "rollout") -> str:
+    return RPC_NODE.at(service="environment", caller=caller, node=held.node, method=method)
 
 
 def call(held: Acquired, op: ReadFile | WriteFiles | Exec, call_id: str = "c1") -> SandboxCall:
@@ -70,14 +69,18 @@ async def client(connect: Connect) -> AsyncIterator[Bus]:
         yield await connect("rollout")
 
 
+def acquire(caller: str) -> str:
+    return RPC.at(service="environment", caller=caller, method=acquire_method(RUN))
+
+
 async def take(bus: Bus, request: Acquire) -> Acquired:
-    held = await bus.request(ACQUIRE, request)
+    held = await bus.request(acquire(bus.role), request)
     assert isinstance(held, Acquired), held
     return held
 
 
 async def reply(bus: Bus, held: Acquired, request: SandboxCall) -> SandboxReply:
-    answer = await bus.request(on(held, "call"), request)
+    answer = await bus.request(on(held, "call", bus.role), request)
     assert isinstance(answer, SandboxReply)
     return answer
 
@@ -139,16 +142,16 @@ async def test_who_asked_last_holds_it_however_long_it_took(client: Bus) -> None
         assert (await reply(client, last, call(last, ReadFile(path="a.txt")))).result is not None
 
 
-async def test_no_room_is_an_answer_and_the_judges_share_is_kept(client: Bus) -> None:
+async def test_no_room_is_an_answer_and_the_judges_share_is_kept(client: Bus, connect: Connect) -> None:
     for group in ("g6", "g7"):
         await take(client, wanted(group, isolation="episode"))
-    full = await client.request(ACQUIRE, wanted("g8", isolation="episode"))
+    full = await client.request(acquire("rollout"), wanted("g8", isolation="episode"))
     assert isinstance(full, SandboxReply) and full.failure == "no_room"
-    await take(client, wanted("g8", role="judge", isolation="episode"))
+    await take(await connect("judge"), wanted("g8", role="judge", isolation="episode"))
 
 
 async def test_the_process_backend_never_serves_the_production_lane(client: Bus) -> None:
-    answer = await client.request(ACQUIRE, wanted("g9", lane="production"))
+    answer = await client.request(acquire("rollout"), wanted("g9", lane="production"))
     assert isinstance(answer, SandboxReply) and answer.failure == "refused"
 
 
@@ -231,7 +234,9 @@ async def test_forks_and_restored_sandboxes_are_held_like_any_other(connect: Con
     bus = await connect("rollout")
     async with living(Environment, Config(environment=section), await connect("environment", node="n3"), ANY_RUN):
         alone = wanted("g15", isolation="episode")
-        held = await bus.request(RPC_NODE.at(service="environment", node="n3", method="acquire"), alone, timeout=60)
+        held = await bus.request(
+            RPC_NODE.at(service="environment", caller="rollout", node="n3", method="acquire"), alone, timeout=60
+        )
         assert isinstance(held, Acquired)
         await reply(bus, held, call(held, WriteFiles(files={"a.txt": b"two"})))
         into = tuple(wanted("g15", slot, isolation="episode") for slot in (1, 2))

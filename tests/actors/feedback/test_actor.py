@@ -291,7 +291,7 @@ async def test_of_two_feedback_actors_the_later_acts_and_the_earlier_stands_down
                 await asyncio.sleep(0.01)
             assert early.status == "superseded" and not early.failed.done() and len(early.book.ratings) == 1
             user = PurgeUser(user="nobody")
-            subject = subjects.RPC.at(service="feedback", method="purge")
+            subject = subjects.RPC.at(service="feedback", caller="gateway", method="purge")
             answer = await (await product.bus("gateway")).request(subject, user, timeout=60.0)
             assert isinstance(answer, PurgeCertificate), answer
     assert not late.failed.done()

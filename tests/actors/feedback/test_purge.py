@@ -50,7 +50,7 @@ async def test_a_purged_user_is_in_the_books_and_nowhere_else(
             await asyncio.sleep(0.01)
         queued = await product.leave_traces("gone99")
         gateway = await product.bus("gateway")
-        subject = subjects.RPC.at(service="feedback", method="purge")
+        subject = subjects.RPC.at(service="feedback", caller="gateway", method="purge")
         answer = await gateway.request(subject, PurgeUser(user="gone99"), timeout=60.0)
         assert isinstance(answer, PurgeCertificate), answer
         said = msgspec.json.decode(answer.statement, type=PurgeStatement)

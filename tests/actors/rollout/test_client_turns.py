@@ -298,7 +298,7 @@ async def test_a_turn_whose_answer_was_lost_is_not_in_the_context_of_the_next(
             tools=(ClientTool(name="read"),),
             context_tokens=2048,
         )
-        subject = RPC.at(service="rollout", method=f"turn-{token(run)}")
+        subject = RPC.at(service="rollout", caller="gateway", method=f"turn-{token(run)}")
         answer = await gateway.request(subject, lost, timeout=PATIENCE_S, owner=client.session.partition(".")[0])
         assert isinstance(answer, ClientTurnDone) and not answer.failed
         await client.turn()
@@ -361,8 +361,8 @@ async def test_a_purge_leaves_nothing_of_the_user_in_an_engine(
         await client.turn()
         engine = actor._policies.engine
         assert isinstance(engine, EmbeddedEngine) and engine.stats()["sessions"] == 1
-        control = AttemptControl(run=run, user=client.session.partition(".")[0])
-        await (await connect("gateway")).emit(RPC.at(service="rollout", method=f"control-{token(run)}"), control)
+        control, where = AttemptControl(run=run, user=client.session.partition(".")[0]), f"control-{token(run)}"
+        await (await connect("gateway")).emit(RPC.at(service="rollout", caller="gateway", method=where), control)
         while engine.stats()["sessions"]:
             await engine.unpin(-1)  # answered between two steps
         assert not actor._clients._sessions

@@ -9,6 +9,8 @@ import pytest
 from headrace.actors.environment.actor import Environment
 from headrace.actors.rollout.actor import Rollout
 from headrace.bus.connection import Bus
+from headrace.bus.errors import NoResponders
+from headrace.messages.operations import Ping
 from headrace.messages.product import AttemptControl
 from headrace.messages.rollout import (
     RolloutRequest,
@@ -50,6 +52,11 @@ async def test_the_next_request_continues_in_the_sandbox_that_is_held(connect: C
         living(Environment, settings, await connect("environment"), "r1") as environment,
         living(Rollout, settings, await connect("rollout"), "r1"),
     ):
+        feedback = await connect("feedback")  # it cancels its users' attempts, and does nothing else there
+        for method in ("turn-r1", "end-r1", "command-r1"):
+            with pytest.raises(NoResponders):
+                await feedback.request(RPC.at(service="rollout", caller="feedback", method=method), Ping())
+
         first = asked("r1", "g1", "oracle", 0)
         await issue(admin, first)
         trajectory, node, sandbox = await done(admin, first)
@@ -59,7 +66,7 @@ async def test_the_next_request_continues_in_the_sandbox_that_is_held(connect: C
         after, _, same = await done(admin, second)
         assert same == sandbox and after.diff == trajectory.diff, "the work of the first is there"
 
-        control = RPC.at(service="rollout", method="control-r1")
+        control = RPC.at(service="rollout", caller="gateway", method="control-r1")
         await (await connect("gateway")).emit(control, AttemptControl(run="r1", workspace="user.agent"))
         while environment._leases.find(KEY) is not None:
             await asyncio.sleep(0.01)

@@ -71,7 +71,7 @@ async def test_calls_stay_inside_a_run(shared: Server) -> None:
     async def answer(_: object) -> Ack:
         return Ack()
 
-    where = s.RPC.at(service="environment", method="ping")
+    where = s.RPC.at(service="environment", caller="rollout", method="ping")
     await node.respond(where, answer)
     with pytest.raises(NoResponders):
         await caller.request(where, Ping())

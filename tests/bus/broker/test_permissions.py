@@ -6,10 +6,10 @@ from secrets import token_hex
 
 import pytest
 
-from headrace.bus.broker import matrix, permissions
-from headrace.bus.errors import ApiError, Denied
+from headrace.bus.broker import callers, matrix, permissions
+from headrace.bus.errors import ApiError, Denied, NoResponders
 from headrace.messages import subjects as s
-from headrace.messages.operations import Event
+from headrace.messages.operations import Event, Ping
 from headrace.messages.subjects import covers
 from tests.conftest import Connect
 from tests.support.paths import ROOT
@@ -190,6 +190,41 @@ async def test_no_sibling_answers_for_an_environment(connect: Connect, role: str
         for subject in ("hr.rpc.environment.n1.call", "hr.rpc.environment.acquire-r1", "hr.rpc.environment.>"):
             with pytest.raises(Denied, match="may not subscribe"):
                 await bus.connection.subscribe(subject, take)
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_a_role_calls_under_its_own_name_and_only_the_services_of_its_row(connect: Connect, role: str) -> None:
+    """Judged by the table: every service x the names of itself, of its callers, of this role and of nobody."""
+    bus = await connect(role)
+    may = {service for service, methods in callers.CALLERS.items() if any(role in each for each in methods.values())}
+
+    async def passes(subject: str) -> bool:
+        try:
+            await bus.request(subject, Ping())
+        except NoResponders:
+            return True
+        except Denied:
+            return False
+        raise AssertionError(f"{subject} was answered")
+
+    subjects: dict[str, bool] = {}
+    for service in (*ROLES, "unheard"):
+        named = {each for roles in callers.CALLERS.get(service, {}).values() for each in roles}
+        for caller in {role, service, "unheard", *callers.PINGING, *named}:
+            for method in (callers.PING, "call"):
+                allowed = caller == role and service in may
+                pings = caller == role and role in callers.PINGING and method == callers.PING
+                subjects[s.RPC.at(service=service, caller=caller, method=method)] = allowed
+                subjects[s.RPC_NODE.at(service=service, caller=caller, node="n1", method=method)] = allowed or pings
+        subjects[f"hr.rpc.{service}.ping"] = subjects[f"hr.rpc.{service}.n1.ping"] = False
+    passed = dict(zip(subjects, await asyncio.gather(*map(passes, subjects)), strict=True))
+    assert {subject for subject in subjects if passed[subject] != subjects[subject]} == set()
+
+
+def test_every_caller_of_the_table_is_a_publisher_of_the_subject() -> None:
+    named = {role for methods in callers.CALLERS.values() for roles in methods.values() for role in roles}
+    assert named | set(callers.PINGING) == set(s.RPC.publishers) == set(s.RPC_NODE.publishers)
+    assert set(callers.CALLERS) == set(s.RPC.readers)
 
 
 async def test_a_refusal_is_told_also_when_nobody_waits(connect: Connect) -> None:

@@ -80,14 +80,14 @@ async def test_requests_cross_the_link_both_ways(brokers: World) -> None:
     async def answer(message: object) -> Heartbeat:
         return beat
 
-    await here.respond("hr.rpc.environment.here.ping", answer)
-    await hub.respond("hr.rpc.environment.there.ping", answer)
+    await here.respond("hr.rpc.environment.judge.here.renew", answer)
+    await hub.respond("hr.rpc.environment.rollout.there.renew", answer)
     await here.connection.flush()
     await hub.connection.flush()
     asker = await brokers.connect("rollout", region="eu")
-    assert await asker.request("hr.rpc.environment.there.ping", beat) == beat
+    assert await asker.request("hr.rpc.environment.rollout.there.renew", beat) == beat
     asker = await brokers.connect("judge")
-    assert await asker.request("hr.rpc.environment.here.ping", beat) == beat
+    assert await asker.request("hr.rpc.environment.judge.here.renew", beat) == beat
 
 
 async def test_payloads_over_a_mebibyte_cross_the_link_both_ways(brokers: World) -> None:
@@ -106,9 +106,9 @@ async def test_payloads_over_a_mebibyte_cross_the_link_both_ways(brokers: World)
         return answer
 
     environment = await brokers.connect("environment", region="eu")
-    await environment.respond("hr.rpc.environment.large.ping", reply)
+    await environment.respond("hr.rpc.environment.judge.large.call", reply)
     await environment.connection.flush()
-    assert await hub.request("hr.rpc.environment.large.ping", asked, timeout=PATIENCE_S) == answer
+    assert await hub.request("hr.rpc.environment.judge.large.call", asked, timeout=PATIENCE_S) == answer
     assert heard == [asked]
 
 
@@ -125,7 +125,7 @@ async def test_a_link_compresses_fast(brokers: World) -> None:
 
 async def test_a_turn_is_answered_in_the_region_that_asks(brokers: World) -> None:
     """The scavenger's rule depends on it: a gateway concerns the actors of its own region while one answers there."""
-    turn, traffic = "hr.rpc.rollout.turn-r7", TRAFFIC.at(region="eu")
+    turn, traffic = "hr.rpc.rollout.gateway.turn-r7", TRAFFIC.at(region="eu")
     actors = {region: await brokers.connect("rollout", region=region) for region in ("", "eu")}
 
     def answering(region: str) -> Callable[[object], Awaitable[Ack]]:

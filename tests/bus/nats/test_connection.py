@@ -210,15 +210,17 @@ async def test_request_reply_and_its_errors(connect: Connect) -> None:
             await asyncio.Event().wait()
         return Ack(detail=message.note)
 
-    await helper.respond("hr.rpc.environment.ping", handler)
-    answer = await asker.request("hr.rpc.environment.ping", Ping(note="hello"))
+    await helper.respond("hr.rpc.environment.judge.ping", handler)
+    answer = await asker.request("hr.rpc.environment.judge.ping", Ping(note="hello"))
     assert answer == Ack(detail="hello")
-    answers = await asyncio.gather(*(asker.request("hr.rpc.environment.ping", Ping(note=str(n))) for n in range(100)))
+    answers = await asyncio.gather(
+        *(asker.request("hr.rpc.environment.judge.ping", Ping(note=str(n))) for n in range(100))
+    )
     assert [a.detail for a in answers if isinstance(a, Ack)] == [str(n) for n in range(100)]
     with pytest.raises(BusTimeout):
-        await asker.request("hr.rpc.environment.ping", Ping(note="never"), timeout=0.1)
+        await asker.request("hr.rpc.environment.judge.ping", Ping(note="never"), timeout=0.1)
     with pytest.raises(NoResponders):
-        await asker.request("hr.rpc.environment.nobody", Ping())
+        await asker.request("hr.rpc.environment.judge.nobody", Ping())
 
 
 async def test_a_broker_that_is_down_or_refuses_is_one_sentence(server: Server) -> None:
@@ -238,8 +240,8 @@ async def test_a_request_over_1_mib_travels_as_a_claim_check(connect: Connect) -
         assert isinstance(message, Event)
         return Ack(detail=hashlib.sha256(message.text.encode()).hexdigest())
 
-    await answering.respond("hr.rpc.environment.digest", digest)
-    answer = await asking.request("hr.rpc.environment.digest", big)
+    await answering.respond("hr.rpc.environment.judge.digest", digest)
+    answer = await asking.request("hr.rpc.environment.judge.digest", big)
     assert answer == Ack(detail=hashlib.sha256(big.text.encode()).hexdigest())
 
 
@@ -250,8 +252,10 @@ async def test_an_answer_may_repeat_the_content_of_its_request(connect: Connect)
     async def echo(message: Message) -> Message:
         return message
 
-    await answering.respond("hr.rpc.environment.echo", echo)
-    answers = await asyncio.gather(*(asking.request("hr.rpc.environment.echo", big, timeout=PATIENCE_S) for _ in "ab"))
+    await answering.respond("hr.rpc.environment.judge.echo", echo)
+    answers = await asyncio.gather(
+        *(asking.request("hr.rpc.environment.judge.echo", big, timeout=PATIENCE_S) for _ in "ab")
+    )
     assert answers == [big, big]
     while answering._answering:  # the answer is sent, its task ends in one of the next turns
         await asyncio.sleep(0)
@@ -265,10 +269,10 @@ async def test_the_payloads_of_requests_and_answers_expire(connect: Connect) -> 
     async def echo(message: Message) -> Message:
         return message
 
-    await answering.respond("hr.rpc.environment.echo", echo)
+    await answering.respond("hr.rpc.environment.rollout.echo", echo)
     before = await operator.last_seq("HR_BLOB")
     for owner in ("", user):
-        assert await asking.request("hr.rpc.environment.echo", big, timeout=PATIENCE_S, owner=owner) == big
+        assert await asking.request("hr.rpc.environment.rollout.echo", big, timeout=PATIENCE_S, owner=owner) == big
     stored_blob = await asking.put_blob(big)
     lives = {
         r.subject.split(".")[2].partition("-")[0]: r.headers.get("Nats-TTL")
@@ -309,8 +313,8 @@ async def test_an_answer_that_cannot_be_stored_is_an_answer_too(connect: Connect
     async def large(message: Message) -> Message:
         return Ack(detail=token_hex(2 << 20))
 
-    await answering.respond("hr.rpc.scavenger.n1.ping", large)
-    answer = await asking.request("hr.rpc.scavenger.n1.ping", Ping(), timeout=PATIENCE_S)
+    await answering.respond("hr.rpc.scavenger.operator.n1.ping", large)
+    answer = await asking.request("hr.rpc.scavenger.operator.n1.ping", Ping(), timeout=PATIENCE_S)
     assert isinstance(answer, Ack) and not answer.ok and "may not publish on hr.blob." in answer.detail
 
 
@@ -326,8 +330,8 @@ async def test_a_closed_connection_leaves_no_answer_running(connect: Connect) ->
             ended.set()
         raise AssertionError("nothing wakes it")
 
-    await answering.respond("hr.rpc.environment.endless", endless)
-    request = asyncio.create_task(asking.request("hr.rpc.environment.endless", Ping(), timeout=3600))
+    await answering.respond("hr.rpc.environment.judge.endless", endless)
+    request = asyncio.create_task(asking.request("hr.rpc.environment.judge.endless", Ping(), timeout=3600))
     await began.wait()
     await answering.close()
     assert ended.is_set() and not answering._answering

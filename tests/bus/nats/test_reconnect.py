@@ -180,7 +180,7 @@ async def test_a_consumer_pulls_again_and_nothing_is_lost(broker: Broker) -> Non
             done.set()
 
     await actor.consume(s.EVENT, handle, durable="reader", filter=where, credit=4, ack_wait=1.0)
-    await actor.serve("hr.rpc.tests.ping", _answer)
+    await actor.serve("hr.rpc.tests.admin.ping", _answer)
     for n in range(30):
         await writer.publish(where, event(str(n)))
     await asyncio.wait_for(half.wait(), PATIENCE_S)
@@ -189,7 +189,7 @@ async def test_a_consumer_pulls_again_and_nothing_is_lost(broker: Broker) -> Non
         await writer.publish(where, event(str(n)))
     await asyncio.wait_for(done.wait(), PATIENCE_S)
     assert seen == {str(n) for n in range(60)}
-    assert await writer.request("hr.rpc.tests.ping", Ping(note="still here")) == Ack(detail="still here")
+    assert await writer.request("hr.rpc.tests.admin.ping", Ping(note="still here")) == Ack(detail="still here")
     await actor.shut(5)
     await actor.bus.close()
     await writer.close()
@@ -208,8 +208,8 @@ async def test_a_request_in_flight_ends_at_the_break(broker: Broker) -> None:
         await asyncio.Event().wait()
         return Ack()
 
-    await helper.respond("hr.rpc.environment.never", never)
-    call = asyncio.create_task(asker.request("hr.rpc.environment.never", Ping(), timeout=3600.0))
+    await helper.respond("hr.rpc.environment.judge.never", never)
+    call = asyncio.create_task(asker.request("hr.rpc.environment.judge.never", Ping(), timeout=3600.0))
     await asked.wait()
     await broker.restart()
     with pytest.raises((Disconnected, NoResponders)):
@@ -267,7 +267,7 @@ async def test_actors_live_through_it(broker: Broker) -> None:
 
 
 async def test_an_actor_whose_confirmation_is_lost_during_its_start_goes_on(broker: Broker) -> None:
-    subject = "hr.rpc.judge.test"
+    subject = "hr.rpc.judge.operator.test"
 
     class Judge(Actor):
         role = "judge"

@@ -44,8 +44,8 @@ async def test_1_a_stream_never_answers_a_request(connect: Connect) -> None:
     for subject in (s.RPC, s.RPC_NODE, s.HEARTBEAT, s.METRIC, s.TRAFFIC):
         assert s.stream_of(subject.where()) is None
     asker, helper = await connect("judge"), await connect("environment")
-    await helper.respond("hr.rpc.environment.slow", answer)
-    assert await asker.request("hr.rpc.environment.slow", Ping()) == Ack(detail="the real answer")
+    await helper.respond("hr.rpc.environment.judge.slow", answer)
+    assert await asker.request("hr.rpc.environment.judge.slow", Ping()) == Ack(detail="the real answer")
 
 
 async def test_2_a_work_queue_is_freed_of_what_ran_out_of_deliveries(connect: Connect) -> None:

@@ -307,11 +307,11 @@ async def test_serve_listen_metric(connect: Connect, monkeypatch: pytest.MonkeyP
     async def hear(message: Message) -> None:
         await heard.put(message)
 
-    await actor.serve("hr.rpc.tests.echo", answer)
+    await actor.serve("hr.rpc.environment.judge.echo", answer)
     await actor.listen(s.TRAFFIC.where(), hear)
     await actor.listen(s.METRIC.where(), hear)
-    assert await asker.request("hr.rpc.tests.echo", Ping(note="x")) == Ack(detail="x")
-    refused = await asker.request("hr.rpc.tests.echo", Ping(note="bad"))
+    assert await asker.request("hr.rpc.environment.judge.echo", Ping(note="x")) == Ack(detail="x")
+    refused = await asker.request("hr.rpc.environment.judge.echo", Ping(note="bad"))
     assert refused == Ack(ok=False, detail="RuntimeError: broken part")
     load = Traffic(region="local", active=1, waiting=0, requests_per_s=0.5, capacity=4)
     await actor.bus.emit(s.TRAFFIC.at(region="local"), load)

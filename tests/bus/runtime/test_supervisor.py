@@ -195,7 +195,7 @@ async def test_beats_presence_and_ping(server: Server, connect: Connect) -> None
     async for key, message, _ in presence.watch("judge.*"):
         if key == "judge.j4" and isinstance(message, Heartbeat) and message.run == run:
             break
-    answer = await operator.request("hr.rpc.judge.j4.ping", Ping())
+    answer = await operator.request("hr.rpc.judge.operator.j4.ping", Ping())
     assert isinstance(answer, Heartbeat) and answer.id == "j4"
     life.stop()
     assert await asyncio.wait_for(task, PATIENCE_S) == 0
@@ -224,11 +224,11 @@ async def test_a_wait_that_lasts_is_an_event(server: Server, connect: Connect, m
             if received.message.kind == "still_waiting":
                 break
     assert received.message.level == "warning" and received.message.text.endswith(" s: batch 7")
-    beat = await bus.request("hr.rpc.trainer.t1.ping", Ping())
+    beat = await bus.request("hr.rpc.trainer.operator.t1.ping", Ping())
     assert isinstance(beat, Heartbeat) and beat.waits == "batch 7"
     async with asyncio.timeout(PATIENCE_S):
         while beat.cpu is None:  # the kernel's counters have not moved yet
-            answer = await bus.request("hr.rpc.trainer.t1.ping", Ping())
+            answer = await bus.request("hr.rpc.trainer.operator.t1.ping", Ping())
             assert isinstance(answer, Heartbeat)
             beat = answer
     life.stop()

@@ -69,9 +69,9 @@ async def test_a_request_carries_its_trace_too(connect: Connect) -> None:
         seen.append(tracing.current())
         return Ack()
 
-    await actor.serve("hr.rpc.tests.trace", answer)
+    await actor.serve("hr.rpc.tests.admin.trace", answer)
     with tracing.span("caller") as caller:
-        await actor.bus.request("hr.rpc.tests.trace", Ping())
+        await actor.bus.request("hr.rpc.tests.admin.trace", Ping())
     assert seen[0] is not None and seen[0].trace_id == caller.context.trace_id
     await actor.shut(5)
 
