@@ -272,7 +272,6 @@ class Bus(Records):
         async def answer(raw: Msg) -> None:
             if not raw.reply.startswith(ANSWERS.removesuffix(">")):
                 return  # an answer elsewhere than to the caller's account would be a publish in this role's name
-            asked_on = self.connection.incarnation
             with tracing.processing(raw.subject, raw.headers or {}) as span:
                 try:
                     payload, headers = encode(await handler(await self._resolve(decode(raw.data, raw.headers))))
@@ -288,8 +287,7 @@ class Bus(Records):
                 ) as error:  # an answer that cannot be encoded or stored is answered too, else the caller waits in vain
                     span.fail(error)
                     payload, headers = encode(Ack(ok=False, detail=ascii(f"{type(error).__name__}: {error}")))
-                if self.connection.incarnation == asked_on:  # else the broker refuses it; its caller asks again
-                    await self.connection.send(raw.reply, payload, headers)
+                await self.connection.send(raw.reply, payload, headers)
 
         return await self.listen_raw(subject, answer, queue=queue)
 

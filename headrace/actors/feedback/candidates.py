@@ -1,7 +1,8 @@
 """Runs a candidate through the gate's stages: requests its benchmark, counts ratings, publishes verdicts, promotes.
 
-`ledger.gate` decides; this module reads and writes. The state is a value in HR_PRODUCT by which gateways route. A verdict
-is published before its state is stored, so after a crash in between it is published again under the same message id.
+`ledger.gate` decides; this module reads and writes. The state is a value in HR_PRODUCT by which gateways route. A
+verdict is published before its state is stored, so after a crash in between it is published again under the same
+message id.
 """
 
 import time

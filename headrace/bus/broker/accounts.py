@@ -38,20 +38,20 @@ class Import(NamedTuple):
 
 @cache
 def imports(role: str) -> tuple[Import, ...]:
-    """What a role's account imports: its row."""
+    """The row of a role, as its account imports it."""
     allowed = permissions.of(role)
     out = []
     for subject in allowed.publish:
         out += [Import("service", account, name) for account, name in _homes(subject)]
     for subject in allowed.subscribe:
         out += [Import("stream", account, name) for account, name in _origins(role, subject)]
-    wanted = [one for one in dict.fromkeys(out) if one.account != role]
-    return tuple(one for one in wanted if not any(_within(one, other) for other in wanted))
+    wanted = [each for each in dict.fromkeys(out) if each.account != role]
+    return tuple(each for each in wanted if not any(_within(each, other) for other in wanted))
 
 
-def _within(one: Import, other: Import) -> bool:
+def _within(each: Import, other: Import) -> bool:
     """Whether another import has all of this one; with both a message would arrive twice."""
-    return one != other and one[:2] == other[:2] and s.covers(other.subject, one.subject)
+    return each != other and each[:2] == other[:2] and s.covers(other.subject, each.subject)
 
 
 def _homes(subject: str) -> Iterator[tuple[str, str]]:
@@ -147,7 +147,7 @@ def of_stream(stream: str, prefix: str = "", extra: Iterable[str] = ()) -> list[
 
 
 def _advisories(stream: str) -> list[str]:
-    """What the broker says about messages of a stream that were given up, to HR_ADVISORY."""
+    """The broker's subjects about messages of a stream that were given up, which HR_ADVISORY stores."""
     if stream == "HR_ADVISORY" or not any(stream in streams for streams in permissions.DURABLES.values()):
         return []
     return [f"{subject.removesuffix('>')}{stream}.>" for subject in s.STREAM["HR_ADVISORY"].subjects]
@@ -174,15 +174,17 @@ def of_role(
 
 def _heard(role: str) -> list[str]:
     """Subjects of a role that other accounts hear live."""
-    said = {one.subject for other in ROLES for one in imports(other) if one.kind == "stream" and one.account == role}
+    wanted = (each for other in ROLES for each in imports(other))
+    said = {each.subject for each in wanted if each.kind == "stream" and each.account == role}
     return sorted(said)
 
 
 def _imported(wanted: Iterable[Import], prefix: str) -> list[str]:
     lines = ["    imports: ["]
-    for one in wanted:
-        share = ", share: true" if one.subject.startswith("$JS.API.") else ""
-        lines.append(f'      {{ {one.kind}: {{ account: "{prefix}{one.account}", subject: "{one.subject}" }}{share} }}')
+    for each in wanted:
+        share = ", share: true" if each.subject.startswith("$JS.API.") else ""
+        home = f'account: "{prefix}{each.account}", subject: "{each.subject}"'
+        lines.append(f"      {{ {each.kind}: {{ {home} }}{share} }}")
     return [*lines, "    ]"]
 
 

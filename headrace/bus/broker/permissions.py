@@ -249,7 +249,7 @@ def _of_admin() -> Permissions:
         publish += [*_api(stream, *_GET, *_CONSUME, *_DECLARE), *acknowledged(stream)]
         publish += [f"$JS.SNAPSHOT.ACK.{stream}.>", f"$JS.SNAPSHOT.RESTORE.{stream}.>"]
         subscribe.append(COPIES.format(stream))
-    publish += ["hr.rpc.*.>", "hr.beat.>", "hr.metric.>", "hr.traffic.>"]
+    publish += ["hr.rpc.*.>", "hr.beat.>", "hr.metric.>", "hr.traffic.>", ANSWERS]
     subscribe += [s.HEARTBEAT.where(), s.METRIC.where(), s.TRAFFIC.where()]
     return Permissions(publish=_unique(publish), subscribe=_unique(subscribe))
 

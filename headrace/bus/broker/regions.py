@@ -88,8 +88,8 @@ def near_permissions(role: str) -> Permissions:
 
 
 def link_permissions(role: str) -> Permissions:
-    """What the link of a role may do in the role's account at the hub. It has no part in weights, and of calls it
-    carries those that the role answers: a region's callers reach the others within their region."""
+    """The permissions of the link of a role in the role's account at the hub. It has no part in weights, and of calls
+    it carries those that the role answers: a region's callers reach the others within their region."""
     base = permissions.of(role)
     publish = [far(name) for name in base.publish if not (_near(name) or _captured_near(name) or name.startswith(_RPC))]
     answers = (f"{_RPC}{role}.>", permissions.ANSWERS)
@@ -106,7 +106,7 @@ MIRROR = Permissions(
     ),
     subscribe=("hr.mirror.>", "_INBOX.>", "_R_.>", "$JSC.R.>"),
 )
-"""What the link of a region's mirror may do at the hub."""
+"""The permissions of the link of a region's mirror at the hub."""
 
 
 def hub_conf(public_keys: dict[str, str], links: dict[str, str]) -> str:
@@ -136,7 +136,7 @@ def region_conf(public_keys: dict[str, str]) -> str:
     for stream in NEAR:
         lines += accounts.of_stream(stream, extra=[f"{_HUB_API}.STREAM.INFO.{stream}"])
     for role, public in public_keys.items():
-        wanted = [one for one in accounts.imports(role) if one.account in ROLES or _near(one.subject)]
+        wanted = [each for each in accounts.imports(role) if each.account in ROLES or _near(each.subject)]
         if role == "admin":
             wanted += [Import("service", stream, f"{_HUB_API}.STREAM.INFO.{stream}") for stream in NEAR]
         users = accounts.user(role, public, near_permissions(role))

@@ -296,7 +296,7 @@ async def test_drain_finishes_what_runs_and_gives_back_the_rest(connect: Connect
 
 async def test_serve_listen_metric(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FIGURES, ("probe", "speed"), Figure("headrace_probe_speed_ratio", "Of this test."))
-    asker, actor = await connect("judge"), make(await connect())
+    asker, actor = await connect("operator"), make(await connect())
     heard = asyncio.Queue[Message]()
 
     async def answer(message: Ping) -> Message:
@@ -307,11 +307,11 @@ async def test_serve_listen_metric(connect: Connect, monkeypatch: pytest.MonkeyP
     async def hear(message: Message) -> None:
         await heard.put(message)
 
-    await actor.serve("hr.rpc.environment.judge.echo", answer)
+    await actor.serve("hr.rpc.admin.operator.p.ping", answer)
     await actor.listen(s.TRAFFIC.where(), hear)
     await actor.listen(s.METRIC.where(), hear)
-    assert await asker.request("hr.rpc.environment.judge.echo", Ping(note="x")) == Ack(detail="x")
-    refused = await asker.request("hr.rpc.environment.judge.echo", Ping(note="bad"))
+    assert await asker.request("hr.rpc.admin.operator.p.ping", Ping(note="x")) == Ack(detail="x")
+    refused = await asker.request("hr.rpc.admin.operator.p.ping", Ping(note="bad"))
     assert refused == Ack(ok=False, detail="RuntimeError: broken part")
     load = Traffic(region="local", active=1, waiting=0, requests_per_s=0.5, capacity=4)
     await actor.bus.emit(s.TRAFFIC.at(region="local"), load)

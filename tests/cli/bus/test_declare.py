@@ -63,7 +63,7 @@ def test_streams_of_an_earlier_headrace_are_named_until_they_are_declared_again(
         "HR_BLOB": {"allow_msg_ttl": False},
         "HR_STEP": {"subjects": ["hr.step.old"]},
         "HR_EVENT": {"discard": "new"},
-        "KV_HR_STATE": {"max_msgs_per_subject": 1},
+        "KV_HR_PRODUCT": {"max_msgs_per_subject": 1},
     }
 
     async def said(changes: dict[str, object], name: str) -> str:
