@@ -2,7 +2,7 @@
 
 import re
 
-from headrace.bus.broker import permissions
+from headrace.bus.broker import holders, permissions
 from headrace.bus.broker.permissions import ACTORS, EVENT_TYPES, KV_READERS, KV_WRITERS, PURGES, READERS
 from headrace.messages import subjects as s
 
@@ -78,7 +78,7 @@ def table() -> str:
     lines.append("| purge KV_HR_SESSION | feedback |")
     lines.append("| delete a message of HR_TASK | dead_letter, feedback |")
     lines += ["| delete a message of HR_EVENT, HR_DLQ | feedback |", "| create, update, delete a stream | - |"]
-    return "\n".join([*lines, "", _LIMITS])
+    return "\n".join([*lines, "", _LIMITS, holders.table()])
 
 
 def _publishers(subject: s.Subject) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 
 from headrace.bus.broker import credentials, tls
 from headrace.bus.broker.keys import Key
-from headrace.bus.broker.permissions import LINK_ROLE, ROLES, Permissions, of, users_conf
+from headrace.bus.broker.permissions import LINK_ROLE, REGIONAL, ROLES, Permissions, of, users_conf
 from headrace.bus.connection import Bus
 from headrace.bus.errors import ApiError, BusError
 from headrace.bus.nats.streams import config_of
@@ -138,8 +138,11 @@ def prepare_region(folder: Path, name: str, hub: str, key: str | Path) -> Path:
         seed = Key.parse(Path(key).read_text(encoding="ascii")).seed
     except (OSError, ValueError):
         raise BusError(f"{key} does not hold the seed of the hub's role 'region'") from None
-    seeds = credentials.write(folder / "credentials")
+    seeds = credentials.write(folder / "credentials", writers=REGIONAL)
     credentials.adopt_publisher(seeds, Path(key).parent)
+    hub_writers = Path(key).parent / credentials.WRITERS
+    if hub_writers.exists():
+        credentials.trust(seeds, hub_writers)
     public = {role: Key.parse((seeds / f"{role}.nk").read_text(encoding="ascii")).public for role in ROLES}
     del public[LINK_ROLE]
     credentials.private(seeds / "region.conf", users_conf(public, near_permissions) + tls.server_conf(seeds))

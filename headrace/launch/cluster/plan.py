@@ -175,7 +175,7 @@ def _host(host: Node, config: Config, toml: bytes, keys: Path, run_keys: Path) -
             files[f"credentials/{name}"] = _key(keys / name, host.name, f"{keys} --tenants")
         if account := credentials.account_of(run_keys):
             files[f"credentials/{credentials.ACCOUNT}"] = account.encode()
-    for name in (*wanted, PUBLIC):
+    for name in (*wanted, PUBLIC, credentials.WRITERS):
         files[f"credentials/{name}"] = _key(run_keys / name, host.name, str(keys))
     return HostPlan(host, order, files)
 
