@@ -12,6 +12,8 @@ import msgspec
 from headrace.messages.base import LONGEST_TOKEN, Count, Seconds
 
 PREFIX = "hr"
+DUPLICATES_S = 600.0
+"""How long the broker refuses a message id again: twice the time for which a signature is valid."""
 _TOKEN = re.compile(r"^[a-z0-9_-]+$")
 
 
@@ -62,7 +64,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     max_age_s: Seconds = 0.0
     """0 keeps for ever."""
     max_bytes: Count = 1 << 30
-    duplicate_window_s: Seconds = 120.0
+    duplicate_window_s: Seconds = DUPLICATES_S
     expiring: bool = False
     """Messages may carry an expiry of their own (``Nats-TTL``)."""
     once: bool = False

@@ -2,7 +2,10 @@
 
 The folder also holds the key that signs weights, which is not a user of the broker: ``weight_publisher.nk`` belongs on
 the sender's node alone, ``weight_publisher.pub`` on every node that receives. ``weight_peers.key`` is the secret by
-which these nodes fetch weights from each other; all regions of a run have the same one.
+which these nodes fetch weights from each other; all regions of a run have the same one. ``writers.pub`` names the
+public keys with which the roles sign their records; it belongs on every node. To change a role's seed, remove the seed
+and run this again: the old public key stays, so that old records hold. Remove its line when they are gone. ``--trust``
+adds the keys of a region's roles.
 
 ``python -m headrace.bus.broker.credentials FOLDER`` makes them for a broker that an operator starts by hand. With
 ``--run`` (once per run) runs that share a broker get an account each, with seeds in ``FOLDER/<run>``. Every command
@@ -19,12 +22,15 @@ from secrets import token_hex
 from headrace.bus.broker import accounts as broker_accounts
 from headrace.bus.broker import tls
 from headrace.bus.broker.keys import Key
-from headrace.bus.broker.permissions import ROLES
+from headrace.bus.broker.permissions import REGIONAL, ROLES
 from headrace.bus.errors import BusError
+from headrace.bus.signatures import FILE, parse
 from headrace.messages.subjects import token
 
 PUBLISHER = "weight_publisher"
 """Name of the key that signs weights."""
+WRITERS = FILE
+"""File with the public keys with which roles sign their records."""
 PEERS = "weight_peers.key"
 """File with the secret by which nodes fetch weights from each other ([weights] full_snapshots = "peer")."""
 
@@ -42,7 +48,7 @@ def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
     roles: dict[str, dict[str, str]] = {}
     for run in sorted({*accounts(folder), *runs}):
         run_folder = folder / run
-        roles[run] = seeds(run_folder)
+        roles[run] = _actors(run_folder)
         _publisher(run_folder)
         _peers(run_folder)
     private(folder / "users.conf", broker_accounts.conf(roles) + tls.server_conf(folder))
@@ -76,13 +82,14 @@ def unused(credentials: str) -> str:
     )
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, *, writers: Sequence[str] = ROLES) -> Path:
     """Make or complete a folder: existing seeds stay valid, ``users.conf`` is written anew. Returns the folder.
 
     Existing seeds stay valid, so that a broker that is restarted on the same run accepts the actors that are still
-    alive.
+    alive. writers: the roles whose records the folder's actors accept under these seeds; in a region not the hub's.
     """
-    private(folder / "users.conf", broker_accounts.conf({"": seeds(folder)}) + tls.server_conf(folder))
+    public = _actors(folder, writers)
+    private(folder / "users.conf", broker_accounts.conf({"": public}) + tls.server_conf(folder))
     _publisher(folder)
     _peers(folder)
     return folder
@@ -97,6 +104,32 @@ def seeds(folder: Path, names: Sequence[str] = ROLES) -> dict[str, str]:
     """Make the missing seeds of a folder; role to public key."""
     _private_folder(folder)
     return {name: _key(folder / f"{name}.nk").public for name in names}
+
+
+def _actors(folder: Path, writers: Sequence[str] = ROLES) -> dict[str, str]:
+    """The roles' seeds. writers: of these the folder's actors accept records."""
+    public = seeds(folder)
+    _add_writers(folder, [f"{role} {key}" for role, key in public.items() if role in writers])
+    return public
+
+
+def _add_writers(folder: Path, lines: Sequence[str]) -> None:
+    """Add lines to the public keys of the roles; those that are there stay."""
+    file = folder / WRITERS
+    known = file.read_text(encoding="ascii").splitlines() if file.exists() else []
+    if new := [line for line in lines if line not in known]:
+        private(file, "\n".join([*known, *new, ""]))
+
+
+def trust(folder: Path, writers: Path, roles: Sequence[str] = ROLES) -> None:
+    """Accept the records that the roles of another folder sign, such as those of a region. roles: of its lines, only
+    these are taken. BusError when the file cannot be read."""
+    try:
+        lines = [f"{role} {key}" for key, (_, named) in parse(writers.read_text(encoding="ascii")).items()
+                 for role in sorted(named) if role in roles]  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise BusError(f"{writers} holds no public keys of roles: {error}") from None
+    _add_writers(folder, lines)
 
 
 def _publisher(folder: Path) -> None:
@@ -148,7 +181,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m headrace.bus.broker.credentials", description="keys and users")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("credentials"))
     parser.add_argument("--run", action="append", default=[], help="give this run an account of its own (repeatable)")
+    parser.add_argument(
+        "--trust", action="append", default=[], type=Path, metavar="FILE",
+        help=f"accept the records of a region's roles: the region's {WRITERS} (repeatable)",
+    )  # fmt: skip
     args = parser.parse_args()
+    try:
+        for file in args.trust:
+            for folder in [args.folder / run for run in accounts(args.folder)] or [args.folder]:
+                trust(folder, file, REGIONAL)
+    except BusError as error:
+        parser.error(str(error))
     try:
         write_accounts(args.folder, args.run) if args.run else write(args.folder)
     except ValueError as error:

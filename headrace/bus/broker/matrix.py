@@ -2,7 +2,7 @@
 
 import re
 
-from headrace.bus.broker import permissions
+from headrace.bus.broker import holders, permissions
 from headrace.bus.broker.callers import CALLERS, PING, PINGING
 from headrace.bus.broker.permissions import ACTORS, EVENT_TYPES, KV_READERS, KV_WRITERS, PURGES, READERS
 from headrace.messages import subjects as s
@@ -65,7 +65,7 @@ name too:
 
 tests/bus/broker/test_attacks.py tries this with every role's seed against a real broker.
 
-## What an attacker with a seed can still do
+## What the broker cannot keep a seed from
 
 The broker checks subjects. It does not see the body of a request, and it cannot tell tokens apart that share a
 wildcard. Inside one run (and the runs branched from it) therefore:
@@ -134,7 +134,7 @@ def table() -> str:
     lines += ["| delete a message of HR_EVENT, HR_DLQ | feedback |", "| create, update, delete a stream | - |"]
     still = [f"| {seed} | {text} |" for seed, text in STILL.items()]
     limits = _LIMITS.replace("{still}", "\n".join(["| seed | can also |", "|---|---|", *still]))
-    return "\n".join([*lines, "", limits])
+    return "\n".join([*lines, "", limits, holders.table()])
 
 
 def _publishers(subject: s.Subject) -> str:

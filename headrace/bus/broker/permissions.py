@@ -197,6 +197,8 @@ def of(role: str) -> Permissions:
     publish += [s.EVENT.where(actor=role, type=kind) for kind in (*restricted_kinds, *FREE_EVENTS)]
     for stream, consumers in readable(role).items():
         publish += _api(stream, *_GET, *(_CONSUME if consumers else ()))
+        if stream != "HR_BLOB":  # what lies there is listed by an information request
+            publish += _api(stream, "STREAM.INFO.{}")
         if role == "operator" and consumers:
             # Other clients create consumers with several filters here: the filters are in the request, not the subject.
             publish += _api(stream, "CONSUMER.CREATE.{}")
@@ -213,7 +215,7 @@ def of(role: str) -> Permissions:
         publish += _api(stream, "STREAM.INFO.{}", "STREAM.MSG.GET.{}", "STREAM.MSG.DELETE.{}", "CONSUMER.INFO.{}.>")
     if role == "dead_letter":
         for each in s.STREAMS:
-            publish += _api(each.name, "STREAM.MSG.GET.{}")
+            publish += _api(each.name, "STREAM.MSG.GET.{}", "STREAM.INFO.{}")
             publish += _api(each.name, "STREAM.MSG.DELETE.{}") if each.retention == "workqueue" else []
     publish.append(ANSWERS)
     subscribe = [f"_INBOX.{role}.>", f"hr.rpc.{role}.>"]

@@ -208,7 +208,7 @@ def prepare_hub(folder: Path, *, host: str = "0.0.0.0", port: int = 7422) -> Pat
     keys = credentials.write(folder / "credentials")
     links = credentials.seeds(folder / LINKS, (*REGIONAL, *NEAR))
     credentials.private(keys / "users.conf", hub_conf(credentials.seeds(keys, ROLES), links) + tls.server_conf(keys))
-    for name in (credentials.PEERS, f"{credentials.PUBLISHER}.pub"):
+    for name in (credentials.PEERS, credentials.WRITERS, f"{credentials.PUBLISHER}.pub"):
         credentials.private(folder / LINKS / name, (keys / name).read_text(encoding="ascii"))
     (folder / "leaf_tls.conf").write_text(tls.server_conf(keys))
     (folder / "nats.conf").write_bytes(HUB_CONF.read_bytes())
@@ -231,8 +231,9 @@ def prepare_region(folder: Path, name: str, hub: str, links: str | Path) -> Path
         }
     except (OSError, ValueError):
         raise BusError(f"{links} does not hold the seeds of the hub's links: copy the hub's folder 'links'") from None
-    keys = credentials.write(folder / "credentials")
+    keys = credentials.write(folder / "credentials", writers=REGIONAL)
     credentials.adopt_publisher(keys, Path(links))
+    credentials.trust(keys, Path(links) / credentials.WRITERS)
     public = credentials.seeds(keys, ROLES)
     credentials.private(keys / "users.conf", region_conf(public) + tls.server_conf(keys))
     (folder / "hub_tls.conf").write_text(tls.link_conf(keys))

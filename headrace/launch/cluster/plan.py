@@ -168,7 +168,7 @@ def _host(host: Node, config: Config, toml: bytes, keys: Path, run_keys: Path) -
         wanted += [f"{PAGE}.nk", f"{WEB_ROLE}.nk"]
         _refuse_plain(page, keys)
     files |= {f"credentials/{name}": content for name, content in tls.files_of(keys, broker=broker).items()}
-    for name in (*wanted, PUBLIC):
+    for name in (*wanted, PUBLIC, credentials.WRITERS):
         files[f"credentials/{name}"] = _key(run_keys / name, host.name, str(keys))
     return HostPlan(host, order, files)
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 def key() -> str:
-    return f"k{token_hex(4)}.x"
+    return f"trainer.k{token_hex(4)}.x"
 
 
 async def test_put_get_update_delete(connect: Connect) -> None:
@@ -42,12 +42,12 @@ async def test_create_is_a_lock_that_can_be_taken_again_after_a_delete(connect: 
     assert caught.value.last == first
     await kv.delete(here)
     assert await kv.create(here, Ack(detail="yours")) > first
-    results = await asyncio.gather(*(kv.create("race." + here, Ack()) for _ in range(8)), return_exceptions=True)
+    results = await asyncio.gather(*(kv.create(f"{here}.race", Ack()) for _ in range(8)), return_exceptions=True)
     assert sum(isinstance(result, int) for result in results) == 1
 
 
 async def test_keys_and_items(connect: Connect) -> None:
-    kv, prefix = await (await connect()).kv("HR_ADMISSION"), f"k{token_hex(4)}"
+    kv, prefix = await (await connect()).kv("HR_ADMISSION"), f"trainer.k{token_hex(4)}"
     assert await kv.keys(f"{prefix}.>") == []
     for name in ("b", "a", "c"):
         await kv.put(f"{prefix}.{name}", Ack(detail=name))
@@ -63,7 +63,7 @@ async def test_keys_and_items(connect: Connect) -> None:
 
 async def test_keys_that_are_written_during_a_pass_are_in_it(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors renew their entries all the time; a reader never takes one of them for missing."""
-    kv, prefix = await (await connect()).kv("HR_ADMISSION"), f"k{token_hex(4)}"
+    kv, prefix = await (await connect()).kv("HR_ADMISSION"), f"trainer.k{token_hex(4)}"
     for name in ("a", "b", "c"):
         await kv.put(f"{prefix}.{name}", Ack(detail=name))
     measure = ordered_reader.last_seq
@@ -81,7 +81,7 @@ async def test_keys_that_are_written_during_a_pass_are_in_it(connect: Connect, m
 
 async def test_watch_gives_the_last_state_then_every_change(connect: Connect) -> None:
     writer, reader = await connect(), await connect("rollout")
-    kv, prefix = await writer.kv("HR_ADMISSION"), f"k{token_hex(4)}"
+    kv, prefix = await writer.kv("HR_ADMISSION"), f"trainer.k{token_hex(4)}"
     await kv.put(f"{prefix}.a", Ack(detail="old"))
     await kv.put(f"{prefix}.a", Ack(detail="1"))
     await kv.put(f"{prefix}.b", Ping(note="b"))

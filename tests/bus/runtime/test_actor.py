@@ -37,12 +37,12 @@ def event(text: str) -> Event:
 
 
 async def publish(actor: Actor, *texts: str) -> list[int]:
-    where = s.EVENT.at(run=actor.run, actor="admin", type="input")
+    where = s.EVENT.at(run=actor.run, actor="judge", type="input")
     return [await actor.bus.publish(where, event(text)) for text in texts]
 
 
 def inputs(actor: Actor) -> str:
-    return s.EVENT.where(run=actor.run, actor="admin", type="input")
+    return s.EVENT.where(run=actor.run, actor="judge", type="input")
 
 
 async def advisory(bus: Bus, durable: str) -> Received[Advisory]:
@@ -148,7 +148,7 @@ async def test_an_unknown_type_is_a_dead_letter_at_once(connect: Connect) -> Non
 
     durable = f"d{token_hex(4)}"
     await actor.consume(s.EVENT, handle, durable=durable, filter=inputs(actor))
-    where = s.EVENT.at(run=actor.run, actor="admin", type="input")
+    where = s.EVENT.at(run=actor.run, actor="judge", type="input")
     await actor.bus.publish_raw(where, b"\x80", {"Hr-Type": "from_the_future/7"})
     told = await asyncio.wait_for(advisory(actor.bus, durable), PATIENCE_S)
     assert told.message.kind == "terminated" and "from_the_future/7" in told.message.reason
@@ -162,7 +162,7 @@ def request(run: str, slot: int) -> RolloutRequest:
 
 async def test_a_work_queue_keeps_a_copy_of_what_it_gives_up(connect: Connect) -> None:
     """A terminated message leaves a work queue at once, so its copy must be on the bus before that."""
-    actor = make(await connect())
+    actor = make(await connect("rollout"))
 
     async def handle(received: Received[RolloutRequest]) -> None:
         raise Reject("no such suite")
