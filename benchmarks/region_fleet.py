@@ -45,7 +45,7 @@ class Fleet:
     async def join(self, name: str) -> None:
         """A region's broker with its mirror."""
         place = self.area.regions[name]
-        key = self.hub.credentials / "region.nk"
+        key = self.hub.folder / regions.LINKS
         link = f"nats-leaf://{self.area.hub.address}:7422"
         folder = regions.prepare_region(self.folder / name / "broker", name, link, key)
         argv = [find_binary(), "-c", str(folder / "nats.conf"), "-a", place.address, "-p", "4222"]

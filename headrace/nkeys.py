@@ -7,7 +7,7 @@ new keys and does not parse public ones.
 import base64
 import binascii
 
-_SEED, _USER, _ACCOUNT = 18 << 3, 20 << 3, 0
+_SEED, _USER = 18 << 3, 20 << 3
 
 
 def _encode(raw: bytes) -> str:
@@ -24,11 +24,6 @@ def _decode(text: str, length: int) -> bytes:
 def public_text(key: bytes) -> str:
     """A user's public key as text: ``U`` and 55 more characters."""
     return _encode(bytes([_USER]) + key)
-
-
-def account_text(key: bytes) -> str:
-    """The text of the same public key where it signs for an account: ``A`` and 55 more characters."""
-    return _encode(bytes([_ACCOUNT]) + key)
 
 
 def public_bytes(text: str) -> bytes:

@@ -20,6 +20,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.bus.runtime.actor import Actor
 from tests.support import watchdog
+from tests.support.keys import writes_for_others
 
 CONNECT_S = 60.0
 """For a busy machine: an actor itself gives up sooner, and its supervisor tries again."""
@@ -106,12 +107,15 @@ async def server(anyio_backend: object, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 async def connect(server: Server) -> AsyncIterator[Connect]:
-    """``await connect(role)``: a Bus in that role, closed after the test. Keywords as of `Bus.connect`."""
+    """``await connect(role)``: a Bus in that role, closed after the test. Keywords as of `Bus.connect`. The admin's
+    records have the signature of a role that may write them."""
     opened: list[Bus] = []
 
     async def one(role: str = "admin", **options: Any) -> Bus:
         keywords: dict[str, Any] = {"credentials": server.credentials, "timeout": CONNECT_S} | options
         bus = await Bus.connect(server.url, role=role, **keywords)
+        if role == "admin":
+            writes_for_others(bus, server.credentials)
         opened.append(bus)
         return bus
 

@@ -237,7 +237,7 @@ class Sampler(Actor):
                 self._staged.set()
 
     async def _follow_admission(self) -> None:
-        state = await self.bus.kv("HR_STATE")
+        state = await self.bus.kv("HR_ADMISSION")
         async for _, admission, _ in state.watch(admission_key(self.run)):
             if isinstance(admission, Admission):
                 self._min_version = admission.min_version

@@ -336,10 +336,10 @@ class Curriculum(Actor):
         self.state.apply(record, seq)
 
     async def _admit(self, min_version: int) -> None:
-        """Store in HR_STATE the oldest version with which a rollout actor may pull the train lane."""
+        """Store in HR_ADMISSION the oldest version with which a rollout actor may pull the train lane."""
         last = self._admission.min_version if self._admission else -1
         if min_version > last:
-            state = await self.bus.kv("HR_STATE")
+            state = await self.bus.kv("HR_ADMISSION")
             self._admission = Admission(
                 run=self.run, min_version=min_version, issued=self.state.issued, retired=self.state.retired
             )

@@ -42,7 +42,6 @@ from headrace.gateway.sessions import Session, asked_by, attempt_record
 from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
-from headrace.gateway.tenants.access import open_access
 from headrace.gateway.tenants.admission import Admission, keyed, of_tenant
 from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.gateway.traffic import TrafficReports
@@ -129,14 +128,11 @@ class Gateway(Actor):
         )
         certificate = tls.configured(production, self.every, self.event)
         url = await self._listener.start(production.host, production.port, certificate)
-        self._tenants = await open_access(self.bus, self.config, keys, self._listener, self.event)
         (folder / "gateway.json").write_text(json.dumps({"url": url}))
         await self.event("listening", url)
 
     async def stop(self) -> None:
         """Close the port. Open sessions continue without a gateway; the next one recovers them."""
-        if hasattr(self, "_tenants"):
-            await self._tenants.stop()
         if hasattr(self, "_listener"):
             await self._listener.stop()
             await self.follow_ups.close()
@@ -377,8 +373,8 @@ class Gateway(Actor):
             await self._end(session, REASON, letter.reason)
 
     async def _follow_split(self, key: str) -> None:
-        """Follow a value in HR_STATE by which the feedback actor sets the version of new sessions."""
-        state = await self.bus.kv("HR_STATE")
+        """Follow a value in HR_PRODUCT by which the feedback actor sets the version of new sessions."""
+        state = await self.bus.kv("HR_PRODUCT")
         async for _, value, _ in state.watch(key):
             self.split.apply(value)
 

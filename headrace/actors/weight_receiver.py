@@ -90,7 +90,7 @@ class WeightReceiver(Actor):
 
     async def _open_transfer(self) -> None:
         """Serve this node's files, and find those of others, as the section says. Unrecoverable."""
-        section, values = self.config.weights, await self.bus.kv("HR_STATE")
+        section, values = self.config.weights, await self.bus.kv("HR_NODES")
         # A broker's full snapshots are chunks; a file of the time before is still found in the shared folder.
         try:
             self._served, self._fetcher = await node.opened(

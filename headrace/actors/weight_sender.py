@@ -103,7 +103,7 @@ class WeightSender(Actor):
 
     async def _open_transfer(self) -> None:
         """Serve full snapshots, and find those of other nodes, as the section says. Unrecoverable."""
-        section, values = self.config.weights, await self.bus.kv("HR_STATE")
+        section, values = self.config.weights, await self.bus.kv("HR_NODES")
         try:
             self._served, self._fetcher = await node.opened(
                 section,

@@ -5,6 +5,7 @@ because it names the actors that are alive now.
 """
 
 import hashlib
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import msgspec
 
 import headrace
+from headrace.bus.broker import credentials
+from headrace.bus.broker.permissions import NAMES
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.bus.nats import snapshots, streams
@@ -58,7 +61,7 @@ async def back_up(bus: Bus, run: str, folder: Path, *, live: bool = False) -> Ba
         raise BusError(f"{folder} is not empty; name a new folder")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     copies = []
-    for name in streams.NAMES:
+    for name in NAMES:
         if name == f"KV_{_PRESENCE}":
             continue
         file = folder / name
@@ -72,13 +75,17 @@ async def back_up(bus: Bus, run: str, folder: Path, *, live: bool = False) -> Ba
                 about=about,
             )
         )
+    writers = _writers(bus)
+    if writers is not None and writers.exists():
+        shutil.copyfile(writers, folder / credentials.WRITERS)
     backup = Backup(run=run, headrace=headrace.__version__, made=time.time(), copies=copies)
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(backup)))
     return backup
 
 
 async def restore(bus: Bus, folder: Path) -> Backup:
-    """Restore a backup into a broker without streams, then declare what it lacks. All hashes are checked first."""
+    """Restore a backup into a broker without streams, then declare what it lacks. All hashes are checked first. The
+    public keys of the backup's writers go into the connection's folder of credentials."""
     try:
         backup = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Backup)
     except FileNotFoundError:
@@ -98,7 +105,16 @@ async def restore(bus: Bus, folder: Path) -> Backup:
                 f"{copy.stream} has {restored} messages after the restore, expected {copy.messages}; restore again"
             )
     await streams.declare(bus)
+    if (writers := _writers(bus)) is not None and (folder / credentials.WRITERS).exists():
+        credentials.trust(writers.parent, folder / credentials.WRITERS)
     return backup
+
+
+def _writers(bus: Bus) -> Path | None:
+    """The file of public keys beside the seeds of a connection; None for one without credentials."""
+    if bus.credentials is None:
+        return None
+    return (bus.credentials if bus.credentials.is_dir() else bus.credentials.parent) / credentials.WRITERS
 
 
 def _hash(file: Path) -> str:

@@ -260,9 +260,6 @@ class Production(Section, frozen=True, kw_only=True):
     batch is made. Tenants with API keys opt in by their keys (`headrace keys add --training`)."""
     keys: OptionalPath = ""
     """File of API keys (`headrace keys`); empty: <run dir>/keys.json."""
-    broker_tenants: bool = False
-    """Clients with an API key may connect to the broker itself (auth callout) and send there what they may send over
-    HTTP. A broker of `[bus] url` needs credentials that were made with `--tenants`."""
     turn_tokens: Positive = 4096
     """The most sampled tokens of a turn that a client's agent requests."""
     context_tokens: Positive = 32768

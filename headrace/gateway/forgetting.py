@@ -1,6 +1,6 @@
 """Removes purged users from a gateway: it drops their sessions, and marks their later ratings.
 
-A purge begins with an entry of the deny-list in HR_STATE. Every gateway follows the list, so a purge by an operator's
+A purge begins with an entry of the deny-list in HR_PRODUCT. Every gateway follows the list, so a purge by an operator's
 command reaches each of them.
 """
 
@@ -35,7 +35,7 @@ class Forgetting:
 
     async def recover(self) -> None:
         """Read the list. The users in it have no sessions left, because their purge deleted them from HR_SESSION."""
-        values = await self._bus.kv("HR_STATE")
+        values = await self._bus.kv("HR_PRODUCT")
         for entry, revision in (await values.items(denied_key(self._run, "*"))).values():
             self._newest = max(self._newest, revision)
             if isinstance(entry, DeniedUser) and not entry.readmitted:
@@ -43,7 +43,7 @@ class Forgetting:
 
     async def follow(self) -> None:
         """Remove the user of every new entry, unless the entry readmits the user."""
-        values = await self._bus.kv("HR_STATE")
+        values = await self._bus.kv("HR_PRODUCT")
         async for _, entry, revision in values.watch(denied_key(self._run, "*")):
             if isinstance(entry, DeniedUser) and entry.readmitted:
                 self._ratings.denied.discard(entry.user)

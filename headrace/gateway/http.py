@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -312,10 +311,6 @@ class Listener:
         self._sweeper = asyncio.create_task(self.connections.sweep(), name="connection deadlines")
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{'http' if tls is None else 'https'}://{host}:{port}"
-
-    async def also(self, socket: Path) -> None:
-        """Listen on a local socket as well, in plain HTTP and without a limit of connections, until `stop`."""
-        await web.UnixSite(self._runner, str(socket)).start()
 
     async def stop(self) -> None:
         """Close the port and every connection."""

@@ -12,7 +12,7 @@ from headrace.messages.rollout import PolicyRef
 
 
 class Split:
-    """The promoted version and the candidate's share, which the feedback actor stores in HR_STATE."""
+    """The promoted version and the candidate's share, which the feedback actor stores in HR_PRODUCT."""
 
     def __init__(self) -> None:
         self.promoted = PolicyRef()
@@ -20,7 +20,7 @@ class Split:
         self.gate = GateState(run="")
 
     def apply(self, message: Message | None) -> None:
-        """Adopt a value of HR_STATE; other values are ignored."""
+        """Adopt a value of HR_PRODUCT; other values are ignored."""
         match message:
             case Promotion():
                 self.promoted = message.policy

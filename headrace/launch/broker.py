@@ -32,10 +32,7 @@ class Broker:
         self._server: Server | None = None
         if not config.bus.url:
             need_free = config.run.min_free_mb * 2**20 // 2
-            tenants = config.production.enabled and config.production.broker_tenants
-            self._server = Server(
-                folder.broker, port=config.bus.port, need_free=need_free, origins=origins, tenants=tenants
-            )
+            self._server = Server(folder.broker, port=config.bus.port, need_free=need_free, origins=origins)
 
     async def start(self) -> None:
         """Start the own nats-server and wait until it answers; declare the streams in any case. BusError."""

@@ -102,7 +102,7 @@ class Fence(Message, frozen=True, kw_only=True):
 
 @message("admission")
 class Admission(Message, frozen=True, kw_only=True):
-    """The version that engines of the train lane must serve; a value in HR_STATE under `admission_key(run)`."""
+    """The version that engines of the train lane must serve; a value in HR_ADMISSION under `admission_key(run)`."""
 
     run: str
     min_version: Count
@@ -113,5 +113,5 @@ class Admission(Message, frozen=True, kw_only=True):
 
 
 def admission_key(run: str) -> str:
-    """Key of a run's Admission in HR_STATE."""
+    """Key of a run's Admission in HR_ADMISSION."""
     return f"admission.{run}"

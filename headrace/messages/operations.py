@@ -125,6 +125,8 @@ class BlobRef(Message, frozen=True, kw_only=True):
     type: str
     encoding: str = ""
     keyed: bool = False
+    expiry: str = ""
+    """Of a keyed one that expires: the rest of the HMAC's key, as in the names of those without a key."""
     node: str = ""
     """The node that holds a file of the content; HR_BLOB may get the content some seconds later."""
     check: str = ""

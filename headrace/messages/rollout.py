@@ -378,7 +378,7 @@ class RendererBundle(Message, frozen=True, kw_only=True, dict=True):
 
 @message("renderer_record")
 class RendererRecord(Message, frozen=True, kw_only=True):
-    """Which bundle a run uses: a value in HR_STATE under `renderer_key(run)`, written by the trainer."""
+    """Which bundle a run uses: a value in HR_RENDERER under `renderer_key(run)`, written by the trainer."""
 
     run: str
     sha256: str
@@ -387,5 +387,5 @@ class RendererRecord(Message, frozen=True, kw_only=True):
 
 
 def renderer_key(run: str) -> str:
-    """Key of a run's RendererRecord in HR_STATE."""
+    """Key of a run's RendererRecord in HR_RENDERER."""
     return f"trainer.{run}.renderer"

@@ -150,7 +150,7 @@ class SearchAdapter(Message, frozen=True, kw_only=True, dict=True):
 
 @message("search_adapter_version")
 class SearchAdapterVersion(Message, frozen=True, kw_only=True):
-    """A published adapter: a value in HR_STATE under ``search.<run>.<hash>``. Of the versions of a run that are not
+    """A published adapter: a value in HR_ADAPTERS under ``search.<run>.<hash>``. Of the versions of a run that are not
     withdrawn the one written last is in use."""
 
     run: str
@@ -163,5 +163,5 @@ class SearchAdapterVersion(Message, frozen=True, kw_only=True):
 
 
 def adapter_key(run: str, hash: str = "*") -> str:
-    """Key of a SearchAdapterVersion in HR_STATE; without a hash a filter of all versions of the run."""
+    """Key of a SearchAdapterVersion in HR_ADAPTERS; without a hash a filter of all versions of the run."""
     return f"search.{token(run)}.{hash}"

@@ -12,6 +12,8 @@ import msgspec
 from headrace.messages.base import LONGEST_TOKEN, Count, Seconds
 
 PREFIX = "hr"
+DUPLICATES_S = 600.0
+"""How long the broker refuses a message id again: twice the time for which a signature is valid."""
 _TOKEN = re.compile(r"^[a-z0-9_-]+\Z")
 
 
@@ -62,9 +64,11 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     max_age_s: Seconds = 0.0
     """0 keeps for ever."""
     max_bytes: Count = 1 << 30
-    duplicate_window_s: Seconds = 120.0
+    duplicate_window_s: Seconds = DUPLICATES_S
     expiring: bool = False
     """Messages may carry an expiry of their own (``Nats-TTL``)."""
+    once: bool = False
+    """A subject holds one message, which no later one replaces."""
     queued_payloads_s: Seconds = 0.0
     """Of a work queue, whose records go when they are handled: how long their payloads live."""
     note: str = ""
@@ -245,14 +249,6 @@ RPC_NODE = Subject(
     readers=("environment", "search"),
     note="one node's own methods; all nodes that hold an image answer acquire-<run> under holds-<hash of its name>",
 )
-TENANT = Subject(
-    template="hr.tenant.{key}.{method}",
-    types=(),
-    publishers=("tenants",),
-    readers=("gateway",),
-    note="requests of tenants in the form of HTTP, with the header Path and a JSON body; no message of headrace, never "
-    "in a stream (headrace/gateway/tenants/requests.py)",
-)
 HEARTBEAT = Subject(template="hr.beat.{actor}.{id}", types=("beat",), publishers=_LIBRARY, readers=("dashboard",))
 TRAFFIC = Subject(
     template="hr.traffic.{region}",
@@ -303,6 +299,7 @@ STREAMS: tuple[Stream, ...] = (
         subjects=("hr.blob.>",),
         max_bytes=8 << 30,
         expiring=True,
+        once=True,
         note="claim checks, 1 MiB chunks; those of records as long as these (HR_TASK: 60 days), those of requests and "
         "answers two hours",
     ),
@@ -331,12 +328,18 @@ STREAMS: tuple[Stream, ...] = (
 STREAM: dict[str, Stream] = {stream.name: stream for stream in STREAMS}
 
 KEY_VALUES: dict[str, str] = {
-    "HR_STATE": "run configuration, min_version per run, durable trainer position, adapters of semantic search, "
-    "addresses of nodes that serve weights",
-    "HR_SESSION": "open sessions of users with their prompts; only gateways read it",
-    "HR_LEASE": "capacity leases; the revision is the fencing token",
-    "HR_PRESENCE": "heartbeats of live actors; entries lapse after 15 s",
+    "HR_ADMISSION": "min_version per run; the curriculum writes it",
+    "HR_RENDERER": "the renderer bundle of a run; the trainer writes it",
+    "HR_PRODUCT": "promoted version, gate, branches, deny-list and certificates of purges; feedback writes it",
+    "HR_NODES": "addresses of nodes that serve weights, and their turns; weight senders and receivers write it",
+    "HR_ADAPTERS": "adapters of semantic search; operators write it",
+    "HR_SESSION": "open sessions of users with their prompts; only gateways read and write it",
+    "HR_LEASE": "capacity leases; the revision is the fencing token; the scavenger writes it",
+    "HR_PLUGINS": "hashes of the plugins of a run; every role writes under its own name",
+    "HR_PRESENCE": "heartbeats of live actors; entries lapse after 15 s; every role writes under its own name",
 }
+"""A broker cannot fence single keys against headers or reads, so each bucket has one writing role, or keys that begin
+with the role that writes them and no header that reaches beyond its own key."""
 
 
 def stream_of(subject: str) -> Stream | None:

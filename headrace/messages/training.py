@@ -35,7 +35,7 @@ class StepManifest(Message, frozen=True, kw_only=True):
     plugins: tuple[Plugin, ...] = ()
     """The plugins that the step depends on: its advantage and loss, and the plugins that its Scores and Trajectories
     name. A node where the advantage or the loss has another source hash refuses the step; a trainer
-    refuses a batch that names another source than the run's record in HR_STATE."""
+    refuses a batch that names another source than the run's record in HR_PLUGINS."""
 
 
 class EngineMismatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -146,7 +146,7 @@ class HeldFile(msgspec.Struct, frozen=True):
 
 @message("weight_peer")
 class WeightPeer(Message, frozen=True, kw_only=True):
-    """Where a node serves its snapshot files to other nodes: the value of its key in HR_STATE."""
+    """Where a node serves its snapshot files to other nodes: the value of its key in HR_NODES."""
 
     run: str
     node: str
@@ -158,7 +158,7 @@ class WeightPeer(Message, frozen=True, kw_only=True):
 
 @message("weight_turn")
 class WeightTurn(Message, frozen=True, kw_only=True):
-    """A node fetches from another region: the value of a key in HR_STATE, of which a region has a few."""
+    """A node fetches from another region: the value of a key in HR_NODES, of which a region has a few."""
 
     node: str
     holder: Token
@@ -168,11 +168,11 @@ class WeightTurn(Message, frozen=True, kw_only=True):
 
 
 def peer_key(run: str, node: str, actor: str) -> str:
-    """The key in HR_STATE of a `WeightPeer`. All arguments are tokens of a subject; ``*`` as a node or actor stands for
+    """The key in HR_NODES of a `WeightPeer`. All arguments are tokens of a subject; ``*`` as a node or actor stands for
     all."""
     return f"weights.{run}.peer.{node}.{actor}"
 
 
 def turn_key(run: str, region: str, number: int) -> str:
-    """The key in HR_STATE of a region's `WeightTurn`."""
+    """The key in HR_NODES of a region's `WeightTurn`."""
     return f"weights.{run}.turn.{region}.{number}"

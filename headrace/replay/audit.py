@@ -3,7 +3,8 @@
 Each slot is counted where it ends, not by subtraction. A trained slot is named by a GroupClosed record and by the
 outcome of a step. A dropped slot is named by a record that gives it up. A slot in flight belongs to a group that is
 open or waits for its step. A slot that ends nowhere, or twice, makes the sums differ. Streams are read from effect to
-cause (steps, closings, ledger), so that every effect has its cause also while the run goes on.
+cause (steps, closings, ledger), so that every effect has its cause also while the run goes on. Every record that is
+counted has its writer's signature, those of before headrace signed them aside, which the report counts.
 """
 
 from collections import Counter
@@ -13,6 +14,7 @@ import msgspec
 
 from headrace.algorithms.staleness import places, staleness
 from headrace.bus.connection import Bus
+from headrace.bus.signatures import FORGED
 from headrace.ledger import lost_attempts
 from headrace.ledger.drops import DropsByLength, Fate, by_length
 from headrace.ledger.feedback import FeedbackReport
@@ -66,7 +68,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     skipped_count: int = 0
     """Records that could not be read; no other figure includes them."""
     skipped: tuple[str, ...] = ()
-    """The first `SKIPPED_NAMED` of them: stream, sequence, subject and reason."""
+    """The first `SKIPPED_NAMED` of them, forged ones first: stream, sequence, subject and reason."""
+    forged: int = 0
+    """Skipped records that no writer of their subject signed."""
+    unsigned: int = 0
+    """Records of before headrace signed them. They are counted as they are: nothing shows who wrote them."""
     dropped_by_length: DropsByLength = DropsByLength()
     speculation: Speculation | None = None
     """None while no slot has a speculative attempt."""
@@ -112,8 +118,16 @@ async def prove(bus: Bus, run: str) -> tuple[AuditReport, list[str]]:
         branches[name], faults = await prove(bus, name)
         wrong += [f"{name}: {fault}" for fault in faults]
     report = msgspec.structs.replace(report, balanced=not wrong, feedback=feedback, branches=branches)
-    skipped = [f"{record.stream} #{record.seq} on {record.subject}: {record.reason}" for record in bus.skipped.values()]
-    return msgspec.structs.replace(report, skipped=tuple(skipped[:SKIPPED_NAMED]), skipped_count=len(skipped)), wrong
+    records = sorted(bus.skipped.values(), key=lambda record: not record.reason.startswith(FORGED))
+    skipped = [f"{record.stream} #{record.seq} on {record.subject}: {record.reason}" for record in records]
+    report = msgspec.structs.replace(
+        report,
+        skipped=tuple(skipped[:SKIPPED_NAMED]),
+        skipped_count=len(skipped),
+        forged=sum(record.reason.startswith(FORGED) for record in records),
+        unsigned=len(bus.unsigned),
+    )
+    return report, wrong
 
 
 async def _read(bus: Bus, stream: str, *filters: str) -> list[tuple[int, Message]]:

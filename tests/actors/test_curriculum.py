@@ -130,7 +130,7 @@ async def test_requests_wait_for_credit_and_engines_learn_what_to_serve(
         behind = [message.text for message in told if message.kind == "replica_behind"]
         assert behind == ["slow on n1 serves version 0, the train lane asks for 1"]
         assert {(request.group, request.min_version) for request in late} == {("g000004", 1), ("g000005", 1)}
-        admission = await (await other.bus.kv("HR_STATE")).get(admission_key(run))
+        admission = await (await other.bus.kv("HR_ADMISSION")).get(admission_key(run))
     assert admission is not None
     assert isinstance(admission[0], Admission)
     assert admission[0].min_version == 1

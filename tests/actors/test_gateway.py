@@ -268,7 +268,7 @@ async def test_a_dead_letter_of_a_request_ends_its_session(product: Product, con
 
 
 async def test_a_restarted_gateway_issues_no_attempt_twice(product: Product) -> None:
-    """The gateway dies after an attempt failed and its successor was issued: HR_STATE still names the first attempt."""
+    """The gateway dies after an attempt failed and its successor was issued: HR_SESSION names the first attempt."""
     _, opened = await product.call("POST", "/v1/sessions", ASK)
     first = await product.request()
     await product.fail(first)

@@ -157,10 +157,10 @@ async def test_a_judge_uses_the_reward_of_its_configuration_and_nodes_agree_on_i
         score = await judged(observer, trajectory("acme1", "g1", {PATH: FIXED}))
         assert (score.reward, [plugin.name for plugin in score.plugins]) == (1.0, ["half"])
     (plugin,) = score.plugins
-    state = await observer.kv("HR_STATE")
-    assert (await state.get(key_of("acme1", plugin))) is not None
+    state = await observer.kv("HR_PLUGINS")
+    assert (await state.get(key_of("judge", "acme1", plugin))) is not None
     other = Plugin(seam=plugin.seam, name=plugin.name, version="1.4", source="0" * 64)
-    await state.put(key_of("acme2", plugin), other)
+    await state.put(key_of("trainer", "acme2", plugin), other)
     refused = Judge(settings, await connect("judge"), "acme2", "j-1")
     with pytest.raises(Unrecoverable, match=r"half has source hash .* on this node and 000000000000 \(version 1\.4\)"):
         await refused.start()
@@ -224,8 +224,8 @@ async def test_a_node_with_another_source_is_refused(
     name = "plain" if seam is LOSSES else "acme"
     here = seam.plugin(name)
     assert here is not None
-    state = await (await connect("admin")).kv("HR_STATE")
-    await state.put(key_of("acme5", here), Plugin(seam=here.seam, name=name, version="1.4", source="0" * 64))
+    state = await (await connect("admin")).kv("HR_PLUGINS")
+    await state.put(key_of("admin", "acme5", here), Plugin(seam=here.seam, name=name, version="1.4", source="0" * 64))
     settings = config(
         tmp_path,
         algorithm=Algorithm(weighting="plain"),

@@ -195,7 +195,7 @@ def verify(certificate: dict[str, Any], public_key: str, broker: Broker) -> tupl
             if not bare and any(user.encode() in content for content in contents(message)):
                 wrong.append(f"{stream} #{message['seq']} ({message['subject']}) names the user")
         checked[stream] = searched
-    denied = broker.get("KV_HR_STATE", {"last_by_subj": f"$KV.HR_STATE.feedback.{run}.denied.{user}"})
+    denied = broker.get("KV_HR_PRODUCT", {"last_by_subj": f"$KV.HR_PRODUCT.feedback.{run}.denied.{user}"})
     if denied is None or denied["headers"].get("KV-Operation"):
         wrong.append("the user is not on the deny-list")
     else:

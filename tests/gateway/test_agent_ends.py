@@ -88,7 +88,7 @@ async def test_a_purge_ends_the_stream_of_a_run_with_a_last_event(product: Produ
 
 
 async def test_a_readmitted_user_is_off_the_deny_list_of_the_gateway(product: Product) -> None:
-    values, denied = await product.admin.kv("HR_STATE"), product.gateway.ratings.denied
+    values, denied = await product.admin.kv("HR_PRODUCT"), product.gateway.ratings.denied
     entry = DeniedUser(run=product.run, user="ab12", since=1.0)
     async with asyncio.timeout(PATIENCE_S):
         await values.put(denied_key(product.run, "ab12"), entry)

@@ -45,7 +45,7 @@ def store(folder: Path) -> Iterator[Server]:
 
 
 async def connect(store: Server) -> Bus:
-    return await Bus.connect(store.url, role="replay", credentials=store.credentials)
+    return await Bus.connect(store.url, role="operator", credentials=store.credentials)
 
 
 async def test_the_audit_prints_the_recorded_line(store: Server) -> None:

@@ -62,10 +62,9 @@ async def test_the_live_page_and_the_audit_pass_over_what_they_cannot_read(conne
     async with asyncio.timeout(PATIENCE_S):
         await Watch(dashboard, run, c.Config(), time.time()).until_finished(lambda line: None)
     assert {record.reason for record in dashboard.skipped.values() if record.stream == "HR_EVENT"} == {
-        "not a readable promotion: Object missing required field `version`",
-        "its type is 'promotion', its subject says 'event'",
+        "forged: a promotion of nobody, signed by admin",
     }
-    report, wrong = await prove(await connect("replay"), run)
+    report, wrong = await prove(await connect("operator"), run)
     assert (report.skipped_count, wrong) == (2, [])
     assert any("hr.fail" in line and "slot_failed/9" in line for line in report.skipped)
 
@@ -153,8 +152,8 @@ async def test_every_actor_goes_on_through_all_of_it(name: str, connect: Connect
 async def test_an_unreadable_entry_of_a_bucket_is_passed_over(connect: Connect) -> None:
     """An unreadable session put the gateway into a restart loop, an unreadable presence ended `headrace status`."""
     admin = await connect("admin")
-    state, key = await admin.kv("HR_STATE"), f"r{token_hex(4)}.session.x"
-    await admin.publish_raw(f"$KV.HR_STATE.{key}", b"\xc1", {"Hr-Type": "rollout_request/1"})
+    state, key = await admin.kv("HR_ADMISSION"), f"trainer.r{token_hex(4)}.x"
+    await admin.publish_raw(f"$KV.HR_ADMISSION.{key}", b"\xc1", {"Hr-Type": "rollout_request/1"})
     assert await state.get(key) is None and await state.keys(key) == [] and await state.items(key) == {}
     assert admin.skipped_count == 1
     watching = state.watch(key)

@@ -27,6 +27,7 @@ from headrace.messages import subjects as s
 from headrace.tasks.packages.fetch import unpack
 from headrace.weights.signing import PUBLIC_FILE
 from tests.support import mutations
+from tests.support.keys import writes_for_others
 from tests.support.patience import PATIENCE_S
 
 RUN = "recorded"
@@ -116,6 +117,7 @@ async def declared(store: Server) -> None:
 
 async def polluted(store: Server) -> int:
     async with await Bus.connect(store.url, role="admin", credentials=store.credentials) as admin:
+        writes_for_others(admin, store.credentials)
         return await mutations.pollute(admin, RUN)
 
 

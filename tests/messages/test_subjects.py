@@ -53,7 +53,7 @@ def test_each_family_lies_in_one_stream_or_in_none() -> None:
         homes = [x.name for x in s.STREAMS if any(s.covers(p, subject.where()) for p in x.subjects)]
         assert len(homes) <= 1, subject.template
     core = {"hr.rpc.{service}.{caller}.{method}", "hr.rpc.{service}.{caller}.{node}.{method}"}
-    core |= {"hr.beat.{actor}.{id}", "hr.traffic.{region}", "hr.metric.{actor}", "hr.tenant.{key}.{method}"}
+    core |= {"hr.beat.{actor}.{id}", "hr.traffic.{region}", "hr.metric.{actor}"}
     homeless = {x.template for x in s.SUBJECTS.values() if s.stream_of(x.where()) is None}
     assert homeless - {s.ADVISORY.template} == core, "the broker writes two kinds of advisories into our stream"
     assert s.stream_of(s.ADVISORY.where(kind="MAX_DELIVERIES")) is s.STREAM["HR_ADVISORY"]

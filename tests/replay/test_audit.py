@@ -116,6 +116,8 @@ def test_the_line_has_the_keys_that_are_promised() -> None:
         "duplicates",
         "skipped_count",
         "skipped",
+        "forged",
+        "unsigned",
         "dropped_by_length",
         "speculation",
         "feedback",

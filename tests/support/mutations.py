@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import lz4.frame
 from msgspec import inspect, msgpack
 
+from headrace.bus.broker.permissions import EVENT_TYPES
 from headrace.bus.connection import Bus
 from headrace.messages import TYPES
 from headrace.messages import subjects as s
@@ -66,7 +67,14 @@ def places(name: str, run: str) -> list[str]:
     """The stream subjects on which a type is published."""
     tokens: dict[str, str | int] = {
         **{"run": run, "group": GROUP, "trajectory": f"{GROUP}-0-0", "lane": "train", "suite": "generated-train"},
-        **{"actor": "rollout", "type": name, "judge": "j", "stream": "hr_task", "consumer": "c", "version": 1},
+        **{
+            "actor": EVENT_TYPES.get(name, ("rollout",))[0],
+            "type": name,
+            "judge": "j",
+            "stream": "hr_task",
+            "consumer": "c",
+            "version": 1,
+        },
         **{"shard": 0, "seq": 0, "tenant": "default", "user": "ab12"},
     }
     families = [subject for subject in s.SUBJECTS.values() if name in subject.types and subject is not s.ADVISORY]

@@ -73,9 +73,9 @@ class PeerDouble:
 async def peer(
     bus: Bus, run: str, path: Path, held: HeldFile, *, node: str, region: str = "local"
 ) -> AsyncIterator[PeerDouble]:
-    """A double that HR_STATE names as the holder of a file, until the context ends. bus: of the role weight_sync."""
+    """A double that HR_NODES names as the holder of a file, until the context ends. bus: of the role weight_sync."""
     double = PeerDouble(path)
-    values, key = await bus.kv("HR_STATE"), peer_key(run, node, "receiver")
+    values, key = await bus.kv("HR_NODES"), peer_key(run, node, "receiver")
     async with serving(double.app()) as url:
         await values.put(key, WeightPeer(run=run, node=node, region=region, url=url, files=(held,)))
         try:

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.bus.broker import regions
+from headrace.bus.broker import credentials, regions
+from headrace.bus.broker.permissions import REGIONAL
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
@@ -88,8 +89,9 @@ class World:
         """A region's broker with its mirror."""
         wire = Wire(self._port)
         await wire.mend()
-        key = self.hub.credentials / "region.nk"
+        key = self.hub.folder / regions.LINKS
         folder = regions.prepare_region(self.folder / name, name, f"nats-leaf://127.0.0.1:{wire.port}", key)
+        credentials.trust(self.hub.credentials, folder / "credentials" / credentials.WRITERS, REGIONAL)
         region = self.regions[name] = Region(name, await Server(folder, prepared=True).start(), wire)
         async with await Bus.connect(region.server.url, role="admin", credentials=region.server.credentials) as admin:
             await regions.declare_mirror(admin)

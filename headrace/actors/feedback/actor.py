@@ -6,7 +6,7 @@ made: in between, a tenant may opt out, or a user's data may be purged.
 
 The branch (`branch`) begins at the first version that is promoted while `[feedback] enabled` is set. A trainer actor in
 a process of its own trains it. The newest version of the branch becomes a candidate when no other candidate is at the
-gate (`candidates`). Promotion and rollback change one value in HR_STATE that gateways follow.
+gate (`candidates`). Promotion and rollback change one value in HR_PRODUCT that gateways follow.
 
 The actor reads all of its state from the streams when it starts. Of two feedback actors of a run the later one acts.
 The earlier one stays idle and does not end: after a restart by a supervisor, its new fence would end the later one.

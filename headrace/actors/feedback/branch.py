@@ -57,7 +57,7 @@ class BranchLedger:
         """Write a fence, so that the broker refuses earlier feedback actors, then read the branch."""
         fence = Fence(run=self.name, actor=actor, id=id)
         close_seq = self._fence_seq = await self._bus.publish(CLOSE.at(run=self.name, group=FENCE), fence)
-        values = await self._bus.kv("HR_STATE")
+        values = await self._bus.kv("HR_PRODUCT")
         entry = await values.get(branch_key(self.name))
         self.base = entry[0] if entry is not None and isinstance(entry[0], Branch) else None
         for stream, *filters in (
@@ -95,7 +95,7 @@ class BranchLedger:
             base_version=promotion.version,
             base_hash=hashes[promotion.version],
         )
-        values = await self._bus.kv("HR_STATE")
+        values = await self._bus.kv("HR_PRODUCT")
         await values.put(branch_key(self.name), record)
         self.base = record
         await self._bound()

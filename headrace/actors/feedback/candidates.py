@@ -1,7 +1,8 @@
 """Runs a candidate through the gate's stages: requests its benchmark, counts ratings, publishes verdicts, promotes.
 
-`ledger.gate` decides; this module reads and writes. The state is a value in HR_STATE by which gateways route. A verdict
-is published before its state is stored, so after a crash in between it is published again under the same message id.
+`ledger.gate` decides; this module reads and writes. The state is a value in HR_PRODUCT by which gateways route. A
+verdict is published before its state is stored, so after a crash in between it is published again under the same
+message id.
 """
 
 import time
@@ -44,7 +45,7 @@ class Candidates:
 
     async def recover(self) -> None:
         """Read the promoted version and the state of the gate, and request missing evaluations."""
-        self._values = await self._bus.kv("HR_STATE")
+        self._values = await self._bus.kv("HR_PRODUCT")
         stored = await self._values.get(promotion_key(self._run))
         self.promoted = stored[0] if stored is not None and isinstance(stored[0], Promotion) else None
         entry = await self._values.get(gate_key(self._run))

@@ -49,7 +49,7 @@ LATE_S = 600.0
 KEPT = (
     "HR_LEDGER and closings in HR_SCORE: names of sessions (the hash and a number), seeds, rewards and reasons",
     "HR_FEEDBACK: sequences of the deleted ratings and the groups in which they were trained",
-    "HR_STATE: the hash on the deny-list, and this certificate",
+    "HR_PRODUCT: the hash on the deny-list, and this certificate",
     "versions that were trained on purged ratings (absorbed_steps)",
     "outside of the run: backups, webhooks that were sent, logs of processes, caches in the memory of engines",
 )
@@ -78,7 +78,7 @@ class Purges:
 
     async def recover(self) -> None:
         """Read the deny-list."""
-        values = await self._bus.kv("HR_STATE")
+        values = await self._bus.kv("HR_PRODUCT")
         entries = (await values.items(denied_key(self._run, "*"))).values()
         self.denied = {entry.user for entry, _ in entries if isinstance(entry, DeniedUser) and not entry.readmitted}
 
@@ -90,7 +90,7 @@ class Purges:
 
     async def readmit(self, user: str) -> Ack:
         """Take a user off the deny-list: later sessions are trained on as far as their tenant allows it."""
-        values = await self._bus.kv("HR_STATE")
+        values = await self._bus.kv("HR_PRODUCT")
         denied = await values.get(denied_key(self._run, user))
         if denied is None or not isinstance(denied[0], DeniedUser) or denied[0].readmitted:
             return Ack(ok=False, detail="this user is not on the deny-list")
@@ -106,7 +106,7 @@ class Purges:
     async def purge(self, user: str) -> PurgeCertificate | Ack:
         """Purge a user. An Ack says why there is no certificate."""
         asked = time.time()
-        values = await self._bus.kv("HR_STATE")
+        values = await self._bus.kv("HR_PRODUCT")
         await values.put(denied_key(self._run, user), DeniedUser(run=self._run, user=user, since=asked))
         self.denied.add(user)
         eraser = Eraser(self._bus, self._run, user)

@@ -209,7 +209,7 @@ class Rollout(Actor):
 
     async def _follow_admission(self) -> None:
         """Close the train lane while this actor's weights are too old for it."""
-        state = await self.bus.kv("HR_STATE")
+        state = await self.bus.kv("HR_ADMISSION")
         async for _, admission, _ in state.watch(admission_key(self.run)):
             if isinstance(admission, Admission):
                 self._min_version = admission.min_version
@@ -217,7 +217,7 @@ class Rollout(Actor):
 
     async def _follow_promotion(self) -> None:
         """Keep the promoted version loaded while this actor serves the product."""
-        state = await self.bus.kv("HR_STATE")
+        state = await self.bus.kv("HR_PRODUCT")
         async for _, promotion, _ in state.watch(promotion_key(self.run)):
             if isinstance(promotion, Promotion):
                 self._promoted.promote(promotion.policy)

@@ -327,9 +327,7 @@ class Policies:
         another format the policy would be trained on text that it did not sample."""
         renderers = await self._open_renderers()
         if renderers is None:
-            raise NoPolicy(
-                f"run {self._run} has no renderer bundle in HR_STATE; its trainer publishes it before the first version"
-            )
+            raise NoPolicy(f"run {self._run} has no renderer bundle; its trainer publishes it before the first version")
         try:
             async with self._fetching:  # rendering a new tool wording takes some 100 ms, once
                 return await asyncio.to_thread(renderers.open, schemas_of(tools_of(task)), wording)
@@ -341,7 +339,7 @@ class Policies:
         if await self._open_renderers() is not None:
             return await self._renderer(task, wording)
         if wording is not None:
-            raise NoPolicy(f"run {self._run} has no renderer bundle in HR_STATE, and a varied tool wording needs one")
+            raise NoPolicy(f"run {self._run} has no renderer bundle, and a varied tool wording needs one")
         try:
             more = tuple(tool for tool in schemas_of(tools_of(task)) if tool.name not in schemas.BY_NAME)
         except PluginError as error:

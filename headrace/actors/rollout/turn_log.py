@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from headrace.actors.rollout.publication import message_id
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
+from headrace.bus.signatures import ID_HEADER
 from headrace.messages.rollout import SandboxCheckpoint, ToolResult, Turn, TurnDone, TurnSampled
 from headrace.messages.sandbox import Snapshot
 from headrace.messages.subjects import TRAJ, TURN
@@ -84,11 +85,11 @@ class TurnLog:
         return await self._bus.tail("HR_TURN", self._subject) == self._last
 
     async def _has_trajectory(self) -> bool:
-        """By message id, undecoded: when a group of n slots is handed back, its n resumptions would decode n
+        """By its name, undecoded: when a group of n slots is handed back, its n resumptions would decode n
         trajectories each, and fetch those that are claim checks."""
         wanted = message_id(self._run, self._trajectory)
         async for received in self._bus.records("HR_TRAJ", TRAJ.at(run=self._run, group=self._group)):
-            if received.headers.get("Nats-Msg-Id") == wanted:
+            if received.headers.get(ID_HEADER) == wanted and self._bus.signed(received):
                 return True
         return False
 

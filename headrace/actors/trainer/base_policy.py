@@ -55,18 +55,18 @@ async def fetch(bus: Bus, config: Config, run: str, folder: Path) -> Base | None
     if not (folder / BUNDLE).exists():
         bundle = await renderer_bundles.fetch(bus, record.base_run)
         if bundle is None:
-            raise Unrecoverable(f"run {record.base_run} has no renderer bundle in HR_STATE")
+            raise Unrecoverable(f"run {record.base_run} has no renderer bundle in HR_RENDERER")
         (folder / "tokenizer.json").write_text(bundle.tokenizer_json, encoding="utf-8")
         (folder / BUNDLE).write_bytes(msgspec.json.encode(bundle))
     return Base(file, "" if head.source_hash else head.state_hash)
 
 
 async def _record(bus: Bus, run: str) -> Branch:
-    values = await bus.kv("HR_STATE")
+    values = await bus.kv("HR_PRODUCT")
     async for _, value, _ in values.watch(branch_key(run)):
         if isinstance(value, Branch):
             return value
-    raise Unrecoverable(f"the bucket HR_STATE was closed before {run} had a base version")
+    raise Unrecoverable(f"the bucket HR_PRODUCT was closed before {run} had a base version")
 
 
 async def _full_snapshots(bus: Bus, config: Config, run: str) -> chain.Fetch | None:
@@ -75,7 +75,7 @@ async def _full_snapshots(bus: Bus, config: Config, run: str) -> chain.Fetch | N
     async def tell(text: str) -> None:
         logging.get(run=run).warning("source_failed", text=text)
 
-    section, values = config.weights, await bus.kv("HR_STATE")
+    section, values = config.weights, await bus.kv("HR_NODES")
     token = node.secret(bus.credentials, run) if section.full_snapshots == "peer" else ""
     fetcher = node.fetcher(section, values, WrongSequence, run, bus.node, tell, token=token, takes_turns=False)
     return None if fetcher is None else fetcher.bring

@@ -2,13 +2,15 @@
 
 The folder also holds the key that signs weights, which is not a user of the broker: ``weight_publisher.nk`` belongs on
 the sender's node alone, ``weight_publisher.pub`` on every node that receives. ``weight_peers.key`` is the secret by
-which these nodes fetch weights from each other; all regions of a run have the same one.
+which these nodes fetch weights from each other; all regions of a run have the same one. ``writers.pub`` names the
+public keys with which the roles sign their records; it belongs on every node. To change a role's seed, remove the seed
+and run this again: the old public key stays, so that old records hold. Remove its line when they are gone. ``--trust``
+adds the keys of a region's roles.
 
 ``python -m headrace.bus.broker.credentials FOLDER`` makes them for a broker that an operator starts by hand. With
 ``--run`` (once per run) runs that share a broker get an account each, with seeds in ``FOLDER/<run>``. Every command
 that is given FOLDER then takes the seeds of its own run (`of_run`). With certificates in it the broker requires TLS
-(broker/tls.py). ``--tenants`` opens the broker to tenants with API keys: gateways need ``callout.nk`` and
-``issuer.nk``, and their run needs ``[production] broker_tenants``.
+(broker/tls.py).
 """
 
 import argparse
@@ -17,22 +19,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from secrets import token_hex
 
+from headrace.bus.broker import accounts as broker_accounts
 from headrace.bus.broker import tls
 from headrace.bus.broker.keys import Key
-from headrace.bus.broker.permissions import CALLOUT_ROLE, ROLES, Tenants, accounts_conf, users_conf
+from headrace.bus.broker.permissions import REGIONAL, ROLES
 from headrace.bus.errors import BusError
+from headrace.bus.signatures import FILE, parse
 from headrace.messages.subjects import token
 
 PUBLISHER = "weight_publisher"
 """Name of the key that signs weights."""
+WRITERS = FILE
+"""File with the public keys with which roles sign their records."""
 PEERS = "weight_peers.key"
 """File with the secret by which nodes fetch weights from each other ([weights] full_snapshots = "peer")."""
-ISSUER = "issuer"
-"""Name of the key that signs the users of tenants."""
-TENANTS = (f"{CALLOUT_ROLE}.nk", f"{ISSUER}.nk")
-"""Files that a gateway needs where tenants connect to the broker."""
-ACCOUNT = "account"
-"""File with the name of the account that seeds belong to; none beside seeds of a broker without accounts."""
 
 
 def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
@@ -44,17 +44,14 @@ def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
     for run in runs:
         if not run or token(run) != run:
             raise ValueError(f"expected a run id of lower-case letters, digits, '-' and '_', got {run!r}")
-        if run == CALLOUT_ROLE:
-            raise ValueError(f"the account {run!r} is that of the auth service: name the run differently")
     _private_folder(folder)
     roles: dict[str, dict[str, str]] = {}
     for run in sorted({*accounts(folder), *runs}):
         run_folder = folder / run
-        roles[run] = _seeds(run_folder)
+        roles[run] = _actors(run_folder)
         _publisher(run_folder)
         _peers(run_folder)
-        private(run_folder / ACCOUNT, run)
-    private(folder / "users.conf", accounts_conf(roles, _tenants(folder)) + tls.server_conf(folder))
+    private(folder / "users.conf", broker_accounts.conf(roles) + tls.server_conf(folder))
     return folder
 
 
@@ -85,54 +82,17 @@ def unused(credentials: str) -> str:
     )
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, *, writers: Sequence[str] = ROLES) -> Path:
     """Make or complete a folder: existing seeds stay valid, ``users.conf`` is written anew. Returns the folder.
 
     Existing seeds stay valid, so that a broker that is restarted on the same run accepts the actors that are still
-    alive.
+    alive. writers: the roles whose records the folder's actors accept under these seeds; in a region not the hub's.
     """
-    private(folder / "users.conf", users_conf(_seeds(folder), tenants=_tenants(folder)) + tls.server_conf(folder))
+    public = _actors(folder, writers)
+    private(folder / "users.conf", broker_accounts.conf({"": public}) + tls.server_conf(folder))
     _publisher(folder)
     _peers(folder)
     return folder
-
-
-def open_to_tenants(folder: Path) -> None:
-    """Make the keys of the auth service, so that `write` and `write_accounts` open the broker to tenants. A running
-    broker takes this over only when it is restarted."""
-    _private_folder(folder)
-    for name in (CALLOUT_ROLE, ISSUER):
-        _key(folder / f"{name}.nk")
-
-
-def _tenants(folder: Path) -> Tenants | None:
-    if not (folder / f"{CALLOUT_ROLE}.nk").exists():
-        return None
-    return Tenants(_key(folder / f"{ISSUER}.nk").account, _key(folder / f"{CALLOUT_ROLE}.nk").public)
-
-
-def tenants_folder(credentials: Path | None) -> Path | None:
-    """The folder with the auth service's keys: a run's own, or the one that holds its account; None without keys."""
-    places = (credentials, credentials.parent) if credentials is not None else ()
-    return next((place for place in places if (place / f"{CALLOUT_ROLE}.nk").exists()), None)
-
-
-def account_of(credentials: Path | None) -> str:
-    """The account of a folder of seeds or of one seed file; empty for a broker without accounts."""
-    places = (credentials, credentials.parent) if credentials is not None else ()
-    file = next((place / ACCOUNT for place in places if (place / ACCOUNT).exists()), None)
-    return file.read_text(encoding="ascii").strip() if file is not None else ""
-
-
-def issuer(folder: Path) -> Key:
-    """The key that signs the users of tenants. BusError without it: the broker would refuse what a new key signs."""
-    try:
-        return Key.parse((folder / f"{ISSUER}.nk").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        raise BusError(
-            f"{folder} holds no {ISSUER}.nk, with which the gateway signs tenants in: copy it from the broker's "
-            "credentials"
-        ) from None
 
 
 def _private_folder(folder: Path) -> None:
@@ -140,10 +100,36 @@ def _private_folder(folder: Path) -> None:
     folder.chmod(0o700)
 
 
-def _seeds(folder: Path) -> dict[str, str]:
+def seeds(folder: Path, names: Sequence[str] = ROLES) -> dict[str, str]:
     """Make the missing seeds of a folder; role to public key."""
     _private_folder(folder)
-    return {role: _key(folder / f"{role}.nk").public for role in ROLES}
+    return {name: _key(folder / f"{name}.nk").public for name in names}
+
+
+def _actors(folder: Path, writers: Sequence[str] = ROLES) -> dict[str, str]:
+    """The roles' seeds. writers: of these the folder's actors accept records."""
+    public = seeds(folder)
+    _add_writers(folder, [f"{role} {key}" for role, key in public.items() if role in writers])
+    return public
+
+
+def _add_writers(folder: Path, lines: Sequence[str]) -> None:
+    """Add lines to the public keys of the roles; those that are there stay."""
+    file = folder / WRITERS
+    known = file.read_text(encoding="ascii").splitlines() if file.exists() else []
+    if new := [line for line in lines if line not in known]:
+        private(file, "\n".join([*known, *new, ""]))
+
+
+def trust(folder: Path, writers: Path, roles: Sequence[str] = ROLES) -> None:
+    """Accept the records that the roles of another folder sign, such as those of a region. roles: of its lines, only
+    these are taken. BusError when the file cannot be read."""
+    try:
+        lines = [f"{role} {key}" for key, (_, named) in parse(writers.read_text(encoding="ascii")).items()
+                 for role in sorted(named) if role in roles]  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise BusError(f"{writers} holds no public keys of roles: {error}") from None
+    _add_writers(folder, lines)
 
 
 def _publisher(folder: Path) -> None:
@@ -195,10 +181,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m headrace.bus.broker.credentials", description="keys and users")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("credentials"))
     parser.add_argument("--run", action="append", default=[], help="give this run an account of its own (repeatable)")
-    parser.add_argument("--tenants", action="store_true", help="open the broker to tenants with API keys")
+    parser.add_argument(
+        "--trust", action="append", default=[], type=Path, metavar="FILE",
+        help=f"accept the records of a region's roles: the region's {WRITERS} (repeatable)",
+    )  # fmt: skip
     args = parser.parse_args()
-    if args.tenants:
-        open_to_tenants(args.folder)
+    try:
+        for file in args.trust:
+            for folder in [args.folder / run for run in accounts(args.folder)] or [args.folder]:
+                trust(folder, file, REGIONAL)
+    except BusError as error:
+        parser.error(str(error))
     try:
         write_accounts(args.folder, args.run) if args.run else write(args.folder)
     except ValueError as error:

@@ -14,12 +14,11 @@ from headrace import nkeys
 
 
 class Key:
-    """A user's key pair. `public` starts with ``U``, `seed` with ``SU``; `account` is `public` as an issuer's."""
+    """A user's key pair. `public` starts with ``U``, `seed` with ``SU``."""
 
     def __init__(self, raw: bytes) -> None:
         self._signing = SigningKey(raw)
         self.public = nkeys.public_text(bytes(self._signing.verify_key))
-        self.account = nkeys.account_text(bytes(self._signing.verify_key))
         self.seed = nkeys.seed_text(raw)
 
     @classmethod

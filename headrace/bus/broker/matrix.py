@@ -2,45 +2,91 @@
 
 import re
 
-from headrace.bus.broker import permissions
+from headrace.bus.broker import holders, permissions
 from headrace.bus.broker.callers import CALLERS, PING, PINGING
 from headrace.bus.broker.permissions import ACTORS, EVENT_TYPES, KV_READERS, KV_WRITERS, PURGES, READERS
 from headrace.messages import subjects as s
 
 ROLES = (*ACTORS, *READERS)
+STILL: dict[str, str] = {
+    "every role with HR_EVENT": (
+        "delete, change or exhaust the durable consumers of feedback and dead_letter on HR_EVENT: "
+        "messages come again or late"
+    ),
+    "readers and writers of HR_TRAJ": (
+        "the same with the judge's durable consumer; who writes HR_TRAJ too (rollout, feedback, "
+        "operator) can settle its messages"
+    ),
+    "rollout": (
+        "take, settle or drop any request of HR_TASK; read the streams of other attempts; take the "
+        "machines that are not reserved for the judge"
+    ),
+    "judge, certifier": "take every free machine",
+    "feedback": (
+        "purge all of HR_FEEDBACK, HR_TRAJ, HR_TURN, HR_SCORE, HR_BLOB and HR_SESSION: the filter is "
+        "in the request; delete single records of HR_TASK, HR_EVENT and HR_DLQ"
+    ),
+    "trainer": "purge all of HR_TRAJ, HR_TURN, HR_SCORE, HR_BLOB and HR_WEIGHTS",
+    "dead_letter": "read single records of every stream; delete messages of HR_TASK",
+    "gateway": "read prompts of users (HR_SESSION), and open attempts in any user's name",
+    "who writes HR_BLOB": (
+        "take the name of a payload that it knows before its writer stores it: the writer then finds other bytes"
+    ),
+    "who writes a stream": (
+        "use a message id first that another writer will use (its record is then dropped as a "
+        "repeat); fill the stream up to its limit"
+    ),
+    "dashboard, operator, replay": (
+        "read what runs store except ratings (operator: those too); operator: promote, pause, publish adapters"
+    ),
+    "web": "hear live records without users' data",
+    "a link of a region": "what its role may do; the mirror's: read HR_WEIGHTS",
+    "admin": "everything",
+}
+"""Seed to what an attacker who holds it can do, beyond writing any content into the role's own row."""
+
 _LIMITS = """\
-## What NATS cannot fence
+## How the broker holds to it
+
+Streams, buckets and roles have an account each (headrace/bus/broker/accounts.py). A role's account imports exactly its
+row of the tables above, and streams lie where no client is. So the row holds for what the broker publishes in a role's
+name too:
+
+- The answer to a request returns to the account of the caller, whatever subject the caller named for it: to the
+  caller's inbox, or, where that subject is in the caller's own row, there. No answer of a client, a stream or the
+  broker reaches a stream, a bucket, a request or a call of anybody else.
+- A service answers on the reply subjects alone that the broker writes into a call (`_R_`); `Bus.respond` ignores
+  others.
+- A consumer may name a subject for its deliveries, and an acknowledgement subject passes between accounts unchanged.
+  Both reach nothing but the stream of the consumer or request, because no other stream is in its account.
+- Rollup, counters, batches and schedules are off in every stream, and an expiry of single messages in every stream but
+  HR_BLOB, so no header reaches another record. Trace events go to the sender's account.
+- A bucket has one writer, or keys that begin with their writer's name. A chunk of a payload cannot be replaced.
+
+tests/bus/broker/test_attacks.py tries this with every role's seed against a real broker.
+
+## What the broker cannot keep a seed from
 
 The broker checks subjects. It does not see the body of a request, and it cannot tell tokens apart that share a
-wildcard. Inside one account (one run and the runs branched from it) therefore:
+wildcard. Inside one run (and the runs branched from it) therefore:
 
-- A role that may purge a stream may purge all of it: the filter is in the request. Feedback purges users of its run,
-  the trainer old steps.
-- A role that may create consumers on a stream may read the whole stream, and may update or delete another role's
-  durable consumer there: consumer names have no prefix that a permission could name.
-- A role that may make a consumer may make one that delivers old records to a core subject that somebody listens to. It
-  cannot deliver into a stream.
-- Reading by sequence or by last subject (`STREAM.MSG.GET`) covers a whole stream or bucket. Users' prompts are in a
-  bucket of their own for this reason.
-- A role that reads HR_BLOB may read every payload in it. A payload is found by its hash; only operators and dashboards
-  may list the stream.
+{still}
+
+- A role that may create consumers on a stream may read the whole stream. Reading by sequence or by last subject covers
+  a whole stream or bucket, so users' prompts are in a bucket of their own. A payload in HR_BLOB is found by its hash;
+  operators, dashboards, and who purges may list the stream.
 - A sandbox belongs to a role, not to one actor: an actor of a role can take over what another of the same role
-  acquired (an attempt is handed on so). The judge's sandboxes are thus open to judges and to their node alone.
-- A role can take all machines that its share of a node allows: a rollout's seed those that are not reserved for the
-  judge, a judge's or a certifier's seed every free one. Leases that nobody renews lapse.
+  acquired (an attempt is handed on so). The judge's sandboxes are thus open to judges and to their node alone. Leases
+  that nobody renews lapse.
 - Subjects do not fence content. Readers compare run, lane, group and type of a message with its subject and treat a
   contradiction like damaged bytes (headrace/bus/nats/addressing.py).
 
-On a broker that is open to tenants two more kinds of users exist: the gateway's auth service, which may read
-`$SYS.REQ.USER.AUTH` and answer, and clients with an API key, which may publish on `hr.tenant.<id of the key>.>` and
-read `_INBOX.tenant.<id of the key>.>`.
-
-None of this crosses accounts: another run's streams, buckets, consumers and inboxes do not exist there.
-A broker that `headrace up` starts holds one run. For a broker of several runs,
-`python -m headrace.bus.broker.credentials FOLDER --run RUN` makes an account per run; with `[bus] credentials = FOLDER`
-every command signs in to the account of its own run and is refused when there is none. A branch of user feedback runs
-in the account of the run that it branches from, so nothing is exported between accounts. Regions (deploy/regions) join
-brokers by a leaf link into one account, so runs that share regions share that account.
+None of this crosses runs that have accounts of their own: another run's streams, buckets, consumers and inboxes do not
+exist there. A broker that `headrace up` starts holds one run. For a broker of several runs,
+`python -m headrace.bus.broker.credentials FOLDER --run RUN` makes the accounts of a run; with `[bus] credentials =
+FOLDER` every command signs in to those of its own run and is refused when there are none. A branch of user feedback
+runs in the accounts of the run that it branches from. Regions (deploy/regions) link the accounts of roles, so runs that
+share regions share them.
 """
 
 
@@ -74,11 +120,9 @@ def table() -> str:
         consuming = [role for role in ROLES if reading[role]]
         single = [role for role in ROLES if reading[role] is False]
         lines.append(f"| {stream.name} | {', '.join(consuming) or '-'} | {', '.join(single) or '-'} |")
-    lines += ["", "## Buckets", "", "| bucket | readers | writers (keys) |", "|---|---|---|"]
+    lines += ["", "## Buckets", "", "| bucket | readers | writer |", "|---|---|---|"]
     for bucket in s.KEY_VALUES:
-        writers = ", ".join(f"{role} (`{keys}`)" for role, keys in KV_WRITERS.get(bucket, {}).items())
-        if bucket == "HR_PRESENCE":
-            writers = "every role (`<own role>.>`)"
+        writers = KV_WRITERS.get(bucket, "every role, under its own name")
         lines.append(f"| {bucket} | {', '.join(KV_READERS[bucket])} | {writers} |")
     lines += ["", "## API calls", "", "| call | roles |", "|---|---|"]
     for stream in s.STREAMS:
@@ -88,7 +132,9 @@ def table() -> str:
     lines.append("| purge KV_HR_SESSION | feedback |")
     lines.append("| delete a message of HR_TASK | dead_letter, feedback |")
     lines += ["| delete a message of HR_EVENT, HR_DLQ | feedback |", "| create, update, delete a stream | - |"]
-    return "\n".join([*lines, "", _LIMITS])
+    still = [f"| {seed} | {text} |" for seed, text in STILL.items()]
+    limits = _LIMITS.replace("{still}", "\n".join(["| seed | can also |", "|---|---|", *still]))
+    return "\n".join([*lines, "", limits, holders.table()])
 
 
 def _publishers(subject: s.Subject) -> str:

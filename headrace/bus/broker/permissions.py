@@ -1,18 +1,18 @@
-"""The permissions of every role, derived from `messages.subjects` and written as nats-server reads them.
+"""The permissions of every role, derived from `messages.subjects`: subjects to publish on and to subscribe to.
 
 The idea: the table of subjects is the only source, and everything that is not allowed is denied. A role may publish on
 the subjects that name it as publisher, on its own heartbeat, metric and event subjects, on calls and on blobs. It may
-read the streams of which it is a reader or a publisher, and the buckets that `BUCKETS` gives it. Only the trainer and
-feedback purge, only the admin creates and deletes streams. Event subjects are fenced by their {actor} token and by
+read the streams of which it is a reader or a publisher, and the buckets that `KV_READERS` gives it. Only the trainer
+and feedback purge, only the admin creates and deletes streams. Event subjects are fenced by their {actor} token and by
 type, so that a judge cannot announce a snapshot in the trainer's name. Lanes and users' groups are fenced where the
 subject shows them (`NARROWER`).
 
-These lists hold inside one account. Runs that share a broker get an account each (`accounts_conf`): streams, buckets,
-consumers and purges of one run do not exist for another. docs/permissions.md is the whole matrix, generated, with the
-list of what NATS cannot fence.
+`accounts` turns these lists into the accounts of a broker, in which a role reaches nothing else: neither directly nor
+by the reply subject of a request. docs/permissions.md is the whole matrix, generated, with what an attacker with the
+seed of a role can still do.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 
@@ -38,27 +38,27 @@ EVENT_TYPES: dict[str, tuple[str, ...]] = {
 
 FREE_EVENTS = ("event", "rejected")
 
-KV_WRITERS: dict[str, dict[str, str]] = {
-    "HR_STATE": {
-        "curriculum": "admission.>",
-        "trainer": "trainer.>",
-        "feedback": "feedback.>",
-        "evaluator": "evaluator.>",
-        "weight_sync": "weights.>",
-        "operator": "search.>",
-    },
-    "HR_SESSION": {"gateway": "*.session.>"},
-    "HR_LEASE": {"scavenger": ">"},
+KV_WRITERS: dict[str, str] = {
+    "HR_ADMISSION": "curriculum",
+    "HR_RENDERER": "trainer",
+    "HR_PRODUCT": "feedback",
+    "HR_NODES": "weight_sync",
+    "HR_ADAPTERS": "operator",
+    "HR_SESSION": "gateway",
+    "HR_LEASE": "scavenger",
 }
-"""Bucket to role to the keys that the role may write; in HR_PRESENCE every role writes the keys under its own name."""
+"""Bucket to the one role that writes it. In the other buckets every role writes the keys under its own name."""
 
+_WATCH = ("dashboard", "operator", "replay")
 KV_READERS: dict[str, tuple[str, ...]] = {
-    "HR_STATE": (
-        *("curriculum", "rollout", "judge", "trainer", "evaluator", "feedback", "weight_sync", "gateway"),
-        *("environment", "search", "dashboard", "operator", "replay"),
-    ),
+    "HR_ADMISSION": ("curriculum", "rollout", *_WATCH),
+    "HR_RENDERER": ("rollout", "trainer", *_WATCH),
+    "HR_PRODUCT": ("trainer", "rollout", "gateway", "feedback", *_WATCH),
+    "HR_NODES": ("weight_sync", "trainer", *_WATCH),
+    "HR_ADAPTERS": ("search", *_WATCH),
     "HR_SESSION": ("gateway",),
     "HR_LEASE": ("scavenger", "rollout", "dashboard", "operator"),
+    "HR_PLUGINS": ("curriculum", "rollout", "environment", "judge", "trainer", "search", "operator", "replay"),
     "HR_PRESENCE": ("curriculum", "dead_letter", "dashboard", "operator"),
 }
 """Bucket to the roles that may read it. A broker cannot fence single keys of a bucket, so users' prompts have a bucket
@@ -91,8 +91,13 @@ PURGES: dict[str, tuple[str, ...]] = {
 ERASES: dict[str, tuple[str, ...]] = {"feedback": ("HR_TASK", "HR_EVENT", "HR_DLQ")}
 """Role to the streams in which it deletes single records: a user's, which no subject names there."""
 
-SERVICES: dict[str, tuple[str, ...]] = {"environment": ("environment",)}
-"""Services that a role answers for besides the one of its own name."""
+DURABLES: dict[str, tuple[str, ...]] = {
+    "rollout": ("HR_TASK",),
+    "judge": ("HR_TRAJ",),
+    "feedback": ("HR_EVENT",),
+    "dead_letter": ("HR_ADVISORY", "HR_EVENT"),
+}
+"""Role to the streams of which it acknowledges messages."""
 
 ACTORS = (
     "curriculum",
@@ -110,19 +115,15 @@ ACTORS = (
     "search",
 )
 READERS = ("dashboard", "operator", "replay")
-LINK_ROLE = "region"
-"""The connection of a region's broker to the hub's."""
 WEB_ROLE = "web"
 """The page in an operator's browser, over WebSocket. Its seed leaves the machine with the page, so the role may only
 subscribe, and only to records without users' data."""
-CALLOUT_ROLE = "callout"
-"""The auth service of a gateway (gateway/tenants/callout.py); on brokers that are open to tenants."""
 REGIONAL = (
     *("rollout", "environment", "search", "judge", "weight_sync", "gateway", "scavenger"),
     *("dashboard", "operator"),
 )
 """Roles that may live in a region."""
-ROLES = (*ACTORS, *READERS, "admin", LINK_ROLE, WEB_ROLE)
+ROLES = (*ACTORS, *READERS, "admin", WEB_ROLE)
 
 _EVERYONE = "every actor"
 _CORE = ("hr.rpc.", "hr.beat.", "hr.traffic.", "hr.metric.")
@@ -133,18 +134,26 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True):
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
-    allow_responses: bool = True
     connections: tuple[str, ...] = ()
     """Kinds of connections; empty allows every kind."""
 
 
-def _read_api(stream: str, *, consumers: bool = True) -> list[str]:
-    """API subjects for reading one stream."""
-    out = [f"$JS.API.STREAM.MSG.GET.{stream}", f"$JS.API.DIRECT.GET.{stream}", f"$JS.API.DIRECT.GET.{stream}.>"]
-    if consumers:
-        out += [f"$JS.API.CONSUMER.{verb}.{stream}.>" for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
-        out += [f"$JS.ACK.{stream}.>", f"$JS.ACK.*.*.{stream}.>"]
-    return out
+def _api(stream: str, *verbs: str) -> list[str]:
+    return [f"$JS.API.{verb.format(stream)}" for verb in verbs]
+
+
+_GET = ("STREAM.MSG.GET.{}", "DIRECT.GET.{}", "DIRECT.GET.{}.>")
+_CONSUME = ("STREAM.INFO.{}", *(f"CONSUMER.{verb}.{{}}.>" for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")))
+_DECLARE = (
+    *(f"STREAM.{verb}.{{}}" for verb in ("CREATE", "UPDATE", "DELETE", "INFO", "PURGE", "SNAPSHOT", "RESTORE")),
+    *("STREAM.MSG.DELETE.{}", "STREAM.LEADER.STEPDOWN.{}", "CONSUMER.CREATE.{}", "CONSUMER.LIST.{}"),
+    *("CONSUMER.NAMES.{}", "CONSUMER.LEADER.STEPDOWN.{}.>"),
+)
+INFO = "$JS.API.INFO"
+"""Answered by the account of HR_WEIGHTS. A role that did not import it would get the broker's own API, which answers
+every request first with an error."""
+COPIES = "hr.copy.{}.>"
+"""Where the chunks of a stream's backup arrive."""
 
 
 def readable(role: str) -> dict[str, bool]:
@@ -163,22 +172,19 @@ def readable(role: str) -> dict[str, bool]:
         consumers = role in subject.readers or stream.retention != "workqueue"
         if reads or writes:
             streams[stream.name] = streams.get(stream.name, False) or consumers
+    streams |= {f"KV_{bucket}": True for bucket, readers in KV_READERS.items() if role in readers}
     return streams
 
 
 def of(role: str) -> Permissions:
     """The permissions of a role. KeyError for a role that does not exist."""
-    if role == CALLOUT_ROLE:
-        return Permissions(publish=("$JS.FC.>",), subscribe=("$SYS.REQ.USER.AUTH", f"_INBOX.{CALLOUT_ROLE}.>"))
     if role not in ROLES:
         raise KeyError(f"unknown role {role!r}; there are {', '.join(ROLES)}")
     if role == "admin":
-        return Permissions(publish=(">",), subscribe=(">",), allow_responses=False)
-    if role == LINK_ROLE:
-        return _of_link()
+        return _of_admin()
     if role == WEB_ROLE:
         return _of_web()
-    publish: list[str] = ["$JS.API.INFO", "$JS.API.STREAM.INFO.*", "$JS.FC.>"]
+    publish: list[str] = [INFO]
     for subject in s.SUBJECTS.values():
         if subject in (s.EVENT, s.HEARTBEAT, s.METRIC, s.RPC, s.RPC_NODE):
             continue
@@ -190,33 +196,29 @@ def of(role: str) -> Permissions:
     restricted_kinds = [kind for kind, roles in EVENT_TYPES.items() if role in roles]
     publish += [s.EVENT.where(actor=role, type=kind) for kind in (*restricted_kinds, *FREE_EVENTS)]
     for stream, consumers in readable(role).items():
-        publish += _read_api(stream, consumers=consumers)
+        publish += _api(stream, *_GET, *(_CONSUME if consumers else ()))
+        if stream != "HR_BLOB":  # what lies there is listed by an information request
+            publish += _api(stream, "STREAM.INFO.{}")
         if role == "operator" and consumers:
             # Other clients create consumers with several filters here: the filters are in the request, not the subject.
-            publish.append(f"$JS.API.CONSUMER.CREATE.{stream}")
+            publish += _api(stream, "CONSUMER.CREATE.{}")
+    for stream in DURABLES.get(role, ()):
+        publish += acknowledged(stream)
     for bucket in s.KEY_VALUES:
-        if role in KV_READERS[bucket]:
-            publish += _read_api(f"KV_{bucket}")
-        keys = KV_WRITERS.get(bucket, {}).get(role)
-        if keys is not None:
-            publish.append(f"$KV.{bucket}.{keys}")
-    publish.append(f"$KV.HR_PRESENCE.{role}.>")
-    if role in ACTORS:
-        publish.append("$KV.HR_STATE.plugins.>")  # bus/runtime/plugins.py
-    publish += [f"$JS.API.STREAM.PURGE.{stream}" for stream in PURGES.get(role, ())]
+        if bucket not in KV_WRITERS:
+            publish.append(f"$KV.{bucket}.{role}.>")
+        elif KV_WRITERS[bucket] == role:
+            publish.append(f"$KV.{bucket}.>")
+    for stream in PURGES.get(role, ()):
+        publish += _api(stream, "STREAM.PURGE.{}", "STREAM.INFO.{}")
     for stream in ERASES.get(role, ()):
-        publish += [f"$JS.API.STREAM.MSG.{verb}.{stream}" for verb in ("GET", "DELETE")]
-        publish.append(f"$JS.API.CONSUMER.INFO.{stream}.>")
+        publish += _api(stream, "STREAM.INFO.{}", "STREAM.MSG.GET.{}", "STREAM.MSG.DELETE.{}", "CONSUMER.INFO.{}.>")
     if role == "dead_letter":
-        names = [stream.name for stream in s.STREAMS]
-        publish += [f"$JS.API.STREAM.MSG.GET.{name}" for name in names]
-        publish += [
-            f"$JS.API.STREAM.MSG.DELETE.{stream.name}" for stream in s.STREAMS if stream.retention == "workqueue"
-        ]
+        for each in s.STREAMS:
+            publish += _api(each.name, "STREAM.MSG.GET.{}", "STREAM.INFO.{}")
+            publish += _api(each.name, "STREAM.MSG.DELETE.{}") if each.retention == "workqueue" else []
+    publish.append(ANSWERS)
     subscribe = [f"_INBOX.{role}.>", f"hr.rpc.{role}.>"]
-    subscribe += [f"hr.rpc.{service}.>" for service in SERVICES.get(role, ()) if service != role]
-    if role in s.TENANT.readers:
-        subscribe.append(s.TENANT.where())
     for subject in s.SUBJECTS.values():
         if subject.template.startswith(_CORE) and subject not in (s.RPC, s.RPC_NODE):
             if role in subject.readers or role in READERS:
@@ -224,116 +226,56 @@ def of(role: str) -> Permissions:
     return Permissions(publish=_unique(publish), subscribe=_unique(subscribe))
 
 
+ANSWERS = "_R_.>"
+"""Reply subjects as the broker writes them into a request that crosses from the caller's account to that of the
+service. An answer on one returns to the caller's account, whatever the caller named; other answers are refused."""
+
+
+def acknowledged(stream: str) -> list[str]:
+    """Subjects on which messages of a stream's durable consumers are acknowledged."""
+    return [f"$JS.ACK.{stream}.>", f"$JS.ACK.*.*.{stream}.>"]
+
+
+def captured(stream: str) -> tuple[str, ...]:
+    """The subjects that a stream or a bucket captures."""
+    if stream in s.STREAM:
+        return s.STREAM[stream].subjects
+    return (f"$KV.{stream.removeprefix('KV_')}.>",)
+
+
+def _of_admin() -> Permissions:
+    """Permissions of the admin: everything about every stream and bucket, as anybody."""
+    publish, subscribe = [INFO], ["_INBOX.admin.>", "hr.rpc.admin.>"]
+    for stream in NAMES:
+        publish += captured(stream) if stream != "HR_ADVISORY" else ()
+        publish += [*_api(stream, *_GET, *_CONSUME, *_DECLARE), *acknowledged(stream)]
+        publish += [f"$JS.SNAPSHOT.ACK.{stream}.>", f"$JS.SNAPSHOT.RESTORE.{stream}.>"]
+        subscribe.append(COPIES.format(stream))
+    publish += ["hr.rpc.*.>", "hr.beat.>", "hr.metric.>", "hr.traffic.>", ANSWERS]
+    subscribe += [s.HEARTBEAT.where(), s.METRIC.where(), s.TRAFFIC.where()]
+    return Permissions(publish=_unique(publish), subscribe=_unique(subscribe))
+
+
 def _of_web() -> Permissions:
-    """Permissions of the live page: live records by subject. It publishes nothing, because the broker would write its
-    answer to whatever subject the request names. The subjects of users' groups have one more token, so no filter here
-    matches them.
+    """Permissions of the live page: live records by subject, and nothing that it could publish.
+
+    The subjects of users' groups have one more token, so no filter here matches them.
     """
     subscribe = [s.HEARTBEAT.where(), s.METRIC.where(), s.TRAFFIC.where(), "hr.step.*", "hr.score.*.*.*"]
     subscribe += ["hr.close.*.*", "hr.ledger.*.*", "hr.fail.*.*"]
     subscribe += [f"hr.event.*.*.{kind}" for kind in ("event", "eval_result", "weights_swapped", "promotion")]
-    return Permissions(
-        publish=(),
-        subscribe=tuple(subscribe),
-        allow_responses=False,
-        connections=("WEBSOCKET",),
-    )
+    return Permissions(publish=(), subscribe=tuple(subscribe), connections=("WEBSOCKET",))
 
 
-def _of_link() -> Permissions:
-    """Permissions of a region at the hub: those of its actors, except that only the hub publishes
-    weights.
+NAMES = (*(stream.name for stream in s.STREAMS), *(f"KV_{name}" for name in s.KEY_VALUES))
+"""Every stream that a broker must have; a bucket is a stream too."""
 
-    The lists hold whole patterns of streams, because a broker announces an interest to its leaf only if the leaf may
-    publish all of it.
-    """
-    publish: list[str] = ["_INBOX.>", "$JS.ACK.>", "$JS.FC.>"]
-    publish += ["$JS.hub.API.CONSUMER.CREATE.HR_WEIGHTS", "$JS.hub.API.CONSUMER.DELETE.HR_WEIGHTS.*"]  # the mirror's
-    subscribe: list[str] = ["_INBOX.>", "$JSC.R.>", "$JS.M.>"]
-    for subject in s.SUBJECTS.values():
-        stream = s.stream_of(subject.where())
-        if stream is not None and stream.name != "HR_WEIGHTS" and {*REGIONAL, _EVERYONE} & set(subject.publishers):
-            publish += [pattern for pattern in stream.subjects if s.covers(pattern, subject.where())]
-    for role in REGIONAL:
-        permissions = of(role)
-        subscribe += permissions.subscribe
-        for name in permissions.publish:
-            if name.startswith("$KV."):
-                publish.append(f"$JS.hub.API.{name}")
-            elif name.startswith("$JS.API."):
-                publish.append(name.replace("$JS.API.", "$JS.hub.API.", 1))
-            elif name.startswith(_CORE):
-                publish.append(name)
-    return Permissions(publish=_unique(publish), subscribe=_unique(subscribe))
+
+def known(role: str) -> tuple[str, ...]:
+    """The streams about which a role may ask."""
+    allowed = of(role).publish
+    return tuple(name for name in NAMES if f"$JS.API.STREAM.INFO.{name}" in allowed)
 
 
 def _unique(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
-
-
-class Tenants(msgspec.Struct, frozen=True):
-    """The public keys of a broker that is open to tenants."""
-
-    issuer: str
-    """Of the account that signs the users of tenants."""
-    callout: str
-    """Of the auth service."""
-
-    def conf(self, public_keys: Iterable[str], account: str = "") -> list[str]:
-        """The lines of the auth callout. public_keys: users that the broker decides on itself."""
-        lines = ["  auth_callout {", f"    issuer: {self.issuer}"]
-        lines += [f"    account: {account}"] if account else []
-        return [*lines, f"    auth_users: [{', '.join([*public_keys, self.callout])}]", "  }"]
-
-
-def accounts_conf(runs: dict[str, dict[str, str]], tenants: Tenants | None = None) -> str:
-    """The ``accounts`` block for nats-server: an account with its own JetStream for every run, and its users.
-
-    runs: run to role to public key. The account follows from the key that a client signs in with, so no actor knows
-    that there are accounts. Accounts export nothing to each other. With `tenants` the auth service has an account too.
-    """
-    lines = ["# Made by headrace: one account per run, one user per role, public keys only.", "accounts {"]
-    for run, public_keys in runs.items():
-        lines += [f"  {run} {{", "    jetstream: enabled", "    users: ["]
-        lines += [f"  {line}" for role, public in public_keys.items() for line in _user(role, public, of(role))]
-        lines += ["    ]", "  }"]
-    if tenants is None:
-        return "\n".join([*lines, "}", ""])
-    lines += [f"  {CALLOUT_ROLE} {{", "    users: ["]
-    lines += [f"  {line}" for line in _user(CALLOUT_ROLE, tenants.callout, of(CALLOUT_ROLE))]
-    every = [public for public_keys in runs.values() for public in public_keys.values()]
-    lines += ["    ]", "  }", "}", "authorization {", *tenants.conf(every, CALLOUT_ROLE)]
-    return "\n".join([*lines, "}", ""])
-
-
-def users_conf(
-    public_keys: dict[str, str],
-    permissions_of: Callable[[str], Permissions] = of,
-    tenants: Tenants | None = None,
-) -> str:
-    """The ``authorization`` block for nats-server: one NKEY user per role, and the auth service of `tenants`."""
-    lines = ["# Made by headrace: one user per role, public keys only.", "authorization {", "  users: ["]
-    for role, public in public_keys.items():
-        lines += _user(role, public, permissions_of(role))
-    if tenants is None:
-        return "\n".join([*lines, "  ]", "}", ""])
-    lines += [*_user(CALLOUT_ROLE, tenants.callout, of(CALLOUT_ROLE)), "  ]", *tenants.conf(public_keys.values())]
-    return "\n".join([*lines, "}", ""])
-
-
-def _user(role: str, public: str, permissions: Permissions) -> list[str]:
-    lines = [f"    {{ nkey: {public}", f"      # {role}"]
-    if permissions.connections:
-        lines.append(f"      allowed_connection_types: [{', '.join(_quoted(permissions.connections))}]")
-    lines.append("      permissions: {")
-    # An empty list of allowed subjects would allow all of them.
-    publish = f"allow: [{', '.join(_quoted(permissions.publish))}]" if permissions.publish else 'deny: [">"]'
-    lines.append(f"        publish: {{ {publish} }}")
-    lines.append(f"        subscribe: {{ allow: [{', '.join(_quoted(permissions.subscribe))}] }}")
-    if permissions.allow_responses:
-        lines.append('        allow_responses: { max: 1, expires: "10m" }')
-    return [*lines, "      } }"]
-
-
-def _quoted(values: Iterable[str]) -> list[str]:
-    return [f'"{value}"' for value in values]

@@ -84,10 +84,9 @@ class Server:
         die_with_parent: bool = True,
         prepared: bool = False,
         origins: Sequence[str] = (),
-        tenants: bool = False,
     ) -> None:
         """prepared: the folder has its nats.conf and credentials already, as `regions` and `cluster` make them.
-        origins: of pages that may connect over WebSocket; it is not opened without any. tenants: open to API keys."""
+        origins: of pages that may connect over WebSocket; it is not opened without any."""
         self.folder = Path(folder).resolve()
         self.host, self.port, self.need_free = host, port, need_free
         self.credentials = self.folder / "credentials"
@@ -97,7 +96,7 @@ class Server:
         """ws:// address for pages of `origins`."""
         self.pid = 0
         self._origins, self._websocket_port = tuple(origins), 0
-        self._die_with_parent, self._prepared, self._tenants = die_with_parent, prepared, tenants
+        self._die_with_parent, self._prepared = die_with_parent, prepared
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self, timeout: float = 30.0) -> "Server":
@@ -147,10 +146,13 @@ class Server:
             stale.unlink()
         (self.folder / "log").unlink(missing_ok=True)
         if not self._prepared:
-            if self._tenants:
-                credentials.open_to_tenants(self.credentials)
             credentials.write(self.credentials)
             (self.folder / "nats.conf").write_text(CONF.read_text() + self._websocket_conf())
+        if (self.folder / "store" / "jetstream" / "$G" / "streams").is_dir():
+            raise BusError(
+                f"the store of {self.folder} was written by an earlier headrace, with all streams in one account: read "
+                f"it with that headrace, or name another folder"
+            )
         probe = self.folder / "store" / ".probe"
         probe.write_bytes(b"")
         probe.unlink()

@@ -92,7 +92,7 @@ class NatsConnection:
         self._mux = ""
         self._tokens = itertools.count()
         self.incarnation = 0
-        """Number of reconnects. The broker accepts an answer only on the connection that received the request."""
+        """Number of reconnects."""
         self._waiting: dict[str, tuple[asyncio.Future[Msg], str]] = {}
         self._denied: dict[str, str] = {}
         self._told: dict[str, float] = {}

@@ -61,6 +61,7 @@ class Consumer:
         self._numbers = itertools.count()
         self._heard = 0.0
         self._tasks: list[asyncio.Task[None]] = []
+        self._signed_from = 0
 
     @property
     def in_flight(self) -> int:
@@ -85,6 +86,7 @@ class Consumer:
     async def open(self) -> "Consumer":
         """Make or update the durable consumer, then pull. BusError when the broker refuses it."""
         await self._declare()
+        self._signed_from = await self.bus.signed_from(self.stream)
         self.bus.connection.on_reconnect.append(self._reconnected)
         self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._stay_alive())]
         self._wake.set()
@@ -256,6 +258,8 @@ class Consumer:
             consumer=delivery.consumer,
             connection=self.bus.connection,
             reply=raw.reply,
+            trust=self.bus.trust,
+            signed_from=self._signed_from,
         )
         task = asyncio.create_task(self._delivery.run(received))
         self._running[task] = received

@@ -1,16 +1,21 @@
 """Key-value buckets with typed values: the layout of every NATS client, one stream ``KV_<bucket>`` each.
 
 Values are read from the leader, so a read sees every write that was acknowledged before it. The revision of an entry is
-its stream sequence: `update` with an old one is refused, which makes it a fencing token.
+its stream sequence: `update` with an old one is refused, which makes it a fencing token. An entry, or a deletion, that
+no writer of its key signed changes nothing: the one before it counts.
 """
 
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from nats.aio.msg import Msg
+
 from headrace.bus.errors import MessageGone, WrongSequence
 from headrace.bus.nats import ordered_reader
 from headrace.bus.nats.connection import NatsConnection
+from headrace.bus.nats.received import DeliveryInfo
 from headrace.bus.nats.records import Skipped
+from headrace.bus.signatures import HEADER, Trust, kind_of
 from headrace.messages.base import Message
 from headrace.messages.codec import UnreadableMessage, decode, encode
 
@@ -30,6 +35,13 @@ class Publisher(Protocol):
     @property
     def connection(self) -> NatsConnection:
         """The connection."""
+
+    @property
+    def trust(self) -> Trust:
+        """The keys of the buckets' writers."""
+
+    async def signed_from(self, stream: str) -> int:
+        """The sequence from which the records of a stream are signed."""
 
     async def publish_raw(
         self, subject: str, payload: bytes, headers: dict[str, str], *, expect: int | None = None
@@ -69,11 +81,12 @@ class KeyValue:
         await self._bus.publish_raw(self._prefix + key, b"", {"KV-Operation": "DEL"}, expect=revision)
 
     async def get(self, key: str) -> tuple[Message, int] | None:
-        """Value and revision, from the leader; None when there is no readable value."""
+        """Value and revision, from the leader; None when there is no readable value. An entry that no writer of the key
+        signed is passed over, and a write with the revision that is returned takes its place."""
         last = await self._last(key)
         if last is None or _deleted(last.headers):
             return None
-        message = self._read(last.subject, last.seq, last.data, last.headers)
+        message = self._read(last)
         return None if message is None else (message, last.seq)
 
     async def keys(self, pattern: str = ">") -> list[str]:
@@ -100,30 +113,64 @@ class KeyValue:
             self._bus.connection, self._stream, [self._prefix + pattern], until=until, last_per_subject=True
         )
         async for message, delivery in reader.messages():
-            headers = message.headers or {}
+            key = message.subject.removeprefix(self._prefix)
+            stored = _stored(message, delivery)
+            if not await self._signed(stored):
+                before = await self._last(key)
+                if before is None:
+                    continue
+                stored = before
             value = None
-            if not _deleted(headers):
-                value = self._read(message.subject, delivery.seq, message.data, headers)
+            if not _deleted(stored.headers):
+                value = self._read(stored)
                 if value is None:
                     continue
-            yield message.subject.removeprefix(self._prefix), value, delivery.seq
+            yield key, value, stored.seq
 
-    def _read(self, subject: str, seq: int, data: bytes, headers: dict[str, str]) -> Message | None:
+    def _read(self, entry: ordered_reader.Stored) -> Message | None:
         """The value of an entry; None, counted and reported, when it cannot be read."""
         try:
-            return decode(data, headers)
+            return decode(entry.data, entry.headers)
         except UnreadableMessage as error:
-            self._bus.skip(Skipped(self._stream, seq, subject, str(error)))
+            self._bus.skip(Skipped(self._stream, entry.seq, entry.subject, str(error)))
             return None
 
-    async def _last(self, key: str) -> ordered_reader.Stored | None:
+    async def _signed(self, entry: ordered_reader.Stored) -> bool:
+        """Whether a writer of this key signed an entry or deletion; another one is counted and reported."""
+        if entry.seq < await self._bus.signed_from(self._stream) and HEADER not in entry.headers:
+            return True
         try:
-            return await ordered_reader.from_leader(
-                self._bus.connection, self._stream, {"last_by_subj": self._prefix + key}
-            )
+            kind = kind_of(entry.headers, entry.data)
+            self._bus.trust.check(entry.subject, kind, entry.headers, entry.data, entry.time)
+        except UnreadableMessage as error:
+            self._bus.skip(Skipped(self._stream, entry.seq, entry.subject, str(error)))
+            return False
+        return True
+
+    async def _last(self, key: str) -> ordered_reader.Stored | None:
+        """The last entry or deletion that a writer of the key signed. Only when the last of all is forged, the others
+        that the bucket keeps are read."""
+        where = self._prefix + key
+        try:
+            last = await ordered_reader.from_leader(self._bus.connection, self._stream, {"last_by_subj": where})
         except MessageGone:
             return None
+        if await self._signed(last):
+            return last
+        until, signed = last.seq, None
+        reader = ordered_reader.OrderedReader(self._bus.connection, self._stream, [where], until=until)
+        async for message, delivery in reader.messages():
+            entry = _stored(message, delivery)
+            if await self._signed(entry):
+                signed = entry
+        return signed
 
     async def _write(self, key: str, message: Message, expect: int | None) -> int:
         payload, headers = encode(message)
         return await self._bus.publish_raw(self._prefix + key, payload, headers, expect=expect)
+
+
+def _stored(message: Msg, delivery: DeliveryInfo) -> ordered_reader.Stored:
+    return ordered_reader.Stored(
+        message.subject, delivery.seq, delivery.time, message.data, dict(message.headers or {})
+    )

@@ -21,11 +21,13 @@ from headrace.bus.nats import ordered_reader
 from headrace.bus.nats.connection import NatsConnection
 from headrace.bus.nats.received import DeliveryInfo, Received
 from headrace.bus.payloads.shared_memory import SharedMemoryStore, fetch
+from headrace.bus.signatures import Trust
 from headrace.messages.codec import ENCODING_HEADER, TYPE_HEADER, UnreadableMessage, decode
 from headrace.messages.operations import BlobRef
 
 UNREADABLE = (UnreadableMessage, MessageGone, CorruptPayload)
-"""The errors of `Received.message`: not a message of headrace, or a claim check whose payload is missing or damaged."""
+"""The errors of `Received.message`: not a message of headrace, one that its writer did not sign, or a claim check whose
+payload is missing or damaged."""
 REMEMBERED = 10_000
 """Skipped records that are remembered; beyond them a record that is read again is reported again."""
 
@@ -42,8 +44,11 @@ class Skipped(msgspec.Struct, frozen=True):
 class Records:
     """The reading side of a connection."""
 
-    def __init__(self, connection: NatsConnection) -> None:
-        self.connection = connection
+    def __init__(self, connection: NatsConnection, trust: Trust) -> None:
+        self.connection, self.trust = connection, trust
+        self._signed_from: dict[str, int] = {}
+        self.unsigned: set[tuple[str, int]] = set()
+        """Stream and sequence of the records that were read and are older than signatures."""
         self.shared_memory: SharedMemoryStore | None = None
         """Files of this node that hold payloads which need not go through the broker."""
         self.skipped: dict[tuple[str, int], Skipped] = {}
@@ -60,24 +65,29 @@ class Records:
 
     async def follow(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[Received[Any]]:
         """History, then live records, for ever and in order; survives reconnects. Nothing is acknowledged."""
+        since = await self.signed_from(stream)
         reader = ordered_reader.OrderedReader(self.connection, stream, filters, start=start)
         async for message, info in reader.messages():
-            received = await self.claim(_received(message, info))
+            received = await self.claim(self._received(message, info, since))
             if self.readable(received):
                 yield received
 
     async def records(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[Received[Any]]:
-        """All stored records like `history`, unread: no payload is fetched, and nothing is passed over."""
+        """All stored records like `history`, unread: no payload is fetched, nothing is verified or passed over."""
         until = await ordered_reader.last_seq(self.connection, stream)
         if until < start:
             return
+        since = await self.signed_from(stream)
         reader = ordered_reader.OrderedReader(self.connection, stream, filters, start=start, until=until)
         async for message, info in reader.messages():
-            yield _received(message, info)
+            yield self._received(message, info, since)
 
     async def get(self, stream: str, seq: int) -> Received[Any]:
         """One record by sequence. MessageGone when it was purged; `Received.message` raises one of `UNREADABLE`."""
-        return await self.claim(_stored(stream, await ordered_reader.by_sequence(self.connection, stream, seq)))
+        since = await self.signed_from(stream)
+        return await self.claim(
+            self.stored(stream, await ordered_reader.by_sequence(self.connection, stream, seq), since)
+        )
 
     async def last(self, stream: str, subject: str) -> Received[Any] | None:
         """The last readable record on a subject or filter; None when there is none.
@@ -89,7 +99,7 @@ class Records:
             stored = await ordered_reader.from_leader(self.connection, stream, {"last_by_subj": subject})
         except MessageGone:
             return None
-        newest = await self.claim(_stored(stream, stored))
+        newest = await self.claim(self.stored(stream, stored, await self.signed_from(stream)))
         if self.readable(newest):
             return newest
         before: Received[Any] | None = None
@@ -109,14 +119,21 @@ class Records:
         """Sequence of the stream's last record, 0 when it never had one."""
         return await ordered_reader.last_seq(self.connection, stream)
 
+    async def signed_from(self, stream: str) -> int:
+        """The sequence from which the records of a stream are signed. StreamMissing."""
+        if stream not in self._signed_from:
+            self._signed_from[stream] = await ordered_reader.signed_from(self.connection, stream)
+        return self._signed_from[stream]
+
     async def claim(self, received: Received[Any]) -> Received[Any]:
-        """Fetch the payload of a claim check, so that the record holds what was published.
+        """Fetch the payload of a claim check that its writer signed, so that the record holds what was published.
 
         An error that makes it unreadable goes to `received.error`. BusError while the broker cannot be reached.
         """
         if received.type != BlobRef.type_name:
             return received
         try:
+            received.verify()
             ref = decode(received.data, received.headers)
             assert isinstance(ref, BlobRef)
             received.data = await fetch(self.connection, self.shared_memory, ref, received.time)
@@ -130,6 +147,17 @@ class Records:
         try:
             _ = received.message
         except UNREADABLE as error:
+            self.skip(Skipped(received.stream, received.seq, received.subject, str(error)))
+            return False
+        if received.unsigned:
+            self.unsigned.add((received.stream, received.seq))
+        return True
+
+    def signed(self, received: Received[Any]) -> bool:
+        """Whether a record's writer signed it, whatever its content; one without that is counted and reported."""
+        try:
+            received.verify()
+        except UnreadableMessage as error:
             self.skip(Skipped(received.stream, received.seq, received.subject, str(error)))
             return False
         return True
@@ -146,29 +174,32 @@ class Records:
         if self.on_skipped is not None:
             self.on_skipped(record)
 
+    def _received(self, message: Msg, info: DeliveryInfo, signed_from: int) -> Received[Any]:
+        return Received(
+            subject=message.subject,
+            data=message.data,
+            headers=message.headers,
+            stream=info.stream,
+            seq=info.seq,
+            time=info.time,
+            trust=self.trust,
+            signed_from=signed_from,
+        )
+
+    def stored(self, stream: str, stored: ordered_reader.Stored, signed_from: int) -> Received[Any]:
+        """A stored message as a record."""
+        return Received(
+            subject=stored.subject,
+            data=stored.data,
+            headers=stored.headers,
+            stream=stream,
+            seq=stored.seq,
+            time=stored.time,
+            trust=self.trust,
+            signed_from=signed_from,
+        )
+
 
 def headers_of(ref: BlobRef) -> dict[str, str]:
     """Type and encoding headers of the message that a claim check stands for."""
     return {TYPE_HEADER: ref.type, ENCODING_HEADER: ref.encoding} if ref.encoding else {TYPE_HEADER: ref.type}
-
-
-def _received(message: Msg, info: DeliveryInfo) -> Received[Any]:
-    return Received(
-        subject=message.subject,
-        data=message.data,
-        headers=message.headers,
-        stream=info.stream,
-        seq=info.seq,
-        time=info.time,
-    )
-
-
-def _stored(stream: str, stored: ordered_reader.Stored) -> Received[Any]:
-    return Received(
-        subject=stored.subject,
-        data=stored.data,
-        headers=stored.headers,
-        stream=stream,
-        seq=stored.seq,
-        time=stored.time,
-    )

@@ -6,6 +6,7 @@ The broker makes and reads the copy (`$JS.API.STREAM.SNAPSHOT`, `RESTORE`) and w
 import asyncio
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ IDLE_S = 60.0
 async def save(connection: NatsConnection, stream: str, file: Path) -> dict[str, Any]:
     """Write a stream's copy to a file; the stream's configuration and state. BusError."""
     chunks: asyncio.Queue[Msg] = asyncio.Queue()
-    inbox = connection.inbox()
+    inbox = f"hr.copy.{stream}.{token_hex(12)}"  # the broker sends it in the stream's account, which has no inboxes
     subscription = await connection.subscribe(inbox, chunks.put)
     try:
         request = {"deliver_subject": inbox, "chunk_size": CHUNK}

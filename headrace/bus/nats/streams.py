@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.bus.broker.permissions import known
 from headrace.bus.connection import Bus
 from headrace.bus.errors import ApiError, BusError, StreamMissing
 from headrace.bus.nats.connection import NatsConnection
-from headrace.messages.subjects import KEY_VALUES, STREAMS, Stream
+from headrace.bus.signatures import MARK
+from headrace.messages.subjects import DUPLICATES_S, KEY_VALUES, STREAMS, Stream
 
 _NOT_FOUND, _NO_STORAGE, _NO_MEMORY = 10059, 10047, 10028
 JETSTREAM_OFF = 10076
@@ -48,13 +50,15 @@ def config_of(stream: Stream, *, reserve: bool, replicas: int) -> dict[str, Any]
         "deny_purge": False,
         "compression": "none",
         "allow_msg_ttl": stream.expiring,
+        "max_msgs_per_subject": 1 if stream.once else -1,
+        "discard_new_per_subject": stream.once,
     }
 
 
 def bucket_config(name: str, note: str, *, replicas: int) -> dict[str, Any]:
     """The broker's configuration of a key-value bucket (the layout of every NATS client)."""
     presence = name == "HR_PRESENCE"
-    config: dict[str, Any] = {
+    return {
         "name": f"KV_{name}",
         "description": note,
         "subjects": [f"$KV.{name}.>"],
@@ -68,31 +72,39 @@ def bucket_config(name: str, note: str, *, replicas: int) -> dict[str, Any]:
         "max_consumers": -1,
         "max_msg_size": -1,
         "max_age": int(PRESENCE_S * _SECOND) if presence else 0,
-        "duplicate_window": int((PRESENCE_S if presence else 120.0) * _SECOND),
-        "allow_rollup_hdrs": True,
+        "duplicate_window": int((PRESENCE_S if presence else DUPLICATES_S) * _SECOND),
+        "allow_rollup_hdrs": False,
+        "allow_msg_ttl": False,
         "deny_delete": True,
         "deny_purge": False,
         "allow_direct": True,
     }
-    if presence:
-        # The broker replaces a lapsed entry by a marker, which watchers receive.
-        config |= {"allow_msg_ttl": True, "subject_delete_marker_ttl": 60 * _SECOND}
-    return config
 
 
-_SWITCHES = ("allow_direct", "allow_msg_ttl", "allow_rollup_hdrs")
-NAMES = (*(stream.name for stream in STREAMS), *(f"KV_{name}" for name in KEY_VALUES))
-"""Every stream that a broker must have; a bucket is a stream too."""
+_ON = ("allow_direct", "allow_msg_ttl", "discard_new_per_subject")
+_OFF = (
+    "allow_msg_ttl",
+    "allow_rollup_hdrs",
+    "allow_atomic",
+    "allow_batched",
+    "allow_msg_counter",
+    "allow_msg_schedules",
+)
+"""Switches that let a header of one writer reach the records of another."""
 
 
 async def require(connection: NatsConnection) -> None:
-    """StreamMissing, with the command that helps, unless the broker has every stream and bucket as actors need them."""
+    """StreamMissing, with the command that helps, unless the broker has every stream and bucket that the connection's
+    role may ask about as actors need them."""
+    names = known(connection.role)
     absent: list[str] = []
     outdated: list[str] = []
     wanted = [config_of(stream, reserve=False, replicas=1) for stream in STREAMS]
     wanted += [bucket_config(name, note, replicas=1) for name, note in KEY_VALUES.items()]
     for config in wanted:
         name = config["name"]
+        if name not in names:
+            continue
         try:
             reply = await connection.patiently(lambda name=name: connection.api(f"STREAM.INFO.{name}"))  # type: ignore[misc]
             outdated += [f"{name}: {lack}" for lack in _lacks(config, msgspec.json.decode(reply)["config"])]
@@ -102,7 +114,7 @@ async def require(connection: NatsConnection) -> None:
             absent.append(name)
     if absent:
         raise StreamMissing(
-            f"the broker at {connection.url} lacks {len(absent)} of {len(NAMES)} streams ({', '.join(absent[:3])}"
+            f"the broker at {connection.url} lacks {len(absent)} of {len(names)} streams ({', '.join(absent[:3])}"
             f"{' ...' if len(absent) > 3 else ''}); declare them once with: "
             f"headrace bus declare --url {connection.url} --credentials FOLDER"
         )
@@ -121,9 +133,14 @@ def _lacks(wanted: dict[str, Any], now: dict[str, Any]) -> list[str]:
         return []
     lacks = [f"it does not take {subject}" for subject in wanted["subjects"] if subject not in now.get("subjects", [])]
     for key in ("retention", "discard", "max_msgs_per_subject"):
-        if key in wanted and now.get(key) != wanted[key]:
+        if now.get(key) != wanted[key]:
             lacks.append(f"{key} is {now.get(key)}, expected {wanted[key]}")
-    lacks += [f"{key} is off" for key in _SWITCHES if wanted.get(key) and not now.get(key)]
+    if MARK not in now.get("metadata", {}):
+        lacks.append("its records are not signed")
+    if now.get("duplicate_window", 0) < wanted["duplicate_window"]:
+        lacks.append("it forgets message ids too soon")
+    lacks += [f"{key} is off" for key in _ON if wanted.get(key) and not now.get(key)]
+    lacks += [f"{key} is on" for key in _OFF if now.get(key) and not wanted.get(key)]
     return lacks
 
 
@@ -183,7 +200,7 @@ async def _put(connection: NatsConnection, config: dict[str, Any], size: int = 0
         except ApiError as error:
             if error.err_code != _NOT_FOUND:
                 raise
-            config = config | ({"max_bytes": size} if size else {})
+            config = config | ({"max_bytes": size} if size else {}) | {"metadata": {MARK: "1"}}
             await connection.api(f"STREAM.CREATE.{name}", config, timeout=30.0)
             return
         now = info["config"]
@@ -193,6 +210,9 @@ async def _put(connection: NatsConnection, config: dict[str, Any], size: int = 0
                 f"{name} holds {info['state']['bytes'] >> 20} MiB, more than the {size >> 20} MiB of [bus.stream_gib]: "
                 f"purge some, or set a larger one"
             )
+        if MARK not in now.get("metadata", {}):
+            mark = {MARK: str(info["state"]["last_seq"] + 1)}
+            config |= {"metadata": now.get("metadata", {}) | mark}
         if any(now.get(key, 0) != value for key, value in config.items() if value not in ("", False, 0, [])):
             await connection.api(f"STREAM.UPDATE.{name}", now | config, timeout=30.0)
     except ApiError as error:

@@ -7,6 +7,9 @@ at once, without making a consumer. Trade-off: a blob must fit into memory, as t
 
 A user's payloads (`subjects.owner`) lie under the user's hash, named by an HMAC with that hash as key: no two users
 share a blob, and one purge of ``hr.blob.<user>.>`` removes all blobs of a user, also those that no record refers to.
+The key is in the name, so every reader can verify the content, and a name without its user's hash tells nothing.
+
+Content is verified when it is read, and when a chunk is there already: another role may have stored other bytes first.
 
 A payload expires with what refers to it, where no purge of records finds it: those of requests and answers, to which no
 record refers, and those of records that the broker itself deletes, by age or once they are handled
@@ -37,7 +40,8 @@ _PERIOD_S = 86_400
 """Equal payloads share a name for so many seconds, or for their lifetime where that is shorter."""
 
 Store = Callable[[str, bytes, str, int], Awaitable[int]]
-"""(subject, chunk, message id, seconds to live or 0) -> sequence; WrongSequence when that chunk is there already."""
+"""(subject, chunk, message id, seconds to live or 0) -> sequence; WrongSequence when that very chunk is there already,
+CorruptPayload when another is."""
 
 
 def chunks(size: int) -> int:
@@ -69,13 +73,14 @@ async def put(
 ) -> BlobRef:
     """Store a payload. With `owner`, a user's hash, the blob is that user's alone.
 
-    digest: the content's sha256, if the caller has it already. lives_s: seconds that it is needed; 0: until a purge
+    CorruptPayload when other bytes lie on a subject of its chunks. digest: the content's sha256, if the caller has it
+    already. lives_s: seconds that it is needed; 0: until a purge
     removes it with the records that refer to it.
     """
     period_s = min(lives_s, _PERIOD_S)
     expiry = f"for{lives_s}-{int(time.time() // period_s)}" if lives_s else ""
     if owner:
-        digest = f"{owner}.{hmac.new(f'{owner}{expiry}'.encode(), payload, hashlib.sha256).hexdigest()}"
+        digest = f"{owner}.{_keyed(owner, expiry, payload)}"
     digest = digest or hashlib.sha256(payload).hexdigest()
     if expiry and not owner:
         digest = f"{expiry}.{digest}"
@@ -87,7 +92,7 @@ async def put(
             try:
                 await store(place(digest, n), payload[n * CHUNK : (n + 1) * CHUNK], f"{digest}.{n}", lives_s + period_s)
             except WrongSequence:
-                pass  # stored before, by this process or another
+                pass  # the same bytes were stored before, by this process or another
 
     tasks = [asyncio.create_task(one(n)) for n in range(count)]
     try:
@@ -102,7 +107,12 @@ async def put(
         type=headers[TYPE_HEADER],
         encoding=headers.get(ENCODING_HEADER, ""),
         keyed=bool(owner),
+        expiry=expiry if owner else "",
     )
+
+
+def _keyed(owner: str, expiry: str, payload: bytes) -> str:
+    return hmac.new(f"{owner}{expiry}".encode(), payload, hashlib.sha256).hexdigest()
 
 
 async def get(connection: NatsConnection, ref: BlobRef) -> bytes:
@@ -119,7 +129,8 @@ async def get(connection: NatsConnection, ref: BlobRef) -> bytes:
     payload = b"".join(parts)
     if size != ref.bytes:
         raise CorruptPayload(f"blob {ref.sha256} has {size} of {ref.bytes} bytes")
-    if not ref.keyed and hashlib.sha256(payload).hexdigest() != ref.sha256.rpartition(".")[2]:
+    owner, _, name = ref.sha256.rpartition(".")
+    if (_keyed(owner, ref.expiry, payload) if ref.keyed else hashlib.sha256(payload).hexdigest()) != name:
         raise CorruptPayload(f"blob {ref.sha256} has other content than its name says")
     return payload
 
@@ -128,7 +139,7 @@ async def _chunks(connection: NatsConnection, ref: BlobRef) -> AsyncIterator[byt
     waiting: list[asyncio.Task[bytes]] = []
     try:
         for n in range(ref.chunks):
-            waiting.append(asyncio.ensure_future(_chunk(connection, place(ref.sha256, n))))
+            waiting.append(asyncio.ensure_future(chunk(connection, place(ref.sha256, n))))
             if len(waiting) == WINDOW:
                 yield await waiting.pop(0)
         while waiting:
@@ -139,7 +150,7 @@ async def _chunks(connection: NatsConnection, ref: BlobRef) -> AsyncIterator[byt
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def _chunk(connection: NatsConnection, subject: str) -> bytes:
+async def chunk(connection: NatsConnection, subject: str) -> bytes:
     """Direct get of a chunk from any replica. A replica that lags answers 404; then the leader is asked."""
     ask = f"$JS.API.DIRECT.GET.{STREAM}.{subject}"
     reply = await connection.patiently(lambda: connection.call(ask, timeout=10.0))

@@ -1,14 +1,14 @@
-"""A run's renderer bundle on the bus: its bytes on HR_BLOB, its hash in HR_STATE.
+"""A run's renderer bundle on the bus: its bytes on HR_BLOB, its hash in HR_RENDERER.
 
 Why not a file: a rollout node shares nothing with the trainer but the bus. A node that fetches
-a bundle checks that its content has the hash that HR_STATE names; a node that differs cannot sample for the run.
+a bundle checks that its content has the hash that HR_RENDERER names; a node that differs cannot sample for the run.
 """
 
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.messages.rollout import RendererBundle, RendererRecord, renderer_key
 
-BUCKET = "HR_STATE"
+BUCKET = "HR_RENDERER"
 
 
 class BundleMismatch(BusError):
@@ -37,7 +37,7 @@ async def fetch(bus: Bus, run: str) -> RendererBundle | None:
     record = entry[0]
     bundle = await bus.get_blob(record.blob) if isinstance(record, RendererRecord) else record
     if not isinstance(record, RendererRecord) or not isinstance(bundle, RendererBundle):
-        raise BundleMismatch(f"run {run}: HR_STATE names no renderer bundle but {type(bundle).__name__}")
+        raise BundleMismatch(f"run {run}: HR_RENDERER names no renderer bundle but {type(bundle).__name__}")
     if bundle.sha256 != record.sha256:
         raise BundleMismatch(f"run {run} renders with bundle {record.sha256[:12]}, its content is {bundle.sha256[:12]}")
     return bundle

@@ -14,12 +14,14 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from headrace.bus.connection import MAX_INLINE, Bus
+from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, MessageGone, Reject
 from headrace.bus.nats import ordered_reader
 from headrace.bus.nats.ordered_reader import Stored
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime import tracing
+from headrace.bus.signatures import FORGED, HEADER, ID_HEADER
+from headrace.bus.storing import MAX_INLINE
 from headrace.messages import subjects as s
 from headrace.messages.codec import UnreadableMessage, decode
 from headrace.messages.operations import Advisory, DeadLetter, DeadLetterSettled, Rejected
@@ -27,7 +29,7 @@ from headrace.messages.operations import Advisory, DeadLetter, DeadLetterSettled
 RETRIED = ("HR_TASK", "HR_TRAJ", "HR_FEEDBACK")
 """Streams whose messages may be sent again: work that consumers do once, however often they receive it. The others hold
 ledger records, of which a second copy would be wrong."""
-_OWN = ("Nats-", "traceparent", "tracestate")
+_OWN = ("Nats-", "traceparent", "tracestate", HEADER, ID_HEADER)
 """Headers that the broker or the bus writes anew."""
 
 
@@ -164,7 +166,8 @@ async def queued(bus: Bus, run: str) -> AsyncIterator[Stored]:
             stored = await ordered_reader.from_leader(bus.connection, "HR_TASK", request)
         except MessageGone:
             return
-        yield stored
+        if bus.readable(bus.stored("HR_TASK", stored, await bus.signed_from("HR_TASK"))):
+            yield stored
         seq = stored.seq + 1
 
 
@@ -196,6 +199,16 @@ def key_of(letter: DeadLetter) -> str:
     return f"{letter.stream}/{letter.consumer}/{letter.stream_seq}"
 
 
+def name_of(letter: DeadLetter) -> str:
+    """The name that the writer of the message gave it; empty for none. Earlier versions used it as the message id."""
+    return letter.headers.get(ID_HEADER) or letter.headers.get("Nats-Msg-Id", "")
+
+
+def forged(letter: DeadLetter) -> bool:
+    """Whether the letter is about a record that its writer did not sign: nothing follows from it."""
+    return letter.reason.startswith(FORGED)
+
+
 def run_of(letter: DeadLetter) -> str:
     """The run of the message, from its subject; empty where that names none."""
     tokens = letter.subject.split(".")
@@ -223,10 +236,12 @@ async def resend(bus: Bus, entry: DeadLetterEntry) -> int:
             f"letter {entry.seq} is a record of {letter.stream}, and a second one would falsify the ledger: "
             f"only {', '.join(RETRIED)} hold work that can be tried again"
         )
+    if forged(letter):
+        raise BusError(f"letter {entry.seq} is no message of the run: {letter.reason}")
     if not letter.subject or not letter.payload:
         raise BusError(f"letter {entry.seq} has no message: {letter.reason}")
     headers = {name: value for name, value in letter.headers.items() if not name.startswith(_OWN)}
-    first = re.sub(r"\.r\d+$", "", letter.headers.get("Nats-Msg-Id", key_of(letter)))
+    first = re.sub(r"\.r\d+$", "", name_of(letter) or key_of(letter))
     msg_id = f"{first}.r{entry.seq}"
     if len(letter.payload) <= MAX_INLINE:
         return await bus.publish_raw(letter.subject, letter.payload, headers, msg_id=msg_id)

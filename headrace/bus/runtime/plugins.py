@@ -1,10 +1,11 @@
 """All nodes of a run use the same plugins: the first actor that uses one records its hash, every other one compares.
 
-The record is a key of HR_STATE, ``plugins.<run>.<seam>.<name>``, written only if it is not there. An actor whose own
-source has another hash refuses to start, because no replay could repeat its results (Law 4).
+A role's record is a key of HR_PLUGINS, ``<role>.<run>.<seam>.<name>``, written only if it is not there. An actor whose
+own source has another hash than any role's record refuses to start, because no replay could repeat its results (Law 4).
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 
 from headrace.bus.connection import Bus
@@ -14,24 +15,24 @@ from headrace.messages.subjects import token
 from headrace.registry import differing
 
 
-def key_of(run: str, plugin: Plugin) -> str:
-    """The key of a plugin's record. It ends in a hash of the name, because a key cannot hold every letter of it."""
+def key_of(role: str, run: str, plugin: Plugin) -> str:
+    """The key of a role's record of a plugin; ``*`` as the role stands for all of them. It ends in a hash of the name,
+    because a key cannot hold every letter of it."""
     name = f"{token(plugin.name)}-{blake2b(plugin.name.encode(), digest_size=4).hexdigest()}"
-    return f"plugins.{token(run)}.{plugin.seam}.{name}"
+    return f"{role}.{token(run)}.{plugin.seam}.{name}"
 
 
 async def agree(bus: Bus, run: str, plugins: Sequence[Plugin]) -> None:
-    """Record the plugins of this actor, or compare them with the run's. Unrecoverable where a source differs."""
+    """Record the plugins of this actor, and compare them with those of the run's other roles. Unrecoverable where a
+    source differs: of two actors that record at the same time, at least one reads the other's."""
     if not plugins:
         return
-    state = await bus.kv("HR_STATE")
+    records = await bus.kv("HR_PLUGINS")
     for plugin in plugins:
-        key = key_of(run, plugin)
-        try:
-            await state.create(key, plugin)
-        except WrongSequence:
-            entry = await state.get(key)
-            if entry is None or not isinstance(entry[0], Plugin):
-                raise BusError(f"HR_STATE has no readable plugin under {key}") from None
-            if sentence := differing([entry[0]], [plugin]):
+        with suppress(WrongSequence):
+            await records.create(key_of(bus.role, run, plugin), plugin)
+        for recorded, _ in (await records.items(key_of("*", run, plugin))).values():
+            if not isinstance(recorded, Plugin):
+                raise BusError(f"HR_PLUGINS holds a {type(recorded).__name__} under {key_of('*', run, plugin)}")
+            if sentence := differing([recorded], [plugin]):
                 raise Unrecoverable(f"PluginError: {sentence}") from None

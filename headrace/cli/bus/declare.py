@@ -31,6 +31,7 @@ def declare(args: argparse.Namespace) -> int:
     """Connect as admin and declare everything; 4 when the broker refuses or cannot be reached."""
     import uvloop
 
+    from headrace.bus.broker import permissions
     from headrace.bus.broker.credentials import accounts, of_run
     from headrace.bus.connection import Bus
     from headrace.bus.errors import BusError
@@ -53,5 +54,5 @@ def declare(args: argparse.Namespace) -> int:
 
     uvloop.run(body())
     many = f" in each of {len(folders)} accounts" if len(folders) > 1 else ""
-    say(f"{url} has all {len(streams.NAMES)} streams and buckets{many}")
+    say(f"{url} has all {len(permissions.NAMES)} streams and buckets{many}")
     return 0

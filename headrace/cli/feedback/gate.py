@@ -31,7 +31,7 @@ def gate(args: argparse.Namespace) -> int:
             where = EVENT.where(run=folder.id, actor="feedback", type=GateVerdict.type_name)
             async for received in bus.history("HR_EVENT", where):
                 say_report(GateLine(verdict=received.message))
-            entry = await (await bus.kv("HR_STATE")).get(gate_key(folder.id))
+            entry = await (await bus.kv("HR_PRODUCT")).get(gate_key(folder.id))
             state = entry[0] if entry is not None and isinstance(entry[0], GateState) else GateState(run=folder.id)
             say_report(GateLine(now=state))
         return 0

@@ -49,7 +49,7 @@ async def collect(args: argparse.Namespace) -> int:
     async with run_of(args.run, role="replay") as run:
         bundle = await renderer_bundles.fetch(run.bus, run.id)
         if bundle is None:
-            raise RunError(f"run {run.id} has no renderer bundle in HR_STATE: its trainer never started", 1)
+            raise RunError(f"run {run.id} has no renderer bundle in HR_RENDERER: its trainer never started", 1)
         count, written = 0, 0
         try:
             with part.open("wb") as file:

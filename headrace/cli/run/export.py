@@ -48,7 +48,7 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
     config = own(args.config) if args.config else load(folder.config) if folder.config.is_file() else Config()
     bundle = await renderer_bundles.fetch(chain.bus, folder.id)
     if bundle is None:
-        raise RunError(f"run {folder.id} has no renderer bundle in HR_STATE: its trainer never started", 1)
+        raise RunError(f"run {folder.id} has no renderer bundle in HR_RENDERER: its trainer never started", 1)
     head = await report.commit_of(chain.bus, folder.id, args.version)
     place = folder.path if folder.path.is_dir() else None  # actors on other hosts leave no folder here
     with tempfile.TemporaryDirectory(prefix="export-", dir=place) as temporary:

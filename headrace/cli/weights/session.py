@@ -95,7 +95,7 @@ async def _fetch(bus: "Bus", folder: RunDir, section: Weights) -> "Fetch | None"
         token = node.secret(bus.credentials, folder.id)
     except SecretError:
         token = ""
-    values, stores = await bus.kv("HR_STATE"), folder.path / "nodes"
+    values, stores = await bus.kv("HR_NODES"), folder.path / "nodes"
     fetcher = node.fetcher(
         section, values, WrongSequence, folder.id, bus.node, tell, token=token, stores=stores, takes_turns=False
     )

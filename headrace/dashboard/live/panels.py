@@ -90,7 +90,7 @@ async def gate(bus: Bus, run: str, _: int) -> Gate:
     """By the feedback actor's verdicts and its state."""
     where = s.EVENT.where(run=run, actor="feedback", type=GateVerdict.type_name)
     verdicts = [(received.time, received.message) async for received in bus.history("HR_EVENT", where)]
-    entry = await (await bus.kv("HR_STATE")).get(gate_key(run))
+    entry = await (await bus.kv("HR_PRODUCT")).get(gate_key(run))
     state = entry[0] if entry is not None and isinstance(entry[0], GateState) else GateState(run=run)
     return Gate(now=state, verdicts=verdicts)
 

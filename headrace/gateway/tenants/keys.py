@@ -57,7 +57,6 @@ class ApiKeys:
         self._path = path
         self._stamp: tuple[int, int] | None = None
         self._keys: dict[str, ApiKey] = {}
-        self._inside = secrets.token_urlsafe(32) + ":"
 
     def add(
         self,
@@ -103,14 +102,7 @@ class ApiKeys:
         The lookup is by hash, so its duration reveals nothing about existing keys.
         """
         entries = self._read()
-        if key.startswith(self._inside):
-            return next((entry for entry in entries.values() if entry.id == key.removeprefix(self._inside)), None)
         return entries.get(_digest(key))
-
-    def inside(self, id: str) -> str:
-        """Text that this process alone accepts in place of the key with an id: for callers that the broker has
-        authenticated."""
-        return self._inside + id
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -2,11 +2,10 @@
 
 import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from headrace.bus.broker.credentials import of_run, tenants_folder, unused
+from headrace.bus.broker.credentials import of_run, unused
 from headrace.bus.broker.server import find_binary, refuse_busy_port
 from headrace.bus.errors import BusError
 from headrace.config import Config
@@ -37,8 +36,6 @@ async def check(config: Config) -> AsyncIterator[Finding]:
             refuse_busy_port(config.dashboard.host, config.dashboard.port, "[dashboard] port")
         except BusError as error:
             yield bad("dashboard", str(error))
-    if config.production.enabled and config.production.broker_tenants and section.url:
-        yield _open_to_tenants(section.credentials, config.run.id)
     if config.production.enabled:
         try:
             refuse_busy_port(config.production.host, config.production.port, "[production] port")
@@ -75,19 +72,6 @@ async def _broker(url: str, credentials: str, run: str) -> AsyncIterator[Finding
         yield good("bus.url", f"{url} answers and has every stream")
     except BusError as error:
         yield bad("bus.url", str(error))
-
-
-def _open_to_tenants(credentials: str, run: str) -> Finding:
-    """Whether the credentials hold the keys of the auth service."""
-    key = "production.broker_tenants"
-    with suppress(BusError):  # a run without an account is a finding of its own
-        if tenants_folder(Path(of_run(credentials, run))) is not None:
-            return good(key, f"{credentials} holds the keys of the auth service")
-    return bad(
-        key,
-        f"{credentials or 'bus.credentials'} holds no keys of an auth service; make them with: python -m "
-        f"headrace.bus.broker.credentials {credentials or 'FOLDER'} --tenants, then restart the broker",
-    )
 
 
 def _answers(key: str, url: str, fix: str) -> Finding:

@@ -76,8 +76,6 @@ def plan(cluster: Cluster, base: Path) -> list[HostPlan]:
     _check(cluster, config, file)
     keys = base / config.bus.credentials
     if not keys.is_dir():
-        if config.production.broker_tenants:
-            credentials.open_to_tenants(keys)
         credentials.write(keys)
     seeds = Path(credentials.of_run(str(keys), config.run.id))
     toml = file.read_bytes()
@@ -170,12 +168,7 @@ def _host(host: Node, config: Config, toml: bytes, keys: Path, run_keys: Path) -
         wanted += [f"{PAGE}.nk", f"{WEB_ROLE}.nk"]
         _refuse_plain(page, keys)
     files |= {f"credentials/{name}": content for name, content in tls.files_of(keys, broker=broker).items()}
-    if "gateway" in kinds and config.production.broker_tenants:
-        for name in credentials.TENANTS:
-            files[f"credentials/{name}"] = _key(keys / name, host.name, f"{keys} --tenants")
-        if account := credentials.account_of(run_keys):
-            files[f"credentials/{credentials.ACCOUNT}"] = account.encode()
-    for name in (*wanted, PUBLIC):
+    for name in (*wanted, PUBLIC, credentials.WRITERS):
         files[f"credentials/{name}"] = _key(run_keys / name, host.name, str(keys))
     return HostPlan(host, order, files)
 

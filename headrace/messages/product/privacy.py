@@ -6,12 +6,12 @@ from headrace.messages.base import Amount, Count, Message, Version, message
 
 
 def denied_key(run: str, user: str) -> str:
-    """Key of a user's DeniedUser in HR_STATE; the feedback actor writes it. user: a hash, or ``*`` for all."""
+    """Key of a user's DeniedUser in HR_PRODUCT; the feedback actor writes it. user: a hash, or ``*`` for all."""
     return f"feedback.{run}.denied.{user}"
 
 
 def certificate_key(run: str, user: str) -> str:
-    """Key of the newest PurgeCertificate of a user in HR_STATE."""
+    """Key of the newest PurgeCertificate of a user in HR_PRODUCT."""
     return f"feedback.{run}.certificate.{user}"
 
 
@@ -33,7 +33,7 @@ class ReadmitUser(Message, frozen=True, kw_only=True):
 
 @message("denied_user")
 class DeniedUser(Message, frozen=True, kw_only=True):
-    """A user whose data was purged, a value in HR_STATE: no later session of the user is trained on until the user is
+    """A user whose data was purged, a value in HR_PRODUCT: no later session of the user is trained on until the user is
     readmitted. Every purge writes it anew, and gateways then drop what they hold of the user."""
 
     run: str
@@ -87,7 +87,7 @@ class PurgeStatement(msgspec.Struct, frozen=True, kw_only=True):
 
 @message("purge_certificate")
 class PurgeCertificate(Message, frozen=True, kw_only=True):
-    """A signed PurgeStatement; also a value in HR_STATE."""
+    """A signed PurgeStatement; also a value in HR_PRODUCT."""
 
     statement: str
     """PurgeStatement as JSON. The signature covers these bytes as they are."""

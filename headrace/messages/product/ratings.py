@@ -21,12 +21,12 @@ Stage = Literal["idle", "benchmark", "shadow", "canary", "promoted", "held", "ro
 
 
 def branch_key(branch: str) -> str:
-    """Key of a branch's Branch record in HR_STATE; the feedback actor writes it."""
+    """Key of a branch's Branch record in HR_PRODUCT; the feedback actor writes it."""
     return f"feedback.{branch}.branch"
 
 
 def gate_key(run: str) -> str:
-    """Key of a run's GateState in HR_STATE; the feedback actor writes it."""
+    """Key of a run's GateState in HR_PRODUCT; the feedback actor writes it."""
     return f"feedback.{run}.gate"
 
 
@@ -132,7 +132,7 @@ class PairedFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 @message("gate_state")
 class GateState(Message, frozen=True, kw_only=True):
-    """The stage of the candidate and its figures; a value in HR_STATE, so a restarted feedback actor continues and
+    """The stage of the candidate and its figures; a value in HR_PRODUCT, so a restarted feedback actor continues and
     gateways route by it."""
 
     run: str

@@ -140,7 +140,7 @@ class Promotion(Message, frozen=True, kw_only=True):
 
 
 def promotion_key(run: str) -> str:
-    """Key of a run's newest Promotion in HR_STATE; the feedback actor writes it."""
+    """Key of a run's newest Promotion in HR_PRODUCT; the feedback actor writes it."""
     return f"feedback.{run}"
 
 

@@ -1,4 +1,4 @@
-"""Adapters on the bus: their bytes on HR_BLOB, a version of each in HR_STATE.
+"""Adapters on the bus: their bytes on HR_BLOB, a version of each in HR_ADAPTERS.
 
 A version is never deleted, so that a replay finds the adapter that a search used; a withdrawn one is only not used.
 """
@@ -14,7 +14,7 @@ from headrace.messages.search import SearchAdapter, SearchAdapterVersion, adapte
 from headrace.search.adapters.adapter import Adapter, AdapterError
 from headrace.search.models import PLUGIN, identity_of
 
-BUCKET = "HR_STATE"
+BUCKET = "HR_ADAPTERS"
 
 
 async def published(bus: Bus, run: str) -> dict[int, SearchAdapterVersion]:
@@ -27,9 +27,10 @@ async def published(bus: Bus, run: str) -> dict[int, SearchAdapterVersion]:
 async def publish(bus: Bus, run: str, adapter: SearchAdapter) -> None:
     """Store an adapter and make it the run's current one. AdapterError for one without a measured gain, or of another
     model than the run's search actors have."""
-    state = await bus.kv(BUCKET)
-    entry = await state.get(key_of(run, Plugin(seam=PLUGIN.seam, name=PLUGIN.name, source="")))
-    agreed = identity_of(entry[0].source) if entry is not None and isinstance(entry[0], Plugin) else adapter.model
+    state, plugins = await bus.kv(BUCKET), await bus.kv("HR_PLUGINS")
+    recorded = await plugins.items(key_of("*", run, Plugin(seam=PLUGIN.seam, name=PLUGIN.name, source="")))
+    models = [plugin for plugin, _ in recorded.values() if isinstance(plugin, Plugin)]
+    agreed = identity_of(models[0].source) if models else adapter.model
     Adapter(adapter, agreed)
     version = SearchAdapterVersion(run=run, hash=adapter.hash, blob=await bus.put_blob(adapter))
     await state.put(adapter_key(run, adapter.hash), version)

@@ -53,7 +53,7 @@ class Section(Protocol):
 
 
 class KeyValue(Protocol):
-    """The bucket HR_STATE, as `peers.KeyValue`, and its unconditional write."""
+    """The bucket HR_NODES, as `peers.KeyValue`, and its unconditional write."""
 
     async def put(self, key: str, message: "Message") -> int:
         """Write, whatever the previous value."""
@@ -86,7 +86,7 @@ def secret(credentials: Path | None, run: str) -> str:
 
 
 class ServedStore:
-    """A store whose files are served to other nodes, and named in HR_STATE. Call `start`, and `close` in any case."""
+    """A store whose files are served to other nodes, and named in HR_NODES. Call `start`, and `close` in any case."""
 
     def __init__(self, store: SnapshotStore, values: KeyValue, section: Section, run: str, node: str, actor: str):
         """actor: names the store among those of the node. node, actor: tokens of a subject."""
@@ -162,7 +162,7 @@ def fetcher(
         turns = section.peer_turns if takes_turns else 0
         peers = Peers(values, refused, run=run, node=node, region=section.region, token=token, turns=turns, own=own)
         looks += [peers.near, peers.anywhere]
-        where.append("the nodes that HR_STATE names")
+        where.append("the nodes that HR_NODES names")
     return FullSnapshots(looks, " and ".join(where), tell) if looks else None
 
 

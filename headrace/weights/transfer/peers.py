@@ -1,6 +1,6 @@
 """Finds the nodes that hold a snapshot file, and lets only a few nodes of a region fetch from other regions at once.
 
-The idea: every node that serves files names its address, region and files in HR_STATE. A node reads from nodes of its
+The idea: every node that serves files names its address, region and files in HR_NODES. A node reads from nodes of its
 own region while one has the file. Otherwise it takes one of the region's few turns and reads from other regions; the
 nodes that get no turn wait until one in their region has the file. So a full snapshot crosses the long link as often as
 a region has turns, and not once per node.
@@ -83,7 +83,7 @@ class Peers:
         turns: int,
         own: str = "",
     ) -> None:
-        """values: HR_STATE. refused: raised by it when another node was faster. token: the secret that nodes share.
+        """values: HR_NODES. refused: raised by it when another node was faster. token: the secret that nodes share.
         turns: most nodes of a region that read from other regions at once; 0 takes no turns. own: address of this
         node's own files, which is not asked."""
         self._values, self._refused = values, refused

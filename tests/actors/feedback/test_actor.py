@@ -241,7 +241,7 @@ async def test_an_operators_promotion_reaches_new_sessions_and_ends_the_candidat
                     await asyncio.sleep(0.01)
                 assert {gateway.split.policy(f"ab.{number}") for number in range(400)} == {PolicyRef("pinned", 2)}
         async with living(Gateway, config, await connect("gateway"), product.run) as gateway:
-            while gateway.split.promoted != PolicyRef("pinned", 2):  # read again from HR_STATE
+            while gateway.split.promoted != PolicyRef("pinned", 2):  # read again from HR_PRODUCT
                 await asyncio.sleep(0.01)
 
 

@@ -31,7 +31,7 @@ async def test_the_promoted_version_stays_loaded_while_the_actor_serves_the_prod
     await prepare(connect, run)
     for owner, version in ((run, 0), (run, 1), (run, 2), (branch, 1)):
         await stage(observer, owner, "here", version, *versions[version])
-    promotions = await (await connect("feedback")).kv("HR_STATE")
+    promotions = await (await connect("feedback")).kv("HR_PRODUCT")
     leases = await (await connect("scavenger")).kv("HR_LEASE")
     async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), run, "roll") as actor:
 

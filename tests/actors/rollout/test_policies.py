@@ -111,7 +111,7 @@ async def test_the_train_lane_waits_for_the_version_that_its_requests_ask_for(
 ) -> None:
     await prepare(connect, "b2")
     await stage(observer, "b2", "here", 0, *versions[0])
-    state = await (await connect("curriculum")).kv("HR_STATE")
+    state = await (await connect("curriculum")).kv("HR_ADMISSION")
     async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b2", "roll") as actor:
         await first(observer, "HR_EVENT", EVENT.where(run="b2", type="weights_swapped"), swapped(0))
         # A request that arrives just before the lane closes is held and not sampled.
@@ -389,7 +389,7 @@ async def test_a_node_refuses_a_bundle_that_is_not_the_runs(
     trainer = await connect("trainer")
     named = bundle.sha256 if broken == "hash" else other.sha256
     record = RendererRecord(run=run, sha256=named, blob=await trainer.put_blob(other))
-    await (await trainer.kv("HR_STATE")).put(renderer_key(run), record)
+    await (await trainer.kv("HR_RENDERER")).put(renderer_key(run), record)
     async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), run, "roll"):
         await issue(observer, run, "g1")
         failed = await first(observer, "HR_LEDGER", FAIL.at(run=run, group="g1"), lambda message: True)

@@ -67,7 +67,7 @@ async def test_version_0_is_mid_trained_and_its_tokenizer_kept(
     assert bundle.tokenizer_json == text and bundle.renderer == "terse"
     assert await renderer_bundles.fetch(admin, run) == bundle
     (used,) = readers.plugins_of(data)
-    agreed = await (await admin.kv("HR_STATE")).get(key_of(run, used))
+    agreed = await (await admin.kv("HR_PLUGINS")).get(key_of("trainer", run, used))
     assert agreed is not None and agreed[0] == used, "another source of the reader is refused"
     phases = [r.message.text async for r in admin.history("HR_EVENT", EVENT.where(run=run, type="event"))]
     assert "mid-training" in phases

@@ -189,7 +189,7 @@ async def test_without_the_secret_nothing_is_served(run: WeightRun, connect: Con
     await run.train(0)
     await within(PATIENCE_S, run.event("published"))
     bus = await connect("weight_sync")
-    (entry,) = (await (await bus.kv("HR_STATE")).items(peer_key(run.id, "*", "*"))).values()
+    (entry,) = (await (await bus.kv("HR_NODES")).items(peer_key(run.id, "*", "*"))).values()
     assert isinstance(entry[0], WeightPeer)
     url = f"{entry[0].url}/weights/0/{run.hashes[0]}"
     async with aiohttp.ClientSession() as session:
@@ -255,12 +255,12 @@ async def test_a_node_names_its_file_before_it_gives_its_turn_back(run: WeightRu
         receiver = await run.actor(WeightReceiver)
         await within(PATIENCE_S, run.staged(0))
         keys = peer_key(run.id, receiver.bus.node, "receiver"), turn_key(run.id, "eu", 0)
-        named, given = [await (await run.bus.kv("HR_STATE"))._last(key) for key in keys]
+        named, given = [await (await run.bus.kv("HR_NODES"))._last(key) for key in keys]
     assert named is not None and given is not None and named.seq < given.seq, "the turn is removed later"
 
 
 class OtherWasFaster(KeyValue):
-    """HR_STATE, in which another node of the region names its file right before a turn is taken."""
+    """HR_NODES, in which another node of the region names its file right before a turn is taken."""
 
     faster: tuple[str, WeightPeer]
 
@@ -273,7 +273,7 @@ class OtherWasFaster(KeyValue):
 async def test_a_node_with_a_turn_looks_once_more_in_its_region(run: WeightRun, connect: Connect) -> None:
     path, held = await published(run)
     bus = await connect("weight_sync")
-    values = OtherWasFaster(bus, "HR_STATE")
+    values = OtherWasFaster(bus, "HR_NODES")
     near = WeightPeer(run=run.id, node="near", region="eu", url="http://127.0.0.1:1", files=(held,))
     values.faster = peer_key(run.id, "near", "receiver"), near
     async with peer(bus, run.id, path, held, node="far", region="us"):
@@ -291,7 +291,7 @@ async def test_a_turn_of_a_dead_node_is_taken_over(
     path, held = await published(run)
     bus = await connect("weight_sync")
     settings(run, region="eu", peer_turns=1)
-    values = await bus.kv("HR_STATE")
+    values = await bus.kv("HR_NODES")
     await values.put(turn_key(run.id, "eu", 0), WeightTurn(node="dead", holder="dead"))
     async with peer(bus, run.id, path, held, node="far", region="us"):
         await run.actor(WeightReceiver)

@@ -84,7 +84,7 @@ def test_a_run_is_added_and_a_wrong_one_refused(tmp_path: Path) -> None:
     seed = (tmp_path / "r1" / "judge.nk").read_text()
     credentials.write_accounts(tmp_path, ["r2"])
     text = (tmp_path / "users.conf").read_text()
-    assert "  r1 {" in text and "  r2 {" in text and (tmp_path / "r1" / "judge.nk").read_text() == seed
+    assert '"r1.HR_TASK"' in text and '"r2.judge"' in text and (tmp_path / "r1" / "judge.nk").read_text() == seed
     assert all((path.stat().st_mode & 0o777) == 0o600 for path in tmp_path.rglob("*.nk"))
     with pytest.raises(ValueError, match="expected a run id"):
         credentials.write_accounts(tmp_path, ["../r3"])

@@ -23,6 +23,7 @@ from headrace.messages import subjects as s
 from headrace.messages.operations import Event
 from headrace.messages.training import StepFailed
 from tests.support import records
+from tests.support.keys import writes_for_others
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 
@@ -34,7 +35,9 @@ def event(text: str) -> Event:
 
 
 async def admin(server: Server) -> Bus:
-    return await Bus.connect(server.url, role="admin", credentials=server.credentials)
+    bus = await Bus.connect(server.url, role="admin", credentials=server.credentials)
+    writes_for_others(bus, server.credentials)
+    return bus
 
 
 async def test_a_busy_port_is_named(tmp_path: Path) -> None:
@@ -160,7 +163,7 @@ async def test_a_full_disk_is_a_sentence_and_keeps_what_was_acknowledged(
     small = tmp_path / "small.conf"
     conf = (ROOT / "nats.conf").read_text()
     small.write_text(conf.replace("jetstream {", "jetstream {\n  max_file_store: 4MB"))
-    monkeypatch.setattr("headrace.bus.connection.RETRY_S", 0.1)
+    monkeypatch.setattr("headrace.bus.storing.RETRY_S", 0.1)
     monkeypatch.setattr("headrace.bus.broker.server.CONF", small)
     async with Server(tmp_path / "s") as server:
         bus = await admin(server)

@@ -93,7 +93,7 @@ async def test_a_region_reaches_its_hub_by_tls(tmp_path: Path) -> None:
     certify(tmp_path / "eu" / "credentials")
     port = free_port()
     hub = regions.prepare_hub(tmp_path / "hub", host="127.0.0.1", port=port)
-    eu = regions.prepare_region(tmp_path / "eu", "eu", f"tls://127.0.0.1:{port}", hub / "credentials" / "region.nk")
+    eu = regions.prepare_region(tmp_path / "eu", "eu", f"tls://127.0.0.1:{port}", hub / regions.LINKS)
     async with Server(hub, prepared=True) as near, Server(eu, prepared=True) as far:
         async with await Bus.connect(near.url, role="admin", credentials=near.credentials, timeout=PATIENCE_S) as admin:
             await declare(admin)

@@ -53,11 +53,11 @@ async def test_more_than_512_actors_wait_at_one_durable(connect: Connect) -> Non
         async def refused(raw: Any) -> None:
             statuses.append((raw.headers or {}).get("Status", ""))
 
-        await others.connection.subscribe("_INBOX.others.*", refused, unbounded=True)
+        await others.connection.subscribe("_INBOX.admin.others.*", refused, unbounded=True)
         request = msgspec.json.encode({"batch": 1, "expires": 60_000_000_000})
         for number in range(OTHERS):
             where = "$JS.API.CONSUMER.MSG.NEXT.HR_EVENT.crowded"
-            await others.connection.publish_request(where, request, f"_INBOX.others.{number}")
+            await others.connection.publish_request(where, request, f"_INBOX.admin.others.{number}")
         async with asyncio.timeout(PATIENCE_S):
             while (await info(bus, "crowded"))["num_waiting"] + len(statuses) < OTHERS + 1:
                 await asyncio.sleep(0.01)

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.anyio
 
 
 def key() -> str:
-    return f"k{token_hex(4)}.x"
+    return f"trainer.k{token_hex(4)}.x"
 
 
 async def test_put_get_update_delete(connect: Connect) -> None:
-    kv, here = await (await connect()).kv("HR_STATE"), key()
+    kv, here = await (await connect()).kv("HR_ADMISSION"), key()
     assert await kv.get(here) is None
     first = await kv.put(here, Ack(detail="1"))
     assert await kv.get(here) == (Ack(detail="1"), first)
@@ -35,19 +35,19 @@ async def test_put_get_update_delete(connect: Connect) -> None:
 
 
 async def test_create_is_a_lock_that_can_be_taken_again_after_a_delete(connect: Connect) -> None:
-    kv, here = await (await connect()).kv("HR_STATE"), key()
+    kv, here = await (await connect()).kv("HR_ADMISSION"), key()
     first = await kv.create(here, Ack(detail="mine"))
     with pytest.raises(WrongSequence) as caught:
         await kv.create(here, Ack(detail="yours"))
     assert caught.value.last == first
     await kv.delete(here)
     assert await kv.create(here, Ack(detail="yours")) > first
-    results = await asyncio.gather(*(kv.create("race." + here, Ack()) for _ in range(8)), return_exceptions=True)
+    results = await asyncio.gather(*(kv.create(f"{here}.race", Ack()) for _ in range(8)), return_exceptions=True)
     assert sum(isinstance(result, int) for result in results) == 1
 
 
 async def test_keys_and_items(connect: Connect) -> None:
-    kv, prefix = await (await connect()).kv("HR_STATE"), f"k{token_hex(4)}"
+    kv, prefix = await (await connect()).kv("HR_ADMISSION"), f"trainer.k{token_hex(4)}"
     assert await kv.keys(f"{prefix}.>") == []
     for name in ("b", "a", "c"):
         await kv.put(f"{prefix}.{name}", Ack(detail=name))
@@ -63,7 +63,7 @@ async def test_keys_and_items(connect: Connect) -> None:
 
 async def test_keys_that_are_written_during_a_pass_are_in_it(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors renew their entries all the time; a reader never takes one of them for missing."""
-    kv, prefix = await (await connect()).kv("HR_STATE"), f"k{token_hex(4)}"
+    kv, prefix = await (await connect()).kv("HR_ADMISSION"), f"trainer.k{token_hex(4)}"
     for name in ("a", "b", "c"):
         await kv.put(f"{prefix}.{name}", Ack(detail=name))
     measure = ordered_reader.last_seq
@@ -80,13 +80,13 @@ async def test_keys_that_are_written_during_a_pass_are_in_it(connect: Connect, m
 
 
 async def test_watch_gives_the_last_state_then_every_change(connect: Connect) -> None:
-    writer, reader = await connect(), await connect("judge")
-    kv, prefix = await writer.kv("HR_STATE"), f"k{token_hex(4)}"
+    writer, reader = await connect(), await connect("rollout")
+    kv, prefix = await writer.kv("HR_ADMISSION"), f"trainer.k{token_hex(4)}"
     await kv.put(f"{prefix}.a", Ack(detail="old"))
     await kv.put(f"{prefix}.a", Ack(detail="1"))
     await kv.put(f"{prefix}.b", Ping(note="b"))
     seen = []
-    async for name, value, _ in (await reader.kv("HR_STATE")).watch(f"{prefix}.*"):
+    async for name, value, _ in (await reader.kv("HR_ADMISSION")).watch(f"{prefix}.*"):
         seen.append((name.removeprefix(f"{prefix}."), value))
         if len(seen) == 2:
             await kv.put(f"{prefix}.a", Ack(detail="2"))
@@ -112,5 +112,5 @@ async def test_a_watch_on_an_empty_bucket_waits_for_the_first_value(connect: Con
 
 
 async def test_an_unknown_bucket_is_named(connect: Connect) -> None:
-    with pytest.raises(BusError, match="there is no bucket 'HR_NOTHING'; there are HR_STATE"):
+    with pytest.raises(BusError, match="there is no bucket 'HR_NOTHING'; there are HR_ADMISSION"):
         await (await connect()).kv("HR_NOTHING")

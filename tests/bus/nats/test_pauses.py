@@ -56,7 +56,7 @@ class Worker(Actor):
             self.heard["followed"].put_nowait(received.message.text)
 
     async def watch(self) -> None:
-        state = await self.bus.kv("HR_STATE")
+        state = await self.bus.kv("HR_ADMISSION")
         async for _, value, _ in state.watch("pauses"):
             assert isinstance(value, Event)
             self.heard["watched"].put_nowait(value.text)
@@ -89,7 +89,7 @@ async def goes_on(
     """One worker before, during and after the time in which the broker does not answer."""
     caplog.set_level(logging.ERROR)
     async with await Bus.connect(server.url, role="admin", credentials=server.credentials, timeout=60.0) as admin:
-        state = await admin.kv("HR_STATE")
+        state = await admin.kv("HR_ADMISSION")
 
         async def say(text: str) -> None:
             record = Event(actor="a", id="a", run="r1", kind="test", text=text)

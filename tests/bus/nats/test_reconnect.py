@@ -180,7 +180,7 @@ async def test_a_consumer_pulls_again_and_nothing_is_lost(broker: Broker) -> Non
             done.set()
 
     await actor.consume(s.EVENT, handle, durable="reader", filter=where, credit=4, ack_wait=1.0)
-    await actor.serve("hr.rpc.tests.admin.ping", _answer)
+    await actor.serve("hr.rpc.admin.operator.r.ping", _answer)
     for n in range(30):
         await writer.publish(where, event(str(n)))
     await asyncio.wait_for(half.wait(), PATIENCE_S)
@@ -189,7 +189,9 @@ async def test_a_consumer_pulls_again_and_nothing_is_lost(broker: Broker) -> Non
         await writer.publish(where, event(str(n)))
     await asyncio.wait_for(done.wait(), PATIENCE_S)
     assert seen == {str(n) for n in range(60)}
-    assert await writer.request("hr.rpc.tests.admin.ping", Ping(note="still here")) == Ack(detail="still here")
+    asker = await broker.connect("operator")
+    assert await asker.request("hr.rpc.admin.operator.r.ping", Ping(note="still here")) == Ack(detail="still here")
+    await asker.close()
     await actor.shut(5)
     await actor.bus.close()
     await writer.close()
@@ -221,7 +223,7 @@ async def test_a_request_in_flight_ends_at_the_break(broker: Broker) -> None:
 
 async def test_a_watch_goes_on(broker: Broker) -> None:
     bus = await broker.connect()
-    kv = await bus.kv("HR_STATE")
+    kv = await bus.kv("HR_ADMISSION")
     seen: asyncio.Queue[object] = asyncio.Queue()
 
     async def watch() -> None:

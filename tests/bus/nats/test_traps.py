@@ -17,7 +17,6 @@ from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
-from headrace.messages.codec import encode
 from headrace.messages.operations import Ack, Advisory, DeadLetter, Event, Ping
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.tasks import TaskRef
@@ -37,17 +36,11 @@ def event(text: str = "") -> Event:
 
 async def test_1_a_stream_never_answers_a_request(connect: Connect) -> None:
     """A stream that captures a request's subject answers first. So no stream of ours covers request or reply."""
-    admin = await connect()
-    await admin.connection.api("STREAM.CREATE.TRAP", {"name": "TRAP", "subjects": ["trap.>"], "storage": "memory"})
 
     async def answer(_: Message) -> Message:
         await asyncio.sleep(0.05)
         return Ack(detail="the real answer")
 
-    await admin.respond("trap.rpc", answer)
-    payload, headers = encode(Ping())
-    reply = await admin.connection.call("trap.rpc", payload, headers=headers)
-    assert json.loads(reply.data)["stream"] == "TRAP", "this is the trap"
     for subject in (s.RPC, s.RPC_NODE, s.HEARTBEAT, s.METRIC, s.TRAFFIC):
         assert s.stream_of(subject.where()) is None
     asker, helper = await connect("judge"), await connect("environment")
@@ -121,22 +114,23 @@ async def test_3_the_schedule_of_repeats_does_not_shorten_the_acknowledgement_wa
 
 
 async def test_4_a_full_stream_is_back_pressure(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    bus = await connect()
-    name = f"FULL{token_hex(4)}"
-    config = {"name": name, "subjects": [f"{name}.>"], "max_msgs": 2, "discard": "new", "storage": "memory"}
-    await bus.connection.api(f"STREAM.CREATE.{name}", config)
+    bus, where = await connect(), s.STEP.at(run=f"r{token_hex(4)}")
+    config = json.loads(await bus.connection.api("STREAM.INFO.HR_STEP"))["config"]
+    await bus.connection.api("STREAM.PURGE.HR_STEP")
+    await bus.connection.api("STREAM.UPDATE.HR_STEP", config | {"max_msgs": 2})
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     bus.on_full = told.set_result
     for n in range(2):
-        await bus.publish(f"{name}.a", event(str(n)))
-    blocked = asyncio.create_task(bus.publish(f"{name}.a", event("waits")))
+        await bus.publish(where, event(str(n)))
+    blocked = asyncio.create_task(bus.publish(where, event("waits")))
     assert "the stream is full" in await asyncio.wait_for(told, PATIENCE_S)
     assert not blocked.done()
-    await bus.purge(name, before=2)
-    assert await asyncio.wait_for(blocked, PATIENCE_S) == 3
+    assert await bus.purge("HR_STEP", subject=where, before=await bus.last_seq("HR_STEP")) == 1
+    assert await asyncio.wait_for(blocked, PATIENCE_S) == await bus.last_seq("HR_STEP")
     bus.patience_s, bus.on_full = 0.1, None
     with pytest.raises(BusError, match=r"could not be stored within 0.1 s: maximum messages exceeded"):
-        await bus.publish(f"{name}.a", event("given up"))
+        await bus.publish(where, event("given up"))
+    await bus.connection.api("STREAM.UPDATE.HR_STEP", config)
 
 
 async def test_5_a_forbidden_publish_fails_at_once(connect: Connect) -> None:
@@ -178,10 +172,10 @@ async def test_9_a_reader_that_is_too_slow_is_told_of(connect: Connect) -> None:
     async def slow(_: object) -> None:
         await stuck.wait()
 
-    await bus.connection.client.subscribe("slow.reader", cb=slow, pending_msgs_limit=4)
+    await bus.connection.client.subscribe("hr.traffic.slow", cb=slow, pending_msgs_limit=4)
     for _ in range(10):
-        await bus.connection.send("slow.reader", b"x")
-    assert "slow.reader is too slow" in await asyncio.wait_for(told, PATIENCE_S)
+        await bus.connection.send("hr.traffic.slow", b"x")
+    assert "hr.traffic.slow is too slow" in await asyncio.wait_for(told, PATIENCE_S)
     assert bus.connection.dropped > 0
     stuck.set()
 
@@ -235,8 +229,8 @@ async def test_11_ack_sync_is_confirmed_before_the_next_step(connect: Connect) -
 
 async def test_a_refused_api_call_has_its_numbers(connect: Connect) -> None:
     with pytest.raises(ApiError) as caught:
-        await (await connect()).connection.api("STREAM.INFO.NOTHING")
-    assert (caught.value.code, caught.value.err_code) == (404, 10059)
+        await (await connect()).connection.api("CONSUMER.INFO.HR_STEP.nothing")
+    assert (caught.value.code, caught.value.err_code) == (404, 10014)
 
 
 async def test_a_cancelled_task_ends_wherever_it_was(connect: Connect) -> None:

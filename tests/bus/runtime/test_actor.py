@@ -37,12 +37,12 @@ def event(text: str) -> Event:
 
 
 async def publish(actor: Actor, *texts: str) -> list[int]:
-    where = s.EVENT.at(run=actor.run, actor="admin", type="input")
+    where = s.EVENT.at(run=actor.run, actor="judge", type="input")
     return [await actor.bus.publish(where, event(text)) for text in texts]
 
 
 def inputs(actor: Actor) -> str:
-    return s.EVENT.where(run=actor.run, actor="admin", type="input")
+    return s.EVENT.where(run=actor.run, actor="judge", type="input")
 
 
 async def advisory(bus: Bus, durable: str) -> Received[Advisory]:
@@ -148,7 +148,7 @@ async def test_an_unknown_type_is_a_dead_letter_at_once(connect: Connect) -> Non
 
     durable = f"d{token_hex(4)}"
     await actor.consume(s.EVENT, handle, durable=durable, filter=inputs(actor))
-    where = s.EVENT.at(run=actor.run, actor="admin", type="input")
+    where = s.EVENT.at(run=actor.run, actor="judge", type="input")
     await actor.bus.publish_raw(where, b"\x80", {"Hr-Type": "from_the_future/7"})
     told = await asyncio.wait_for(advisory(actor.bus, durable), PATIENCE_S)
     assert told.message.kind == "terminated" and "from_the_future/7" in told.message.reason
@@ -162,7 +162,7 @@ def request(run: str, slot: int) -> RolloutRequest:
 
 async def test_a_work_queue_keeps_a_copy_of_what_it_gives_up(connect: Connect) -> None:
     """A terminated message leaves a work queue at once, so its copy must be on the bus before that."""
-    actor = make(await connect())
+    actor = make(await connect("rollout"))
 
     async def handle(received: Received[RolloutRequest]) -> None:
         raise Reject("no such suite")
@@ -296,7 +296,7 @@ async def test_drain_finishes_what_runs_and_gives_back_the_rest(connect: Connect
 
 async def test_serve_listen_metric(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FIGURES, ("probe", "speed"), Figure("headrace_probe_speed_ratio", "Of this test."))
-    asker, actor = await connect("judge"), make(await connect())
+    asker, actor = await connect("operator"), make(await connect())
     heard = asyncio.Queue[Message]()
 
     async def answer(message: Ping) -> Message:
@@ -307,11 +307,11 @@ async def test_serve_listen_metric(connect: Connect, monkeypatch: pytest.MonkeyP
     async def hear(message: Message) -> None:
         await heard.put(message)
 
-    await actor.serve("hr.rpc.environment.judge.echo", answer)
+    await actor.serve("hr.rpc.admin.operator.p.ping", answer)
     await actor.listen(s.TRAFFIC.where(), hear)
     await actor.listen(s.METRIC.where(), hear)
-    assert await asker.request("hr.rpc.environment.judge.echo", Ping(note="x")) == Ack(detail="x")
-    refused = await asker.request("hr.rpc.environment.judge.echo", Ping(note="bad"))
+    assert await asker.request("hr.rpc.admin.operator.p.ping", Ping(note="x")) == Ack(detail="x")
+    refused = await asker.request("hr.rpc.admin.operator.p.ping", Ping(note="bad"))
     assert refused == Ack(ok=False, detail="RuntimeError: broken part")
     load = Traffic(region="local", active=1, waiting=0, requests_per_s=0.5, capacity=4)
     await actor.bus.emit(s.TRAFFIC.at(region="local"), load)

@@ -62,16 +62,16 @@ async def test_ids_travel_without_any_exporter(connect: Connect) -> None:
 
 
 async def test_a_request_carries_its_trace_too(connect: Connect) -> None:
-    actor = Probe(Config(), await connect(), "r1", "p")
+    actor, asker = Probe(Config(), await connect("environment"), "r1", "p"), await connect("rollout")
     seen: list[tracing.Context | None] = []
 
     async def answer(_: Ping) -> Message:
         seen.append(tracing.current())
         return Ack()
 
-    await actor.serve("hr.rpc.tests.admin.trace", answer)
+    await actor.serve("hr.rpc.environment.rollout.trace", answer)
     with tracing.span("caller") as caller:
-        await actor.bus.request("hr.rpc.tests.admin.trace", Ping())
+        await asker.request("hr.rpc.environment.rollout.trace", Ping())
     assert seen[0] is not None and seen[0].trace_id == caller.context.trace_id
     await actor.shut(5)
 
@@ -86,7 +86,7 @@ def test_malformed_parents_are_ignored() -> None:
 def test_templates() -> None:
     assert tracing.template("hr.traj.r1.g000001") == "hr.traj.{run}.{group}"
     assert tracing.template("hr.traj.r1.user.g1") == "hr.traj.{run}.{group}"
-    assert tracing.template("$KV.HR_STATE.a.b") == "$KV.HR_STATE.*"
+    assert tracing.template("$KV.HR_LEASE.a.b") == "$KV.HR_LEASE.*"
 
 
 class Collector(http.server.ThreadingHTTPServer):

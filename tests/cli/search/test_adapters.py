@@ -99,7 +99,7 @@ async def searched(server: Server, setting: Config, slot: int) -> Trajectory:
 
 async def gone(server: Server, hash: str) -> None:
     async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
-        await (await admin.kv("HR_STATE")).delete(adapter_key(RUN, hash))
+        await (await admin.kv("HR_ADAPTERS")).delete(adapter_key(RUN, hash))
 
 
 def test_an_adapter_is_learnt_published_used_and_replayed(

@@ -88,7 +88,7 @@ def recomputable() -> int:
     return 2 * many * (available_bytes() or 0) // needed
 
 
-TWICE_WRONG = ("no staging folder", "tenants without an auth service", "gpt-oss on a GPU")
+TWICE_WRONG = ("no staging folder", "gpt-oss on a GPU")
 """Their server does not answer either, or the machine may have no GPU."""
 Plant = Callable[[Path, int], dict[str, Any]]
 
@@ -163,15 +163,6 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
         1,
         "there is no folder",
         "python -m headrace.bus.broker.credentials",
-    ),
-    "tenants without an auth service": (
-        lambda folder, _: (
-            PRODUCT
-            | {"production.broker_tenants": True, "bus.url": "nats://127.0.0.1:1", "bus.credentials": str(folder)}
-        ),
-        1,
-        "holds no keys of an auth service",
-        "--tenants, then restart the broker",
     ),
     "keys without a broker": (
         lambda *_: {"bus.credentials": "keys"},

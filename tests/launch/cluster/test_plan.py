@@ -32,7 +32,7 @@ def test_each_host_gets_its_processes_and_only_the_keys_of_their_roles(tmp_path:
     with tarfile.open(fileobj=BytesIO(hosts["sampler"].archive())) as tar:
         assert {entry.mode for entry in tar} == {0o600}
         names = set(tar.getnames())
-    keys = {"environment.nk", "rollout.nk", "weight_sync.nk", "weight_publisher.pub"}
+    keys = {"environment.nk", "rollout.nk", "weight_sync.nk", "weight_publisher.pub", "writers.pub"}
     assert names == {"node.json", "run.toml"} | {f"credentials/{name}" for name in keys}
     trainer_keys = {name for name in hosts["trainer"].files if name.endswith(".nk")}
     assert {"credentials/admin.nk", "credentials/weight_publisher.nk", "credentials/trainer.nk"} <= trainer_keys
