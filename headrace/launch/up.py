@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
 from headrace.launch import runs
-from headrace.launch.gateway_key import key_of_run
 from headrace.launch.guests import prepare_host
 from headrace.launch.output import say
 from headrace.launch.page import NO_PAGE, USERS_S, address_of, serving, websocket_of, write_place
 from headrace.launch.processes import Run, first_of
+from headrace.launch.product.gateway_key import key_of_run
 from headrace.launch.supervision.signals import Stopping, interruptible
 
 if TYPE_CHECKING:

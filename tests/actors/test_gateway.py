@@ -17,7 +17,7 @@ from headrace.bus.nats import ordered_reader
 from headrace.gateway.http import MAX_BODY
 from headrace.gateway.tenants.keys import SCOPES, ApiKeys, key_file
 from headrace.launch import users
-from headrace.launch.gateway_key import place
+from headrace.launch.product.gateway_key import place
 from headrace.messages import subjects
 from headrace.messages.rollout import RolloutRequest, SlotFailed
 from headrace.messages.weights import WeightsSwapped

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.config import Config, Production, Run
 from headrace.gateway.tenants.keys import USUAL, ApiKeys, key_file
-from headrace.launch.gateway_key import key_of_run, place
+from headrace.launch.product.gateway_key import key_of_run, place
 from headrace.launch.runs import RunError
 
 

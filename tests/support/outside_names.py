@@ -21,7 +21,7 @@ DeadLetter: stream consumer subject type reason headers trace command
 DeadLetterSettled: stream consumer note
 Rejected: stream consumer subject reason headers
 Advisory: stream consumer reason
-BlobRef: sha256=blob type encoding node=node check
+BlobRef: sha256=blob type encoding node=node check expiry
 Ping: note
 Ack: detail
 Plugin: seam=plugin name=plugin version source

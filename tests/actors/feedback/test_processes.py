@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from headrace.bus.connection import Bus
-from headrace.launch.gateway_key import place
+from headrace.launch.product.gateway_key import place
 from headrace.messages import subjects as s
 from headrace.messages.product import GateVerdict, Promotion
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan

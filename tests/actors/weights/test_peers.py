@@ -108,7 +108,7 @@ async def test_a_redirect_of_a_peer_is_not_followed(run: WeightRun) -> None:
     app.router.add_get("/elsewhere", elsewhere)
     async with serving(app) as url:
         entry = WeightPeer(run=run.id, node="liar", region=run.config.weights.region, url=url, files=(held,))
-        await (await (await run.connect("weight_sync")).kv("HR_STATE")).put(peer_key(run.id, "liar", "receiver"), entry)
+        await (await (await run.connect("weight_sync")).kv("HR_NODES")).put(peer_key(run.id, "liar", "receiver"), entry)
         await run.actor(WeightReceiver)
         assert "answers 302" in await within(PATIENCE_S, run.event("source_failed"))
     assert reached == []

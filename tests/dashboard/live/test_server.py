@@ -70,7 +70,7 @@ def test_a_taken_port_is_one_sentence() -> None:
 
 def test_the_page_s_role_publishes_nothing_and_reads_no_record_of_users() -> None:
     web = permissions.of("web")
-    assert web.publish == () and not web.allow_responses
+    assert web.publish == ()
     user = "hr.score.r1.judge.0123abcd.s1"
     assert not [filter for filter in web.subscribe if s.covers(filter, user)]
     assert web.connections == ("WEBSOCKET",)
@@ -86,7 +86,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-STREAMS = ("HR_STEP", "HR_EVENT", "HR_SCORE", "HR_TRAJ", "HR_LEDGER", "KV_HR_STATE", "KV_HR_PRESENCE")
+STREAMS = ("HR_STEP", "HR_EVENT", "HR_SCORE", "HR_TRAJ", "HR_LEDGER", "KV_HR_PRODUCT", "KV_HR_PRESENCE")
 
 
 def step(run: str) -> StepDone:
@@ -323,10 +323,10 @@ async def test_steps_and_heartbeats_go_on_after_a_sequence(page: tuple[LivePage,
 async def test_the_page_s_seed_writes_nothing_by_any_reply(tmp_path: Path) -> None:
     """Before, a direct get whose reply named a bucket's key stored the answer there: a step as the promoted version."""
     origin, run = "http://127.0.0.1:1", "r1"
-    targets = (f"$KV.HR_STATE.{promotion_key(run)}", f"hr.step.{run}", f"hr.event.{run}.trainer.event", "x")
+    targets = (f"$KV.HR_PRODUCT.{promotion_key(run)}", f"hr.step.{run}", f"hr.event.{run}.trainer.event", "x")
     subjects = (
         *("$JS.API.DIRECT.GET.HR_STEP", "$JS.API.DIRECT.GET.KV_HR_PRESENCE", "$JS.API.INFO", "hr.x"),
-        *(f"hr.step.{run}", f"$KV.HR_STATE.{promotion_key(run)}", "$JS.API.STREAM.INFO.HR_STEP", "hr.rpc.web.x"),
+        *(f"hr.step.{run}", f"$KV.HR_PRODUCT.{promotion_key(run)}", "$JS.API.STREAM.INFO.HR_STEP", "hr.rpc.web.x"),
     )
     async with Server(tmp_path / "broker", need_free=0, origins=(origin,)) as server, AsyncExitStack() as stack:
         admin = await stack.enter_async_context(

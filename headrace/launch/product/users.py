@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
 from headrace.gateway.tls import client_context
-from headrace.launch.gateway_key import place
+from headrace.launch.product.gateway_key import place
 from headrace.messages.tasks import Oracle
 
 if TYPE_CHECKING:
