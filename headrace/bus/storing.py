@@ -217,7 +217,7 @@ class Storing(Records):
         was stored under `expect` is the next valid one after it on the filter.
         """
         stream, over = _stream_of(subject), headers.get(f"{_EXPECT}-Subject", subject)
-        since, seq, forged = await self.signed_from(stream), int(headers[_EXPECT]), 0
+        seq, forged = int(headers[_EXPECT]), 0
         while True:
             try:
                 stored = await ordered_reader.from_leader(
@@ -227,7 +227,7 @@ class Storing(Records):
                 return 0, forged
             if stored.subject == subject and stored.headers.get(_ID) == headers[_ID] and self._valid(stored):
                 return stored.seq, 0
-            if stored.seq < since or self._valid(stored):
+            if self._valid(stored) or stored.seq < await self.signed_from(stream):
                 return 0, 0
             seq = forged = stored.seq
 

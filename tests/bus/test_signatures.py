@@ -43,10 +43,9 @@ def places() -> Iterator[tuple[str, str, str, str]]:
             roles = signatures.writers(where, kind)
             if stream is not None and roles:
                 yield stream.name, where, kind, writer if writer in roles else min(roles)
-    for bucket, filters in permissions.KV_WRITERS.items():
-        for role, filter in filters.items():
-            key = filter.replace("*", "r").removesuffix(">") + "r"
-            yield f"KV_{bucket}", f"$KV.{bucket}.{key}", "admission", role
+    for bucket, role in permissions.KV_WRITERS.items():
+        yield f"KV_{bucket}", f"$KV.{bucket}.r.x", "admission", role
+    yield "KV_HR_PLUGINS", "$KV.HR_PLUGINS.judge.r.x", "admission", "judge"
 
 
 PLACES = list(places())
@@ -172,7 +171,7 @@ async def test_a_signature_of_another_time_is_refused() -> None:
 
 
 async def test_a_forged_entry_or_deletion_of_a_bucket_changes_nothing(server: Server, connect: Connect) -> None:
-    trainer, reader = await connect("trainer"), await connect("curriculum")
+    trainer, reader = await connect("trainer"), await connect("rollout")
     values, key = await trainer.kv("HR_RENDERER"), "trainer.forged.x"
     first = await values.put(key, Ack(detail="mine"))
     forger = Forger(await Bus.connect(server.url, role="admin", credentials=server.credentials), server.credentials)

@@ -10,7 +10,7 @@ from headrace.messages import subjects as s
 ROLES = (*ACTORS, *READERS)
 STILL: dict[str, str] = {
     "every role with HR_EVENT": (
-        "delete, change or exhaust the durable consumers of feedback and dead_letter on HR_EVENT: "
+        "delete, reset or exhaust the durable consumers of feedback and dead_letter on HR_EVENT: "
         "messages come again or late"
     ),
     "readers and writers of HR_TRAJ": (

@@ -3,12 +3,17 @@ reply and delivery subject is tried against a real broker (tests/support/arena.p
 
 import itertools
 from collections.abc import AsyncIterator, Iterator
+from secrets import token_hex
 
 import pytest
 
 from headrace.bus.broker import permissions
 from headrace.bus.broker.permissions import NAMES
 from headrace.messages import subjects as s
+from headrace.messages.base import Message
+from headrace.messages.codec import encode
+from headrace.messages.operations import Ack, Ping
+from tests.conftest import Connect
 from tests.support.arena import CANARY, USUAL, Arena, Sent, arena, concrete, consumer, places, requests, row
 
 pytestmark = pytest.mark.anyio
@@ -25,6 +30,8 @@ HEADERS: tuple[dict[str, str], ...] = (
     {"Nats-Request-Info": '{"acc":"HR_STEP","svc":"HR_STEP"}'},
 )
 """Headers by which the broker would do more than store a message where it was sent."""
+NUMBERS = itertools.count()
+"""Of consumers, so that none has the name of another."""
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +77,12 @@ def with_headers(role: str, targets: list[str]) -> Iterator[Sent]:
 
 def with_deliveries(streams: list[str], targets: list[str]) -> Iterator[Sent]:
     """Consumers that deliver the last record to a place, and heartbeats without one. Consumers of the same stream are
-    no targets: a role that may make consumers there may delete others."""
-    numbers = itertools.count()
+    no targets: a role that may make consumers there may delete and reset others."""
     for stream, target in itertools.product(streams, targets):
-        if f"CONSUMER.MSG.NEXT.{stream}." not in target and not target.startswith(f"$JS.ACK.{stream}."):
-            yield consumer(stream, f"e{next(numbers)}", target)
-            yield consumer(stream, f"e{next(numbers)}", target, idle_heartbeat=10**8)
+        of_consumers = target.startswith(("$JS.API.CONSUMER.", "$JS.ACK.")) and f".{stream}." in target
+        if not of_consumers:
+            yield consumer(stream, f"e{next(NUMBERS)}", target)
+            yield consumer(stream, f"e{next(NUMBERS)}", target, idle_heartbeat=10**8)
 
 
 def consumed(role: str) -> list[str]:
@@ -106,7 +113,7 @@ TARGETS = (
 async def test_no_consumer_delivers_beyond_its_stream(battle: Arena, stream: str) -> None:
     role = next((role for role in USUAL if stream in consumed(role)), "")
     assert role
-    about = [f"$JS.API.{verb}" for verb in requests(stream) if ".CONSUMER" not in verb]
+    about = [f"$JS.API.{verb}" for verb in requests(stream)]
     targets = [target for target in (*TARGETS, *about) if not row(role, target)]
     count, breaches = await battle.attack(role, with_deliveries([stream], targets))
     assert (breaches, count > 20) == ([], True)
@@ -127,3 +134,34 @@ async def test_the_arena_notices_breaches(battle: Arena) -> None:
     breaches = set((await battle.attack("admin", sent, as_if="search"))[1])
     assert {"HR_STEP: hr.step.forged", "HR_SCORE: consumer"} <= breaches
     assert "environment heard hr.rpc.environment.judge.x.call" in breaches
+
+
+async def test_a_chunk_of_a_payload_cannot_be_replaced(connect: Connect) -> None:
+    rollout, judge = await connect("rollout"), await connect("judge")
+    where = f"hr.blob.{token_hex(32)}.0"
+    await rollout.connection.call(where, b"true")
+    refused = await judge.connection.call(where, b"forged")
+    assert b"maximum messages per subject exceeded" in refused.data
+    assert (await judge.connection.call(f"$JS.API.DIRECT.GET.HR_BLOB.{where}")).data == b"true"
+
+
+async def test_a_service_answers_callers_alone(connect: Connect) -> None:
+    """With another reply subject its answer would be a publish in its own name: here on its own events."""
+    environment, rollout = await connect("environment"), await connect("rollout")
+    where, target = "hr.rpc.environment.rollout.x.call", f"hr.event.r{token_hex(4)}.environment.event"
+    asked: list[Message] = []
+
+    async def answer(message: Message) -> Message:
+        asked.append(message)
+        return Ack()
+
+    await environment.respond(where, answer)
+    payload, headers = encode(Ping())
+    await environment.connection.client.publish(where, payload, target, headers)
+    await environment.connection.flush()
+    assert await rollout.request(where, Ping()) == Ack()
+    assert len(asked) == 1 and await environment.tail("HR_EVENT", target) == 0
+
+
+def test_the_page_publishes_nothing() -> None:
+    assert permissions.of(permissions.WEB_ROLE).publish == ()

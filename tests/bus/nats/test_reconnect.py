@@ -21,6 +21,7 @@ from headrace.bus.runtime.supervisor import Supervisor
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.operations import Ack, Event, Heartbeat, Ping
+from tests.support.keys import writes_for_others
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
@@ -62,7 +63,10 @@ class Broker:
             return await task
 
     async def connect(self, role: str = "admin") -> Bus:
-        return await Bus.connect(self.server.url, role=role, credentials=self.server.credentials)
+        bus = await Bus.connect(self.server.url, role=role, credentials=self.server.credentials)
+        if role == "admin":
+            writes_for_others(bus, self.server.credentials)
+        return bus
 
 
 @pytest.fixture
