@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from headrace.bus.broker.server import Server
-from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.config import Config, parse
 from headrace.dashboard.run_metrics import RunMetrics
@@ -19,6 +18,7 @@ from headrace.messages import subjects as s
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightChunk
 from tests.support import records
+from tests.support.keys import as_writers
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 
@@ -50,7 +50,7 @@ async def test_the_alarm_comes_at_four_fifths_of_a_stream(tmp_path: Path, monkey
     monkeypatch.setattr(s, "STREAM", {stream.name: stream for stream in streams})
     run = f"r{token_hex(4)}"
     async with Server(tmp_path) as server:
-        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
+        async with await as_writers(server.url, server.credentials) as bus:
             await declare(bus)
             metrics = RunMetrics(Watch(bus, run, Config(), 0.0), bus, tmp_path)
 
@@ -82,7 +82,7 @@ async def test_the_plan_of_the_weights_follows_the_model_and_the_broker_s_own_li
     monkeypatch.setattr(s, "STREAM", {stream.name: stream for stream in streams})
     run, config = f"r{token_hex(4)}", parse("[weights]\ncollect_chains = 2\n")
     async with Server(tmp_path) as server:
-        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
+        async with await as_writers(server.url, server.credentials) as bus:
             await declare(bus)
             stored = 0
 

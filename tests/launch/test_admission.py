@@ -10,7 +10,6 @@ import pytest
 import uvloop
 
 from headrace.bus.broker.server import Server
-from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.cli.main import main
 from headrace.config import Algorithm, Config, ConfigError, Engine, Environment, Evaluation, Run, Tasks, load, parse
@@ -20,6 +19,7 @@ from headrace.launch.processes import Run as Processes
 from headrace.launch.runs import RunDir, RunError
 from headrace.launch.supervision.signals import Stopping
 from headrace.registry import admitted
+from tests.support.keys import as_writers
 from tests.support.records import RUN
 
 NAMES = """
@@ -134,7 +134,7 @@ def test_a_recorded_run_starts_no_program_and_names_no_server(tmp_path: Path, ch
 async def _keep(folder: Path) -> None:
     async with (
         Server(folder / "broker") as server,
-        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+        await as_writers(server.url, server.credentials) as admin,
     ):
         await declare(admin)
 

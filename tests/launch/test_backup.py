@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headrace.bus.broker.server import Server
-from headrace.bus.connection import Bus
 from tests.launch.test_up import FEW, command, up
+from tests.support.keys import as_writers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -37,6 +37,6 @@ async def test_a_restored_run_balances_as_the_first_one_did(tmp_path: Path) -> N
         assert audit.returncode == 0 and json.loads(audit.stdout) == ledger and ledger["trained"] > 0
         twice = command(tmp_path, "bus", "restore", "copy", "--config", "fresh.toml")
         assert twice.returncode == 4 and "a restore needs a broker without it" in twice.stderr
-        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+        async with await as_writers(server.url, server.credentials) as admin:
             last = await admin.last("HR_LEDGER", "hr.ledger.>")
             assert last is not None, "sequences and records are read as before"

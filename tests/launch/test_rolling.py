@@ -17,6 +17,7 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.sandbox import ToolLog
 from headrace.replay.audit import audit
 from tests.launch.test_up import command, up
+from tests.support.keys import as_writers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -60,7 +61,7 @@ async def test_every_part_is_drained_and_replaced_while_the_run_goes_on(tmp_path
 async def test_two_runs_on_one_broker_do_not_touch_each_other(tmp_path: Path) -> None:
     """On one host, with the same names: one is killed in the middle, and the other does not notice."""
     async with Server(tmp_path / "broker") as server:
-        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+        async with await as_writers(server.url, server.credentials) as admin:
             await declare(admin)
             shared = {"bus.url": server.url, "bus.credentials": str(server.credentials)}
             places = [tmp_path / name for name in ("one", "two")]

@@ -8,10 +8,10 @@ import pytest
 
 from headrace.bus.broker import credentials
 from headrace.bus.broker.server import CONF, Server
-from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.messages import subjects as s
 from tests.launch.test_up import up
+from tests.support.keys import as_writers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(900)]
 RUNS = ("r1", "r2")
@@ -35,7 +35,7 @@ async def test_two_runs_finish_and_neither_holds_a_record_of_the_other(tmp_path:
             for run in RUNS:
                 group.create_task(one(run))
         for run in RUNS:
-            async with await Bus.connect(server.url, role="admin", credentials=keys / run) as admin:
+            async with await as_writers(server.url, keys / run) as admin:
                 await declare(admin)
                 for stream, token in (("HR_LEDGER", 2), ("HR_TRAJ", 2), ("HR_STEP", 2), ("HR_EVENT", 2)):
                     run_tokens = {received.subject.split(".")[token] async for received in admin.history(stream)}

@@ -19,6 +19,7 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import STEP
 from headrace.messages.training import StepDone, StepFailed
 from tests.support.actors import living
+from tests.support.keys import as_writers
 from tests.support.recorded_run import RunFeeder, config, kill, new_run
 
 Run = Callable[..., tuple[int, list[str], str]]
@@ -60,7 +61,7 @@ async def _make(root: Path) -> Finished:
     setting = config(root)
     async with Server(root / "broker") as server:
         async with (
-            await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+            await as_writers(server.url, server.credentials) as admin,
             await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
             await Bus.connect(server.url, role="trainer", credentials=server.credentials) as successor,
         ):

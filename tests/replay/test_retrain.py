@@ -20,6 +20,7 @@ from headrace.replay import recorded_run as pasts
 from headrace.replay import rejudge
 from headrace.replay.retrain import SecondTrainer
 from tests.replay.conftest import Finished, Run
+from tests.support.keys import as_writers
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_a_contrary_judge_flips_every_advantage_that_is_one(
         assert flip["advantage"] == -flip["advantage_again"] != 0.0
 
     async def seen(run: str) -> int:
-        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
+        async with await as_writers(server.url, server.credentials) as bus:
             return len([r async for r in bus.history("HR_SCORE", SCORE.where(run=run))])
 
     assert uvloop.run(seen(finished.run)) == 24, "the run's own trainer and ledger see nothing new"

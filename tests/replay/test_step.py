@@ -21,6 +21,7 @@ from headrace.replay.fetching import Records
 from headrace.replay.recorded_run import RecordedRun, ReplayError
 from headrace.replay.step import Rerun, attempt, choose, compare
 from tests.replay.conftest import Finished, Run
+from tests.support.keys import as_writers
 
 KEYS = ["step", "bitwise_equal", "loss", "grad_norm", "weights_hash", "fingerprint_match"]
 T = TypeVar("T")
@@ -138,7 +139,7 @@ def test_purged_records_and_a_missing_checkpoint_are_no_failed_step(
 
     async def purge() -> int:
         async with await open_store(alone / "broker") as server:
-            async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+            async with await as_writers(server.url, server.credentials) as admin:
                 return await admin.purge("HR_TRAJ", subject=TRAJ.at(run=finished.run, group="g000002"))
 
     assert uvloop.run(purge()) == 2

@@ -27,3 +27,10 @@ def writes_for_others(bus: Bus, credentials: Path) -> None:
         return keys.load(credentials, min(roles)) if roles else own(subject, kind)
 
     bus.key_of = key_of
+
+
+async def as_writers(url: str, credentials: Path) -> Bus:
+    """A connection with the admin's permissions whose records readers accept, as of `writes_for_others`."""
+    bus = await Bus.connect(url, role="admin", credentials=credentials)
+    writes_for_others(bus, credentials)
+    return bus

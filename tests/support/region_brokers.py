@@ -13,6 +13,7 @@ from headrace.bus.broker.permissions import REGIONAL
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
+from tests.support.keys import as_writers
 
 
 def free_port() -> int:
@@ -82,7 +83,7 @@ class World:
         """The hub with its streams."""
         regions.prepare_hub(self.folder / "hub", host="127.0.0.1", port=self._port)
         await self.hub.start()
-        async with await Bus.connect(self.hub.url, role="admin", credentials=self.hub.credentials) as admin:
+        async with await as_writers(self.hub.url, self.hub.credentials) as admin:
             await declare(admin)
 
     async def join(self, name: str) -> Region:
@@ -93,7 +94,7 @@ class World:
         folder = regions.prepare_region(self.folder / name, name, f"nats-leaf://127.0.0.1:{wire.port}", key)
         credentials.trust(self.hub.credentials, folder / "credentials" / credentials.WRITERS, REGIONAL)
         region = self.regions[name] = Region(name, await Server(folder, prepared=True).start(), wire)
-        async with await Bus.connect(region.server.url, role="admin", credentials=region.server.credentials) as admin:
+        async with await as_writers(region.server.url, region.server.credentials) as admin:
             await regions.declare_mirror(admin)
         return region
 

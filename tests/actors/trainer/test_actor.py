@@ -27,6 +27,7 @@ from headrace.weights import snapshot
 from tests.conftest import Connect
 from tests.support import chat_formats
 from tests.support.actors import living
+from tests.support.keys import as_writers
 from tests.support.raising_trainer import Raising
 from tests.support.recorded_run import GROUP, PER_STEP, RunFeeder, config, kill, new_run
 from tests.support.world import POLICY
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.anyio
 async def straight(server: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Hashes of versions 0 to 5 of a trainer that was never killed."""
     folder = tmp_path_factory.mktemp("straight")
-    admin = await Bus.connect(server.url, role="admin", credentials=server.credentials)
+    admin = await as_writers(server.url, server.credentials)
     bus = await Bus.connect(server.url, role="trainer", credentials=server.credentials)
     feeder = RunFeeder(admin, new_run(), folder)
     async with living(Trainer, config(folder), bus, feeder.run):

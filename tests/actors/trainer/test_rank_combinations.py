@@ -15,6 +15,7 @@ from headrace.messages.training import StepDone
 from tests.actors.trainer.test_nodes import free_port, joined
 from tests.actors.trainer.test_rank_formats import Kind, Ranks, Run
 from tests.support.actors import living
+from tests.support.keys import as_writers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -35,7 +36,7 @@ async def versions(
     """Hashes of all versions and the records of their steps: with one division of the work after the other, each with
     its settings of the trainer. The first life of two ends two steps behind its checkpoint."""
     folder.mkdir()
-    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+    async with await as_writers(server.url, server.credentials) as admin:
         run = Run(admin, folder, kind)
         first = 0
         for life, (ranks, trainer) in enumerate(settings, 1):

@@ -28,7 +28,7 @@ from headrace.replay.step import replay_steps
 from headrace.weights import tensor_state
 from tests.support import tiny, world
 from tests.support.actors import living
-from tests.support.keys import writes_for_others
+from tests.support.keys import as_writers, writes_for_others
 from tests.support.patience import PATIENCE_S
 from tests.support.recorded_run import RunFeeder, config, new_run
 
@@ -129,7 +129,7 @@ class Result(NamedTuple):
 async def trained(server: Server, folder: Path, kind: Kind, ranks: Ranks, steps: int = STEPS, **trainer: Any) -> Result:
     """A run that is not disturbed."""
     async with (
-        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+        await as_writers(server.url, server.credentials) as admin,
         await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
     ):
         writes_for_others(admin, server.credentials)
@@ -315,7 +315,7 @@ async def test_resumed_with_fewer_ranks_a_run_goes_on_with_the_bits_of_one_proce
     their bits, so none gets a second incarnation. So it is where experts have owners."""
     kind = Kind("mixture", "bfloat16")
     expected = await kept(results, server, tmp_path, kind, Ranks(context_runs=4), steps=9)
-    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+    async with await as_writers(server.url, server.credentials) as admin:
         writes_for_others(admin, server.credentials)
         run = Run(admin, tmp_path, kind)
         done = await lives(server, run, divisions, ((0, 1, 2, 3, 4), (5, 6, 7), (8,)), repeats=False)
@@ -337,7 +337,7 @@ async def test_resumed_with_ranks_that_round_otherwise_the_repeated_steps_are_ne
     until they are too old."""
     kind = Kind("mixture", "float32")
     expected = await kept(results, server, tmp_path, kind, steps=9)
-    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+    async with await as_writers(server.url, server.credentials) as admin:
         writes_for_others(admin, server.credentials)
         run = Run(admin, tmp_path, kind)
         divisions = (Ranks(2, expert_ranks=2, context_runs=3), Ranks(2, expert_ranks=2, context_ranks=2))
@@ -361,7 +361,7 @@ async def test_moments_of_eight_bits_and_shards_on_the_host_give_the_versions_of
     kind, moments = Kind("dense", "float32"), "eight_bit"
     (tmp_path / "one").mkdir()
     expected = await trained(server, tmp_path / "one", kind, Ranks(), 4, moments=moments)
-    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+    async with await as_writers(server.url, server.credentials) as admin:
         writes_for_others(admin, server.credentials)
         run = Run(admin, tmp_path, kind)
         feeder = run.feeder

@@ -29,6 +29,7 @@ from headrace.training.memory_plan import plan
 from headrace.weights import snapshot, tensor_state
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.keys import as_writers
 from tests.support.patience import PATIENCE_S
 from tests.support.rank_processes import ranks_of
 from tests.support.recorded_run import RunFeeder, config, new_run
@@ -56,7 +57,7 @@ class Uneven(RunFeeder):
 async def alone(server: Server, folder: Path, steps: int, count: int = 1) -> list[str]:
     """Hashes of versions 0 to `steps` by one process, or by ranks that are not killed."""
     async with (
-        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+        await as_writers(server.url, server.credentials) as admin,
         await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
     ):
         feeder = Uneven(admin, new_run(), folder)

@@ -21,6 +21,7 @@ from headrace.messages.training import StepDone, StepFailed, StepManifest
 from headrace.training.trainer import PolicyTrainer
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.keys import as_writers
 from tests.support.recorded_run import RunFeeder, config, kill, new_run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]  # the shorter cases are in test_trainer.py
@@ -32,7 +33,7 @@ async def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> 
     """Hashes of versions 0 to `STEPS` of a trainer that was never disturbed, fed the same streams."""
     folder = tmp_path_factory.mktemp("straight")
     async with (
-        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+        await as_writers(server.url, server.credentials) as admin,
         await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
     ):
         feeder = RunFeeder(admin, new_run(), folder)

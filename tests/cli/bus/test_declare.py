@@ -14,6 +14,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import StreamMissing
 from headrace.bus.nats import streams
 from headrace.cli import main
+from tests.support.keys import as_writers
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_actors_name_the_command_that_helps_and_it_does(
         assert f"has all {len(permissions.NAMES)} streams" in capsys.readouterr().out
 
     async def one_removed() -> None:
-        async with await Bus.connect(empty_broker.url, role="admin", credentials=empty_broker.credentials) as admin:
+        async with await as_writers(empty_broker.url, empty_broker.credentials) as admin:
             await streams.require(admin.connection)
             await admin.connection.api("STREAM.DELETE.HR_STEP")
             with pytest.raises(StreamMissing, match=r"lacks 1 of \d+ streams \(HR_STEP\)"):
@@ -67,7 +68,7 @@ def test_streams_of_an_earlier_headrace_are_named_until_they_are_declared_again(
     }
 
     async def said(changes: dict[str, object], name: str) -> str:
-        async with await Bus.connect(empty_broker.url, role="admin", credentials=empty_broker.credentials) as admin:
+        async with await as_writers(empty_broker.url, empty_broker.credentials) as admin:
             api = admin.connection.api
             now = msgspec.json.decode(await api(f"STREAM.INFO.{name}"))["config"]
             if name == "HR_BLOB":  # the broker does not turn this off again
@@ -86,7 +87,7 @@ def test_streams_of_an_earlier_headrace_are_named_until_they_are_declared_again(
         assert main.main(["bus", "declare", *address]) == 0
 
     async def accepted() -> None:
-        async with await Bus.connect(empty_broker.url, role="admin", credentials=empty_broker.credentials) as admin:
+        async with await as_writers(empty_broker.url, empty_broker.credentials) as admin:
             api = admin.connection.api
             now = msgspec.json.decode(await api("STREAM.INFO.HR_STEP"))["config"]
             later = {"subjects": [*now["subjects"], "hr.later.>"], "max_bytes": 1 << 30, "max_age": 10**15}

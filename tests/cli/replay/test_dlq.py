@@ -25,6 +25,7 @@ from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import EVENT, LEDGER, TASK
 from tests.support import records
 from tests.support.actors import living
+from tests.support.keys import as_writers
 from tests.support.patience import PATIENCE_S
 
 GROUPS = ("g000001", "g000002", "g000003")
@@ -112,7 +113,7 @@ def letter_of(place: Place, name: str) -> dead_letters.DeadLetterEntry:
 
 def in_queue(place: Place, seq: int) -> RolloutRequest:
     async def body() -> RolloutRequest:
-        async with await Bus.connect(place.server.url, role="admin", credentials=place.server.credentials) as bus:
+        async with await as_writers(place.server.url, place.server.credentials) as bus:
             message = (await bus.get("HR_TASK", seq)).message
             assert isinstance(message, RolloutRequest)
             return message

@@ -8,7 +8,6 @@ import pytest
 import uvloop
 
 from headrace.bus.broker.server import Server
-from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.cli.main import main
 from headrace.cli.replay.rejudge import with_rewards
@@ -16,6 +15,7 @@ from headrace.config import Config, ConfigError, Environment, Judge
 from headrace.messages.subjects import CLOSE, SCORE, TRAJ
 from headrace.tasks import open_suite
 from tests.support import records
+from tests.support.keys import as_writers
 
 GROUP = "g000000"
 
@@ -27,7 +27,7 @@ async def _keep(folder: Path) -> None:
     solution = suite.oracle(task.ref.task).solution
     async with (
         Server(folder / "broker") as server,
-        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+        await as_writers(server.url, server.credentials) as admin,
     ):
         await declare(admin)
         slots = []

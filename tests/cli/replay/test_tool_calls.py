@@ -9,7 +9,6 @@ import pytest
 import uvloop
 
 from headrace.bus.broker.server import Server
-from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.cli.main import main
 from headrace.config import Config, Environment
@@ -25,6 +24,7 @@ from headrace.replay.calls import normal, rerun
 from headrace.tasks import open_suite
 from headrace.vmhost.node.host import Host
 from tests.support import records
+from tests.support.keys import as_writers
 from tests.support.paths import ROOT
 
 
@@ -56,7 +56,7 @@ async def _play(environment: Environment) -> Trajectory:
 async def _keep(folder: Path, trajectories: list[Trajectory]) -> None:
     async with (
         Server(folder / "broker") as server,
-        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+        await as_writers(server.url, server.credentials) as admin,
     ):
         await declare(admin)
         for made in trajectories:

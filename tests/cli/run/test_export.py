@@ -36,6 +36,7 @@ from headrace.weights.snapshot import Snapshot
 from tests.policy.gguf.test_convert import TEMPLATE, original
 from tests.policy.test_families import DEEPSEEK, QWEN, theirs
 from tests.support import tiny
+from tests.support.keys import as_writers
 
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN | {"vocab_size": 300},
@@ -56,7 +57,7 @@ async def publish(root: Path, versions: list[dict[str, Tensor]], bundle: Rendere
     """Publish version 0, 1, ... and the bundle into the run's own store; the broker is down afterwards."""
     folder = runs.find("r1", root / "runs")
     async with Server(folder.broker) as server:
-        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+        async with await as_writers(server.url, server.credentials) as admin:
             await declare(admin)
         async with await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus:
             await renderer_bundles.publish(bus, "r1", bundle)

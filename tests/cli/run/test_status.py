@@ -7,11 +7,11 @@ import pytest
 import uvloop
 
 from headrace.bus.broker.server import Server
-from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.cli.main import main
 from headrace.launch import runs
 from headrace.messages.operations import Heartbeat
+from tests.support.keys import as_writers
 
 
 def test_an_unreadable_presence_entry_is_named_and_skipped(
@@ -22,7 +22,7 @@ def test_an_unreadable_presence_entry_is_named_and_skipped(
 
     async def body() -> int:
         async with Server(folder.broker) as server:
-            async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+            async with await as_writers(server.url, server.credentials) as admin:
                 await declare(admin)
                 heartbeat = Heartbeat(actor="judge", id="judge-1", node="n", pid=1, state="running")
                 await (await admin.kv("HR_PRESENCE")).put("judge.judge-1", heartbeat)

@@ -25,6 +25,7 @@ from headrace.search.models import packaged
 from headrace.tasks.local import LocalFiles
 from tests.support import searched_run
 from tests.support.actors import living
+from tests.support.keys import as_writers
 from tests.support.searched_run import QUERIES, REPOSITORIES, WORDS, task
 
 RUN, PLAIN = "r-searched", "r-plain"
@@ -38,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
     async def begin() -> None:
         await broker.start()
-        async with await Bus.connect(broker.url, role="admin", credentials=broker.credentials) as admin:
+        async with await as_writers(broker.url, broker.credentials) as admin:
             await declare(admin)
             await searched_run.record(admin, RUN)
             await searched_run.record(admin, PLAIN, plain=True)
@@ -98,7 +99,7 @@ async def searched(server: Server, setting: Config, slot: int) -> Trajectory:
 
 
 async def gone(server: Server, hash: str) -> None:
-    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+    async with await as_writers(server.url, server.credentials) as admin:
         await (await admin.kv("HR_ADAPTERS")).delete(adapter_key(RUN, hash))
 
 

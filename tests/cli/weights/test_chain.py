@@ -14,6 +14,7 @@ from headrace.cli import main
 from headrace.launch import runs
 from headrace.weights import snapshot
 from tests.support.chains import Run
+from tests.support.keys import as_writers
 from tests.support.weights import model
 
 
@@ -25,7 +26,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
 
     async def publish() -> Run:
         async with Server(folder.broker) as server:
-            async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+            async with await as_writers(server.url, server.credentials) as admin:
                 await declare(admin)
             key = keys.load(server.credentials, credentials.PUBLISHER)
             async with await Bus.connect(server.url, role="weight_sync", credentials=server.credentials) as bus:
@@ -86,7 +87,7 @@ def detached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, 
 
     async def publish() -> dict[int, str]:
         async with Server(folder.broker) as server:
-            async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+            async with await as_writers(server.url, server.credentials) as admin:
                 await declare(admin)
             buses: list[Bus] = []
 

@@ -30,6 +30,7 @@ from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolR
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone, TokenGap, TokenGaps
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
+from tests.support.keys import as_writers
 
 if TYPE_CHECKING:
     from selenium import webdriver
@@ -163,7 +164,7 @@ async def site(anyio_backend: object, tmp_path_factory: pytest.TempPathFactory) 
     address = Address("127.0.0.1", 0)
     server = Server(tmp_path_factory.mktemp("broker"), origins=address.origins)
     await server.start()
-    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+    async with await as_writers(server.url, server.credentials) as admin:
         await declare(admin)
         seq = await fill(admin)
         async with await Bus.connect(server.url, role="dashboard", credentials=server.credentials) as bus:
@@ -212,7 +213,7 @@ async def until(check: Callable[[], Any]) -> None:
 
 
 async def admin(site: Site) -> Bus:
-    return await Bus.connect(site.server.url, role="admin", credentials=site.server.credentials)
+    return await as_writers(site.server.url, site.server.credentials)
 
 
 async def test_history_and_live_records_are_on_the_page(site: Site, browser: "webdriver.Chrome") -> None:
