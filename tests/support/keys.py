@@ -1,11 +1,16 @@
-"""Keys for tests of signatures."""
+"""Keys for tests of signatures, and connections that write in several roles."""
 
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import TracebackType
 
 from headrace.bus import signatures
 from headrace.bus.broker import keys
 from headrace.bus.broker.keys import Key
+from headrace.bus.broker.permissions import KV_WRITERS
 from headrace.bus.connection import Bus
+from headrace.bus.nats.kv import KeyValue
+from headrace.messages.base import Message
 from headrace.weights.signing import Trust
 
 PUBLISHER = Key(b"p" * 32)
@@ -34,3 +39,40 @@ async def as_writers(url: str, credentials: Path) -> Bus:
     bus = await Bus.connect(url, role="admin", credentials=credentials)
     writes_for_others(bus, credentials)
     return bus
+
+
+class Writers:
+    """A connection of each role that writes, as far as it is needed: others hear their records live, too."""
+
+    def __init__(self, url: str, credentials: Path) -> None:
+        self._url, self._credentials = url, credentials
+        self._open: dict[str, Bus] = {}
+        self._stack = AsyncExitStack()
+
+    async def of(self, role: str) -> Bus:
+        """The connection of a role."""
+        if role not in self._open:
+            bus = await Bus.connect(self._url, role=role, credentials=self._credentials)
+            self._open[role] = await self._stack.enter_async_context(bus)
+        return self._open[role]
+
+    async def publish(self, subject: str, message: Message) -> int:
+        """Store a record as a role that may write it."""
+        roles = signatures.writers(subject, message.type_name)
+        return await (await self.of(min(roles) if roles else subject.split(".")[3])).publish(subject, message)
+
+    async def emit(self, subject: str, message: Message) -> None:
+        """Send a heartbeat or a metric as the actor that it names."""
+        await (await self.of(subject.split(".")[2])).emit(subject, message)
+
+    async def kv(self, bucket: str) -> KeyValue:
+        """A bucket as its writer sees it."""
+        return await (await self.of(KV_WRITERS[bucket])).kv(bucket)
+
+    async def __aenter__(self) -> "Writers":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
