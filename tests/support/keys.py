@@ -23,15 +23,21 @@ def trust(**options: bool) -> Trust:
 
 
 def writes_for_others(bus: Bus, credentials: Path) -> None:
-    """Sign each record of a connection with the seed of a role that may write it: the admin's permissions, and records
-    that readers accept."""
+    """Sign each record of a connection with the seed of a role that may write it, and send heartbeats and figures as
+    that role, because others do not hear the admin: the admin's permissions, and records that readers accept."""
     own = bus.key_of
 
     def key_of(subject: str, kind: str) -> Key | None:
         roles = signatures.writers(subject, kind)
         return keys.load(credentials, min(roles)) if roles else own(subject, kind)
 
-    bus.key_of = key_of
+    others, close = Writers(bus.connection.url, credentials), bus.close
+
+    async def close_all() -> None:
+        await others.close()
+        await close()
+
+    bus.key_of, bus.emit, bus.close = key_of, others.emit, close_all  # type: ignore[method-assign]
 
 
 async def as_writers(url: str, credentials: Path) -> Bus:
@@ -62,8 +68,9 @@ class Writers:
         return await (await self.of(min(roles) if roles else subject.split(".")[3])).publish(subject, message)
 
     async def emit(self, subject: str, message: Message) -> None:
-        """Send a heartbeat or a metric as the actor that it names."""
-        await (await self.of(subject.split(".")[2])).emit(subject, message)
+        """Send a heartbeat or figures as the actor that they name, and traffic as a gateway."""
+        kind, actor = subject.split(".")[1:3]
+        await (await self.of("gateway" if kind == "traffic" else actor)).emit(subject, message)
 
     async def kv(self, bucket: str) -> KeyValue:
         """A bucket as its writer sees it."""
@@ -75,4 +82,8 @@ class Writers:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
         await self._stack.aclose()
