@@ -225,7 +225,7 @@ async def test_a_node_with_another_source_is_refused(
     here = seam.plugin(name)
     assert here is not None
     state = await (await connect("admin")).kv("HR_PLUGINS")
-    await state.put(key_of("admin", "acme5", here), Plugin(seam=here.seam, name=name, version="1.4", source="0" * 64))
+    await state.put(key_of("judge", "acme5", here), Plugin(seam=here.seam, name=name, version="1.4", source="0" * 64))
     settings = config(
         tmp_path,
         algorithm=Algorithm(weighting="plain"),
