@@ -31,6 +31,7 @@ from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import RolloutRequest, Trajectory
 from headrace.messages.subjects import DLQ, EVENT, TASK, TRAJ
 from headrace.messages.tasks import TaskRef
+from tests.support.keys import as_writers
 
 RUN = "rletters"
 PATIENCE_S = 120.0
@@ -120,7 +121,7 @@ async def measure(folder: Path, count: int) -> Figures:
     async with Server(folder / "broker") as server, asyncio.timeout(PATIENCE_S):
         (server.folder / "empty.toml").touch()
         async with (
-            await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+            await as_writers(server.url, server.credentials) as admin,
             await Bus.connect(server.url, role="rollout", credentials=server.credentials) as rollout,
             await Bus.connect(server.url, role="judge", credentials=server.credentials) as judge,
         ):
