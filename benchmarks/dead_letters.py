@@ -72,7 +72,7 @@ async def poison(bus: Bus, first: int, count: int) -> None:
 
 async def dead_letter_actor(server: Server) -> asyncio.subprocess.Process:
     """The actor, as an operator starts it."""
-    words = ["actor", "dead_letter", "--config", str(server.folder / "empty.toml"), "--run", RUN, "--url", server.url]
+    words = ["actor", "dead_letter", "--config", str(server.folder / "run.toml"), "--run", RUN, "--url", server.url]
     return await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "headrace.cli", *words, "--credentials", str(server.credentials)),
@@ -119,7 +119,7 @@ async def measure(folder: Path, count: int) -> Figures:
     """Measure both cases. TimeoutError when a dead letter is missing."""
     logging.configure(folder / "log")
     async with Server(folder / "broker") as server, asyncio.timeout(PATIENCE_S):
-        (server.folder / "empty.toml").touch()
+        (server.folder / "run.toml").write_text(f'[run]\ndir = "{folder}"\n')
         async with (
             await as_writers(server.url, server.credentials) as admin,
             await Bus.connect(server.url, role="rollout", credentials=server.credentials) as rollout,
