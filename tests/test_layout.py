@@ -69,6 +69,7 @@ FOUNDATION = {
     "backoff",
     "garbage",
     "inner_paths",
+    "syntax_trees",
     "machine_memory",
     "nkeys",
     "parent_death",

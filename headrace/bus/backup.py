@@ -93,7 +93,7 @@ async def restore(bus: Bus, folder: Path) -> Backup:
     except msgspec.DecodeError as error:
         raise BusError(f"{folder / MANIFEST} cannot be read: {error}") from None
     for copy in backup.copies:
-        if copy.stream not in streams.NAMES:
+        if copy.stream not in NAMES:
             raise BusError(f"{folder / MANIFEST} names the stream {copy.stream!a:.80}, which headrace does not have")
         if not (folder / copy.stream).is_file() or _hash(folder / copy.stream) != copy.sha256:
             raise BusError(f"{folder / copy.stream} is missing or damaged, so nothing was restored; use another backup")

@@ -109,7 +109,8 @@ async def see_through(
     from headrace.dashboard.report import Moments
     from headrace.dashboard.run_metrics import RunMetrics
     from headrace.dashboard.watch import Watch
-    from headrace.launch import closing, users
+    from headrace.launch import closing
+    from headrace.launch.product import users
     from headrace.launch.serve import measured
 
     ready = time.time()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.messages.tasks import CANARY, Oracle, Task, TaskRef
+from headrace.syntax_trees import parsed
 from headrace.tasks.base import Suite, UnknownSuite
 from headrace.tasks.sealing import sides
 
@@ -57,7 +58,7 @@ class CanarySuite:
 def _contradiction(source: bytes) -> str:
     """A test function that cannot pass where the others do: the negation of a test that begins with a comparison.
     Statements before or around the comparison are not allowed, because an honest fix might pass the negation then."""
-    for node in ast.parse(source).body:
+    for node in parsed(source).body:
         plain = isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not node.decorator_list
         if not isinstance(node, ast.FunctionDef) or not plain or ast.unparse(node.args):
             continue

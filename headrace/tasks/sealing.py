@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.messages.sandbox import TestOutcome
+from headrace.syntax_trees import parsed
 from headrace.tasks.observations import decode
 from headrace.vmhost.guest.testing.observing import LIMIT
 
@@ -101,7 +102,7 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
     number = comparisons = 0
     for path in sorted(files):
         try:
-            tree = ast.parse(files[path]) if path.endswith(".py") else None
+            tree = parsed(files[path]) if path.endswith(".py") else None
         except (SyntaxError, ValueError):
             tree = None
         if tree is None:

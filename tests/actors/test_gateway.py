@@ -16,7 +16,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.nats import ordered_reader
 from headrace.gateway.http import MAX_BODY
 from headrace.gateway.tenants.keys import SCOPES, ApiKeys, key_file
-from headrace.launch import users
+from headrace.launch.product import users
 from headrace.launch.product.gateway_key import place
 from headrace.messages import subjects
 from headrace.messages.rollout import RolloutRequest, SlotFailed

@@ -191,7 +191,7 @@ def verify(certificate: dict[str, Any], public_key: str, broker: Broker) -> tupl
         seq, searched = 1, 0
         while (message := broker.get(stream, {"seq": seq, "next_by_subj": filter})) is not None:
             seq, searched = message["seq"] + 1, searched + 1
-            bare = message["headers"].get("Nats-Msg-Id", "").startswith("purged-")
+            bare = message["headers"].get("Hr-Id", "").startswith("purged-")
             if not bare and any(user.encode() in content for content in contents(message)):
                 wrong.append(f"{stream} #{message['seq']} ({message['subject']}) names the user")
         checked[stream] = searched

@@ -20,9 +20,9 @@ from headrace.bus.broker.keys import Key
 from headrace.bus.broker.permissions import ROLES
 from headrace.bus.broker.server import running
 from headrace.bus.connection import Bus
-from headrace.launch import gateway_key
 from headrace.launch.checks import listeners
 from headrace.launch.page import read_place
+from headrace.launch.product import gateway_key
 from headrace.messages import subjects as s
 from tests.launch.test_up import Up, phase, up
 from tests.support.listening import listening

@@ -78,7 +78,9 @@ OTHERS = {
 """Commands that are not run here, and why."""
 
 
-VARIES = re.compile(r'"skipped_count": \d+, "skipped": \[.*?\], (?=")|[\d.]+ (?:B|KiB|MiB|bytes|messages)\b')
+VARIES = re.compile(
+    r'"forged": \d+, |"skipped_count": \d+, "skipped": \[.*?\], (?=")|[\d.]+ (?:B|KiB|MiB|bytes|messages)\b'
+)
 """The parts that name the unreadable records or count them."""
 
 

@@ -34,7 +34,7 @@ async def test_forged_records_change_no_figure_and_are_named(server: Server, con
     run, admin = f"r{token_hex(4)}", await connect("admin")
     for subject, record in history(run):
         await admin.publish(subject, record)
-    before, _ = await prove(await connect("replay"), run)
+    before, _ = await prove(await connect("operator"), run)
     async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as forger:
         close, score = s.CLOSE.at(run=run, group="g1"), s.SCORE.at(run=run, judge="j1", group="g1")
         judge, rollout = keys.load(server.credentials, "judge"), keys.load(server.credentials, "rollout")
@@ -51,7 +51,7 @@ async def test_forged_records_change_no_figure_and_are_named(server: Server, con
             headers = signatures.signed(key, signed_for, headers | {"Nats-Msg-Id": token_hex(8)}, payload)
             reply = await forger.connection.call(subject, payload, headers=headers)
             assert b"error" not in reply.data
-    after, _ = await prove(await connect("replay"), run)
+    after, _ = await prove(await connect("operator"), run)
     assert after.forged == len(after.skipped) == 4 and all(FORGED in sentence for sentence in after.skipped)
     assert before.forged == before.unsigned == 0 and before.issued == 2
     assert msgspec.structs.replace(after, forged=0, skipped=(), skipped_count=0) == before

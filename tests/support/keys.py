@@ -1,11 +1,16 @@
-"""Keys for tests of signatures."""
+"""Keys for tests of signatures, and connections that write in several roles."""
 
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import TracebackType
 
 from headrace.bus import signatures
 from headrace.bus.broker import keys
 from headrace.bus.broker.keys import Key
+from headrace.bus.broker.permissions import KV_WRITERS
 from headrace.bus.connection import Bus
+from headrace.bus.nats.kv import KeyValue
+from headrace.messages.base import Message
 from headrace.weights.signing import Trust
 
 PUBLISHER = Key(b"p" * 32)
@@ -18,15 +23,21 @@ def trust(**options: bool) -> Trust:
 
 
 def writes_for_others(bus: Bus, credentials: Path) -> None:
-    """Sign each record of a connection with the seed of a role that may write it: the admin's permissions, and records
-    that readers accept."""
+    """Sign each record of a connection with the seed of a role that may write it, and send heartbeats and figures as
+    that role, because others do not hear the admin: the admin's permissions, and records that readers accept."""
     own = bus.key_of
 
     def key_of(subject: str, kind: str) -> Key | None:
         roles = signatures.writers(subject, kind)
         return keys.load(credentials, min(roles)) if roles else own(subject, kind)
 
-    bus.key_of = key_of
+    others, close = Writers(bus.connection.url, credentials), bus.close
+
+    async def close_all() -> None:
+        await others.close()
+        await close()
+
+    bus.key_of, bus.emit, bus.close = key_of, others.emit, close_all  # type: ignore[method-assign]
 
 
 async def as_writers(url: str, credentials: Path) -> Bus:
@@ -34,3 +45,45 @@ async def as_writers(url: str, credentials: Path) -> Bus:
     bus = await Bus.connect(url, role="admin", credentials=credentials)
     writes_for_others(bus, credentials)
     return bus
+
+
+class Writers:
+    """A connection of each role that writes, as far as it is needed: others hear their records live, too."""
+
+    def __init__(self, url: str, credentials: Path) -> None:
+        self._url, self._credentials = url, credentials
+        self._open: dict[str, Bus] = {}
+        self._stack = AsyncExitStack()
+
+    async def of(self, role: str) -> Bus:
+        """The connection of a role."""
+        if role not in self._open:
+            bus = await Bus.connect(self._url, role=role, credentials=self._credentials)
+            self._open[role] = await self._stack.enter_async_context(bus)
+        return self._open[role]
+
+    async def publish(self, subject: str, message: Message) -> int:
+        """Store a record as a role that may write it."""
+        roles = signatures.writers(subject, message.type_name)
+        return await (await self.of(min(roles) if roles else subject.split(".")[3])).publish(subject, message)
+
+    async def emit(self, subject: str, message: Message) -> None:
+        """Send a heartbeat or figures as the actor that they name, and traffic as a gateway."""
+        kind, actor = subject.split(".")[1:3]
+        await (await self.of("gateway" if kind == "traffic" else actor)).emit(subject, message)
+
+    async def kv(self, bucket: str) -> KeyValue:
+        """A bucket as its writer sees it."""
+        return await (await self.of(KV_WRITERS[bucket])).kv(bucket)
+
+    async def __aenter__(self) -> "Writers":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._stack.aclose()

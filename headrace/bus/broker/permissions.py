@@ -213,6 +213,8 @@ def of(role: str) -> Permissions:
         publish += _api(stream, "STREAM.PURGE.{}", "STREAM.INFO.{}")
     for stream in ERASES.get(role, ()):
         publish += _api(stream, "STREAM.INFO.{}", "STREAM.MSG.GET.{}", "STREAM.MSG.DELETE.{}", "CONSUMER.INFO.{}.>")
+    if role == "operator":  # counts a user's sessions, to check a purge
+        publish += _api("KV_HR_SESSION", "STREAM.INFO.{}")
     if role == "dead_letter":
         for each in s.STREAMS:
             publish += _api(each.name, "STREAM.MSG.GET.{}", "STREAM.INFO.{}")

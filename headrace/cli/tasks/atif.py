@@ -46,7 +46,7 @@ async def write(args: argparse.Namespace) -> int:
     folder = runs.find(args.run)
     count = 0
     async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(bus_of(folder, "judge"))
+        bus = await stack.enter_async_context(bus_of(folder, "replay"))
         decode, scores = await _decoder(bus, folder.id), await _scores(bus, folder.id)
         file = stack.enter_context(args.file.open("w", encoding="utf-8"))
         try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from difflib import SequenceMatcher
 
 from headrace.messages.tasks import TaskRef
+from headrace.syntax_trees import parsed
 from headrace.tasks.packages.mutate import mutations
 
 Files = dict[str, bytes]
@@ -15,7 +16,7 @@ def _changed_functions(before: bytes, after: bytes) -> list[ast.FunctionDef | as
     """The innermost functions of `after` with a line that differs from `before`. None of them for text that is not
     Python."""
     try:
-        tree = ast.parse(after)
+        tree = parsed(after)
     except (SyntaxError, ValueError):
         return []
     old, new = before.splitlines(), after.splitlines()

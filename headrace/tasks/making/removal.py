@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from headrace.syntax_trees import parsed
 from headrace.tasks.packages.fetch import Package
 
 _DOC = 30
@@ -47,7 +48,7 @@ def features(package: Package) -> Iterator[Feature]:
     words = set(re.findall(r"\w+", tests))
     for path in package.sources:
         try:
-            tree = ast.parse(package.files[path])
+            tree = parsed(package.files[path])
         except (SyntaxError, ValueError):
             continue
         for node, name in _definitions(tree):
@@ -79,7 +80,7 @@ def _feature(path: str, node: _Definition, name: str) -> Feature | None:
     code = sum(1 for part in ast.walk(node) if isinstance(part, ast.stmt)) - 2  # itself and its docstring
     if len(document) < _DOC or code < _BODY:
         return None
-    skeleton = ast.unparse(_Skeleton().visit(ast.parse(ast.unparse(node))))
+    skeleton = ast.unparse(_Skeleton().visit(parsed(ast.unparse(node))))
     if len(skeleton) > _LARGEST_SKELETON:
         return None
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -125,7 +126,7 @@ def without(package: Package, feature: Feature) -> dict[str, bytes] | None:
             after = _unnamed(after, feature.name)
         if after != content:
             try:
-                ast.parse(after)
+                parsed(after)
             except (SyntaxError, ValueError):
                 return None
             changed[path] = after
@@ -139,7 +140,7 @@ def hollow(package: Package, feature: Feature) -> dict[str, bytes] | None:
     lines = source.splitlines(keepends=True)
     functions = [
         node
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and feature.first <= node.lineno <= feature.last
     ]
     outer = [
@@ -156,7 +157,7 @@ def hollow(package: Package, feature: Feature) -> dict[str, bytes] | None:
         lines[start : node.end_lineno] = [raised]
     after = b"".join(lines)
     try:
-        ast.parse(after)
+        parsed(after)
     except (SyntaxError, ValueError):
         return None
     return {feature.path: after} if outer else None
@@ -178,7 +179,7 @@ def _unnamed(source: bytes, name: str) -> bytes:
     if name.encode() not in source:
         return source
     try:
-        tree = ast.parse(source)
+        tree = parsed(source)
     except (SyntaxError, ValueError):
         return source
     cuts: list[tuple[int, int, bytes]] = []
@@ -226,7 +227,7 @@ def mentions(package: Package, tests: Mapping[str, None], word: str) -> bool:
         path, _, inner = name.partition("[")[0].partition("::")
         owner, _, function = inner.rpartition("::")
         content = package.files.get(path, b"")
-        for node in ast.walk(ast.parse(content)):
+        for node in ast.walk(parsed(content)):
             parts: list[ast.stmt] = []
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
                 parts = [node]

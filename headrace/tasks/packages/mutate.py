@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from headrace.syntax_trees import parsed
+
 _COMPARE: dict[type[ast.cmpop], tuple[str, tuple[str, ...]]] = {
     ast.Lt: ("<", ("<=", ">")),
     ast.LtE: ("<=", ("<", ">=")),
@@ -175,14 +177,14 @@ class _Finder(ast.NodeVisitor):
 def mutations(path: str, source: bytes) -> Iterator[Mutation]:
     """Every mutation of a module that still compiles, in the order of its text. Empty where the text is not Python."""
     try:
-        tree = ast.parse(source)
+        tree = parsed(source)
     except (SyntaxError, ValueError):
         return
     finder = _Finder(path, source)
     finder.visit(tree)
     for mutation in sorted(finder.found, key=lambda m: (m.start, m.end, m.after)):
         try:
-            ast.parse(mutation.apply(source))
+            parsed(mutation.apply(source))
         except (SyntaxError, ValueError):
             continue
         yield mutation

@@ -15,6 +15,7 @@ import msgspec
 
 from headrace.messages.sandbox import Exec, ReadFile, SandboxLost
 from headrace.messages.tasks import TestPlan
+from headrace.syntax_trees import parsed
 from headrace.tasks.packages.lab import Lab, SuiteError
 from headrace.tasks.packages.mutate import Mutation
 
@@ -97,7 +98,7 @@ class Reach(NamedTuple):
 def _around(source: bytes, line: int) -> tuple[int, int] | None:
     """First and last line of the innermost function around a line."""
     extent = None
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             if first <= line <= node.end_lineno and (extent is None or first > extent[0]):

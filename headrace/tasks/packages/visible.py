@@ -9,6 +9,8 @@ import ast
 import random
 from collections.abc import Collection, Sequence
 
+from headrace.syntax_trees import parsed
+
 
 def _function(name: str) -> str:
     """A test's name without its parameters."""
@@ -29,7 +31,7 @@ def thin(source: bytes, keep: Collection[str]) -> bytes:
 
     A function that is used by name stays: tests call and wrap each other.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     lines = source.splitlines(keepends=True)

@@ -80,8 +80,8 @@ async def test_a_purge_goes_through_every_mutated_record(connect: Connect) -> No
         assert await eraser.erase() == 0, "the copies name nobody"
     left = [record async for record in admin.records("HR_DLQ", DLQ.where(), start=start)]
     assert not any(mentions(bytes(record.data), record.headers, USER) for record in left)
-    assert sum(record.headers.get("Nats-Msg-Id", "").startswith("purged-") for record in left) == 3
-    assert {record.subject for record in left if record.headers.get("Nats-Msg-Id", "").startswith("purged-")} == {where}
+    assert sum(record.headers.get("Hr-Id", "").startswith("purged-") for record in left) == 3
+    assert {record.subject for record in left if record.headers.get("Hr-Id", "").startswith("purged-")} == {where}
 
 
 async def test_a_letter_of_a_stream_with_a_long_name_is_stored(connect: Connect) -> None:

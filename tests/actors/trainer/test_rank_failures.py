@@ -161,8 +161,10 @@ ALONE = (
     "from headrace.actors.trainer.actor import Trainer\n"
     "from headrace.bus.runtime.supervisor import run_actors\n"
     "from headrace.config import Config\n"
+    "from headrace.registry import admit\n"
     "other_ranks.BLOCKED_S = 1.0\n"
     "config = msgspec.json.decode(sys.argv[1], type=Config)\n"
+    "admit('losses', [config.algorithm.weighting])\n"
     "uvloop.run(run_actors([(Trainer, 'alone')], config, sys.argv[2], url=sys.argv[3], credentials=sys.argv[4]))"
 )
 

@@ -54,7 +54,7 @@ async def _fill(config: Config, server: Server) -> None:
     """Work that a rollout actor rejected, stored by a dead-letter actor that started later."""
     connect = Bus.connect
     async with (
-        await connect(server.url, role="admin", credentials=server.credentials) as admin,
+        await as_writers(server.url, server.credentials) as admin,
         await connect(server.url, role="rollout", credentials=server.credentials) as rollout,
         await connect(server.url, role="dead_letter", credentials=server.credentials) as dead_letter_bus,
     ):

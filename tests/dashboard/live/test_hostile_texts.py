@@ -29,7 +29,6 @@ from tests.dashboard.live.test_page import (
     RUBRIC,
     RUN,
     Site,
-    admin,
     attempt,
     browser,
     issued,
@@ -37,9 +36,11 @@ from tests.dashboard.live.test_page import (
     shows,
     site,
     step,
+    writers,
 )
 from tests.support import records
 from tests.support.hostile import MARK, PAYLOAD, SHOWN, hostile
+from tests.support.keys import Writers
 
 if TYPE_CHECKING:
     from selenium import webdriver
@@ -64,7 +65,7 @@ def bad_attempt() -> Any:
     return msgspec.structs.replace(made, id="hostile-0-0", diff={PAYLOAD: PAYLOAD.encode()})
 
 
-async def fill(bus: Bus) -> int:
+async def fill(bus: Writers) -> int:
     """A hostile record of every type that the page reads; the attempt's sequence."""
     keep = ("run", "group", "id")
     seq = await bus.publish(s.TRAJ.at(run=RUN, group=GROUP), bad_attempt())
@@ -111,7 +112,7 @@ async def fill(bus: Bus) -> int:
     return seq
 
 
-async def heartbeats(bus: Bus) -> None:
+async def heartbeats(bus: Writers) -> None:
     beat = Heartbeat(actor="judge", id="j", node="n1", pid=2, state="running", status="x", waits="x", run=RUN)
     await bus.emit(s.HEARTBEAT.at(actor="judge", id="j"), hostile(beat, "run", "actor"))
     figures = Metric(actor="judge", id="j", run=RUN, time=1.0, values={"a": 1.0})
@@ -119,9 +120,9 @@ async def heartbeats(bus: Bus) -> None:
 
 
 async def test_the_live_page_shows_them_and_runs_nothing(site: Site, browser: "webdriver.Chrome") -> None:
-    async with await admin(site) as bus:
+    async with writers(site) as bus:
         seq = await fill(bus)
-        await asyncio.to_thread(browser.get, f"{site.address.url}#/overview")
+        await asyncio.to_thread(browser.get, site.url)
         await shows(browser, "live")
         for view, shown in {
             "overview": SHOWN, "actors": SHOWN, "groups": GROUP, "trajectories": SHOWN, "behaviour": "", "ledger": "",

@@ -30,7 +30,7 @@ from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolR
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone, TokenGap, TokenGaps
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
-from tests.support.keys import as_writers
+from tests.support.keys import Writers, as_writers
 
 if TYPE_CHECKING:
     from selenium import webdriver
@@ -212,15 +212,15 @@ async def until(check: Callable[[], Any]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def admin(site: Site) -> Bus:
-    return await as_writers(site.server.url, site.server.credentials)
+def writers(site: Site) -> Writers:
+    return Writers(site.server.url, site.server.credentials)
 
 
 async def test_history_and_live_records_are_on_the_page(site: Site, browser: "webdriver.Chrome") -> None:
     await asyncio.to_thread(browser.get, site.url)
     await shows(browser, RUN, "live", "50 %", "Staleness of tokens")
     await until(lambda: browser.execute_script("return headrace.state.users !== null"))
-    async with await admin(site) as bus:
+    async with writers(site) as bus:
         await bus.publish(s.STEP.at(run=RUN), step(1))
         measured = EvalResult(
             id="e1", run=RUN, suite="generated/" + "held" * 9, policy=PolicyRef(), version=1, tasks=2, passed=1,
@@ -249,7 +249,7 @@ async def test_heartbeats_tell_the_use_of_every_node_and_what_an_actor_waits_for
         Heartbeat(actor="judge", id="j", node="n1", pid=2, state="running", cpu=0.5, gpu=0.84),
         Heartbeat(actor="environment", id="e", node="n2", pid=3, state="running", busy=0.9, cpu=1.0),
     )  # fmt: skip
-    async with await admin(site) as bus:
+    async with writers(site) as bus:
         for beat in beats:
             await bus.emit(s.HEARTBEAT.at(actor=beat.actor, id=beat.id), beat)
     await shows(browser, "CPU\n75 %\nof 2 nodes", "GPU\n84 %\nof 1 node")
@@ -279,7 +279,7 @@ async def test_groups_and_the_ledger_add_up(site: Site, browser: "webdriver.Chro
         "views-stale": (False, True),
         "views-open": (),
     }
-    async with await admin(site) as bus:
+    async with writers(site) as bus:
         for index, (group, slots) in enumerate(passed.items(), 1):
             for slot in range(2):
                 await bus.publish(s.LEDGER.at(run=RUN, group=group), issued(group, index, slot))
@@ -316,7 +316,7 @@ async def test_four_views_show_what_the_page_s_process_reads(site: Site, browser
         reason="no <b>harm</b>",
     )
     lent = Event(actor="scavenger", id="s", run=RUN, kind="lent", text="r1: no load for 30 s")
-    async with await admin(site) as bus:
+    async with writers(site) as bus:
         for actor, kind, record in (
             ("weight_sync", "weights_staged", staged),
             ("rollout", "weights_swapped", swapped),
@@ -344,7 +344,7 @@ async def test_the_page_comes_back_after_the_broker_was_killed(site: Site, brows
     await site.server.kill()
     await shows(browser, "not connected")
     await site.server.start()
-    async with await admin(site) as bus:
+    async with writers(site) as bus:
         await bus.publish(s.STEP.at(run=RUN), step(7))
     await shows(browser, "live", "8\nof 40")
 
