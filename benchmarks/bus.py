@@ -4,7 +4,7 @@
     python -m benchmarks.bus [--rounds 5] [--trajectories 200] [--blob-mib 64] [--ray .cache/ray/bin/python]
 
 One embedded broker (the repository's nats.conf, roles and permissions on, file streams) and our actors, each in a
-process and a role of its own (rollout, trainer, environment): typed messages, trace context in every header, message
+process and a role of its own (rollout, judge, environment): typed messages, trace context in every header, message
 ids. `published_per_s` counts events of 500 bytes that the broker has stored, 64 in flight. Two producers publish 1 MB
 trajectories, 16 in flight each; one consumer decodes and acknowledges them. Four ways of carrying them:
     broker   all of it through the broker: stored, replayable, on disk
@@ -96,7 +96,7 @@ class Side:
         for n in range(count):
             heard.clear()
             since = time.perf_counter()
-            await publish(self.bus, msgspec.structs.replace(message, trajectory=f"one-{self.total + n}"))
+            await publish(self.bus, msgspec.structs.replace(message, group=f"one-{self.total + n}"))
             await heard.wait()
             times.append((time.perf_counter() - since) * 1e3)
         self.total += count
@@ -110,7 +110,7 @@ class Side:
             while any(shared_memory.pending.iterdir()):
                 await asyncio.sleep(0.02)
         waited = time.perf_counter() - since
-        for stream in ("HR_TURN", "HR_BLOB"):
+        for stream in ("HR_TRAJ", "HR_BLOB"):
             await self.trainer.purge(stream)
         if shared_memory is not None:
             shared_memory.collect(before=time.time() + 60)
@@ -161,12 +161,12 @@ async def blob(side: Side, mib: int) -> Figures:
     """Store, fetch and decode a trajectory of that size."""
     small = trajectory("blob", side.name)
     routed = Array("|u1", (mib << 20,), os.urandom(mib << 20))
-    message = msgspec.structs.replace(small, turn=msgspec.structs.replace(small.turn, routed=routed))
+    message = msgspec.structs.replace(small, turns=(msgspec.structs.replace(small.turns[0], routed=routed),))
     since = time.perf_counter()
     seq = await publish(side.bus, message)
     put = time.perf_counter() - since
     since = time.perf_counter()
-    received = await side.bus.get("HR_TURN", seq)
+    received = await side.bus.get("HR_TRAJ", seq)
     decoded = received.message
     got = time.perf_counter() - since
     assert decoded == message

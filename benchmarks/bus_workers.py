@@ -23,47 +23,51 @@ from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.base import Array
 from headrace.messages.operations import Ack, Ping
-from headrace.messages.rollout import Span, Turn, TurnSampled
+from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
+from headrace.messages.tasks import TaskRef
 from headrace.parent_death import ending_with_parent
 
 WINDOW = 16
 ECHO = "hr.rpc.environment.rollout.ping"
-HEARD = s.METRIC.at(actor="trainer")
+HEARD = s.METRIC.at(actor="judge")
 END_S = 10.0
 """Seconds in which a process must end once its input is closed."""
 
 
-def trajectory(run: str, name: str) -> TurnSampled:
+def trajectory(run: str, name: str) -> Trajectory:
     """About 1 MB that hardly compresses, in the fields that carry it in a real run. Readers compare run and name with
     the subject."""
     routed = Array.of(os.urandom(720_000), "|u1", (30_000, 4, 6))
     floats = Array("<f4", (60_000,), os.urandom(240_000))
     ids = Array("<i4", (10_000,), os.urandom(40_000))
     turn = Turn(index=0, segment=0, prompt_ids=ids, ids=ids, logprobs=floats, routed=routed, spans=(Span(0, 1, 1),))
-    return TurnSampled(run=run, trajectory=name, turn=turn)
+    return Trajectory(
+        run=run, lane="train", group=name, slot=0, attempt=0, id=name, task=TaskRef("s", "1"), family="f", seed=0,
+        policy=PolicyRef(), sampling=Sampling(), outcome="finished", turns=(turn,), diff={},
+    )  # fmt: skip
 
 
-async def publish(bus: Bus, message: TurnSampled) -> int:
+async def publish(bus: Bus, message: Trajectory) -> int:
     """Store it on its own subject, once."""
-    where = s.TURN.at(run=message.run, trajectory=message.trajectory)
-    return await bus.publish(where, message, msg_id=f"{message.run}-{message.trajectory}")
+    where = s.TRAJ.at(run=message.run, group=message.group)
+    return await bus.publish(where, message, msg_id=f"{message.run}-{message.group}")
 
 
 class Sink(Actor):
     """The consuming side: decodes, and counts what is acknowledged."""
 
-    role = "trainer"
+    role = "judge"
 
     async def start(self) -> None:
         """Consume the trajectories."""
         self.seen, self.wanted, self.full = 0, -1, asyncio.Event()
-        await self.consume(s.TURN, self.handle, durable=f"sink-{self.run}", credit=WINDOW)
+        await self.consume(s.TRAJ, self.handle, durable=f"sink-{self.run}", credit=WINDOW)
 
-    async def handle(self, received: Received[TurnSampled]) -> None:
+    async def handle(self, received: Received[Trajectory]) -> None:
         """Count one trajectory; answer when a single one is awaited."""
-        assert len(received.message.turn.logprobs.data) == 240_000
+        assert len(received.message.turns[0].logprobs.data) == 240_000
         self.seen += 1
-        if received.message.trajectory.startswith("one-"):
+        if received.message.group.startswith("one-"):
             await self.metric(seen=self.seen)
         if self.seen == self.wanted:
             self.full.set()
@@ -110,7 +114,7 @@ class Producer(Actor):
 
         async def one(n: int) -> None:
             async with gate:
-                await publish(self.bus, msgspec.structs.replace(self.message, trajectory=f"{self.id}-{n}"))
+                await publish(self.bus, msgspec.structs.replace(self.message, group=f"{self.id}-{n}"))
 
         await asyncio.gather(*(one(n) for n in range(self.sent, self.sent + count)))
         self.sent += count

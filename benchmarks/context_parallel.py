@@ -46,6 +46,7 @@ from headrace.training.figures.layout import layout_of
 from headrace.weights import tensor_state
 from tests.support import world
 from tests.support.actors import living
+from tests.support.keys import as_writers
 from tests.support.recorded_run import RunFeeder, config, new_run
 
 SECTION = Policy(dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=4, top_k=2, expert_dim=64, vocab=340)
@@ -140,7 +141,7 @@ async def one_step(
     group's end to the step's record. begin, end: called right before and after."""
     async with Server(folder / "broker") as server:
         async with (
-            await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+            await as_writers(server.url, server.credentials) as admin,
             await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
         ):
             await declare(admin)

@@ -106,10 +106,11 @@ async def measure(args: argparse.Namespace, place: Path) -> tuple[Figures, dict[
     try:
         async with (
             await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+            await Bus.connect(server.url, role="trainer", credentials=server.credentials) as trainer,
             await Bus.connect(server.url, role="dashboard", credentials=server.credentials) as reader,
         ):
             await declare(admin)
-            await fill(admin, args.steps)
+            await fill(trainer, args.steps)
             seed = (server.credentials / "web.nk").read_text().strip()
             page = LivePage(
                 Config(),
@@ -132,7 +133,7 @@ async def measure(args: argparse.Namespace, place: Path) -> tuple[Figures, dict[
             first = float(driver.execute_script("return window.firstData"))
             steps = int(driver.execute_script("return headrace.state.steps.size"))
             await asyncio.to_thread(driver.execute_script, WATCH)
-            sent, seconds = await send(admin, args.rate, args.seconds)
+            sent, seconds = await send(trainer, args.rate, args.seconds)
             arrived, deadline = 0, time.monotonic() + PATIENCE_S
             while arrived < sent and time.monotonic() < deadline:
                 arrived = int(await asyncio.to_thread(driver.execute_script, "return numbers.size"))

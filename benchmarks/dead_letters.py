@@ -31,6 +31,7 @@ from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import RolloutRequest, Trajectory
 from headrace.messages.subjects import DLQ, EVENT, TASK, TRAJ
 from headrace.messages.tasks import TaskRef
+from tests.support.keys import as_writers
 
 RUN = "rletters"
 PATIENCE_S = 120.0
@@ -71,7 +72,7 @@ async def poison(bus: Bus, first: int, count: int) -> None:
 
 async def dead_letter_actor(server: Server) -> asyncio.subprocess.Process:
     """The actor, as an operator starts it."""
-    words = ["actor", "dead_letter", "--config", str(server.folder / "empty.toml"), "--run", RUN, "--url", server.url]
+    words = ["actor", "dead_letter", "--config", str(server.folder / "run.toml"), "--run", RUN, "--url", server.url]
     return await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "headrace.cli", *words, "--credentials", str(server.credentials)),
@@ -118,9 +119,9 @@ async def measure(folder: Path, count: int) -> Figures:
     """Measure both cases. TimeoutError when a dead letter is missing."""
     logging.configure(folder / "log")
     async with Server(folder / "broker") as server, asyncio.timeout(PATIENCE_S):
-        (server.folder / "empty.toml").touch()
+        (server.folder / "run.toml").write_text(f'[run]\ndir = "{folder}"\n')
         async with (
-            await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+            await as_writers(server.url, server.credentials) as admin,
             await Bus.connect(server.url, role="rollout", credentials=server.credentials) as rollout,
             await Bus.connect(server.url, role="judge", credentials=server.credentials) as judge,
         ):

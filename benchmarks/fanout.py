@@ -142,7 +142,7 @@ class Fanout(Fleet):
 
     async def announce(self, version: int, tensors: dict[str, torch.Tensor]) -> float:
         """Write the trainer's file and announce it; the time at which the hub stored the announcement."""
-        path = self.folder / "snapshots" / f"{version}.safetensors"
+        path = self.folder / "hub" / "runs" / "snapshots" / f"{version}.safetensors"
         state_hash = tensor_state.write(path, tensors)
         ready = SnapshotReady(
             run=RUN, version=version, path=str(path), state_hash=state_hash, bytes=path.stat().st_size

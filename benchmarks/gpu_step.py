@@ -44,6 +44,7 @@ from headrace.training import memory_plan
 from headrace.training.figures.layout import layout_of
 from tests.support import world
 from tests.support.actors import living
+from tests.support.keys import as_writers
 from tests.support.recorded_run import RunFeeder, config, new_run
 
 _QWEN3: dict[str, Any] = {
@@ -145,7 +146,7 @@ async def steps(folder: Path, args: argparse.Namespace, name: str) -> Figures:
     done: list[StepDone] = []
     async with Server(folder / f"broker-{name}") as server:
         async with (
-            await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+            await as_writers(server.url, server.credentials) as admin,
             await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
         ):
             await declare(admin)

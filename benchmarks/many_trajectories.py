@@ -40,6 +40,7 @@ from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import TASK, TRAJ, token
 from tests.support import staged
 from tests.support.actors import living
+from tests.support.keys import as_writers
 from tests.support.many_requests import SLOTS, requests
 
 RUN, NODE, WARM = "many", "here", 16
@@ -109,7 +110,7 @@ async def one(folder: Path, args: argparse.Namespace, credit: int) -> Figures:
         async def connect(role: str, **options: Any) -> Bus:
             return await Bus.connect(broker.url, role=role, credentials=broker.credentials, **options)
 
-        admin = await connect("admin")
+        admin = await as_writers(broker.url, broker.credentials)
         await declare(admin)
         await staged.prepare(connect, RUN)
         config = settings(folder, args.count, credit)

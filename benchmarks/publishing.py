@@ -54,6 +54,7 @@ from headrace.messages.subjects import CLOSE, EVENT, SCORE, STEP, TRAJ
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import SnapshotReady, StepDone, StepFailed
 from headrace.rendering.tokenizer import Tokenizer
+from tests.support.keys import as_writers
 
 ROOT = Path(__file__).resolve().parent.parent
 WAYS = {"gathered": "195c96d", "rows": "3d9a1d7", "behind": ""}
@@ -244,7 +245,7 @@ async def trained(folder: Path, load: Load, steps: int) -> Figures:
     (home / "tokenizer.json").write_text(Tokenizer.train(["some text to learn from"], 340).dump())
     async with Server(folder / "broker") as server:
         async with (
-            await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+            await as_writers(server.url, server.credentials) as admin,
             await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
         ):
             await declare(admin)

@@ -40,6 +40,7 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import EVENT, LEDGER
 from headrace.messages.training import StepDone
 from headrace.replay.audit import audit
+from tests.support.keys import as_writers
 from tests.support.rank_processes import ranks_of
 from tests.support.recorded_run import PER_STEP, RunFeeder, config, new_run
 from tests.support.records import issued
@@ -165,7 +166,7 @@ async def measure(trials: int, seed: int) -> dict[str, Any]:
         for place in places:
             place.mkdir()
         async with Server(places[0]) as server:
-            async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+            async with await as_writers(server.url, server.credentials) as admin:
                 await declare(admin)
                 want = await run(server, admin, places[1], trials, None)
                 got = await run(server, admin, places[2], trials, seed)

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from benchmarks.wide_area import WideArea
-from headrace.bus.broker import regions
+from headrace.bus.broker import credentials, regions
+from headrace.bus.broker.permissions import REGIONAL
 from headrace.bus.broker.server import Server, find_binary
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
@@ -48,6 +49,9 @@ class Fleet:
         key = self.hub.folder / regions.LINKS
         link = f"nats-leaf://{self.area.hub.address}:7422"
         folder = regions.prepare_region(self.folder / name / "broker", name, link, key)
+        credentials.trust(self.hub.credentials, folder / "credentials" / credentials.WRITERS, REGIONAL)
+        for keys in self.folder.glob("*/broker/credentials"):  # and all regions accept each other's records
+            credentials.trust(keys, self.hub.credentials / credentials.WRITERS)
         argv = [find_binary(), "-c", str(folder / "nats.conf"), "-a", place.address, "-p", "4222"]
         argv = [*self._inside(name), *argv, "-sd", str(folder / "store"), "-l", str(folder / "log")]
         self.brokers.append(_start(argv, self.folder / f"{name}.broker.log"))

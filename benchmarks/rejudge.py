@@ -37,7 +37,6 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.conditions import Figures, at_least, at_most, finish
 from headrace.bus.broker.server import Server
-from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.cli.main import main as headrace
 from headrace.config import Config, Judge, Run
@@ -61,6 +60,7 @@ from headrace.tasks import open_suite
 from headrace.tasks.diff import diff
 from headrace.tasks.generated import traces
 from headrace.tasks.local import LocalFiles
+from tests.support.keys import as_writers
 
 RUN, SUITE = "r20260101-000000-s1", "generated/train"
 REPAIRED, ECONOMICAL = "The change repairs the fault that the task describes.", "The agent reads only what it needs."
@@ -213,7 +213,7 @@ async def record(folder: Path, attempts: Attempts, groups: int, size: int, own: 
     outcomes: list[list[tuple[bool, int]]] = []
     async with (
         Server(folder / "broker") as server,
-        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+        await as_writers(server.url, server.credentials) as admin,
     ):
         await declare(admin)
         for group in range(groups):

@@ -25,7 +25,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import uvloop
-from torch import Tensor
 
 from benchmarks.conditions import Figures, Target, at_least, at_most, cannot_run, finish
 from headrace.config import Policy
@@ -58,10 +57,10 @@ class Watch:
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = []
         worker: Any = engine._worker
-        draw, flip = worker._draw, worker.flip
+        take, flip = worker._take, worker.flip
 
-        def drawn(logits: Tensor, jobs: list[Job]) -> None:
-            draw(logits, jobs)
+        def taken(jobs: list[Job], ids: list[int], logprobs: list[float]) -> None:
+            take(jobs, ids, logprobs)
             self._step(jobs)
 
         def flipped(weights: LoadedWeights) -> Swap:
@@ -69,7 +68,7 @@ class Watch:
             self._flipped = True
             return swap
 
-        worker._draw, worker.flip = drawn, flipped
+        worker._take, worker.flip = taken, flipped
 
     def _step(self, jobs: list[Job]) -> None:
         now = time.perf_counter()

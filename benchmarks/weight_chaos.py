@@ -122,10 +122,10 @@ class Arena:
         rng = np.random.default_rng(version)
         hit = rng.random(ELEMENTS) < (0.5 if version % 6 == 5 else 0.02)
         self._weights[hit] *= 1 + 2.0**-7 * rng.choice([-1, 1], int(hit.sum())).astype(np.float32)
-        path = self.folder / "trainer" / f"{version}.safetensors"
+        path = self.folder / "runs" / "trainer" / f"{version}.safetensors"
         tensors = {"layer.weight": torch.from_numpy(self._weights).bfloat16(), "norm.weight": torch.ones(64)}
         self.hashes[version] = tensor_state.write(path, tensors)
-        (self.folder / "trainer" / f"{version - 3}.safetensors").unlink(missing_ok=True)
+        (self.folder / "runs" / "trainer" / f"{version - 3}.safetensors").unlink(missing_ok=True)
         return SnapshotReady(
             run=RUN, version=version, path=str(path), state_hash=self.hashes[version], bytes=path.stat().st_size
         )

@@ -18,9 +18,10 @@ from benchmarks.conditions import Figures
 from benchmarks.samplers.process import SUITE, Order, Part
 from benchmarks.samplers.sampler import Cause, Times
 from headrace import process_stat
+from headrace.bus.broker.permissions import NAMES
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.nats.streams import NAMES, declare
+from headrace.bus.nats.streams import declare
 from headrace.ledger.seeds import seed_of
 from headrace.messages import subjects as s
 from headrace.messages.ledger import SlotIssued
