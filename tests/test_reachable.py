@@ -11,7 +11,6 @@ CALLERS = ("headrace",)
 """The product alone: a kernel that a benchmark times and nothing else calls is deleted or connected."""
 MEASURING = {
     "router_flips": "benchmarks.numerics: the share behind `flipped`, which the product calls",
-    "naive_p": "benchmarks.gate: what `always_valid_p` is compared with",
     "from_array": "benchmarks.numerics and benchmarks.engines: the routes of one message",
     "segments_of": "benchmarks.long_episode: `tensors_of` and `weighted` in one call",
     "cached_attention_triton": "benchmarks.kernels: `ragged_attention_triton` for equally many tokens of each sequence",

@@ -70,7 +70,7 @@ class Gate(Section, frozen=True, kw_only=True):
     sessions: Positive = 50
     """Rated sessions of the candidate that each canary stage needs."""
     alpha: Annotated[float, Meta(gt=0.0, lt=0.5)] = 0.05
-    """Probability of a false verdict: half for the benchmark, half for the harm tests of all canary stages."""
+    """Probability of a false verdict: half for the benchmark, half for the harm test of all canary stages together."""
     stage_s: Duration = 86400.0
     """A stage that takes longer ends with the verdict `held`."""
 

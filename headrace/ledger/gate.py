@@ -3,17 +3,17 @@
 candidate -> benchmark -> shadow -> canary stages -> promoted; or held (no evidence that it is better, or too few
 results in time), or rolled back (users rate it worse). The benchmark decides on paired tasks; users' ratings only guard
 against harm, because a small product never has enough of them to show a gain. The harm test is valid whenever it is
-evaluated (`algorithms.sequential`). It starts anew with every stage, because ratings under different shares come from
-different days.
+evaluated, and a canary's stages add to one body of evidence, each with its own share (`algorithms.sequential`).
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from headrace.algorithms.paired import paired_difference
-from headrace.algorithms.sequential import always_valid_p
+from headrace.algorithms.sequential import log_evidence, p_value
 from headrace.config import Gate
 from headrace.messages.product import Arm, GateState, GateVerdict, PairedFigures, Stage
 from headrace.messages.rollout import PolicyRef
@@ -77,11 +77,19 @@ def shadowed(state: GateState, ok: bool, rules: Gate, now: float) -> Move | Gate
     return _canary(state, rules, now, text)
 
 
-def rated(state: GateState, policy: PolicyRef, up: bool, seq: int, rules: Gate, now: float) -> Move | GateState:
-    """The state after a user's rating of a session that `policy` served; unchanged for a rating that does not count."""
+def rated(
+    state: GateState, policy: PolicyRef, up: bool, seq: int, rules: Gate, now: float, began: float = math.inf
+) -> Move | GateState:
+    """The state after a user's rating of a session that `policy` served; unchanged for a rating that does not count.
+
+    began: when the session began, in seconds since the epoch. One from before the stage was assigned under another
+    share, so it is no evidence here.
+    """
     if state.stage != "canary" or seq <= state.seen_seq:
         return state
     state = msgspec.structs.replace(state, seen_seq=seq)
+    if began < state.since:
+        return state
     if policy == state.candidate:
         state = msgspec.structs.replace(state, treated=_plus(state.treated, up))
     elif policy == state.promoted:
@@ -113,13 +121,19 @@ def ended(state: GateState, stage: Stage, reason: str, now: float) -> Move:
 
 
 def harm(state: GateState) -> float:
-    """The always-valid p-value, 0 to 1, of the hypothesis that users rate the candidate no worse in this stage."""
-    return always_valid_p(state.control.up, state.control.sessions, state.treated.up, state.treated.sessions)
+    """The p-value, valid at every look, of the hypothesis that users rate the candidate no worse in all stages so
+    far."""
+    return p_value(_evidence(state))
 
 
 def harm_alpha(rules: Gate) -> float:
-    """The level of each stage's harm test: half of alpha over all stages."""
-    return rules.alpha / 2 / max(1, len(rules.canary))
+    """The level of the harm test over all stages: half of alpha."""
+    return rules.alpha / 2
+
+
+def _evidence(state: GateState) -> float:
+    control, treated = state.control, state.treated
+    return state.evidence + log_evidence(control.up, control.sessions, treated.up, treated.sessions, state.share)
 
 
 def _plus(arm: Arm, up: bool) -> Arm:
@@ -155,5 +169,14 @@ def _to(state: GateState, stage: Stage, why: str, now: float, *, share: float = 
         shadowed=state.shadowed,
         shadow_failed=state.shadow_failed,
     )
-    after = msgspec.structs.replace(state, stage=stage, share=share, step=step, since=now, control=Arm(), treated=Arm())
+    after = msgspec.structs.replace(
+        state,
+        stage=stage,
+        share=share,
+        step=step,
+        since=now,
+        evidence=_evidence(state),
+        control=Arm(),
+        treated=Arm(),
+    )
     return Move(after, verdict)

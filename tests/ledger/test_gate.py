@@ -79,6 +79,23 @@ def test_a_rating_counts_once_and_only_of_the_two_versions() -> None:
     assert isinstance(other, GateState) and (other.treated, other.control) == (counted.treated, counted.control)
 
 
+def test_the_evidence_of_all_stages_counts_together() -> None:
+    rules = msgspec.structs.replace(RULES, sessions=20)
+    mild = rate(rate(canary(rules), "++-" * 100, OLD, rules), "++-" * 6 + "+-", NEW, rules)
+    assert (mild.stage, mild.share) == ("canary", 0.25)
+    alone = msgspec.structs.replace(mild, evidence=0.0)
+    assert gate.harm(msgspec.structs.replace(mild, evidence=3.0)) < gate.harm(alone) == 1.0
+
+
+def test_a_session_from_before_the_stage_is_no_evidence() -> None:
+    state = canary()
+    before = gate.rated(state, OLD, True, state.seen_seq + 1, RULES, 2.0, began=state.since - 0.1)
+    assert isinstance(before, GateState)
+    assert (before.control.sessions, before.seen_seq) == (0, state.seen_seq + 1)
+    within = gate.rated(state, OLD, True, state.seen_seq + 1, RULES, 2.0, began=state.since)
+    assert isinstance(within, GateState) and within.control.sessions == 1
+
+
 def test_without_benchmark_shadow_or_stages_the_next_one_begins() -> None:
     assert gate.begin("r", NEW, OLD, Gate(tasks=0, shadow=3), 0.0, 0).state.stage == "shadow"
     assert gate.begin("r", NEW, OLD, Gate(tasks=0), 0.0, 0).state.stage == "canary"

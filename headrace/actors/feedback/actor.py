@@ -152,7 +152,8 @@ class Feedback(Actor):
         counts = gated(self._newest.get(feedback.trajectory), feedback)
         fate, detail = await self._fate(rating, feedback, session)
         if session is not None and counts and fate not in NOT_COUNTED:
-            await self.gate.on_rating(session.trajectory.policy, feedback.thumb == "up", rating.seq)
+            served = session.trajectory
+            await self.gate.on_rating(served.policy, feedback.thumb == "up", rating.seq, session.time - served.wall_s)
         if fate is not None:
             await self._settle(rating, fate, detail)
         elif session is not None:

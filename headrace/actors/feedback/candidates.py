@@ -115,9 +115,9 @@ class Candidates:
         if turn.policy == self.state.candidate:
             await self._apply(gate.shadowed(self.state, turn.ok, self.rules, time.time()))
 
-    async def on_rating(self, policy: PolicyRef, up: bool, seq: int) -> None:
-        """Count a user's rating of a session of `policy`."""
-        await self._apply(gate.rated(self.state, policy, up, seq, self.rules, time.time()))
+    async def on_rating(self, policy: PolicyRef, up: bool, seq: int, began: float) -> None:
+        """Count a user's rating of a session of `policy` that began at `began`, in seconds since the epoch."""
+        await self._apply(gate.rated(self.state, policy, up, seq, self.rules, time.time(), began))
 
     async def on_time(self) -> None:
         """End the gate with the verdict `held` for a candidate whose stage takes longer than `stage_s`."""

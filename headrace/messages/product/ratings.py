@@ -150,6 +150,8 @@ class GateState(Message, frozen=True, kw_only=True):
     """Newest rating in HR_FEEDBACK that the arms hold."""
     control: Arm = Arm()
     treated: Arm = Arm()
+    evidence: Finite = 0.0
+    """Natural logarithm of the e-value of harm from the canary stages before this one."""
     shadowed: Count = 0
     shadow_failed: Count = 0
     benchmark: PairedFigures = PairedFigures()
@@ -172,6 +174,6 @@ class GateVerdict(Message, frozen=True, kw_only=True):
     control: Arm = Arm()
     treated: Arm = Arm()
     harm_p: Finite = 1.0
-    """Always-valid p-value of the harm test in the stage that ends."""
+    """The harm test's p-value at the end of the stage, from all canary stages so far."""
     shadowed: Count = 0
     shadow_failed: Count = 0
