@@ -43,6 +43,7 @@ from headrace.messages.subjects import CLOSE, DLQ, EVENT, FAIL, LEDGER, SCORE, S
 from headrace.messages.tasks import CANARY, TaskRef
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
 from headrace.tasks import certificates, open_suite
+from headrace.tasks.overlap import overlap
 from headrace.tasks.suites import suite_plugins
 from headrace.tasks.trust import refusal
 from headrace.weights.receiving import readiness
@@ -56,6 +57,8 @@ BOUND = "bound"
 LAGGARD_S = 30.0
 """Seconds after which a replica that serves a version below `min_version` causes an event."""
 
+FOLLOWED = (EvalRequest, EvalResult, BoundAsked, Certificate, WeightsStaged, WeightsSwapped)
+
 
 class Curriculum(Actor):
     """StepDone, StepFailed, Score, SlotFailed, DeadLetter in; SlotIssued, RolloutRequest, closings, EvalRequest out."""
@@ -66,10 +69,11 @@ class Curriculum(Actor):
         """Write the fences by which the broker refuses earlier curricula, read the streams, then follow them and act.
         Unrecoverable for a suite that may not be trained on."""
         self.rules = Rules.of(self.config.curriculum)
-        suite = open_suite(self.config.tasks.suite, self.config.tasks.dir)
-        if refused := refusal(suite, self.config.tasks.train_on_logs):
-            raise Unrecoverable(refused)
         section = self.config.tasks
+        suite = open_suite(section.suite, section.dir)
+        shared = await asyncio.to_thread(overlap, suite, training.evaluated(self.config), section.dir)
+        if refused := refusal(suite, section.train_on_logs) or shared.refused:
+            raise Unrecoverable(refused)
         await agree(self.bus, self.run, suite_plugins((section.suite,)))
         refused = await asyncio.to_thread(certificates.refusal, suite, section.dir, section.uncertified)
         if refused and not section.certify:
@@ -80,7 +84,11 @@ class Curriculum(Actor):
         self._made: dict[str, Certificate] = {}
         """Task hash to the certifier's Certificate."""
         self._certified: certificates.AtIssue | None = None
-        self.tasks = training.TaskOrder(suite.ids(), self.config.run.seed)
+        self.tasks = training.TaskOrder(suite.ids(), self.config.run.seed, shared.equal)
+        if shared.equal:
+            await self.event(
+                "tasks_left_out", f"tasks of {suite.name} are evaluated", "warning", tasks=len(shared.equal)
+            )
         self.state = RunState(self.run)
         self._issuer = Issuer(self.bus, self.state, training_settings(self.config).request)
         self._reported_problems = 0
@@ -100,14 +108,7 @@ class Curriculum(Actor):
             "HR_SCORE": (SCORE.where(run=self.run), CLOSE.where(run=self.run)),
             "HR_STEP": (STEP.at(run=self.run),),
             "HR_DLQ": (DLQ.where(stream="*"),),
-            "HR_EVENT": (
-                EVENT.where(run=self.run, actor="*", type=EvalRequest.type_name),
-                EVENT.where(run=self.run, actor="*", type=EvalResult.type_name),
-                EVENT.where(run=self.run, actor="*", type=BoundAsked.type_name),
-                EVENT.where(run=self.run, actor="*", type=Certificate.type_name),
-                EVENT.where(run=self.run, actor="*", type=WeightsStaged.type_name),
-                EVENT.where(run=self.run, actor="*", type=WeightsSwapped.type_name),
-            ),
+            "HR_EVENT": tuple(EVENT.where(run=self.run, actor="*", type=kind.type_name) for kind in FOLLOWED),
         }
         written_here = (LEDGER.where(run=self.run), CLOSE.where(run=self.run))
         await self.recover_and_follow(live, self._apply, self._news, written_here)

@@ -1,12 +1,12 @@
 """The curriculum's tasks, ledger records and evaluations. All functions are pure, so a successor gets the same results.
 
-The task order is a permutation of the suite, derived from the run's seed, with a new permutation for every pass. A
+The task order is a permutation of the whole suite, derived from the run's seed, with a new one for every pass. A
 group's position in it is the group's ordinal, which the ledger holds. Nothing else is random, so no generator state can
 be lost.
 """
 
-import random
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 from headrace.config import Config
@@ -18,30 +18,49 @@ from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import PolicyRef
 from headrace.messages.tasks import CANARY, TaskRef
 
-PASS = 4096
-"""Number of tasks of one shuffled block; a generated suite is far too long to be shuffled as a whole."""
+ROUNDS_PER_BIT = 6
+"""Rounds of the shuffle for each bit of the suite's size."""
 
 
 class TaskOrder:
-    """Task of a group by the group's ordinal."""
+    """Task of a group by the group's ordinal: a pass is a permutation of all tasks.
 
-    def __init__(self, ids: Sequence[str], seed: int) -> None:
-        """ids: the suite's tasks in order. They are walked in blocks of `PASS` tasks, each block shuffled."""
-        if not len(ids):
+    The swap-or-not shuffle (Hoang, Morris and Rogaway, CRYPTO 2012) finds one place of a permutation without the
+    others, because a generated suite is far too long to be shuffled as a whole. In each round a place x and its
+    partner (key - x) mod n are exchanged, or not, as a hash of the round and the larger of the two decides.
+    """
+
+    def __init__(self, ids: Sequence[str], seed: int, left_out: Collection[str] = ()) -> None:
+        """ids: the suite's tasks in order. left_out: few of them, each replaced by another task at random."""
+        if len(ids) <= len(left_out):
             raise ValueError("a suite without tasks cannot be trained on")
-        self._ids, self._seed = ids, seed
-        self._pass = min(PASS, len(ids))
-        self._made: tuple[int, list[int]] = (-1, [])
+        self._ids, self._seed, self._left_out = ids, seed, left_out
 
     def __getitem__(self, number: int) -> str:
         """The task of group `number`."""
-        block, at = divmod(number, self._pass)
-        if self._made[0] != block:
-            order = list(range(self._pass))
-            random.Random(seed_of(self._seed, "order", block)).shuffle(order)
-            self._made = (block, order)
-        blocks = len(self._ids) // self._pass
-        return self._ids[(block % blocks) * self._pass + self._made[1][at]]
+        walk, place = divmod(number, len(self._ids))
+        id = self._ids[self._shuffled(place, walk)]
+        again = itertools.count()
+        while id in self._left_out:
+            id = self._ids[self._shuffled(place, walk, next(again))]
+        return id
+
+    def _shuffled(self, place: int, *order: int) -> int:
+        size = len(self._ids)
+        for round in range(ROUNDS_PER_BIT * size.bit_length()):
+            key = seed_of(self._seed, "order", *order, round)
+            partner = (key - place) % size
+            if seed_of(key, max(place, partner)) & 1:
+                place = partner
+        return place
+
+
+def evaluated(config: Config) -> tuple[str, ...]:
+    """The suites that measure the policy before, during and after training."""
+    sizes, tasks = config.evaluation, config.tasks
+    sides = ((tasks.heldout, sizes.heldout_tasks), (tasks.unseen, sizes.unseen_tasks))
+    ends = [suite for suite, count in sides if count and (sizes.before or sizes.after)]
+    return tuple(dict.fromkeys([*ends, *suites_during(config)]))
 
 
 def task(config: Config, order: TaskOrder, number: int) -> TaskRef:

@@ -14,7 +14,7 @@ from headrace.actors.curriculum import Curriculum
 from headrace.actors.environment.actor import Environment as EnvironmentActor
 from headrace.bus.errors import Unrecoverable
 from headrace.cli.main import main
-from headrace.config import Config, Environment, Production, Run, Tasks
+from headrace.config import Config, Environment, Evaluation, Production, Run, Tasks
 from headrace.config import Curriculum as Waits
 from headrace.judging import HostMachines
 from headrace.judging.certifying import certify
@@ -56,6 +56,7 @@ def config(folder: Path, environment: Environment | None = None, **changes: Any)
         environment=environment or Environment(),
         run=Run(dir=str(folder)),
         production=Production(enabled=False),
+        evaluation=Evaluation(before=False, after=False),
         tasks=Tasks(dir=str(folder / "suites"), suite="sums", heldout="sums", unseen="sums", **changes),
     )
 

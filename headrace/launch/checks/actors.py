@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from headrace.actors.registry import ACTORS
 from headrace.config import Config
 from headrace.launch.checks.finding import Finding, bad, good
+from headrace.ledger.training import evaluated
 from headrace.registry import PluginError
 from headrace.tasks import UnknownSuite, certificates, open_suite
 from headrace.tasks.base import try_first
+from headrace.tasks.overlap import overlap
 from headrace.tasks.trust import refusal
 
 NEEDED = ("curriculum", "evaluator", "environment", "judge", "rollout", "trainer", "weight_sender", "weight_receiver")
@@ -30,6 +32,7 @@ def check(config: Config) -> Iterator[Finding]:
         "tasks.unseen": config.tasks.unseen,
     }
     measured = (("evaluation.every_suites", name) for name in config.evaluation.every_suites)
+    opened = True
     for key, name in (*wanted.items(), *measured):
         try:
             suite = open_suite(name, config.tasks.dir)
@@ -44,6 +47,11 @@ def check(config: Config) -> Iterator[Finding]:
                 yield bad(key, refused)
         except (UnknownSuite, PluginError) as error:
             yield bad(key, f"{error}; name another suite in {key}")
+            opened = False
+    if opened:
+        training = open_suite(config.tasks.suite, config.tasks.dir)
+        if refused := overlap(training, evaluated(config), config.tasks.dir).refused:
+            yield bad("tasks.suite", refused)
 
 
 def _groups(config: Config, entries: list[str], names: Counter[str]) -> Iterator[Finding]:

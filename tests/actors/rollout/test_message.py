@@ -10,7 +10,7 @@ from headrace.actors.curriculum import Curriculum
 from headrace.actors.judge import Judge
 from headrace.actors.rollout.actor import Rollout
 from headrace.bus.errors import Unrecoverable
-from headrace.config import Config, Production, Run, Tasks
+from headrace.config import Config, Evaluation, Production, Run, Tasks
 from headrace.launch.checks import actors as checks
 from headrace.messages import tasks
 from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Trajectory
@@ -41,6 +41,7 @@ def config(folder: Path, **changes: Any) -> Config:
     return Config(
         run=Run(dir=str(folder)),
         production=Production(enabled=False),
+        evaluation=Evaluation(before=False, after=False),
         tasks=Tasks(
             dir=str(folder / "suites"), suite="sums", heldout="sums", unseen="sums", uncertified=True, **changes
         ),
