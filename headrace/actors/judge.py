@@ -24,8 +24,8 @@ from headrace.judging.candidates import Candidate
 from headrace.judging.examination import Options, examine
 from headrace.judging.rubrics.client import EndpointFailed, EndpointRefused
 from headrace.judging.rubrics.judge import RubricError, RubricJudge
-from headrace.judging.scoring import RewardBroken, Rewarder, RewardError, score_of
-from headrace.judging.verdicts import Verdict
+from headrace.judging.scoring import Rewarder, score_of
+from headrace.judging.verdicts import NoVerdict, Verdict
 from headrace.ledger.seeds import seed_of
 from headrace.ledger.training import suites_during
 from headrace.messages.judging import Score
@@ -41,6 +41,8 @@ from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.suites import suite_plugins
 
 _ONCE = frozenset({"machines_not_checked", "rubric_not_judged"})
+FAULTS_IN_A_ROW = 3
+"""Attempts in a row without a verdict, through faults of the judge, a checker or the reward, that end the run."""
 """Events about the node and not about a candidate, which are published once."""
 
 
@@ -66,7 +68,7 @@ class Judge(Actor):
         # A small cache is enough, because the slots of a group arrive one after another.
         self._sides = lru_cache(64)(lambda ref: (suite(ref.suite).task(ref.task), suite(ref.suite).oracle(ref.task)))
         self._reported: set[str] = set()
-        self._scored = 0
+        self._scored = self._faults = 0
         self._passed = 0
         self.every(self.config.environment.lease_s / 3, self._sandboxes.renew, "lease renewal")
         self.every(2.0, self._measure, "metrics")
@@ -135,6 +137,9 @@ class Judge(Actor):
         try:
             checkers.used(oracle)
             verdict = await examine(candidate, self._sandboxes, self._examination_event, options)
+        except NoVerdict as error:
+            await self._leave_out(trajectory, error)
+            return
         except PluginError as error:
             self.fail(Unrecoverable(f"PluginError: {error}"))
             raise
@@ -154,7 +159,13 @@ class Judge(Actor):
         except (RubricError, EndpointRefused) as error:
             self.fail(Unrecoverable(f"{type(error).__name__}: {error}"))
             raise
-        await self._publish(received.seq, candidate, verdict, time.monotonic() - started)
+        try:
+            reward = await self._rewarder.reward(trajectory, verdict)
+        except NoVerdict as error:
+            await self._leave_out(trajectory, error)
+            return
+        self._faults = 0
+        await self._publish(received.seq, candidate, verdict, reward, time.monotonic() - started)
 
     async def _with_rubric(self, candidate: Candidate, verdict: Verdict) -> Verdict:
         """The verdict with the rubric judge's result, if the task has a rubric and the verdict has no reason."""
@@ -188,21 +199,9 @@ class Judge(Actor):
         except UnknownSuite as error:
             raise Reject(f"unknown task: {error}") from None
 
-    async def _publish(self, seq: int, candidate: Candidate, verdict: Verdict, wall_s: float) -> None:
+    async def _publish(self, seq: int, candidate: Candidate, verdict: Verdict, reward: Given, wall_s: float) -> None:
         trajectory = candidate.trajectory
-        reward: Given = 0.0
-        reason = ""
-        if not verdict.reason:  # with a reason (refused output, a fault of the judge) the reward is 0 by definition
-            try:
-                reward = await self._rewarder.reward(trajectory, verdict)
-            except RewardError as error:
-                reason = f"reward_error: {error}"[:500]
-                await self.event("reward_error", str(error), "error", group=trajectory.group, slot=trajectory.slot)
-            except RewardBroken as error:
-                await self.event("reward_broken", str(error), "error", group=trajectory.group, slot=trajectory.slot)
-                self.fail(Unrecoverable(str(error)))
-                raise
-        score = score_of(candidate, seq, verdict, reward, reason=reason, by=self._rewarder, wall_s=wall_s)
+        score = score_of(candidate, seq, verdict, reward, by=self._rewarder, wall_s=wall_s)
         await self.bus.publish(
             SCORE.at(run=trajectory.run, judge=rules.VERSION, group=trajectory.group),
             score,
@@ -218,6 +217,16 @@ class Judge(Actor):
             if isinstance(score, Score) and score.trajectory_seq == seq:
                 return True
         return False
+
+    async def _leave_out(self, trajectory: Trajectory, error: NoVerdict) -> None:
+        """End the slot without a verdict. `FAULTS_IN_A_ROW` faults of our own code end the run, with the traceback."""
+        if error.reason != "no_verdict":
+            self._faults += 1
+        if self._faults == FAULTS_IN_A_ROW:
+            text = f"{FAULTS_IN_A_ROW} times in a row an attempt got no verdict: {error.reason}: {error}"
+            self.fail(Unrecoverable(text))
+            raise error
+        await self._fail(trajectory, str(error), error.reason)
 
     async def _fail(self, trajectory: Trajectory, detail: str, reason: str = "judge_lost") -> None:
         failed = SlotFailed(

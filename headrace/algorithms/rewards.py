@@ -21,6 +21,8 @@ from headrace.messages.sandbox import TestOutcome
 from headrace.registry import Registry
 
 Option = float | int | str | bool
+REFUSED = 1.0
+"""The penalty for output that the judge refuses to read, so that no attempt prefers it to an honest failure."""
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +35,10 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     tests: tuple[TestOutcome, ...]
     value: float | None = None
     """The number of a reward file or a checker; None where tests decide."""
+    lowest: float = 0.0
+    """The smallest `value` that the task gives: what an attempt earns that ends in no honest way."""
+    refused: bool = False
+    """Whether the judge refused to read the output of the tests."""
     steps: tuple[StepScore, ...] = ()
     """The verdicts on the steps, where the task has some; `value` is the sum of their shares."""
     suspicions: tuple[str, ...]
@@ -53,21 +59,25 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 Given = float | TurnRewards
 """A finite number for one attempt, or one for the attempt and one for each of its turns."""
 
-Reward = Callable[[Judged], Given | Awaitable[Given]]
-"""The reward of one attempt. An exception, a time limit or another value is `reward_error`."""
+Reward = Callable[[Judged], Given | Awaitable[Given | None] | None]
+"""The reward of one attempt; None leaves the attempt out of its group. An exception, a time limit or another value
+leaves it out too, as `reward_error`."""
 
 REWARDS: Registry[Reward] = Registry("rewards", {"shaped": "headrace.algorithms.rewards:shaped"}, needs=("__call__",))
 
 
 def shaped(judged: Judged) -> float:
     """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort), minus the penalty of an
-    overlong attempt and those of open to-dos and broken calls, plus rubric_weight x the rubric's value."""
+    overlong attempt and those of open to-dos, broken calls and refused output, plus rubric_weight x the rubric's value.
+
+    Every end of an attempt pays the same penalties, so no end but success is worth more than an honest failure.
+    """
     return sum(shaped_parts(judged).values())
 
 
 def shaped_parts(judged: Judged) -> dict[str, float]:
-    """The parts of the built-in reward by name; each step of a task with steps is one. A cheating attempt gets no
-    rubric reward."""
+    """The parts of the built-in reward by name; each step of a task with steps is one. The rubric takes from every
+    attempt and gives to honest ones alone."""
     options = judged.options
     verdict = earned(judged)
     parts = {"verdict": verdict}
@@ -83,18 +93,22 @@ def shaped_parts(judged: Judged) -> dict[str, float]:
     for name, share in (("todo", open_todos(judged.trajectory)), ("broken_call", broken_calls(judged.trajectory))):
         if share and options.get(f"{name}_penalty"):
             parts[name] = -float(options[f"{name}_penalty"]) * share
+    if judged.refused:
+        parts["refused"] = -REFUSED
+    honest = judged.verdict in ("passed", "failed") and not judged.refused
     weight = float(options.get("rubric_weight", 0.0))
-    if weight and judged.rubric is not None and judged.verdict in ("passed", "failed"):
-        parts["rubric"] = weight * judged.rubric.value
+    if weight and judged.rubric is not None:
+        gain = weight * judged.rubric.value
+        parts["rubric"] = gain if honest else min(0.0, gain)
     return parts
 
 
 def earned(judged: Judged) -> float:
-    """1 or 0 for the verdict; the number of a reward file or a checker where there is one and the attempt is no
-    cheat."""
+    """1 for a pass; the number of a reward file or a checker where there is one and the attempt is honest; else the
+    least that the task gives."""
     if judged.value is not None and judged.verdict in ("passed", "failed"):
         return judged.value
-    return 1.0 if judged.passed else 0.0
+    return 1.0 if judged.passed else judged.lowest
 
 
 def open_todos(trajectory: Trajectory) -> float:

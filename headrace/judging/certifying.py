@@ -25,7 +25,7 @@ from headrace.judging.examination import Options, Report, examine
 from headrace.judging.machines import Machines
 from headrace.judging.solutions import broken, leaks
 from headrace.judging.solutions.known import AgentSandboxes, NoSolution, Solution
-from headrace.judging.verdicts import Verdict
+from headrace.judging.verdicts import NoVerdict, Verdict
 from headrace.messages.judging import Certificate
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
@@ -203,7 +203,11 @@ class _Exam:
             **msgspec.structs.asdict(solution.last),
         )
         candidate = Candidate(trajectory=trajectory, task=self._task, oracle=oracle)
-        verdict = await examine(candidate, self._machines, self._report, Options())
+        try:
+            verdict = await examine(candidate, self._machines, self._report, Options())
+        except NoVerdict as error:
+            self.why = f"{error.reason}: {error}"[:500]
+            return "failed"
         self._plugins = merged(self._plugins, verdict.plugins)
         self.tests = verdict.tests
         if not verdict.passed:

@@ -11,10 +11,10 @@ changes a machine of its own has cheated.
 Every step of a task with steps is examined like an attempt (judging/steps.py). A verifier with an image of its own gets
 the artifacts of a fresh sandbox of the task's image, in which the candidate's changes were made (judging/artifacts.py).
 
-Every candidate gets a verdict. A checker that raises or exceeds its time limit gives reward 0 (`reward_error`). Output
-outside the bounds is the candidate's (judging/outcomes.py); a machine that dies twice under a candidate is a crash of
-the candidate. An exception while the judge processes its data is a fault of the judge and gives reward 0 too, with the
-traceback in an event. Only sandboxes that our own parts lose are infrastructure failures.
+Whatever a candidate does has a verdict: output outside the bounds is the candidate's (judging/outcomes.py), a machine
+that dies twice under a candidate is a crash of the candidate. Faults of our own parts give no verdict (`NoVerdict`): a
+checker that raises or exceeds its time limit, and an exception while the judge processes a candidate's data. Sandboxes
+that our own parts lose are infrastructure failures.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from headrace.judging.grading import LARGEST, examined
 from headrace.judging.machines import Machines, S
 from headrace.judging.outcomes import RefusedOutput
 from headrace.judging.rules import Severity
-from headrace.judging.verdicts import Examination, Verdict, conclude, passes
+from headrace.judging.verdicts import Examination, NoVerdict, Verdict, conclude, passes
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import (
     Acquire,
@@ -79,9 +79,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 async def examine(candidate: Candidate, machines: Machines[S], report: Report, options: Options) -> Verdict:
     """The verdict on a candidate.
 
-    Raises SandboxLost (Superseded when another judge works on the same candidate) or NoCapacity where our own parts
-    failed `TRIES` times, PluginError where the task's checker cannot be used, and whatever the machines' own transport
-    raises. Nothing that a candidate sends raises.
+    Raises NoVerdict where our own code fails, SandboxLost (Superseded when another judge works on the same candidate)
+    or NoCapacity where our own parts failed `TRIES` times, PluginError where the task's checker cannot be used, and
+    whatever the machines' own transport raises. Nothing that a candidate sends raises.
     """
     verdicts: list[Verdict] = []
     for part in steps.parts(candidate):
@@ -118,17 +118,14 @@ class _Examiner:
             # In an image the candidate's changes and the hidden tests follow once the sandbox is acquired.
             files = task.files if task.image else repository(task, oracle, trajectory.diff, trajectory.deleted)
         except Exception as error:
-            return await self._fault(error)
+            raise _fault(error) from error
         if oracle.grading.kind == "checker":
             return await self._checked(suspicions)
-        try:
-            first = await self._examination(files, trajectory.isolation, thorough=bool(suspicions))
-            unsure = bool(suspicions or first.touched or first.refused or rules.impossible_passed(oracle, first.ok))
-            second = None
-            if trajectory.isolation == "group" and not first.crashed and (unsure or self.options.again):
-                second = await self._second(files, first, unsure)
-        except _JudgeFault as fault:
-            return await self._fault(fault.error)
+        first = await self._examination(files, trajectory.isolation, thorough=bool(suspicions))
+        unsure = bool(suspicions or first.touched or first.refused or rules.impossible_passed(oracle, first.ok))
+        second = None
+        if trajectory.isolation == "group" and not first.crashed and (unsure or self.options.again):
+            second = await self._second(files, first, unsure)
         await self._report_touched(first, second)
         again = await self._compare(first, second)
         last = second or first
@@ -145,8 +142,7 @@ class _Examiner:
         try:
             value = await checkers.check(oracle, task.prompt, text)
         except checkers.CheckerError as error:
-            await self.report("reward_error", str(error), "error", **self.where)
-            return Verdict(decision="failed", reason=f"reward_error: {error}"[:500])
+            raise NoVerdict("reward_error", str(error)) from error
         return conclude(oracle, Examination(ok=passes(oracle, (), value), value=value), suspicions)
 
     async def _second(self, files: dict[str, bytes], first: Examination, unsure: bool) -> Examination | None:
@@ -201,7 +197,7 @@ class _Examiner:
         except RefusedOutput as error:
             return Examination(refused=str(error), touched=touched, alone=alone)
         except Exception as error:
-            raise _JudgeFault(error) from error
+            raise _fault(error) from error
 
     async def _run(
         self, files: dict[str, bytes], isolation: Isolation, number: int, thorough: bool
@@ -325,16 +321,7 @@ class _Examiner:
             text = f"{self.candidate.trajectory.id} was judged in a machine that was touched ({', '.join(changed)})"
             await self.report("machine_touched", f"{text} and {did}", "error", **self.where)
 
-    async def _fault(self, error: Exception) -> Verdict:
-        """An exception of our own code while it processed a candidate's data: reward 0, and the traceback."""
-        text = "".join(traceback.format_exception(error))[-4000:]
-        await self.report("judge_fault", text, "error", **self.where)
-        return Verdict(decision="failed", reason=f"judge_fault: {type(error).__name__}: {error}"[:500])
 
-
-class _JudgeFault(Exception):
-    """headrace's own code failed on a candidate's data."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+def _fault(error: Exception) -> NoVerdict:
+    """Our own code raised while it processed a candidate's data."""
+    return NoVerdict("judge_fault", "".join(traceback.format_exception(error))[-4000:])

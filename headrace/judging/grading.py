@@ -3,7 +3,7 @@
 import json
 import math
 
-from headrace.judging.logs.registry import NotATestRun, parse
+from headrace.judging.logs.registry import Contradicted, NotATestRun, parse
 from headrace.judging.outcomes import RefusedOutput, read
 from headrace.judging.verdicts import COMMAND, Examination, passes
 from headrace.messages.sandbox import OpResult, TestOutcome
@@ -19,13 +19,16 @@ def examined(
 ) -> Examination:
     """The examination of one run. RefusedOutput for output that no honest run sends.
 
-    written: the content of `Grading.file`, None where the run left no such file.
+    written: the content of `Grading.file`, None where the run left no such file. Tests that crash leave none, or an
+    empty one, or a log that is not that of a test run: such a candidate has failed.
     """
     grading, value = oracle.grading, None
     rewards: dict[str, float] = {}
     tests = read(result)
     if grading.kind == "reward_file":
-        value, rewards = reward(written), numbers(written)
+        value = grading.lowest or 0.0
+        if written and written.strip():
+            value, rewards = max(reward(written), value), numbers(written)
     elif grading.kind == "exit_code":
         bad = result.code != 0 or result.timed_out
         tests = (TestOutcome(COMMAND, "failed" if bad else "passed", result.error[:500]),)
@@ -37,25 +40,21 @@ def examined(
 
 
 def parsed(oracle: Oracle, result: OpResult, written: bytes | None) -> tuple[TestOutcome, ...]:
-    """The tests in a log. RefusedOutput when the log is not that of a test run."""
-    if oracle.grading.file:
-        if written is None:
-            raise RefusedOutput(f"the tests left no {oracle.grading.file}")
-        log = written.decode("utf-8", "replace")
-    else:
-        log = f"{result.stdout}\n{result.stderr}"
+    """The tests in a log; none where it is missing or not that of a test run. RefusedOutput where its exit code
+    contradicts it."""
+    log = (written or b"").decode("utf-8", "replace") if oracle.grading.file else f"{result.stdout}\n{result.stderr}"
     try:
         outcomes = parse(oracle.grading.parser, log)
-    except NotATestRun as error:
+    except Contradicted as error:
         raise RefusedOutput(str(error)) from None
+    except NotATestRun:
+        return ()
     tests = tuple(TestOutcome(name, outcome) for name, outcome in outcomes.items())
     return read(OpResult(tests=tests))
 
 
-def reward(written: bytes | None) -> float:
+def reward(written: bytes) -> float:
     """The number in a reward file: plain, or JSON with the key ``reward`` or one number alone. RefusedOutput."""
-    if written is None:
-        raise RefusedOutput("the tests wrote no reward file")
     try:
         data = json.loads(written)
         if isinstance(data, dict):
@@ -68,9 +67,9 @@ def reward(written: bytes | None) -> float:
     return value
 
 
-def numbers(written: bytes | None) -> dict[str, float]:
+def numbers(written: bytes) -> dict[str, float]:
     """All finite numbers in a reward file that `reward` takes, by their keys; a plain one has the key ``reward``."""
-    data = json.loads(written or b"0")
+    data = json.loads(written)
     pairs = data if isinstance(data, dict) else {"reward": data}
     return {key: float(value) for key, value in pairs.items() if isinstance(value, int | float) and _finite(value)}
 

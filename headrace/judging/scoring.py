@@ -1,8 +1,7 @@
 """From a verdict to the Score record: the reward of the configured function, and the plugin that computed it.
 
-A reward is code that a user may bring, so its failures are contained: one that raises, returns no finite number or
-exceeds the time limit gives the attempt reward 0 with the reason `reward_error`. Three in a row mean that the function
-itself is broken; the judge then ends the run with the traceback, instead of training on zeros.
+A reward is code that a user may bring, so its failures are contained: an attempt for which it raises, returns no finite
+number or exceeds the time limit has no verdict (`reward_error`), like one for which it returns None (`no_verdict`).
 """
 
 import asyncio
@@ -15,27 +14,16 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from headrace.algorithms.rewards import REWARDS, Given, Judged, Option, shaped_parts
+from headrace.algorithms.rewards import REFUSED, REWARDS, Given, Judged, Option, shaped_parts
 from headrace.config import Config
 from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
-from headrace.judging.verdicts import Verdict
+from headrace.judging.verdicts import NoVerdict, Verdict
 from headrace.messages.judging import Score, TurnRewards
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory, kinds_of
 from headrace.registry import merged, plugins
 from headrace.tasks.suites import suite_plugins
-
-IN_A_ROW = 3
-"""Consecutive failures of the reward after which the run ends."""
-
-
-class RewardBroken(Exception):
-    """The reward failed `IN_A_ROW` times in a row; the text ends with the traceback."""
-
-
-class RewardError(Exception):
-    """The reward gave no number for one attempt; the text says why, and holds its traceback where there is one."""
 
 
 class Rewarder:
@@ -46,7 +34,6 @@ class Rewarder:
         self.name, self._options, self._timeout_s = name, dict(options), timeout_s
         self._reward = REWARDS.get(name)
         self.plugins: tuple[Plugin, ...] = plugins((REWARDS, [name]))
-        self._failures = 0
 
     @classmethod
     def of(cls, config: Config) -> "Rewarder":
@@ -71,17 +58,22 @@ class Rewarder:
         return cls(algorithm.reward, options, config.judge.reward_s)
 
     async def reward(self, trajectory: Trajectory, verdict: Verdict) -> Given:
-        """The reward of one attempt: finite numbers. RewardError, RewardBroken."""
+        """The reward of one attempt: finite numbers. NoVerdict where the function gives none; its text holds the
+        traceback.
+
+        A function from outside does not know what output the judge refused, so `REFUSED` is taken from what it gives.
+        """
         judged = self._judged(trajectory, verdict)
         try:
             value = await self._call(judged)
         except Exception as error:
-            self._failures += 1
-            what = f"the reward {self.name!r} {self._describe(error)}"
-            if self._failures >= IN_A_ROW:
-                raise RewardBroken(f"{IN_A_ROW} times in a row {what}") from error
-            raise RewardError(what) from error
-        self._failures = 0
+            raise NoVerdict("reward_error", f"the reward {self.name!r} {self._describe(error)}") from error
+        if value is None:
+            raise NoVerdict("no_verdict", f"the reward {self.name!r} abstains")
+        if judged.refused and not REWARDS.builtin(self.name):
+            if isinstance(value, TurnRewards):
+                return msgspec.structs.replace(value, final=value.final - REFUSED)
+            return value - REFUSED
         return value
 
     def parts(self, trajectory: Trajectory, verdict: Verdict, reward: Given) -> dict[str, float]:
@@ -99,6 +91,8 @@ class Rewarder:
             passed=verdict.passed,
             tests=verdict.tests,
             value=verdict.value,
+            lowest=verdict.lowest,
+            refused=bool(verdict.reason),
             steps=verdict.steps,
             suspicions=verdict.suspicions,
             rubric=verdict.rubric,
@@ -109,7 +103,7 @@ class Rewarder:
             options=self._options,
         )
 
-    async def _call(self, judged: Judged) -> Given:
+    async def _call(self, judged: Judged) -> Given | None:
         if REWARDS.builtin(self.name):
             value = self._reward(judged)
         else:
@@ -118,6 +112,8 @@ class Rewarder:
                 value = await asyncio.to_thread(self._reward, judged)
                 if inspect.isawaitable(value):
                     value = await value
+        if value is None:
+            return None
         if isinstance(value, TurnRewards):
             return _checked(value, judged.turns)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -146,10 +142,8 @@ def _fields(reward: Given) -> dict[str, Any]:
     return {"reward": reward, "by_turn": None}
 
 
-def score_of(
-    candidate: Candidate, seq: int, verdict: Verdict, reward: Given, *, reason: str = "", by: Rewarder, wall_s: float
-) -> Score:
-    """The Score of a trajectory that lies at sequence `seq`. reason: why the reward is 0, beside the verdict's own."""
+def score_of(candidate: Candidate, seq: int, verdict: Verdict, reward: Given, *, by: Rewarder, wall_s: float) -> Score:
+    """The Score of a trajectory that lies at sequence `seq`."""
     trajectory = candidate.trajectory
     return Score(
         run=trajectory.run,
@@ -168,10 +162,10 @@ def score_of(
         value=verdict.value,
         steps=verdict.steps or UNSET,
         suspicions=verdict.suspicions,
-        parts={} if verdict.reason or reason else by.parts(trajectory, verdict, reward),
+        parts=by.parts(trajectory, verdict, reward),
         rubric=verdict.rubric,
         again=verdict.again,
-        reason=verdict.reason or reason,
+        reason=verdict.reason,
         plugins=merged(
             by.plugins,
             suite_plugins((trajectory.task.suite,)),
@@ -199,7 +193,7 @@ def scored_again(old: Score, trajectory: Trajectory, verdict: Verdict, reward: G
         steps=verdict.steps or UNSET,
         suspicions=verdict.suspicions,
         reason=verdict.reason,
-        parts={} if verdict.reason else by.parts(trajectory, verdict, reward),
+        parts=by.parts(trajectory, verdict, reward),
         rubric=verdict.rubric,
         plugins=merged(
             by.plugins,

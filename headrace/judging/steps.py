@@ -122,8 +122,8 @@ def combined(
         again="other" if "other" in seconds else "same" if "same" in seconds else "",
         severities=severities,
     )
-    fault = next((verdict.reason for verdict in verdicts if verdict.reason.startswith("judge_fault")), "")
-    return msgspec.structs.replace(verdict, reason=fault, plugins=merged(*(verdict.plugins for verdict in verdicts)))
+    refused = next((verdict.reason for verdict in verdicts if verdict.reason), "")
+    return msgspec.structs.replace(verdict, reason=refused, plugins=merged(*(verdict.plugins for verdict in verdicts)))
 
 
 def _scores(candidate: Candidate, verdicts: Sequence[Verdict]) -> tuple[StepScore, ...]:

@@ -50,6 +50,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     tests: tuple[TestOutcome, ...] = ()
     value: float | None = None
     """The number of a reward file or a checker; None where tests decide."""
+    lowest: float = 0.0
+    """The smallest `value` that the task gives."""
     rewards: dict[str, float] = {}
     """All numbers of a reward file by key."""
     steps: tuple[StepScore, ...] = ()
@@ -60,7 +62,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     rubric: RubricScore | None = None
     """Of a rubric judge, beside the tests; it decides nothing here."""
     reason: str = ""
-    """The reason why the reward is 0 without regard to the tests: refused output, or a fault of the judge."""
+    """``refused_output``, a colon and one sentence, where the judge did not read the output of the tests."""
     plugins: tuple[Plugin, ...] = ()
     """Sandbox backends of its examinations that come from outside of headrace."""
 
@@ -68,6 +70,18 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """Whether the candidate solved the task by honest means."""
         return self.decision == "passed"
+
+
+class NoVerdict(Exception):
+    """Our own code failed on an attempt, so that it is left out of its group; no candidate can cause it.
+
+    reason: ``judge_fault`` (the judge raised), ``reward_error`` (a checker or reward raised, or gave no number), or
+    ``no_verdict`` (the reward abstained).
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 def all_passed(tests: Sequence[TestOutcome], expected: Sequence[str]) -> bool:
@@ -153,6 +167,7 @@ def conclude(
         decision=decision,
         tests=examination.tests,
         value=examination.value,
+        lowest=oracle.grading.lowest or 0.0,
         rewards=examination.rewards,
         steps=examination.steps,
         suspicions=tuple(matched),

@@ -49,7 +49,7 @@ class Evaluation:
         for number, (group, tasks) in enumerate(self.groups()):
             for slot, task in enumerate(tasks):
                 last = self.last(group, slot)
-                if last is None or (last.failed and last.score is None and last.number + 1 < ATTEMPTS):
+                if last is None or (last.failed and last.score is None and not last.final(ATTEMPTS)):
                     attempt = 0 if last is None else last.number + 1
                     yield SlotIssued(
                         run=self.request.run,
@@ -93,7 +93,7 @@ class Evaluation:
         for group, tasks in self.groups():
             for slot in range(len(tasks)):
                 last = self.last(group, slot)
-                if last is None or (last.score is None and not (last.failed and last.number + 1 >= ATTEMPTS)):
+                if last is None or (last.score is None and not last.final(ATTEMPTS)):
                     return None
                 if last.score is None:
                     infra += 1

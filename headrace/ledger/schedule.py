@@ -140,7 +140,7 @@ def _retries(state: RunState, rules: Rules) -> list[Decision]:
         RetrySlot(group.name, number, slot.last.number + 1, max(group.first.min_version, floor), slot.last.failed)
         for group in state.open.values()
         for number, slot in group.slots.items()
-        if slot.failed and slot.last.number + 1 < rules.attempts
+        if slot.failed and not _ended(slot, rules)
     ]
 
 
@@ -167,10 +167,15 @@ def _speculative(state: RunState, rules: Rules) -> list[Decision]:
 
 
 def _done(group: Group, rules: Rules) -> bool:
-    """Whether every slot is scored or has used up its attempts."""
+    """Whether every slot is scored or has failed for good."""
     return len(group.slots) == group.first.group_size and all(
-        slot.scored or (slot.failed and slot.last.number + 1 >= rules.attempts) for slot in group.slots.values()
+        slot.scored or _ended(slot, rules) for slot in group.slots.values()
     )
+
+
+def _ended(slot: Slot, rules: Rules) -> bool:
+    """Whether a slot has failed for good."""
+    return slot.failed and any(attempt.final(rules.attempts) for attempt in slot.live)
 
 
 def _doubtful(slot: Slot) -> bool:

@@ -13,7 +13,7 @@ from headrace.algorithms.staleness import Bounds
 from headrace.messages.base import Message
 from headrace.messages.judging import Score
 from headrace.messages.ledger import GroupClosed, GroupDropped, SlotIssued, StalenessBound
-from headrace.messages.rollout import SlotFailed
+from headrace.messages.rollout import LEFT_OUT, SlotFailed
 from headrace.messages.training import StepDone, StepFailed, StepManifest
 
 Outcome = StepDone | StepFailed
@@ -34,6 +34,10 @@ class Attempt:
     def number(self) -> int:
         """Ordinal of the attempt at its slot; 0 for the first."""
         return self.issued.attempt
+
+    def final(self, attempts: int) -> bool:
+        """Whether its failure ends the slot: it can have no verdict, or it was the last of `attempts`."""
+        return bool(self.failed) and (self.failed in LEFT_OUT or self.number + 1 >= attempts)
 
 
 @dataclass(slots=True)

@@ -122,8 +122,7 @@ class Score(Message, frozen=True, kw_only=True):
     """Result of judging it again alone in a machine: the same verdict or another. With another the group is
     quarantined."""
     reason: str = ""
-    """Why the reward is 0 where the tests do not tell: ``refused_output``, ``judge_fault`` or ``reward_error``, a colon
-    and one sentence."""
+    """``refused_output``, a colon and one sentence, where the judge did not read the output of the tests."""
     plugins: tuple[Plugin, ...] = ()
     """The plugins that the reward depends on: the reward, the suite, the checker, the judge's sandbox backend, and the
     plugins of the Trajectory."""

@@ -327,6 +327,10 @@ class Trajectory(Message, frozen=True, kw_only=True):
         return min((span.version for turn in self.turns for span in turn.spans if len(turn.ids)), default=-1)
 
 
+LEFT_OUT = ("judge_fault", "reward_error", "no_verdict")
+"""Reasons of an attempt that has no verdict and would have none again: its slot is left out without another attempt."""
+
+
 @message("slot_failed")
 class SlotFailed(Message, frozen=True, kw_only=True):
     """An attempt that infrastructure failed. It enters no baseline; the curriculum issues the slot again."""
@@ -338,7 +342,8 @@ class SlotFailed(Message, frozen=True, kw_only=True):
     attempt: Count
     reason: str
     """A rollout actor writes ``sandbox_lost``, ``engine_error``, ``search_lost``, ``no_policy``, ``tree_too_large``,
-    ``no_environment``, ``no_capacity``, ``cancelled``; a judge writes ``judge_lost``, ``judge_endpoint``."""
+    ``no_environment``, ``no_capacity``, ``cancelled``; a judge writes ``judge_lost``, ``judge_endpoint``, and one of
+    `LEFT_OUT`."""
     detail: str = ""
     rollout: str = ""
 

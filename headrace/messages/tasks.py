@@ -145,6 +145,9 @@ class Grading(msgspec.Struct, frozen=True, kw_only=True):
     file: str = ""
     """The log that the parser reads, or the reward file; empty: the command's output."""
     passes_at: Finite = 1.0
+    lowest: Finite | UnsetType = UNSET
+    """The smallest number of a reward file: smaller ones count as this one, and an attempt that ends in no honest way
+    earns it. Unset it is 0 and not encoded, so certificates of tasks without it stay valid."""
     checker: str = ""
     """A name of the registry `headrace.checkers`, or ``module:attribute``."""
     reference: dict[str, str] = {}

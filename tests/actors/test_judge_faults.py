@@ -16,7 +16,7 @@ from headrace.messages import tasks
 from headrace.messages.ledger import GroupDropped
 from headrace.messages.operations import Event
 from headrace.messages.sandbox import ANY_RUN
-from headrace.messages.subjects import CLOSE, EVENT
+from headrace.messages.subjects import CLOSE, EVENT, FAIL, SCORE, TRAJ
 from headrace.tasks.suites import write_suite
 from tests.conftest import Connect
 from tests.support.actors import living
@@ -76,11 +76,11 @@ async def test_a_report_beyond_the_bounds_is_refused_with_its_reason(
     code += b"        thing._room = 1 << 40\n"
     async with living(Judge, config(tmp_path), await connect("judge"), "j14"):
         score = await judged(observer, trajectory("j14", "g1", {PATH: code + FIXED}))
-    assert (score.verdict, score.reward, score.passed) == ("failed", 0.0, False)
+    assert (score.verdict, score.reward, score.passed) == ("failed", -1.0, False)
     assert score.reason.startswith("refused_output: ") and "characters of observations" in score.reason
 
 
-async def test_a_fault_of_the_judge_is_reward_0_and_an_event_with_its_traceback(
+async def test_a_fault_of_the_judge_leaves_the_attempt_out_with_its_traceback(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
 ) -> None:
     """A suite whose recorded answer is no literal: the comparison raises in our own process."""
@@ -89,11 +89,13 @@ async def test_a_fault_of_the_judge_is_reward_0_and_an_event_with_its_traceback(
     task = msgspec.structs.replace(TASK, ref=broken.ref)
     write_suite("broken", tmp_path / "suites" / "broken", [(task, broken)], "a test")
     async with living(Judge, config(tmp_path), await connect("judge"), "j15"):
-        score = await judged(observer, trajectory("j15", "g1", {PATH: FIXED}, task=broken.ref))
+        made = trajectory("j15", "g1", {PATH: FIXED}, task=broken.ref)
+        await observer.publish(TRAJ.at(run="j15", group="g1"), made)
         where = EVENT.where(run="j15", actor="judge", type="event")
         told = await first(observer, "HR_EVENT", where, events("judge_fault"))
-    assert (score.verdict, score.reward) == ("failed", 0.0)
-    assert score.reason.startswith("judge_fault: SyntaxError: ")
+    failed = [received.message.reason async for received in observer.history("HR_LEDGER", FAIL.where(run="j15"))]
+    scores = [received.message async for received in observer.history("HR_SCORE", SCORE.where(run="j15"))]
+    assert (failed, scores) == (["judge_fault"], [])
     assert told.level == "error" and "Traceback" in told.text and "sealing.py" in told.text
 
 

@@ -3,6 +3,8 @@ import math
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.algorithms.rewards import (
     Judged,
@@ -15,6 +17,7 @@ from headrace.algorithms.rewards import (
     shaped_parts,
 )
 from headrace.messages.base import Array
+from headrace.messages.judging import RubricScore, StepScore
 from headrace.messages.rollout import PolicyRef, Sampling, TokenKinds, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
 
@@ -159,3 +162,48 @@ def test_broken_calls_cost_their_share() -> None:
     judged = attempt((ToolCall(id="0.0", name="finish"), ToolCall(id="0.1", name="lint")), (broken,), (broken,))
     assert broken_calls(judged.trajectory) == 0.5 and shaped(judged) == pytest.approx(0.8)
     assert broken_calls(attempt().trajectory) == 0.0
+
+
+@given(
+    value=st.one_of(st.none(), st.floats(-50.0, 50.0)),
+    lowest=st.floats(-50.0, 0.0),
+    rubric=st.floats(-3.0, 1.0),
+    penalties=st.fixed_dictionaries(
+        {name: st.sampled_from([0.0, 0.02, 1.5]) for name in ("length_penalty", "overlong_penalty", "todo_penalty")}
+    ),
+    weight=st.sampled_from([0.0, 0.3, 2.0]),
+    tokens=st.integers(0, 200_000),
+    steps=st.lists(st.floats(0.0, 0.4), max_size=3),
+)
+def test_no_end_but_success_is_worth_more_than_an_honest_failure(
+    value: float | None,
+    lowest: float,
+    rubric: float,
+    penalties: dict[str, float],
+    weight: float,
+    tokens: int,
+    steps: list[float],
+) -> None:
+    """The same attempt under every end: refused output is strictly lower, a crash and a cheat are at most equal."""
+    least = 0.0 if value is None else lowest
+    scored = RubricScore(
+        rubric="r", digest="", model="", value=rubric, criteria=(), calls=0, cached=0, prompt_tokens=0,
+        completion_tokens=0, cost=0.0,
+    )  # fmt: skip
+    options = {**attempt().options, **penalties, "rubric_weight": weight, "max_tokens": 100_000, "overlong_tokens": 9}
+    common = msgspec.structs.replace(
+        attempt(), passed=False, tokens=tokens, rubric=scored, options=options, lowest=least
+    )
+    shares = tuple(StepScore(name=str(number), value=share, share=share) for number, share in enumerate(steps))
+    given_value = None if value is None else max(value, least)
+    honest = msgspec.structs.replace(common, verdict="failed", value=given_value, steps=shares)
+    failure = shaped(honest)
+    for decision in ("candidate_crash", "cheating"):
+        other = msgspec.structs.replace(honest, verdict=decision)
+        assert shaped(other) <= failure + 1e-9, decision
+        unread = msgspec.structs.replace(common, verdict=decision, value=None)
+        assert shaped(unread) <= failure + 1e-9, decision
+    for refused in (honest, msgspec.structs.replace(common, verdict="failed", value=least if value else None)):
+        assert shaped(msgspec.structs.replace(refused, refused=True)) < failure
+    if value is None and not steps:
+        assert shaped(msgspec.structs.replace(honest, verdict="passed", passed=True)) > failure

@@ -1,6 +1,5 @@
 """A distribution outside of the tree registers one plugin for each seam, and an episode runs with all of them."""
 
-import asyncio
 import importlib
 import re
 import subprocess
@@ -36,7 +35,7 @@ from headrace.messages.operations import Event
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling, Trajectory
 from headrace.messages.sandbox import ANY_RUN, Acquire, PullTree
-from headrace.messages.subjects import EVENT, SCORE, TASK, token
+from headrace.messages.subjects import EVENT, FAIL, SCORE, TASK, TRAJ, token
 from headrace.rendering import schemas
 from headrace.rendering.bundle import terse_bundle
 from headrace.rendering.registry import RENDERERS
@@ -248,20 +247,20 @@ async def test_a_reward_that_raises_is_an_error_and_the_third_in_a_row_ends_the_
         judge = Judge(settings, await connect("judge"), "acme3", "j-1")
         await judge.start()
         try:
-            for slot in (0, 1):
-                score = await judged(observer, trajectory("acme3", "g1", {PATH: FIXED}, slot=slot))
-                assert (score.verdict, score.reward, score.passed) == ("passed", 0.0, True)
-                assert score.reason.startswith("reward_error: the reward 'acme.rewards:broken' raised LookupError")
-            third = asyncio.create_task(judged(observer, trajectory("acme3", "g1", {PATH: FIXED}, slot=2)))
+            for slot in range(3):
+                made = trajectory("acme3", "g1", {PATH: FIXED}, slot=slot)
+                await observer.publish(TRAJ.at(run="acme3", group="g1"), made)
             error = await judge.failed
-            third.cancel()
         finally:
             await judge.shut(1.0)
     assert isinstance(error, Unrecoverable) and "3 times in a row" in str(error)
     assert 'raise LookupError(f"no reward for {judged.trajectory.id}")' in str(error)
     where = EVENT.where(run="acme3", actor="judge", type="event")
     kinds = [r.message.kind async for r in observer.history("HR_EVENT", where) if isinstance(r.message, Event)]
-    assert (kinds.count("reward_error"), kinds.count("reward_broken")) == (2, 1)
+    assert kinds.count("reward_error") == 2
+    failed = [r.message.reason async for r in observer.history("HR_LEDGER", FAIL.where(run="acme3"))]
+    scores = [r.message async for r in observer.history("HR_SCORE", SCORE.where(run="acme3"))]
+    assert (failed, scores) == (["reward_error"] * 2, [])
 
 
 def test_suites_of_headrace_are_no_plugins() -> None:

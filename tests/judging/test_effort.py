@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from headrace.config import ConfigError, parse
-from headrace.judging.scoring import Rewarder, RewardError
-from headrace.judging.verdicts import Verdict
+from headrace.judging.scoring import Rewarder
+from headrace.judging.verdicts import NoVerdict, Verdict
 from headrace.messages.rollout import TokenKinds
 from tests.support.judging import trajectory
 
@@ -24,9 +24,7 @@ async def test_the_kinds_of_an_attempt_have_the_weights_of_the_configuration() -
     reward = await rewarder.reward(counted, verdict)
     assert reward == pytest.approx(0.8), "x is 0 + 60 + 40 + 0 + 200, and C(300) is 200"
     assert rewarder.parts(counted, verdict, reward) == {"verdict": 1.0, "effort": pytest.approx(-0.2)}
-    with pytest.raises(
-        RewardError, match="set length_thinking_tokens, length_call_tokens and length_text_tokens to one"
-    ):
+    with pytest.raises(NoVerdict, match="set length_thinking_tokens, length_call_tokens and length_text_tokens to one"):
         await rewarder.reward(made, verdict)
 
 

@@ -8,10 +8,12 @@ import pytest
 
 from headrace.config import Environment
 from headrace.judging import Candidate, HostMachines, Options, Verdict, examine, verdicts
-from headrace.judging.grading import reward
+from headrace.judging.grading import examined, reward
 from headrace.judging.outcomes import RefusedOutput
+from headrace.judging.verdicts import NoVerdict
 from headrace.messages import tasks
 from headrace.messages.judging import Score
+from headrace.messages.sandbox import OpResult
 from headrace.messages.sandbox import TestOutcome as Outcome
 from headrace.messages.tasks import ANSWER, CheatRule, Grading, Oracle, Task, TaskRef
 from headrace.vmhost.node.host import Host
@@ -121,7 +123,7 @@ async def test_a_candidate_writes_no_reward_file_of_its_own(host: Host) -> None:
     plan = tasks.TestPlan(kind="command", argv=("true",))
     answers = oracle(Grading(kind="reward_file", file=".headrace/reward.txt"), plan)
     told = await verdict(host, answers, {".headrace/reward.txt": b"1"})
-    assert (told.decision, told.reason) == ("failed", "refused_output: the tests wrote no reward file")
+    assert (told.decision, told.value, told.reason) == ("failed", 0.0, ""), "tests that crash are a failure"
 
 
 async def test_separate_tests_see_the_allowed_files_alone_changed_or_not(host: Host) -> None:
@@ -140,8 +142,9 @@ async def test_a_message_is_graded_without_a_sandbox() -> None:
     good = await verdict(None, answers, {ANSWER: b"2 to the 10th.\n\\boxed{1024}"}, sandbox=False)
     bad = await verdict(None, answers, {ANSWER: b"Answer: 1023"}, sandbox=False)
     assert [(one.decision, one.value) for one in (good, bad)] == [("passed", 1.0), ("failed", 0.0)]
-    broken = await verdict(None, oracle(Grading(kind="checker", checker="number"), PYTEST), {}, sandbox=False)
-    assert broken.reason.startswith("reward_error: the checker 'number' raised KeyError")
+    with pytest.raises(NoVerdict, match="the checker 'number' raised KeyError") as broken:
+        await verdict(None, oracle(Grading(kind="checker", checker="number"), PYTEST), {}, sandbox=False)
+    assert broken.value.reason == "reward_error"
 
 
 def test_a_suite_changes_severities_and_adds_patterns() -> None:
@@ -189,10 +192,19 @@ def test_reward_files(data: bytes, value: float) -> None:
     assert reward(data) == value
 
 
-@pytest.mark.parametrize("data", [None, b"", b"x", b"nan", b"[1]", b'{"a": 1, "b": 2}', b"1e999", b"[" * 100_000])
-def test_a_reward_file_without_a_number_is_refused(data: bytes | None) -> None:
+@pytest.mark.parametrize("data", [b"", b"x", b"nan", b"[1]", b'{"a": 1, "b": 2}', b"1e999", b"[" * 100_000])
+def test_a_reward_file_without_a_number_is_refused(data: bytes) -> None:
     with pytest.raises(RefusedOutput):
         reward(data)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"), [(None, -1.0), (b" \n", -1.0), (b"-3", -1.0), (b"-0.5", -0.5), (b"0.75", 0.75)]
+)
+def test_tests_that_crash_earn_the_least_that_the_task_gives(written: bytes | None, value: float) -> None:
+    answers = oracle(Grading(kind="reward_file", lowest=-1.0), PYTEST)
+    made = examined(answers, OpResult(), written, touched=(), alone=True)
+    assert (made.value, made.ok, made.refused) == (value, False, "")
 
 
 def test_a_recorded_score_gives_the_same_verdict() -> None:

@@ -10,8 +10,8 @@ import torch
 from headrace.algorithms.advantages import normalised_advantages, to_go
 from headrace.algorithms.rewards import Judged
 from headrace.judging.candidates import Candidate
-from headrace.judging.scoring import Rewarder, RewardError, score_of
-from headrace.judging.verdicts import Verdict
+from headrace.judging.scoring import Rewarder, score_of
+from headrace.judging.verdicts import NoVerdict, Verdict
 from headrace.messages.judging import Score, TurnRewards
 from headrace.messages.rollout import Trajectory
 from headrace.messages.tasks import Oracle, Task
@@ -82,7 +82,7 @@ async def test_deepseekmath_s_formula_and_what_contradicts_itself(tmp_path: Path
     short = {**scores, seq: msgspec.structs.replace(score, by_turn=TurnRewards(turns=(1.0,)))}
     with pytest.raises(BatchError, match="another number of turns"):
         build(manifest.groups, trajectories, short)
-    with pytest.raises(RewardError, match="expected TurnRewards with one reward for each of 2 turns, got 3"):
+    with pytest.raises(NoVerdict, match="expected TurnRewards with one reward for each of 2 turns, got 3"):
         await scored(next(iter(trajectories.values())), True, more=1)
     for by_class in (False, True):  # one class: the pool is the batch
         made = build(manifest.groups, trajectories, scores, normalised_advantages, by_class=by_class)

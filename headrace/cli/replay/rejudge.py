@@ -14,7 +14,6 @@ from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
 if TYPE_CHECKING:
-    from headrace.algorithms.rewards import Given
     from headrace.cli.arguments import Commands
     from headrace.config import Config
     from headrace.judging.rubrics.judge import RubricJudge
@@ -149,9 +148,9 @@ def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None
     from headrace.judging.candidates import Candidate
     from headrace.judging.examination import Options, examine
     from headrace.judging.machines import HostMachines
-    from headrace.judging.scoring import RewardBroken, RewardError, scored_again
+    from headrace.judging.scoring import scored_again
     from headrace.judging.steps import suspicions
-    from headrace.judging.verdicts import conclude, recorded
+    from headrace.judging.verdicts import NoVerdict, conclude, recorded
     from headrace.messages.sandbox import SandboxLost
     from headrace.replay.recorded_run import ReplayError
     from headrace.tasks import UnknownSuite, open_suite
@@ -184,13 +183,13 @@ def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None
                 verdict = await examine(
                     Candidate(trajectory=alone, task=task, oracle=oracle), machines, report, options
                 )
-            except SandboxLost as error:
+            except (SandboxLost, NoVerdict) as error:
                 raise ReplayError(f"trajectory {trajectory.id} could not be judged: {error}") from None
         rubric = old.rubric if rubrics is None else await rubrics.judge(candidate)
         verdict = msgspec.structs.replace(verdict, rubric=None if verdict.reason else rubric)
         try:
-            value: Given = 0.0 if verdict.reason else await reward.reward(trajectory, verdict)
-        except (RewardError, RewardBroken) as error:
+            value = await reward.reward(trajectory, verdict)
+        except NoVerdict as error:
             raise ReplayError(str(error)) from None
         return scored_again(old, trajectory, verdict, value, reward)
 

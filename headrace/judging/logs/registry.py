@@ -31,9 +31,13 @@ class NotATestRun(ValueError):
     """The log is not that of a test run; the text says why."""
 
 
+class Contradicted(NotATestRun):
+    """The log says that all tests passed, and the exit code says that they did not."""
+
+
 def parse(name: str, log: str) -> Outcomes:
-    """The outcomes in a log. NotATestRun where its script failed, or where the exit code contradicts it: a candidate
-    that prints lines of passed tests and ends the run early leaves a code other than 0 beside no failure."""
+    """The outcomes in a log. NotATestRun where its script failed. Contradicted where the exit code contradicts it: a
+    candidate that prints lines of passed tests and ends the run early leaves a code other than 0 and no failure."""
     if failure := next((text for text in FAILURES if text in log), ""):
         raise NotATestRun(f"the test script reports {failure.removeprefix('>>>>> ')!r}")
     inner = log
@@ -44,5 +48,5 @@ def parse(name: str, log: str) -> Outcomes:
     outcomes = PARSERS[name](inner) or PARSERS[name](log)
     code = _CODE.search(log.rpartition(END)[2])
     if code and code[1].strip("-0") and outcomes and not {"failed", "error"} & set(outcomes.values()):
-        raise NotATestRun(f"the tests ended with exit code {code[1]}, and no failure is in the log")
+        raise Contradicted(f"the tests ended with exit code {code[1]}, and no failure is in the log")
     return outcomes

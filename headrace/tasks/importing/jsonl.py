@@ -13,6 +13,8 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import UNSET
+
 from headrace.messages.tasks import HOST_FOLDER, Grading, Oracle, Task, TestPlan
 from headrace.tasks.importing.base import (
     Entry,
@@ -27,7 +29,7 @@ from headrace.tasks.importing.base import (
 )
 
 KNOWN = frozenset(
-    "id prompt answer checker reference passes_at files image repository test_command test_timeout_s hidden "
+    "id prompt answer checker reference passes_at lowest files image repository test_command test_timeout_s hidden "
     "reward_file fail_to_pass pass_to_pass log_parser solution solution_script allowed system tools family template "
     "network vcpus memory_mib disk_mib time_s".split()
 )
@@ -61,7 +63,10 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
     if file:
         if not file.startswith(HOST_FOLDER):
             raise ImportRefused(f"reward_file: expected a path under {HOST_FOLDER}, where the agent cannot write")
-        grading = Grading(kind="reward_file", file=file, passes_at=_number(row, "passes_at", 1.0))
+        passes_at, lowest = _number(row, "passes_at", 1.0), _number(row, "lowest", 0.0)
+        if lowest >= passes_at:
+            raise ImportRefused(f"lowest: expected a number below passes_at, which is {passes_at:g}, got {lowest:g}")
+        grading = Grading(kind="reward_file", file=file, passes_at=passes_at, lowest=lowest or UNSET)
     elif to_pass:
         if not parser and "--junitxml" not in command:
             raise ImportRefused("fail_to_pass needs a log_parser, or a test_command with --junitxml=PATH")
