@@ -27,12 +27,12 @@ MAY: dict[str, set[str]] = {
     "bus": {"messages", "config", "metrics"},
     "vmhost": {"archives", "messages", "config"},
     "rendering": {"messages", "policy"},
-    "search": {"messages", "config", "bus"},
+    "search": {"messages", "config", "bus", "vmhost"},
     "engines": {"policy", "kernels", "weights", "messages", "config"},
     "tasks": {"archives", "messages", "config", "vmhost"},
     "sandboxes": {"messages", "bus"},
     "training": {"policy", "rendering", "algorithms", "kernels", "weights", "messages", "config"},
-    "harness": {"messages", "rendering", "engines"},
+    "harness": {"messages", "rendering", "engines", "vmhost"},
     "judging": {"messages", "config", "tasks", "vmhost", "algorithms", "sandboxes"},
     "ledger": {"messages", "config", "algorithms", "bus"},
     "bench": {"messages", "algorithms", "bus", "ledger"},
@@ -41,7 +41,7 @@ MAY: dict[str, set[str]] = {
 }
 _LIBRARIES = set(MAY)
 MAY["actors"] = _LIBRARIES
-MAY["dashboard"] = {"bench", "bus", "messages", "config", "ledger", "metrics", "replay", "weights"}
+MAY["dashboard"] = {"bench", "bus", "messages", "config", "ledger", "metrics", "replay", "vmhost", "weights"}
 MAY["launch"] = {
     "gateway",
     "bench",
@@ -89,6 +89,9 @@ PARTS: dict[tuple[str, str], set[str]] = {
     ("launch", "policy"): {"config", "layout"},  # the shape of a checkpoint
     ("launch", "training"): {"memory_plan"},  # formulas, without torch
     ("harness", "engines"): {"base"},
+    ("harness", "vmhost"): {"guest"},  # what a line and a path are
+    ("search", "vmhost"): {"guest"},
+    ("dashboard", "vmhost"): {"guest"},
     ("dashboard", "weights"): {"receiving"},
     ("judging", "vmhost"): {"guest", "images"},
     ("judging", "sandboxes"): {"calls"},

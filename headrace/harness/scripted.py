@@ -13,11 +13,15 @@ from collections.abc import Sequence
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
 from headrace.messages.tasks import Oracle, Task
 from headrace.rendering.base import Call, Renderer
+from headrace.vmhost.guest.lines import bodies, joined, replaced
+from headrace.vmhost.guest.names import shown
 
 NAMES = ("oracle", "idle", "edit-tests")
 
 _TOGETHER = 5
 """Edits in one turn: below the usual limit of parallel calls."""
+_ARGUMENT = 96 << 10
+"""Characters of base64 in one command; an argument of a program has at most 128 KiB."""
 _EMPTY_TEST = "def test_nothing():\n    assert True"
 _FORGED = f"""find . \\( -name 'test_*.py' -o -name '*_test.py' \\) -exec sh -c 'for file; do
 printf "{_EMPTY_TEST.replace(chr(10), chr(92) + "n")}\\n" > "$file"; done' sh {{}} +
@@ -28,25 +32,42 @@ _TEST: Call = ("run_tests", {})
 
 
 def edits(path: str, before: bytes, after: bytes) -> list[Call]:
-    """Calls that turn `before` into `after`, last lines first so that line numbers stay right."""
-    if not before:
-        return [("write_file", {"path": path, "text": after.decode()})]
-    old, new = before.decode().splitlines(), after.decode().splitlines()
+    """Calls of edit_file that turn the lines of `before` into those of `after`, last lines first so that line numbers
+    stay right."""
+    old, new = bodies(before), bodies(after)
     calls: list[Call] = []
     for kind, a, b, c, d in reversed(difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()):
         if kind != "equal":
             lines = str(a + 1) if b == a + 1 else f"{a + 1}-{b}"
-            calls.append(("edit_file", {"path": path, "lines": lines, "text": "\n".join(new[c:d])}))
+            calls.append(("edit_file", {"path": shown(path), "lines": lines, "text": joined(new[c:d])}))
     return calls
 
 
+def _edited(before: bytes, calls: Sequence[Call]) -> bytes:
+    for _, arguments in calls:
+        first, _, last = arguments["lines"].partition("-")
+        before = replaced(before, int(first), int(last or first), arguments["text"])
+    return before
+
+
 def written(path: str, before: bytes, after: bytes) -> list[Call]:
-    """Calls that turn `before` into `after`: edits if both are UTF-8 text, otherwise a shell command."""
+    """Calls that turn `before` into exactly `after`: edits of lines, write_file where these cannot, or shell commands
+    for content that is no text or that write_file would change."""
     try:
-        return edits(path, before, after)
+        text: str | None = after.decode()
     except UnicodeDecodeError:
-        quoted, data = shlex.quote(path), base64.b64encode(after).decode()
-        return [("terminal", {"command": f'mkdir -p "$(dirname {quoted})" && echo {data} | base64 -d > {quoted}'})]
+        text = None
+    if before and text is not None and _edited(before, calls := edits(path, before, after)) == after:
+        return calls
+    if text == "" or (text and text.endswith("\n") and not text.startswith("\n")):
+        return [("write_file", {"path": shown(path), "text": text})]
+    quoted, data = shlex.quote(path), base64.b64encode(after).decode()
+    pieces = [data[at : at + _ARGUMENT] for at in range(0, len(data), _ARGUMENT)] or [""]
+    begin = f'mkdir -p "$(dirname {quoted})" && : > {quoted}'
+    return [
+        ("terminal", {"command": f"{'' if at else begin + ' && '}echo {piece} | base64 -d >> {quoted}"})
+        for at, piece in enumerate(pieces)
+    ]
 
 
 def script(name: str, task: Task, oracle: Oracle) -> list[list[Call]]:
@@ -72,7 +93,7 @@ def script(name: str, task: Task, oracle: Oracle) -> list[list[Call]]:
             path for path in sorted(task.files) if path.rpartition("/")[2].startswith("test_") and path.endswith(".py")
         ]
         calls = [
-            ("edit_file", {"path": path, "lines": f"1-{len(task.files[path].splitlines())}", "text": _EMPTY_TEST})
+            ("edit_file", {"path": shown(path), "lines": f"1-{len(bodies(task.files[path]))}", "text": _EMPTY_TEST})
             for path in paths
         ]
         calls += [("terminal", {"command": _FORGED})] if task.image else []

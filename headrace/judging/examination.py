@@ -50,6 +50,7 @@ from headrace.messages.sandbox import (
 from headrace.messages.tasks import ANSWER, Verifier
 from headrace.sandboxes.calls import NodeSilent, Superseded
 from headrace.tasks.sandboxes import for_task
+from headrace.vmhost.guest.names import of_key
 
 TRIES = 3
 """Number of sandboxes of one candidate that our own parts may lose before the judge gives up."""
@@ -297,8 +298,9 @@ class _Examiner:
             raise _NotApplied(f"the changes cannot be made in a fresh sandbox: {changed.error}")
 
     async def _add_tests(self, sandbox: Sandbox, call_id: str) -> None:
-        oracle = self.candidate.oracle
-        added = await sandbox.call(WriteFiles(files=oracle.hidden | oracle.sealed), f"{call_id}-tests")
+        hidden = self.candidate.oracle.hidden | self.candidate.oracle.sealed
+        files = {of_key(path): data for path, data in hidden.items()}
+        added = await sandbox.call(WriteFiles(files=files), f"{call_id}-tests")
         if not added.ok:
             raise _NotApplied(f"the hidden tests cannot be written over the changes: {added.error}")
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.vmhost.guest.lines import shown_lines
+
 MOST_LINES = 80
 MOST_FILE = 1 << 20
 """Bytes of a file above which it is not indexed: it is data, or generated."""
@@ -83,7 +85,7 @@ class Work:
 def identity() -> str:
     """Identifies the inputs of chunks besides the files: the rules of this module and the versions of the parsers."""
     versions = [importlib.metadata.version(name) for name in ("tree-sitter", "tree-sitter-python")]
-    return f"chunks-1 {MOST_LINES} {' '.join(versions)}"
+    return f"chunks-2 {MOST_LINES} {' '.join(versions)}"
 
 
 def indexed(path: str) -> bool:
@@ -99,7 +101,7 @@ def cut(path: str, data: bytes, work: Work | None = None) -> list[Chunk]:
     work.spend(_FILE)
     if len(data) > MOST_FILE or b"\0" in data[:1024]:
         return []
-    lines = data.decode("utf-8", "replace").split("\n")
+    lines = shown_lines(data)
     grammar = _GRAMMARS.get(_ending(path), "")
     pieces = _definitions(grammar, data, len(lines), work) if grammar else [("", 0, len(lines))]
     out = []

@@ -7,6 +7,7 @@ from headrace.messages.sandbox import Change, PullChanges, PullTree, Sandbox, Sn
 from headrace.messages.tasks import Task
 from headrace.vmhost.guest import globs
 from headrace.vmhost.guest.globs import matches
+from headrace.vmhost.guest.names import key
 
 PULL_LIMIT = 32 << 20
 """Largest number of bytes that are pulled from a workspace: more than a light machine's workspace can hold."""
@@ -96,7 +97,7 @@ async def pull(sandbox: Sandbox, task: Task, call_id: str, originals: int = ORIG
         if unknown and not over:
             raise TreeTooLarge(tree.error or f"the workspace holds more than {PULL_LIMIT >> 20} MiB in {patterns}")
         before = {path: data for path, data in task.files.items() if any(matches(p, path, True) for p in patterns)}
-        changes, of_image = diff(before, tree.files, task.allowed), ()
+        changes, of_image = diff(before, {key(path): data for path, data in tree.files.items()}, task.allowed), ()
     snapshot = Snapshot(
         diff=changes.changed,
         deleted=changes.deleted,

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 
 from headrace.archives import tars, zips
 from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits
+from headrace.vmhost.guest.lines import bodies
 
 _LINES, _CHARACTERS = 3, 60
 """Size of a window: code lines, and the characters that they have at least."""
@@ -23,7 +24,7 @@ _COMPILED = (".pyc", ".pyo", ".so", ".pyd")
 
 def added(before: bytes, after: bytes) -> list[str]:
     """The blocks of lines that are in `after` and not in `before`."""
-    old, new = (data.decode("utf-8", "replace").splitlines() for data in (before, after))
+    old, new = (bodies(data) for data in (before, after))
     blocks = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return ["\n".join(new[a:b]) for kind, _, _, a, b in blocks if kind != "equal" and b > a]
 

@@ -25,6 +25,7 @@ from headrace.messages.sandbox import (
     TestOutcome,
     WriteFiles,
 )
+from headrace.vmhost.guest import lines as of_files
 
 
 @lru_cache(8192)
@@ -72,16 +73,10 @@ class LocalFiles:
     def _replace(self, op: ReplaceLines) -> OpResult:
         if op.path not in self.files:
             return _missing(op.path)
-        data = self.files[op.path]
-        lines = data.splitlines(keepends=True)
-        if not 1 <= op.first <= len(lines) + 1 or not op.first - 1 <= op.last <= len(lines):
-            error = f"{op.path} has {len(lines)} lines; lines {op.first} to {op.last} cannot be replaced"
-            return OpResult(ok=False, error=error)
-        new = op.text.encode("utf-8", "surrogateescape")
-        if new and not new.endswith(b"\n") and (op.last < len(lines) or data.endswith(b"\n")):
-            new += b"\n"
-        lines[op.first - 1 : op.last] = [new]
-        self.files[op.path] = b"".join(lines)
+        try:
+            self.files[op.path] = of_files.replaced(self.files[op.path], op.first, op.last, op.text)
+        except of_files.NoSuchLines as refused:
+            return OpResult(ok=False, error=f"{op.path} {refused}")
         return OpResult()
 
     def _search(self, op: Search) -> OpResult:
@@ -91,7 +86,7 @@ class LocalFiles:
         for path in sorted(self.files):
             if not glob.fullmatch(path):
                 continue
-            lines = self.files[path].decode("utf-8", "replace").splitlines()
+            lines = of_files.bodies(self.files[path])
             marks: dict[int, str] = {}
             for number, line in enumerate(lines):
                 if pattern.search(line):
@@ -101,7 +96,7 @@ class LocalFiles:
                     for near in range(max(0, number - op.context), min(len(lines), number + op.context + 1)):
                         marks.setdefault(near, "-")
                     marks[number] = ":"
-            shown += [f"{path}{mark}{n + 1}{mark}{lines[n]}" for n, mark in sorted(marks.items())]
+            shown += [f"{path}\0{n + 1}{mark}{of_files.shown(lines[n])}" for n, mark in sorted(marks.items())]
             if hits > op.limit:
                 break
         return OpResult(stdout="\n".join(shown), truncated=hits > op.limit)

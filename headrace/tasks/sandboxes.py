@@ -6,6 +6,7 @@ import msgspec
 
 from headrace.messages.sandbox import Acquire, Sandbox, WriteFiles
 from headrace.messages.tasks import Task
+from headrace.vmhost.guest.names import of_key
 
 
 def for_task(request: Acquire, task: Task, files: Mapping[str, bytes] | None = None) -> Acquire:
@@ -26,4 +27,5 @@ async def begin_step(sandbox: Sandbox, task: Task, ended: int, trajectory: str) 
     A file whose path the agent made a folder is not written: that is the attempt's own work.
     """
     if files := task.later[ended - 1].files:
-        await sandbox.call(WriteFiles(files=files), f"{trajectory}-step{ended}-files")
+        written = {of_key(path): data for path, data in files.items()}
+        await sandbox.call(WriteFiles(files=written), f"{trajectory}-step{ended}-files")

@@ -34,6 +34,7 @@ from headrace.messages.sandbox import (
     WriteFiles,
 )
 from headrace.vmhost.guest.frames import Garbage
+from headrace.vmhost.guest.names import of_key, raw, shown
 
 Frame = tuple[dict[str, Any], list[bytes]]
 
@@ -107,7 +108,7 @@ def to_frame(op: Op) -> Frame:
 def open_frame(files: dict[str, bytes], seed: int, workdir: str = "") -> Frame:
     """The first frame of a slot: its repository, the seed of its test processes, and the time that it waits for.
     workdir: the workspace's folder in an image, where it is not the image's own."""
-    header = {"op": "open", "seed": seed, "time": time.time_ns(), "paths": list(files)}
+    header = {"op": "open", "seed": seed, "time": time.time_ns(), "paths": list(map(of_key, files))}
     return header | ({"op": "open_at", "workdir": workdir} if workdir else {}), list(files.values())
 
 
@@ -168,7 +169,7 @@ def to_changes(header: dict[str, Any], bodies: list[bytes], workdir: str, wall_m
         raise Garbage("an answer whose contents do not fit its paths")
 
     def relative(path: str) -> str:
-        return path.removeprefix(f"{workdir}/") if workdir != "/" else path
+        return shown(raw(path).removeprefix(f"{workdir}/")) if workdir != "/" else path
 
     changes, files = [], {}
     pieces = iter(bodies)

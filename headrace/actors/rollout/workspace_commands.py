@@ -19,6 +19,7 @@ from headrace.tasks import UnknownSuite
 from headrace.tasks.diff import PULL_LIMIT
 from headrace.tasks.sandboxes import for_task
 from headrace.tasks.workspace import LIGHT, WORKSPACE
+from headrace.vmhost.guest.names import key
 
 OUTPUT_CHARS = 4096
 """Largest number of characters of a command's output in the report; earlier output is cut."""
@@ -70,7 +71,8 @@ class WorkspaceCommands:
         tree = await sandbox.call(PullChanges(limit=PULL_LIMIT) if task.image else PullTree(limit=PULL_LIMIT))
         if not tree.ok or tree.truncated:
             return WorkspaceReport(failed=tree.error or f"the workspace holds more than {PULL_LIMIT >> 20} MiB")
-        files = request.files | tree.files if task.image else tree.files
+        pulled = {key(path): data for path, data in tree.files.items()}
+        files = request.files | pulled if task.image else pulled
         forks = await self._fork(sandbox, acquire, request) if "fork" in sandbox.capabilities else ()
         return msgspec.structs.replace(report, files=files, sandboxes=tuple(fork.id for fork in forks))
 

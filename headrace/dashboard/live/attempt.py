@@ -14,6 +14,7 @@ from headrace.messages.judging import Score
 from headrace.messages.rollout import ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import EngineMismatch, StepDone, TokenGap, TokenGaps
+from headrace.vmhost.guest.lines import shown_lines
 
 Originals = Callable[[TaskRef], Mapping[str, bytes]]
 """The files of a task as the agent got them; LookupError when the suite is not here."""
@@ -213,11 +214,7 @@ def _diff(before: Mapping[str, bytes], made: Trajectory) -> list[FileDiff]:
     changed: dict[str, bytes | None] = {**made.diff, **dict.fromkeys(made.deleted)}
     out = []
     for path, data in sorted(changed.items()):
-        old, new = _lines(before.get(path, b"")), _lines(data or b"")
+        old, new = shown_lines(before.get(path, b"")), shown_lines(data or b"")
         lines = difflib.unified_diff(old, new, "before" if path in before else "(not known)", path, lineterm="")
         out.append(FileDiff(path + (" (deleted)" if data is None else ""), list(lines)[2:]))
     return out
-
-
-def _lines(data: bytes) -> list[str]:
-    return data.decode("utf-8", "replace").splitlines()

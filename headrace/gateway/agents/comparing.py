@@ -73,7 +73,7 @@ def _file_diff(folder: str, number: int, path: str, base: Files, files: Files) -
     after = f"b/{number}" if path in files else "/dev/null"
     options = ["--no-index", "--no-color", "--no-ext-diff", "--no-textconv", "-U0"]
     done = run_git(["diff", *options, "--", before, after], folder, good=(0, 1))
-    lines = done.decode("utf-8", "replace").splitlines(keepends=True)
+    lines = re.findall(r".*\n|.+", done.decode("utf-8", "replace"))
     start = next((at for at, line in enumerate(lines) if line.startswith("@@")), len(lines))
     hunks = []
     for match in filter(None, map(_HUNK.match, lines[start:])):

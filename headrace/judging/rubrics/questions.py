@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.judging.candidates import Candidate
 from headrace.messages.tasks import ANSWER
+from headrace.vmhost.guest.lines import split
 
 VERSION = "1"
 """Version of the instructions below: another text is another judge."""
@@ -62,7 +63,7 @@ def before_of(candidate: Candidate, path: str) -> bytes:
 
 def _diff(path: str, before: bytes, after: bytes) -> str:
     try:
-        old, new = before.decode().splitlines(keepends=True), after.decode().splitlines(keepends=True)
+        old, new = split(before.decode()), split(after.decode())
     except UnicodeDecodeError:
         return f"binary file {path}: {len(before)} bytes before, {len(after)} after\n"
     return "".join(line if line.endswith("\n") else line + "\n" for line in difflib.unified_diff(old, new, path, path))

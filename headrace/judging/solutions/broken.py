@@ -40,13 +40,13 @@ def stubs(before: Mapping[str, bytes], solution: Mapping[str, bytes]) -> Files:
     made: Files = {}
     for path, content in solution.items():
         functions = _changed_functions(before.get(path, b""), content) if path.endswith(".py") else []
-        lines = content.decode("utf-8", "replace").splitlines()
+        lines = content.splitlines(keepends=True)  # of bytes: the lines that a syntax tree numbers
         for function in reversed(functions):
             first = function.body[0]
             if first.lineno == function.lineno:  # a body on the line of its def
                 continue
-            lines[first.lineno - 1 : function.end_lineno] = [" " * first.col_offset + "return None"]
-            made[path] = ("\n".join(lines) + "\n").encode()
+            lines[first.lineno - 1 : function.end_lineno] = [b" " * first.col_offset + b"return None\n"]
+            made[path] = b"".join(lines)
     return made
 
 

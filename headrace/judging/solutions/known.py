@@ -29,6 +29,7 @@ from headrace.sandboxes.calls import NodeSilent, Superseded
 from headrace.tasks.certificates import task_hash
 from headrace.tasks.diff import PULL_LIMIT, TreeTooLarge, pull
 from headrace.tasks.sandboxes import begin_step, for_task
+from headrace.vmhost.guest.names import of_key
 
 _ORIGINALS = 4 << 20
 """Bytes of the largest original that is read: functions are compared with it."""
@@ -165,7 +166,8 @@ class AgentSandboxes:
     async def _write(self, sandbox: Sandbox) -> None:
         oracle = self._oracle
         if oracle.solution or oracle.removed:
-            written = await sandbox.call(WriteFiles(files=oracle.solution, delete=oracle.removed))
+            files = {of_key(path): data for path, data in oracle.solution.items()}
+            written = await sandbox.call(WriteFiles(files=files, delete=tuple(map(of_key, oracle.removed))))
             if not written.ok:
                 raise NoSolution(f"the known solution cannot be written: {written.error}")
 

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.tasks.generated import repositories
 from headrace.tasks.generated.traces import FINISH, TEST, Answer, Call, Fault, Play, edit_line, unread, wrong_line
+from headrace.vmhost.guest.lines import bodies
 
 TOOLS = (
     *("list_files", "read_file", "search", "semantic_search", "edit_file", "edit", "write_file", "terminal"),
@@ -50,7 +51,7 @@ def _looks(made: repositories.Made) -> tuple[Call, ...]:
 
 def _right(made: repositories.Made, rng: random.Random) -> Call:
     text = made.task.files[made.path].decode()
-    old = text.split("\n")[made.line - 1]
+    old = bodies(made.task.files[made.path])[made.line - 1]
     if text.count(old) == 1 and rng.random() < QUOTES:
         return ("edit", {"path": made.path, "old": old, "new": made.fixed})
     return edit_line(made.path, made.line, made.fixed)

@@ -20,6 +20,7 @@ from headrace.messages.sandbox import Sandbox
 from headrace.messages.tasks import Task
 from headrace.tasks.generated import repositories
 from headrace.tasks.local import LocalFiles
+from headrace.vmhost.guest.lines import bodies
 
 Call = tuple[str, dict[str, str]]
 Piece = tuple[str, bool]
@@ -146,7 +147,7 @@ TEST: Call = ("run_tests", {})
 
 def wrong_line(made: repositories.Made, rng: random.Random) -> Call:
     """A change that does not mend: another wrong alternative, the line as it is, or a neighbouring line."""
-    module = made.task.files[made.path].decode().splitlines()
+    module = bodies(made.task.files[made.path])
     others = [bug for bug in made.target.template.bugs if bug[0] == made.bug[0] and bug != made.bug]
     if others and rng.random() < 0.6:
         text = made.target.source(rng.choice(others))[1 + made.bug[0]]
@@ -164,7 +165,7 @@ def edit_line(path: str, line: int, text: str) -> Call:
 def unread(made: repositories.Made, rng: random.Random) -> Call:
     """An edit made up without a look: some module, some line, a line of some function."""
     path = rng.choice([p for p in made.task.files if p.endswith(".py") and "/" in p and made.task.files[p]])
-    lines = made.task.files[path].decode().splitlines()
+    lines = bodies(made.task.files[path])
     line = rng.randrange(2, len(lines) + 1)
     return edit_line(path, line, rng.choice(made.target.source()[1:]))
 

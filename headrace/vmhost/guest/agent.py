@@ -23,6 +23,7 @@ from typing import Any
 from . import background, jobs, tunnel
 from .files import Answer, Workspace
 from .frames import Garbage, Reader, send
+from .names import received
 from .testing import pytests
 from .testing.worker import Worker
 from .tools import Namespace, Tools
@@ -202,7 +203,7 @@ class SlotAgent:
         """Start or run one operation."""
         number = header["i"]
         try:
-            answer = self.operate(number, header, bodies)
+            answer = self.operate(number, received(header), bodies)
         except OperationError as refused:
             answer = {"ok": False, "error": str(refused)}, []
         except jobs.ProcessLimit:

@@ -16,7 +16,8 @@ from typing import Any
 
 from .files import Answer, Workspace
 from .frames import Body, FileBody
-from .walks import Budget, OperationError, shown
+from .names import shown
+from .walks import Budget, OperationError
 
 MOST = 100_000
 """Largest number of entries that a walk reads."""
@@ -32,8 +33,9 @@ NAMES, ORIGINALS = 8 << 20, 16 << 20
 
 def walk(upper: str, lower: Sequence[str], skip: Sequence[str], limit: int, originals: int) -> Answer:
     """Changes below `upper`, as [path, kind, mode, target] in the order in which they are made again: ``gone`` for a
-    removed entry, otherwise ``file``, ``folder``, ``link`` or ``other``. lower: the layers below, the top first; skip:
-    names of folders that are left out, and absolute paths of entries; limit: bytes of all contents.
+    removed entry, otherwise ``file``, ``folder``, ``link`` or ``other``. Paths are as `shown` gives them. lower: the
+    layers below, the top first; skip: names of folders that are left out, and absolute paths of entries; limit: bytes
+    of all contents.
 
     The bodies are the files' contents; then those that they replace, where these have at most `originals` bytes.
     Truncated and empty beyond `limit` or `MOST`; OperationError beyond the budget of a walk.
@@ -96,7 +98,8 @@ def walk(upper: str, lower: Sequence[str], skip: Sequence[str], limit: int, orig
             else:
                 changed.append((path, "other", status.st_mode & 0o7777, ""))
         pending += reversed(inner)
-    return {"entries": changed, "originals": had, "truncated": False}, bodies + before
+    named = [(shown(path), kind, mode, target) for path, kind, mode, target in changed]
+    return {"entries": named, "originals": list(map(shown, had)), "truncated": False}, bodies + before
 
 
 def _names(folder: str) -> list[str]:

@@ -14,10 +14,12 @@ from hashlib import blake2b
 from types import FrameType
 from typing import Any
 
+from . import lines as of_files
 from . import walks
 from .frames import Body, FileBody
 from .globs import matches
-from .walks import Budget, OperationError, shown
+from .names import shown
+from .walks import Budget, OperationError
 
 Answer = tuple[dict[str, Any], Sequence[Body]]
 SEARCH_S = 10.0
@@ -150,16 +152,10 @@ class Workspace:
         data, more = self.content(path, 16 << 20)
         if more:
             raise OperationError(f"{shown(path)}: too large to edit by lines")
-        lines = data.splitlines(keepends=True)
-        if not 1 <= first <= len(lines) + 1 or not first - 1 <= last <= len(lines):
-            raise OperationError(f"{shown(path)} has {len(lines)} lines; lines {first} to {last} cannot be replaced")
-        new = text.encode("utf-8", "surrogateescape")
-        if new and not new.endswith(b"\n") and (last < len(lines) or data.endswith(b"\n")):
-            new += b"\n"
-        if first == len(lines) + 1 and lines and not lines[-1].endswith(b"\n"):
-            lines[-1] += b"\n"
-        lines[first - 1 : last] = [new]
-        return self.write([path], [b"".join(lines)], [])
+        try:
+            return self.write([path], [of_files.replaced(data, first, last, text)], [])
+        except of_files.NoSuchLines as refused:
+            raise OperationError(f"{shown(path)} {refused}") from None
 
     def names(self, pattern: str, limit: int) -> Answer:
         """ListFiles."""
@@ -173,11 +169,11 @@ class Workspace:
         return {"truncated": False, "stdout": 0}, ["\n".join(names).encode()]
 
     def search(self, pattern: str, glob: str, context: int, limit: int) -> Answer:
-        """Search: ``path:line:text`` for hits, ``path-line-text`` for context."""
+        """Search: ``path NUL line:text`` for hits, ``path NUL line-text`` for context."""
         hit: Callable[[str], object]
         needle = b""
         if _PLAIN.issuperset(pattern):
-            hit, needle = (lambda line: pattern in line), pattern.encode()
+            hit, needle = (lambda line: pattern in line), pattern.encode()  # of bytes, which most files do not have
         else:
             try:
                 hit = re.compile(pattern).search
@@ -197,9 +193,9 @@ class Workspace:
                 if not stat.S_ISREG(status.st_mode) or not matches(glob, path):
                     continue
                 data = self._bytes(path, 4 << 20)
-                if needle not in data or b"\0" in data[:1024]:
+                if not data.startswith(of_files.UTF16) and (needle not in data or b"\0" in data[:1024]):
                     continue
-                text = data.decode("utf-8", "replace").splitlines()
+                text = of_files.bodies(data)
                 wanted: dict[int, str] = {}
                 for number, line in enumerate(text):
                     if hit(line):
@@ -209,8 +205,8 @@ class Workspace:
                         for near in range(max(0, number - context), min(len(text), number + context + 1)):
                             wanted.setdefault(near, "-")
                         wanted[number] = ":"
-                name = shown(path)
-                lines += [f"{name}{mark}{n + 1}{mark}{text[n][:1000]}" for n, mark in sorted(wanted.items())]
+                for number, mark in sorted(wanted.items()):
+                    lines.append(f"{shown(path)}\0{number + 1}{mark}{of_files.shown(text[number])[:1000]}")
                 if hits > limit:
                     break
         finally:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .files import Answer, Workspace
-from .walks import Budget, OperationError, shown
+from .names import shown
+from .walks import Budget, OperationError
 
 # Names of owners are not used, and looking them up would load the libraries that an image's configuration names.
 tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]

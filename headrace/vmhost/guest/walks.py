@@ -26,13 +26,6 @@ class OperationError(Exception):
     """The operation is not possible; the text is one line that a policy can use."""
 
 
-def shown(path: str) -> str:
-    """A path as text in one line: control characters and undecodable bytes are escaped."""
-    if path.isprintable():
-        return path
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)
-
-
 class Budget:
     """The limits of one operation. Each method raises OperationError beyond it."""
 

@@ -82,7 +82,7 @@ def _request(name: str) -> Acquire:
 
 async def test_an_episode_goes_from_failing_to_passing_tests(sandbox: VmSandbox) -> None:
     matches = await sandbox.call(Search(pattern=r"return \w+ -"))
-    assert matches.stdout == "tiny/calc.py:2:    return a - b"
+    assert matches.stdout == "tiny/calc.py\0002:    return a - b"
     before = await sandbox.call(RunTests(plan=PLAN))
     assert not before.ok and before.error == "2 of 2 tests failed"
     assert [(test.name, test.outcome) for test in before.tests] == [

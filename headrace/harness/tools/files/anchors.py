@@ -8,25 +8,21 @@ import re
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from headrace.vmhost.guest.lines import body, shown
+
 _RANGE = re.compile(r"(\d{1,7})#([0-9a-f]{4})(?:-(\d{1,7})#([0-9a-f]{4}))?")
 _NAMED = 5
 """Most lines with an anchor's hash that a refusal names."""
 
 
-def file_lines(text: str) -> list[str]:
-    """The lines of a file as an edit counts them: line breaks alone end a line. Their carriage returns are removed."""
-    lines = text.split("\n")
-    return [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
-
-
 def line_hash(line: str) -> str:
-    """Four hexadecimal digits of a line without its line break."""
-    return blake2b(line.encode("utf-8", "surrogateescape"), digest_size=2).hexdigest()
+    """Four hexadecimal digits of a line without its line end."""
+    return blake2b(body(line).encode("utf-8", "surrogatepass"), digest_size=2).hexdigest()
 
 
 def anchored(lines: Sequence[str], first: int = 1) -> str:
-    """Lines as ``number#hash:text``."""
-    return "\n".join(f"{number}#{line_hash(line)}:{line}" for number, line in enumerate(lines, first))
+    """Lines of a file as ``number#hash:text``."""
+    return "\n".join(f"{number}#{line_hash(line)}:{shown(line)}" for number, line in enumerate(lines, first))
 
 
 def resolve(lines: Sequence[str], at: str) -> tuple[int, int] | str:

@@ -4,19 +4,27 @@ Most base models know search-and-replace edits. An inexact quote is matched by a
 (files/matching.py); the answer, and so the trajectory, names the comparison that matched. An ambiguous quote changes
 nothing, and the answer names every candidate, because choosing one would be a guess. An anchor is a line's number and
 the hash of its text (files/anchors.py); a line without that hash is not replaced. The policy must read a file again
-that changed since it last saw it.
+that changed since it last saw it. Bytes outside of what changes stay, and new lines take the file's line ends
+(vmhost/guest/lines.py).
 """
 
 import difflib
+from collections.abc import Sequence
 
 from headrace.harness.tools.base import PATH, Answer, Parameter, ToolSchema, Workspace, failed, true_or_false
-from headrace.harness.tools.files.anchors import file_lines, resolve
-from headrace.harness.tools.files.matching import Match, Place, find
+from headrace.harness.tools.files.anchors import resolve
+from headrace.harness.tools.files.matching import Place
+from headrace.harness.tools.files.shown import ShownFile
 from headrace.harness.tools.files.staleness import LARGEST, forget, remember, stale
 from headrace.messages.sandbox import ReadFile, WriteFiles
+from headrace.vmhost.guest.lines import parse, replaced, shown_line, split
 
 _NAMED = 20
 """Most candidates of an ambiguous quote that are shown with their line; the others are only counted."""
+_NO_TEXT = (
+    "the edit would write anew what read_file shows as an escape and edit cannot write; leave it out of what changes, "
+    "or use the terminal"
+)
 
 
 class EditTool:
@@ -57,44 +65,34 @@ class EditTool:
         if stale(workspace, path, read.data):
             forget(workspace, path)
             return Answer(f"{path} has changed since it was last read; read it again", ok=False)
-        text = read.data.decode("utf-8", "surrogateescape")
-        windows = "\r\n" in text and "\n" not in text.replace("\r\n", "")
-        text, old, new = (part.replace("\r\n", "\n") for part in (text, old, new)) if windows else (text, old, new)
         if at:
-            lines = resolve(file_lines(text), at)
+            lines = resolve(parse(read.data).lines, at)
             if isinstance(lines, str):
                 return Answer(f"{path}: {lines}", ok=False)
-            match = Match("anchor", (_of_lines(text, lines, new),))
-        else:
-            match = find(text, old, new)
+            return await _write(workspace, path, replaced(read.data, *lines, new), ["ok"])
+        file, old, new = ShownFile(read.data), "".join(map(shown_line, split(old))), new.replace("\r\n", "\n")
+        if old == new:
+            return Answer("old and new are the same text but for line ends, which edit keeps", ok=False)
+        match = file.find(old, new)
         if not match.places:
-            return Answer(f"{path}: the text was not found{_nearest(text, old)}", ok=False)
+            return Answer(f"{path}: the text was not found{_nearest(file.text, old)}", ok=False)
         if len(match.places) > 1 and not every:
-            return Answer(f"{path}: the text stands at {_candidates(text, match.places)}; quote more lines", ok=False)
-        changed = _replace(text, match.places)
-        data = (changed.replace("\n", "\r\n") if windows else changed).encode("utf-8", "surrogateescape")
-        written = await workspace.call(WriteFiles(files={path: data}))
-        if not written.ok:
-            return failed(written)
-        remember(workspace, path, data)
-        how = [f"matched by {match.rung}"] if match.rung not in ("exact", "anchor") else []
+            places = _candidates(file.text, match.places)
+            return Answer(f"{path}: the text stands at {places}; quote more lines", ok=False)
+        data = file.changed([change for place in match.places for change in place.changes])
+        if data is None:
+            return Answer(f"{path}: {_NO_TEXT}", ok=False)
+        how = [f"matched by {match.rung}"] if match.rung != "exact" else []
         how += [f"{len(match.places)} replacements"] if every else []
-        return Answer(", ".join(["ok", *how]))
+        return await _write(workspace, path, data, ["ok", *how])
 
 
-def _of_lines(text: str, lines: tuple[int, int], new: str) -> Place:
-    """The lines first to last with their line breaks as a place; an empty replacement removes the lines."""
-    pieces = [f"{line}\n" for line in text.split("\n")]
-    start = sum(map(len, pieces[: lines[0] - 1]))
-    end = min(len(text), start + sum(map(len, pieces[lines[0] - 1 : lines[1]])))
-    closed = not new or new.endswith("\n") or not text[start:end].endswith("\n")
-    return Place(start, end, new if closed else new + "\n")
-
-
-def _replace(text: str, places: tuple[Place, ...]) -> str:
-    for place in reversed(places):
-        text = text[: place.start] + place.new + text[place.end :]
-    return text
+async def _write(workspace: Workspace, path: str, data: bytes, how: Sequence[str]) -> Answer:
+    written = await workspace.call(WriteFiles(files={path: data}))
+    if not written.ok:
+        return failed(written)
+    remember(workspace, path, data)
+    return Answer(", ".join(how))
 
 
 def _candidates(text: str, places: tuple[Place, ...]) -> str:

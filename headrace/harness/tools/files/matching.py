@@ -1,15 +1,21 @@
 """Finds the text that an edit quotes, by a fixed sequence of comparisons (rungs) from exact to loose.
 
+Both texts are as read_file shows a file: lines joined by ``\\n``, whatever the file's line ends are.
+
 The rungs are ``exact``; ``trailing space`` (lines without trailing white space); ``indentation`` (all lines shifted by
 one amount, by which the replacement is shifted too); ``unicode`` (typographic quotes, dashes and spaces as their ASCII
 forms). The first rung with a match decides: one match is the place, several are an ambiguity. No rung uses similarity
 or a model, so a file and a call always give the same result.
 
+Only what differs between the quote and the replacement is replaced: a quoted line that the replacement repeats stays as
+the file has it, and so does the white space at the end of a line unless the call changes it.
+
 Trade-off: after ``exact`` only whole lines match. Some edits fail that a looser rule would accept, but no edit changes
 a wrong place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from difflib import SequenceMatcher
 from typing import Literal, NamedTuple
 
 Rung = Literal["exact", "trailing space", "indentation", "unicode", "anchor"]
@@ -35,12 +41,20 @@ _TYPOGRAPHIC = str.maketrans(
 )
 
 
-class Place(NamedTuple):
-    """A match: offsets into the text, and the replacement as it is written there."""
+class Change(NamedTuple):
+    """Offsets into the text, and what takes the place of the text between them."""
 
     start: int
     end: int
     new: str
+
+
+class Place(NamedTuple):
+    """A match: its offsets in the text, and the changes inside it, in order and without overlap."""
+
+    start: int
+    end: int
+    changes: tuple[Change, ...]
 
 
 class Match(NamedTuple):
@@ -69,11 +83,21 @@ def find(text: str, old: str, new: str) -> Match:
 
 def _exact(text: str, old: str, new: str) -> tuple[Place, ...]:
     places: list[Place] = []
+    before = _same(old, new)
+    behind = _same(old[before:][::-1], new[before:][::-1])
     at = text.find(old)
     while at >= 0:
-        places.append(Place(at, at + len(old), new))
-        at = text.find(old, at + len(old))
+        end = at + len(old)
+        change = Change(at + before, end - behind, new[before : len(new) - behind])
+        places.append(Place(at, end, (change,)))
+        at = text.find(old, end)
     return tuple(places)
+
+
+def _same(first: str, second: str) -> int:
+    """Characters of the common start."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _by_lines(
@@ -83,6 +107,7 @@ def _by_lines(
     quoted = old.strip("\n").split("\n")
     if not any(line.strip() for line in quoted):
         return ()
+    new_lines = new.strip("\n").split("\n") if new.strip("\n") or not old.endswith("\n") else []
     lines = text.split("\n")
     starts = [0]
     for line in lines:
@@ -90,14 +115,40 @@ def _by_lines(
     places: list[Place] = []
     at = 0
     while at + len(quoted) <= len(lines):
-        indent = indent_of(lines[at : at + len(quoted)], quoted)
+        window = lines[at : at + len(quoted)]
+        indent = indent_of(window, quoted)
         if indent is None:
             at += 1
             continue
-        end = starts[at + len(quoted)] - 1
-        places.append(Place(starts[at], end, _indented(new.strip("\n"), indent)))
+        changes = tuple(_changes(window, quoted, new_lines, indent, starts[at : at + len(quoted) + 1], len(text)))
+        places.append(Place(starts[at], starts[at + len(quoted)] - 1, changes))
         at += len(quoted)
     return tuple(places)
+
+
+def _changes(
+    window: Sequence[str], quoted: Sequence[str], new: Sequence[str], indent: str, starts: Sequence[int], size: int
+) -> Iterator[Change]:
+    """What differs between the quoted lines and the new ones, as changes of the window. starts: offsets of the window's
+    lines and of the line behind it; size: characters of the text."""
+    for kind, a, b, c, d in SequenceMatcher(None, quoted, new, autojunk=False).get_opcodes():
+        if kind == "equal":
+            continue
+        lines = [_indented(line, indent) for line in new[c:d]]
+        if kind == "replace":
+            for place, (have, said) in enumerate(zip(window[a:b], quoted[a:b], strict=True)):
+                if place < len(lines) and _tail(said) == _tail(lines[place]):
+                    lines[place] = lines[place].rstrip() + _tail(have)
+        if a < b and lines:
+            yield Change(starts[a], starts[b] - 1, "\n".join(lines))
+        elif lines and a < len(quoted):
+            yield Change(starts[a], starts[a], "".join(f"{line}\n" for line in lines))
+        elif lines:
+            yield Change(starts[a] - 1, starts[a] - 1, "".join(f"\n{line}" for line in lines))
+        elif starts[b] <= size:
+            yield Change(starts[a], starts[b], "")
+        else:  # the last lines of a text that does not end with a line end
+            yield Change(max(0, starts[a] - 1), size, "")
 
 
 def _trailing(window: Sequence[str], quoted: Sequence[str]) -> str | None:
@@ -105,13 +156,13 @@ def _trailing(window: Sequence[str], quoted: Sequence[str]) -> str | None:
     return "" if same else None
 
 
+def _plain(line: str) -> str:
+    return line.translate(_TYPOGRAPHIC).rstrip()
+
+
 def _unicode(window: Sequence[str], quoted: Sequence[str]) -> str | None:
     same = all(_plain(a) == _plain(b) for a, b in zip(window, quoted, strict=True))
     return "" if same else None
-
-
-def _plain(line: str) -> str:
-    return line.translate(_TYPOGRAPHIC).rstrip()
 
 
 def _shifted(window: Sequence[str], quoted: Sequence[str]) -> str | None:
@@ -139,10 +190,12 @@ def _indent(line: str) -> str:
     return line[: len(line) - len(line.lstrip())]
 
 
-def _indented(new: str, indent: str) -> str:
-    if not indent:
-        return new
+def _tail(line: str) -> str:
+    return line[len(line.rstrip()) :]
+
+
+def _indented(line: str, indent: str) -> str:
+    """The line behind the indent, or without the columns that ``-n`` names."""
     if indent.startswith("-"):
-        columns = int(indent[1:])
-        return "\n".join(line[min(columns, len(_indent(line))) :] for line in new.split("\n"))
-    return "\n".join(indent + line if line.strip() else line for line in new.split("\n"))
+        return line[min(int(indent[1:]), len(_indent(line))) :]
+    return indent + line if line.strip() else line

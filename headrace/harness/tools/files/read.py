@@ -1,10 +1,11 @@
 """read_file: a file, or some of its lines, with line numbers, and on request with the anchors that `edit` takes."""
 
 from headrace.harness.tools.base import Answer, Parameter, Workspace, failed, number_range, numbered, true_or_false
-from headrace.harness.tools.files.anchors import anchored, file_lines
+from headrace.harness.tools.files.anchors import anchored
 from headrace.harness.tools.files.staleness import LARGEST, remember
 from headrace.messages.sandbox import ReadFile
 from headrace.rendering.schemas import BY_NAME, extended
+from headrace.vmhost.guest.lines import parse, shown
 
 
 class ReadFileTool:
@@ -28,16 +29,13 @@ class ReadFileTool:
         if not result.ok:
             return failed(result)
         remember(workspace, arguments["path"], result.data)
-        lines = result.data.decode("utf-8", "replace").splitlines()
-        if anchors:
-            lines = file_lines(result.data.decode("utf-8", "surrogateescape"))
+        lines = parse(result.data).lines
         first, last = max(1, wanted[0]), wanted[1]
         if first > len(lines) and lines:
             return Answer(f"the file has {len(lines)} lines", ok=False)
         if anchors:
-            shown = anchored(lines[first - 1 : last], first)
-            return Answer(shown.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
-        return Answer(numbered(lines[first - 1 : last], first))
+            return Answer(anchored(lines[first - 1 : last], first))
+        return Answer(numbered([shown(line) for line in lines[first - 1 : last]], first))
 
 
 TOOL = ReadFileTool()

@@ -8,13 +8,16 @@ Templates without ripgrep are not asked.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from headrace.harness.tools.base import Answer, Workspace, failed
 from headrace.messages.sandbox import Exec, Search
 from headrace.rendering.schemas import BY_NAME
+from headrace.vmhost.guest import names
+from headrace.vmhost.guest.lines import shown
 
-_LINE = re.compile(r"([^\n]+?)([:-])(\d+)\2(.*)")
+_LINE = re.compile(r"([^\n\0]+)\0(\d+)([:-])(.*)", re.S)
+_REMARK = re.compile(r"|.*: (?:WARNING: stopped searching binary file|binary file matches).*")
 _DEFINITION = re.compile(r"\s*(?:async\s+def|def|class)\b")
 _BODY = 40
 """Most lines of a definition that are shown."""
@@ -25,7 +28,8 @@ _WITHOUT = frozenset({"light"})
 _NOTE = "no ripgrep"
 _RIPGREP = (
     *("rg", "--no-config", "--no-heading", "--with-filename", "--line-number", "--color=never", "--sort=path"),
-    *("--no-ignore", "--hidden", "--glob=!.git", "--max-filesize=4M", "--max-columns=1000", "--max-columns-preview"),
+    *("--null", "--crlf", "--no-context-separator", "--no-ignore", "--hidden", "--glob=!.git"),
+    *("--max-filesize=4M", "--max-columns=1000", "--max-columns-preview"),
     *(f"--max-count={_HITS + 1}", f"--after-context={_BODY}"),
 )
 
@@ -37,15 +41,15 @@ def _indent(text: str) -> int:
 def layout(stdout: str) -> str:
     """Search output by file: the path on its own line, then ``line:text`` of the hits and of the bodies they begin.
 
-    stdout: ``path:line:text`` for a hit, ``path-line-text`` for a line of context.
+    stdout: ``path NUL line:text`` for a hit, ``path NUL line-text`` for a line of context.
     """
     shown: list[str] = []
     current, inside, named = "", -1, False
-    for raw in stdout.splitlines():
+    for raw in stdout.split("\n"):
         match = _LINE.fullmatch(raw)
         if match is None:
             continue
-        path, mark, line, text = match.groups()
+        path, line, mark, text = match.groups()
         if path != current:
             current, inside, named = path, -1, False
         if inside >= 0 and text.strip() and _indent(text) <= inside:
@@ -94,20 +98,22 @@ async def _by_ripgrep(pattern: str, glob: str, workspace: Workspace) -> str | No
         if result.code != 2:  # 2: it does not accept the pattern, or could not read a file
             workspace.memory[_NOTE] = "1"
         return None
-    if result.truncated:
+    # Only the sandbox's own search shows which bytes it found, and reads a path with a line end.
+    if result.truncated or "\ufffd" in result.stdout:
         return None
-    return "\n".join(_first_hits(result.stdout))
+    lines = [line for line in result.stdout.split("\n") if not _REMARK.fullmatch(line)]
+    matches = [match for line in lines if (match := _LINE.fullmatch(line))]
+    return "\n".join(_first_hits(matches)) if len(matches) == len(lines) else None
 
 
-def _first_hits(stdout: str) -> Iterator[str]:
+def _first_hits(lines: Iterable[re.Match[str]]) -> Iterator[str]:
     hits = 0
-    for line in stdout.splitlines():
-        line = line.removeprefix("./")
-        match = _LINE.fullmatch(line)
-        hits += match is not None and match.group(2) == ":"
+    for match in lines:
+        path, number, mark, text = match.groups()
+        hits += mark == ":"
         if hits > _HITS:
             return
-        yield line
+        yield f"{names.shown(path.removeprefix('./'))}\0{number}{mark}{shown(text + chr(10))}"
 
 
 TOOL = SearchTool()

@@ -13,6 +13,7 @@ from collections import Counter
 from headrace.harness.tools.base import Answer, Workspace, failed, numbered
 from headrace.messages.sandbox import PullTree
 from headrace.rendering.schemas import BY_NAME
+from headrace.vmhost.guest.lines import shown_lines
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _START = re.compile(r"(?:@|async\s+def|def|class)\b|@")
@@ -25,9 +26,8 @@ def words(text: str) -> list[str]:
     return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in lower_case]
 
 
-def pieces(path: str, text: str) -> list[tuple[str, int, list[str]]]:
+def pieces(path: str, lines: list[str]) -> list[tuple[str, int, list[str]]]:
     """(path, first line, lines) of each top-level definition and of the text between two definitions."""
-    lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if _START.match(line) and not (i and lines[i - 1].startswith("@"))]
     cuts = sorted({0, *starts, len(lines)})
     return [(path, a + 1, lines[a:b]) for a, b in itertools.pairwise(cuts) if any(map(str.strip, lines[a:b]))]
@@ -61,11 +61,7 @@ class KeywordSearchTool:
         result = await workspace.call(PullTree(patterns=("**/*.py", "*.py", "**/*.md", "*.md"), limit=4 << 20))
         if not result.ok:
             return failed(result)
-        documents = [
-            piece
-            for path in sorted(result.files)
-            for piece in pieces(path, result.files[path].decode("utf-8", "replace"))
-        ]
+        documents = [piece for path in sorted(result.files) for piece in pieces(path, shown_lines(result.files[path]))]
         best = rank(arguments["query"], documents)[:_SHOWN]
         shown = [
             f"{path}\n{numbered([line for line in lines[:_LINES]], first)}".rstrip()

@@ -27,6 +27,10 @@ FILES = {
     "data.bin": b"mean\0mean\n",
     ".gitignore": b"kit/\n",
     "many.txt": b"row\n" * 50,
+    "windows.txt": b"\xef\xbb\xbfmean\r\na\x0cb\rc mean\r\n",
+    "a:1:b-2-c ": b"\nthe odd mean\n",
+    "latin.txt": b"caf\xe9 mean\n",
+    "utf16.txt": "first\na mean\n".encode("utf-16"),
     ".git/config": b"mean\n",
 }
 TASK = Task(
@@ -66,6 +70,10 @@ QUERIES = [
     {"query": "mean", "glob": "*.py"},
     {"query": "mean", "glob": "kit/*.py"},
     {"query": "mean", "glob": "kit/**"},
+    {"query": "mean$"},
+    {"query": "^mean"},
+    {"query": "odd mean"},
+    {"query": "a mean"},
     {"query": "row"},
     {"query": "café"},
     {"query": "no such text"},
