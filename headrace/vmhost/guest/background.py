@@ -94,6 +94,13 @@ class Job(jobs.Job):
             del waiting[:limit]
         return pieces[0], pieces[1]
 
+    def foreground(self) -> int:
+        """The foreground process group of the job's terminal; 0 where there is none."""
+        try:
+            return os.tcgetpgrp(self.terminal) if self.terminal in self.streams else 0
+        except OSError:
+            return 0
+
     @property
     def empty(self) -> bool:
         """Whether all of its output was taken."""
@@ -151,17 +158,18 @@ class Background:
         return {}, []
 
     def stop(self, header: dict[str, Any]) -> Answer:
-        """Send a signal to a job's whole session."""
+        """Send a signal to a job's whole session; SIGINT in a terminal to its foreground process group, as the
+        interrupt key does."""
         job = self._find(header["job"])
         if not 1 <= header["signal"] <= 64:
             raise OperationError(f"expected a signal from 1 to 64, got {header['signal']}")
         if not job.over:
-            # A fork that has just begun has no session yet: then the signal goes to it alone.
-            try:
-                os.killpg(job.pid, header["signal"])
-            except ProcessLookupError:
-                with suppress(ProcessLookupError):
-                    os.kill(job.pid, header["signal"])
+            foreground = job.foreground() if header["signal"] == signal.SIGINT else 0
+            if foreground:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(foreground, signal.SIGINT)
+            else:
+                job.send(header["signal"])
         return {}, []
 
     def deadlines(self) -> list[float]:
@@ -204,6 +212,7 @@ def start_in_terminal(body: jobs.Body, stdin: bytes, cap: int, timeout: float) -
     if pid == 0:
         try:
             os.setsid()
+            jobs.accept_interrupts()
             fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
             for fd in range(3):
                 os.dup2(theirs, fd)

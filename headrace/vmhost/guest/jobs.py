@@ -88,9 +88,16 @@ class Job:
 
     def kill(self) -> None:
         """End the job's session."""
-        for kill in (os.killpg, os.kill):
+        self.send(signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        """Send a signal to every process group of the job's session, and to a fork that has no session yet."""
+        for group in _groups(self.pid):
             with suppress(ProcessLookupError, PermissionError):
-                kill(self.pid, signal.SIGKILL)
+                os.killpg(group, number)
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(self.pid) != self.pid:
+                os.kill(self.pid, number)
 
     def close(self) -> None:
         """Close the descriptors that are still open; background children of the job may hold the other ends."""
@@ -106,6 +113,22 @@ class Job:
     def text(self, name: str) -> bytes:
         """The part of a stream that was kept."""
         return bytes(self.output.get(name, b""))
+
+
+def _groups(session: int) -> set[int]:
+    """The process groups of a session: a shell with job control, or a program such as timeout, has more than one."""
+    groups = {session}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+            if int(fields[3]) == session:
+                groups.add(int(fields[2]))
+    return groups
+
+
+def accept_interrupts() -> None:
+    """In a fork: undo that the agent's parent ignores SIGINT, which a program would inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def start(body: Body, names: tuple[str, ...], stdin: bytes, cap: int, timeout: float) -> Job:
@@ -126,6 +149,7 @@ def start(body: Body, names: tuple[str, ...], stdin: bytes, cap: int, timeout: f
     if pid == 0:
         try:
             os.setsid()
+            accept_interrupts()
             fd = source[0] if source else os.open("/dev/null", os.O_RDONLY)
             os.dup2(fd, 0)
             os.dup2(pipes["stdout"][1], 1)

@@ -1,9 +1,9 @@
 """Paths as text in one line, which every operation takes back as a path.
 
-A file's name is bytes without a slash and NUL. What cannot be printed or is not UTF-8, and a blank at either end of a
-path, is escaped: ``\\n``, ``\\xff`` (a byte), ``\\u202e`` (a character). In a path with an escape a backslash is
-doubled; any other path stays as it is. `raw` is the inverse of `shown` for every path. Operations take and give paths
-as `shown` gives them.
+A file's name is bytes without a slash and NUL. Characters that cannot be printed, bytes that are not UTF-8, and a blank
+at either end of a path are escaped: ``\\n``, ``\\xff`` (a byte), ``\\u202e`` (a character). In a path with an escape a
+backslash is doubled; any other path stays as it is. `raw` is the inverse of `shown` for every path. Operations take and
+give paths as `shown` gives them.
 
 The keys of a repository on the host (`Task.files`, `Trajectory.diff`) are names as they are, except that a name with
 bytes that are no text, which no message can carry, is there as `shown`: `key` and `of_key` convert. A key that spells
@@ -71,12 +71,12 @@ def _character(match: re.Match[str]) -> str:
 
 def received(header: dict[str, Any]) -> dict[str, Any]:
     """The header of an operation with its paths as the file system has them."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if "path" in header:
-        found["path"] = raw(header["path"])
+        fields["path"] = raw(header["path"])
     for field in ("paths", "delete"):
         if field in header:
-            found[field] = list(map(raw, header[field]))
+            fields[field] = list(map(raw, header[field]))
     if "entries" in header:
-        found["entries"] = [[raw(path), *rest] for path, *rest in header["entries"]]
-    return header | found
+        fields["entries"] = [[raw(path), *rest] for path, *rest in header["entries"]]
+    return header | fields

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import shutil
+import signal
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
@@ -20,11 +21,14 @@ from headrace.messages.sandbox import (
     Change,
     CheckIntegrity,
     Exec,
+    FollowJob,
     ListFiles,
     NoCapacity,
     PullChanges,
     ReadFile,
     SandboxLost,
+    StartJob,
+    StopJob,
     WriteFiles,
 )
 from headrace.messages.tasks import SandboxLimits
@@ -110,6 +114,23 @@ async def test_every_backend_does_what_a_sandbox_is_for(host: Host) -> None:
     host.release(sandbox.id)
     with pytest.raises(SandboxLost):
         await sandbox.call(ReadFile(path="d/b.txt"))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+async def test_an_interrupt_ends_what_runs_in_the_foreground(host: Host, terminal: bool) -> None:
+    # A shell with job control gives the program a process group of its own.
+    sandbox = await host.acquire(request())
+    script = "set -m; sh -c 'echo on; sleep 600; echo survived'"
+    begun = await sandbox.call(StartJob(argv=("sh", "-c", script), terminal=terminal, timeout_s=300.0))
+    assert begun.ok, begun.error
+    seen = ""
+    while "on" not in seen:
+        seen += (await sandbox.call(FollowJob(job=begun.job))).stdout
+    assert (await sandbox.call(StopJob(job=begun.job, signal=signal.SIGINT))).ok
+    while (ended := await sandbox.call(FollowJob(job=begun.job))).running:
+        seen += ended.stdout
+    assert (ended.timed_out, "survived" in seen) == (False, False)
+    assert ended.code in (-signal.SIGINT, 128 + signal.SIGINT)
 
 
 async def test_a_request_for_what_a_backend_lacks_is_refused_by_name(host: Host) -> None:

@@ -129,8 +129,8 @@ def _by_lines(
 def _changes(
     window: Sequence[str], quoted: Sequence[str], new: Sequence[str], indent: str, starts: Sequence[int], size: int
 ) -> Iterator[Change]:
-    """What differs between the quoted lines and the new ones, as changes of the window. starts: offsets of the window's
-    lines and of the line behind it; size: characters of the text."""
+    """The differences between the quoted lines and the new ones as changes of the window. starts: offsets of its lines
+    and of the line behind it; size: characters of the text."""
     for kind, a, b, c, d in SequenceMatcher(None, quoted, new, autojunk=False).get_opcodes():
         if kind == "equal":
             continue

@@ -63,6 +63,7 @@ class Worker:
         if pid == 0:
             try:
                 os.setsid()
+                jobs.accept_interrupts()
                 self._close_own()
                 ours.close()
                 null = os.open("/dev/null", os.O_RDWR)

@@ -1,4 +1,4 @@
-"""What read_file and search show is what the other tools change: read, edit, read again, in a real sandbox."""
+"""read_file and search show what the other tools change: read, edit, read again, in a real sandbox."""
 
 import asyncio
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ ODD = ("new\nline", " lead", "trail ", "bidi\u202etxt", "nb\xa0sp", "c\x01", "a:
 NOT_UTF8 = "\udcff\udcfe.txt"
 
 
-class Desk:
+class Player:
     """One sandbox and a loop that its calls run in."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sandbox: Sandbox) -> None:
@@ -48,11 +48,11 @@ class Desk:
 
 
 @pytest.fixture(scope="module")
-def desk() -> Iterator[Desk]:
+def player() -> Iterator[Player]:
     loop = asyncio.new_event_loop()
     host = loop.run_until_complete(Host.open(Environment(backend="process")))
     sandbox = loop.run_until_complete(host.acquire(hosts.ask(0, group="lines", files={})))
-    yield Desk(loop, sandbox)
+    yield Player(loop, sandbox)
     loop.run_until_complete(host.close())
     loop.close()
 
@@ -61,11 +61,11 @@ def numbered(output: str) -> list[str]:
     return [line.partition(":")[2] for line in output.split("\n")] if output else []
 
 
-def check_edits(desk: Desk, data: bytes, draw: st.DataObject) -> None:
+def check_edits(player: Player, data: bytes, draw: st.DataObject) -> None:
     """One line is changed by what was read of it; every other byte is equal."""
-    desk.op(WriteFiles(files={"a.py": data}))
+    player.op(WriteFiles(files={"a.py": data}))
     text = lines.parse(data)
-    read = numbered(desk.tool("read_file", path="a.py").output)
+    read = numbered(player.tool("read_file", path="a.py").output)
     assert read == lines.shown_lines(data)
     if not read:
         return
@@ -73,14 +73,14 @@ def check_edits(desk: Desk, data: bytes, draw: st.DataObject) -> None:
     how = draw.draw(st.sampled_from(["edit_file", "anchor", "old"]))
     new = "NEW"
     if how == "edit_file":
-        answer = desk.tool("edit_file", path="a.py", lines=str(at + 1), text=new)
+        answer = player.tool("edit_file", path="a.py", lines=str(at + 1), text=new)
     elif how == "anchor":
-        anchor = desk.tool("read_file", path="a.py", anchors="true", lines=str(at + 1)).output.partition(":")[0]
-        answer = desk.tool("edit", path="a.py", at=anchor, new=new)
+        anchor = player.tool("read_file", path="a.py", anchors="true", lines=str(at + 1)).output.partition(":")[0]
+        answer = player.tool("edit", path="a.py", at=anchor, new=new)
     else:
         new = read[at] + "NEW"
-        answer = desk.tool("edit", path="a.py", old=read[at], new=new)
-    after = desk.op(ReadFile(path="a.py")).data
+        answer = player.tool("edit", path="a.py", old=read[at], new=new)
+    after = player.op(ReadFile(path="a.py")).data
     if not answer.ok:
         assert how == "old" and after == data
         assert not read[at].strip() or "\n".join(read).count(read[at]) > 1, answer.output
@@ -89,22 +89,22 @@ def check_edits(desk: Desk, data: bytes, draw: st.DataObject) -> None:
     line = lines.body(text.lines[at]) + "NEW" if how == "old" else "NEW"
     expected = text._replace(lines=[*text.lines[:at], line + end, *text.lines[at + 1 :]])
     assert after == expected.data
-    assert numbered(desk.tool("read_file", path="a.py").output) == [*read[:at], new, *read[at + 1 :]]
+    assert numbered(player.tool("read_file", path="a.py").output) == [*read[:at], new, *read[at + 1 :]]
     if b"\0" not in after[:1024] or after.startswith(lines.UTF16):
-        assert desk.tool("search", query="NEW$", glob="a.py").output == f"a.py\n{at + 1}:{new}"
+        assert player.tool("search", query="NEW$", glob="a.py").output == f"a.py\n{at + 1}:{new}"
 
 
 @FEW
 @given(files(), st.data())
-def test_an_edit_changes_the_line_that_was_read(desk: Desk, data: bytes, draw: st.DataObject) -> None:
-    check_edits(desk, data, draw)
+def test_an_edit_changes_the_line_that_was_read(player: Player, data: bytes, draw: st.DataObject) -> None:
+    check_edits(player, data, draw)
 
 
 @pytest.mark.slow
 @MANY
 @given(files(), st.data())
-def test_many_edits_change_the_line_that_was_read(desk: Desk, data: bytes, draw: st.DataObject) -> None:
-    check_edits(desk, data, draw)
+def test_many_edits_change_the_line_that_was_read(player: Player, data: bytes, draw: st.DataObject) -> None:
+    check_edits(player, data, draw)
 
 
 @FEW
@@ -132,12 +132,12 @@ def test_a_scripted_policy_makes_exactly_the_solution(before: bytes, after: byte
         (b"a\nc\n", b"a\n\nc\n"),
     ],
 )
-def test_the_oracle_s_calls_write_the_solution_s_bytes(desk: Desk, before: bytes, after: bytes) -> None:
-    desk.op(WriteFiles(files={"sub dir/a.txt": before}))
+def test_the_oracle_s_calls_write_the_solution_s_bytes(player: Player, before: bytes, after: bytes) -> None:
+    player.op(WriteFiles(files={"sub dir/a.txt": before}))
     for name, arguments in written("sub dir/a.txt", before, after):
-        done = desk.tool(name, **arguments)
+        done = player.tool(name, **arguments)
         assert done.ok, done.output
-    assert desk.op(ReadFile(path="sub dir/a.txt", limit=1 << 24)).data == after
+    assert player.op(ReadFile(path="sub dir/a.txt", limit=1 << 24)).data == after
 
 
 @pytest.mark.parametrize(
@@ -161,41 +161,41 @@ def test_the_oracle_s_calls_write_the_solution_s_bytes(desk: Desk, before: bytes
     ],
 )
 def test_an_edit_rewrites_nothing_outside_of_what_changes(
-    desk: Desk, before: bytes, old: str, new: str, after: bytes
+    player: Player, before: bytes, old: str, new: str, after: bytes
 ) -> None:
-    desk.op(WriteFiles(files={"a.py": before}))
-    desk.memory.clear()
-    answer = desk.tool("edit", path="a.py", old=old, new=new)
+    player.op(WriteFiles(files={"a.py": before}))
+    player.memory.clear()
+    answer = player.tool("edit", path="a.py", old=old, new=new)
     assert answer.ok, answer.output
-    assert desk.op(ReadFile(path="a.py")).data == after
+    assert player.op(ReadFile(path="a.py")).data == after
 
 
-def test_an_escape_is_not_written_for_the_byte_that_it_shows(desk: Desk) -> None:
-    desk.op(WriteFiles(files={"a.py": b"x\xffy\nx\\xffy\n"}))
-    desk.memory.clear()
-    assert "2 places" in desk.tool("edit", path="a.py", old="x\\xffy", new="z").output
-    desk.op(WriteFiles(files={"a.py": b"x\xffy\n"}))
-    refused = desk.tool("edit", path="a.py", old="x\\xffy", new="z\\xffw")
-    assert not refused.ok and desk.op(ReadFile(path="a.py")).data == b"x\xffy\n"
+def test_an_escape_is_not_written_for_the_byte_that_it_shows(player: Player) -> None:
+    player.op(WriteFiles(files={"a.py": b"x\xffy\nx\\xffy\n"}))
+    player.memory.clear()
+    assert "2 places" in player.tool("edit", path="a.py", old="x\\xffy", new="z").output
+    player.op(WriteFiles(files={"a.py": b"x\xffy\n"}))
+    refused = player.tool("edit", path="a.py", old="x\\xffy", new="z\\xffw")
+    assert not refused.ok and player.op(ReadFile(path="a.py")).data == b"x\xffy\n"
 
 
-def test_every_tool_takes_back_the_name_that_another_shows(desk: Desk) -> None:
+def test_every_tool_takes_back_the_name_that_another_shows(player: Player) -> None:
     script = "import os, sys\nos.mkdir('odd')\nfor name in map(bytes.fromhex, sys.argv[1:]):\n"
     script += "    open(b'odd/' + name, 'w').write('one\\ntwo\\n')\n"
     encoded = [name.encode("utf-8", "surrogateescape").hex() for name in (*ODD, NOT_UTF8)]
-    assert desk.op(Exec(argv=("python3", "-c", script, *encoded))).ok
-    listed = desk.tool("list_files", glob="odd/**").output.split("\n")
+    assert player.op(Exec(argv=("python3", "-c", script, *encoded))).ok
+    listed = player.tool("list_files", glob="odd/**").output.split("\n")
     assert {names.raw(path) for path in listed} == {f"odd/{name}" for name in (*ODD, NOT_UTF8)}
-    hits = desk.tool("search", query="two", glob="odd/**").output.split("\n")
+    hits = player.tool("search", query="two", glob="odd/**").output.split("\n")
     assert hits[::2] == listed and set(hits[1::2]) == {"2:two"}
     for path in listed:
-        assert desk.tool("read_file", path=path).output == "1:one\n2:two"
-        assert desk.tool("edit_file", path=path, lines="2", text="three").ok
-        assert desk.tool("edit", path=path, old="one", new="1").ok
-        assert desk.op(PullTree(patterns=("odd/**",))).files[path] == b"1\nthree\n"
-        assert desk.tool("write_file", path=path, text="x").ok
-        assert desk.tool("delete_file", path=path).ok
-    assert desk.tool("list_files", glob="odd/**").output == "no files"
+        assert player.tool("read_file", path=path).output == "1:one\n2:two"
+        assert player.tool("edit_file", path=path, lines="2", text="three").ok
+        assert player.tool("edit", path=path, old="one", new="1").ok
+        assert player.op(PullTree(patterns=("odd/**",))).files[path] == b"1\nthree\n"
+        assert player.tool("write_file", path=path, text="x").ok
+        assert player.tool("delete_file", path=path).ok
+    assert player.tool("list_files", glob="odd/**").output == "no files"
 
 
 def test_an_untouched_file_is_in_no_diff() -> None:
