@@ -11,7 +11,7 @@ from headrace.messages.rollout import RendererBundle, ToolCall, ToolResult
 from headrace.rendering import schemas
 from headrace.rendering.base import Call, Exchange, Parsed, RendererError
 from headrace.rendering.kinds import token_kinds
-from headrace.rendering.parsers.base import Part
+from headrace.rendering.parsers.base import MOST_CALLS, Part
 from headrace.rendering.schemas import ToolSchema
 from headrace.rendering.tokenizer import Piece, Tokenizer
 
@@ -146,12 +146,17 @@ class TerseRenderer(Format):
         while match := _NAME.search(text, at):
             name = match.group(1)
             if name in _NO_CALLS:
-                closing = f"</{name}>"
-                end = text.find(closing, match.end()) if name.startswith("think") else -1
-                at = end + len(closing) if end >= 0 else match.end()
-                if end >= 0:
+                at = match.end()
+                if name.startswith("think"):  # a call that thinking mentions does not run, also if it is never closed
+                    closing = f"</{name}>"
+                    end = text.find(closing, at)
+                    at = end + len(closing) if end >= 0 else len(text)
                     parts.append(Part("thinking", match.start(), at))
                 continue
+            if len(calls) == MOST_CALLS:
+                error = f"a turn has at most {MOST_CALLS} calls; write the others in the next turn"
+                calls.append(ToolCall(id=str(MOST_CALLS), name="", error=error))
+                break
             call, at = self._call(text, match, str(len(calls)))
             calls.append(call)
             parts.append(Part("call", match.start(), at))

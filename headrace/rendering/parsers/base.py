@@ -1,9 +1,13 @@
 """The base of all wire syntaxes: a parser from a completion's text to thinking, content and tool calls.
 
 Four rules hold in every syntax. A call that the text does not close is an error and never runs. JSON is decoded from
-its opening marker on; its closing marker is never searched, because a string may contain it. Thinking is split off
-first, so a call that is only mentioned there does not run; the caller says whether the prompt had opened the thinking.
-A value keeps the type that its tool's schema names: a string stays a string, whatever it looks like.
+its opening marker on; its closing marker is never searched, because a string may contain it. A call that thinking
+mentions does not run, wherever the thinking stands; the caller says whether the prompt had opened it. A value keeps the
+type that its tool's schema names: a string stays a string, whatever it looks like.
+
+Any text gives a completion. A parser may raise: `Syntax.read` is the one place where that becomes an error that the
+policy reads. Each step of a parser takes time in proportion to the text at most, and the numbers of calls and of
+blocks of thinking are bounded, so a whole turn does too.
 """
 
 import json
@@ -13,25 +17,31 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
+from headrace.rendering.parsers.values import Malformed, WrittenCall, malformed, recorded
+
+__all__ = [
+    "Completion", "Malformed", "Part", "Span", "Syntax", "Types", "WrittenCall", "after", "between_tokens", "call_of",
+    "coerce", "json_object", "json_value", "skip_space", "with_section",
+]  # fmt: skip
+
+MOST_CALLS = 64
+"""Calls that are read in one turn. The text behind them is content, and one more call says so."""
+MOST_BLOCKS = 16
+"""Blocks of thinking in one turn. Behind them all text is thinking."""
+
 Types = Mapping[str, Mapping[str, Any]]
 """Tool name to the properties of its JSON Schema: argument name to schema."""
 
-_JSON = json.JSONDecoder(strict=False)
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return value
+
+
+_JSON = json.JSONDecoder(strict=False, object_pairs_hook=_object)
 _SPACE = re.compile(r"\s*")
-
-
-class Malformed(Exception):
-    """The text is not a call of the syntax; the message is what the policy reads."""
-
-
-class WrittenCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of a completion. `error` is set when it is malformed; then `name` may be empty."""
-
-    name: str = ""
-    arguments: dict[str, Any] = {}
-    error: str = ""
-    wire_id: str = ""
-    """The id that the model wrote itself, in syntaxes that have one."""
 
 
 class Span(NamedTuple):
@@ -77,37 +87,69 @@ class Syntax:
         return f"call_{index}"
 
     def find(self, text: str, types: Types) -> Iterator[Span]:
-        """The calls of a text without its thinking, in order."""
+        """The calls of a text, in order; it may raise. The text may hold blocks of thinking: `read` takes no call that
+        begins in one, and searches again behind it."""
         raise NotImplementedError
 
     def read(self, text: str, types: Types, *, opened: bool = False) -> Completion:
         """A completion without its stop token. opened: the prompt ended inside the thinking."""
-        thinking, rest = self.split_thinking(text, opened)
-        before = len(text) - len(rest)
-        parts = [Part("thinking", 0, before)] if before else []
+        try:
+            completion = self._read(text, types, opened)
+        except Exception as error:
+            problem = malformed(f"the turn cannot be read ({type(error).__name__}: {error})")
+            return Completion(content=text, calls=(problem,))
+        calls = completion.calls[:MOST_CALLS]
+        if len(completion.calls) > MOST_CALLS:
+            calls = (*calls, malformed(f"a turn has at most {MOST_CALLS} calls; write the others in the next turn"))
+        return msgspec.structs.replace(completion, calls=tuple(map(recorded, calls)))
+
+    def _read(self, text: str, types: Types, opened: bool) -> Completion:
+        """A completion whose values are not checked. It may have one call more than `MOST_CALLS`."""
+        thinking: list[str] = []
         content: list[str] = []
         calls: list[WrittenCall] = []
+        parts: list[Part] = []
         at = 0
-        for start, end, call in self.find(rest, types):
-            content.append(rest[at:start])
-            if end > at:  # several calls may share one span
-                parts.append(Part("call", before + max(at, start), before + end))
-            at = max(at, end)
-            calls.append(call)
+        block = self._thinking(text, 0)
+        if opened and (block is None or text[: block[0]].strip()):
+            block = (0, 0, self.thinking[1])
+        while block is not None or at < len(text):
+            begin = block[0] if block is not None else len(text)
+            stop = at
+            for start, end, call in self.find(text[at:], types) if begin > at else ():
+                start, end = at + start, at + end
+                if start >= begin or len(calls) > MOST_CALLS:
+                    break
+                content.append(text[stop : max(stop, start)])
+                if end > stop:  # several calls may share one span
+                    parts.append(Part("call", max(stop, start), end))
+                stop = max(stop, end)
+                calls.append(call)
+                if stop > begin:  # the marker of thinking stands in the call
+                    block = self._thinking(text, stop)
+                    begin = block[0] if block is not None else len(text)
+            before = not thinking and not text[:begin].strip()  # blanks before the first block are no content
+            if block is None:
+                content.append(text[stop:begin])
+                break
+            content.append("" if before else text[stop:begin])
+            closed = text.find(block[2], block[1]) if len(thinking) < MOST_BLOCKS else -1
+            inside, at = (closed, closed + len(block[2])) if closed >= 0 else (len(text), len(text))
+            thinking.append(text[block[1] : inside].strip())
+            if at:
+                parts.append(Part("thinking", 0 if before else begin, at))
+            block = self._thinking(text, at) if at < len(text) else None
         return Completion(
-            thinking=thinking, content="".join(content) + rest[at:], calls=tuple(calls), parts=tuple(parts)
+            thinking="\n".join(filter(None, thinking)),
+            content="".join(content),
+            calls=tuple(calls),
+            parts=tuple(parts),
         )
 
-    def split_thinking(self, text: str, opened: bool) -> tuple[str, str]:
-        """Thinking without its markers, and the rest, with which the text ends. Thinking that is never closed is all
-        of the text."""
-        begin, end = self.thinking
-        if text.lstrip().startswith(begin):
-            text, opened = text.lstrip()[len(begin) :], True
-        if not opened:
-            return "", text
-        thinking, _, rest = text.partition(end)
-        return thinking.strip(), rest
+    def _thinking(self, text: str, at: int) -> tuple[int, int, str] | None:
+        """The next block of thinking: where its marker begins and ends, and the marker that closes it."""
+        begin = text.find(self.thinking[0], at)
+        return (begin, begin + len(self.thinking[0]), self.thinking[1]) if begin >= 0 else None
 
 
 def skip_space(text: str, at: int) -> int:

@@ -19,7 +19,7 @@ from headrace.rendering.parsers.base import (
 )
 
 _STOPS = ("<｜end▁of▁sentence｜>",)
-_FENCED = re.compile(r"\s*([^\n]+)\n```json\n")
+_FENCED = re.compile(r"([^\n]+)\n```json\n")
 
 
 class DeepSeek(Syntax):
@@ -35,14 +35,15 @@ class DeepSeek(Syntax):
         return between_tokens(text, self.begin, self.end, self.section, self._call)
 
     def _call(self, text: str, at: int) -> tuple[WrittenCall, int]:
-        middle = text.find(self.separator, at)
+        closed = text.find(self.end, at)
+        middle = text.find(self.separator, at, closed if closed >= 0 else len(text))
         if middle < 0:
             raise Malformed(f"the call has no {self.separator}")
         name, behind = text[at:middle].strip(), middle + len(self.separator)
         if name != "function":
             arguments, end = json_object(text, behind)
             return WrittenCall(name=name, arguments=arguments), after(text, end, self.end)
-        fenced = _FENCED.match(text, behind)
+        fenced = _FENCED.match(text, skip_space(text, behind))
         if fenced is None:
             raise Malformed("expected the function's name and a JSON block")
         arguments, end = json_object(text, fenced.end())
@@ -65,7 +66,7 @@ _DSML = tagged.tags(
     parameter=r"<｜DSML｜ ?parameter name=\"(?P<name>[^\"]+)\" string=\"(?P<string>true|false)\">",
     parameter_end=r"</｜DSML｜ ?parameter>",
     end=r"</｜DSML｜ ?invoke>",
-    section=r"\s*<｜DSML｜ ?(?:function_calls|tool_calls|calls)>\s*",
+    section=r"(?<!\s)\s*<｜DSML｜ ?(?:function_calls|tool_calls|calls)>",
     section_end=r"</｜DSML｜ ?(?:function_calls|tool_calls|calls)>",
 )
 

@@ -10,7 +10,7 @@ from headrace.rendering.parsers.base import Span, Syntax, Types
 
 _TAGS = tagged.tags(
     call=r"<tool_call>\s*(?P<name>[^\s<]+)\s*",
-    parameter=r"<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>",
+    parameter=r"<arg_key>(?P<name>[^<]*)</arg_key>\s*<arg_value>",
     parameter_end=r"</arg_value>",
     end=r"</tool_call>",
 )

@@ -7,6 +7,7 @@
 import re
 
 from headrace.rendering.parsers.base import (
+    MOST_CALLS,
     Completion,
     Malformed,
     Part,
@@ -17,6 +18,8 @@ from headrace.rendering.parsers.base import (
     skip_space,
 )
 
+MOST_MESSAGES = 64
+"""Messages of analysis that are read in one turn."""
 _END = re.compile(r"<\|(end|call|return)\|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([a-zA-Z]+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
@@ -29,7 +32,7 @@ class Harmony(Syntax):
     stops = ("<|call|>", "<|return|>", "<|endoftext|>")
     ends = ("<|end|>",)
 
-    def read(self, text: str, types: Types, *, opened: bool = False) -> Completion:
+    def _read(self, text: str, types: Types, opened: bool) -> Completion:
         """Analysis is thinking, messages to a function are calls, the rest is content."""
         thinking: list[str] = []
         content: list[str] = []
@@ -37,6 +40,9 @@ class Harmony(Syntax):
         parts: list[Part] = []
         at = 0
         while at < len(text):
+            if len(calls) > MOST_CALLS or len(thinking) > MOST_MESSAGES:
+                content.append(text[at:])
+                break
             middle = text.find("<|message|>", at)
             if middle < 0:
                 head = text[at:].removeprefix("<|start|>")

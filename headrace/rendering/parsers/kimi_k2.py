@@ -38,7 +38,8 @@ class KimiK2(Syntax):
         return between_tokens(text, self.begin, self.end, self.section, self._call)
 
     def _call(self, text: str, at: int) -> tuple[WrittenCall, int]:
-        middle = text.find(self.arguments, at)
+        closed = text.find(self.end, at)
+        middle = text.find(self.arguments, at, closed if closed >= 0 else len(text))
         if middle < 0:
             raise Malformed("the call has no arguments")
         wire_id = text[at:middle].strip()

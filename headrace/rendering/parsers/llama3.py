@@ -24,7 +24,7 @@ class Llama3(Syntax):
                 value, end = json_value(text, at)
                 if not (isinstance(value, dict) and ("parameters" in value or "arguments" in value)):
                     return
-                if value.get("name") not in types:
+                if isinstance(value.get("name"), str) and value["name"] not in types:
                     return
                 name, arguments = call_of(value)
                 call = WrittenCall(name=name, arguments=arguments)

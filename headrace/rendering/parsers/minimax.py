@@ -6,8 +6,8 @@ from headrace.rendering.parsers import tagged
 from headrace.rendering.parsers.base import Span, Syntax, Types
 
 _TAGS = tagged.tags(
-    call=r"<invoke name=\"?(?P<name>[^\">\n]+)\"?>",
-    parameter=r"<parameter name=\"?(?P<name>[^\">\n]+)\"?>",
+    call=r"<invoke name=\"?(?P<name>[^\"<>\n]+)\"?>",
+    parameter=r"<parameter name=\"?(?P<name>[^\"<>\n]+)\"?>",
     parameter_end=r"</parameter>",
     end=r"</invoke>",
     section=r"<minimax:tool_call>",

@@ -19,7 +19,7 @@ from headrace.rendering.parsers.base import (
 
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _ARRAY = re.compile(r"\s*\[\s*\{")
-_NAMED = re.compile(r"\s*([^\[\{\s]+?)\s*(?:\[CALL_ID\]\s*([^\[]*))?(?:\[ARGS\])?\s*(?=\{)")
+_NAMED = re.compile(r"\s*+([^\[\{\s]++)\s*+(?:\[CALL_ID\]\s*+([^\[\{]*+))?(?:\[ARGS\])?\s*+(?=\{)")
 
 
 class Mistral(Syntax):
@@ -64,9 +64,9 @@ class Mistral(Syntax):
         arguments, end = json_object(text, match.end())
         return [WrittenCall(name=match.group(1), arguments=arguments, wire_id=(match.group(2) or "").strip())], end
 
-    def split_thinking(self, text: str, opened: bool) -> tuple[str, str]:
+    def _thinking(self, text: str, at: int) -> tuple[int, int, str] | None:
         """``[THINK]``, or ``<think>`` in fine-tuned versions."""
-        thinking, rest = super().split_thinking(text, opened)
-        if not thinking and rest.lstrip().startswith("<think>") and "</think>" in rest:
-            thinking, _, rest = rest.lstrip()[len("<think>") :].partition("</think>")
-        return thinking.strip(), rest
+        block, begin = super()._thinking(text, at), text.find("<think>", at)
+        if begin < 0 or (block is not None and block[0] < begin) or text.find("</think>", begin) < 0:
+            return block
+        return begin, begin + len("<think>"), "</think>"

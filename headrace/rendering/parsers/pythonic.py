@@ -1,6 +1,7 @@
 """Pythonic: the whole turn is a Python list of calls with literal arguments, ``[f(a=1), g()]``, of Llama 4 and LFM2."""
 
 import ast
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,8 @@ class Pythonic(Syntax):
         if not source.startswith("["):
             return
         try:
-            tree = ast.parse(source, mode="eval").body
+            with warnings.catch_warnings(action="ignore"):  # such as an invalid escape
+                tree = ast.parse(source, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             yield Span(0, len(text), WrittenCall(error=f"the list of calls is not Python ({error})"))
             return
@@ -35,8 +37,19 @@ class Pythonic(Syntax):
             yield Span(0, len(text), _call(element))
 
 
+def _name(node: ast.expr) -> str:
+    """A name or a dotted name; empty for any other expression."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""
+
+
 def _call(node: ast.Call) -> WrittenCall:
-    name = ast.unparse(node.func)
+    name = _name(node.func)
+    if not name:
+        return WrittenCall(error="expected a name before the arguments")
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return WrittenCall(error=f"{name}: expected keyword arguments only")
     arguments: dict[str, Any] = {}

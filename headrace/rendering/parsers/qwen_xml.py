@@ -6,8 +6,8 @@ from headrace.rendering.parsers import tagged
 from headrace.rendering.parsers.base import Span, Syntax, Types
 
 _TAGS = tagged.tags(
-    call=r"<function=(?P<name>[^>\n]+)>",
-    parameter=r"<parameter=(?P<name>[^>\n]+)>",
+    call=r"<function=(?P<name>[^<>\n]+)>",
+    parameter=r"<parameter=(?P<name>[^<>\n]+)>",
     parameter_end=r"</parameter>",
     end=r"</function>",
     section=r"<tool_call>",

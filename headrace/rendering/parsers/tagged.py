@@ -6,6 +6,7 @@ provided that nothing follows the call.
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -23,8 +24,6 @@ class Tags(NamedTuple):
     parameter_end: re.Pattern[str]
     """With a look-ahead at what must follow."""
     end: re.Pattern[str]
-    last_end: re.Pattern[str]
-    """The call's end where the text ends too."""
     section: re.Pattern[str]
     """Stands before calls and is no content."""
     section_end: re.Pattern[str]
@@ -33,13 +32,11 @@ class Tags(NamedTuple):
 def tags(call: str, parameter: str, parameter_end: str, end: str, section: str = "", section_end: str = "") -> Tags:
     """Compile a dialect; the arguments are regular expressions, an empty section matches nothing."""
     plain = parameter.replace("(?P<name>", "(?:").replace("(?P<string>", "(?:")
-    behind = rf"(?:{section_end})?" if section_end else ""
     return Tags(
         re.compile(call),
         re.compile(parameter, re.S),
         re.compile(rf"{parameter_end}(?=\s*(?:{plain}|{end}))", re.S),
         re.compile(end),
-        re.compile(rf"{end}\s*{behind}\s*\Z"),
         re.compile(section or r"(?!)"),
         re.compile(section_end or r"(?!)"),
     )
@@ -86,16 +83,29 @@ def _arguments(
         argument = opening.group("name").strip()
         if closing := dialect.parameter_end.search(text, opening.end()):
             at = closing.end()
-        elif closing := dialect.last_end.search(text, opening.end()):
+        elif closing := _last_end(text, opening.end(), dialect):
             at = closing.start()
         else:
             return WrittenCall(error=f"{name}: the argument {argument} is not closed"), len(text)
+        if argument in arguments:
+            error = f"{name}: the argument {argument} stands twice"
+            closing = dialect.end.search(text, at)
+            return WrittenCall(error=error), closing.end() if closing else len(text)
         arguments[argument] = value(text[opening.end() : closing.start()], opening, schemas.get(argument))
 
 
 def _section_start(text: str, dialect: Tags, since: int, start: int) -> int:
     """Where the section marker directly before `start` begins, else `start`."""
-    for section in dialect.section.finditer(text, since, start):
-        if not text[section.end() : start].strip():
-            return section.start()
-    return start
+    last = _last(dialect.section.finditer(text, since, start))
+    return last.start() if last is not None and not text[last.end() : start].strip() else start
+
+
+def _last_end(text: str, at: int, dialect: Tags) -> re.Match[str] | None:
+    """The call's end from `at` on behind which the text ends too."""
+    last = _last(dialect.end.finditer(text, at))
+    behind = text[last.end() :].strip() if last is not None else ""
+    return last if not behind or dialect.section_end.fullmatch(behind) else None
+
+
+def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:
+    return next(iter(deque(matches, maxlen=1)), None)

@@ -64,7 +64,7 @@ def keep(workspace: Workspace, number: str, session: Session) -> None:
 def wait_ms(arguments: Mapping[str, str], default: int) -> int | Answer:
     """The argument `yield_time_ms`, or the answer to a text that is not a time."""
     wait = arguments.get("yield_time_ms", str(default)).strip()
-    if not (wait.isascii() and wait.isdigit() and int(wait[:9]) <= MOST_YIELD_MS):
+    if not (wait.isascii() and wait.isdigit() and len(wait) < 10 and int(wait) <= MOST_YIELD_MS):
         return Answer(f"yield_time_ms: expected 0 to {MOST_YIELD_MS}, got {wait[:40]!r}", ok=False)
     return int(wait)
 
