@@ -139,14 +139,13 @@ def test_a_call_that_thinking_mentions_never_runs(syntax: str) -> None:
         assert "".join(text[a:b] for _, a, b in read.parts).count(begin) == text.count(begin)
     if syntax not in ("llama3", "pythonic"):  # there a whole turn is the call
         inside = call(syntax, "search", [("query", f'"{begin}x{end}"')])
-        (read,) = parser.read(f"{made}{inside}", TYPES).calls[1:]
-        assert read.arguments == {"query": f"{begin}x{end}"}
+        assert parser.read(f"{made}{inside}", TYPES).calls[1].arguments == {"query": f"{begin}x{end}"}
 
 
 def test_terse_thinking_that_is_never_closed_holds_no_call() -> None:
     renderer = renderer_of("terse")
-    (read,) = renderer.parse(renderer.tokenizer.encode('<think>maybe <search query="a"/>')).calls
-    assert read.error
+    (made,) = renderer.parse(renderer.tokenizer.encode('<think>maybe <search query="a"/>')).calls
+    assert made.error
 
 
 def test_a_parser_that_raises_is_an_error_that_the_policy_reads() -> None:
