@@ -37,6 +37,8 @@ def fuzz(seed: int, count: int) -> int:
     for number, (syntax, text) in enumerate(completions(seed, count)):
         completion = SYNTAXES[syntax].read(text, TYPES, opened=number % 7 == 0)
         check(completion)
+        ends = [0, *(place for part in completion.parts for place in part[1:]), len(text)]
+        assert ends == sorted(ends), "parts are in order and do not overlap"
         calls += sum(not each.error for each in completion.calls)
     return calls
 
