@@ -114,12 +114,14 @@ class Toolbox:
                 sandbox, task, f"{prefix}{call.id}", self._details, self._memory, self._search, self._cap, self._count
             )
             answer = await self._answer(tool, call, workspace)
-        output = shortened(answer.output, self._cap)
+        # Half of a surrogate pair, which a tool may have read as JSON, is no text that a message can carry.
+        text = answer.output.encode("utf-8", "backslashreplace").decode()
+        output = shortened(text, self._cap)
         return ToolResult(
             call_id=call.id,
             ok=answer.ok,
             output=output,
-            truncated=len(answer.output) > self._cap,
+            truncated=len(text) > self._cap,
             wall_ms=(time.perf_counter() - start) * 1e3,
             retrieved=answer.retrieved,
         )

@@ -1,5 +1,6 @@
 """Tools by name, the default ones, and a tool from outside."""
 
+import msgspec
 import pytest
 
 from headrace.harness.tools import registry
@@ -8,7 +9,7 @@ from headrace.harness.tools.registry import TOOLS, schemas_of
 from headrace.harness.tools.todo import TOOL as TODO
 from headrace.harness.tools.toolbox import Toolbox, tools_of
 from headrace.messages import tasks
-from headrace.messages.rollout import ToolCall
+from headrace.messages.rollout import ToolCall, ToolResult
 from headrace.registry import PluginError, admit
 from headrace.rendering.schemas import ToolSchema
 from headrace.tasks.generated.repositories import make
@@ -28,7 +29,16 @@ class Count:
         return Answer(str(len(workspace._sandbox.files)))
 
 
-COUNT = Count()
+class Half:
+    """A tool from outside whose answer holds half of a surrogate pair."""
+
+    schema, writes = ToolSchema("half", "answer"), False
+
+    async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
+        return Answer("a\ud83db")
+
+
+COUNT, HALF = Count(), Half()
 OUTSIDE = f"{__name__}:COUNT"
 
 
@@ -55,6 +65,14 @@ async def test_a_tool_from_outside_answers_and_its_exception_is_an_answer() -> N
     assert (result.ok, result.output) == (False, "count_files failed: RuntimeError: no files")
     plugin = TOOLS.plugin(OUTSIDE)
     assert plugin is not None and plugin.seam == "tools" and len(plugin.source) == 64
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_no_message_can_carry_is_escaped() -> None:
+    box = Toolbox([f"{__name__}:HALF"])
+    result = await box.run(ToolCall(id="0.0", name="half"), LocalFiles({}), TASK)
+    assert result.output == "a\\ud83db"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=ToolResult) == result
 
 
 @pytest.mark.anyio

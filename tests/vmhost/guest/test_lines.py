@@ -131,3 +131,23 @@ def test_common_names_stay_as_they_are() -> None:
     assert names.shown("a\nb ") == "a\\nb\\x20"
     assert names.shown("unit-by\\x2dlabel") == "unit-by\\\\x2dlabel"
     assert sys.getfilesystemencodeerrors() == "surrogateescape"
+
+
+def test_every_path_of_an_operation_is_taken_back() -> None:
+    header = {
+        "op": "write_files",
+        "path": "a\\nb",
+        "paths": ["\\xff"],
+        "delete": ("c\\x20",),
+        "entries": [["d\\t", "gone"]],
+    }
+    read = names.received(header)
+    assert read == {
+        "op": "write_files",
+        "path": "a\nb",
+        "paths": ["\udcff"],
+        "delete": ["c "],
+        "entries": [["d\t", "gone"]],
+    }
+    test = names.received({"op": "run_tests", "paths": ["t\\n.py", "t.py::test[\\n]"]})
+    assert test["paths"] == ["t\n.py", "t.py::test[\\n]"]
