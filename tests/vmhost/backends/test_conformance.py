@@ -165,14 +165,19 @@ async def test_changes_of_an_image_are_read_and_made_again(host: Host) -> None:
     if not host.capabilities.upper_diff:
         assert "upper_diff" in (await sandbox.call(PullChanges())).error
         return
-    script = "id -u; rm gone; echo more >> kept; ln -s kept link; mkdir d; echo x > d/x"
-    done = await sandbox.call(Exec(argv=("sh", "-c", script)))
+    script = (
+        'id -u; rm gone; echo more >> kept; ln -s kept link; mkdir d; echo x > d/x; echo y > "$(printf \'%b\' "$N")"'
+    )
+    odd = "\\x20odd\\n\\xff"
+    done = await sandbox.call(Exec(argv=("sh", "-c", script), env={"N": odd}))
     assert (done.code, done.stdout) == (0, "1000\n"), done
     pulled = await sandbox.call(PullChanges())
     assert {(change.path, change.kind) for change in pulled.changes} == {
-        ("gone", "gone"), ("kept", "file"), ("link", "link"), ("d", "folder"), ("d/x", "file"),
+        ("gone", "gone"), ("kept", "file"), ("link", "link"), ("d", "folder"), ("d/x", "file"), (odd, "file"),
     }  # fmt: skip
-    assert pulled.files == {"kept": b"as it was\nmore\n", "d/x": b"x\n"} and pulled.originals["kept"] == b"as it was\n"
+    assert (await sandbox.call(ReadFile(path=odd))).data == b"y\n"
+    assert pulled.files == {"kept": b"as it was\nmore\n", "d/x": b"x\n", odd: b"y\n"}
+    assert pulled.originals["kept"] == b"as it was\n"
     fresh = await host.acquire(request(1, files={}))
     assert (await fresh.call(ApplyChanges(changes=pulled.changes, files=pulled.files))).ok
     again = await fresh.call(PullChanges())
