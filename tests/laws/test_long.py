@@ -12,7 +12,7 @@ import torch
 from headrace.actors.rollout.turn_log import TurnLog
 from headrace.actors.trainer.actor import Trainer
 from headrace.algorithms.packing import pack
-from headrace.bus.connection import MAX_INLINE
+from headrace.bus.storing import MAX_INLINE
 from headrace.config import Config, Curriculum, Policy
 from headrace.config import Trainer as TrainerSection
 from headrace.messages.base import Array
