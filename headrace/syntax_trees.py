@@ -15,3 +15,9 @@ def parsed(source: str | bytes) -> ast.Module:
     """The syntax tree of a module. SyntaxError, ValueError, RecursionError and MemoryError as of `ast.parse`."""
     with _parsing:
         return ast.parse(source)
+
+
+def expression(source: str) -> ast.expr:
+    """The syntax tree of an expression. Errors as of `parsed`."""
+    with _parsing:
+        return ast.parse(source, mode="eval").body

@@ -23,7 +23,9 @@ async def test_evaluations_while_training_pin_the_served_version_and_a_successor
     run = new_run()
     settings = msgspec.structs.replace(
         config(steps=4),
-        evaluation=c.Evaluation(before=False, after=False, every=2, every_suites=("a/b", "c"), every_tasks=3),
+        evaluation=c.Evaluation(
+            before=False, after=False, every=2, every_suites=("generated/dev", "generated/unseen"), every_tasks=3
+        ),
     )
     asked: list[EvalRequest] = []
 
@@ -48,12 +50,17 @@ async def test_evaluations_while_training_pin_the_served_version_and_a_successor
                 await other.step()
             await requests(4)
         versions = {request.id: request.policy.version for request in asked}
-        assert list(versions) == ["step-2-a-b", "step-2-c", "step-4-a-b", "step-4-c"]
-        assert versions["step-2-a-b"] == versions["step-2-c"] == 2
-        assert versions["step-4-a-b"] == versions["step-4-c"] == 4
+        assert list(versions) == [
+            "step-2-generated-dev",
+            "step-2-generated-unseen",
+            "step-4-generated-dev",
+            "step-4-generated-unseen",
+        ]
+        assert versions["step-2-generated-dev"] == versions["step-2-generated-unseen"] == 2
+        assert versions["step-4-generated-dev"] == versions["step-4-generated-unseen"] == 4
         assert {(request.suite, request.tasks, request.policy.kind) for request in asked} == {
-            ("a/b", 3, "pinned"),
-            ("c", 3, "pinned"),
+            ("generated/dev", 3, "pinned"),
+            ("generated/unseen", 3, "pinned"),
         }
         async with living(Curriculum, settings, await connect("curriculum"), run):
             for request in asked:

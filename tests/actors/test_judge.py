@@ -113,13 +113,14 @@ async def test_length_is_priced_and_the_verdict_is_not(
     (turn,) = plain.turns  # three tokens and one call
     counted = msgspec.structs.replace(turn, kinds=TokenKinds(thinking=1, calls=1))
     async with living(Judge, config(tmp_path, algorithm=rules), await connect("judge"), "j2"):
-        priced, old = await asyncio.gather(
-            judged(observer, trajectory("j2", "g1", {PATH: FIXED}, turns=(counted,))), judged(observer, plain)
-        )
+        priced = await judged(observer, trajectory("j2", "g1", {PATH: FIXED}, turns=(counted,)))
+        await observer.publish(TRAJ.at(run="j2", group="g1"), plain)
+        where = FAIL.where(run="j2")
+        failed = await first(observer, "HR_LEDGER", where, lambda record: isinstance(record, SlotFailed))
     # x = 10 + 20 + 30 + 40 + 200 = 300, and the price is 0.001 x (sqrt(1 + 3) - 1) / 0.005.
     assert priced.passed and priced.reward == pytest.approx(0.8)
     assert priced.parts == {"verdict": 1.0, "effort": pytest.approx(-0.2)}
-    assert old.passed and old.reward == 0.0 and "does not count its tokens by kind" in old.reason
+    assert failed.reason == "reward_error" and "does not count its tokens by kind" in failed.detail
 
 
 async def test_a_candidate_that_kills_its_machine_twice_is_judged_and_its_siblings_are_not_harmed(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.rendering.parsers.base import Span, Syntax, Types, WrittenCall
+from headrace.syntax_trees import expression
 
 _WRAPPERS = ("<|python_start|>", "<|python_end|>", "<|tool_call_start|>", "<|tool_call_end|>")
 
@@ -26,7 +27,7 @@ class Pythonic(Syntax):
             return
         try:
             with warnings.catch_warnings(action="ignore"):  # such as an invalid escape
-                tree = ast.parse(source, mode="eval").body
+                tree = expression(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             yield Span(0, len(text), WrittenCall(error=f"the list of calls is not Python ({error})"))
             return
