@@ -69,6 +69,7 @@ async def test_a_tool_from_outside_answers_and_its_exception_is_an_answer() -> N
 
 @pytest.mark.anyio
 async def test_an_answer_that_no_message_can_carry_is_escaped() -> None:
+    admit("tools", [f"{__name__}:HALF"])
     box = Toolbox([f"{__name__}:HALF"])
     result = await box.run(ToolCall(id="0.0", name="half"), LocalFiles({}), TASK)
     assert result.output == "a\\ud83db"
