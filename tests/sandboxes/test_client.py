@@ -101,7 +101,7 @@ async def test_a_released_sandbox_wakes_one_of_the_acquires_that_wait(
     """If it woke all, the requests of n attempts on a full node would grow with the square of n."""
     monkeypatch.setattr(client, "FIRST_WAIT_S", PATIENCE_S)  # so that only a release ends a wait
     monkeypatch.setattr(client, "MOST_WAIT_S", PATIENCE_S)
-    observer, asked, count = await connect("admin"), 0, 40
+    observer, asked, count = await connect("environment"), 0, 40
 
     async def seen(_: object) -> None:
         nonlocal asked
