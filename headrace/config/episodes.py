@@ -246,9 +246,8 @@ class Production(Section, frozen=True, kw_only=True):
     port: Port = 0
     """HTTP port of the gateway; 0 takes a free one, written to <run dir>/gateway.json."""
     public_urls: tuple[HttpUrl, ...] = ()
-    """Further addresses of the gateway, such as that of a proxy before it, as https://name:port. Requests whose header
-    Host has another name are refused, except those of `host`, the machine and loopback; Origin, if sent, must be one
-    of these addresses."""
+    """Further addresses of the gateway, as https://name:port: for example a proxy's. The gateway accepts requests
+    whose header Host names one of them, `host`, this machine or loopback. Origin, if sent, must be one of them."""
     tls_certificate: OptionalPath = ""
     """PEM file of the gateway's certificate chain; empty: plain HTTP. A renewed file is loaded within a minute."""
     tls_key: OptionalPath = ""

@@ -84,7 +84,7 @@ wildcard. Inside one run (and the runs branched from it) therefore:
 None of this crosses runs that have accounts of their own: another run's streams, buckets, consumers and inboxes do not
 exist there. A broker that `headrace up` starts holds one run. For a broker of several runs,
 `python -m headrace.bus.broker.credentials FOLDER --run RUN` makes the accounts of a run; with `[bus] credentials =
-FOLDER` every command signs in to those of its own run and is refused when there are none. A branch of user feedback
+FOLDER` every command uses the accounts of its own run, and is refused without them. A branch of user feedback
 runs in the accounts of the run that it branches from. Regions (deploy/regions) link the accounts of roles, so runs that
 share regions share them.
 """

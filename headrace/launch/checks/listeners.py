@@ -43,7 +43,7 @@ LISTENERS = (
         WEBSOCKET,
         "127.0.0.1, a free port; `[dashboard] websocket`, the page's next port in a launched or deployed run",
         "nats-server, if `[dashboard] enabled`",
-        "the page's Origin, and the NKEY of a role, of which the page has that of `web`",
+        "the page's Origin, and the NKEY of a role; the page has the key of `web`",
         "as `web`: subscribe to records without users' data, publish nothing",
         demo=True,
     ),
