@@ -67,8 +67,8 @@ REWARDS: Registry[Reward] = Registry("rewards", {"shaped": "headrace.algorithms.
 
 
 def shaped(judged: Judged) -> float:
-    """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort), minus the penalty of an
-    overlong attempt and those of open to-dos, broken calls and refused output, plus rubric_weight x the rubric's value.
+    """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort), minus the penalties of an
+    overlong attempt, of open to-dos, broken calls and refused output, plus rubric_weight x the rubric's value.
 
     Every end of an attempt pays the same penalties, so no end but success is worth more than an honest failure.
     """

@@ -122,7 +122,7 @@ def _add_writers(folder: Path, lines: Sequence[str]) -> None:
 
 
 def trust(folder: Path, writers: Path, roles: Sequence[str] = ROLES) -> None:
-    """Accept the records that the roles of another folder sign, such as those of a region. roles: of its lines, only
+    """Accept the records that the roles of another folder sign, for example a region's. roles: of its lines, only
     these are taken. BusError when the file cannot be read."""
     try:
         lines = [f"{role} {key}" for key, (_, named) in parse(writers.read_text(encoding="ascii")).items()

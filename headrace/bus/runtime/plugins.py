@@ -23,7 +23,7 @@ def key_of(role: str, run: str, plugin: Plugin) -> str:
 
 
 async def agree(bus: Bus, run: str, plugins: Sequence[Plugin]) -> None:
-    """Record the plugins of this actor, and compare them with those of the run's other roles. Unrecoverable where a
+    """Record this actor's plugins, and compare them with what the run's other roles recorded. Unrecoverable where a
     source differs: of two actors that record at the same time, at least one reads the other's."""
     if not plugins:
         return

@@ -50,7 +50,7 @@ class OpResult(msgspec.Struct, frozen=True, kw_only=True):
     tampered: tuple[str, ...] = msgspec.field(default=(), name="touched")
     """Changes that `CheckIntegrity` found: paths of files, ``kernel``, names of settings."""
     ended: bool = False
-    """The sandbox's own programs ended it, as `error` says; every later call gets this answer too. It is an outcome of
+    """The sandbox's own programs ended it; `error` says how, and every later call gets this answer. It is an outcome of
     the attempt, and no failure of the infrastructure."""
 
 

@@ -123,7 +123,7 @@ class ListFiles(msgspec.Struct, frozen=True, kw_only=True, tag="list_files"):
 
 class Search(msgspec.Struct, frozen=True, kw_only=True, tag="search"):
     """Lines that match a regular expression, one a line, as ``path NUL line:text``; `context` adds that many lines
-    before and after each hit, as ``path NUL line-text``. Line numbers are those of vmhost/guest/lines.py."""
+    before and after each hit, as ``path NUL line-text``. vmhost/guest/lines.py defines a line."""
 
     pattern: str
     glob: str = "**"
