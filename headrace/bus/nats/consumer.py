@@ -23,9 +23,7 @@ from headrace.bus.runtime import logging
 from headrace.bus.runtime.delivery import DeliveryHandler, Report, silent
 
 HEARTBEAT_S = 5.0
-EXPIRES_S = 10.0
-"""The broker does not see that the client of a pull request has died, because the answer goes to another account: it
-hands messages to it until the request expires, and each waits for its acknowledgement time."""
+EXPIRES_S = 60.0
 MAX_WAITING = 65_536
 """Pull requests that may wait at a durable: one for each idle actor. The broker refuses a further one, and its actor
 repeats it ten times a second."""

@@ -125,14 +125,16 @@ def _listing(root: str, folder: str, budget: Budget, without: Collection[str]) -
 
 
 def remove(root: str) -> None:
-    """Remove a folder with everything in it, of any depth, flags and modes, but nothing of what is mounted there."""
+    """Remove a folder with everything in it, of any depth, flags and modes, but nothing of what is mounted there. The
+    folder itself goes last: whoever sees it gone knows that nothing is left, and an interrupted removal can be
+    repeated."""
     if not _unmounted(root):
         return
     if os.path.islink(root) or not os.path.isdir(root):
         with suppress(OSError):
             os.unlink(root)
         return
-    pending, number = [root], 0
+    pending = [root]
     while pending:
         folder = pending.pop()
         # By descriptor: a program that still runs may put a link in the folder's place.
@@ -140,19 +142,22 @@ def remove(root: str) -> None:
         if fd is None:
             continue
         try:
+            if folder == root:
+                _free(fd)  # the folders below move into it
             with os.scandir(fd) as entries:
                 inner = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
             for name, is_folder in inner:
                 if not is_folder:
                     _insist(partial(os.unlink, name, dir_fd=fd), name, fd)
                     continue
-                number += 1
-                moved = f"{root}.{number}"  # beside the root, so that no path grows too long
+                moved = f"{root}/{os.urandom(8).hex()}"  # so that no path grows too long
                 if _insist(partial(os.rename, name, moved, src_dir_fd=fd), name, fd) is not None:
                     pending.append(moved)
         finally:
             os.close(fd)
-        _insist(partial(os.rmdir, folder), folder)
+        if folder != root:
+            _insist(partial(os.rmdir, folder), folder)
+    _insist(partial(os.rmdir, root), root)
 
 
 def _insist(change: Callable[[], int | None], name: str, folder: int | None = None) -> int | None:
