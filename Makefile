@@ -21,7 +21,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs clean web browser screenshots own
+.PHONY: image release help setup debian demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs clean web browser screenshots own size
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -170,6 +170,9 @@ chaos-weights: setup ## kill or stop sender, receiver and broker at every stage 
 format: setup ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+size: setup ## lines of code by concern
+	@$(BIN)/python docs/size.py
 
 docs: setup ## regenerate subjects.md, permissions.md, modules.md, configuration.md, listeners.md and the messages of wire.md; record new messages' bytes
 	$(BIN)/headrace subjects > docs/subjects.md

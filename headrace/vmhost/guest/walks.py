@@ -126,7 +126,7 @@ def _listing(root: str, folder: str, budget: Budget, without: Collection[str]) -
 
 def remove(root: str) -> None:
     """Remove a folder with everything in it, of any depth, flags and modes, but nothing of what is mounted there. The
-    folder itself goes last: whoever sees it gone knows that nothing is left, and an interrupted removal can be
+    folder itself goes last: its absence says that nothing is left, and an interrupted removal can be
     repeated."""
     if not _unmounted(root):
         return

@@ -19,7 +19,7 @@ def tree(root: Path) -> None:
 
 
 def test_the_folder_goes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for the folder to go, as the host of a process sandbox does, kills nobody who still removes."""
+    """The host of a process sandbox waits until its folder is gone, and then kills what is left of the agent."""
     root = tmp_path / "sandbox"
     tree(root)
     gone: list[str] = []
