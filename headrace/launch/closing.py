@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace import process_stat
-from headrace.launch.output import say
+from headrace.launch.output import complain, say
 
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
@@ -42,7 +42,7 @@ async def meter(run: "Run", watch: "Watch") -> None:
 async def write_report(run: "Run", bus: "Bus", watch: "Watch", moments: "Moments") -> int:
     """Audit the run, write report.json and report.html, and print the table; 1 when the audit does not balance."""
     from headrace.dashboard import page, records, report
-    from headrace.replay.audit import audit
+    from headrace.replay.audit import prove
     from headrace.tasks import open_suite
     from headrace.vmhost.backend import Capabilities
     from headrace.vmhost.backends.registry import capabilities
@@ -51,7 +51,9 @@ async def write_report(run: "Run", bus: "Bus", watch: "Watch", moments: "Moments
     def prompts(ref: "TaskRef") -> str:
         return open_suite(ref.suite, run.config.tasks.dir).task(ref.task).prompt
 
-    ledger = await audit(bus, run.folder.id)
+    ledger, faults = await prove(bus, run.folder.id)
+    for fault in faults:
+        complain(fault)
     stored = await records.collect(bus, run.folder.id, watch.asked)
     declared = []
     for name in stored.backends:

@@ -14,7 +14,7 @@ from headrace.messages.base import Message
 from headrace.messages.judging import Score
 from headrace.messages.ledger import GroupClosed, GroupDropped, SlotIssued, StalenessBound
 from headrace.messages.rollout import LEFT_OUT, SlotFailed
-from headrace.messages.training import StepDone, StepFailed, StepManifest
+from headrace.messages.training import RecordsPurged, StepDone, StepFailed, StepManifest
 
 Outcome = StepDone | StepFailed
 
@@ -140,6 +140,8 @@ class RunState:
         """The staleness bound of every batch; None before the run's first StalenessBound."""
         self.bound_records: list[tuple[StalenessBound, int]] = []
         """(record, number of closings before it)."""
+        self.purged: RecordsPurged | None = None
+        """The newest record of what the trainer has deleted."""
         self.issued = 0
         self.flat = 0
         """Groups that were dropped because their rewards were equal."""
@@ -181,6 +183,8 @@ class RunState:
                 return self.manifests.setdefault(seq, message) is message
             case StepDone() | StepFailed():
                 return self._stepped(message)
+            case RecordsPurged():
+                self.purged = message
         return False
 
     def fail(self, group: str, slot: int, attempt: int, reason: str) -> bool:

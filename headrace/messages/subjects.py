@@ -162,7 +162,7 @@ BLOB = Subject(
 )
 STEP = Subject(
     template="hr.step.{run}",
-    types=("step_manifest", "step_done", "step_failed", "fence"),
+    types=("step_manifest", "step_done", "step_failed", "records_purged", "fence"),
     publishers=("trainer",),
     readers=("trainer", "curriculum", "feedback", "replay", "dashboard", "audit"),
     note="every record is written on top of the last one of its run",

@@ -38,6 +38,19 @@ class StepManifest(Message, frozen=True, kw_only=True):
     refuses a batch that names another source than the run's record in HR_PLUGINS."""
 
 
+@message("records_purged")
+class RecordsPurged(Message, frozen=True, kw_only=True):
+    """The trainer is about to delete records of steps that are no longer kept for replay."""
+
+    run: str
+    step: Count
+    """The oldest step that is kept."""
+    trajectory_seq: Count
+    """In HR_TRAJ, the first record that is kept."""
+    score_seq: Count
+    """The same for scores in HR_SCORE."""
+
+
 class EngineMismatch(msgspec.Struct, frozen=True, kw_only=True):
     """Differences between sampler and trainer over re-scored tokens of one engine, under the weights that wrote
     them."""

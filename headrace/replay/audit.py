@@ -26,7 +26,7 @@ from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import CLOSE, DLQ, FAIL, LEDGER, SCORE, STEP, TRAJ
 from headrace.messages.training import StepDone
-from headrace.replay.feedback import feedback_books
+from headrace.replay.feedback import feedback_books, purged_users
 from headrace.replay.tokens import versions
 
 SKIPPED_NAMED = 100
@@ -98,8 +98,8 @@ async def audit(bus: Bus, run: str) -> AuditReport:
     return (await prove(bus, run))[0]
 
 
-async def prove(bus: Bus, run: str) -> tuple[AuditReport, list[str]]:
-    """The report, and a sentence for every fault."""
+async def prove(bus: Bus, run: str, gone_users: frozenset[str] = frozenset()) -> tuple[AuditReport, list[str]]:
+    """The report, and a sentence for every fault. gone_users: hashes of users whose records were deleted."""
     steps = await _read(bus, "HR_STEP", STEP.at(run=run))
     scores = await _read(bus, "HR_SCORE", SCORE.where(run=run), CLOSE.where(run=run))
     dead = await _read(bus, "HR_DLQ", DLQ.where(stream="*"))
@@ -110,12 +110,13 @@ async def prove(bus: Bus, run: str) -> tuple[AuditReport, list[str]]:
             written = tuple(versions(made)) if made.lane == "train" else ()
             seen[received.seq] = Seen(made.lane, made.group, made.slot, made.attempt, written, made.wall_s)
     ledger = await _read(bus, "HR_LEDGER", LEDGER.where(run=run), FAIL.where(run=run))
-    report, wrong = examine(run, [*ledger, *scores, *steps], [message for _, message in dead], seen)
+    users = gone_users | await purged_users(bus, run)
+    report, wrong = examine(run, [*ledger, *scores, *steps], [message for _, message in dead], seen, users)
     feedback, names, faults = await feedback_books(bus, run)
     wrong += faults
     branches: dict[str, AuditReport] = {}
     for name in names:
-        branches[name], faults = await prove(bus, name)
+        branches[name], faults = await prove(bus, name, users)
         wrong += [f"{name}: {fault}" for fault in faults]
     report = msgspec.structs.replace(report, balanced=not wrong, feedback=feedback, branches=branches)
     records = sorted(bus.skipped.values(), key=lambda record: not record.reason.startswith(FORGED))
@@ -135,9 +136,14 @@ async def _read(bus: Bus, stream: str, *filters: str) -> list[tuple[int, Message
 
 
 def examine(
-    run: str, records: Iterable[tuple[int, Message]], dead: Iterable[Message], seen: Mapping[int, Seen]
+    run: str,
+    records: Iterable[tuple[int, Message]],
+    dead: Iterable[Message],
+    seen: Mapping[int, Seen],
+    gone_users: frozenset[str] = frozenset(),
 ) -> tuple[AuditReport, list[str]]:
-    """The audit itself. records: (sequence, message), ledger first, then scores and closings, then steps."""
+    """The audit itself. records: (sequence, message), ledger first, then scores and closings, then steps. seen:
+    trajectories by sequence. gone_users: their records may be missing."""
     state = RunState(run)
     for seq, message in records:
         state.apply(message, seq)
@@ -147,7 +153,7 @@ def examine(
             state.fail(lost.group, lost.slot, lost.attempt, lost_attempts.REASON)
     wrong = list(state.problems)
     train = [group for group in state.groups.values() if group.first.lane == "train"]
-    wrong += _check_closings(state) + _check_steps(state)
+    wrong += _check_closings(state, seen, gone_users) + _check_steps(state)
     wrong += _check_bounds(state)
     oldest, bound, stale = _staleness(state, seen)
     wrong += stale
@@ -264,19 +270,23 @@ def _why_lost(group: Group, number: int, attempt: Attempt, last: bool) -> str:
     return closed.dropped_slots.get(str(number), "unnamed") if closed is not None else "unnamed"
 
 
-def _check_closings(state: RunState) -> list[str]:
-    """Every GroupClosed record names attempts that exist, with their Scores and Trajectories."""
+def _check_closings(state: RunState, seen: Mapping[int, Seen], gone_users: frozenset[str]) -> list[str]:
+    """Every GroupClosed record names attempts that exist, with their Scores and Trajectories. A record may be missing
+    only where its deletion is recorded: with its user, or because the trainer no longer keeps its step."""
     wrong = []
-    first = min(state.scores, default=0)
+    kept = (state.purged.trajectory_seq, state.purged.score_seq) if state.purged is not None else (0, 0)
     for seq, closed in state.closings:
+        erased = closed.group.partition(".")[0] in gone_users
         for slot in closed.slots:
             where = f"{closed.group} slot {slot.slot}"
             if state.attempt(closed.group, slot.slot, slot.attempt) is None:
                 wrong.append(f"{where}: closed with attempt {slot.attempt}, which was never issued")
+            if slot.trajectory_seq not in seen and slot.trajectory_seq >= kept[0] and not erased:
+                wrong.append(f"{where}: its trajectory {slot.trajectory_seq} is not in the stream or cannot be read")
             score = state.scores.get(slot.score_seq)
             if score is None:
-                if slot.score_seq >= first > 0 or slot.score_seq >= seq:
-                    wrong.append(f"{where}: its score {slot.score_seq} is not in the stream")
+                if (slot.score_seq >= kept[1] and not erased) or slot.score_seq >= seq:
+                    wrong.append(f"{where}: its score {slot.score_seq} is not in the stream or cannot be read")
                 continue
             if (score.group, score.slot, score.attempt) != (closed.group, slot.slot, slot.attempt):
                 wrong.append(f"{where}: score {slot.score_seq} belongs to another slot")

@@ -3,6 +3,7 @@
 from headrace.bus.connection import Bus
 from headrace.ledger.feedback import FeedbackBook, FeedbackReport, examine
 from headrace.ledger.state import RunState
+from headrace.messages.product import FeedbackPurged
 from headrace.messages.subjects import CLOSE, FATE, FEEDBACK, LEDGER, STEP
 
 
@@ -12,6 +13,14 @@ async def read_book(bus: Bus, run: str) -> FeedbackBook:
     async for received in bus.history("HR_FEEDBACK", FEEDBACK.where(), FATE.where(run=run)):
         book.apply(received.message, received.seq, received.time)
     return book
+
+
+async def purged_users(bus: Bus, run: str) -> frozenset[str]:
+    """Hashes of the users whose records were deleted."""
+    records = bus.history("HR_FEEDBACK", FATE.where(run=run))
+    return frozenset(
+        [received.message.user async for received in records if isinstance(received.message, FeedbackPurged)]
+    )
 
 
 async def feedback_books(bus: Bus, run: str) -> tuple[FeedbackReport | None, list[str], list[str]]:

@@ -23,7 +23,7 @@ from headrace.bus.connection import Bus
 from headrace.cli.main import main
 from headrace.messages import subjects as s
 from headrace.messages.ledger import SlotIssued
-from headrace.messages.training import StepDone
+from headrace.messages.training import StepDone, StepManifest
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 
@@ -197,6 +197,23 @@ async def test_an_interrupted_run_keeps_its_books_and_goes_on(tmp_path: Path) ->
     assert after["issued"] > before["issued"]
     trained = await steps_in(tmp_path / "runs" / run)
     assert trained and trained == list(range(len(trained)))  # each step once, without a gap
+    lost = await lose_a_trajectory(tmp_path / "runs" / run)
+    damaged = command(tmp_path, "audit", run)
+    assert damaged.returncode == 1 and not json.loads(damaged.stdout)["balanced"]
+    assert f"its trajectory {lost} is not in the stream" in damaged.stderr and one_sentence(damaged.stderr)
+
+
+async def lose_a_trajectory(run: Path) -> int:
+    """Delete a trajectory of the first step from the run's store, as a damaged disk would. Returns its sequence."""
+    async with await open_store(run / "broker") as server:
+        admin = await Bus.connect(server.url, role="admin", credentials=server.credentials)
+        async for received in admin.history("HR_STEP", s.STEP.at(run=run.name)):
+            if isinstance(received.message, StepManifest):
+                lost = received.message.groups[0].slots[0][0]
+                assert await admin.delete("HR_TRAJ", lost)
+                break
+        await admin.close()
+    return lost
 
 
 @pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -8,10 +8,11 @@ import pytest
 
 from headrace.ledger.drops import Bucket, DropsByLength
 from headrace.messages.base import Message
+from headrace.messages.judging import Score
 from headrace.messages.ledger import GroupClosed, SlotIssued, StalenessBound
 from headrace.messages.rollout import Span
 from headrace.messages.subjects import CLOSE, LEDGER, SCORE, STEP, TRAJ
-from headrace.messages.training import StepDone, StepManifest
+from headrace.messages.training import RecordsPurged, StepDone, StepManifest
 from headrace.replay.audit import Attempts, AuditReport, LaneReport, Seen, audit, examine
 from headrace.replay.tokens import versions
 from tests.conftest import Connect
@@ -286,9 +287,69 @@ def trajectory_of_another(streams: Streams) -> None:
     streams.seen[2] = msgspec.structs.replace(streams.seen[2], group="g000001")
 
 
+def purge(streams: Streams, trajectory_seq: int, score_seq: int) -> None:
+    """Delete records as the trainer does, which says so first."""
+    streams.put(streams.steps, RecordsPurged(run=r.RUN, step=1, trajectory_seq=trajectory_seq, score_seq=score_seq))
+    streams.seen = {seq: made for seq, made in streams.seen.items() if seq >= trajectory_seq}
+    streams.scores[:] = [(seq, m) for seq, m in streams.scores if seq >= score_seq or not isinstance(m, Score)]
+
+
+def test_records_of_steps_that_are_not_kept_may_be_missing() -> None:
+    streams = run()
+    before = streams.examine()[0]
+    purge(streams, 5, 7)
+    report, wrong = streams.examine()
+    assert wrong == []
+    assert (report.trained, report.in_flight, report.staleness_max) == (8, before.in_flight, before.staleness_max)
+
+
+def test_records_of_a_user_may_be_missing() -> None:
+    streams = Streams()
+    streams.group("aaaa.1")
+    streams.group("bbbb.1")
+    streams.step(0)
+    for seq in [seq for seq, made in streams.seen.items() if made.group == "aaaa.1"]:
+        del streams.seen[seq]
+    streams.scores[:] = [(seq, m) for seq, m in streams.scores if not isinstance(m, Score) or m.group != "aaaa.1"]
+    records = [*streams.ledger, *streams.scores, *streams.steps]
+    assert examine(r.RUN, records, [], streams.seen, frozenset({"aaaa"}))[1] == []
+    faults = examine(r.RUN, records, [], streams.seen, frozenset({"bbbb"}))[1]
+    assert len(faults) == 4 and all(fault.startswith("aaaa.1 slot") for fault in faults)
+
+
+def lost_trajectory(streams: Streams) -> None:
+    """A damaged block of the store: a record in the middle is gone."""
+    del streams.seen[3]
+
+
+def lost_first_trajectory(streams: Streams) -> None:
+    del streams.seen[1]
+
+
+def lost_first_score(streams: Streams) -> None:
+    """The stream begins later, and nothing says that its first record was deleted."""
+    del streams.scores[0]
+
+
+def lost_waiting_trajectory(streams: Streams) -> None:
+    """Of a group that waits for its step."""
+    del streams.seen[max(streams.seen)]
+
+
+def deleted_beyond_the_record(streams: Streams) -> None:
+    """More is gone than the trainer said."""
+    purge(streams, 3, 3)
+    del streams.seen[3]
+
+
 @pytest.mark.parametrize(
     "breaks",
     [
+        lost_trajectory,
+        lost_first_trajectory,
+        lost_first_score,
+        lost_waiting_trajectory,
+        deleted_beyond_the_record,
         lose_a_slot,
         train_twice,
         close_twice,

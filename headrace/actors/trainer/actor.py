@@ -383,12 +383,13 @@ class Trainer(Actor):
             return
         with trainer.clock.spent("publish"):
             await turn.recorded.wait()
-        position = {"close_seq": close_seq, "step_seq": self._step_seq}
         with trainer.clock.spent("checkpoint"):
+            position = {"close_seq": close_seq, "step_seq": self._step_seq}
             await self._in_thread(lambda: self.store.checkpoint(position))
         await self.event("checkpoint", f"version {trainer.version}", version=trainer.version)
-        purged = await self.store.purge(self.bus, self.run)
-        if purged:
+        if (old := await self.store.old_records(self.bus, self.run)) is not None:
+            self._step_seq = await self.bus.publish(STEP.at(run=self.run), old, expect=self._step_seq)
+            purged = await self.store.purge(self.bus, old)
             await self.event("purged", f"{purged} messages of steps that are no longer kept", messages=purged)
 
     async def _measure(self) -> None:

@@ -9,7 +9,7 @@ from headrace.bus.errors import MessageGone
 from headrace.bus.payloads import retention
 from headrace.config import Config
 from headrace.messages.subjects import SCORE, STEP, TRAJ, TURN
-from headrace.messages.training import StepManifest
+from headrace.messages.training import RecordsPurged, StepManifest
 from headrace.training.served.publication import Publication, path_of
 from headrace.training.trainer import PolicyTrainer
 from headrace.weights import snapshot
@@ -29,6 +29,8 @@ class CheckpointStore:
         """Number of steps whose records are kept: at least as many as open groups and unretired batches may need."""
         self._firsts: dict[int, tuple[int, int]] = {}
         """Step to the first sequences of a trajectory and of a score in its manifests; without purged steps."""
+        self._old: RecordsPurged | None = None
+        """The newest deletion."""
         self._read = 0
         """Sequence of the last record of HR_STEP that a purge has read."""
         snapshot.discard_abandoned(self.snapshots)
@@ -65,9 +67,8 @@ class CheckpointStore:
         named.unlink(missing_ok=True)
         os.link(self.checkpoints / "checkpoint.safetensors", named)
 
-    async def purge(self, bus: Bus, run: str) -> int:
-        """Delete trajectories, turns and scores of steps before the oldest kept checkpoint. Returns the number of
-        messages.
+    async def old_records(self, bus: Bus, run: str) -> RecordsPurged | None:
+        """Names the records of steps before the oldest kept checkpoint; None when they are deleted.
 
         A kept step is replayed from the checkpoint before it, so the steps between the two stay as well.
         """
@@ -75,10 +76,20 @@ class CheckpointStore:
         await self._read_manifests(bus, run)
         self._firsts = {step: first for step, first in self._firsts.items() if step >= oldest}
         if not oldest or not self._firsts:
-            return 0
+            return None
         first, first_score = (min(column) for column in zip(*self._firsts.values(), strict=True))
+        old = RecordsPurged(run=run, step=oldest, trajectory_seq=first, score_seq=first_score)
+        if old == self._old:
+            return None
+        self._old = old
+        return old
+
+    async def purge(self, bus: Bus, old: RecordsPurged) -> int:
+        """Delete trajectories, turns and scores. Returns the number of messages. old: is in the stream already, so that
+        the audit knows of every record that is missing."""
+        run, first = old.run, old.trajectory_seq
         purged = await retention.purge(bus, "HR_TRAJ", TRAJ.where(run=run), first)
-        purged += await retention.purge(bus, "HR_SCORE", SCORE.where(run=run), first_score)
+        purged += await retention.purge(bus, "HR_SCORE", SCORE.where(run=run), old.score_seq)
         try:
             moment = (await bus.get("HR_TRAJ", first)).time
         except MessageGone:  # it was deleted with its user's data

@@ -18,15 +18,18 @@ def add(commands: "Commands") -> None:
 
 
 def audit(args: argparse.Namespace) -> int:
-    """Print the report as one JSON line; 1 when the ledger does not balance."""
-    from headrace.launch.output import say_report
+    """Print the report as one JSON line, and every fault in a sentence on standard error; 1 when the ledger does not
+    balance."""
+    from headrace.launch.output import complain, say_report
     from headrace.launch.session import looped, run_of
-    from headrace.replay.audit import audit as prove
+    from headrace.replay.audit import prove
 
     async def body() -> int:
         async with run_of(args.run, args.config) as run:
-            report = await prove(run.bus, run.id)
+            report, faults = await prove(run.bus, run.id)
         say_report(report)
+        for fault in faults:
+            complain(fault)
         return 0 if report.balanced else 1
 
     return looped(body())

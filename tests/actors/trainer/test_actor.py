@@ -15,7 +15,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone, Unrecoverable, WrongSequence
 from headrace.messages.plugins import Plugin
 from headrace.messages.subjects import CLOSE, EVENT, STEP
-from headrace.messages.training import Behaviour, StepDone, StepFailed, StepManifest
+from headrace.messages.training import Behaviour, RecordsPurged, StepDone, StepFailed, StepManifest
 from headrace.replay.fetching import Records
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
@@ -384,6 +384,11 @@ async def test_records_that_are_not_to_be_replayed_are_purged(connect: Connect, 
             else:
                 assert (await feeder.bus.get("HR_TRAJ", trajectory)).message.group
                 assert (await feeder.bus.get("HR_SCORE", score)).message.group
+    told = [r.message async for r in feeder.bus.history("HR_STEP", STEP.at(run=feeder.run))]
+    kept = [slot for manifest in manifests if manifest.step >= 2 for group in manifest.groups for slot in group.slots]
+    assert [record for record in told if isinstance(record, RecordsPurged)][-1] == RecordsPurged(
+        run=feeder.run, step=2, trajectory_seq=min(kept)[0], score_seq=min(score for _, score in kept)
+    ), "the audit knows what is missing"
     closings = [r async for r in feeder.bus.history("HR_SCORE", CLOSE.where(run=feeder.run))]
     assert len(closings) == 12, "closings are kept"
     names = sorted(path.name for path in (feeder.folder / "checkpoints").glob("v*"))

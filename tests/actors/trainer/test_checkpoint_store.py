@@ -9,7 +9,7 @@ from headrace.actors.trainer.actor import Trainer
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
 from headrace.bus.connection import Bus
 from headrace.messages.subjects import STEP, TRAJ
-from headrace.messages.training import BatchGroup, StepManifest
+from headrace.messages.training import BatchGroup, RecordsPurged, StepManifest
 from tests.conftest import Connect
 from tests.support import records
 from tests.support.actors import living
@@ -52,7 +52,8 @@ async def test_a_purge_reads_the_records_of_a_step_once_and_keeps_what_a_replay_
         if step == STEPS:
             (store.checkpoints / f"v{STEPS - 10:08d}.safetensors").touch()
         before = stats["in_msgs"]
-        purged = await store.purge(bus, feeder.run)
+        old = await store.old_records(bus, feeder.run)
+        purged = await store.purge(bus, old) if old is not None else 0
         took.append(stats["in_msgs"] - before)
     assert max(took[10:-1]) <= max(took[1:11]) < STEPS, f"messages that each purge received: {took}"
     kept = [received.seq async for received in feeder.bus.history("HR_TRAJ", TRAJ.where(run=feeder.run))]
@@ -74,6 +75,10 @@ async def test_a_step_of_two_incarnations_keeps_the_records_of_both(connect: Con
         await write(feeder.bus, first, 1, ((place, place),))
     store = CheckpointStore(feeder.folder, trainer, config(tmp_path))
     (store.checkpoints / "v00000000.safetensors").unlink()
-    assert await store.purge(await connect("trainer"), feeder.run)
+    bus = await connect("trainer")
+    old = await store.old_records(bus, feeder.run)
+    assert old == RecordsPurged(run=feeder.run, step=1, trajectory_seq=early, score_seq=early)
+    assert await store.purge(bus, old)
+    assert await store.old_records(bus, feeder.run) is None, "they are deleted once"
     kept = [received.seq async for received in feeder.bus.history("HR_TRAJ", TRAJ.where(run=feeder.run))]
     assert kept == [early, late]
