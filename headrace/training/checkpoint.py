@@ -6,10 +6,11 @@ after its bytes are on the disk (fsync, rename, fsync of the folder); a kill at 
 
 Layout: ``master.*``, ``exp_avg.*``, ``exp_avg_sq.*`` by parameter name, with moments of eight bits also their scales
 ``exp_avg_scale.*`` and ``exp_avg_sq_scale.*``, ``kept.<version>.*`` by published name, and the metadata of safetensors:
-version, step, a hash over all bits, and the position in the streams that the caller gives.
+version, step, the position in the streams that the caller gives, and a hash over all bits and all other metadata.
 With an active guard also ``guard.*``, and the guard's state besides tensors.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +21,18 @@ from torch import Tensor
 from headrace.training.guard import Guard
 from headrace.training.state import TrainerState
 from headrace.weights import snapshot, tensor_state
-from headrace.weights.state import block_hashes, root
+from headrace.weights.state import WeightError, block_hashes, root
 from headrace.weights.tensor_state import infos, state_bits
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(Exception):
     """The checkpoint is damaged, or of another model."""
+
+
+class Damaged(CheckpointError):
+    """The file is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def save(
     tensors.update({f"guard.{name}": value for name, value in copies.items()})
     described, arrays = infos(tensors), state_bits(tensors)
     about = facts(state, sorted(kept or {}), position or {}, guard)
-    about["hash"] = root(described, block_hashes(described, arrays))
+    about["hash"] = digest(about, root(described, block_hashes(described, arrays)))
     with snapshot.Draft(path, described, about) as draft:
         for tensor, array in enumerate(arrays):
             draft.write(tensor, 0, array)
@@ -81,10 +86,16 @@ def facts(
     return about
 
 
+def digest(about: Mapping[str, str], bits: str) -> str:
+    """The hash of a checkpoint: blake2b over its metadata and the state hash of its bits."""
+    lines = [f"{key}={value}" for key, value in sorted(about.items()) if key != "hash"]
+    return hashlib.blake2b("\n".join([*lines, bits]).encode(), digest_size=16).hexdigest()
+
+
 def load(path: str | Path, state: TrainerState) -> CheckpointContents:
     """Restore `state` in place. FileNotFoundError without a file; CheckpointError when it is damaged or of another
     model."""
-    file = snapshot.Snapshot(path)
+    file = opened(path)
     check(path, file.metadata, file.state_hash())
     tensors = tensor_state.read(path)
     try:
@@ -98,14 +109,21 @@ def load(path: str | Path, state: TrainerState) -> CheckpointContents:
     return CheckpointContents(copies, mapped.position, mapped.guard)
 
 
-def check(path: str | Path, about: Mapping[str, str], digest: str) -> None:
-    """CheckpointError when a file with this metadata is no checkpoint, or does not have the hash of its bits."""
+def opened(path: str | Path) -> snapshot.Snapshot:
+    """The file, whose hash is still to be checked. FileNotFoundError, Damaged."""
+    try:
+        return snapshot.Snapshot(path)
+    except WeightError as error:
+        raise Damaged(f"{path} is damaged: {error}") from None
+
+
+def check(path: str | Path, about: Mapping[str, str], bits: str) -> None:
+    """CheckpointError when a file with this metadata is no checkpoint, Damaged when its hash is another one. bits: the
+    state hash of its bits."""
     if about.get("format") != str(FORMAT):
         raise CheckpointError(f"{path} is not a trainer checkpoint of format {FORMAT}")
-    if digest != about["hash"]:
-        raise CheckpointError(
-            f"{path} is damaged: its bits give hash {digest}, expected {about['hash']}; remove the file"
-        )
+    if digest(about, bits) != about.get("hash"):
+        raise Damaged(f"{path} is damaged: it gives hash {digest(about, bits)}, expected {about.get('hash')}")
 
 
 def contents(

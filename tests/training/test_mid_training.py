@@ -86,7 +86,7 @@ def test_what_was_kept_under_another_recipe_or_damaged_is_refused(
     with pytest.raises(MidTrainingFailed, match=r"another \[mid_training\]"):
         run(model(), texts(), RECIPE, file=checkpoint_file)
     checkpoint_file.write_bytes(checkpoint_file.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="is damaged: its bits give hash"):
+    with pytest.raises(CheckpointError, match="is damaged"):
         run(model(), texts(), RECIPE, file=checkpoint_file)
 
 

@@ -17,7 +17,7 @@ from typing import ClassVar, TypeVar
 
 import msgspec
 
-from headrace.actors.trainer import base_policy, initial_policy, old_weights, other_ranks, raised, records
+from headrace.actors.trainer import base_policy, initial_policy, old_weights, other_ranks, raised, records, resume
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
 from headrace.actors.trainer.closings import Batch, Closings, Ready
 from headrace.actors.trainer.records import StalenessWindow
@@ -36,7 +36,7 @@ from headrace.registry import merged
 from headrace.rendering.base import RendererError
 from headrace.replay.fetching import Records, fetch
 from headrace.replay.recipe import under
-from headrace.training import opening
+from headrace.training import checkpoint, opening
 from headrace.training.data.base import DataError
 from headrace.training.device import TrainerError
 from headrace.training.gradient import nothing
@@ -118,6 +118,7 @@ class Trainer(Actor):
         fence = Fence(run=self.run, actor=self.name(), id=self.id)
         self._step_seq = await self.bus.publish(STEP.at(run=self.run), fence)
         folder = self.folder / "checkpoints"
+        await resume.choose(self, folder)
         if not (folder / "checkpoint.safetensors").exists():
             await self.event("phase", "mid-training")
         self.status = "preparing"
@@ -143,7 +144,16 @@ class Trainer(Actor):
             self.trainer = trainer = await waits.opened(self._in_thread(work))
         except GroupError as error:
             raise error.during("the trainer was not prepared") from error
-        except (CheckpointError, DataError, RendererError, TrainerError) as error:  # a restart finds the same
+        except checkpoint.Damaged as error:
+            await resume.replace(self, folder, error)
+            raise  # a restart opens the other one
+        except (
+            CheckpointError,
+            checkpoint.CheckpointError,
+            DataError,
+            RendererError,
+            TrainerError,
+        ) as error:  # a restart finds the same
             raise Unrecoverable(f"{type(error).__name__}: {error}") from error
         if base is not None and trainer.version == 0:
             base.check(await self._in_thread(trainer.state.hash))
@@ -333,6 +343,8 @@ class Trainer(Actor):
     ) -> StepOutcome:
         """Take a step. An exception becomes a failed step if the weights still have the old bytes. turn: of a step
         whose manifest is not yet on the bus; the outcome then has no state hash."""
+        if detail := resume.beyond(manifest.step, fetched[0].values()):
+            return await self._in_thread(lambda: trainer.give_up(resume.REASON, detail, hashed=turn is None))
         trainer.config = under(self.config, manifest)
         before_update = partial(turn.wait, trainer.clock) if turn is not None else nothing
         try:
@@ -373,7 +385,8 @@ class Trainer(Actor):
             learning_rate=learning_rate,
             written_s=publication.seconds.get("durable", 0.0),
         )
-        await self.publish_event(ready, msg_id=f"{self.run}.snapshot.{version}.{state_hash}")
+        # Every life announces its newest version: the sender may have found the file gone, and the broker older.
+        await self.publish_event(ready, msg_id=f"{self.run}.snapshot.{version}.{state_hash}.{self.id}")
         self.store.forget(version)
 
     async def _keep(self, trainer: PolicyTrainer, turn: Turn, close_seq: int) -> None:

@@ -184,7 +184,7 @@ class Source:
     def __init__(self, file: Path, cut: Callable[[str, Tensor], Tensor], node: PeerGroup) -> None:
         """cut: the rows of a whole tensor. The processes of the node check the file's hash together.
         CheckpointError."""
-        mapped = snapshot.Snapshot(file)
+        mapped = checkpoint.opened(file)
         self.about = mapped.metadata
         checkpoint.check(file, self.about, state.root(mapped.tensors, file_hashes(mapped, node)))
         self._tensors, self._cut, self._node = tensor_state.read(file), cut, node

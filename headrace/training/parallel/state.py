@@ -207,8 +207,8 @@ class ShardedState(TrainerState):
         """Replace a checkpoint durably. All processes call it; node 0 writes. about: its metadata, without the hash.
         OSError in every process when one of them cannot write."""
         described = sorted(described, key=lambda info: info.name)
-        digest = root(described, rows.hashes(described, parts, self.world.node))
-        about = about | {"hash": self.world.agree(digest, "checkpoint")}
+        bits = root(described, rows.hashes(described, parts, self.world.node))
+        about = about | {"hash": self.world.agree(checkpoint.digest(about, bits), "checkpoint")}
         why = ""
         if self.world.copy == 0:
             try:
