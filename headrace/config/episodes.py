@@ -70,14 +70,8 @@ class Tasks(Section, frozen=True, kw_only=True):
 
 
 class Tools(Section, frozen=True, kw_only=True):
-    """The words under which a policy sees its tools, which need a chat format (the terse format shows no tools), and
-    the linter."""
+    """The linter and the search service behind tools of the same names."""
 
-    vary: bool = False
-    """Each training group gets other names for tools and arguments, another order and other descriptions, drawn from
-    the run's seed and the group's name (headrace/rendering/wordings.py)."""
-    evaluation: Literal["plain", "heldout"] = "plain"
-    """Words of evaluations. ``heldout``: those that no training group gets."""
     lint: tuple[Text, ...] = ()
     """The linter of the tasks' images for the tool `lint`: a program of the sandbox and its arguments, such as
     ["npx", "eslint", "."]. A task's own `lint` goes first. Empty: ruff, or a check of Python files without it."""

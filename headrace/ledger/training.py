@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 from headrace.config import Config
-from headrace.ledger.requests import evaluation_words, settings_of
+from headrace.ledger.requests import settings_of
 from headrace.ledger.schedule import IssueGroup, RetrySlot
 from headrace.ledger.seeds import seed_of
 from headrace.messages.evaluation import EvalRequest
@@ -138,7 +138,6 @@ def evaluations_during(config: Config, run: str, steps: int, served: int) -> Ite
             isolation=settings.isolation,
             reason=f"{DURING}_{suite}",
             seed=config.run.seed,
-            wording=evaluation_words(config),
         )
 
 
@@ -168,5 +167,4 @@ def evaluations(config: Config, run: str, when: Literal["before", "after"], vers
                     isolation=settings.isolation,
                     reason=reason,
                     seed=config.run.seed,
-                    wording=evaluation_words(config),
                 )

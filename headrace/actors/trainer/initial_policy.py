@@ -52,10 +52,6 @@ def bundle(config: Config, folder: Path) -> RendererBundle:
     if file.exists():
         return msgspec.json.decode(file.read_bytes(), type=RendererBundle)
     made = _make(config, folder)
-    if made.renderer == "terse" and (config.tools.vary or config.tools.evaluation != "plain"):
-        raise RendererError(
-            "[tools] vary and evaluation need a chat template: the terse format of this checkpoint shows no tools"
-        )
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "tokenizer.json", made.tokenizer_json.encode())
     _write(file, msgspec.json.encode(made))

@@ -82,10 +82,10 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     if file.is_file():
         bundle = msgspec.json.decode(file.read_bytes(), type=RendererBundle)
         try:
-            renderer = Renderers(bundle).open(schemas_of(tools_of(task)), trajectory.wording)
+            renderer = Renderers(bundle).open(schemas_of(tools_of(task)))
         except RendererError as error:
             raise ReplayError(str(error)) from None
-        if task.sandbox and trajectory.renderer == bundle.sha256:
+        if task.sandbox and trajectory.renderer == bundle.sha256 and trajectory.wording is None:
             prompt, most = whole_prompt(task.system, task.prompt), config.limits.max_parallel_calls
             later = [step.prompt for step in task.later]
             prompts_differ = differing(trajectory.turns, prompt, renderer, most, system=task.system, later=later)
