@@ -75,10 +75,9 @@ class MidTraining(Section, frozen=True, kw_only=True):
     """AdamW's decay of the mean of squared gradients, per step."""
     weight_decay: Amount = 0.0
     """AdamW's decoupled weight decay: each step lowers a weight by this times the learning rate times the weight."""
-    traces: Literal["repairs", "explorations", "notes"] = "repairs"
-    """The generated traces: repairs of the repositories of generated/train; the same repairs with all tools
-    (headrace/tasks/generated/exploring.py); or work with self-summaries on the tasks of generated/notes
-    (headrace/tasks/generated/note_traces.py)."""
+    traces: Literal["repairs", "notes"] = "repairs"
+    """The generated traces: repairs of the repositories of generated/train, or work with self-summaries on the tasks of
+    generated/notes (headrace/tasks/generated/note_traces.py)."""
     quality: Share = 0.35
     """Share of traces without a planted fault."""
     multi_line: Share = 0.72

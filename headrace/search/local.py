@@ -1,9 +1,9 @@
-"""Search services in this process: for replays, tests and traces."""
+"""Search services in this process: for replays and tests."""
 
 import asyncio
 
 from headrace.messages.search import SearchReply, SearchRequest
-from headrace.search.service import Embedder, Indexes
+from headrace.search.service import Indexes
 
 
 class LocalSearcher:
@@ -28,20 +28,3 @@ class LocalSearcher:
         while mode == "hybrid" and not indexes.ready(index):
             indexes.embed_some()
         return indexes.find(index, request.query, request.limit, mode)
-
-
-class WordSearcher:
-    """Answers by words alone, without a model and without suspending: for the results in generated traces."""
-
-    def __init__(self) -> None:
-        self._indexes = Indexes("words", _no_model, 1, None)
-
-    async def ask(self, request: SearchRequest) -> SearchReply:
-        """The reply in the mode `keyword`."""
-        index = self._indexes.update(request)
-        assert index is not None, "a trace sends the whole workspace with every search"
-        return self._indexes.find(index, request.query, request.limit, "keyword")
-
-
-def _no_model() -> Embedder:
-    raise AssertionError("a search by words needs no model")
