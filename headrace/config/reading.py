@@ -17,8 +17,23 @@ _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
 """Keys that moved to another section: files and recorded runs with the old keys are still read."""
 FORMER: dict[str, object] = {
+    "algorithm.max_k1": 0.0,
+    "engine.deadline_s": 600.0,
     "environment.key": "",
+    "evaluation.every_temperature": 1.0,
+    "feedback.every_s": 0.0,
+    "feedback.late_s": 86400.0,
+    "gate.alpha": 0.05,
+    "gate.shadow_failures": 0.05,
+    "gate.stage_s": 86400.0,
     "judge.model_key": "",
+    "judge.model_temperature": 0.7,
+    "judge.reward_s": 30.0,
+    "mid_training.weight_decay": 0.0,
+    "production.agent_idle_s": 1800.0,
+    "production.command_s": 120.0,
+    "production.day_s": 40.0,
+    "production.turn_s": 300.0,
     "tools.evaluation": "plain",
     "tools.vary": False,
 }

@@ -18,6 +18,8 @@ from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import PolicyRef
 from headrace.messages.tasks import CANARY, TaskRef
 
+TEMPERATURE = 1.0
+"""Sampling temperature of the measurements during training."""
 ROUNDS_PER_BIT = 6
 """Rounds of the shuffle for each bit of the suite's size."""
 
@@ -124,7 +126,7 @@ def evaluations_during(config: Config, run: str, steps: int, served: int) -> Ite
     due = steps // section.every * section.every if section.every else 0
     if not 0 < due <= served:
         return
-    settings = settings_of(config, section.every_temperature)
+    settings = settings_of(config, TEMPERATURE)
     ids = evaluation_ids(config, due)[-len(suites_during(config)) :]
     for id, suite in zip(ids, suites_during(config), strict=True):
         yield EvalRequest(

@@ -28,7 +28,7 @@ from headrace.harness.tools.registry import schemas_of
 from headrace.harness.tools.toolbox import tools_of
 from headrace.inner_paths import own_file
 from headrace.messages.base import Message
-from headrace.messages.product import ClientTurn
+from headrace.messages.product import TURN_S, ClientTurn
 from headrace.messages.rollout import PolicyRef
 from headrace.messages.subjects import EVENT
 from headrace.messages.tasks import Oracle, Task
@@ -255,7 +255,7 @@ class Policies:
             async with self.pins.use(policy.version) as engine:
                 yield ClientServed(engine, of, renderer.bundle)
         else:
-            await self.reached(0, self._config.production.turn_s)
+            await self.reached(0, TURN_S)
             yield ClientServed(await self._open_engine(), of, renderer.bundle)
 
     async def _branch(self, run: str) -> "Policies":
