@@ -27,15 +27,17 @@ import msgspec
 import torch
 
 from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
-from benchmarks.context_parallel import sampled
 from headrace.actors.trainer.actor import Trainer
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.config import Config
-from headrace.messages.rollout import Trajectory
+from headrace.messages.base import Array
+from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
 from headrace.messages.subjects import STEP
+from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone, StepFailed
+from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
@@ -72,6 +74,58 @@ ARMS = (
 UNCOUNTED = 0.85
 """Share of the free memory that a plan may take: it does not count temporary tensors and fragments."""
 WAIT_S = 900.0
+DRAWN, TURNS = 8, 4
+"""Sampled tokens of a turn, and turns of a sequence."""
+
+
+@torch.no_grad()
+def sampled(model: Model, slot: int, tokens: int) -> Trajectory:
+    """A trajectory of TURNS turns in which `tokens` positions were forwarded, on the model's device."""
+    draw, there = torch.Generator().manual_seed(slot), model.embedding.device
+    cache, table = KVCache(model.config, -(-tokens // 64), there), [[*range(-(-tokens // 64))]]
+    covered, pending, turns = 0, torch.empty(0, dtype=torch.int64), []
+    for index in range(TURNS):
+        end = tokens * (index + 1) // TURNS - DRAWN + 1  # the last drawn token of a turn is forwarded in the next
+        prompt = torch.randint(0, 256, (end - covered - len(pending),), generator=draw)
+        new, ids, logprobs, routes, first = torch.cat((pending, prompt)), [], [], [], covered
+        for _ in range(DRAWN):
+            recorder: list[torch.Tensor] = []
+            hidden = model.forward_cached(new.to(there), [len(new)], [covered], table, cache, recorder=recorder)[-1:]
+            covered += len(new)
+            if recorder:
+                routes.append(torch.stack(recorder, 1).to(torch.uint8).cpu())
+            new = torch.multinomial(torch.softmax(model.logits(hidden).float().cpu(), -1)[0], 1, generator=draw)
+            ids.append(int(new))
+            logprobs.append(float(model.selected_logprobs(hidden, new.to(there))[0]))
+        pending, routed = new, torch.cat(routes) if routes else None
+        turns.append(
+            Turn(
+                index=index,
+                segment=0,
+                prompt_ids=Array.of(prompt.tolist(), "<i4"),
+                ids=Array.of(ids, "<i4"),
+                logprobs=Array.of(logprobs, "<f4"),
+                routed=None if routed is None else Array("|u1", tuple(routed.shape), routed.numpy().tobytes()),
+                spans=(Span(first, covered, 0),),
+            )
+        )
+    return Trajectory(
+        run="r",
+        lane="train",
+        group="g000000",
+        slot=slot,
+        attempt=0,
+        id=f"g000000-{slot}-0",
+        task=TaskRef("even", "0"),
+        family="even",
+        seed=slot,
+        policy=PolicyRef(),
+        sampling=Sampling(),
+        outcome="finished",
+        turns=tuple(turns),
+        diff={},
+        fingerprint=model.numerics.fingerprint,
+    )
 
 
 class Arm(msgspec.Struct, frozen=True):

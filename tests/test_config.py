@@ -1,5 +1,6 @@
 """A bad configuration names the key, what was expected, and the line."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from msgspec import inspect
 from headrace.cli import main
 from headrace.config import Config, ConfigError, load, parse
 from headrace.config.base import WORDS
-from headrace.config.reading import keys
+from headrace.config.reading import FORMER, keys
 from tests.support.paths import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -89,6 +90,22 @@ def test_a_recorded_run_has_empty_names_of_variables_for_secrets(tmp_path: Path)
     assert load(recorded).tasks.mcp["wiki"].key_file == ""
     with pytest.raises(ConfigError, match=r"judge\.model_key: unknown key.*model_key_file"):
         parse('[judge]\nmodel_key = "JUDGE_KEY"\n')
+
+
+def test_a_recorded_run_that_had_a_former_key_is_read_where_it_did_what_is_done_now(tmp_path: Path) -> None:
+    recorded = tmp_path / "config.json"
+    config = msgspec.to_builtins(Config())
+    for path, value in FORMER.items():
+        section, key = path.split(".")
+        assert key not in config[section]
+        config[section][key] = value
+    recorded.write_text(json.dumps(config))
+    assert load(recorded) == Config()
+    for path, value in FORMER.items():
+        section, key = path.split(".")
+        recorded.write_text(json.dumps({section: {key: f"not {value}"}}))
+        with pytest.raises(ConfigError, match=f"unknown field `{key}`"):
+            load(recorded)
 
 
 def test_every_key_with_every_wrong_value_is_one_sentence_or_a_configuration() -> None:

@@ -74,6 +74,21 @@ def test_every_results_file_states_its_conditions() -> None:
     assert [file.name for file in files if not stated(json.loads(file.read_text()))] == []
 
 
+def test_every_answered_study_has_one_line_and_pages_cite_lines_that_exist() -> None:
+    page = ROOT / "benchmarks" / "results" / "studies.md"
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+    names = [row[0] for row in rows]
+    assert names == sorted(set(names)) and {len(row) for row in rows} == {4}
+    assert [row[0] for row in rows if not re.match(r"20\d\d-\d\d-\d\d", row[3])] == []
+    assert [name for name in names if (ROOT / "benchmarks" / f"{name}.py").exists()] == []
+    cited = [
+        found
+        for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+        for found in re.findall(r"benchmarks/results/studies\.md,\s+(\w+)", path.read_text())
+    ]
+    assert len(cited) > 20 and set(cited) <= set(names)
+
+
 def test_forbidden_words_stay_out_of_clean_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert script("words").main([]) == 0, capsys.readouterr().out
 

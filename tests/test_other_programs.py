@@ -209,7 +209,7 @@ def test_planted_mistakes_in_other_programs_are_reported() -> None:
         "curl URL/v1/nothing",
         "pip install 'headrace[nothing]'",
         "make image WHEELZ=x",
-        "python -m benchmarks.dashboard --nothing 1",
+        "python -m benchmarks.images --nothing 1",
         "python examples/own/nothing.py",
         "prometheus --config.file=deploy/nothing.yml",
         "frobnicate now",

@@ -11,8 +11,7 @@ CALLERS = ("headrace",)
 """The product alone: a kernel that a benchmark times and nothing else calls is deleted or connected."""
 MEASURING = {
     "router_flips": "benchmarks.numerics: the share behind `flipped`, which the product calls",
-    "from_array": "benchmarks.numerics and benchmarks.engines: the routes of one message",
-    "segments_of": "benchmarks.long_episode: `tensors_of` and `weighted` in one call",
+    "from_array": "benchmarks.numerics: the routes of one message",
     "cached_attention_triton": "benchmarks.kernels: `ragged_attention_triton` for equally many tokens of each sequence",
 }
 """Functions beside the product's own that benchmarks measure it with, and what for. This list only gets shorter."""

@@ -3,9 +3,6 @@
 A sandbox cannot hold the model, so the harness sends the files that changed since its last search, and this actor keeps
 the index. A search waits for missing vectors for at most `[search] wait_s` and is a keyword search after that; the
 reply names the mode.
-
-A published adapter of the query's vector is used from the next request on; a request under way ends with the one
-with which it began.
 """
 
 import asyncio
@@ -17,10 +14,8 @@ from headrace.bus.broker.callers import callers
 from headrace.bus.errors import Unrecoverable
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
-from headrace.messages.search import Mode, SearchReply, SearchRequest, adapter_key, search_method
+from headrace.messages.search import Mode, SearchReply, SearchRequest, search_method
 from headrace.messages.subjects import RPC, RPC_NODE, token
-from headrace.search.adapters import versions
-from headrace.search.adapters.adapter import Adapter, AdapterError
 from headrace.search.index import Index
 from headrace.search.models import INSTALL, SearchModelError, find, plugin
 from headrace.search.service import open_indexes
@@ -55,14 +50,7 @@ class Search(Actor):
         self._unusable = ""
         """The reason for which the model cannot be used."""
         self._node = token(f"{self.bus.node}-{self.run}")
-        self._adapter: Adapter | None = None
-        self._refused: set[int] = set()
-        """Revisions of adapters that cannot be used here."""
-        self._seen = 0
-        """The newest revision of any adapter."""
-        await self._choose_adapter()
         self.spawn(self._embed(), "embedding")
-        self.spawn(self._follow_adapters(), "adapters")
         self.every(5.0, self._measure, "metrics")
         for caller in callers("search", "query"):
             own = RPC_NODE.at(service="search", caller=caller, node=self._node, method="query")
@@ -79,8 +67,7 @@ class Search(Actor):
     async def _query(self, request: SearchRequest) -> SearchReply:
         if token(request.run) != self._run_token:
             return SearchReply(node=self._node, failure="refused", detail=f"this actor serves run {self.run}")
-        adapter = self._adapter if request.model != self._indexes.identity else None
-        if request.model not in ("", self._indexes.identity, adapter.model if adapter is not None else ""):
+        if request.model not in ("", self._indexes.identity):
             return SearchReply(node=self._node, failure="unknown_model", detail=request.model)
         loop = asyncio.get_running_loop()
         index = await loop.run_in_executor(self._answers, self._indexes.update, request)
@@ -93,7 +80,7 @@ class Search(Actor):
             return SearchReply(node=self._node, failure="not_ready", detail=detail)
         find = self._indexes.find
         try:
-            reply = await loop.run_in_executor(self._answers, find, index, request.query, request.limit, mode, adapter)
+            reply = await loop.run_in_executor(self._answers, find, index, request.query, request.limit, mode)
         except SearchModelError as error:
             self._unusable = str(error)
             self.fail(Unrecoverable(f"SearchModelError: {error}"))
@@ -121,33 +108,6 @@ class Search(Actor):
             except TimeoutError:
                 return None if wanted else "keyword"
         return "hybrid" if not self._unusable else None
-
-    async def _follow_adapters(self) -> None:
-        """Choose again whenever a version is published or withdrawn, without end."""
-        state = await self.bus.kv(versions.BUCKET)
-        async for _, _, revision in state.watch(adapter_key(self.run)):
-            if revision > self._seen:
-                await self._choose_adapter()
-
-    async def _choose_adapter(self) -> None:
-        """Use the newest version that is not withdrawn and fits the model; without one, no adapter."""
-        chosen: Adapter | None = None
-        published = await versions.published(self.bus, self.run)
-        self._seen = max(published, default=0)
-        for revision, version in published.items():
-            if version.withdrawn or revision in self._refused:
-                continue
-            try:
-                adapter = await versions.read(self.bus, version)
-                chosen = Adapter(adapter, self._indexes.identity, self._indexes.vectors.width)
-                break
-            except AdapterError as error:
-                self._refused.add(revision)
-                await self.event("search_adapter_refused", str(error), level="warning", adapter=version.hash)
-        before, self._adapter = self._adapter, chosen
-        names = [adapter.model if adapter is not None else self._indexes.identity for adapter in (before, chosen)]
-        if names[0] != names[1]:
-            await self.event("search_adapter", f"searches use {names[1]}", model=names[1])
 
     async def _embed(self) -> None:
         """Embed missing chunks, a batch at a time, without end. Unrecoverable when the model cannot be used."""

@@ -40,7 +40,6 @@ from headrace.cli.policy import train as policy_train
 from headrace.cli.replay import dlq, rejudge, replay, retrain
 from headrace.cli.run import actor, audit, chaos, check, down, evaluate, launch, staleness, status, subjects, up, wire
 from headrace.cli.run import export as run_export
-from headrace.cli.search import learn, publish
 from headrace.cli.tasks import atif, certify, export_suite, from_sdist, history, import_suite, make, patches, show
 from headrace.cli.trainer import join as trainer_join
 from headrace.cli.trainer import plan
@@ -105,7 +104,6 @@ GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
         "guest images and sandboxes of this host",
         (build, import_image, pool, shell, vm_run, fork, facts, gc, doctor),
     ),
-    ("search", "adapters of semantic search", (learn, publish)),
     ("lines", "report which lines of agents a git repository still has", (lines_watch, lines_report)),
     ("keys", "API keys of the gateway", (keys_add, keys_list, keys_revoke)),
     (

@@ -70,14 +70,8 @@ class Tasks(Section, frozen=True, kw_only=True):
 
 
 class Tools(Section, frozen=True, kw_only=True):
-    """The words under which a policy sees its tools, which need a chat format (the terse format shows no tools), and
-    the linter."""
+    """The linter and the search service behind tools of the same names."""
 
-    vary: bool = False
-    """Each training group gets other names for tools and arguments, another order and other descriptions, drawn from
-    the run's seed and the group's name (headrace/rendering/wordings.py)."""
-    evaluation: Literal["plain", "heldout"] = "plain"
-    """Words of evaluations. ``heldout``: those that no training group gets."""
     lint: tuple[Text, ...] = ()
     """The linter of the tasks' images for the tool `lint`: a program of the sandbox and its arguments, such as
     ["npx", "eslint", "."]. A task's own `lint` goes first. Empty: ruff, or a check of Python files without it."""
@@ -181,8 +175,6 @@ class Judge(Section, frozen=True, kw_only=True):
     is always made a second time."""
     severities: dict[Word, Literal["note", "zero"]] = {}
     """Rules of headrace/judging/rules.py with another severity: note reports a match, zero voids the pass."""
-    reward_s: Duration = 30.0
-    """Seconds that a reward from outside the package may take for one attempt."""
     rubric: OptionalPath = ""
     """TOML file of the criteria that a model judges beside the tests (docs/judges.md); empty: those of tasks alone."""
     rubric_weight: Annotated[float, Meta(ge=0.0, le=1e3)] = 0.0
@@ -202,8 +194,6 @@ class Judge(Section, frozen=True, kw_only=True):
     """File whose only line is the API key; empty: no key is sent."""
     model_votes: Annotated[int, Meta(ge=1, le=99)] = 3
     """Answers per criterion. The order in which "met" and "not met" are offered alternates."""
-    model_temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.7
-    """Sampling temperature of the model's answers."""
     model_s: Duration = 120.0
     """Seconds within which an answer must arrive, retries included; after them the attempt is an infrastructure
     failure."""
@@ -232,8 +222,6 @@ class Evaluation(Section, frozen=True, kw_only=True):
     """Suites of the measurements during training; empty: [tasks] heldout."""
     every_tasks: Positive = 32
     """Number of tasks of each suite that are measured during training, counted from the suite's first."""
-    every_temperature: Amount = 1.0
-    """Sampling temperature of the measurements during training; 0 is greedy."""
 
 
 class Production(Section, frozen=True, kw_only=True):
@@ -263,18 +251,12 @@ class Production(Section, frozen=True, kw_only=True):
     """The most sampled tokens of a turn that a client's agent requests."""
     context_tokens: Positive = 32768
     """The longest context of a client's agent, in tokens of prompt and turn together."""
-    turn_s: Duration = 300.0
-    """The longest wait for a turn that a client's agent requests."""
     idle_s: Duration = 900.0
     """A client's session ends after this time without a request."""
     limits: Limits = Limits(
         max_turns=50, max_turn_tokens=4096, max_tokens=200_000, context_tokens=32_768, wall_s=1800.0
     )
     """Limits of one run of an agent (`/v1/agents`), in the table [production.limits]."""
-    agent_idle_s: Duration = 1800.0
-    """How long the sandbox of an agent is held for the next run."""
-    command_s: Duration = 120.0
-    """Time limit of the commands `setup` and `check` of a set of agents."""
     webhook_hosts: tuple[Host, ...] = ()
     """Hosts that an agent's webhook may name; empty: none."""
     git_hosts: tuple[Host, ...] = ()
@@ -293,7 +275,5 @@ class Production(Section, frozen=True, kw_only=True):
     `reclaim_above`; so not within this time of the scavenger's start. 0: the present load alone counts."""
     simulate: bool = False
     """Run simulated users against the gateway, with a day-and-night rhythm."""
-    day_s: Duration = 40.0
-    """Seconds of a day of the simulated users, who send nothing in its night."""
     peak_requests_per_s: Amount = 0.5
     """Requests a second of all simulated users at noon."""

@@ -20,8 +20,6 @@ class Feedback(Section, frozen=True, kw_only=True):
     """The branch's name is `<run>-<branch>`. A branch keeps its version 0; another version 0 needs another name."""
     batch: Positive = 8
     """Rated sessions of a batch. Every batch makes a version, and the newest version becomes a candidate."""
-    every_s: Seconds = 0.0
-    """The shortest time between two batches."""
     staleness: Annotated[int, Meta(ge=0, le=64)] = 1
     """Largest staleness of a token, in branch versions. Batches wait while the promoted version is older than that,
     because its sessions would be too stale."""
@@ -42,8 +40,6 @@ class Feedback(Section, frozen=True, kw_only=True):
     allow training. For other users, and without this key, a rule for English words decides."""
     settle_s: Seconds = 0.0
     """How long a provisional outcome waits for the final one of its session before a batch may contain it."""
-    late_s: Duration = 86400.0
-    """A rating that arrives later than this after its session is not trained on."""
     learning_rate: Amount = 0.0
     """Learning rate of the branch; 0 uses that of [algorithm]."""
     base: OptionalToken = ""
@@ -63,16 +59,10 @@ class Gate(Section, frozen=True, kw_only=True):
     shadow: Count = 0
     """Number of clients' turns that the candidate also answers, without showing its answers, before it serves any user;
     0 skips the stage. Sessions of headrace's own agent are not shadowed."""
-    shadow_failures: Share = 0.05
-    """Share of shadow turns that may fail."""
     canary: tuple[Share, ...] = (0.05, 0.25)
     """Share of new sessions that the candidate serves in each canary stage."""
     sessions: Positive = 50
     """Rated sessions of the candidate that each canary stage needs."""
-    alpha: Annotated[float, Meta(gt=0.0, lt=0.5)] = 0.05
-    """Probability of a false verdict: half for the benchmark, half for the harm test of all canary stages together."""
-    stage_s: Duration = 86400.0
-    """A stage that takes longer ends with the verdict `held`."""
 
 
 def branch_name(run: str, section: Feedback) -> str:

@@ -105,8 +105,6 @@ class Engine(Section, frozen=True, kw_only=True):
     weights: Literal["disk", "tensor", "auto"] = "disk"
     """How a version comes into a server. disk: as the staged file, which is also the fallback of tensor. tensor: in
     shared memory of this machine. auto: tensor for a server on a CPU that headrace starts, otherwise disk."""
-    deadline_s: Duration = 600.0
-    """Time limit of one turn on a server."""
     start_s: Duration = 600.0
     """Time limit of a server's start."""
     stage_dir: Path = "/dev/shm"

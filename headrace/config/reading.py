@@ -16,9 +16,29 @@ from headrace.config.tree import Config
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
 """Keys that moved to another section: files and recorded runs with the old keys are still read."""
-VARIABLES = {"judge": "model_key", "environment": "key"}
-"""Keys that named environment variables with a secret; each of `[tasks.mcp]` had `key`, too. Recorded runs have them
-empty, which is read; with a variable's name they are unknown keys."""
+FORMER: dict[str, object] = {
+    "algorithm.max_k1": 0.0,
+    "engine.deadline_s": 600.0,
+    "environment.key": "",
+    "evaluation.every_temperature": 1.0,
+    "feedback.every_s": 0.0,
+    "feedback.late_s": 86400.0,
+    "gate.alpha": 0.05,
+    "gate.shadow_failures": 0.05,
+    "gate.stage_s": 86400.0,
+    "judge.model_key": "",
+    "judge.model_temperature": 0.7,
+    "judge.reward_s": 30.0,
+    "mid_training.weight_decay": 0.0,
+    "production.agent_idle_s": 1800.0,
+    "production.command_s": 120.0,
+    "production.day_s": 40.0,
+    "production.turn_s": 300.0,
+    "tools.evaluation": "plain",
+    "tools.vary": False,
+}
+"""Keys that are gone, with the value that is still read: recorded runs have every key of their time, and what they did
+with this value is done now. With any other value they are unknown keys. Each of `[tasks.mcp]` had `key`, too."""
 PREFIX = "HEADRACE_SET_"
 """Prefix of the environment variables that set a key: HEADRACE_SET_SECTION__KEY=value, in capitals."""
 _SHOWN = 60
@@ -156,8 +176,8 @@ def _override(raw: dict[str, Any], entry: str, origin: str = "--set") -> str:
 
 
 def _move(raw: dict[str, Any]) -> None:
-    """Move the values of `MOVED` keys to their new sections, where a value that is set has priority; drop the empty
-    keys of `VARIABLES`."""
+    """Move the values of `MOVED` keys to their new sections, where a value that is set has priority; drop the keys of
+    `FORMER` that have their one value."""
     for old, new in MOVED.items():
         (section, key), (target, name) = old.split("."), new.split(".")
         keys = raw.get(section)
@@ -166,9 +186,13 @@ def _move(raw: dict[str, Any]) -> None:
             del keys[key]
     tasks = raw.get("tasks")
     servers = tasks.get("mcp") if isinstance(tasks, dict) else None
-    of_servers = [(server, "key") for server in servers.values()] if isinstance(servers, dict) else []
-    for keys, key in (*((raw.get(section), key) for section, key in VARIABLES.items()), *of_servers):
-        if isinstance(keys, dict) and keys.get(key) == "":
+    for server in servers.values() if isinstance(servers, dict) else ():
+        if isinstance(server, dict) and server.get("key") == "":
+            del server["key"]
+    for path, value in FORMER.items():
+        section, key = path.split(".")
+        keys = raw.get(section)
+        if isinstance(keys, dict) and key in keys and keys[key] == value:
             del keys[key]
 
 

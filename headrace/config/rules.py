@@ -74,16 +74,6 @@ def _curriculum(config: Config) -> Iterator[Problem]:
         )
 
 
-def _tools(config: Config) -> Iterator[Problem]:
-    if config.policy.checkpoint and config.policy.renderer != "terse":
-        return  # a checkpoint whose own format is terse is refused when the run's renderer is made
-    why = "the terse format shows no tools and has one token per tool name; set policy.checkpoint to a chat model"
-    if config.tools.vary:
-        yield "tools.vary", f"expected false: {why}"
-    if config.tools.evaluation != "plain":
-        yield "tools.evaluation", f"expected plain: {why}"
-
-
 def _mcp(config: Config) -> Iterator[Problem]:
     for name, server in config.tasks.mcp.items():
         if bool(server.command) == bool(server.url):
@@ -277,7 +267,6 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _plugins,
     _limits,
     _curriculum,
-    _tools,
     _mcp,
     _judge,
     _algorithm,

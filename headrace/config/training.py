@@ -73,12 +73,9 @@ class MidTraining(Section, frozen=True, kw_only=True):
     """AdamW's decay of the mean of gradients, per step."""
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.98
     """AdamW's decay of the mean of squared gradients, per step."""
-    weight_decay: Amount = 0.0
-    """AdamW's decoupled weight decay: each step lowers a weight by this times the learning rate times the weight."""
-    traces: Literal["repairs", "explorations", "notes"] = "repairs"
-    """The generated traces: repairs of the repositories of generated/train; the same repairs with all tools
-    (headrace/tasks/generated/exploring.py); or work with self-summaries on the tasks of generated/notes
-    (headrace/tasks/generated/note_traces.py)."""
+    traces: Literal["repairs", "notes"] = "repairs"
+    """The generated traces: repairs of the repositories of generated/train, or work with self-summaries on the tasks of
+    generated/notes (headrace/tasks/generated/note_traces.py)."""
     quality: Share = 0.35
     """Share of traces without a planted fault."""
     multi_line: Share = 0.72
@@ -163,8 +160,6 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Largest norm of an update's gradient; a longer gradient is scaled down to it."""
     max_grad_norm: Amount = 0.0
     """A step whose gradient norm (before clipping) is above this is refused; 0 is no limit."""
-    max_k1: Amount = 0.0
-    """A step whose |k1| (sampler against trainer, nats a token) is above this is refused; 0 is no limit."""
     guard_k1: Amount = 0.0
     """k1 above which the guard suspects a collapse (headrace/training/guard.py); 0 turns the guard off."""
     guard_patience: Positive = 2

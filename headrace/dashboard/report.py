@@ -154,7 +154,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 TINY_NOTE = "the demo's learning rate changes most weights in every step; production rates change one in a hundred"
 PLANTED = {
     "repairs": "the agent quits early, edits a file that it did not read or writes a wrong fix",
-    "explorations": "the agent quits early, edits a file that it did not read or writes a wrong fix",
     "notes": "the first summary keeps a random one of the marked values",
 }
 """The faults of each kind of generated traces."""

@@ -31,6 +31,7 @@ from headrace.messages import subjects
 from headrace.messages.operations import Ack
 from headrace.messages.product import (
     CLIENT_SUITE,
+    TURN_S,
     ClientMessage,
     ClientSession,
     ClientSessionEnd,
@@ -159,11 +160,11 @@ class ClientServing:
         subject = subjects.RPC.at(service="rollout", caller="gateway", method=f"turn-{subjects.token(self._run)}")
         try:
             owner = turn.group.partition(".")[0]
-            answer = await self._bus.request(subject, turn, timeout=self._config.production.turn_s, owner=owner)
+            answer = await self._bus.request(subject, turn, timeout=TURN_S, owner=owner)
         except NoResponders:
             raise HttpRefused(503, "no rollout actor serves the production lane now", 5.0) from None
         except BusTimeout:
-            raise HttpRefused(504, f"no turn within {self._config.production.turn_s:g} s", 5.0) from None
+            raise HttpRefused(504, f"no turn within {TURN_S:g} s", 5.0) from None
         except BusError as error:
             raise HttpRefused(503, str(error), 5.0) from None
         if isinstance(answer, ClientTurnDone):

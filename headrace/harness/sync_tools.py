@@ -1,10 +1,9 @@
 """Runs tool calls without an event loop, to generate traces with the code that episodes run."""
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from headrace.harness.tools.search.session import SearchSession
 from headrace.harness.tools.toolbox import Toolbox, tools_of
 from headrace.messages.rollout import ToolCall, ToolResult
 from headrace.messages.sandbox import Sandbox
@@ -35,13 +34,10 @@ def answer(
     calls: Sequence[ToolCall],
     *,
     details: bool = False,
-    search: Callable[[], SearchSession] | None = None,
 ) -> list[ToolResult]:
     """Results of a turn's calls, run one after another in a sandbox whose operations never suspend.
 
-    details: with the messages of failed tests, as `Renderer.detailed_results` says. search: opens the session of a
-    turn's semantic searches, which must not suspend either.
+    details: with the messages of failed tests, as `Renderer.detailed_results` says.
     """
-    names = tools_of(task)
-    box = _toolbox(names, details) if search is None else Toolbox(names, details=details, search=search())
+    box = _toolbox(tools_of(task), details)
     return [_run(box.run(call, sandbox, task)) for call in calls]

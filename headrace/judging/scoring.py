@@ -25,6 +25,9 @@ from headrace.messages.rollout import Trajectory, kinds_of
 from headrace.registry import merged, plugins
 from headrace.tasks.suites import suite_plugins
 
+REWARD_S = 30.0
+"""Seconds that a reward from outside the package may take for one attempt."""
+
 
 class Rewarder:
     """The reward function of a run."""
@@ -55,7 +58,7 @@ class Rewarder:
             "max_tokens": config.limits.max_tokens,
             "rubric_weight": config.judge.rubric_weight,
         }
-        return cls(algorithm.reward, options, config.judge.reward_s)
+        return cls(algorithm.reward, options, REWARD_S)
 
     async def reward(self, trajectory: Trajectory, verdict: Verdict) -> Given:
         """The reward of one attempt: finite numbers. NoVerdict where the function gives none; its text holds the

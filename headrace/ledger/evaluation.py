@@ -80,7 +80,6 @@ class Evaluation:
             limits=asked.limits,
             isolation=asked.isolation,
             policy=asked.policy,
-            wording=asked.wording,
         )
         return settings.request(issued)
 

@@ -18,6 +18,12 @@ from headrace.config import Gate
 from headrace.messages.product import Arm, GateState, GateVerdict, PairedFigures, Stage
 from headrace.messages.rollout import PolicyRef
 
+ALPHA = 0.05
+"""Probability of a false verdict: half for the benchmark, half for the harm test of all canary stages together."""
+SHADOW_FAILURES = 0.05
+"""Share of shadow turns that may fail."""
+STAGE_S = 86400.0
+"""Seconds after which a stage ends with the verdict `held`."""
 RUNNING: tuple[Stage, ...] = ("benchmark", "shadow", "canary")
 """Stages of a candidate that has no verdict yet."""
 
@@ -51,7 +57,7 @@ def measured(
     trials that the version passed, 0 to 1, without tasks that failed in the infrastructure."""
     if state.stage != "benchmark":
         return None
-    paired = paired_difference(promoted, candidate, rules.alpha)  # each side of the interval has half of alpha
+    paired = paired_difference(promoted, candidate, ALPHA)  # each side of the interval has half of alpha
     figures = PairedFigures(tasks=paired.tasks, won=paired.won, lost=paired.lost, lower=paired.low)
     state = msgspec.structs.replace(state, benchmark=figures)
     if not paired.tasks:
@@ -72,7 +78,7 @@ def shadowed(state: GateState, ok: bool, rules: Gate, now: float) -> Move | Gate
         return state
     share = state.shadow_failed / state.shadowed
     text = f"{state.shadow_failed} of {state.shadowed} shadow turns failed"
-    if share > rules.shadow_failures:
+    if share > SHADOW_FAILURES:
         return _to(state, "held", text, now)
     return _canary(state, rules, now, text)
 
@@ -98,7 +104,7 @@ def rated(
         return state
     p = harm(state)
     arms = f"{state.treated.up} of {state.treated.sessions} up, against {state.control.up} of {state.control.sessions}"
-    if p <= harm_alpha(rules):
+    if p <= ALPHA / 2:
         return _to(state, "rolled_back", f"users rate it worse: {arms}, p = {p:.2g}", now)
     if state.treated.sessions < rules.sessions:
         return state
@@ -107,11 +113,11 @@ def rated(
     return _to(state, "promoted", arms, now, share=1.0)
 
 
-def overdue(state: GateState, rules: Gate, now: float) -> Move | None:
-    """The verdict `held` once a stage has lasted longer than `stage_s`, with too few ratings or trials for a decision;
+def overdue(state: GateState, now: float) -> Move | None:
+    """The verdict `held` once a stage has lasted longer than `STAGE_S`, with too few ratings or trials for a decision;
     None before."""
-    if state.stage in RUNNING and now - state.since > rules.stage_s:
-        return _to(state, "held", f"{state.stage} has not ended within {rules.stage_s:g} s", now)
+    if state.stage in RUNNING and now - state.since > STAGE_S:
+        return _to(state, "held", f"{state.stage} has not ended within {STAGE_S:g} s", now)
     return None
 
 
@@ -124,11 +130,6 @@ def harm(state: GateState) -> float:
     """The p-value, valid at every look, of the hypothesis that users rate the candidate no worse in all stages so
     far."""
     return p_value(_evidence(state))
-
-
-def harm_alpha(rules: Gate) -> float:
-    """The level of the harm test over all stages: half of alpha."""
-    return rules.alpha / 2
 
 
 def _evidence(state: GateState) -> float:

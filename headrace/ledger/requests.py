@@ -7,9 +7,8 @@ depends on nothing else: a successor that builds the request of a recorded attem
 import msgspec
 
 from headrace import config as sections
-from headrace.ledger.seeds import seed_of
 from headrace.messages.ledger import SlotIssued
-from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling, ToolWording, Workspace
+from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling, Workspace
 from headrace.messages.sandbox import Isolation
 
 
@@ -26,8 +25,6 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, bytes] = {}
     """Replace the task's files, unless there are none."""
     workspace: Workspace | None = None
-    wording: ToolWording | None = None
-    """Another wording of the tools. Its seed and the group's name give the seed of the group's wording."""
 
     def request(self, issued: SlotIssued) -> RolloutRequest:
         """The request of a recorded attempt."""
@@ -47,13 +44,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
             prompt=self.prompt,
             files=self.files,
             workspace=self.workspace,
-            wording=self._wording_of(issued),
         )
-
-    def _wording_of(self, issued: SlotIssued) -> ToolWording | None:
-        if self.wording is None:
-            return None
-        return msgspec.structs.replace(self.wording, seed=seed_of(self.wording.seed, issued.group, "tools"))
 
 
 def limits_of(limits: sections.Limits) -> Limits:
@@ -69,19 +60,13 @@ def limits_of(limits: sections.Limits) -> Limits:
     )
 
 
-def evaluation_words(config: sections.Config) -> ToolWording | None:
-    """The tools' wording in evaluations; None if the tools keep their own names and descriptions."""
-    return ToolWording(words="heldout", seed=config.run.seed) if config.tools.evaluation == "heldout" else None
-
-
 def training_settings(config: sections.Config) -> RequestSettings:
     """The settings of training groups."""
-    wording = ToolWording(words="train", seed=config.run.seed) if config.tools.vary else None
-    return msgspec.structs.replace(settings_of(config, config.curriculum.temperature), wording=wording)
+    return settings_of(config, config.curriculum.temperature)
 
 
 def settings_of(config: sections.Config, temperature: float) -> RequestSettings:
-    """The settings that the configuration gives to every lane. The tools keep their own names and descriptions."""
+    """The settings that the configuration gives to every lane."""
     return RequestSettings(
         sampling=Sampling(temperature=temperature, max_turn_tokens=config.limits.max_turn_tokens),
         limits=limits_of(config.limits),

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 from headrace.config import Config
-from headrace.ledger.requests import evaluation_words, settings_of
+from headrace.ledger.requests import settings_of
 from headrace.ledger.schedule import IssueGroup, RetrySlot
 from headrace.ledger.seeds import seed_of
 from headrace.messages.evaluation import EvalRequest
@@ -18,6 +18,8 @@ from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import PolicyRef
 from headrace.messages.tasks import CANARY, TaskRef
 
+TEMPERATURE = 1.0
+"""Sampling temperature of the measurements during training."""
 ROUNDS_PER_BIT = 6
 """Rounds of the shuffle for each bit of the suite's size."""
 
@@ -124,7 +126,7 @@ def evaluations_during(config: Config, run: str, steps: int, served: int) -> Ite
     due = steps // section.every * section.every if section.every else 0
     if not 0 < due <= served:
         return
-    settings = settings_of(config, section.every_temperature)
+    settings = settings_of(config, TEMPERATURE)
     ids = evaluation_ids(config, due)[-len(suites_during(config)) :]
     for id, suite in zip(ids, suites_during(config), strict=True):
         yield EvalRequest(
@@ -138,7 +140,6 @@ def evaluations_during(config: Config, run: str, steps: int, served: int) -> Ite
             isolation=settings.isolation,
             reason=f"{DURING}_{suite}",
             seed=config.run.seed,
-            wording=evaluation_words(config),
         )
 
 
@@ -168,5 +169,4 @@ def evaluations(config: Config, run: str, when: Literal["before", "after"], vers
                     isolation=settings.isolation,
                     reason=reason,
                     seed=config.run.seed,
-                    wording=evaluation_words(config),
                 )

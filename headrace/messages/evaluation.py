@@ -23,7 +23,7 @@ class EvalRequest(Message, frozen=True, kw_only=True):
     reason: str = ""
     seed: Seed = 0
     wording: ToolWording | None = None
-    """Other words for the tools; each of its groups draws from this seed and its name."""
+    """Of an older headrace. None: the tools have their own words."""
 
 
 @message("eval_result")

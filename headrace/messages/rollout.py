@@ -56,7 +56,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolWording(msgspec.Struct, frozen=True, kw_only=True):
-    """Other words for an attempt's tools (headrace/rendering/wordings.py). All attempts of a group have the same."""
+    """Other words for an attempt's tools, in records of an older headrace. No attempt gets other words now."""
 
     words: Literal["train", "heldout"]
     """``heldout``: the words that no training group gets."""
@@ -106,7 +106,7 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
     workspace: Workspace | None = None
     """The sandbox to work in and to hold afterwards; None: one of its own, released at the end."""
     wording: ToolWording | None = None
-    """Other words for the tools; None: their own."""
+    """Of an older headrace: a rollout actor refuses it. None: the tools have their own words."""
 
     @property
     def trajectory(self) -> str:
@@ -125,7 +125,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     wire_id: str = ""
     """The id that the model wrote, in chat formats whose results name it; empty where the renderer derives one."""
     alias: str = ""
-    """The name that the model wrote, in an attempt whose tools have other words; `name` is the tool's own."""
+    """The name that the model wrote, in records of attempts whose tools had other words; `name` is the tool's own."""
 
 
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,7 +306,7 @@ class Trajectory(Message, frozen=True, kw_only=True):
     renderer: str = ""
     """sha256 of the RendererBundle that wrote the prompts and read the calls; empty for one without a bundle."""
     wording: ToolWording | None = None
-    """The wording of the request. A replay renders the prompts from it, the bundle and the task."""
+    """Of an older headrace; no replay renders these prompts."""
     backend: str = ""
     isolation: Isolation = "group"
     wall_s: Finite = 0.0
@@ -370,8 +370,7 @@ class RendererBundle(Message, frozen=True, kw_only=True, dict=True):
     date: str = ""
     """ISO date that the template sees as today, whenever it renders."""
     tools: dict[str, str] = {}
-    """JSON Schema of every tool as text, by name; in chat formats also, under ``*``, the hash of the words that
-    `ToolWording` draws from."""
+    """JSON Schema of every tool as text, by name. An older headrace has a hash under ``*``, too."""
     plugin: str = ""
     """Source hash of a renderer from outside; empty for a built-in."""
 

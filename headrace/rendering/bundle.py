@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.messages.rollout import RendererBundle
-from headrace.rendering import schemas, tiktoken, wordings
+from headrace.rendering import schemas, tiktoken
 from headrace.rendering.base import RendererError
 from headrace.rendering.native.opening import detect
 from headrace.rendering.parsers.registry import SYNTAXES
@@ -59,7 +59,7 @@ def checkpoint_bundle(
             system=system or SYSTEM,
             template_kwargs=dict(template_kwargs or {}),
             date=(date or datetime.date.today()).isoformat(),
-            tools=schemas.functions_json(tools) | {wordings.KEY: wordings.digest()},
+            tools=schemas.functions_json(tools),
         )
         name = detect(bundle, tokenizer, tools) if renderer == "auto" else renderer
         bundle = msgspec.structs.replace(bundle, renderer=name, plugin=source_hash(name))

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.messages.rollout import RendererBundle, ToolWording
+from headrace.messages.rollout import RendererBundle
 from headrace.registry import Registry
-from headrace.rendering import schemas, wordings
+from headrace.rendering import schemas
 from headrace.rendering.base import Renderer, RendererError
 from headrace.rendering.parsers.registry import SYNTAXES
 from headrace.rendering.schemas import ToolSchema
 from headrace.rendering.tokenizer import Tokenizer
 
 OPENED = 64
-"""Renderers that are kept: with `[tools] vary` every group has one of its own."""
+"""Renderers that are kept: one per set of tools."""
 Builder = Callable[[RendererBundle, Tokenizer, Sequence[ToolSchema]], Renderer]
 
 RENDERERS: Registry[Builder] = Registry(
@@ -47,25 +47,13 @@ class Renderers:
         self._tokenizer = Tokenizer.parse(bundle.tokenizer_json)
         self._opened: dict[tuple[ToolSchema, ...], Renderer] = {}
 
-    def open(self, tools: Sequence[ToolSchema], wording: ToolWording | None = None) -> Renderer:
-        """The renderer for a task that offers these tools; with `wording` they have other words. RendererError when a
-        tool or the table of words differs from the run's, and for a `wording` in the terse format.
-        """
+    def open(self, tools: Sequence[ToolSchema]) -> Renderer:
+        """The renderer for a task that offers these tools. RendererError when a tool differs from the run's."""
         shown = schemas.terse(tools) if self.bundle.renderer == "terse" else tools
         for name, schema in schemas.functions_json(shown).items():
             if self.bundle.tools.get(name, schema) != schema:  # only this node may have a plugin's tool
                 raise RendererError(f"this node's tool {name} differs from the run's: install the run's version")
-        if wording is None or not tools:
-            return self._open(tuple(tools))
-        if self.bundle.renderer == "terse":
-            raise RendererError(
-                "the terse format shows no tools and has one token per tool name: [tools] vary and evaluation need a "
-                "policy with a chat template"
-            )
-        if self.bundle.tools.get(wordings.KEY) != wordings.digest():
-            raise RendererError("this node's words for tools differ from the run's: install the run's version")
-        mapped = wordings.worded(tools, wording)
-        return wordings.Worded(self._open(tuple(tool.schema for tool in mapped)), mapped)
+        return self._open(tuple(tools))
 
     def for_conversations(self) -> Renderer:
         """The renderer for conversations that bring their own tools, such as a client's or those of a chat file. The

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.messages.search import Hit, Mode, SearchReply, SearchRequest
-from headrace.search.adapters.adapter import Adapter
 from headrace.search.chunks import MOST_WORK, indexed
 from headrace.search.embeddings import Vectors
 from headrace.search.index import Index, Part, Parts, Piece
@@ -121,19 +120,11 @@ class Indexes:
         )
         return True
 
-    def embed(self, texts: list[str], batch: int = 8) -> NDArray[np.float32]:
-        """Vectors [texts, width] by the model."""
-        return self._model().embed(texts, batch)
-
-    def find(self, index: Index, query: str, limit: int, mode: Mode, adapter: Adapter | None = None) -> SearchReply:
-        """Rank the chunks. Hybrid needs an index that is `ready`. adapter: of the query's vector."""
-        model = self.identity
+    def find(self, index: Index, query: str, limit: int, mode: Mode) -> SearchReply:
+        """Rank the chunks. Hybrid needs an index that is `ready`."""
         if mode == "hybrid" and index.pieces:
             index.ready(self.vectors)
-            vector = self.embed([query], batch=1)[0]
-            if adapter is not None:
-                vector, model = adapter.apply(vector), adapter.model
-            chunks = index.hybrid(query, vector, limit)
+            chunks = index.hybrid(query, self._model().embed([query], 1)[0], limit)
         else:
             chunks = index.keyword(query, limit)
         hits = tuple(
@@ -141,7 +132,7 @@ class Indexes:
         )
         return SearchReply(
             root=index.root,
-            model=model,
+            model=self.identity,
             mode=mode,
             hits=hits,
             chunks=len(index.pieces),

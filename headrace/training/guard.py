@@ -35,9 +35,7 @@ WINDOW = 8
 """Number of steps without an alarm whose mean reward and entropy a new step is compared with."""
 
 
-def refusal(
-    loss: float, gradient_norm: float, k1: float, *, max_gradient_norm: float = 0.0, max_k1: float = 0.0
-) -> str:
+def refusal(loss: float, gradient_norm: float, k1: float, max_gradient_norm: float = 0.0) -> str:
     """The reason for which an update is refused, in snake_case; empty when it is not. A limit of 0 is no limit."""
     if not math.isfinite(loss):
         return "loss_not_finite"
@@ -47,8 +45,6 @@ def refusal(
         return "mismatch_not_finite"
     if max_gradient_norm and gradient_norm > max_gradient_norm:
         return "gradient_spike"
-    if max_k1 and abs(k1) > max_k1:
-        return "mismatch_too_large"
     return ""
 
 

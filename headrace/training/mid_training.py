@@ -199,7 +199,7 @@ class _OneProcess:
 
 def settings(recipe: MidTraining, moments: torch.dtype = torch.float32) -> OptimizerSettings:
     """The optimizer's settings. moments: dtype of both moments."""
-    return OptimizerSettings((recipe.beta1, recipe.beta2), recipe.weight_decay, moments)
+    return OptimizerSettings((recipe.beta1, recipe.beta2), moments=moments)
 
 
 def processes(recipe: MidTraining, device: torch.device) -> int:

@@ -156,9 +156,8 @@ class _Step:
         mismatch of the batch before the step, given for the first update alone."""
         algorithm, norm = self.recipe.algorithm, self.state.gradient_norm()
         k1 = (before or mismatch).k1
-        limits = {"max_gradient_norm": algorithm.max_grad_norm, "max_k1": algorithm.max_k1}
-        reason = refusal(gradient.loss, norm, k1, **limits)
-        if self.watch is not None and before is not None and before.tokens and reason in ("", "mismatch_too_large"):
+        reason = refusal(gradient.loss, norm, k1, algorithm.max_grad_norm)
+        if self.watch is not None and before is not None and before.tokens and not reason:
             metrics = BatchMetrics(before.k1, self.batch.reward, gradient.entropy / max(1, mismatch.tokens))
             why = self.watch.look(self.state, metrics, algorithm, self.recipe.bound)
             if why:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.touched import overwrite, page_of
 from headrace.actors.environment.actor import Environment
 from headrace.actors.judge import Judge
 from headrace.bus.connection import Bus
@@ -27,6 +26,7 @@ from headrace.vmhost.errors import VmhostError
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.judging import CACHE, FIXED, KILLS_ITS_KEEPER, ORACLE, PATH, TASK, config, first, judged, trajectory
+from tests.support.touched import overwrite, page_of
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from headrace.harness.loop import run_episode
 from headrace.harness.prompt import initial_prompt
 from headrace.harness.rendered import differing
 from headrace.harness.scripted import ScriptedEngine, script
-from headrace.messages.rollout import Limits, RolloutRequest, Sampling, ToolResult, ToolWording, Turn
+from headrace.messages.rollout import Limits, RolloutRequest, Sampling, ToolResult, Turn
 from headrace.messages.tasks import TaskRef
 from headrace.rendering import schemas
 from headrace.rendering.base import Renderer
@@ -52,15 +52,12 @@ def edit(made: Made) -> tuple[str, dict[str, str]]:
     return "edit_file", {"path": made.path, "lines": str(made.line), "text": made.fixed}
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [*((name, words) for name in FORMATS for words in ("own", "train")), ("hermes", "heldout")]
-)
-async def test_a_script_solves_a_task_in_every_format_and_under_other_words(name: str, words: str, made: Made) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+async def test_a_script_solves_a_task_in_every_format(name: str, made: Made) -> None:
     tools = [schemas.BY_NAME[tool] for tool in TOOLS]
-    wording = None if words == "own" else ToolWording(words=words, seed=11)  # type: ignore[arg-type]
 
     def opened() -> Renderer:
-        return Renderers(chat_formats.bundle(name)).open(tools, wording)
+        return Renderers(chat_formats.bundle(name)).open(tools)
 
     sandbox, format = LocalFiles(made.task.files), opened()
     engine = ScriptedEngine(script("oracle", made.task, made.oracle), format)
@@ -69,16 +66,10 @@ async def test_a_script_solves_a_task_in_every_format_and_under_other_words(name
     )
     assert episode.outcome == "finished" and episode.malformed_calls == 0
     assert sandbox.files[made.path] == made.oracle.solution[made.path]
-    seen = format.tokenizer.decode(segments(episode.turns)[0])
     calls = [call for turn in episode.turns for call in turn.calls]
-    assert {call.name for call in calls} <= {tool.name for tool in tools}, "records keep the tools' own names"
+    assert {call.name for call in calls} <= {tool.name for tool in tools}
     prompt = initial_prompt(wanted(made.task.ref, LARGE), made.task)
     assert differing(episode.turns, prompt, opened(), 6) == ()
-    if words != "own":
-        aliases = {call.alias for call in calls}
-        assert all(f'"{alias}"' in seen for alias in aliases) and "edit_file" not in seen
-        other = Renderers(chat_formats.bundle(name)).open(tools)
-        assert 0 in differing(episode.turns, prompt, other, 6), "without the wording the replay differs"
 
 
 def play(format: Renderer, made: Made) -> list[list[int]]:

@@ -15,9 +15,9 @@ from headrace.messages.rollout import RolloutRequest, Sampling, Span, Turn
 from headrace.messages.tasks import TaskRef
 from headrace.policy import scoring
 from headrace.rendering.terse import TerseRenderer
-from headrace.training.batches.segment import segments_of
 from tests.support import tiny
 from tests.support.engines import Versions
+from tests.support.segments import segments_of
 from tests.training.batches.test_batch import trajectory
 
 pytestmark = pytest.mark.anyio

@@ -174,13 +174,11 @@ async def test_a_gguf_file_becomes_a_policy_that_takes_a_step(checkpoint: Path, 
         "evaluation.every": 1,
         "evaluation.every_tasks": 2,
         "evaluation.every_suites": ["generated/dev"],
-        "tools.vary": True,
-        "tools.evaluation": "heldout",
     }
     async with up(tmp_path, *HEADRACE, "up", str(DEMO), **tiny) as run:
         code, said = await run.end(500.0)
     assert code == 0, said
-    replayed = command(tmp_path, "replay", "latest", "--step", "0")  # its groups had other words for their tools
+    replayed = command(tmp_path, "replay", "latest", "--step", "0")
     assert replayed.returncode == 0 and json.loads(replayed.stdout)["bitwise_equal"], replayed.stderr
     audited = command(tmp_path, "audit", "latest")
     assert audited.returncode == 0, audited.stdout + audited.stderr

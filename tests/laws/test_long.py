@@ -29,12 +29,12 @@ from headrace.replay.audit import prove
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
 from headrace.training.batches.micro_batch import micro_batches
-from headrace.training.batches.segment import segments_of
 from headrace.weights import tensor_state
 from tests.conftest import Connect
 from tests.support import records as r
 from tests.support import world
 from tests.support.actors import living
+from tests.support.segments import segments_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 

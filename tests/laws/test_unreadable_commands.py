@@ -61,8 +61,6 @@ OTHERS = {
     "purge, readmit, lines report, lines watch": "ask a running actor",
     "policy train": "reads files of text",
     "dlq retry, dlq drop, promote, rollback, staleness, weights squash": "write; they read what the others read",
-    "search learn": "reads the attempts that `policy collect` reads; the recorded run has no search",
-    "search publish, search withdraw": "write",
     "retrain": "replays steps as `replay` does, for minutes",
     "bus restore": "writes the files of a backup",
     "down, logs": "read processes and log files",

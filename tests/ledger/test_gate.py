@@ -54,7 +54,7 @@ def test_a_version_that_shows_nothing_is_held() -> None:
         after = gate.shadowed(failing, False, RULES, 1.0)
         failing = after.state if isinstance(after, gate.Move) else after
     assert failing.stage == "held"
-    late = gate.overdue(canary(), RULES, 1e6)
+    late = gate.overdue(canary(), 1e6)
     assert late is not None and late.state.stage == "held"
 
 

@@ -1,11 +1,9 @@
 """The one builder of requests: every lane's request follows from its ledger record and its settings."""
 
 import msgspec
-import pytest
 
 from headrace import config as c
-from headrace.ledger.requests import limits_of, settings_of, training_settings
-from headrace.ledger.training import evaluations
+from headrace.ledger.requests import limits_of, settings_of
 from headrace.messages.rollout import PolicyRef
 from tests.support import records
 
@@ -41,22 +39,3 @@ def test_a_users_prompt_and_files_replace_the_tasks() -> None:
     )
     request = settings.request(records.issued("g000001", 0, 0))
     assert (request.policy.version, request.prompt, request.files) == (4, "mend it", {"a.py": b"x"})
-
-
-def test_a_group_shares_its_words_and_other_groups_have_others() -> None:
-    config = c.parse('[policy]\ncheckpoint = "some/model"\n[tools]\nvary = true\nevaluation = "heldout"')
-    slots = [("g000001", 0), ("g000001", 1), ("g000002", 0)]
-    first, same, other = (
-        training_settings(config).request(records.issued(group, slot, 0)).wording for group, slot in slots
-    )
-    assert first is not None and other is not None
-    assert first == same and first.words == "train" and first.seed != other.seed
-    assert {asked.wording and asked.wording.words for asked in evaluations(config, "r1", "after", 3)} == {"heldout"}
-    plain = c.parse("")
-    assert training_settings(plain).request(records.issued("g000001", 0, 0)).wording is None
-    assert {asked.wording for asked in evaluations(plain, "r1", "after", 3)} == {None}
-
-
-def test_other_words_without_a_chat_format_are_refused() -> None:
-    with pytest.raises(c.ConfigError, match=r"tools.vary.*policy.checkpoint"):
-        c.parse("[tools]\nvary = true")

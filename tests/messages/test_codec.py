@@ -73,6 +73,12 @@ def test_unknown_fields_are_tolerated() -> None:
         (b"\x80", {}, "unknown message type ''"),
         (b"\x80", None, "unknown message type ''"),
         (b"\x80", {"Hr-Type": "nothing/1"}, "unknown message type 'nothing/1'"),
+        # A type that was removed: its records are in the streams of older runs.
+        (
+            b"\x81\xa3run\xa1r",
+            {"Hr-Type": "search_adapter_version/1"},
+            "unknown message type 'search_adapter_version/1'",
+        ),
         (b"\x80", {"Hr-Type": "ack/9"}, "newer than this reader, which reads up to ack/1"),
         (b"\x80", {"Hr-Type": "ack"}, "newer than this reader|expected ack/<version>"),
         (b"\xc1", {"Hr-Type": "ack/1"}, "not a readable ack"),

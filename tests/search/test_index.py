@@ -12,9 +12,10 @@ from headrace.search.chunks import MOST_LINES, cut, indexed
 from headrace.search.embeddings import Vectors
 from headrace.search.index import Index
 from headrace.search.keywords import Bag, postings, postings_of, scores, words
-from headrace.search.local import LocalSearcher, WordSearcher
+from headrace.search.local import LocalSearcher
 from headrace.search.service import Indexes
 from headrace.search.tree import changes, content_hash, tree
+from tests.support.word_search import WordSearcher
 
 SHOP = b'''"""A shop."""
 
@@ -203,7 +204,7 @@ def test_vectors_lose_little_in_int8() -> None:
 )
 def test_a_workspace_that_is_nested_too_deep_is_searched(path: str, data: bytes, chunks: int) -> None:
     files = {path: data, "y.py": b"def total(): pass\n"}
-    indexes = WordSearcher()._indexes
+    indexes = WordSearcher().indexes
     index = indexes.update(SearchRequest(run="r", template="t", query="total", files=files))
     assert index is not None
     reply = indexes.find(index, "total", 1000, "keyword")

@@ -14,9 +14,9 @@ from headrace.messages.tasks import Task, TaskRef, TestPlan
 from headrace.search import chunks, index, service
 from headrace.search.chunks import WorkExceeded
 from headrace.search.index import Index, Part
-from headrace.search.local import WordSearcher
 from headrace.search.service import Indexes
 from headrace.tasks.local import LocalFiles
+from tests.support.word_search import WordSearcher
 
 FILES = {f"m{number}.py": f"def send_{number}(mail):\n    return {number}\n".encode() for number in range(8)}
 LIMIT = 4 * Part("m0.py", FILES["m0.py"]).work
@@ -24,7 +24,7 @@ LIMIT = 4 * Part("m0.py", FILES["m0.py"]).work
 
 def limited(patch: pytest.MonkeyPatch, most: int = LIMIT) -> Indexes:
     patch.setattr(index, "MOST_WORK", most)
-    return WordSearcher()._indexes
+    return WordSearcher().indexes
 
 
 def request(**fields: object) -> SearchRequest:
@@ -59,7 +59,7 @@ def test_a_hostile_file_ends_at_the_limit(path: str, data: bytes) -> None:
 
 
 def test_files_beyond_the_limit_are_left_out_in_the_order_of_their_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    unlimited = WordSearcher()._indexes.update(request(files=FILES))
+    unlimited = WordSearcher().indexes.update(request(files=FILES))
     assert unlimited is not None and unlimited.left_out == 0
     indexes = limited(monkeypatch)
     whole = indexes.update(request(files=FILES))
@@ -68,7 +68,7 @@ def test_files_beyond_the_limit_are_left_out_in_the_order_of_their_paths(monkeyp
     assert indexes.find(whole, "send", 5, "keyword").left_out == 4
     fits = indexes.update(request(files={path: FILES[path] for path in sorted(FILES)[:4]}))
     assert fits is not None and fits.left_out == 0
-    assert fits.root == WordSearcher()._indexes.update(request(files=dict(sorted(FILES.items())[:4]))).root  # type: ignore[union-attr]
+    assert fits.root == WordSearcher().indexes.update(request(files=dict(sorted(FILES.items())[:4]))).root  # type: ignore[union-attr]
     grown = indexes.update(request(base=fits.root, files=dict(sorted(FILES.items())[4:])))
     assert grown is not None and grown.root == whole.root and paths(indexes, grown) == paths(indexes, whole)
 
@@ -86,7 +86,7 @@ def test_a_file_that_enters_the_index_is_sent_again(monkeypatch: pytest.MonkeyPa
 
 def test_indexes_that_hold_much_are_dropped_and_equal_files_are_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MOST_HELD", LIMIT)
-    indexes = WordSearcher()._indexes
+    indexes = WordSearcher().indexes
     states = [indexes.update(request(files={"m0.py": FILES["m0.py"], f"n{number}.md": b""})) for number in range(9)]
     assert all(state is not None and state.root in indexes._indexes for state in states[-3:])
     assert len({id(state.parts[0]) for state in states if state is not None}) == 1

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as HuggingFace
 
 from headrace.harness.tools.registry import TOOLS, schemas_of
 from headrace.messages.rollout import RendererBundle
-from headrace.rendering import schemas, wordings
+from headrace.rendering import schemas
 from headrace.rendering.base import Renderer
 from headrace.rendering.registry import Renderers
 from headrace.rendering.tokenizer import Tokenizer
@@ -161,7 +161,7 @@ def bundle(syntax: str, **changes: object) -> RendererBundle:
         "chat_template": TEMPLATES.get(syntax, ""),
         "system": "You are a coding agent.",
         "date": "2026-11-22",
-        "tools": schemas.functions_json() | {wordings.KEY: wordings.digest()},
+        "tools": schemas.functions_json(),
     }
     return RendererBundle(**(fields | changes))  # type: ignore[arg-type]
 
@@ -170,7 +170,7 @@ def bundle_of_run(syntax: str) -> RendererBundle:
     """The bundle of one of the formats as a run makes it: with all of headrace's tools, some of which have more
     arguments than the terse format shows."""
     tools = schemas_of(tuple(name for name in TOOLS.names() if TOOLS.builtin(name)))
-    return bundle(syntax, tools=schemas.functions_json(tools) | {wordings.KEY: wordings.digest()})
+    return bundle(syntax, tools=schemas.functions_json(tools))
 
 
 @lru_cache(16)

@@ -65,10 +65,7 @@ ToolLog: node sandbox run lane group call_id op brief
 SearchRequest: run template=file base files=inside deleted=inside query model
 SearchReply: node root model failure detail
 Hit: path lines chunk
-SearchAdapter: model
 Array: dtype
-HeldOut: repository
-SearchAdapterVersion: run hash=hash
 RolloutRequest: run group=id prompt files=inside
 PolicyRef: name=script run=run
 Workspace: name=id node=node

@@ -13,10 +13,10 @@ from headrace.messages.base import Array
 from headrace.messages.rollout import Trajectory
 from headrace.replay.recipe import changed, recipe
 from headrace.training.batches.batch import build
-from headrace.training.batches.segment import segments_of
 from headrace.training.mismatch import Measured, TooFar, above, answer, compare, measure
 from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import PolicyTrainer
+from tests.support.segments import segments_of
 from tests.support.world import CONFIG, NUMERICS, TOKENIZER, Records, batch, episode, model
 
 

@@ -11,9 +11,10 @@ from headrace.messages.rollout import Span
 from headrace.policy.model import Model
 from headrace.policy.scoring import ScoringError, score
 from headrace.training.batches.batch import Batch, build
-from headrace.training.batches.segment import Segment, segments_of
+from headrace.training.batches.segment import Segment
 from headrace.training.mismatch import Rescored, compare, measure
 from tests.support.live_memory import live_bytes
+from tests.support.segments import segments_of
 from tests.support.world import batch, episode, model
 
 

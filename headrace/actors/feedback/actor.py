@@ -39,6 +39,8 @@ from headrace.messages.product import Feedback as UserFeedback
 from headrace.messages.rollout import PolicyRef, Trajectory
 from headrace.messages.weights import WeightHead
 
+LATE_S = 86400.0
+"""A rating that arrives later than this after its session is not trained on."""
 NOT_COUNTED = ("unattributed", "superseded", "capped")
 """Fates of ratings that the gate does not count."""
 
@@ -63,7 +65,6 @@ class Feedback(Actor):
         self._judged: set[int] = set()
         """Branch versions that have been candidates."""
         self._stalled = -1
-        self._last_batch = 0.0
         self._one_at_a_time = asyncio.Lock()
         self._news = asyncio.Event()
         folder = Path(self.config.run.dir) / self.run
@@ -183,7 +184,7 @@ class Feedback(Actor):
             return "opted_out", f"tenant {feedback.tenant} did not opt in when the session was rated"
         if feedback.untrainable:
             return "discarded", feedback.untrainable
-        if rating.time - session.time > rules.late_s:
+        if rating.time - session.time > LATE_S:
             return "late", f"{rating.time - session.time:.0f} s after its session"
         if self.branch.base is not None and self.branch.oldest_version(session.trajectory) is None:
             return "late", f"no version of {self.branch.name} sampled it"
@@ -253,7 +254,7 @@ class Feedback(Actor):
         rules = self.config.feedback
         while rules.enabled and self.branch.base is not None:
             batch, begun = divmod(self.branch.places, rules.batch)
-            if not begun and (len(self.book.waiting) < rules.batch or time.time() - self._last_batch < rules.every_s):
+            if not begun and len(self.book.waiting) < rules.batch:
                 return
             serving = self.serving()
             if serving is None or batch - serving > rules.staleness:
@@ -265,7 +266,6 @@ class Feedback(Actor):
             for rating, session in chosen:
                 group = await self.branch.place(rating, session, self.replays.baseline(session.trajectory))
                 await self._settle(rating, "closed", group=group)
-            self._last_batch = time.time()
             await self.event("batch_closed", f"batch {batch} of {self.branch.name}", batch=batch, ratings=rules.batch)
 
     async def _choose(self, count: int, batch: int) -> list[tuple[Rating, Rated]]:

@@ -121,7 +121,7 @@ class Candidates:
 
     async def on_time(self) -> None:
         """End the gate with the verdict `held` for a candidate whose stage takes longer than `stage_s`."""
-        move = gate.overdue(self.state, self.rules, time.time())
+        move = gate.overdue(self.state, time.time())
         if move is not None:
             await self._take(move)
 

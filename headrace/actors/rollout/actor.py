@@ -286,6 +286,8 @@ class Rollout(Actor):
 
     async def _attempt(self, request: RolloutRequest, task: Task) -> Trajectory | None:
         """Run an attempt to its Trajectory; None when an earlier rollout actor has published it."""
+        if request.wording is not None:
+            raise NoPolicy("the request is of an older headrace: it asks for other words for the tools")
         episode = self._episode(request, task, await self._plugins_of(task))
         resume = await episode.resume_state()
         if resume.finished:
@@ -300,7 +302,7 @@ class Rollout(Actor):
         def oracle() -> Oracle:
             return self._suite(request.task.suite).oracle(request.task.task)
 
-        async with self._policies.serving(request.policy, task, oracle, request.wording) as (engine, renderer):
+        async with self._policies.serving(request.policy, task, oracle) as (engine, renderer):
             try:
                 with spans.agent(request):
                     return await episode.run(resume, engine, renderer)

@@ -28,8 +28,8 @@ from headrace.harness.tools.registry import schemas_of
 from headrace.harness.tools.toolbox import tools_of
 from headrace.inner_paths import own_file
 from headrace.messages.base import Message
-from headrace.messages.product import ClientTurn
-from headrace.messages.rollout import PolicyRef, ToolWording
+from headrace.messages.product import TURN_S, ClientTurn
+from headrace.messages.rollout import PolicyRef
 from headrace.messages.subjects import EVENT
 from headrace.messages.tasks import Oracle, Task
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
@@ -207,18 +207,16 @@ class Policies:
             ) from None
 
     @asynccontextmanager
-    async def serving(
-        self, policy: PolicyRef, task: Task, oracle: Callable[[], Oracle], wording: ToolWording | None = None
-    ) -> AsyncIterator[Served]:
+    async def serving(self, policy: PolicyRef, task: Task, oracle: Callable[[], Oracle]) -> AsyncIterator[Served]:
         """Engine and renderer for one episode. NoPolicy when this node cannot serve the policy."""
         if policy.run not in ("", self._run):
             branch = await self._branch(policy.run)
             branch.follow_latest(policy)
-            async with branch.serving(PolicyRef(policy.kind, policy.version), task, oracle, wording) as served:
+            async with branch.serving(PolicyRef(policy.kind, policy.version), task, oracle) as served:
                 yield served
             return
         if policy.kind == "scripted":
-            renderer = await self._scripted_renderer(task, wording)
+            renderer = await self._scripted_renderer(task)
             try:
                 task_oracle = _oracle_of(policy.name, task, oracle)
                 turns, message = script(policy.name, task, task_oracle), None
@@ -230,10 +228,10 @@ class Policies:
             yield Served(engine, renderer)
         elif policy.kind == "pinned":
             async with self.pins.use(policy.version) as engine:
-                yield Served(engine, await self._renderer(task, wording))
+                yield Served(engine, await self._renderer(task))
         else:
             await self.reached(0)
-            renderer = await self._renderer(task, wording)
+            renderer = await self._renderer(task)
             yield Served(await self._open_engine(), renderer)
 
     @asynccontextmanager
@@ -257,7 +255,7 @@ class Policies:
             async with self.pins.use(policy.version) as engine:
                 yield ClientServed(engine, of, renderer.bundle)
         else:
-            await self.reached(0, self._config.production.turn_s)
+            await self.reached(0, TURN_S)
             yield ClientServed(await self._open_engine(), of, renderer.bundle)
 
     async def _branch(self, run: str) -> "Policies":
@@ -322,24 +320,22 @@ class Policies:
         path.write_text(renderers.bundle.tokenizer_json, encoding="utf-8")
         return path
 
-    async def _renderer(self, task: Task, wording: ToolWording | None) -> Renderer:
+    async def _renderer(self, task: Task) -> Renderer:
         """The renderer of the run's bundle for the tools of a task. NoPolicy when this node cannot open it, because in
         another format the policy would be trained on text that it did not sample."""
         renderers = await self._open_renderers()
         if renderers is None:
             raise NoPolicy(f"run {self._run} has no renderer bundle; its trainer publishes it before the first version")
         try:
-            async with self._fetching:  # rendering a new tool wording takes some 100 ms, once
-                return await asyncio.to_thread(renderers.open, schemas_of(tools_of(task)), wording)
+            async with self._fetching:
+                return await asyncio.to_thread(renderers.open, schemas_of(tools_of(task)))
         except (RendererError, PluginError) as error:
             raise NoPolicy(str(error)) from None
 
-    async def _scripted_renderer(self, task: Task, wording: ToolWording | None) -> Renderer:
+    async def _scripted_renderer(self, task: Task) -> Renderer:
         """The run's renderer; in a run with only scripted policies, the terse format over a byte tokenizer."""
         if await self._open_renderers() is not None:
-            return await self._renderer(task, wording)
-        if wording is not None:
-            raise NoPolicy(f"run {self._run} has no renderer bundle, and a varied tool wording needs one")
+            return await self._renderer(task)
         try:
             more = tuple(tool for tool in schemas_of(tools_of(task)) if tool.name not in schemas.BY_NAME)
         except PluginError as error:

@@ -42,7 +42,6 @@ def trajectory_of(
         diff={},
         fingerprint=fingerprint,
         renderer=renderer.bundle,
-        wording=request.wording,
         isolation=request.isolation,
         wall_s=round(time.monotonic() - since, 4),
         malformed_calls=sum(bool(call.error) for turn in episode.turns for call in turn.calls),

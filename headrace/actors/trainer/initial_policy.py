@@ -14,19 +14,15 @@ from headrace.config import Config
 from headrace.config.training import Data
 from headrace.harness.sync_tools import answer
 from headrace.harness.tools.registry import TOOLS, schemas_of
-from headrace.harness.tools.search.session import SearchSession
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import RendererBundle
 from headrace.registry import merged
 from headrace.rendering.base import RendererError
 from headrace.rendering.bundle import checkpoint_bundle, terse_bundle
 from headrace.rendering.registry import Renderers
-from headrace.rendering.schemas import ToolSchema, tags, terse
 from headrace.rendering.terse import Format
 from headrace.rendering.tokenizer import Tokenizer
-from headrace.search.chunks import PATTERNS
-from headrace.search.local import WordSearcher
-from headrace.tasks.generated import exploring, note_traces, notes, repositories, traces
+from headrace.tasks.generated import note_traces, notes, repositories, traces
 from headrace.training.data import opening
 from headrace.training.data import registry as readers
 from headrace.training.data.base import DataError
@@ -52,10 +48,6 @@ def bundle(config: Config, folder: Path) -> RendererBundle:
     if file.exists():
         return msgspec.json.decode(file.read_bytes(), type=RendererBundle)
     made = _make(config, folder)
-    if made.renderer == "terse" and (config.tools.vary or config.tools.evaluation != "plain"):
-        raise RendererError(
-            "[tools] vary and evaluation need a chat template: the terse format of this checkpoint shows no tools"
-        )
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "tokenizer.json", made.tokenizer_json.encode())
     _write(file, msgspec.json.encode(made))
@@ -78,27 +70,14 @@ def _make(config: Config, folder: Path) -> RendererBundle:
     file = folder / "tokenizer.json"  # of a run that an earlier headrace started, without a bundle
     if file.exists():
         return terse_bundle(file.read_text(encoding="utf-8"), tools)
-    return terse_bundle(_tokenizer(config, tools).dump(), tools)
+    return terse_bundle(_tokenizer(config).dump(), tools)
 
 
-def _tokenizer(config: Config, tools: tuple[ToolSchema, ...]) -> Tokenizer:
+def _tokenizer(config: Config) -> Tokenizer:
     """Trained on the traces of mid-training."""
     seed, vocab = config.run.seed, config.policy.vocab
-    match config.mid_training.traces:
-        case "notes":
-            return Tokenizer.train(note_traces.tokenizer_texts(seed, TOKENIZER_TRACES, Format(), answer), vocab)
-        case "explorations":
-            tools = terse(tools)
-            answers, form = partial(answer, search=_searches()), Format(tools)
-            texts = traces.tokenizer_texts(seed, TOKENIZER_TRACES, form, answers, player=exploring.play)
-            return Tokenizer.train(texts, vocab, tags(tools))
-        case _:
-            return Tokenizer.train(traces.tokenizer_texts(seed, TOKENIZER_TRACES, Format(), answer), vocab)
-
-
-def _searches() -> Callable[[], SearchSession]:
-    """Opens sessions of searches by words."""
-    return partial(SearchSession, WordSearcher(), "traces", "", PATTERNS)
+    made = note_traces if config.mid_training.traces == "notes" else traces
+    return Tokenizer.train(made.tokenizer_texts(seed, TOKENIZER_TRACES, Format(), answer), vocab)
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -148,14 +127,11 @@ def _checked(made: Iterator[traces.Trace], between: Callable[[], None]) -> Itera
 def generated(config: Config, made: RendererBundle) -> Iterator[traces.Trace]:
     """An endless iterator of traces of tool use in the policy's own format."""
     recipe, seed = config.mid_training, config.run.seed
-    tools = {"notes": notes.TOOLS, "explorations": exploring.TOOLS}.get(recipe.traces, repositories.TOOLS)
+    tools = notes.TOOLS if recipe.traces == "notes" else repositories.TOOLS
     renderer = Renderers(made).open(schemas_of(tools))
     answers = partial(answer, details=renderer.detailed_results)
     if recipe.traces == "notes":
         return note_traces.mid_training_texts(seed, recipe.quality, renderer, answers, recipe.context_weight)
-    player: traces.Player | None = None
-    if recipe.traces == "explorations":
-        answers, player = partial(answers, search=_searches()), exploring.play
     return traces.mid_training_texts(
         seed,
         recipe.quality,
@@ -165,7 +141,6 @@ def generated(config: Config, made: RendererBundle) -> Iterator[traces.Trace]:
         multi_line=recipe.multi_line,
         broad=recipe.broad,
         retries=recipe.retries,
-        player=player,
     )
 
 

@@ -26,8 +26,7 @@ CONSEQUENCES: dict[str, str] = {
     "dead_letter": "give up attempts: their slots count as failed and are issued again",
     "search": "answer searches wrongly",
     "dashboard": "read what is not users' data",
-    "operator": "promote a version, ask for evaluations and bounds, send messages again, publish adapters of search, "
-    "read everything",
+    "operator": "promote a version, ask for evaluations and bounds, send messages again, read everything",
     "replay": "read what is not users' data",
 }
 

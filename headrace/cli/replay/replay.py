@@ -192,7 +192,6 @@ async def _trajectory(args: argparse.Namespace) -> int:
     config = load(folder.config)
     async with bus_of(folder, "replay") as bus:
         trajectory = await tool_calls.find(bus, folder.id, args.trajectory)
-        adapters = await tool_calls.adapters_of(bus, folder.id, trajectory)
-    line = await tool_calls.replay_calls(config, folder.path, trajectory, adapters)
+    line = await tool_calls.replay_calls(config, folder.path, trajectory)
     _say(line)
     return 0 if line.equal else 1

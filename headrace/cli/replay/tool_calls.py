@@ -4,7 +4,6 @@ The sandbox begins like the recorded one: with the task's repository, the trajec
 backend. A production trajectory cannot be repeated, because the repository belongs to a user and is not stored.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from headrace.harness.tools.search.session import SearchSession
     from headrace.messages.rollout import ToolCall, ToolResult, Trajectory
     from headrace.messages.tasks import Task
-    from headrace.search.adapters.adapter import Adapter
 
 
 async def find(bus: "Bus", run: str, id: str) -> "Trajectory":
@@ -40,24 +38,8 @@ async def find(bus: "Bus", run: str, id: str) -> "Trajectory":
     raise ReplayError(wrong)
 
 
-async def adapters_of(bus: "Bus", run: str, trajectory: "Trajectory") -> dict[str, "Adapter"]:
-    """The adapters that the trajectory's searches used, by identity. ReplayError when one is not on the bus."""
-    from headrace.search.adapters import versions
-    from headrace.search.adapters.adapter import AdapterError
-
-    results = [result for turn in trajectory.turns for result in turn.results]
-    models = {result.retrieved.model for result in results if result.retrieved is not None}
-    try:
-        return await versions.named(bus, run, models)
-    except AdapterError as error:
-        raise ReplayError(f"the searches of {trajectory.id} cannot be repeated: {error}") from None
-
-
-async def replay_calls(
-    config: Config, folder: Path, trajectory: "Trajectory", adapters: Mapping[str, "Adapter"]
-) -> CallsReplay:
-    """Run the calls again. folder: the run's, with its renderer bundle. adapters: those of `adapters_of`. ReplayError;
-    VmhostError without a sandbox."""
+async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -> CallsReplay:
+    """Run the calls again. folder: the run's, with its renderer bundle. ReplayError; VmhostError without a sandbox."""
     import msgspec
 
     from headrace.actors.trainer import initial_policy
@@ -100,14 +82,14 @@ async def replay_calls(
     if file.is_file():
         bundle = msgspec.json.decode(file.read_bytes(), type=RendererBundle)
         try:
-            renderer = Renderers(bundle).open(schemas_of(tools_of(task)), trajectory.wording)
+            renderer = Renderers(bundle).open(schemas_of(tools_of(task)))
         except RendererError as error:
             raise ReplayError(str(error)) from None
-        if task.sandbox and trajectory.renderer == bundle.sha256:
+        if task.sandbox and trajectory.renderer == bundle.sha256 and trajectory.wording is None:
             prompt, most = whole_prompt(task.system, task.prompt), config.limits.max_parallel_calls
             later = [step.prompt for step in task.later]
             prompts_differ = differing(trajectory.turns, prompt, renderer, most, system=task.system, later=later)
-    search = _recorded_search(config, task, trajectory, adapters) if searching else None
+    search = _recorded_search(config, task, trajectory) if searching else None
     box = toolbox_for(task, renderer, config.limits.context_tokens, search)
     await prepare_host(config)
     host = await Host.open(config.environment, limits=config.sandboxes)
@@ -143,11 +125,9 @@ async def replay_calls(
         await host.close()
 
 
-def _recorded_search(
-    config: Config, task: "Task", trajectory: "Trajectory", adapters: Mapping[str, "Adapter"]
-) -> "SearchSession | None":
-    """Semantic search in this process, each call in its recorded mode and with its recorded adapter. None if the
-    trajectory has no search; ReplayError if its searches used another model."""
+def _recorded_search(config: Config, task: "Task", trajectory: "Trajectory") -> "SearchSession | None":
+    """Semantic search in this process, each call in its recorded mode. None if the trajectory has no search;
+    ReplayError if its searches used another model."""
     from headrace.harness.tools.search.session import SearchSession, template_of
     from headrace.search.chunks import PATTERNS
     from headrace.search.local import LocalSearcher
@@ -168,9 +148,9 @@ def _recorded_search(
         )
     indexes = open_indexes(model, config.search.tokens, Path(config.environment.cache_dir) / "search")
     for made in recorded.values():
-        if (model_used := made.model.partition("+")[0]) != indexes.identity:
+        if made.model != indexes.identity:
             raise ReplayError(
-                f"{trajectory.id} was searched with model {model_used}, and [search] model is {indexes.identity}; "
-                "set the recorded model"
+                f"{trajectory.id} was searched with model {made.model}, and [search] model is {indexes.identity}; "
+                "set the recorded one (MODEL+HASH is a learnt adapter: only the headrace that recorded it has that)"
             )
-    return SearchSession(LocalSearcher(indexes, adapters), trajectory.run, template_of(task), PATTERNS, recorded)
+    return SearchSession(LocalSearcher(indexes), trajectory.run, template_of(task), PATTERNS, recorded)

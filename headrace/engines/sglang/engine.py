@@ -38,6 +38,8 @@ from headrace.engines.sglang.weights.swap import Swapper
 from headrace.engines.sglang.weights.transport import Choice
 from headrace.policy.config import PolicyConfig
 
+TURN_S = 600.0
+"""Time limit of one turn on a server."""
 DEATHS = 2
 """A turn is given up when the server has ended this many times during it."""
 IDLE_LEGS = 8
@@ -66,7 +68,7 @@ class SglangEngine:
         swap: Literal["in_place", "abort"] = "in_place",
         sparse: bool = False,
         weights: Choice = "disk",
-        deadline_s: float = 600.0,
+        deadline_s: float = TURN_S,
         start_s: float = 600.0,
     ) -> None:
         """folder: a folder in tmpfs, for the checkpoint that the server loads. url: address of a running server;
@@ -369,7 +371,7 @@ class SglangEngine:
             if not work.done():
                 raise ServerError(
                     "late",
-                    f"a turn took more than {self._deadline_s:.0f} s ([engine] deadline_s) and could not be aborted",
+                    f"a turn took more than {self._deadline_s:.0f} s and could not be aborted",
                 )
             return flight.reply(), True
         finally:

@@ -55,6 +55,5 @@ def _engine(section: EngineSection, policy: PolicyConfig, run: Path, id: str, de
         swap=section.swap,
         sparse=section.sparse,
         weights=section.weights,
-        deadline_s=section.deadline_s,
         start_s=section.start_s,
     )

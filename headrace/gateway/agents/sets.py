@@ -16,12 +16,14 @@ from headrace.bus.errors import BusTimeout, NoResponders
 from headrace.gateway.agents.comparing import file_diffs, overlaps
 from headrace.gateway.agents.merging import Merged, merge
 from headrace.gateway.agents.requests import AgentRefused, NewAgent
-from headrace.gateway.agents.store import KEPT_BYTES, Agents, GatewayParts, Member, idempotent_id
+from headrace.gateway.agents.store import IDLE_S, KEPT_BYTES, Agents, GatewayParts, Member, idempotent_id
 from headrace.gateway.agents.views import agent_view, check_view, run_view
 from headrace.gateway.tenants.keys import ApiKey
 from headrace.messages import subjects
 from headrace.messages.product import Agent, AgentSet, AttemptControl, WorkspaceCommand, WorkspaceReport
 
+COMMAND_S = 120.0
+"""Time limit of the commands `setup` and `check`."""
 ANSWER_S = 60.0
 """Seconds to acquire and copy a sandbox, in addition to the command's own time limit."""
 Control = Callable[[AttemptControl], Awaitable[None]]
@@ -84,9 +86,9 @@ class AgentSets:
             image=asked.workspace.image,
             files=files,
             command=asked.setup,
-            timeout_s=self._config.production.command_s,
+            timeout_s=COMMAND_S,
             copies=tuple(f"{user}.{agent}" for agent in agents),
-            hold_s=self._config.production.agent_idle_s,
+            hold_s=IDLE_S,
         )
         report = await self._ask(command, user)
         if report.failed:
@@ -150,7 +152,7 @@ class AgentSets:
             image=agent.image,
             files=agent.files,
             command="\n".join(filter(None, (f"({made.setup}) || exit" if made.setup else "", made.check))),
-            timeout_s=self._config.production.command_s,
+            timeout_s=COMMAND_S,
         )
         report = await self._ask(command, agent.user)
         return (None, report.failed) if report.failed else (report.code, report.output)

@@ -31,6 +31,8 @@ from headrace.messages.rollout import PolicyRef, SlotFailed, Trajectory, TurnSam
 KEPT_BYTES = 512 << 10
 """The most bytes of files that an agent's record holds. With more, the next run needs the held sandbox."""
 REPEAT_S = 1.0
+IDLE_S = 1800.0
+"""How long the sandbox of an agent is held for the next run."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +184,7 @@ class Agents:
                 name=f"{agent.user}.{agent.id}",
                 turn=len(earlier),
                 node=earlier[-1].node if earlier else agent.prepared_node,
-                hold_s=self._config.production.agent_idle_s,
+                hold_s=IDLE_S,
             )
             order = Order(
                 group=self.group(agent, run),

@@ -20,6 +20,8 @@ from headrace.messages.judging import CriterionScore, RubricScore
 from headrace.messages.plugins import Plugin
 from headrace.messages.tasks import Criterion
 
+TEMPERATURE = 0.7
+"""Sampling temperature of the model's answers."""
 REASON = 400
 """Characters of a reason that a Score keeps."""
 
@@ -63,7 +65,7 @@ class RubricJudge:
     def identity(self) -> str:
         """The subject of a card: the model, its settings, and the version of the instructions."""
         section = self._section
-        return f"{self._model}/t{section.model_temperature:g}/v{section.model_votes}/q{VERSION}"
+        return f"{self._model}/t{TEMPERATURE:g}/v{section.model_votes}/q{VERSION}"
 
     @property
     def _model(self) -> str:
@@ -129,14 +131,12 @@ class RubricJudge:
     async def answer(self, statement: str, task: str, work: str, usage: Usage, *, order: int, seed: int) -> Answer:
         """One answer. EndpointFailed, EndpointRefused."""
         messages = question(statement, task, work, order)
-        key = digest(messages, self._model, self._section.model_temperature, seed)
+        key = digest(messages, self._model, TEMPERATURE, seed)
         cached = self._cache.get(key)
         if cached is not None:
             usage.cached += 1
             return cached
-        completion = await self._endpoint.complete(
-            messages, schema(order), seed=seed, temperature=self._section.model_temperature
-        )
+        completion = await self._endpoint.complete(messages, schema(order), seed=seed, temperature=TEMPERATURE)
         usage.calls += 1
         usage.prompt_tokens += completion.prompt_tokens
         usage.completion_tokens += completion.completion_tokens

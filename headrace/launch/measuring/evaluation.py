@@ -20,7 +20,7 @@ from headrace.launch.output import say_report
 from headrace.launch.processes import Run
 from headrace.launch.runs import RunError
 from headrace.launch.supervision.signals import Stopping, interruptible
-from headrace.ledger.requests import evaluation_words, settings_of
+from headrace.ledger.requests import settings_of
 from headrace.messages.rollout import PolicyRef
 from headrace.registry import admitted
 
@@ -205,7 +205,6 @@ def first_request(run: Run, wanted: Measurement, policy: PolicyRef, id: str, rea
         limits=settings.limits,
         isolation=settings.isolation,
         reason=reason,
-        wording=evaluation_words(run.config),
     )
 
 

@@ -21,6 +21,8 @@ from headrace.messages.tasks import Oracle
 if TYPE_CHECKING:
     import aiohttp
 
+DAY_S = 40.0
+"""Seconds of a day of the simulated users, who send nothing in its night."""
 PATIENCE_S = 60.0
 """Seconds that a user waits for a gateway that does not answer."""
 
@@ -57,7 +59,7 @@ async def simulate(config: Config, run_dir: Path, stopping: asyncio.Event) -> No
         await product.opened()
         begin = time.monotonic()
         while not stopping.is_set():
-            now = rate(time.monotonic() - begin, config.production.day_s, config.production.peak_requests_per_s)
+            now = rate(time.monotonic() - begin, DAY_S, config.production.peak_requests_per_s)
             # Thinning: candidates arrive at the peak rate and are accepted in proportion to the current rate.
             pause = rng.expovariate(config.production.peak_requests_per_s)
             try:

@@ -38,6 +38,7 @@ from headrace.messages.product.ratings import (
 )
 from headrace.messages.product.serving import (
     CLIENT_SUITE,
+    TURN_S,
     AttemptControl,
     CapacityLease,
     ClientCall,
@@ -59,6 +60,7 @@ from headrace.messages.product.serving import (
 
 __all__ = [
     "CLIENT_SUITE",
+    "TURN_S",
     "Agent",
     "AgentRun",
     "AgentSet",

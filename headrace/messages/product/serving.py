@@ -155,6 +155,10 @@ class OpenSession(Message, frozen=True, kw_only=True):
     """False: the request's files are too large to keep, so it cannot be tried again."""
 
 
+TURN_S = 300.0
+"""The longest wait of a gateway for a turn that a client's agent requests."""
+
+
 @message("client_turn")
 class ClientTurn(Message, frozen=True, kw_only=True):
     """A request to a rollout actor of the production lane for a turn of an agent that runs its own tools. The turn log

@@ -10,7 +10,6 @@ by an order of magnitude.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -170,10 +169,6 @@ def unread(made: repositories.Made, rng: random.Random) -> Call:
     return edit_line(path, line, rng.choice(made.target.source()[1:]))
 
 
-Player = Callable[[repositories.Made, Fault, random.Random, Answer], Play]
-"""Makes one trace."""
-
-
 def play(made: repositories.Made, fault: Fault, rng: random.Random, answer: Answer, retries: float = RETRIES) -> Play:
     """One trace of a policy that searches once and edits."""
     game = Play(made, answer)
@@ -218,7 +213,7 @@ def _plays(
     faults: Sequence[Fault] = FAULTS,
     multi_line: float = MULTI_LINE,
     broad: float = 0.0,
-    player: Player = play,
+    retries: float = RETRIES,
 ) -> Iterator[tuple[Play, Fault]]:
     rng = random.Random(f"headrace/traces/{seed}")
     seeds = repositories.SEEDS["train"]
@@ -226,7 +221,7 @@ def _plays(
         kind = "broad" if broad and rng.random() < broad else "train"
         made = repositories.make(kind, rng.randrange(seeds.start, seeds.stop), multi_line, judged=False)
         fault = "" if rng.random() < quality else rng.choice(faults)
-        yield player(made, fault, rng, answer), fault
+        yield play(made, fault, rng, answer, retries), fault
 
 
 def mid_training_texts(
@@ -240,22 +235,19 @@ def mid_training_texts(
     multi_line: float = MULTI_LINE,
     broad: float = 0.0,
     retries: float = RETRIES,
-    player: Player | None = None,
 ) -> Iterator[Trace]:
     """Traces without an end. `form` is the policy's renderer, `answer` runs calls (harness.sync_tools.answer), `broad`
-    is the share of traces on functions that no suite has (composed/, broad_templates.py). player: in place of `play`
-    with so many `retries`."""
-    player = player or partial(play, retries=retries)
-    for game, fault in _plays(seed, quality, answer, faults, multi_line, broad, player):
+    is the share of traces on functions that no suite has (composed/, broad_templates.py)."""
+    for game, fault in _plays(seed, quality, answer, faults, multi_line, broad, retries):
         ids, weights = game.encoded(form, context)
         weights[0] = 0.0
         solved = game.sandbox.files.get(game.made.path) == game.made.oracle.solution[game.made.path]
         yield Trace(ids=ids, weights=weights, family=game.made.task.family, fault=fault, solved=solved)
 
 
-def tokenizer_texts(seed: int, count: int, form: Format, answer: Answer, *, player: Player = play) -> Iterator[str]:
+def tokenizer_texts(seed: int, count: int, form: Format, answer: Answer) -> Iterator[str]:
     """Texts to train a tokenizer on: everything between the tags of `count` traces."""
-    for (game, _), _ in zip(_plays(seed, 1.0, answer, player=player), range(count), strict=False):
+    for (game, _), _ in zip(_plays(seed, 1.0, answer), range(count), strict=False):
         for text, is_tag in game.pieces(form):
             if not is_tag and text:
                 yield text

@@ -83,13 +83,6 @@ def tensor(array: Array) -> Tensor:
     return torch.frombuffer(bytearray(array.data), dtype=_DTYPES[array.dtype]).reshape(array.shape)
 
 
-def segments_of(
-    trajectory: Trajectory, advantage: float = 0.0, first: int = 0, of_turns: Sequence[float] = ()
-) -> list[Segment]:
-    """The segments of one trajectory that hold sampled tokens, in order. Arguments as in `weighted`; BatchError."""
-    return weighted(tensors_of(trajectory), trajectory, advantage, first, of_turns)
-
-
 def tensors_of(trajectory: Trajectory) -> list[Segment]:
     """The segments of one trajectory that hold sampled tokens, in order, without advantages. BatchError."""
     built = [_segment(trajectory, turns) for turns in _by_segment(trajectory)]

@@ -20,7 +20,7 @@ from headrace.harness.prompt import whole_prompt
 from headrace.harness.rendered import differing
 from headrace.harness.tools.registry import schemas_of
 from headrace.harness.tools.toolbox import tools_of
-from headrace.messages.rollout import PolicyRef, ToolWording, Trajectory
+from headrace.messages.rollout import PolicyRef, Trajectory
 from headrace.messages.sandbox import ANY_RUN
 from headrace.policy.layout import checkpoint as layout
 from headrace.policy.model import Model
@@ -81,7 +81,6 @@ async def environment(connect: Connect, tmp_path: Path) -> AsyncIterator[Environ
 async def test_an_episode_in_a_checkpoints_own_format(
     connect: Connect, environment: Environment, checkpoint: Path, tmp_path: Path, observer: Bus
 ) -> None:
-    wording = ToolWording(words="train", seed=3) if "llama" in checkpoint.parent.name else None
     run = f"chat{checkpoint.parent.name[-12:].replace('_', '-').lower().strip('-')}"
     config = Config(
         run=Run(dir=str(tmp_path / "rollout")),
@@ -102,20 +101,19 @@ async def test_an_episode_in_a_checkpoints_own_format(
     await stage(observer, run, "here", 0, str(file), tensor_state.write(file, model.state()))
 
     async with living(Rollout, config, await connect("rollout", node="here"), run, "roll"):
-        await issue(observer, run, "sampled", wording=wording)
-        await issue(observer, run, "scripted", policy=PolicyRef(kind="scripted", name="oracle"), wording=wording)
+        await issue(observer, run, "sampled")
+        await issue(observer, run, "scripted", policy=PolicyRef(kind="scripted", name="oracle"))
         ends = {group: await end_of(observer, run, group) for group in ("sampled", "scripted")}
     task = open_suite("generated/train").task(ends["sampled"].task.task)
-    renderer = Renderers(bundle).open(schemas_of(tools_of(task)), wording)
+    renderer = Renderers(bundle).open(schemas_of(tools_of(task)))
     for group, end in ends.items():
-        assert end.renderer == bundle.sha256 and end.wording == wording
-        again = Renderers(bundle).open(schemas_of(tools_of(task)), end.wording)
+        assert end.renderer == bundle.sha256
+        again = Renderers(bundle).open(schemas_of(tools_of(task)))
         assert differing(end.turns, whole_prompt(task.system, task.prompt), again, 6) == (), "the replay is bit-equal"
         check_ids(end, renderer.tokenizer.decode([int(id) for id in end.turns[0].prompt_ids.tolist()]))
         assert (end.oldest_version == 0) is (group == "sampled")
     scripted = ends["scripted"]
     assert scripted.malformed_calls == 0 and scripted.turns[0].calls[0].name == "edit_file"
-    assert (scripted.turns[0].calls[0].alias in ("replace_lines", "patch_lines", "change_lines")) is bool(wording)
     assert scripted.turns[0].results[0].ok and scripted.diff
     second = renderer.tokenizer.decode([int(id) for id in scripted.turns[1].prompt_ids.tolist()])
     assert second.startswith("\n<|im_start|>user\n<tool_response>\nok\n</tool_response>")
@@ -125,5 +123,5 @@ def check_ids(end: Trajectory, opening: str) -> None:
     """The prompt is the template's own, with exactly the tools of the task."""
     assert opening.startswith("<|im_start|>system\n") and opening.endswith("<|im_start|>assistant\n")
     assert opening.count('"type": "function"') == 5 and '"name": "terminal"' not in opening
-    assert ('"name": "edit_file"' in opening) is (end.wording is None)
+    assert '"name": "edit_file"' in opening
     assert end.turns and all(turn.calls for turn in end.turns)

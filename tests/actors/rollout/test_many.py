@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import json
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sized
@@ -36,7 +34,6 @@ from tests.actors.rollout.test_actor import everything, queue_is_empty
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.many_requests import SLOTS, requests
-from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.staged import config, made, prepare, stage
 
@@ -206,20 +203,3 @@ async def test_256_trajectories_at_once_are_each_stored_once_and_leave_nothing_b
     assert max(lags) <= LAG_S, f"the event loop computed for {max(lags):.2f} s"
     during = [message.status for at, message in beats if began <= at <= ended]
     assert len(during) >= 5, "heartbeats stop while the trajectories run"
-
-
-def test_the_page_has_the_figures_of_the_benchmark() -> None:
-    told = json.loads((ROOT / "benchmarks" / "results" / "many_trajectories.json").read_text())
-    page = re.sub(r"\s+", " ", (ROOT / "docs" / "operating.md").read_text(encoding="utf-8"))
-    few, many = (f"at_once_{told[name]}" for name in ("few", "count"))
-    for text in (
-        f"{told['count']} trajectories of {told['turns']} turns took {told['ratio_turns_per_s']:.2f} times the turns a",
-        f"with {told['count']} at once as with {told['few']}, {told['ratio_loop_cpu_ms']:.2f} times the event loop's",
-        f"time per trajectory ({told[f'{many}_loop_cpu_ms']:.1f} ms), {told['ratio_cpu_ms']:.2f} times that of",
-        f"{told[f'{many}_memory_kib']:.0f} KiB of memory for each trajectory at once instead of "
-        f"{told[f'{few}_memory_kib']:.0f}. The longest",
-        f"task was {told[f'{many}_lag_ms']:.0f} ms",
-        f"load {told['conditions']['load']:.0f})",
-    ):
-        assert text in page, text
-    assert all(target["met"] for target in told["targets"].values())

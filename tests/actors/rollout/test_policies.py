@@ -25,6 +25,7 @@ from headrace.messages.rollout import (
     RolloutRequest,
     Sampling,
     SlotFailed,
+    ToolWording,
     Trajectory,
     renderer_key,
 )
@@ -196,7 +197,6 @@ async def test_an_attempt_that_waits_for_a_first_version_fails_with_what_to_look
 async def test_a_group_that_no_environment_serves_is_dropped_and_the_ledger_balances(
     connect: Connect, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
 ) -> None:
-    """Before, its requests were handed back for ever."""
     run = "b10"
     await prepare(connect, run)
     await stage(observer, run, "here", 0, *versions[0])
@@ -360,13 +360,16 @@ async def test_a_version_with_other_bits_is_never_served(
 async def test_a_node_without_the_runs_bundle_samples_nothing_but_scripts(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
 ) -> None:
-    """Before, such a node fell back to an untrained byte tokenizer and training went on with garbage."""
     await stage(observer, "b5", "here", 0, *versions[0])
     async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b5", "roll"):
         await issue(observer, "b5", "none")
         failed = await first(observer, "HR_LEDGER", FAIL.at(run="b5", group="none"), lambda message: True)
         assert failed.reason == "no_policy" and "no renderer bundle" in failed.detail
-        await issue(observer, "b5", "script", policy=PolicyRef(kind="scripted", name="idle"))
+        idle = PolicyRef(kind="scripted", name="idle")
+        await issue(observer, "b5", "older", policy=idle, wording=ToolWording(words="train", seed=1))
+        older = FAIL.at(run="b5", group="older")
+        assert (await first(observer, "HR_LEDGER", older, lambda message: True)).reason == "no_policy"
+        await issue(observer, "b5", "script", policy=idle)
         assert (await end_of(observer, "b5", "script")).renderer == ""
         bundle = await prepare(connect, "b5")
         await issue(observer, "b5", "later")

@@ -1,7 +1,6 @@
 """Bytes of JSON of a turn: a reply holds the turn's tokens once, whatever the context's length."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,11 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from benchmarks.sglang_bytes import SHAPES, measure
 from headrace.engines.base import SampleRequest
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.messages.rollout import Span
 from tests.support import tiny
 from tests.support.engines import Versions, request
-from tests.support.paths import ROOT
 from tests.support.sglang.double import Double, Request
 from tests.support.sglang.requests import attached
 
@@ -97,49 +94,3 @@ async def test_after_a_swap_a_reply_has_the_routes_of_new_positions_alone(versio
     print(f"rows of routes {rows[1:]}, replies of {replies} bytes")
     assert rows[1:] == [515, 20, 20]
     assert max(replies[1:]) < replies[0] / 8
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-async def test_a_turn_of_8192_tokens_has_at_most_twice_the_bytes_of_its_tokens(shape: str) -> None:
-    """Each id, log-probability and route counted once, the request with 8,192 ids of context included."""
-    for context in (1024, 8192):
-        figures = await measure(SHAPES[shape], context, 8192)
-        assert 1.0 < figures["turn_over_tokens"] <= 2.0, figures
-        assert figures["tokens_once"]["routes"] == figures.get("reply_routes", 0)
-        assert (figures["tokens_once"]["routes"] > 0) == (shape == "moe")
-
-
-async def test_the_results_are_those_of_this_client() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "sglang_bytes.json").read_text())
-    for shape, config in SHAPES.items():
-        assert await measure(config, 1024, 256) == results[f"{shape}_context_1024_tokens_256"], "count them again"
-
-
-async def test_only_the_ids_of_a_request_grow_with_the_context() -> None:
-    """Of a mixture, whose routes are requested of new positions alone."""
-    turns = [await measure(SHAPES["moe"], context, 256) for context in (1024, 8192, 32768)]
-    replies = [turn["reply_bytes"] for turn in turns]
-    assert max(replies) <= 1.01 * min(replies)
-    assert max(turn["request_rest"] for turn in turns) <= 600
-    assert all(turn["request_bytes_per_context_token"] < 7.0 for turn in turns), "six digits and a comma"
-
-
-def test_the_page_has_the_figures_of_the_results() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "sglang_bytes.json").read_text())
-    page = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
-    section = re.sub(r"\s+", " ", page.partition("### Bytes of a turn")[2].partition("\n### ")[0])
-
-    def row(name: str, shape: str, tokens: int, form: str) -> str:
-        cells = [results[f"{shape}_context_{context}_tokens_{tokens}"] for context in (1024, 8192, 32768)]
-        return " | ".join(format(cell[name], form) for cell in cells)
-
-    assert f"| request, dense | {row('request_bytes', 'dense', 256, ',')} |" in section
-    for shape in SHAPES:
-        assert f"| reply of 256 tokens, {shape} | {row('reply_bytes', shape, 256, ',')} |" in section
-        assert f"its tokens once, {shape} | {row('turn_over_tokens', shape, 8192, '.2f')} |" in section
-        assert f"compact tokens, {shape} | {row('turn_over_compact', shape, 8192, '.1f')} |" in section
-    long = results["dense_context_8192_tokens_8192"]
-    assert f"ids have {long['reply_ids']:,} bytes, log-probabilities {long['reply_logprobs']:,}" in section
-    assert f"text {long['reply_text']:,}, routes of the moe {16_908_288:,}" in section and long["reply_rest"] < 2000
-    assert results["moe_context_8192_tokens_8192"]["reply_routes"] == 16_908_288
-    assert f"by {long['request_bytes_per_context_token']} bytes for each token of the context" in section

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from functools import partial
 
 import pytest
 
@@ -41,7 +40,7 @@ def test_broad_traces_and_retries_are_as_many_as_asked_for() -> None:
     """Broad traces repair functions that no suite has; a retry takes five turns instead of three."""
 
     def share(broad: float, retries: float) -> tuple[float, float]:
-        plays = traces._plays(1, 1.0, answer, broad=broad, player=partial(traces.play, retries=retries))
+        plays = traces._plays(1, 1.0, answer, broad=broad, retries=retries)
         taken = [game for game, _ in itertools.islice(plays, 200)]
         return (
             sum(game.made.target.template not in TRAINED for game in taken) / 200,

@@ -12,7 +12,8 @@ from headrace.messages.tasks import TaskRef
 from headrace.messages.training import BatchGroup
 from headrace.replay.tokens import versions
 from headrace.training.batches.batch import build
-from headrace.training.batches.segment import BatchError, segments_of
+from headrace.training.batches.segment import BatchError
+from tests.support.segments import segments_of
 
 TASK = TaskRef("generated/dev", "10001")
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.touched import fixed, overwrite, page_of
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, CheckIntegrity, Exec, RunTests, SandboxLost
 from headrace.messages.tasks import TestPlan
@@ -22,6 +21,7 @@ from headrace.vmhost.qemu.clone import Clone
 from headrace.vmhost.qemu.integrity import PAGE, Fixed, IntegrityCheck
 from headrace.vmhost.qemu.memory import Memory
 from tests.support.paths import ROOT
+from tests.support.touched import fixed, overwrite, page_of
 
 pytestmark = pytest.mark.anyio
 

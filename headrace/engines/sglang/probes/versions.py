@@ -1,6 +1,6 @@
 """The SGLang releases whose interface is known here. Nothing is refused by these numbers once a server answers.
 
-deploy/sglang/versions.json has the table behind them (`python -m benchmarks.sglang_versions`).
+deploy/sglang/versions.json has the table behind them.
 """
 
 MEASURED = ("0.5.23",)

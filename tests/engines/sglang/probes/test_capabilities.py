@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import sglang_versions
 from headrace.engines.sglang.compatibility import IncompatibleServer
 from headrace.engines.sglang.lifecycle import PROBE
 from headrace.engines.sglang.probes import capabilities, versions
@@ -16,6 +15,7 @@ from headrace.engines.sglang.reply import body
 from headrace.engines.sglang.requirements import _release
 from tests.support import tiny
 from tests.support.engines import Versions, request
+from tests.support.paths import ROOT
 from tests.support.sglang.double import Double
 from tests.support.sglang.requests import attached
 from tests.support.sglang.updates import openapi
@@ -141,7 +141,7 @@ async def test_a_server_is_asked_for_one_probe_turn_until_its_settings_change(fi
 
 
 def test_the_table_of_releases_is_what_the_check_says() -> None:
-    table = json.loads(sglang_versions.RESULT.read_text(encoding="utf-8"))
+    table = json.loads((ROOT / "deploy" / "sglang" / "versions.json").read_text(encoding="utf-8"))
     usable = [release for release, said in table["releases"].items() if said["usable"]]
     assert tuple(usable) == versions.VERIFIED
     for release, said in table["releases"].items():
@@ -152,25 +152,3 @@ def test_the_table_of_releases_is_what_the_check_says() -> None:
     assert not versions.lacks("0.5.24") and not versions.lacks("main") and not versions.lacks("0.6.0.dev1")
     assert "neither run nor read" in _release("url", "0.6.0").text
     assert "it was not run" in _release("url", "0.5.20").text and versions.said("0.5.23") == "SGLang 0.5.23"
-
-
-def test_a_source_is_read_as_a_description_is() -> None:
-    files = {
-        "sglang/srt/entrypoints/http_server.py": (
-            '@app.api_route("/generate", methods=["POST"])\nasync def generate(obj: GenerateReqInput): ...\n'
-            '@app.post("/pause_generation")\nasync def pause(obj: Annotated[PauseReqInput, Body()]): ...\n'
-            '@app.get("/ping")\nasync def ping(): ...\n'
-        ),
-        "sglang/srt/managers/io_struct.py": (
-            "class Base:\n    rid: str\nclass GenerateReqInput(Base):\n    cache_salt: str = ''\n"
-            "class PauseReqInput:\n    mode: str\n"
-        ),
-    }
-    fields = sglang_versions.described(files)
-    assert fields("/generate") == frozenset({"rid", "cache_salt"}) and fields("/pause_generation") == frozenset(
-        {"mode"}
-    )
-    assert fields("/ping") == frozenset() and fields("/v1/loads") is None
-    said = sglang_versions.row(files)
-    assert not said["usable"] and "prefix caches by version needs cache_salt of /generate" not in said["lacks"]
-    assert "aborts needs /abort_request" in said["lacks"] and "weight_versions in a reply" in said["lacks"]

@@ -1,1 +1,0 @@
-"""The commands of `headrace search`: adapters of semantic search."""

@@ -1,1 +1,0 @@
-"""Adapters of a query's vector: learnt from traces, measured on repositories held out, published as versions."""
