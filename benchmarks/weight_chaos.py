@@ -58,7 +58,6 @@ id = "{run}"
 dir = "{folder}"
 [weights]
 anchor_every = 7
-fold_every = 5
 keep = 3
 """
 

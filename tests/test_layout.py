@@ -105,7 +105,7 @@ ONLY = {
     "qemu": {"vmhost"},
     "triton": {"kernels"},
     "gguf": {"policy"},
-    "lz4": {"messages", "weights"},
+    "lz4": {"messages"},
     "prometheus_client": {"dashboard", "engines", "metrics"},
 }
 

@@ -27,7 +27,7 @@ from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightManifest
 from headrace.secret_files import SecretError
 from headrace.weights import chain, heads, shards, snapshot, state
-from headrace.weights.publishing import release, squash
+from headrace.weights.publishing import release
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.publishing.release import Commit, NewVersion
 from headrace.weights.receiving.store import SnapshotStore
@@ -268,8 +268,6 @@ class WeightSender(Actor):
         await self._tell(encoding)
         if self._full_snapshot_due():
             await self._add_full_snapshot()
-        if section.fold_every > 1 and ready.version and ready.version % section.fold_every == 0:
-            await self._squash(section.fold_every)
 
     def _full_snapshot_due(self) -> bool:
         """Whether the committed version needs a full snapshot: the newest one is old, or its file is not where nodes
@@ -330,32 +328,6 @@ class WeightSender(Actor):
 
         state_hash = await asyncio.to_thread(rounded)
         return path, replace(new, state_hash=state_hash, precision=kind, source_hash=ready.state_hash)
-
-    async def _squash(self, count: int) -> None:
-        """Publish one delta over the last `count` deltas. It only saves bytes, so a failure only causes an event."""
-        assert self.commit is not None
-        codec = self.config.weights.codec
-        try:
-            record = await squash.publish(
-                self.bus,
-                self.bus,
-                self.commit.head,
-                count=count,
-                name=codec,
-                signer=self.signer,
-                trust=self.trust,
-                fetch=self._fetch,
-            )
-        except (WeightError, LookupError) as error:
-            await self.event("squash_failed", f"version {self.commit.head.version}: {error}", level="warning")
-            return
-        await self.event(
-            "squashed",
-            f"versions {record.base_version} to {record.version} in one delta, {record.wire_bytes} bytes",
-            version=record.version,
-            base_version=record.base_version,
-            wire_bytes=record.wire_bytes,
-        )
 
     async def _base(self) -> Snapshot | None:
         """The committed version's file: the link to the trainer's file, or one that is built from the chain."""

@@ -139,7 +139,7 @@ class Numerics(Section, frozen=True, kw_only=True):
 class Weights(Section, frozen=True, kw_only=True):
     """How versions are published, and which parts of them a node keeps."""
 
-    codec: Literal["d8-zstd", "d8-lz4", "d10-zstd"] = "d8-zstd"
+    codec: Literal["d8-zstd", "d10-zstd"] = "d8-zstd"
     """Encoding of deltas: d10 is a quarter to a half smaller and half as fast; it suits slow links."""
     anchor_every: Positive = 32
     """Versions from one full snapshot to the next. A node that joins late starts from a full snapshot."""
@@ -155,8 +155,6 @@ class Weights(Section, frozen=True, kw_only=True):
     """Threads of the sender that encode shards; the bytes do not depend on it."""
     want: tuple[Path, ...] = ()
     """Tensors that this node needs, such as model.layers.3.*: it stages only their shards. Empty: all."""
-    fold_every: Count = 0
-    """Number of versions that the sender squashes into one delta, for receivers that lag; 0 squashes nothing."""
     collect_chains: Count = 0
     """Number of newest chains (a full snapshot and the deltas after it) that stay in the stream, at least 2; 0 keeps
     all versions."""

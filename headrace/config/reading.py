@@ -16,6 +16,8 @@ from headrace.config.tree import Config
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
 """Keys that moved to another section: files and recorded runs with the old keys are still read."""
+REMOVED = {"weights": ("fold_every",)}
+"""Keys of earlier releases by section. Recorded runs have them, which is read; in a TOML file they are unknown keys."""
 VARIABLES = {"judge": "model_key", "environment": "key"}
 """Keys that named environment variables with a secret; each of `[tasks.mcp]` had `key`, too. Recorded runs have them
 empty, which is read; with a variable's name they are unknown keys."""
@@ -200,8 +202,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[s
         try:
             raw = msgspec.json.decode(text, type=dict[str, Any])
             _move(raw)
+            for section, gone in REMOVED.items():
+                for key in gone:
+                    raw.get(section, {}).pop(key, None)
             return msgspec.convert(raw, Config)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, RecursionError, AttributeError) as error:
             raise ConfigError(f"{file}: {error}") from None
     return parse(text, str(file), overrides, environment)
 

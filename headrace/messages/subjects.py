@@ -147,12 +147,6 @@ WEIGHT_HEAD = Subject(
     readers=("weight_sync", "rollout", "feedback", "trainer"),
     note="the trainer reads heads and manifests to collect",
 )
-WEIGHT_SQUASH = Subject(
-    template="hr.weights.{run}.fold",
-    types=("weight_fold",),
-    publishers=("weight_sync",),
-    readers=("weight_sync",),
-)
 BLOB = Subject(
     template="hr.blob.{digest}.{n}",
     types=(),

@@ -96,22 +96,6 @@ class WeightHead(Message, frozen=True, kw_only=True):
     signature: bytes = b""
 
 
-@message("weight_fold")
-class WeightSquash(Message, frozen=True, kw_only=True):
-    """One delta that replaces several: a receiver that lags by more than one version fetches fewer bytes."""
-
-    run: str
-    version: Count
-    state_hash: str
-    base_version: Version
-    base_hash: str
-    manifest_seq: Count
-    """Stream sequence of the manifest of the squashed delta."""
-    wire_bytes: Count
-    signer: str = ""
-    signature: bytes = b""
-
-
 @message("weights_staged")
 class WeightsStaged(Message, frozen=True, kw_only=True):
     """A receiver has a verified copy of a version on its node."""

@@ -110,7 +110,7 @@ async def verify(
     """
     try:
         commit = await commit_of(source, run, version)
-        way = await chain.plan(source, commit, trust=trust, squashed=False)
+        way = await chain.plan(source, commit, trust=trust)
         current = await chain.manifest(source, run, commit.manifest_seq)
         while current.base_version >= 0 and current.version > way.manifests[0].version:
             before = await chain.manifest(source, run, current.base_seq)
@@ -146,7 +146,7 @@ async def verify_all(
         return False, f"run {run} has published no version that is still in the stream"
     text = (
         f"run {run} holds: versions {proven.first} to {proven.newest}, {proven.versions} built and hashed, "
-        f"{proven.full_snapshots} full snapshots beside them, {proven.squashes} squashes, {proven.chunks} chunks, "
+        f"{proven.full_snapshots} full snapshots beside them, {proven.chunks} chunks, "
         f"{_size(proven.wire_bytes)}, "
         f"{'all signed' if proven.signed else 'not all signed'}; state {proven.state_hash}"
     )

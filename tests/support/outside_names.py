@@ -143,7 +143,6 @@ WeightManifest: run state_hash=hash base_hash parent precision source_hash signe
 TensorInfo: name dtype
 ChunkInfo: sha256
 WeightHead: run state_hash=hash source_hash signer
-WeightSquash: run state_hash=hash base_hash signer
 WeightsStaged: run node region path=path state_hash=hash
 WeightsSwapped: run rollout node state_hash
 WeightPeer: run node region url=url

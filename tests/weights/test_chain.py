@@ -120,6 +120,42 @@ async def test_a_full_snapshot_beside_a_delta_shortens_the_path_of_a_joiner_only
     assert [m.version for m in (await chain.plan(run.bus, head, far.find)).manifests] == [1, 2, 3], "deltas are smaller"
 
 
+async def test_a_node_that_is_far_behind_takes_the_full_snapshot_where_that_is_fewer_bytes(
+    run: Run, tmp_path: Path
+) -> None:
+    store = SnapshotStore(tmp_path / "node")
+    await run.publish(0)
+    store.take(run.path(0), 0)
+    store.put(0, run.heads[0].state_hash)
+    for version in range(1, 9):
+        await run.publish(version, density=1.0)
+    assert run.commit is not None
+    run.commit = await release.add_full_snapshot(run.bus, Encoding(Snapshot(run.path(8)), None), run.commit)
+    head = await run.publish(9)
+    way = await chain.obtain(run.bus, head, store.path(9), store.find)
+    assert [(m.version, m.base_version) for m in way.manifests] == [(8, -1), (9, 8)] and way.base is None
+    deltas = await chain.plan(run.bus, run.heads[8], store.find)
+    assert len(deltas.manifests) == 8 and deltas.wire_bytes > way.wire_bytes, "the head of version 8 names version 0"
+    assert snapshot.file_hash(store.path(9)) == head.state_hash
+
+
+async def test_a_node_with_a_base_needs_no_full_snapshot(run: Run, tmp_path: Path, connect: Connect) -> None:
+    store = SnapshotStore(tmp_path / "node")
+    for version in range(3):
+        await run.publish(version)
+    store.take(run.path(0), 0)
+    store.put(0, run.heads[0].state_hash)
+    assert run.commit is not None
+    run.commit = await release.add_full_snapshot(run.bus, Encoding(Snapshot(run.path(2)), None), run.commit)
+    head = await run.publish(3)
+    purge = (await connect("trainer")).purge
+    full = await chain.manifest(run.bus, run.id, head.full_seq)
+    assert await purge(chain.STREAM, subject=subjects.WEIGHT_MANIFEST.at(run=run.id, version=0)) == 1
+    assert full.base_version < 0
+    way = await chain.plan(run.bus, head, store.find)
+    assert [manifest.version for manifest in way.manifests] == [1, 2, 3] and way.base == store.path(0)
+
+
 async def test_a_chunk_damaged_on_the_way_is_fetched_again(run: Run, tmp_path: Path) -> None:
     head = await run.publish(0)
     assert run.commit is not None

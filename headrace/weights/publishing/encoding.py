@@ -59,7 +59,7 @@ class ShardEncoding:
         self.shard = shard
         self._target, self._base = target, base
         self.tensors = shards.assign(target.tensors, count)
-        self._recipe, self._detached = CODECS[name], detached
+        self._sparse, self._detached = CODECS[name], detached
         self._base_hashes = base_hashes or (base.hashes() if base is not None else b"")
         self.figures = Figures()
 
@@ -94,12 +94,12 @@ class ShardEncoding:
                 continue
             after = state.joint_hash(hashes[part.block] for part in unit)
             if self._base is None:
-                yield from codec.encode(codec.Place(index, first.dtype, b"", after), None, new, self._recipe)
+                yield from codec.encode(codec.Place(index, first.dtype, b"", after), None, new, self._sparse)
                 continue
             before = state.unit_hash(unit, self._base_hashes)
             if before != after:
                 old = self._blocks(self._base, unit)
-                yield from codec.encode(codec.Place(index, first.dtype, before, after), old, new, self._recipe)
+                yield from codec.encode(codec.Place(index, first.dtype, before, after), old, new, self._sparse)
 
     def _blocks(self, of: Snapshot, unit: Sequence[state.Part]) -> list[Bits]:
         arrays = (of.array(of.tensors[part.tensor]) for part in unit)

@@ -10,7 +10,7 @@ stream's de-duplication window.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -19,7 +19,7 @@ from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.weights import ChunkInfo, WeightChunk, WeightHead, WeightManifest
 from headrace.weights import chain
-from headrace.weights.publishing.encoding import Encoding, Piece, describe
+from headrace.weights.publishing.encoding import Encoding, describe
 from headrace.weights.signing import Signer, Trust, sealed
 from headrace.weights.state import WeightError
 
@@ -71,12 +71,9 @@ class NewVersion(msgspec.Struct, frozen=True):
 
 
 async def upload(sink: Sink, encoding: Encoding, run: str, version: int, *, first: int = 0) -> list[ChunkInfo]:
-    """Encode in a thread and store the chunks as they are encoded. first: number of each shard's first chunk."""
-    return await store(sink, encoding.pieces(), run, version, first=first)
-
-
-async def store(sink: Sink, pieces: Iterator[Piece], run: str, version: int, *, first: int = 0) -> list[ChunkInfo]:
-    """Store (shard, chunk) pairs, several at once. Returns their manifest entries, ordered by shard and number."""
+    """Encode in a thread and store the chunks as they are encoded, several at once. Returns their manifest entries,
+    ordered by shard and number. first: number of each shard's first chunk."""
+    pieces = encoding.pieces()
     storing: deque[tuple[int, int, bytes, asyncio.Task[int]]] = deque()
     out: list[ChunkInfo] = []
     numbers: dict[int, int] = {}

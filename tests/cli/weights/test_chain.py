@@ -59,8 +59,6 @@ def test_the_commands(
     assert "versions 0 to 4, 5 built and hashed, 2 full snapshots beside them" in holds and "all signed" in holds
     assert run.heads[1].state_hash in said(capsys, "verify", "--version", "1")
     assert "never committed version 9" in said(capsys, "verify", "--version", "9", code=1)
-    assert "versions 0 to 4: 4 deltas of" in said(capsys, "squash", "--count", "8")
-    assert "1 squashes" in said(capsys, "verify")
     said(capsys, "export", "out.safetensors", "r1", "--version", "3")
     assert snapshot.file_hash("out.safetensors") == run.heads[3].state_hash
     assert "exists already" in said(capsys, "export", "out.safetensors", code=2)
