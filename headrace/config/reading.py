@@ -16,7 +16,12 @@ from headrace.config.tree import Config
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
 """Keys that moved to another section: files and recorded runs with the old keys are still read."""
-REMOVED = {"weights": ("fold_every",)}
+REMOVED = {
+    "weights": (
+        *("fold_every", "full_snapshots", "shared_dir"),
+        *("peer_host", "peer_port", "peer_address", "peer_turns"),
+    )
+}
 """Keys of earlier releases by section. Recorded runs have them, which is read; in a TOML file they are unknown keys."""
 VARIABLES = {"judge": "model_key", "environment": "key"}
 """Keys that named environment variables with a secret; each of `[tasks.mcp]` had `key`, too. Recorded runs have them

@@ -13,9 +13,9 @@ manifests that a known publisher signed are followed.
 
 import asyncio
 import itertools
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,9 @@ import msgspec
 from headrace.messages import subjects
 from headrace.messages.weights import ChunkInfo, WeightChunk, WeightHead, WeightManifest
 from headrace.weights import shards as sharding
-from headrace.weights import signing, state
+from headrace.weights import signing
+from headrace.weights.ahead import Ahead
+from headrace.weights.pieces import pieces
 from headrace.weights.receiving.staging import BrokenVersion, DamagedChunk, StagedFile, check_manifest
 from headrace.weights.signing import Trust
 from headrace.weights.snapshot import Snapshot
@@ -32,15 +34,14 @@ from headrace.weights.state import WeightError
 
 STREAM = "HR_WEIGHTS"
 AHEAD = 8
-"""Number of chunks that are requested before they are needed."""
+"""Chunks of the stream, or pieces of an object, that are read before they are needed."""
 TRIES = 3
 """Attempts to fetch a chunk that does not match its manifest."""
 
 Find = Callable[[int, str], Path | None]
 """(version, state hash) to the path of a file with exactly that state, or None."""
-Fetch = Callable[[WeightManifest, frozenset[int] | None, Path], Awaitable[Path]]
-"""(manifest, shards, path) to the path of the verified file of a detached full snapshot: that path, or one in a store.
-`transfer.full_snapshots` has it."""
+Fetch = Callable[[WeightManifest, Sequence[ChunkInfo]], Awaitable[list[bytes]]]
+"""Reads chunks that follow each other in the object of a full snapshot; `full.snapshots.FullSnapshots.fetch` is one."""
 
 
 class Stored(Protocol):
@@ -86,21 +87,10 @@ class BuildPlan(msgspec.Struct, frozen=True):
         """Bytes that have to be fetched."""
         return sum(cost(manifest, self.shards) for manifest in self.manifests)
 
-    def chunks(self) -> Iterator[tuple[WeightManifest, ChunkInfo]]:
-        """The chunks to fetch, in order."""
-        for manifest in self.manifests:
-            for info in manifest.chunks:
-                if self.shards is None or info.shard in self.shards:
-                    yield manifest, info
-
 
 def cost(manifest: WeightManifest, shards: frozenset[int] | None) -> int:
-    """Bytes to fetch for a manifest: its chunks of these shards, or the tensors of a detached one."""
-    if shards is None:
-        return manifest.wire_bytes
-    if manifest.detached:
-        return sum(state.nbytes(info) for info in manifest.tensors if info.shard in shards)
-    return sum(info.bytes for info in manifest.chunks if info.shard in shards)
+    """Bytes to fetch for a manifest: of its chunks of these shards."""
+    return sum(info.bytes for info in manifest.chunks if shards is None or info.shard in shards)
 
 
 async def heads(source: StreamSource, run: str) -> AsyncIterator[tuple[int, WeightHead]]:
@@ -215,57 +205,46 @@ async def build(
 ) -> str:
     """Fetch, apply, verify, and leave the file at `path`; returns its state hash.
 
-    fetch: brings a full snapshot whose bits are no chunks; without it such a plan is a BrokenVersion.
-
-    A chunk that does not match is fetched up to `TRIES` times, and `on_damage` gets a text each time. Decoding runs in
-    a thread, so the event loop stays free. DamagedChunk or BrokenVersion when the file cannot be built; a cancellation
-    leaves no file.
+    fetch: reads full snapshots that are objects; without it such a plan is a BrokenVersion. A chunk that does not match
+    is fetched up to `TRIES` times, and `on_damage` gets a text each time. Decoding runs in a thread, so the event loop
+    stays free. DamagedChunk or BrokenVersion when the file cannot be built; a cancellation leaves no file.
     """
-    first, last = way.manifests[0], way.manifests[-1]
-    if first.detached:
+
+    async def read(which: WeightManifest, piece: Sequence[ChunkInfo]) -> list[bytes]:
+        if not which.detached:
+            return [await chunk(source, which, info) for info in piece]
         if fetch is None:
             raise BrokenVersion(
-                f"full snapshot {first.version} of run {first.run} is a file on its nodes and no chunks in the stream: "
-                f"set [weights] full_snapshots as its sender has it"
+                f"full snapshot {which.version} of run {which.run} is an object, and no location is known"
             )
-        between = path.with_name(f".{path.name}.full.part")
-        try:
-            file = await fetch(first, way.shards, path if first is last else between)
-            if first is last:
-                return sharding.state_hash(last, way.shards)
-            rest = msgspec.structs.replace(way, manifests=way.manifests[1:], base=file)
-            return await build(source, rest, path, on_damage=on_damage)
-        finally:
-            between.unlink(missing_ok=True)
-    upcoming = way.chunks()
-    fetching: deque[asyncio.Task[bytes]] = deque()
+        return await fetch(which, piece)
 
-    def ask(count: int) -> None:
-        for which, info in itertools.islice(upcoming, count):
-            fetching.append(asyncio.create_task(chunk(source, which, info)))
-
+    steps = [(which, piece) for which in way.manifests for piece in _pieces(which, way.shards)]
     base = Snapshot(way.base) if way.base is not None else None
     with await asyncio.to_thread(StagedFile, path, way.manifests[0], base, way.shards) as staged:
-        try:
-            ask(AHEAD)
+        async with Ahead((partial(read, *step) for step in steps), AHEAD) as reads:
             for which in way.manifests:
                 staged.begin(which)
-                for info in filter(staged.wants, which.chunks):
-                    for attempt in itertools.count(1):
-                        try:
-                            data = await (chunk(source, which, info) if attempt > 1 else fetching.popleft())
-                            await asyncio.to_thread(staged.add, info, data, last=which is last)
-                            break
-                        except DamagedChunk as error:
-                            on_damage(str(error))
-                            if attempt == TRIES:
-                                raise DamagedChunk(f"{error}; fetched {TRIES} times") from None
-                    ask(1)
+                for piece in _pieces(which, way.shards):
+                    first = reads.next()
+                    for place, info in enumerate(piece):
+                        for attempt in itertools.count(1):
+                            try:
+                                data = (await first)[place] if attempt == 1 else (await read(which, [info]))[0]
+                                await asyncio.to_thread(staged.add, info, data, last=which is way.manifests[-1])
+                                break
+                            except DamagedChunk as error:
+                                on_damage(str(error))
+                                if attempt == TRIES:
+                                    raise DamagedChunk(f"{error}; fetched {TRIES} times") from None
             return await asyncio.to_thread(staged.finish)
-        finally:
-            for task in fetching:
-                task.cancel()
-            await asyncio.gather(*fetching, return_exceptions=True)
+
+
+def _pieces(which: WeightManifest, shards: frozenset[int] | None) -> Iterable[Sequence[ChunkInfo]]:
+    """The chunks of a version that are read at once: one record, or those that follow each other in an object."""
+    if which.detached:
+        return pieces(which.chunks, shards)
+    return ([info] for info in which.chunks if shards is None or info.shard in shards)
 
 
 async def obtain(

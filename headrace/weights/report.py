@@ -86,9 +86,8 @@ async def show(source: chain.StreamSource, run: str, version: int = -1) -> str:
         "tensors": f"{len(stored.tensors)}, {stored.elements} elements, {_size(stored.raw_bytes)}",
         "blocks": f"{len(stored.block_hashes) // 16}",
         "changed": f"{stored.changed} elements, {_changed(stored)}",
-        "wire": f"{_size(stored.wire_bytes)} as a file, which nodes get from each other or from a shared folder"
-        if stored.detached
-        else f"{_size(stored.wire_bytes)} in {len(stored.chunks)} chunks, {_ratio(stored)}, encoded at {gbs}",
+        "wire": f"{_size(stored.wire_bytes)} in {len(stored.chunks)} chunks, {_ratio(stored)}, encoded at {gbs}"
+        f"{', an object at [weights] full_snapshots_url' if stored.detached else ''}",
         "from nothing": f"full snapshot {way.manifests[0].version} and {len(way.manifests) - 1} deltas, "
         f"{_size(way.wire_bytes)}",
     }

@@ -145,9 +145,6 @@ ChunkInfo: sha256
 WeightHead: run state_hash=hash source_hash signer
 WeightsStaged: run node region path=path state_hash=hash
 WeightsSwapped: run rollout node state_hash
-WeightPeer: run node region url=url
-HeldFile: state_hash=hash
-WeightTurn: node holder
 NewSession: user suite=suite task=task prompt files=inside
 NewFeedback: comment
 NewRating: comment

@@ -59,7 +59,7 @@ async def test_versions_are_signed_and_forged_heads_change_nothing(run: WeightRu
     await run.train(1)
     staged = await within(PATIENCE_S, run.staged(1))
     assert snapshot.file_hash(staged.path) == run.hashes[1]
-    chain_proof = await proof.prove(run.bus, run.id, trust)
+    chain_proof = await proof.prove(run.bus, run.id, trust, run.fetch)
     assert (chain_proof.versions, chain_proof.newest, len(chain_proof.faults)) == (2, 1, 4)
 
 
