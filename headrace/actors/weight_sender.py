@@ -225,9 +225,9 @@ class WeightSender(Actor):
             encoding,
             new,
             before,
+            self._keep,
             signer=self.signer,
             after=self._last_head,
-            keep=self._keep,
         )
         self.store.put(ready.version, new.state_hash)
         if base is None:
@@ -253,7 +253,7 @@ class WeightSender(Actor):
         base = await self._base()
         assert base is not None and self.commit is not None
         full = self._encoding(base, None, b"")
-        self.commit = await release.add_full_snapshot(self.bus, full, self.commit, signer=self.signer, keep=self._keep)
+        self.commit = await release.add_full_snapshot(self.bus, full, self.commit, self._keep, signer=self.signer)
         await self._sweep()
 
     def _encoding(self, target: Snapshot, base: Snapshot | None, hashes: bytes) -> Encoding:

@@ -31,7 +31,7 @@ async def test_the_whole_chain_is_proved_or_every_fault_is_named(run: Run) -> No
         await run.publish(version)
         if version == 2:
             await run.full()
-    chain_proof = await proof.prove(run.bus, run.id, trust())
+    chain_proof = await proof.prove(run.bus, run.id, trust(), run.objects.fetch)
     assert (
         chain_proof.faults,
         chain_proof.versions,
@@ -43,7 +43,7 @@ async def test_the_whole_chain_is_proved_or_every_fault_is_named(run: Run) -> No
     forged = msgspec.structs.replace(run.heads[1], state_hash="f" * 32)
     await run.bus.publish(subjects.WEIGHT_HEAD.at(run=run.id), forged)
     await run.bus.publish(subjects.WEIGHT_HEAD.at(run=run.id), run.heads[2])
-    chain_proof = await proof.prove(run.bus, run.id, trust())
+    chain_proof = await proof.prove(run.bus, run.id, trust(), run.objects.fetch)
     assert chain_proof.versions == 4
     assert ["it was changed" in chain_proof.faults[0], "an old head was stored again" in chain_proof.faults[1]] == [
         True,
@@ -84,15 +84,19 @@ async def test_who_joins_while_old_versions_are_collected_is_served(run: Run, tm
 
     collecting = asyncio.create_task(collect.collect(run.bus, purge, run.id, chains=3, pins=[1], trust=trust()))
     await purged.wait()
-    way = await chain.obtain(Joiner(), head, tmp_path / "new", lambda version, hash: None, trust=trust())
+    way = await chain.obtain(
+        Joiner(), head, tmp_path / "new", lambda version, hash: None, trust=trust(), fetch=run.objects.fetch
+    )
     gone = await collecting
     assert snapshot.file_hash(tmp_path / "new") == head.state_hash and way.manifests[0].version == 7
     assert sorted(gone) == [2], "0 and 1 are what the pinned version needs"
     for version in (1, 3, 4, 9):
         path = tmp_path / str(version)
-        await chain.obtain(run.bus, run.heads[version], path, lambda version, hash: None, trust=trust())
+        await chain.obtain(
+            run.bus, run.heads[version], path, lambda version, hash: None, trust=trust(), fetch=run.objects.fetch
+        )
         assert snapshot.file_hash(path) == run.heads[version].state_hash
     with pytest.raises(BrokenVersion, match="cannot be built any more"):
         await chain.plan(run.bus, run.heads[2], trust=trust())
-    chain_proof = await proof.prove(run.bus, run.id, trust())
+    chain_proof = await proof.prove(run.bus, run.id, trust(), run.objects.fetch)
     assert (chain_proof.faults, chain_proof.collected, chain_proof.newest) == ([], 1, 9)

@@ -190,10 +190,10 @@ class Encoding:
         learning_rate: float = 0.0,
         precision: str = "",
         source_hash: str = "",
-        detached: bool = False,
     ) -> WeightManifest:
-        """The manifest of stored chunks. base: None for a full snapshot. detached: the chunks are an object.
-        WeightError when the encoding has a base and `base` is None, or the reverse."""
+        """The manifest of chunks that are stored: those of a delta in the stream, those of a full snapshot in an
+        object. base: None for a full snapshot. WeightError when the encoding has a base and `base` is None, or the
+        reverse."""
         if (base is None) != (self.base is None):
             raise WeightError("expected the manifest of the base for a delta, and no base for a full snapshot")
         return WeightManifest(
@@ -216,7 +216,7 @@ class Encoding:
             encode_s=self.seconds,
             precision=precision,
             source_hash=source_hash,
-            detached=detached,
+            detached=base is None,
         )
 
 

@@ -71,9 +71,9 @@ class NewVersion(msgspec.Struct, frozen=True):
     """State hash of the trainer's file where the published one is rounded."""
 
 
-async def upload(sink: Sink, encoding: Encoding, run: str, version: int, *, first: int = 0) -> list[ChunkInfo]:
-    """Encode in a thread and store the chunks as they are encoded, several at once. Returns their manifest entries,
-    ordered by shard and number. first: number of each shard's first chunk."""
+async def upload(sink: Sink, encoding: Encoding, run: str, version: int) -> list[ChunkInfo]:
+    """Encode a delta in a thread and store the chunks as they are encoded, several at once. Returns their manifest
+    entries, ordered by shard and number."""
     pieces = encoding.pieces()
     storing: deque[tuple[int, int, bytes, asyncio.Task[int]]] = deque()
     out: list[ChunkInfo] = []
@@ -89,7 +89,7 @@ async def upload(sink: Sink, encoding: Encoding, run: str, version: int, *, firs
             if len(storing) == AHEAD:
                 await finish_first()
             shard, data = piece
-            seq = numbers.get(shard, first)
+            seq = numbers.get(shard, 0)
             numbers[shard] = seq + 1
             task = asyncio.ensure_future(_store(sink, run, version, shard, seq, data))
             storing.append((shard, seq, data, task))
@@ -113,20 +113,19 @@ async def release(
     encoding: Encoding,
     new: NewVersion,
     before: Commit | None,
+    keep: Keep,
     *,
     signer: Signer | None = None,
     after: int = 0,
-    keep: Keep | None = None,
 ) -> Commit:
     """Publish a version after `before`: a delta when the encoding has a base (the state of `before`), otherwise a full
     snapshot. WeightError, and no commit, when the file has another state hash than the trainer announced.
 
     after: the sequence of the last record on the head's subject, used when `before` is None. keep: stores a full
-    snapshot; None: its chunks are records of the stream, as those of earlier releases are.
+    snapshot.
     """
     run, version = new.run, new.version
-    keep = keep if encoding.base is None else None
-    chunks = await (keep(encoding, version) if keep else upload(sink, encoding, run, version))
+    chunks = await (keep(encoding, version) if encoding.base is None else upload(sink, encoding, run, version))
     if encoding.state_hash != new.state_hash:
         raise WeightError(
             f"the file of version {version} has state {encoding.state_hash}, the trainer announced {new.state_hash}"
@@ -143,7 +142,6 @@ async def release(
             learning_rate=new.learning_rate,
             precision=new.precision,
             source_hash=new.source_hash,
-            detached=keep is not None,
         ),
         signer,
     )
@@ -184,9 +182,9 @@ async def add_full_snapshot(
     sink: Sink,
     encoding: Encoding,
     commit: Commit,
+    keep: Keep,
     *,
     signer: Signer | None = None,
-    keep: Keep | None = None,
 ) -> Commit:
     """Store a full snapshot of the committed version beside its delta; the next head names it. keep: as in `release`.
 
@@ -195,8 +193,7 @@ async def add_full_snapshot(
     complete. WeightError when the encoding has another state.
     """
     run, version = commit.head.run, commit.head.version
-    first = len(commit.manifest.chunks)
-    chunks = await (keep(encoding, version) if keep else upload(sink, encoding, run, version, first=first))
+    chunks = await keep(encoding, version)
     if encoding.state_hash != commit.head.state_hash:
         raise WeightError(
             f"the full snapshot of version {version} has state {encoding.state_hash}, expected {commit.head.state_hash}"
@@ -210,7 +207,6 @@ async def add_full_snapshot(
         step=version,
         precision=made.precision,
         source_hash=made.source_hash,
-        detached=keep is not None,
     )
     seq = await sink.publish(subjects.WEIGHT_MANIFEST.at(run=run, version=version), sealed(manifest, signer))
     return with_full_snapshot(commit, manifest, seq, signer)

@@ -15,6 +15,7 @@ from headrace.launch import runs
 from headrace.weights import snapshot
 from tests.support.chains import Run
 from tests.support.keys import as_writers
+from tests.support.object_folder import ObjectFolder
 from tests.support.weights import model
 
 
@@ -32,6 +33,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
             async with await Bus.connect(server.url, role="weight_sync", credentials=server.credentials) as bus:
                 run = Run(bus, root / "trainer", signer=key)
                 run.id, run.wide = "r1", 1000
+                run.objects = ObjectFolder(folder.path / "full_snapshots")
                 for version in range(5):
                     await run.publish(version)
                     if version in (1, 3):
