@@ -4,10 +4,11 @@
 
 A hub and four regions in network namespaces, 80 to 150 ms of round trip and `--mbit` each way (`wide_area`: the
 endpoints are the kernel's TCP; a router process simulates the links; MTU 32000). Brokers run the configuration of
-deploy/regions; sender and receivers are `headrace actor` processes, the frames are the sender's own. The weights are
-normal; a step moves a share of them at random, by magnitudes as steps at 1e-4 have: as many as give `--wire-mib` of
-delta. In one run: a version as a full snapshot, one as a delta, one during which a region's link drops every packet for
-`--cut-s`, and a region that joins late.
+deploy/regions; sender and receivers are `headrace actor` processes, the frames are the sender's own. Full snapshots are
+objects in a folder of the hub, which regions read over HTTP through their link. The weights are normal; a step moves a
+share of them at random, by magnitudes as steps at 1e-4 have: as many as give `--wire-mib` of delta. In one run: a
+version as a full snapshot, one as a delta, one during which a region's link drops every packet for `--cut-s`, and a
+region that joins late.
 
 Times are those at which the hub's streams stored the messages: from SnapshotReady to the last region's WeightsStaged.
 fraction_of_link is payload over rate x time, from the first chunk's storing until the link carries no more data; the
@@ -60,8 +61,8 @@ FINE: Mix = (0.883, 0.049, 0.046, 0.022)
 
 
 class Push(NamedTuple):
-    """Times of one version: when it was announced, when its first chunk and its head were stored, staging per
-    region."""
+    """Times of one version: when it was announced, when its first chunk (of a full snapshot: its head) and its head
+    were stored, staging per region."""
 
     announced: float
     first: float
@@ -137,7 +138,9 @@ class Fanout(Fleet):
 
     def _config(self, name: str) -> Path:
         config = self.folder / f"{name}.{RUN}.toml"
-        config.write_text(f'[run]\ndir = "{self.folder / name / "runs"}"\n[weights]\nregion = "{name}"\n')
+        place = str(self.objects) if name == "hub" else self.objects_url
+        text = f'[run]\ndir = "{self.folder / name / "runs"}"\n[weights]\nregion = "{name}"\n'
+        config.write_text(f'{text}full_snapshots_url = "{place}"\n')
         return config
 
     async def announce(self, version: int, tensors: dict[str, torch.Tensor]) -> float:
@@ -176,7 +179,7 @@ class Fanout(Fleet):
             if received.message.version == version:
                 commit, head = received.message, received.time
         manifest = await chain.manifest(self.admin, RUN, commit.manifest_seq)
-        first = (await self.admin.get("HR_WEIGHTS", manifest.chunks[0].stream_seq)).time
+        first = head if manifest.detached else (await self.admin.get("HR_WEIGHTS", manifest.chunks[0].stream_seq)).time
         return Push(announced, first, head, manifest.wire_bytes, staged, at)
 
 
@@ -262,7 +265,8 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
         staged, when = await fleet.staged(version, {LATE})
         out["late_join_s"] = round(when[LATE] - since, 3)
         out["late_stage_s"] = round(staged[LATE].stage_s, 3)
-        out["late_mirror_bytes"] = sum(pushes[kind]["wire_bytes"] for kind in pushes)
+        out["late_mirror_bytes"] = sum(pushes[kind]["wire_bytes"] for kind in pushes if kind != "full")
+        out["late_link_bytes"] = area.carried()[LATE][-1][1]
     finally:
         fleet.stop()
         await fleet.hub.stop()

@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from aiohttp import web
+
 from benchmarks.wide_area import WideArea
 from headrace.bus.broker import credentials, regions
 from headrace.bus.broker.permissions import REGIONAL
@@ -24,6 +26,7 @@ from headrace.parent_death import die_with
 
 PATIENCE_S = 300.0
 HUB = "hub"
+OBJECTS_PORT = 8900
 
 
 class Fleet:
@@ -35,6 +38,9 @@ class Fleet:
         self.brokers: list[subprocess.Popen[bytes]] = []
         self.actors: dict[Path, subprocess.Popen[bytes]] = {}
         """Log file to process."""
+        self.objects = folder / "objects"
+        """Full snapshots, at the hub."""
+        self.objects_url = f"http://{area.hub.address}:{OBJECTS_PORT}"
 
     async def start(self) -> None:
         """The hub's broker with its streams."""
@@ -42,6 +48,11 @@ class Fleet:
         await self.hub.start()
         self.admin = await Bus.connect(self.hub.url, role="admin", credentials=self.hub.credentials)
         await declare(self.admin)
+        self.objects.mkdir()
+        runner = web.AppRunner(web.Application())
+        runner.app.router.add_static("/", self.objects)
+        await runner.setup()
+        await web.TCPSite(runner, self.area.hub.address, OBJECTS_PORT).start()
 
     async def join(self, name: str) -> None:
         """A region's broker with its mirror."""

@@ -68,11 +68,11 @@ CREDIT = 4
 """Attempts that a rollout actor runs at once: otherwise the nearest region takes all of them."""
 
 
-def write_config(folder: Path, place: str, args: argparse.Namespace) -> Path:
+def write_config(fleet: Fleet, place: str, args: argparse.Namespace) -> Path:
     """The configuration of a place: the same run everywhere, folders and region of its own."""
     changes: dict[str, Any] = TINY | {
         "run.id": RUN,
-        "run.dir": str(folder / place / "runs"),
+        "run.dir": str(fleet.folder / place / "runs"),
         "production.enabled": False,
         "dashboard.enabled": False,
         "curriculum.steps": args.steps,
@@ -80,10 +80,11 @@ def write_config(folder: Path, place: str, args: argparse.Namespace) -> Path:
         "algorithm.length_penalty": 0.2,
         "rollout.credit": CREDIT,
         "weights.region": place,
+        "weights.full_snapshots_url": str(fleet.objects) if place == HUB else fleet.objects_url,
         "bus.region": place,
     }
     config = load(ROOT / "deploy" / "demo.toml", [f"{key}={json.dumps(value)}" for key, value in changes.items()], {})
-    path = folder / f"{place}.json"
+    path = fleet.folder / f"{place}.json"
     path.write_bytes(msgspec.json.encode(config))
     return path
 
@@ -139,11 +140,11 @@ def audit(fleet: Fleet) -> dict[str, Any]:
 async def train(fleet: Fleet, names: list[str], args: argparse.Namespace) -> Figures:
     """The run with rollouts in the regions, its audit and its times."""
     for name in names:
-        config = write_config(fleet.folder, name, args)
+        config = write_config(fleet, name, args)
         for group in GROUPS["region"]:
             fleet.actor(name, group.format(name), config, RUN)
     await fleet.present("rollout.>", len(names))
-    config = write_config(fleet.folder, HUB, args)
+    config = write_config(fleet, HUB, args)
     for group in GROUPS[HUB]:
         fleet.actor(HUB, group, config, RUN)
     print(f"{len(names)} rollout actors started; {args.steps} steps follow", file=sys.stderr, flush=True)

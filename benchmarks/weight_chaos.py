@@ -40,6 +40,8 @@ from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightHead, WeightsStaged
 from headrace.parent_death import die_with
 from headrace.weights import proof, snapshot, tensor_state
+from headrace.weights.full.location import FOLDER, Location
+from headrace.weights.full.snapshots import FullSnapshots
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
@@ -58,7 +60,6 @@ id = "{run}"
 dir = "{folder}"
 [weights]
 anchor_every = 7
-fold_every = 5
 keep = 3
 """
 
@@ -138,11 +139,13 @@ class Arena:
             await self.staged(version, after)
             return
         where = {
+            # A full snapshot's chunks are no records.
             "chunk": WEIGHT_CHUNK.where(run=RUN, version=version, shard=0),
             "manifest": WEIGHT_MANIFEST.where(run=RUN, version=version),
             "head": WEIGHT_HEAD.at(run=RUN),
-        }[stage]
-        async for received in self.looker.follow("HR_WEIGHTS", where):
+        }
+        wanted = [where["manifest"], where["chunk"]] if stage == "chunk" else [where[stage]]
+        async for received in self.looker.follow("HR_WEIGHTS", *wanted):
             if stage != "head" or received.message.version == version:
                 return
 
@@ -257,6 +260,11 @@ async def within(what: Awaitable[Any], name: str) -> Any:
         raise AssertionError(f"{name} did not end within {PATIENCE_S:g} s") from None
 
 
+async def tell(text: str) -> None:
+    """Nothing goes wrong between an object and its proof."""
+    raise AssertionError(text)
+
+
 async def chaos(folder: Path, rounds: int, seed: int) -> Figures:
     """Run the rounds; the observations. AssertionError when a round does not end."""
     arena = Arena(folder, seed)
@@ -276,7 +284,8 @@ async def chaos(folder: Path, rounds: int, seed: int) -> Figures:
                 raise
             print(name, f"{arena.recovery_s[-1]:.1f} s", flush=True)
         trust = Trust.load(arena.server.credentials)
-        chain_proof = await proof.prove(arena.looker, RUN, trust)
+        location = Location(str(folder / "runs" / RUN / FOLDER))
+        chain_proof = await proof.prove(arena.looker, RUN, trust, FullSnapshots(location, None, tell).fetch)
     finally:
         await arena.close()
     ordered = sorted(arena.recovery_s)

@@ -60,6 +60,7 @@ MAY["launch"] = {
     "engines",
     "search",
     "training",
+    "weights",
 }
 MAY["chaos"] = {"launch", "dashboard", "bus", "messages", "metrics", "config", "replay"}
 MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos"}
@@ -88,6 +89,7 @@ PARTS: dict[tuple[str, str], set[str]] = {
     ("launch", "engines"): {"registry"},
     ("launch", "policy"): {"config", "layout"},  # the shape of a checkpoint
     ("launch", "training"): {"memory_plan"},  # formulas, without torch
+    ("launch", "weights"): {"full"},  # whether the location of full snapshots can be opened
     ("harness", "engines"): {"base"},
     ("harness", "vmhost"): {"guest"},  # what a line and a path are
     ("search", "vmhost"): {"guest"},
@@ -105,7 +107,7 @@ ONLY = {
     "qemu": {"vmhost"},
     "triton": {"kernels"},
     "gguf": {"policy"},
-    "lz4": {"messages", "weights"},
+    "lz4": {"messages"},
     "prometheus_client": {"dashboard", "engines", "metrics"},
 }
 

@@ -60,6 +60,7 @@ def write(place: Place) -> None:
     """own.toml with the broker's address, cluster.toml, checkpoint and image."""
     bus = f'[run]\nid = "{RUN}"\nmin_free_mb = 64\n[bus]\nurl = "nats://{place.addresses[0]}:4222"\n'
     bus += 'credentials = "credentials"\n'
+    bus += f'[weights]\nfull_snapshots_url = "{place.folder}/weights"\n'
     own_toml = (HERE / "own.toml").read_text()
     own_toml = own_toml.replace("[production]\n", f'[production]\nhost = "{place.addresses[1]}"\n')
     (place.folder / "run.toml").write_text(bus + own_toml)

@@ -6,9 +6,6 @@ pinned. The newest few stay in the store. A version is announced only when every
 A head is valid only if a known publisher signed it and it follows the last valid head in the stream. A forged head, or
 a genuine head that was stored again, causes an event and is ignored.
 
-Where full snapshots are files on nodes (``[weights] full_snapshots = "peer"``), the receiver serves its files to others
-and keeps the newest full snapshot besides the newest versions, because nodes that join fetch it.
-
 On a full disk it drops the versions that are not needed. If that does not suffice, it reports the bytes that it needs
 once, and tries again when they are free or after a pause that grows.
 """
@@ -21,22 +18,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from headrace.backoff import Backoff
-from headrace.bus.errors import BusError, Unrecoverable, WrongSequence
+from headrace.bus.errors import BusError, Unrecoverable
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
 from headrace.config import versions
 from headrace.messages.base import Message
-from headrace.messages.subjects import WEIGHT_HEAD, token
-from headrace.messages.weights import WeightHead, WeightManifest, WeightsStaged
-from headrace.secret_files import SecretError
+from headrace.messages.subjects import WEIGHT_HEAD
+from headrace.messages.weights import WeightHead, WeightsStaged
 from headrace.weights import chain, heads, shards
+from headrace.weights.full.location import Location, NoSnapshot
+from headrace.weights.full.snapshots import FullSnapshots
 from headrace.weights.pins import Pins
 from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
-from headrace.weights.transfer import node
-from headrace.weights.transfer.full_snapshots import NoSource
 
 AGAIN_S = 5.0
 """Seconds after which a version that could not be staged is tried again; a new head triggers this earlier."""
@@ -49,8 +45,6 @@ class WeightReceiver(Actor):
     """Head records in, WeightsStaged out."""
 
     role: ClassVar[str] = "weight_sync"
-    _served: node.ServedStore | None = None
-    """Serves this node's files, where nodes fetch full snapshots from each other."""
 
     async def start(self) -> None:
         """Scan the store, read the stored heads and pins, then stage."""
@@ -74,7 +68,7 @@ class WeightReceiver(Actor):
         """Bytes that must be free before the next attempt on a full disk, or `_full_until` has come; 0: not full."""
         self._full_until = 0.0
         self._warned = False
-        await self._open_transfer()
+        await self._open_location()
         self._news = asyncio.Event()
         where, pins = WEIGHT_HEAD.at(run=self.run), self._pins.filters
         after = {"HR_WEIGHTS": 0, "HR_EVENT": 0}
@@ -88,37 +82,19 @@ class WeightReceiver(Actor):
         self.spawn(self._follow_pins(pins, after["HR_EVENT"]), "pins")
         self.spawn(self._work(), "staging")
 
-    async def _open_transfer(self) -> None:
-        """Serve this node's files, and find those of others, as the section says. Unrecoverable."""
-        section, values = self.config.weights, await self.bus.kv("HR_NODES")
-        # A broker's full snapshots are chunks; a file of the time before is still found in the shared folder.
+    async def _open_location(self) -> None:
+        """Find where full snapshots are. Unrecoverable."""
+        section = self.config.weights
         try:
-            self._served, self._fetcher = await node.opened(
-                section,
-                values,
-                WrongSequence,
-                self.run,
-                token(self.bus.node),
-                self._tell,
-                store=self.store,
-                actor="receiver",
-                port=section.peer_port,
-                credentials=self.bus.credentials,
-            )
-        except (SecretError, OSError) as error:
-            raise Unrecoverable(f"the files of this node cannot be served to others: {error}") from error
+            location = Location.of_run(section, Path(self.config.run.dir) / self.run)
+            await asyncio.to_thread(location.open)
+        except WeightError as error:
+            raise Unrecoverable(f"[weights] full_snapshots_url: {error}") from error
+        copies = Path(section.region_dir) / self.run if section.region_dir else None
+        self._snapshots = FullSnapshots(location, copies, self._tell_copy)
 
-    async def stop(self) -> None:
-        """Serve nothing any more."""
-        if self._served is not None:
-            await self._served.close()
-
-    async def _tell(self, text: str) -> None:
-        await self.event("source_failed", text, level="warning")
-
-    async def _name_files(self) -> None:
-        if self._served is not None:
-            await self._served.name_files()
+    async def _tell_copy(self, text: str) -> None:
+        await self.event("copy_failed", text, level="warning")
 
     async def _follow_heads(self, where: str, after: int) -> None:
         async for received in self.bus.follow("HR_WEIGHTS", where, start=after + 1):
@@ -209,7 +185,7 @@ class WeightReceiver(Actor):
             count += self._told[head.version][1]
         self._told[head.version] = text, count
         if count & (count - 1) == 0:
-            kind = "no_full_snapshot" if isinstance(error, NoSource) else "stage_failed"
+            kind = "no_full_snapshot" if isinstance(error, NoSnapshot) else "stage_failed"
             await self.event(kind, text, level="error", times=count)
 
     async def _need(self, head: WeightHead) -> int:
@@ -228,11 +204,8 @@ class WeightReceiver(Actor):
         return max(self.config.weights.keep, self.config.curriculum.staleness + 2)
 
     def _drop(self, newest: int) -> list[int]:
-        """Drop all versions but the `newest` highest, the pinned ones, and the full snapshot that others fetch."""
-        stay = list(self._pins.versions)
-        if self._served is not None and self._valid_heads.newest is not None:
-            stay.append(self._valid_heads.newest.full_version)
-        gone = self.store.keep(newest, stay)
+        """Drop all versions but the `newest` highest and the pinned ones."""
+        gone = self.store.keep(newest, self._pins.versions)
         for version in gone:
             self._announced.pop(version, None)
         return gone
@@ -269,7 +242,6 @@ class WeightReceiver(Actor):
                     raise
                 await self._build(head, path, wanted, state_hash)
         self._drop(self._kept)
-        await self._name_files()
         staged = WeightsStaged(
             run=self.run,
             node=self.bus.node,
@@ -285,26 +257,20 @@ class WeightReceiver(Actor):
 
     async def _build(self, head: WeightHead, path: Path, wanted: frozenset[int] | None, state_hash: str) -> None:
         damage: list[str] = []
-        fetch = None if self._fetcher is None else self._fetch
         plan = await chain.obtain(
-            self.bus, head, path, self.store.find, on_damage=damage.append, trust=self.trust, shards=wanted, fetch=fetch
+            self.bus,
+            head,
+            path,
+            self.store.find,
+            on_damage=damage.append,
+            trust=self.trust,
+            shards=wanted,
+            fetch=self._snapshots.fetch,
         )
         self.store.put(head.version, state_hash)
         for text in damage:
             await self.event("chunk_damaged", text, level="warning", version=head.version)
         await self.metric(version=float(head.version), fetched_bytes=float(plan.wire_bytes))
-
-    async def _fetch(self, manifest: WeightManifest, wanted: frozenset[int] | None, path: Path) -> Path:
-        """Bring a full snapshot into the store, where other nodes find it, too."""
-        assert self._fetcher is not None
-        path = self.store.path(manifest.version)
-
-        async def arrived() -> None:
-            self.store.put(manifest.version, shards.state_hash(manifest, wanted))
-            await self._name_files()
-
-        await self._fetcher.bring(manifest, wanted, path, arrived)
-        return path
 
     async def _wanted(self, head: WeightHead) -> tuple[frozenset[int] | None, str]:
         """The shards that this node needs (None: all), and the state hash of a file with only these shards."""

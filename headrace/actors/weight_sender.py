@@ -6,8 +6,8 @@ again from the chain. The head is written with an expected sequence, so the brok
 refused sender fails, and after its restart it reads the head again. The sender signs the records that commit a version
 with the publisher's key, which is only in its own credentials folder.
 
-Where full snapshots are files on nodes (``[weights] full_snapshots``), it publishes only their manifests, and hands the
-files out: it serves them to other nodes, or copies them to the shared folder. They stay as long as their manifests do.
+It stores full snapshots as objects (``[weights] full_snapshots_url``) and publishes their manifests. An object stays as
+long as its manifest does.
 """
 
 import asyncio
@@ -22,41 +22,37 @@ from headrace.bus.nats import capacity
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
 from headrace.inner_paths import own_file
-from headrace.messages.subjects import EVENT, WEIGHT_HEAD, token
+from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.training import SnapshotReady
-from headrace.messages.weights import WeightManifest
-from headrace.secret_files import SecretError
+from headrace.messages.weights import ChunkInfo
 from headrace.weights import chain, heads, shards, snapshot, state
-from headrace.weights.publishing import release, squash
+from headrace.weights.full import retention, snapshots
+from headrace.weights.full.location import Location, NoSnapshot
+from headrace.weights.full.snapshots import FullSnapshots
+from headrace.weights.publishing import release
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.publishing.release import Commit, NewVersion
 from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.signing import Trust
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
-from headrace.weights.transfer import copies, node, retention
-from headrace.weights.transfer.full_snapshots import NoSource, shared_path
+
+AGAIN_S = 5.0
+"""Seconds after which a location that did not answer is asked again."""
 
 
 class WeightSender(Actor):
     """SnapshotReady in; chunks, manifest and head out."""
 
     role: ClassVar[str] = "weight_sync"
-    _served: node.ServedStore | None = None
-    """Serves this node's files, where nodes fetch full snapshots from each other."""
 
     async def start(self) -> None:
         """Read the head, then follow the trainer's snapshots from the newest on."""
         self.store = SnapshotStore(Path(self.config.run.dir) / self.run / "nodes" / self.bus.node / "sender")
-        """Links to the trainer's files: the base, the one that is being published, and the full snapshots that this
-        node serves."""
+        """Links to the trainer's files: the base, and the one that is being published."""
         await asyncio.to_thread(self.store.scan)
         await self._take_key()
-        self._detached = self.config.weights.full_snapshots != "broker"
-        """Whether full snapshots are files on nodes."""
-        self._fulls: set[int] = set()
-        """Versions in the store that are full snapshots and stay."""
-        await self._open_transfer()
+        await self._open_location()
         self.commit = await self._recover()
         await self._sweep()
         if self.commit is not None:
@@ -66,6 +62,8 @@ class WeightSender(Actor):
         self._wanted: SnapshotReady | None = None
         self._origin: tracing.Link | None = None
         """The span, in a step's trace, that announced `_wanted`."""
+        self._unanswered = 0
+        """How often in a row the location of full snapshots did not answer."""
         self._news = asyncio.Event()
         self.spawn(self._follow(), "snapshots")
         self.spawn(self._work(), "publishing")
@@ -101,78 +99,36 @@ class WeightSender(Actor):
         if lack := await capacity.lacking(self.bus.connection, self.config, file_bytes):
             raise Unrecoverable(lack)
 
-    async def _open_transfer(self) -> None:
-        """Serve full snapshots, and find those of other nodes, as the section says. Unrecoverable."""
-        section, values = self.config.weights, await self.bus.kv("HR_NODES")
+    async def _open_location(self) -> None:
+        """Find where full snapshots are. Unrecoverable."""
+        section, folder = self.config.weights, Path(self.config.run.dir) / self.run
         try:
-            self._served, self._fetcher = await node.opened(
-                section,
-                values,
-                WrongSequence,
-                self.run,
-                token(self.bus.node),
-                self._tell_source,
-                store=self.store,
-                actor="sender",
-                port=section.peer_port + 1 if section.peer_port else 0,
-                credentials=self.bus.credentials,
-            )
-        except (SecretError, OSError) as error:
-            raise Unrecoverable(f"full snapshots cannot be served to other nodes: {error}") from error
+            self._location = Location.of_run(section, folder)
+            await asyncio.to_thread(self._location.open)
+        except WeightError as error:
+            raise Unrecoverable(f"[weights] full_snapshots_url: {error}") from error
+        copies = Path(section.region_dir) / self.run if section.region_dir else None
+        self._snapshots = FullSnapshots(self._location, copies, self._tell_copy)
+        await asyncio.to_thread(self._location.discard_parts)
 
-    async def stop(self) -> None:
-        """Serve nothing any more."""
-        if self._served is not None:
-            await self._served.close()
+    async def _tell_copy(self, text: str) -> None:
+        await self.event("copy_failed", text, level="warning")
 
-    async def _tell_source(self, text: str) -> None:
-        await self.event("source_failed", text, level="warning")
-
-    async def _fetch(self, manifest: WeightManifest, wanted: frozenset[int] | None, path: Path) -> Path:
-        """Bring a full snapshot that other nodes have into the store."""
-        if self._fetcher is None:
-            raise NoSource(f"full snapshot {manifest.version} is a file on nodes, and [weights] names no place of it")
-        path = self.store.path(manifest.version)
-
-        async def arrived() -> None:
-            self.store.put(manifest.version, manifest.state_hash)
-            if self._served is not None:
-                await self._served.name_files()
-
-        await self._fetcher.bring(manifest, wanted, path, arrived)
-        return path
-
-    async def _hand_out(self, version: int, state_hash: str) -> None:
-        """Make the file of a full snapshot available to other nodes, before a record names it."""
-        section, path = self.config.weights, self.store.path(version)
-        if section.full_snapshots == "file":
-            there = shared_path(section.shared_dir, self.run, version, state_hash)
-            await asyncio.to_thread(copies.share, path, there, state_hash)
-            return
-        assert self._served is not None
-        self.store.put(version, state_hash)
-        await self._served.name_files()
+    async def _keep(self, encoding: Encoding, version: int) -> list[ChunkInfo]:
+        """Store a full snapshot, before a record names it."""
+        return await snapshots.store(self._location, encoding, version, self.store.folder)
 
     async def _sweep(self) -> None:
-        """Drop the files of full snapshots whose manifests were collected, and copies that nobody finishes."""
-        section, commit = self.config.weights, self.commit
-        if section.full_snapshots == "file":
-            try:
-                gone = await retention.sweep_shared(self.bus, self.run, section.shared_dir)
-            except OSError as error:
-                await self.event("files_not_removed", f"{section.shared_dir}: {error}", level="warning")
-            else:
-                if gone:
-                    text = f"{len(gone)} files of full snapshots: {', '.join(map(str, gone))}"
-                    await self.event("files_removed", text)
-        if commit is None:
+        """Drop the objects of full snapshots whose manifests were collected."""
+        try:
+            gone = await retention.sweep(self.bus, self.run, self._location)
+        except NoSnapshot as error:
+            await self.event("objects_not_removed", str(error), level="warning")
             return
-        held = [file for file in self.store.files() if file.version < commit.head.full_version]
-        self.store.drop([file.version for file in await retention.unneeded(self.bus, self.run, held)])
-        newest = commit.head.full_version if commit.full_file else commit.head.full_version - 1
-        self._fulls = {version for version in self.store.versions() if version <= newest}
-        if self._served is not None:
-            await self._served.name_files()
+        if gone:
+            await self.event(
+                "objects_removed", f"{len(gone)} full snapshots at {self._location.url}: {', '.join(gone)}"
+            )
 
     async def _follow(self) -> None:
         where = EVENT.where(run=self.run, type=SnapshotReady.type_name)
@@ -194,10 +150,12 @@ class WeightSender(Actor):
         while True:
             await self.news(self._news)
             ready = self._wanted
-            if ready is None or (self._committed(ready) and not self._full_snapshot_due()):
+            if ready is None:
                 continue
             attributes: dict[str, str | int] = {"hr.run": self.run, "hr.version": ready.version}
             try:
+                if self._committed(ready) and not await self._full_snapshot_due():
+                    continue
                 # A trace of its own, linked to the step; the regions that stage the version continue it.
                 with tracing.span("weight version", root=True, links=[self._origin], attributes=attributes):
                     if self._committed(ready):
@@ -216,12 +174,22 @@ class WeightSender(Actor):
                 await self.event("head_overtaken", f"version {ready.version}: {error}", level="warning")
                 self.commit = await self._recover()
                 self._news.set()
+            except NoSnapshot as error:
+                # Nobody announces this version again, so the location is asked again.
+                self._unanswered += 1
+                if self._unanswered & (self._unanswered - 1) == 0:
+                    text = f"version {ready.version}: {error}"
+                    await self.event("full_snapshot_failed", text, level="error", times=self._unanswered)
+                await asyncio.sleep(AGAIN_S)
+                self._news.set()
             except (WeightError, OSError) as error:
                 if self._committed(ready):  # only the full snapshot failed; the next version tries again
                     await self.event("full_snapshot_failed", f"version {ready.version}: {error}", level="error")
                     continue
                 self.store.drop([ready.version])
                 await self.event("snapshot_refused", f"version {ready.version}: {error}", level="error")
+            else:
+                self._unanswered = 0
 
     def _committed(self, ready: SnapshotReady) -> bool:
         """Whether the head has this version or a newer one. The head's version number with other bits is a new
@@ -235,7 +203,7 @@ class WeightSender(Actor):
     async def _publish(self, ready: SnapshotReady) -> None:
         try:
             base = await self._base()
-        except NoSource as error:
+        except NoSnapshot as error:
             await self.event("base_lost", f"{error}; publishing version {ready.version} as a full snapshot", "error")
             base = None
         section = self.config.weights
@@ -257,56 +225,41 @@ class WeightSender(Actor):
             encoding,
             new,
             before,
+            self._keep,
             signer=self.signer,
             after=self._last_head,
-            hand_out=self._hand_out,
         )
         self.store.put(ready.version, new.state_hash)
         if base is None:
             await self._sweep()
-        self.store.keep(0, [ready.version, *self._fulls])
+        self.store.keep(0, [ready.version])
         await self._tell(encoding)
-        if self._full_snapshot_due():
+        if await self._full_snapshot_due():
             await self._add_full_snapshot()
-        if section.fold_every > 1 and ready.version and ready.version % section.fold_every == 0:
-            await self._squash(section.fold_every)
 
-    def _full_snapshot_due(self) -> bool:
-        """Whether the committed version needs a full snapshot: the newest one is old, or its file is not where nodes
-        look for it."""
-        commit, section = self.commit, self.config.weights
+    async def _full_snapshot_due(self) -> bool:
+        """Whether the committed version needs a full snapshot: the newest one is old, or its object is gone. NoSnapshot
+        when the location does not answer."""
+        commit = self.commit
         if commit is None:
             return False
-        if release.full_snapshot_due(commit, section.anchor_every):
+        if release.full_snapshot_due(commit, self.config.weights.anchor_every):
             return True
-        if not commit.full_file:
-            return False
-        version = commit.head.full_version
-        if section.full_snapshots == "file":
-            return not shared_path(section.shared_dir, self.run, version, commit.full_file).exists()
-        return self._served is None or self.store.find(version, commit.full_file) is None
+        name = commit.full_object
+        return bool(name) and await asyncio.to_thread(self._location.size, name) is None
 
     async def _add_full_snapshot(self) -> None:
         """Publish a full snapshot of the committed version beside it."""
         base = await self._base()
-        if base is None or self.commit is None or not self._full_snapshot_due():
-            return  # the search for the base has brought the file back
+        assert base is not None and self.commit is not None
         full = self._encoding(base, None, b"")
-        self.commit = await release.add_full_snapshot(
-            self.bus, full, self.commit, signer=self.signer, hand_out=self._hand_out
-        )
+        self.commit = await release.add_full_snapshot(self.bus, full, self.commit, self._keep, signer=self.signer)
         await self._sweep()
 
     def _encoding(self, target: Snapshot, base: Snapshot | None, hashes: bytes) -> Encoding:
         section = self.config.weights
         return Encoding(
-            target,
-            base,
-            name=section.codec,
-            base_hashes=hashes,
-            shards=section.shards,
-            workers=section.encoders,
-            detached=base is None and self._detached,
+            target, base, name=section.codec, base_hashes=hashes, shards=section.shards, workers=section.encoders
         )
 
     async def _target(self, ready: SnapshotReady) -> tuple[Path, NewVersion]:
@@ -331,32 +284,6 @@ class WeightSender(Actor):
         state_hash = await asyncio.to_thread(rounded)
         return path, replace(new, state_hash=state_hash, precision=kind, source_hash=ready.state_hash)
 
-    async def _squash(self, count: int) -> None:
-        """Publish one delta over the last `count` deltas. It only saves bytes, so a failure only causes an event."""
-        assert self.commit is not None
-        codec = self.config.weights.codec
-        try:
-            record = await squash.publish(
-                self.bus,
-                self.bus,
-                self.commit.head,
-                count=count,
-                name=codec,
-                signer=self.signer,
-                trust=self.trust,
-                fetch=self._fetch,
-            )
-        except (WeightError, LookupError) as error:
-            await self.event("squash_failed", f"version {self.commit.head.version}: {error}", level="warning")
-            return
-        await self.event(
-            "squashed",
-            f"versions {record.base_version} to {record.version} in one delta, {record.wire_bytes} bytes",
-            version=record.version,
-            base_version=record.base_version,
-            wire_bytes=record.wire_bytes,
-        )
-
     async def _base(self) -> Snapshot | None:
         """The committed version's file: the link to the trainer's file, or one that is built from the chain."""
         if self.commit is None:
@@ -365,7 +292,7 @@ class WeightSender(Actor):
         path = self.store.find(head.version, head.state_hash)
         if path is None:
             path = self.store.path(head.version)
-            await chain.obtain(self.bus, head, path, self.store.find, trust=self.trust, fetch=self._fetch)
+            await chain.obtain(self.bus, head, path, self.store.find, trust=self.trust, fetch=self._snapshots.fetch)
             self.store.put(head.version, head.state_hash)
             await self.event("base_rebuilt", f"version {head.version} was built again from the chain")
         return Snapshot(path)

@@ -60,7 +60,7 @@ REMEMBERED = 1 << 16
 UNSIGNED = ("event", "tool_log", "token_gaps")
 """Types on HR_EVENT without a signature: they are for people alone."""
 UNSIGNED_PLACES: dict[str, str] = {
-    "hr.weights.": "the publisher of weights signs manifests, heads and squashed deltas; a manifest names its chunks",
+    "hr.weights.": "the publisher of weights signs manifests and heads; a manifest names its chunks",
     "hr.blob.": "a reference names its payload by hash",
     "$KV.HR_PRESENCE.": "heartbeats lapse after seconds",
     "$JS.EVENT.": "the broker itself writes advisories",

@@ -45,7 +45,7 @@ from headrace.cli.trainer import join as trainer_join
 from headrace.cli.trainer import plan
 from headrace.cli.vm import build, doctor, facts, fork, gc, import_image, pool, shell
 from headrace.cli.vm import run as vm_run
-from headrace.cli.weights import collect, diff, export, log, regions, squash, verify
+from headrace.cli.weights import collect, diff, export, log, regions, verify
 from headrace.cli.weights import show as weights_show
 from headrace.terminal_text import plain
 
@@ -109,7 +109,7 @@ GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
     (
         "weights",
         "the chain of published weight versions",
-        (log, weights_show, verify, squash, export, diff, collect, regions),
+        (log, weights_show, verify, export, diff, collect, regions),
     ),
 )
 """Commands with subcommands: name, help text, and the module of each subcommand."""

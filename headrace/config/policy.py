@@ -10,7 +10,6 @@ from headrace.config.base import (
     Count,
     Device,
     Duration,
-    Host,
     HttpUrl,
     OptionalPath,
     Path,
@@ -137,7 +136,7 @@ class Numerics(Section, frozen=True, kw_only=True):
 class Weights(Section, frozen=True, kw_only=True):
     """How versions are published, and which parts of them a node keeps."""
 
-    codec: Literal["d8-zstd", "d8-lz4", "d10-zstd"] = "d8-zstd"
+    codec: Literal["d8-zstd", "d10-zstd"] = "d8-zstd"
     """Encoding of deltas: d10 is a quarter to a half smaller and half as fast; it suits slow links."""
     anchor_every: Positive = 32
     """Versions from one full snapshot to the next. A node that joins late starts from a full snapshot."""
@@ -153,28 +152,17 @@ class Weights(Section, frozen=True, kw_only=True):
     """Threads of the sender that encode shards; the bytes do not depend on it."""
     want: tuple[Path, ...] = ()
     """Tensors that this node needs, such as model.layers.3.*: it stages only their shards. Empty: all."""
-    fold_every: Count = 0
-    """Number of versions that the sender squashes into one delta, for receivers that lag; 0 squashes nothing."""
     collect_chains: Count = 0
     """Number of newest chains (a full snapshot and the deltas after it) that stay in the stream, at least 2; 0 keeps
     all versions."""
-    full_snapshots: Literal["broker", "peer", "file"] = "broker"
-    """How a full snapshot comes to a node. broker: as chunks in the stream HR_WEIGHTS, which has to hold them. peer: as
-    a file over HTTP, from the sender and from every receiver that has it, of its own region first. file: from
-    `shared_dir`. Deltas, manifests and heads are in the stream in each case."""
-    shared_dir: OptionalPath = ""
-    """Folder on a file system that all nodes share, for full_snapshots = "file"."""
-    peer_host: Host = "127.0.0.1"
-    """Address at which sender and receivers serve their files, for full_snapshots = "peer". It is HTTP without TLS;
-    requests carry the secret of weight_peers.key."""
-    peer_port: Annotated[int, Meta(ge=0, le=65534)] = 0
-    """Port of a receiver's files; the sender's is the next one. 0 takes a free one."""
-    peer_address: Text = ""
-    """Host name or address under which other nodes reach this one; empty: `peer_host`, or this machine's name where
-    that is 0.0.0.0 or ::."""
-    peer_turns: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Most nodes of a region that fetch a full snapshot from other regions at the same time; the others wait and fetch
-    from these."""
+    full_snapshots_url: Text = ""
+    """Where full snapshots are, as a URL of fsspec that sender and receivers reach: /mnt/weights, s3://bucket/prefix or
+    another; `<run>/` is added. Empty: a folder in the run's folder, for a run on one machine. s3 needs pip install
+    'headrace[s3]'; keys and endpoints come from fsspec's and the store's own files and variables. Deltas, manifests and
+    heads are in the stream HR_WEIGHTS."""
+    region_dir: OptionalPath = ""
+    """Folder that the nodes of this region share, for one copy of each full snapshot that they read; empty: every node
+    reads `full_snapshots_url` itself. Its file system needs locks (flock)."""
     publishers: tuple[PublicKey, ...] = ()
     """Public keys (U...) whose versions are accepted; empty: weight_publisher.pub of the credentials folder."""
     unsigned: bool = False

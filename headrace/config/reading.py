@@ -39,6 +39,13 @@ FORMER: dict[str, object] = {
 }
 """Keys that are gone, with the value that is still read: recorded runs have every key of their time, and what they did
 with this value is done now. With any other value they are unknown keys. Each of `[tasks.mcp]` had `key`, too."""
+REMOVED = {
+    "weights": (
+        *("fold_every", "full_snapshots", "shared_dir"),
+        *("peer_host", "peer_port", "peer_address", "peer_turns"),
+    )
+}
+"""Keys of earlier releases by section. Recorded runs have them, which is read; in a TOML file they are unknown keys."""
 PREFIX = "HEADRACE_SET_"
 """Prefix of the environment variables that set a key: HEADRACE_SET_SECTION__KEY=value, in capitals."""
 _SHOWN = 60
@@ -224,8 +231,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[s
         try:
             raw = msgspec.json.decode(text, type=dict[str, Any])
             _move(raw)
+            for section, gone in REMOVED.items():
+                for key in gone:
+                    raw.get(section, {}).pop(key, None)
             return msgspec.convert(raw, Config)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, RecursionError, AttributeError) as error:
             raise ConfigError(f"{file}: {error}") from None
     return parse(text, str(file), overrides, environment)
 

@@ -235,8 +235,6 @@ def _weights(config: Config) -> Iterator[Problem]:
             "weights.collect_chains",
             "expected 0 or at least 2, because a node that joins may still read the previous chain; got 1",
         )
-    if section.full_snapshots == "file" and not section.shared_dir:
-        yield "weights.shared_dir", "expected a folder that all nodes share with weights.full_snapshots = 'file'"
 
 
 def _production(config: Config) -> Iterator[Problem]:

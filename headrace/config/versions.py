@@ -1,4 +1,5 @@
-"""Bytes that published versions take, by the configuration: in the stream HR_WEIGHTS, and on the disk of each node.
+"""Bytes that published versions take, by the configuration: their deltas in the stream HR_WEIGHTS, full snapshots at
+their location, and files on the disk of each node.
 
 A full snapshot counts as the file of a version, although chunks of bfloat16 are about a third smaller: a limit that is
 too small stops publishing in the middle of a run, and one that is too large costs nothing.
@@ -6,13 +7,13 @@ too small stops publishing in the middle of a run, and one that is too large cos
 
 from headrace.config.tree import Config
 
-DELTAS = 1.25
-"""Bytes of a chain over those of its full snapshot: a quarter is for the deltas, which take two hundredths to a fifth
-with 32 versions to a chain."""
+DELTAS = 0.25
+"""Bytes of the deltas of a chain over those of a file: they take two hundredths to a fifth with 32 versions to a
+chain."""
 
 
 def chains_kept(config: Config) -> int:
-    """The most chains (a full snapshot and the deltas after it) that the stream holds at once: those that are kept and
+    """The most chains (a full snapshot and the deltas after it) that are kept at once: those that are kept and
     the one that is being published, or all chains of the run where none is collected. A branch has no last step, so
     nothing but `collect_chains` bounds its chains: it counts with three."""
     section = config.weights
@@ -21,22 +22,17 @@ def chains_kept(config: Config) -> int:
 
 
 def stream_bytes(config: Config, file_bytes: int) -> int:
-    """Bytes of HR_WEIGHTS. file_bytes: of the file of a version. 0 where full snapshots are not in the stream: deltas
-    alone fit the planned size."""
-    if config.weights.full_snapshots != "broker":
-        return 0
+    """Bytes of HR_WEIGHTS. file_bytes: of the file of a version."""
     return int(chains_kept(config) * file_bytes * DELTAS)
 
 
 def versions_kept(config: Config) -> int:
     """The most versions that a receiver holds at once without pinned ones: the newest, and the one that it builds."""
     newest = max(config.weights.keep, config.curriculum.staleness + 2)
-    return newest + 1 + (config.weights.full_snapshots == "peer")
+    return newest + 1
 
 
 def how_to_fit(config: Config) -> str:
     """The settings with which fewer bytes suffice in the stream."""
-    fewer = f"a larger weights.anchor_every ({config.weights.anchor_every})"
-    if config.weights.collect_chains != 2:
-        fewer = f"weights.collect_chains = 2 ({config.weights.collect_chains})"
-    return f"set bus.stream_gib.weights, {fewer}, or weights.full_snapshots = 'peer' or 'file'"
+    fewer = f" or weights.collect_chains = 2 ({config.weights.collect_chains})"
+    return f"set bus.stream_gib.weights{fewer if config.weights.collect_chains != 2 else ''}"

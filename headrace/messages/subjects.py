@@ -147,12 +147,6 @@ WEIGHT_HEAD = Subject(
     readers=("weight_sync", "rollout", "feedback", "trainer"),
     note="the trainer reads heads and manifests to collect",
 )
-WEIGHT_SQUASH = Subject(
-    template="hr.weights.{run}.fold",
-    types=("weight_fold",),
-    publishers=("weight_sync",),
-    readers=("weight_sync",),
-)
 BLOB = Subject(
     template="hr.blob.{digest}.{n}",
     types=(),
@@ -331,7 +325,6 @@ KEY_VALUES: dict[str, str] = {
     "HR_ADMISSION": "min_version per run; the curriculum writes it",
     "HR_RENDERER": "the renderer bundle of a run; the trainer writes it",
     "HR_PRODUCT": "promoted version, gate, branches, deny-list and certificates of purges; feedback writes it",
-    "HR_NODES": "addresses of nodes that serve weights, and their turns; weight senders and receivers write it",
     "HR_SESSION": "open sessions of users with their prompts; only gateways read and write it",
     "HR_LEASE": "capacity leases; the revision is the fencing token; the scavenger writes it",
     "HR_PLUGINS": "hashes of the plugins of a run; every role writes under its own name",

@@ -6,7 +6,7 @@ their signatures still hold.
 
 import msgspec
 
-from headrace.messages.base import Count, Finite, Message, Token, Version, message
+from headrace.messages.base import Count, Finite, Message, Version, message
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -19,7 +19,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One chunk, named by its stream sequence."""
+    """One chunk, named by its stream sequence; 0 in an object."""
 
     shard: Count
     seq: Count
@@ -69,8 +69,8 @@ class WeightManifest(Message, frozen=True, kw_only=True):
     source_hash: str = ""
     """State hash of the trainer's file, where the published bytes are rounded."""
     detached: bool = False
-    """Of a full snapshot: no chunk holds its bits. Nodes or a shared folder have them as a file, and the block hashes
-    here verify it."""
+    """Of a full snapshot: its chunks are no records of the stream. They follow each other, in the order of `chunks`, in
+    one object at `[weights] full_snapshots_url`; `stream_seq` is 0."""
     signer: str = ""
     """Public key (an NKEY, ``U...``) of the publisher; empty: unsigned."""
     signature: bytes = b""
@@ -92,22 +92,6 @@ class WeightHead(Message, frozen=True, kw_only=True):
     """Stream sequence of the head record before it, 0 for the first: a signed head fits one place in the stream."""
     source_hash: str = ""
     """State hash of the trainer's file, where the published bytes are rounded."""
-    signer: str = ""
-    signature: bytes = b""
-
-
-@message("weight_fold")
-class WeightSquash(Message, frozen=True, kw_only=True):
-    """One delta that replaces several: a receiver that lags by more than one version fetches fewer bytes."""
-
-    run: str
-    version: Count
-    state_hash: str
-    base_version: Version
-    base_hash: str
-    manifest_seq: Count
-    """Stream sequence of the manifest of the squashed delta."""
-    wire_bytes: Count
     signer: str = ""
     signature: bytes = b""
 
@@ -135,44 +119,3 @@ class WeightsSwapped(Message, frozen=True, kw_only=True):
     version: Count
     state_hash: str
     pause_ms: Finite
-
-
-class HeldFile(msgspec.Struct, frozen=True):
-    """A snapshot file that a node has verified."""
-
-    version: Count
-    state_hash: str
-
-
-@message("weight_peer")
-class WeightPeer(Message, frozen=True, kw_only=True):
-    """Where a node serves its snapshot files to other nodes: the value of its key in HR_NODES."""
-
-    run: str
-    node: str
-    region: str
-    url: str
-    """http:// address, without a path."""
-    files: tuple[HeldFile, ...] = ()
-
-
-@message("weight_turn")
-class WeightTurn(Message, frozen=True, kw_only=True):
-    """A node fetches from another region: the value of a key in HR_NODES, of which a region has a few."""
-
-    node: str
-    holder: Token
-    """Drawn at random for each fetch."""
-    beats: Count = 0
-    """Rises every few seconds while the fetch lasts."""
-
-
-def peer_key(run: str, node: str, actor: str) -> str:
-    """The key in HR_NODES of a `WeightPeer`. All arguments are tokens of a subject; ``*`` as a node or actor stands for
-    all."""
-    return f"weights.{run}.peer.{node}.{actor}"
-
-
-def turn_key(run: str, region: str, number: int) -> str:
-    """The key in HR_NODES of a region's `WeightTurn`."""
-    return f"weights.{run}.turn.{region}.{number}"

@@ -1,47 +1,47 @@
-"""The chain of versions in the stream: finds the cheapest path to a version and builds the version along it.
+"""The chain of versions in the stream: plans the way to a version and builds the version along it.
 
 Receivers, a sender that lost its base, auditors and late joiners use this module.
 
 The idea: a head record names its manifest by stream sequence, and a manifest names that of its base. So every manifest
-on a path was committed by a head. Versions are graph nodes; deltas, squashed deltas and full
-snapshots are edges weighted by bytes. The path to a version is the shortest one from a local file or from nothing
-(Dijkstra from the version backwards, reading only the manifests on the way). The deltas are then applied forward into
-one staged file.
+on the way was committed by a head. A version is built from the newest full snapshot by the deltas after it, in order,
+or by the deltas from a file that the node has, where these are fewer bytes. The deltas are applied forward into one
+staged file.
 
 The caller passes the bus as a `StreamSource`, which returns messages by sequence or subject. With a `Trust`, only
 manifests that a known publisher signed are followed.
 """
 
 import asyncio
-import heapq
 import itertools
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from headrace.messages import subjects
-from headrace.messages.weights import ChunkInfo, WeightChunk, WeightHead, WeightManifest, WeightSquash
+from headrace.messages.weights import ChunkInfo, WeightChunk, WeightHead, WeightManifest
 from headrace.weights import shards as sharding
-from headrace.weights import signing, state
+from headrace.weights import signing
+from headrace.weights.ahead import Ahead
+from headrace.weights.pieces import pieces
 from headrace.weights.receiving.staging import BrokenVersion, DamagedChunk, StagedFile, check_manifest
-from headrace.weights.signing import Trust, Untrusted
+from headrace.weights.signing import Trust
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
 
 STREAM = "HR_WEIGHTS"
 AHEAD = 8
-"""Number of chunks that are requested before they are needed."""
+"""Chunks of the stream, or pieces of an object, that are read before they are needed."""
 TRIES = 3
 """Attempts to fetch a chunk that does not match its manifest."""
 
 Find = Callable[[int, str], Path | None]
 """(version, state hash) to the path of a file with exactly that state, or None."""
-Fetch = Callable[[WeightManifest, frozenset[int] | None, Path], Awaitable[Path]]
-"""(manifest, shards, path) to the path of the verified file of a detached full snapshot: that path, or one in a store.
-`transfer.full_snapshots` has it."""
+Fetch = Callable[[WeightManifest, Sequence[ChunkInfo]], Awaitable[list[bytes]]]
+"""Reads chunks that follow each other in the object of a full snapshot; `full.snapshots.FullSnapshots.fetch` is one."""
 
 
 class Stored(Protocol):
@@ -81,29 +81,16 @@ class BuildPlan(msgspec.Struct, frozen=True):
     base: Path | None
     shards: frozenset[int] | None = None
     """The shards that are built; None means all."""
-    squashed: int = 0
-    """Number of squashes among the manifests."""
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that have to be fetched."""
         return sum(cost(manifest, self.shards) for manifest in self.manifests)
 
-    def chunks(self) -> Iterator[tuple[WeightManifest, ChunkInfo]]:
-        """The chunks to fetch, in order."""
-        for manifest in self.manifests:
-            for info in manifest.chunks:
-                if self.shards is None or info.shard in self.shards:
-                    yield manifest, info
-
 
 def cost(manifest: WeightManifest, shards: frozenset[int] | None) -> int:
-    """Bytes to fetch for a manifest: its chunks of these shards, or the tensors of a detached one."""
-    if shards is None:
-        return manifest.wire_bytes
-    if manifest.detached:
-        return sum(state.nbytes(info) for info in manifest.tensors if info.shard in shards)
-    return sum(info.bytes for info in manifest.chunks if info.shard in shards)
+    """Bytes to fetch for a manifest: of its chunks of these shards."""
+    return sum(info.bytes for info in manifest.chunks if shards is None or info.shard in shards)
 
 
 async def heads(source: StreamSource, run: str) -> AsyncIterator[tuple[int, WeightHead]]:
@@ -134,31 +121,6 @@ async def manifest(source: StreamSource, run: str, seq: int, trust: Trust | None
     return message
 
 
-async def squashes(source: StreamSource, run: str, trust: Trust | None = None) -> AsyncIterator[WeightSquash]:
-    """The squashed deltas of a run, oldest first, without those that cannot be trusted."""
-    async for stored in source.history(STREAM, subjects.WEIGHT_SQUASH.at(run=run)):
-        try:
-            message = stored.message
-            if isinstance(message, WeightSquash) and message.run == run:
-                signing.check(trust, message)
-                yield message
-        except (Untrusted, ValueError):
-            continue
-
-
-class _Place(NamedTuple):
-    """A version on a path: its distance in bytes, and the manifests that lead from it to the requested version."""
-
-    far: int
-    order: int
-    version: int
-    state_hash: str
-    seq: int
-    """Stream sequence of its manifest; 0 when the path starts from nothing."""
-    way: tuple[WeightManifest, ...]
-    squashed: int
-
-
 async def plan(
     source: StreamSource,
     commit: WeightHead,
@@ -166,103 +128,58 @@ async def plan(
     *,
     trust: Trust | None = None,
     shards: frozenset[int] | None = None,
-    squashed: bool = True,
 ) -> BuildPlan:
-    """The cheapest path to a committed version. BrokenVersion when the chain is broken, Untrusted when it is not
-    signed.
+    """The way to a committed version: the newest full snapshot and the deltas after it, or the deltas from a local file
+    where these are fewer bytes. BrokenVersion when the chain is broken, Untrusted when it is not signed.
 
-    trust: the publishers whose manifests are followed; None: all. shards: build only these; None: all. squashed: also
-    use squashed deltas.
+    trust: the publishers whose manifests are followed; None: all. shards: build only these; None: all.
     """
     signing.check(trust, commit)
     try:
-        return await _search(source, commit, find, trust, shards, squashed, deep=False)
-    except LookupError:
+        return await _walk(source, commit, find, trust, shards)
+    except LookupError as error:
         # The base is collected. A full snapshot of this version may have been published after its head, which then does
         # not name it.
-        try:
-            return await _search(source, commit, find, trust, shards, squashed, deep=True)
-        except LookupError as error:
-            raise BrokenVersion(
-                f"version {commit.version} of run {commit.run} cannot be built any more: {error}"
-            ) from None
+        beside = await source.last(STREAM, subjects.WEIGHT_MANIFEST.at(run=commit.run, version=commit.version))
+        full = await manifest(source, commit.run, beside.seq, trust) if beside is not None else None
+        if full is not None and full.base_version < 0 and full.state_hash == commit.state_hash:
+            return BuildPlan((full,), None, shards)
+        raise BrokenVersion(f"version {commit.version} of run {commit.run} cannot be built any more: {error}") from None
 
 
-async def _search(
-    source: StreamSource,
-    commit: WeightHead,
-    find: Find,
-    trust: Trust | None,
-    shards: frozenset[int] | None,
-    squashed: bool,
-    *,
-    deep: bool,
+async def _walk(
+    source: StreamSource, commit: WeightHead, find: Find, trust: Trust | None, shards: frozenset[int] | None
 ) -> BuildPlan:
-    short: dict[tuple[int, str], list[WeightSquash]] = {}
-    if squashed and await source.last(STREAM, subjects.WEIGHT_SQUASH.at(run=commit.run)) is not None:
-        async for squash in squashes(source, commit.run, trust):
-            short.setdefault((squash.version, squash.state_hash), []).append(squash)
-    count = itertools.count()
-    heap = [_Place(0, next(count), commit.version, commit.state_hash, commit.manifest_seq, (), 0)]
-    seen: set[tuple[int, str]] = set()
-    gone: LookupError | None = None
-
-    def go(at: _Place, through: WeightManifest, *, squash: bool = False) -> None:
-        far, way = at.far + cost(through, shards), (through, *at.way)
-        seq = through.base_seq if through.base_version >= 0 else 0
-        place = (through.base_version, through.base_hash, seq, way, at.squashed + squash)
-        heapq.heappush(heap, _Place(far, next(count), *place))
-
-    while heap:
-        at = heapq.heappop(heap)
-        if at.way and not at.seq:
-            return BuildPlan(at.way, None, shards, at.squashed)
-        if (at.version, at.state_hash) in seen:
-            continue
-        seen.add((at.version, at.state_hash))
-        base = find(at.version, at.state_hash) if at.way and shards is None else None
-        if base is not None:
-            return BuildPlan(at.way, base, shards, at.squashed)
+    """Go from the version back through its deltas. LookupError when a manifest is gone before the way is complete."""
+    version, state_hash, seq = commit.version, commit.state_hash, commit.manifest_seq
+    way: tuple[WeightManifest, ...] = ()
+    full: BuildPlan | None = None
+    while True:
+        if way and shards is None and (base := find(version, state_hash)):
+            return BuildPlan(way, base)
+        if full is None and version == commit.full_version and commit.full_seq not in (0, seq):
+            with suppress(LookupError):  # collected: the deltas may lead to a local file
+                beside = await manifest(source, commit.run, commit.full_seq, trust)
+                if beside.state_hash == state_hash and beside.base_version < 0:
+                    full = BuildPlan((beside, *way), None, shards)
         try:
-            stored = await manifest(source, commit.run, at.seq, trust)
-        except LookupError as error:
-            # Collected: only a full snapshot or a squash that ends here can continue the path.
-            gone = gone or error
-        else:
-            _agree(at, stored)
-            if at.way and shards is not None:
-                base = find(at.version, sharding.state_hash(stored, shards))
-                if base is not None:
-                    return BuildPlan(at.way, base, shards, at.squashed)
-            go(at, stored)
-        if at.version == commit.full_version and commit.full_seq not in (0, at.seq):
-            try:
-                full = await manifest(source, commit.run, commit.full_seq, trust)
-                if full.state_hash == at.state_hash and full.base_version < 0:
-                    go(at, full)
-            except LookupError as error:
-                gone = gone or error
-        if deep:
-            beside = await source.last(STREAM, subjects.WEIGHT_MANIFEST.at(run=commit.run, version=at.version))
-            later = await manifest(source, commit.run, beside.seq, trust) if beside is not None else None
-            if later is not None and later.state_hash == at.state_hash and later.base_version < 0:
-                go(at, later)
-        for squash in short.get((at.version, at.state_hash), ()):
-            try:
-                straight = await manifest(source, commit.run, squash.manifest_seq, trust)
-            except (LookupError, WeightError):
-                continue
-            if (straight.version, straight.state_hash) == (at.version, at.state_hash) and straight.base_version >= 0:
-                go(at, straight, squash=True)
-    raise gone or LookupError("no path of deltas and full snapshots leads to this version")
-
-
-def _agree(at: _Place, manifest: WeightManifest) -> None:
-    if (manifest.version, manifest.state_hash) == (at.version, at.state_hash):
-        return
-    if not at.way:
-        raise BrokenVersion(f"the head of version {at.version} names a manifest of version {manifest.version}")
-    raise BrokenVersion(f"version {at.way[0].version} names a base that is not version {at.version}")
+            here = await manifest(source, commit.run, seq, trust)
+        except LookupError:
+            if full is None:
+                raise
+            return full
+        if (here.version, here.state_hash) != (version, state_hash):
+            if not way:
+                raise BrokenVersion(f"the head of version {version} names a manifest of version {here.version}")
+            raise BrokenVersion(f"version {way[0].version} names a base that is not version {version}")
+        if way and shards is not None and (base := find(version, sharding.state_hash(here, shards))):
+            return BuildPlan(way, base, shards)
+        way = (here, *way)
+        if here.base_version < 0:
+            return full or BuildPlan(way, None, shards)
+        if full is not None and BuildPlan(way, None, shards).wire_bytes >= full.wire_bytes:
+            return full
+        version, state_hash, seq = here.base_version, here.base_hash, here.base_seq
 
 
 async def chunk(source: StreamSource, of: WeightManifest, info: ChunkInfo) -> bytes:
@@ -288,57 +205,46 @@ async def build(
 ) -> str:
     """Fetch, apply, verify, and leave the file at `path`; returns its state hash.
 
-    fetch: brings a full snapshot whose bits are no chunks; without it such a plan is a BrokenVersion.
-
-    A chunk that does not match is fetched up to `TRIES` times, and `on_damage` gets a text each time. Decoding runs in
-    a thread, so the event loop stays free. DamagedChunk or BrokenVersion when the file cannot be built; a cancellation
-    leaves no file.
+    fetch: reads full snapshots that are objects; without it such a plan is a BrokenVersion. A chunk that does not match
+    is fetched up to `TRIES` times, and `on_damage` gets a text each time. Decoding runs in a thread, so the event loop
+    stays free. DamagedChunk or BrokenVersion when the file cannot be built; a cancellation leaves no file.
     """
-    first, last = way.manifests[0], way.manifests[-1]
-    if first.detached:
+
+    async def read(which: WeightManifest, piece: Sequence[ChunkInfo]) -> list[bytes]:
+        if not which.detached:
+            return [await chunk(source, which, info) for info in piece]
         if fetch is None:
             raise BrokenVersion(
-                f"full snapshot {first.version} of run {first.run} is a file on its nodes and no chunks in the stream: "
-                f"set [weights] full_snapshots as its sender has it"
+                f"full snapshot {which.version} of run {which.run} is an object, and no location is known"
             )
-        between = path.with_name(f".{path.name}.full.part")
-        try:
-            file = await fetch(first, way.shards, path if first is last else between)
-            if first is last:
-                return sharding.state_hash(last, way.shards)
-            rest = msgspec.structs.replace(way, manifests=way.manifests[1:], base=file)
-            return await build(source, rest, path, on_damage=on_damage)
-        finally:
-            between.unlink(missing_ok=True)
-    upcoming = way.chunks()
-    fetching: deque[asyncio.Task[bytes]] = deque()
+        return await fetch(which, piece)
 
-    def ask(count: int) -> None:
-        for which, info in itertools.islice(upcoming, count):
-            fetching.append(asyncio.create_task(chunk(source, which, info)))
-
+    steps = [(which, piece) for which in way.manifests for piece in _pieces(which, way.shards)]
     base = Snapshot(way.base) if way.base is not None else None
     with await asyncio.to_thread(StagedFile, path, way.manifests[0], base, way.shards) as staged:
-        try:
-            ask(AHEAD)
+        async with Ahead((partial(read, *step) for step in steps), AHEAD) as reads:
             for which in way.manifests:
                 staged.begin(which)
-                for info in filter(staged.wants, which.chunks):
-                    for attempt in itertools.count(1):
-                        try:
-                            data = await (chunk(source, which, info) if attempt > 1 else fetching.popleft())
-                            await asyncio.to_thread(staged.add, info, data, last=which is last)
-                            break
-                        except DamagedChunk as error:
-                            on_damage(str(error))
-                            if attempt == TRIES:
-                                raise DamagedChunk(f"{error}; fetched {TRIES} times") from None
-                    ask(1)
+                for piece in _pieces(which, way.shards):
+                    first = reads.next()
+                    for place, info in enumerate(piece):
+                        for attempt in itertools.count(1):
+                            try:
+                                data = (await first)[place] if attempt == 1 else (await read(which, [info]))[0]
+                                await asyncio.to_thread(staged.add, info, data, last=which is way.manifests[-1])
+                                break
+                            except DamagedChunk as error:
+                                on_damage(str(error))
+                                if attempt == TRIES:
+                                    raise DamagedChunk(f"{error}; fetched {TRIES} times") from None
             return await asyncio.to_thread(staged.finish)
-        finally:
-            for task in fetching:
-                task.cancel()
-            await asyncio.gather(*fetching, return_exceptions=True)
+
+
+def _pieces(which: WeightManifest, shards: frozenset[int] | None) -> Iterable[Sequence[ChunkInfo]]:
+    """The chunks of a version that are read at once: one record, or those that follow each other in an object."""
+    if which.detached:
+        return pieces(which.chunks, shards)
+    return ([info] for info in which.chunks if shards is None or info.shard in shards)
 
 
 async def obtain(
@@ -352,11 +258,10 @@ async def obtain(
     shards: frozenset[int] | None = None,
     fetch: Fetch | None = None,
 ) -> BuildPlan:
-    """Build a committed version at `path` along the cheapest path, and return the plan that worked. fetch: as in
-    `build`.
+    """Build a committed version at `path` as `plan` says, and return the plan that worked. fetch: as in `build`.
 
-    When the local base or a squash is broken, or a planned record was collected meanwhile, the version is built from
-    its full snapshot. BrokenVersion when that fails too.
+    When the local base is broken, or a planned record was collected meanwhile, the version is built from its full
+    snapshot. BrokenVersion when that fails too.
     """
     way = await plan(source, commit, find, trust=trust, shards=shards)
     try:
@@ -365,10 +270,10 @@ async def obtain(
     except LookupError as error:
         on_damage(f"{error}; looking for another way to version {commit.version}")
     except WeightError as error:
-        if way.base is None and not way.squashed:
+        if way.base is None:
             raise
         on_damage(f"{error}; building version {commit.version} from its full snapshot instead")
-    way = await plan(source, commit, trust=trust, shards=shards, squashed=False)
+    way = await plan(source, commit, trust=trust, shards=shards)
     try:
         await build(source, way, path, on_damage=on_damage, fetch=fetch)
     except LookupError as error:

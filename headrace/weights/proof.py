@@ -13,7 +13,7 @@ import msgspec
 from headrace.messages import subjects
 from headrace.messages.weights import WeightHead, WeightManifest
 from headrace.weights import chain, heads, signing
-from headrace.weights.receiving.staging import BrokenVersion, check_chunk
+from headrace.weights.receiving.staging import BrokenVersion
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
@@ -23,7 +23,6 @@ class Proof(msgspec.Struct, kw_only=True):
 
     versions: int = 0
     full_snapshots: int = 0
-    squashes: int = 0
     chunks: int = 0
     wire_bytes: int = 0
     collected: int = 0
@@ -52,15 +51,6 @@ async def prove(
                 proof.collected += 1
             except WeightError as error:
                 proof.faults.append(str(error))
-        async for squash in chain.squashes(source, run, trust):
-            try:
-                manifest = await chain.manifest(source, run, squash.manifest_seq, trust)
-                await walk.chunks(manifest)
-                proof.squashes += 1
-            except LookupError:
-                continue
-            except WeightError as error:
-                proof.faults.append(f"squash to version {squash.version}: {error}")
     return proof
 
 
@@ -96,7 +86,7 @@ class _Walk:
                 )
             await chain.build(self.source, chain.BuildPlan((manifest,), self.file), path)
         else:
-            way = await chain.plan(self.source, head, trust=self.trust, squashed=False)
+            way = await chain.plan(self.source, head, trust=self.trust)
             await chain.build(self.source, way, path, fetch=self.fetch)
         if manifest.base_version < 0:
             self.full_snapshots.add(head.manifest_seq)
@@ -123,8 +113,3 @@ class _Walk:
         await chain.build(self.source, chain.BuildPlan((full,), None), path, fetch=self.fetch)
         self.proof.full_snapshots += 1
         self.proof.wire_bytes += full.wire_bytes
-
-    async def chunks(self, manifest: WeightManifest) -> None:
-        """Compare the chunks of a manifest with their hashes, without building the version."""
-        for info in manifest.chunks:
-            check_chunk(manifest, info, await chain.chunk(self.source, manifest, info))

@@ -86,9 +86,8 @@ async def show(source: chain.StreamSource, run: str, version: int = -1) -> str:
         "tensors": f"{len(stored.tensors)}, {stored.elements} elements, {_size(stored.raw_bytes)}",
         "blocks": f"{len(stored.block_hashes) // 16}",
         "changed": f"{stored.changed} elements, {_changed(stored)}",
-        "wire": f"{_size(stored.wire_bytes)} as a file, which nodes get from each other or from a shared folder"
-        if stored.detached
-        else f"{_size(stored.wire_bytes)} in {len(stored.chunks)} chunks, {_ratio(stored)}, encoded at {gbs}",
+        "wire": f"{_size(stored.wire_bytes)} in {len(stored.chunks)} chunks, {_ratio(stored)}, encoded at {gbs}"
+        f"{', an object at [weights] full_snapshots_url' if stored.detached else ''}",
         "from nothing": f"full snapshot {way.manifests[0].version} and {len(way.manifests) - 1} deltas, "
         f"{_size(way.wire_bytes)}",
     }
@@ -110,7 +109,7 @@ async def verify(
     """
     try:
         commit = await commit_of(source, run, version)
-        way = await chain.plan(source, commit, trust=trust, squashed=False)
+        way = await chain.plan(source, commit, trust=trust)
         current = await chain.manifest(source, run, commit.manifest_seq)
         while current.base_version >= 0 and current.version > way.manifests[0].version:
             before = await chain.manifest(source, run, current.base_seq)
@@ -146,7 +145,7 @@ async def verify_all(
         return False, f"run {run} has published no version that is still in the stream"
     text = (
         f"run {run} holds: versions {proven.first} to {proven.newest}, {proven.versions} built and hashed, "
-        f"{proven.full_snapshots} full snapshots beside them, {proven.squashes} squashes, {proven.chunks} chunks, "
+        f"{proven.full_snapshots} full snapshots beside them, {proven.chunks} chunks, "
         f"{_size(proven.wire_bytes)}, "
         f"{'all signed' if proven.signed else 'not all signed'}; state {proven.state_hash}"
     )

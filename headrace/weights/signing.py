@@ -1,4 +1,4 @@
-"""Signatures of published versions: Ed25519 on manifests, heads and squashed deltas.
+"""Signatures of published versions: Ed25519 on manifests and heads.
 
 The idea: any role that may write the stream could publish weights, and a region's mirror may belong to another party.
 So the sender signs the records that commit a version with a key that is on its node alone, and a receiver refuses a
@@ -23,19 +23,19 @@ from nacl.exceptions import BadSignatureError
 from nacl.signing import VerifyKey
 
 from headrace import nkeys
-from headrace.messages.weights import WeightHead, WeightManifest, WeightSquash
+from headrace.messages.weights import WeightHead, WeightManifest
 from headrace.weights.state import WeightError
 
 PUBLIC_FILE = "weight_publisher.pub"
 """A file in the credentials folder of every node: the publishers' public keys, one per line."""
 _LATER = frozenset({"precision", "source_hash", "after", "signer", "detached"})
 
-Signed = WeightManifest | WeightHead | WeightSquash
-S = TypeVar("S", WeightManifest, WeightHead, WeightSquash)
+Signed = WeightManifest | WeightHead
+S = TypeVar("S", WeightManifest, WeightHead)
 
 
 class Untrusted(WeightError):
-    """A manifest, head or squashed delta without a valid signature of a publisher that this node knows."""
+    """A manifest or head without a valid signature of a publisher that this node knows."""
 
 
 class Signer(Protocol):

@@ -141,38 +141,6 @@ class Draft(Rows):
         self.temporary.unlink(missing_ok=True)
 
 
-class Arriving(Rows):
-    """A file of preallocated tensors that stays on the disk until it is complete: what was written is there again when
-    it is opened again, also after a restart."""
-
-    def __init__(self, path: Path, tensors: Sequence[TensorInfo]) -> None:
-        """Open the file, or reserve disk space for a new one. OSError when the disk is full."""
-        head, offsets = _header(tensors, {})
-        size = len(head) + sum(state.nbytes(info) for info in tensors)
-        self.path, self._name, self._at = path, path.name, [offsets[info.name] for info in tensors]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.fresh = not path.exists()
-        """Whether nothing can be there yet."""
-        self._file = open(path, "wb+" if self.fresh else "rb+", buffering=0)  # closed by _discard
-        try:
-            if not self.fresh:
-                same = os.pread(self._file.fileno(), len(head), 0) == head
-                self.fresh = not same or os.fstat(self._file.fileno()).st_size != size
-            if self.fresh:
-                os.ftruncate(self._file.fileno(), 0)
-                os.posix_fallocate(self._file.fileno(), 0, size)
-                self._put(head, 0)
-        except OSError:
-            self._discard()
-            path.unlink(missing_ok=True)
-            raise
-
-    def commit(self, path: Path) -> None:
-        """Give the complete file its name. It is not flushed: a file that a power loss damaged does not have its hash
-        after the restart."""
-        os.replace(self.path, path)
-
-
 class Snapshot:
     """A mapped snapshot file. Views of its bits keep the mapping alive after the file is deleted."""
 
@@ -219,37 +187,21 @@ def discard_abandoned(folder: Path) -> None:
 
 
 def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorInfo, ...], dict[str, int], dict[str, str]]:
-    length = header_length(data[:8], str(path))
-    if length > len(data) - 8:
+    """The tensors in name order, the offset of each from the start of the file in bytes, and the metadata."""
+    length = int.from_bytes(data[:8], "little")
+    if length > min(_MAX_HEADER, len(data) - 8):
         raise WeightError(
             f"{path} is not a safetensors file: it states a header of {length} bytes, more than can be there"
         )
-    return parse_header(data[8 : 8 + length], str(path), len(data))
-
-
-def header_length(word: bytes, path: str) -> int:
-    """Bytes of a file's header, from the eight bytes before it. WeightError when no header is that long."""
-    length = int.from_bytes(word, "little")
-    if len(word) != 8 or length > _MAX_HEADER:
-        raise WeightError(f"{path} is not a safetensors file: it states a header of {length} bytes")
-    return length
-
-
-def parse_header(text: bytes, path: str, size: int) -> tuple[tuple[TensorInfo, ...], dict[str, int], dict[str, str]]:
-    """The tensors in name order, the offset of each from the start of the file in bytes, and the metadata.
-
-    text: the header. path: for errors. size: of the file, in bytes. WeightError when a tensor is not inside the file.
-    """
-    length = len(text)
     try:
-        entries: dict[str, Any] = json.loads(text)
+        entries: dict[str, Any] = json.loads(data[8 : 8 + length])
         metadata = dict(entries.pop("__metadata__", {}))
         tensors, offsets = [], {}
         for name in sorted(entries):
             entry = entries[name]
             info = TensorInfo(name, entry["dtype"], tuple(entry["shape"]))
             start, end = entry["data_offsets"]
-            if end - start != state.nbytes(info) or start < 0 or 8 + length + end > size:
+            if end - start != state.nbytes(info) or start < 0 or 8 + length + end > len(data):
                 raise WeightError(f"{path}: tensor {name!r} is not completely inside the file")
             tensors.append(info)
             offsets[name] = 8 + length + start

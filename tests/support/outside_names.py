@@ -140,12 +140,8 @@ WeightManifest: run state_hash=hash base_hash parent precision source_hash signe
 TensorInfo: name dtype
 ChunkInfo: sha256
 WeightHead: run state_hash=hash source_hash signer
-WeightSquash: run state_hash=hash base_hash signer
 WeightsStaged: run node region path=path state_hash=hash
 WeightsSwapped: run rollout node state_hash
-WeightPeer: run node region url=url
-HeldFile: state_hash=hash
-WeightTurn: node holder
 NewSession: user suite=suite task=task prompt files=inside
 NewFeedback: comment
 NewRating: comment

@@ -16,6 +16,9 @@ from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightHead, WeightsStaged
 from headrace.weights import tensor_state
+from headrace.weights.chain import Fetch
+from headrace.weights.full.location import Location
+from headrace.weights.full.snapshots import FullSnapshots
 from tests.conftest import Connect
 from tests.support.weights import model, step
 
@@ -42,6 +45,15 @@ class WeightRun:
     def path(self, version: int) -> Path:
         """The trainer's file of a version."""
         return self.folder / self.id / "snapshots" / f"{version}.safetensors"
+
+    @property
+    def fetch(self) -> Fetch:
+        """Reads the run's full snapshots."""
+
+        async def tell(text: str) -> None:
+            raise AssertionError(text)
+
+        return FullSnapshots(Location.of_run(self.config.weights, self.folder / self.id), None, tell).fetch
 
     async def actor(self, cls: type[A], *, node: str = "n1", bus: Bus | None = None) -> A:
         """An actor on a node, started."""

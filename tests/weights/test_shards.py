@@ -55,8 +55,8 @@ def test_closing_the_pieces_ends_the_encoders(files: tuple[Path, Path]) -> None:
     next(pieces)
     pieces.close()  # type: ignore[attr-defined]
     broken = Encoding(target, base, shards=4, workers=2)
-    del broken.parts[1]._recipe
-    with pytest.raises(AttributeError, match="_recipe"):
+    del broken.parts[1]._sparse
+    with pytest.raises(AttributeError, match="_sparse"):
         list(broken.pieces())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.bus.broker import credentials
 from headrace.bus.broker.keys import Key
-from headrace.messages.weights import TensorInfo, WeightHead, WeightManifest, WeightSquash
+from headrace.messages.weights import TensorInfo, WeightHead, WeightManifest
 from headrace.weights import heads, signing
 from headrace.weights.signing import Trust, Untrusted, sealed
 from headrace.weights.state import WeightError
@@ -21,12 +21,9 @@ MANIFEST = WeightManifest(
     block_hashes=b"h" * 16, state_hash="a" * 32, base_hash="b" * 32, parent="c" * 64, raw_bytes=12, wire_bytes=0,
     changed=0, elements=6,
 )  # fmt: skip
-SQUASH = WeightSquash(
-    run="r1", version=3, state_hash="a" * 32, base_version=0, base_hash="d" * 32, manifest_seq=11, wire_bytes=9
-)
 
 
-@pytest.mark.parametrize("message", [HEAD, MANIFEST, SQUASH], ids=lambda message: message.type_name)
+@pytest.mark.parametrize("message", [HEAD, MANIFEST], ids=lambda message: message.type_name)
 def test_what_the_publisher_signed_is_taken_and_any_change_to_it_is_not(message: Any) -> None:
     signed = sealed(message, PUBLISHER)
     trust().check(signed)
@@ -92,7 +89,7 @@ def test_no_key_of_a_sibling_signs_a_version(tmp_path: Path) -> None:
     folder, other = credentials.write(tmp_path / "credentials"), credentials.write(tmp_path / "other")
     publisher, trusted = Key.parse((folder / "weight_publisher.nk").read_text()), Trust.load(folder)
     siblings = {*folder.glob("*.nk"), *other.glob("*.nk")} - {folder / "weight_publisher.nk"}
-    messages: tuple[Any, ...] = (HEAD, MANIFEST, SQUASH)
+    messages: tuple[Any, ...] = (HEAD, MANIFEST)
     assert len(siblings) > 25 and other / "weight_publisher.nk" in siblings and folder / "weight_sync.nk" in siblings
     for path in siblings:
         for message in messages:

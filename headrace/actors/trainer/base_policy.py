@@ -7,17 +7,17 @@ import msgspec
 
 from headrace.actors.trainer.initial_policy import BUNDLE
 from headrace.bus.connection import Bus
-from headrace.bus.errors import Unrecoverable, WrongSequence
+from headrace.bus.errors import Unrecoverable
 from headrace.bus.payloads import renderer_bundles
 from headrace.bus.runtime import logging
 from headrace.config import Config
 from headrace.messages.product import Branch, branch_key
 from headrace.messages.weights import WeightHead
-from headrace.secret_files import SecretError
 from headrace.weights import chain, heads
+from headrace.weights.full.location import Location
+from headrace.weights.full.snapshots import FullSnapshots
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
-from headrace.weights.transfer import node
 
 
 class Base(NamedTuple):
@@ -48,9 +48,10 @@ async def fetch(bus: Bus, config: Config, run: str, folder: Path) -> Base | None
         trust = Trust.load(bus.credentials, config.weights.publishers, unsigned=config.weights.unsigned)
         head = await _head(bus, record, trust)
         if not file.exists():
-            bring = await _full_snapshots(bus, config, record.base_run)
-            await chain.obtain(bus, head, file, lambda version, state_hash: None, trust=trust, fetch=bring)
-    except (WeightError, SecretError) as error:
+            location = Location.of_run(config.weights, Path(config.run.dir) / record.base_run)
+            snapshots = FullSnapshots(location, None, _tell)
+            await chain.obtain(bus, head, file, lambda version, state_hash: None, trust=trust, fetch=snapshots.fetch)
+    except WeightError as error:
         raise Unrecoverable(f"version {record.base_version} of run {record.base_run}: {error}") from error
     if not (folder / BUNDLE).exists():
         bundle = await renderer_bundles.fetch(bus, record.base_run)
@@ -69,16 +70,8 @@ async def _record(bus: Bus, run: str) -> Branch:
     raise Unrecoverable(f"the bucket HR_PRODUCT was closed before {run} had a base version")
 
 
-async def _full_snapshots(bus: Bus, config: Config, run: str) -> chain.Fetch | None:
-    """Where the base run's full snapshots are, if they are files on its nodes. SecretError."""
-
-    async def tell(text: str) -> None:
-        logging.get(run=run).warning("source_failed", text=text)
-
-    section, values = config.weights, await bus.kv("HR_NODES")
-    token = node.secret(bus.credentials, run) if section.full_snapshots == "peer" else ""
-    fetcher = node.fetcher(section, values, WrongSequence, run, bus.node, tell, token=token, takes_turns=False)
-    return None if fetcher is None else fetcher.bring
+async def _tell(text: str) -> None:
+    logging.get().warning("copy_failed", text=text)
 
 
 async def _head(bus: Bus, record: Branch, trust: Trust | None) -> WeightHead:

@@ -1,11 +1,10 @@
 """Credentials of a run: one seed file per role and the broker's list of public keys, mode 0600, in one folder.
 
 The folder also holds the key that signs weights, which is not a user of the broker: ``weight_publisher.nk`` belongs on
-the sender's node alone, ``weight_publisher.pub`` on every node that receives. ``weight_peers.key`` is the secret by
-which these nodes fetch weights from each other; all regions of a run have the same one. ``writers.pub`` names the
-public keys with which the roles sign their records; it belongs on every node. To change a role's seed, remove the seed
-and run this again: the old public key stays, so that old records hold. Remove its line when they are gone. ``--trust``
-adds the keys of a region's roles.
+the sender's node alone, ``weight_publisher.pub`` on every node that receives. ``writers.pub`` names the public keys
+with which the roles sign their records; it belongs on every node. To change a role's seed, remove the seed and run this
+again: the old public key stays, so that old records hold. Remove its line when they are gone. ``--trust`` adds the keys
+of a region's roles.
 
 ``python -m headrace.bus.broker.credentials FOLDER`` makes them for a broker that an operator starts by hand. With
 ``--run`` (once per run) runs that share a broker get an account each, with seeds in ``FOLDER/<run>``. Every command
@@ -17,7 +16,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from secrets import token_hex
 
 from headrace.bus.broker import accounts as broker_accounts
 from headrace.bus.broker import tls
@@ -31,8 +29,6 @@ PUBLISHER = "weight_publisher"
 """Name of the key that signs weights."""
 WRITERS = FILE
 """File with the public keys with which roles sign their records."""
-PEERS = "weight_peers.key"
-"""File with the secret by which nodes fetch weights from each other ([weights] full_snapshots = "peer")."""
 
 
 def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
@@ -50,7 +46,6 @@ def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
         run_folder = folder / run
         roles[run] = _actors(run_folder)
         _publisher(run_folder)
-        _peers(run_folder)
     private(folder / "users.conf", broker_accounts.conf(roles) + tls.server_conf(folder))
     return folder
 
@@ -91,7 +86,6 @@ def write(folder: Path, *, writers: Sequence[str] = ROLES) -> Path:
     public = _actors(folder, writers)
     private(folder / "users.conf", broker_accounts.conf({"": public}) + tls.server_conf(folder))
     _publisher(folder)
-    _peers(folder)
     return folder
 
 
@@ -139,18 +133,9 @@ def _publisher(folder: Path) -> None:
         private(public, _key(folder / f"{PUBLISHER}.nk").public + "\n")
 
 
-def _peers(folder: Path) -> None:
-    """Make the secret of nodes that fetch weights from each other."""
-    if not (folder / PEERS).exists():
-        private(folder / PEERS, token_hex(32) + "\n")
-
-
 def adopt_publisher(folder: Path, source: Path) -> None:
-    """Accept the versions that another folder's publisher signs, and fetch weights from its nodes: a region's folder
-    gets its hub's public key and its secret of peers. Does nothing for one that is not there."""
-    peers = source / PEERS
-    if peers.exists():
-        private(folder / PEERS, peers.read_text(encoding="ascii"))
+    """Accept the versions that another folder's publisher signs: a region's folder gets its hub's public key. Does
+    nothing when there is none."""
     public_key = source / f"{PUBLISHER}.pub"
     if public_key.exists():
         (folder / f"{PUBLISHER}.nk").unlink(missing_ok=True)

@@ -42,7 +42,6 @@ KV_WRITERS: dict[str, str] = {
     "HR_ADMISSION": "curriculum",
     "HR_RENDERER": "trainer",
     "HR_PRODUCT": "feedback",
-    "HR_NODES": "weight_sync",
     "HR_SESSION": "gateway",
     "HR_LEASE": "scavenger",
 }
@@ -53,7 +52,6 @@ KV_READERS: dict[str, tuple[str, ...]] = {
     "HR_ADMISSION": ("curriculum", "rollout", *_WATCH),
     "HR_RENDERER": ("rollout", "trainer", *_WATCH),
     "HR_PRODUCT": ("trainer", "rollout", "gateway", "feedback", *_WATCH),
-    "HR_NODES": ("weight_sync", "trainer", *_WATCH),
     "HR_SESSION": ("gateway",),
     "HR_LEASE": ("scavenger", "rollout", "dashboard", "operator"),
     "HR_PLUGINS": ("curriculum", "rollout", "environment", "judge", "trainer", "search", "operator", "replay"),

@@ -208,7 +208,7 @@ def prepare_hub(folder: Path, *, host: str = "0.0.0.0", port: int = 7422) -> Pat
     keys = credentials.write(folder / "credentials")
     links = credentials.seeds(folder / LINKS, (*REGIONAL, *NEAR))
     credentials.private(keys / "users.conf", hub_conf(credentials.seeds(keys, ROLES), links) + tls.server_conf(keys))
-    for name in (credentials.PEERS, credentials.WRITERS, f"{credentials.PUBLISHER}.pub"):
+    for name in (credentials.WRITERS, f"{credentials.PUBLISHER}.pub"):
         credentials.private(folder / LINKS / name, (keys / name).read_text(encoding="ascii"))
     (folder / "leaf_tls.conf").write_text(tls.server_conf(keys))
     (folder / "nats.conf").write_bytes(HUB_CONF.read_bytes())

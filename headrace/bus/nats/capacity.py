@@ -16,7 +16,7 @@ async def lacking(connection: NatsConnection, config: Config, file_bytes: int) -
     account = await streams.storage_limit(connection)
     for most, what in ((limit, f"the stream {WEIGHTS}"), (account, "the broker's account")):
         if 0 < most < needed:
-            chains = f"{versions.chains_kept(config)} chains of versions of {file_bytes} bytes and their deltas"
+            chains = f"{versions.chains_kept(config)} chains of deltas to versions of {file_bytes} bytes"
             fit = versions.how_to_fit(config)
             return f"{what} may hold {most} bytes, and the run needs {needed} there: {chains}; {fit}"
     return ""

@@ -54,7 +54,7 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="export-", dir=place) as temporary:
         weights = Path(temporary) / "weights"
         await chains.obtain(
-            chain.bus, head, weights, lambda version, state_hash: None, trust=chain.trust, fetch=chain.fetch
+            chain.bus, head, weights, lambda version, state_hash: None, trust=chain.trust, fetch=chain.snapshots.fetch
         )
         try:
             # Weights in eight bits become bfloat16, which holds them exactly and every reader supports.

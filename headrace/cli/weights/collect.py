@@ -4,7 +4,6 @@ It reads with the role operator and purges with the role trainer, the only role 
 """
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.weights.session import add_common, declare
@@ -27,6 +26,7 @@ async def collect(chain: "Chain", args: argparse.Namespace) -> int:
     from headrace.bus.connection import Bus
     from headrace.bus.payloads import retention
     from headrace.weights import chain as chains
+    from headrace.weights.full import retention as full
     from headrace.weights.publishing import collect as collecting
 
     bus, run = chain.bus, chain.folder.id
@@ -41,23 +41,11 @@ async def collect(chain: "Chain", args: argparse.Namespace) -> int:
             trust=chain.trust,
             purge_manifests=lambda subject: retention.purge_all(trainer, chains.STREAM, subject),
         )
-    files = await _files_removed(chain)
-    if files:
-        say(f"removed {len(files)} files of full snapshots: {', '.join(map(str, files))}")
+    location = chain.snapshots.location
+    if objects := await full.sweep(bus, run, location):
+        say(f"removed {len(objects)} full snapshots at {location.url}: {', '.join(objects)}")
     if gone:
         say(f"removed {len(gone)} versions, {min(gone)} to {max(gone)}, and {sum(gone.values())} messages")
     else:
         say(f"nothing to remove: the newest {args.chains} chains and the pinned versions need every version")
     return 0
-
-
-async def _files_removed(chain: "Chain") -> list[Path]:
-    """Remove the files of collected full snapshots from the shared folder and from senders' stores in this machine's
-    folder of the run. A sender on another machine removes its own at its next full snapshot."""
-    from headrace.weights.transfer import retention
-
-    run, shared = chain.folder.id, chain.section.shared_dir
-    gone = await retention.sweep_shared(chain.bus, run, shared) if shared else []
-    for store in sorted((chain.folder.path / "nodes").glob("*/sender")):
-        gone += await retention.sweep_store(chain.bus, run, store)
-    return gone

@@ -34,7 +34,12 @@ async def diff(chain: "Chain", args: argparse.Namespace) -> int:
             head = await report.commit_of(chain.bus, run, version)
             files.append(Path(text) / f"{len(files)}.safetensors")
             await chains.obtain(
-                chain.bus, head, files[-1], lambda version, state_hash: None, trust=chain.trust, fetch=chain.fetch
+                chain.bus,
+                head,
+                files[-1],
+                lambda version, state_hash: None,
+                trust=chain.trust,
+                fetch=chain.snapshots.fetch,
             )
         say(f"version {args.older} to version {args.newer} of run {run}: " + report.diff(*map(Snapshot, files)))
     return 0

@@ -30,6 +30,8 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
     target = Path(args.path)
     if target.exists():
         raise RunError(f"{target} exists already: name another file")
-    await chains.obtain(chain.bus, head, target, lambda version, state_hash: None, trust=chain.trust, fetch=chain.fetch)
+    await chains.obtain(
+        chain.bus, head, target, lambda version, state_hash: None, trust=chain.trust, fetch=chain.snapshots.fetch
+    )
     say(f"version {head.version} of run {chain.folder.id} in {target}, state {head.state_hash}")
     return 0

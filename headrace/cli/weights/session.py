@@ -13,7 +13,7 @@ from headrace.launch.runs import RunDir, RunError
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
     from headrace.cli.arguments import Commands
-    from headrace.weights.chain import Fetch
+    from headrace.weights.full.snapshots import FullSnapshots
     from headrace.weights.signing import Trust
 
 
@@ -22,10 +22,8 @@ class Chain(NamedTuple):
 
     bus: "Bus"
     folder: RunDir
-    section: Weights
     trust: "Trust"
-    fetch: "Fetch | None" = None
-    """Brings full snapshots that are files on nodes or in a folder: from this machine's folder of the run first."""
+    snapshots: "FullSnapshots"
 
 
 Command = Callable[[Chain, argparse.Namespace], Awaitable[int]]
@@ -73,30 +71,20 @@ def execute(command: Command, args: argparse.Namespace, role: str) -> int:
                 section = load(folder.config).weights if folder.config.is_file() else Weights()
             try:
                 trust = Trust.load(bus.credentials, section.publishers, unsigned=section.unsigned or args.unsigned)
-                return await command(Chain(bus, folder, section, trust, await _fetch(bus, folder, section)), args)
+                return await command(Chain(bus, folder, trust, snapshots_of(folder, section)), args)
             except (WeightError, LookupError) as error:
                 raise RunError(str(error), 1) from None
 
     return looped(body())
 
 
-async def _fetch(bus: "Bus", folder: RunDir, section: Weights) -> "Fetch | None":
-    """The places of full snapshots that are files: the run's folder, the shared folder, and, with their secret, nodes
-    that are alive."""
-    from headrace.bus.errors import WrongSequence
+def snapshots_of(folder: RunDir, section: Weights) -> "FullSnapshots":
+    """The full snapshots of a run, at the location that its configuration names."""
     from headrace.launch.output import complain
-    from headrace.secret_files import SecretError
-    from headrace.weights.transfer import node
+    from headrace.weights.full.location import Location
+    from headrace.weights.full.snapshots import FullSnapshots
 
     async def tell(text: str) -> None:
         complain(text)
 
-    try:
-        token = node.secret(bus.credentials, folder.id)
-    except SecretError:
-        token = ""
-    values, stores = await bus.kv("HR_NODES"), folder.path / "nodes"
-    fetcher = node.fetcher(
-        section, values, WrongSequence, folder.id, bus.node, tell, token=token, stores=stores, takes_turns=False
-    )
-    return None if fetcher is None else fetcher.bring
+    return FullSnapshots(Location.of_run(section, folder.path), None, tell)

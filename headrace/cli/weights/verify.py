@@ -24,9 +24,11 @@ async def verify(chain: "Chain", args: argparse.Namespace) -> int:
     from headrace.weights import report
 
     if args.version < 0:
-        good, text = await report.verify_all(chain.bus, chain.folder.id, chain.trust, chain.fetch)
+        good, text = await report.verify_all(chain.bus, chain.folder.id, chain.trust, chain.snapshots.fetch)
     else:
-        good, text = await report.verify(chain.bus, chain.folder.id, args.version, trust=chain.trust, fetch=chain.fetch)
+        good, text = await report.verify(
+            chain.bus, chain.folder.id, args.version, trust=chain.trust, fetch=chain.snapshots.fetch
+        )
     if not good:
         for line in text.splitlines():
             complain(line)

@@ -79,13 +79,6 @@ LISTENERS = (
         demo=True,
     ),
     Listener(
-        "full snapshots",
-        "127.0.0.1, a free port; `[weights] peer_host`, `peer_port`",
-        'weight sender and receivers, if `[weights] full_snapshots = "peer"`',
-        "a secret of the run in `Authorization: Bearer`, from `weight_peers.key`",
-        "read the weights that the node holds, by version and hash",
-    ),
-    Listener(
         "rendezvous of a trainer's nodes",
         "`[trainer] rendezvous`",
         "node 0 of a trainer, if `[trainer] nodes` is above 1",

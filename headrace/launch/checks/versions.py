@@ -13,15 +13,22 @@ from headrace.config import Config, versions
 from headrace.launch.checks.finding import Finding, bad, good
 from headrace.launch.runs import RunError
 from headrace.policy.layout import sizes
+from headrace.weights.full.location import Location, NoSnapshot
 
 
 async def check(config: Config) -> AsyncIterator[Finding]:
-    """Findings about [weights], [bus] stream_gib and the free disk. None where the size of a version is unknown."""
+    """Findings about [weights], [bus] stream_gib and the free disk; without the disk where the size of a version is
+    unknown."""
+    try:
+        Location.of_run(config.weights, Path(config.run.dir) / "r").open()
+    except NoSnapshot as error:
+        yield bad("weights.full_snapshots_url", f"{error}; install its package, or name another location")
     file_bytes = sizes.version_bytes(config)
     if not file_bytes:
         return  # a finding of the checkpoint's
     needed = versions.stream_bytes(config, file_bytes)
-    said = f"{versions.chains_kept(config)} chains of versions of {size(file_bytes)} need {size(needed)} of {WEIGHTS}"
+    chains = f"{versions.chains_kept(config)} chains"
+    said = f"{chains} of deltas to versions of {size(file_bytes)} need {size(needed)} of {WEIGHTS}"
     limit, where = await _limit(config)
     if needed and 0 < limit < needed:
         yield bad("weights", f"{said}, and {where} allows {size(limit)}; {versions.how_to_fit(config)}")
@@ -29,12 +36,17 @@ async def check(config: Config) -> AsyncIterator[Finding]:
         yield good("weights", said)
     stored = 0 if config.bus.url else needed
     held = versions.versions_kept(config) * file_bytes
+    full = 0 if config.weights.full_snapshots_url else versions.chains_kept(config) * file_bytes
     free = shutil.disk_usage(_existing(Path(config.run.dir))).free
     parts = f"{versions.versions_kept(config)} versions as files {size(held)}"
+    parts += f", full snapshots {size(full)}" if full else ""
     parts += f", the streams of them {size(stored)}" if stored else ""
-    if held + stored > free:
+    if held + full + stored > free:
         lower = f"weights.keep ({config.weights.keep}) and curriculum.staleness ({config.curriculum.staleness})"
-        less = f", or {versions.how_to_fit(config)}" if stored > held else f", or lower {lower}"
+        fewer = stored + full > held and config.weights.collect_chains != 2
+        less = (
+            f", or set weights.collect_chains = 2 ({config.weights.collect_chains})" if fewer else f", or lower {lower}"
+        )
         yield bad("run.dir", f"{config.run.dir}/ needs {parts}, and {size(free)} are free: free some space{less}")
     else:
         yield good("run.dir", f"{parts}, {size(free)} are free")

@@ -112,29 +112,25 @@ def _check(cluster: Cluster, config: Config, file: Path) -> None:
             f"weight_sender runs on host {places['weight_sender'][0]} and trainer on {places['trainer'][0]}: the "
             f"sender reads the trainer's folder, so put both on one host"
         )
-    _refuse_lonely_peers(cluster, file)
+    _refuse_own_folders(cluster, file)
     for name in places["rollout"]:
         if name not in places.get("weight_receiver", []):
             raise ConfigError(f"host {name} runs rollout without weight_receiver, so no version reaches it; add it")
 
 
-def _refuse_lonely_peers(cluster: Cluster, file: Path) -> None:
-    """ConfigError when hosts are to fetch full snapshots from each other and one of them serves them on loopback."""
-    serving = {
+def _refuse_own_folders(cluster: Cluster, file: Path) -> None:
+    """ConfigError when hosts share no location of full snapshots: each would look in its own folder."""
+    receiving = {
         host.name: load(file, process.set).weights
         for host in cluster.hosts
         for process in host.processes
         if any(actor.startswith("weight_") for actor in process.actors)
     }
-    for name, section in serving.items():
-        if (
-            section.full_snapshots == "peer"
-            and len(serving) > 1
-            and section.peer_host in ("127.0.0.1", "::1", "localhost")
-        ):
+    for name, section in receiving.items():
+        if not section.full_snapshots_url and len(receiving) > 1:
             raise ConfigError(
-                f"host {name}: weights.peer_host is {section.peer_host}, where the other {len(serving) - 1} hosts "
-                f"cannot fetch full snapshots: set it to an address of a private network, or to 0.0.0.0"
+                f"host {name}: weights.full_snapshots_url is empty, so the other {len(receiving) - 1} hosts find no "
+                f"full snapshot: set it to a location that all hosts reach, such as s3://bucket/prefix"
             )
 
 
@@ -156,8 +152,6 @@ def _host(host: Node, config: Config, toml: bytes, keys: Path, run_keys: Path) -
     wanted = [f"{role}.nk" for role in sorted(roles)]
     if "weight_sender" in kinds:
         wanted.append(f"{credentials.PUBLISHER}.nk")
-    if config.weights.full_snapshots == "peer" and roles & {"weight_sync", "trainer"}:
-        wanted.append(credentials.PEERS)
     if broker:
         folder = f"{host.folder}/credentials"
         wanted.append("admin.nk")

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from headrace.weights.codecs import context_delta, ulp_delta
-from headrace.weights.codecs.streams import METHODS, Stream, pack, unpack
+from headrace.weights.codecs.streams import Stream, pack, unpack
 from headrace.weights.codecs.ulp_delta import Positions, planes, unplanes
 from headrace.weights.state import Bits, WeightError
 
@@ -30,19 +30,8 @@ FULL, SPARSE, DIFFERENCE, CONTEXT = 0, 1, 2, 3
 NAMES = {FULL: "full", SPARSE: "ulp_delta", DIFFERENCE: "difference", CONTEXT: "context_delta"}
 
 
-class Recipe(NamedTuple):
-    """The code of sparse changes, and the compression of all streams."""
-
-    sparse: int
-    method: int
-
-
-CODECS = {
-    "d8-zstd": Recipe(SPARSE, METHODS["zstd"]),
-    "d8-lz4": Recipe(SPARSE, METHODS["lz4"]),
-    "d10-zstd": Recipe(CONTEXT, METHODS["zstd"]),
-}
-"""The values of `[weights] codec`: d8 is the ULP delta, d10 the context delta."""
+CODECS = {"d8-zstd": SPARSE, "d10-zstd": CONTEXT}
+"""The values of `[weights] codec` with the code of their sparse changes: d8 is the ULP delta, d10 the context delta."""
 
 _ALWAYS_SPARSE = 0.05
 _FRAME_BYTES = 800 << 10
@@ -105,7 +94,7 @@ class Place(NamedTuple):
 
 
 def encode(
-    place: Place, base: Sequence[Bits] | None, target: Sequence[Bits], recipe: Recipe
+    place: Place, base: Sequence[Bits] | None, target: Sequence[Bits], sparse: int
 ) -> Iterator[tuple[Frame, int]]:
     """The frames of a unit, each with the number of elements that it changes.
 
@@ -113,11 +102,11 @@ def encode(
     Blocks are compared without a copy; only a dense unit of several blocks is copied into one array.
     """
     if base is None:
-        yield from _dense(place, FULL, None, _joined(target), recipe.method)
+        yield from _dense(place, FULL, None, _joined(target))
         return
     size = sum(part.size for part in target)
     codes: tuple[int, ...] = (SPARSE,)
-    if recipe.sparse == CONTEXT and place.dtype in context_delta.EXPONENTS:
+    if sparse == CONTEXT and place.dtype in context_delta.EXPONENTS:
         codes = (CONTEXT, SPARSE)
     changes: tuple[Positions, Bits, Bits] | None = None
     if size <= _TINY or not _looks_dense(base, target):
@@ -129,7 +118,7 @@ def encode(
         base, target = [_joined(base)], [_joined(target)]
         codes = (*codes, DIFFERENCE, FULL) if dense or size <= _TINY else (*codes, DIFFERENCE)
         if dense and size > _TINY:
-            codes = choose(base[0], target[0], codes, place.dtype, recipe.method)
+            codes = choose(base[0], target[0], codes, place.dtype)
     olds, news = base, target
     if changes is None and not {SPARSE, CONTEXT}.isdisjoint(codes):
         changes = _changes(olds, news)
@@ -139,8 +128,8 @@ def encode(
 
     def run(code: int) -> Iterator[tuple[Frame, int]]:
         if code in (SPARSE, CONTEXT):
-            return _sparse(place, code, at, zigzagged, olds, recipe.method)
-        return _dense(place, code, olds[0], news[0], recipe.method)
+            return _sparse(place, code, at, zigzagged, olds)
+        return _dense(place, code, olds[0], news[0])
 
     if len(codes) == 1:
         yield from run(codes[0])
@@ -164,7 +153,7 @@ def _clumped(at: Positions) -> bool:
     return bool(np.count_nonzero(near) * 4 > near.size)
 
 
-def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: int) -> tuple[int, ...]:
+def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str) -> tuple[int, ...]:
     """The codes whose estimated size is close to the smallest estimate.
 
     Parts are ranked by their number of changes, and the sample takes `_SAMPLES` parts evenly from that order; a unit
@@ -181,10 +170,10 @@ def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: i
         where, before, after = ulp_delta.changes(old, new)
         for code in sizes:
             if code == SPARSE:
-                streams = _pack(SPARSE, where, ulp_delta.zigzag_difference(before, after), [old], dtype, method)
+                streams = _pack(SPARSE, where, ulp_delta.zigzag_difference(before, after), [old], dtype)
             else:
                 content = ulp_delta.zigzag_difference(old, new) if code == DIFFERENCE else new
-                streams = tuple(pack(plane, method) for plane in planes(content).reshape(content.itemsize, -1))
+                streams = tuple(pack(plane) for plane in planes(content).reshape(content.itemsize, -1))
             sizes[code] += sum(len(stream.data) for stream in streams)
     limit = _CLOSE * min(sizes.values())
     # The size of CONTEXT is known only after a full run: run it whenever it might be smallest.
@@ -192,43 +181,8 @@ def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: i
     return (*hopeful, *(code for code in sizes if sizes[code] <= limit))
 
 
-def encode_differences(
-    place: Place, at: Positions, zigzagged: Bits, size: int, method: int
-) -> Iterator[tuple[Frame, int]]:
-    """The frames of a unit of `size` items from its changes alone, without base and target, as `encode` yields them.
-
-    at: positions, ascending; zigzagged: the zig-zag difference at each, none of them 0.
-    """
-    if not at.size:
-        return
-    whole = np.zeros(0, zigzagged.dtype)
-    if at.size > _ALWAYS_SPARSE * size:
-        whole = np.zeros(size, zigzagged.dtype)
-        whole[at] = zigzagged
-    span = np.broadcast_to(np.zeros(1, zigzagged.dtype), size)
-    thin = list(_sparse(place, SPARSE, at, zigzagged, [span], method))
-    thick = list(_dense_frames(place, DIFFERENCE, whole, method)) if whole.size else []
-    yield from min((frames for frames in (thin, thick) if frames), key=_bytes_of)
-
-
 def _bytes_of(frames: Sequence[tuple[Frame, int]]) -> int:
     return sum(len(to_bytes(frame)) for frame, _ in frames)
-
-
-def differences(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
-    """Positions in the unit and differences (new - old mod 2^w) of a frame that can be read without the base.
-
-    WeightError for other codes (full, context_delta) and for damaged frames.
-    """
-    if frame.codec == SPARSE and len(frame.streams) == 3:
-        at, zigzagged = _read_sparse(frame, kind)
-    elif frame.codec == DIFFERENCE and len(frame.streams) == kind.itemsize and frame.items == frame.count:
-        whole = _read_dense(frame, kind)
-        at = np.flatnonzero(whole)
-        zigzagged = whole[at]
-    else:
-        raise WeightError(f"a frame of codec {NAMES.get(frame.codec, frame.codec)} cannot be composed without its base")
-    return at + frame.start, ulp_delta.unzigzag(zigzagged)
 
 
 def _joined(parts: Sequence[Bits]) -> Bits:
@@ -248,18 +202,16 @@ def _changes(base: Sequence[Bits], target: Sequence[Bits]) -> tuple[Positions, B
     return tuple(np.concatenate(column) for column in zip(*changes, strict=True))  # type: ignore[return-value]
 
 
-def _pack(
-    codec: int, at: Positions, zigzagged: Bits, base: Sequence[Bits], dtype: str, method: int
-) -> tuple[Stream, ...]:
+def _pack(codec: int, at: Positions, zigzagged: Bits, base: Sequence[Bits], dtype: str) -> tuple[Stream, ...]:
     """Streams of sparse changes; positions count from the first item of `base`."""
     if codec == SPARSE:
-        return (pack(ulp_delta.gaps_of(at), method), *ulp_delta.pack_values(zigzagged, method))
+        return (pack(ulp_delta.gaps_of(at)), *ulp_delta.pack_values(zigzagged))
     fields = [context_delta.exponents(part, dtype) for part in base]
-    return context_delta.encode(fields[0] if len(fields) == 1 else np.concatenate(fields), at, zigzagged, method)
+    return context_delta.encode(fields[0] if len(fields) == 1 else np.concatenate(fields), at, zigzagged)
 
 
 def _sparse(
-    place: Place, codec: int, at: Positions, zigzagged: Bits, base: Sequence[Bits], method: int
+    place: Place, codec: int, at: Positions, zigzagged: Bits, base: Sequence[Bits]
 ) -> Iterator[tuple[Frame, int]]:
     size = sum(part.size for part in base)
     most = _FRAME_BYTES // (2 + (zigzagged.itemsize if zigzagged.itemsize > 1 else 0))
@@ -270,31 +222,24 @@ def _sparse(
         start = int(at[first]) if first else 0
         end = int(at[first + most]) if first + most < at.size else size
         span = base if (start, end) == (0, size) or codec == SPARSE else [base[0][start:end]]
-        streams = _pack(codec, at[part] - start, zigzagged[part], span, place.dtype, method)
+        streams = _pack(codec, at[part] - start, zigzagged[part], span, place.dtype)
         items = len(zigzagged[part])
         yield _frame(place, start, end - start, codec, items, streams), items
 
 
-def _dense(place: Place, codec: int, base: Bits | None, target: Bits, method: int) -> Iterator[tuple[Frame, int]]:
+def _dense(place: Place, codec: int, base: Bits | None, target: Bits) -> Iterator[tuple[Frame, int]]:
     step = _DENSE_BYTES // target.itemsize
     for start in range(0, target.size, step):
         new = target[start : start + step]
         old = None if base is None else base[start : start + step]
         changed = new.size if old is None else int(np.count_nonzero(old != new))
         content = ulp_delta.zigzag_difference(old, new) if old is not None and codec == DIFFERENCE else new
-        yield _plane_frame(place, start, codec, content, method), changed
+        yield _plane_frame(place, start, codec, content), changed
 
 
-def _dense_frames(place: Place, codec: int, content: Bits, method: int) -> Iterator[tuple[Frame, int]]:
-    step = _DENSE_BYTES // content.itemsize
-    for start in range(0, content.size, step):
-        part = content[start : start + step]
-        yield _plane_frame(place, start, codec, part, method), int(np.count_nonzero(part))
-
-
-def _plane_frame(place: Place, start: int, codec: int, content: Bits, method: int) -> Frame:
+def _plane_frame(place: Place, start: int, codec: int, content: Bits) -> Frame:
     # A stream per plane: an incompressible plane is stored and has no effect on the entropy table of the others.
-    streams = tuple(pack(plane, method) for plane in planes(content).reshape(content.itemsize, -1))
+    streams = tuple(pack(plane) for plane in planes(content).reshape(content.itemsize, -1))
     return _frame(place, start, content.size, codec, content.size, streams)
 
 

@@ -103,7 +103,7 @@ def classes(changed: Bytes) -> list[tuple[int, int]]:
     return out
 
 
-def encode(fields: Bytes, at: Positions, zigzagged: Bits, method: int) -> tuple[Stream, ...]:
+def encode(fields: Bytes, at: Positions, zigzagged: Bits) -> tuple[Stream, ...]:
     """Streams of the changes at positions `at` of a unit whose old exponents are `fields`."""
     changed = fields[at]
     bounds = classes(changed)
@@ -111,11 +111,11 @@ def encode(fields: Bytes, at: Positions, zigzagged: Bits, method: int) -> tuple[
     for low, high in bounds:
         mine = np.flatnonzero((changed >= low) & (changed <= high))
         numbers = zigzagged[mine]
-        streams.append(pack(ulp_delta.gaps_of(_Members(fields, low, high).rank(at[mine])), method))
-        streams.append(pack(ulp_delta.small(numbers), method))
+        streams.append(pack(ulp_delta.gaps_of(_Members(fields, low, high).rank(at[mine]))))
+        streams.append(pack(ulp_delta.small(numbers)))
         wide.append(numbers[numbers >= ESCAPE] if zigzagged.itemsize > 1 else numbers[:0])
-    table = pack(np.array(bounds, np.uint8), method)
-    return (table, *streams, pack(ulp_delta.planes(np.concatenate(wide)), method))
+    table = pack(np.array(bounds, np.uint8))
+    return (table, *streams, pack(ulp_delta.planes(np.concatenate(wide))))
 
 
 def decode(

@@ -1,13 +1,11 @@
 """The compressed byte streams of a frame, which are decompressed safely from an untrusted source.
 
 zstd level 1 is the default: its Huffman stage saves a third of gaps and differences, which have no repeats to match. It
-runs on a hundredth of the weights, so its speed matters little. lz4 has no entropy stage; it is for links that are
-faster than the cores. A stream that does not shrink is stored uncompressed.
+runs on a hundredth of the weights, so its speed matters little. A stream that does not shrink is stored uncompressed.
 """
 
 import threading
 
-import lz4.block
 import msgspec
 import numpy as np
 import zstandard
@@ -15,14 +13,13 @@ from numpy.typing import NDArray
 
 from headrace.weights.state import WeightError
 
-RAW, ZSTD, LZ4 = 0, 1, 2
-METHODS = {"zstd": ZSTD, "lz4": LZ4}
+RAW, ZSTD = 0, 1
 
 Bytes = NDArray[np.uint8]
 
 
 class Stream(msgspec.Struct, frozen=True, array_like=True):
-    """`data` decompresses to `size` bytes; kind 0 stored, 1 zstd, 2 lz4 block."""
+    """`data` decompresses to `size` bytes; kind 0 stored, 1 zstd."""
 
     kind: int
     size: int
@@ -40,16 +37,12 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def pack(array: np.ndarray, method: int) -> Stream:
-    """A stream of an array's bytes, compressed by `method` when that is smaller."""
+def pack(array: np.ndarray) -> Stream:
+    """A stream of an array's bytes, compressed when that is smaller."""
     raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-    if method == ZSTD and raw.size:
-        data = _contexts.compressor.compress(raw.data)
-    elif method == LZ4 and raw.size:
-        data = lz4.block.compress(raw.data, store_size=False)
-    else:
-        return Stream(RAW, raw.size, raw.tobytes())
-    return Stream(method, raw.size, data) if len(data) < raw.size else Stream(RAW, raw.size, raw.tobytes())
+    if raw.size and len(data := _contexts.compressor.compress(raw.data)) < raw.size:
+        return Stream(ZSTD, raw.size, data)
+    return Stream(RAW, raw.size, raw.tobytes())
 
 
 def unpack(stream: Stream, limit: int) -> Bytes:
@@ -66,13 +59,8 @@ def unpack(stream: Stream, limit: int) -> Bytes:
             data = _contexts.decompressor.decompress(stream.data)
         except zstandard.ZstdError as error:
             raise WeightError(f"a zstd stream cannot be decompressed: {error}") from None
-    elif stream.kind == LZ4:
-        try:
-            data = lz4.block.decompress(stream.data, uncompressed_size=stream.size)
-        except (lz4.block.LZ4BlockError, ValueError, OverflowError) as error:
-            raise WeightError(f"an lz4 stream cannot be decompressed: {error}") from None
     else:
-        raise WeightError(f"a stream has kind {stream.kind}, expected {RAW}, {ZSTD} or {LZ4}")
+        raise WeightError(f"a stream has kind {stream.kind}, expected {RAW} or {ZSTD}")
     if len(data) != stream.size:
         raise WeightError(f"a stream has {len(data)} bytes after decompression, expected {stream.size}")
     return np.frombuffer(data, np.uint8)

@@ -105,10 +105,10 @@ def small(zigzagged: Bits) -> Bytes:
     return out
 
 
-def pack_values(zigzagged: Bits, method: int) -> tuple[Stream, Stream]:
+def pack_values(zigzagged: Bits) -> tuple[Stream, Stream]:
     """The streams of values and of exceptions of zig-zag numbers."""
     wide = zigzagged[zigzagged >= ESCAPE] if zigzagged.itemsize > 1 else zigzagged[:0]
-    return pack(small(zigzagged), method), pack(planes(wide), method)
+    return pack(small(zigzagged)), pack(planes(wide))
 
 
 def unpack_values(values: Stream, exceptions: Stream, items: int, kind: np.dtype[np.unsignedinteger]) -> Bits:

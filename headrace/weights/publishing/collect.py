@@ -3,7 +3,7 @@
 The idea: a joiner starts at the newest full snapshot or, where deltas are cheaper, at the file that it has. So the
 newest few chains (a full snapshot and the deltas after it) stay complete, together with every version that an
 evaluation or a promotion has pinned and every version that a pinned one is built from. Older versions are removed one
-by one, oldest first. Head records and squash records stay: they are small, and they are the chain's log.
+by one, oldest first. Head records stay: they are small, and they are the chain's log.
 
 A joiner reads the newest head and plans with the manifests on its path. A concurrent collection removes only versions
 that are at least one whole chain behind; a joiner whose plan needs a removed message plans again.
@@ -138,7 +138,7 @@ async def _pinned(
     for head in commits:
         if head.version in pins:
             try:
-                way = await chain.plan(source, head, trust=trust, squashed=False)
+                way = await chain.plan(source, head, trust=trust)
             except WeightError:
                 continue
             pinned |= {manifest.version for manifest in way.manifests}

@@ -52,14 +52,13 @@ class ShardEncoding:
         *,
         name: str = "d8-zstd",
         base_hashes: bytes = b"",
-        detached: bool = False,
     ):
         """The shard `shard` of `count`. name: a key of `CODECS`. base_hashes: the base's block hashes; computed when
         empty."""
         self.shard = shard
         self._target, self._base = target, base
         self.tensors = shards.assign(target.tensors, count)
-        self._recipe, self._detached = CODECS[name], detached
+        self._sparse = CODECS[name]
         self._base_hashes = base_hashes or (base.hashes() if base is not None else b"")
         self.figures = Figures()
 
@@ -90,16 +89,14 @@ class ShardEncoding:
             new = self._blocks(self._target, unit)
             for part, bits in zip(unit, new, strict=True):
                 hashes[part.block] = state.block_hash(bits)
-            if self._detached:
-                continue
             after = state.joint_hash(hashes[part.block] for part in unit)
             if self._base is None:
-                yield from codec.encode(codec.Place(index, first.dtype, b"", after), None, new, self._recipe)
+                yield from codec.encode(codec.Place(index, first.dtype, b"", after), None, new, self._sparse)
                 continue
             before = state.unit_hash(unit, self._base_hashes)
             if before != after:
                 old = self._blocks(self._base, unit)
-                yield from codec.encode(codec.Place(index, first.dtype, before, after), old, new, self._recipe)
+                yield from codec.encode(codec.Place(index, first.dtype, before, after), old, new, self._sparse)
 
     def _blocks(self, of: Snapshot, unit: Sequence[state.Part]) -> list[Bits]:
         arrays = (of.array(of.tensors[part.tensor]) for part in unit)
@@ -118,27 +115,22 @@ class Encoding:
         base_hashes: bytes = b"",
         shards: int = 1,
         workers: int = 1,
-        detached: bool = False,
     ):
         """name: a key of `CODECS`. base_hashes: the base's block hashes; computed when empty. shards: number of parts
-        that are encoded and fetched separately. workers: number of threads that encode them. detached: hash the target
-        and make no chunks, because nodes get the file itself; only for a full snapshot.
+        that are encoded and fetched separately. workers: number of threads that encode them.
 
         WeightError for an unknown codec, and when base and target do not hold the same tensors.
         """
-        if detached and base is not None:
-            raise WeightError("a delta cannot be detached; expected no base")
         if name not in CODECS:
             raise WeightError(f"unknown codec {name!r}; expected one of {', '.join(CODECS)}")
         if base is not None and base.tensors != target.tensors:
             raise WeightError(
                 f"{target.path.name} does not hold the tensors of {base.path.name}: there is no delta between them"
             )
-        self.target, self.base, self.name, self.detached = target, base, name, detached
+        self.target, self.base, self.name = target, base, name
         hashes = base_hashes or (base.hashes() if base is not None else b"")
         self.parts = [
-            ShardEncoding(target, base, shard, shards, name=name, base_hashes=hashes, detached=detached)
-            for shard in range(max(1, shards))
+            ShardEncoding(target, base, shard, shards, name=name, base_hashes=hashes) for shard in range(max(1, shards))
         ]
         self.tensors = self.parts[0].tensors
         self._workers = workers
@@ -162,13 +154,13 @@ class Encoding:
 
     @property
     def changed(self) -> int:
-        """Elements that differ from the base; without one all that chunks or the file hold."""
-        return self.elements if self.detached else sum(part.figures.changed for part in self.parts)
+        """Elements that differ from the base; without one all."""
+        return sum(part.figures.changed for part in self.parts)
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a node fetches: of all chunks, or of the tensors without chunks."""
-        return self.raw_bytes if self.detached else sum(part.figures.wire_bytes for part in self.parts)
+        """Bytes of all chunks."""
+        return sum(part.figures.wire_bytes for part in self.parts)
 
     @property
     def seconds(self) -> float:
@@ -199,8 +191,9 @@ class Encoding:
         precision: str = "",
         source_hash: str = "",
     ) -> WeightManifest:
-        """The manifest, for chunks that are in the stream. base: None for a full snapshot. WeightError when the
-        encoding has a base and `base` is None, or the reverse."""
+        """The manifest of chunks that are stored: those of a delta in the stream, those of a full snapshot in an
+        object. base: None for a full snapshot. WeightError when the encoding has a base and `base` is None, or the
+        reverse."""
         if (base is None) != (self.base is None):
             raise WeightError("expected the manifest of the base for a delta, and no base for a full snapshot")
         return WeightManifest(
@@ -223,7 +216,7 @@ class Encoding:
             encode_s=self.seconds,
             precision=precision,
             source_hash=source_hash,
-            detached=self.detached,
+            detached=base is None,
         )
 
 
@@ -279,7 +272,7 @@ def _parallel(parts: Sequence[ShardEncoding], workers: int) -> Iterator[Piece]:
 
 
 def describe(data: bytes, shard: int, seq: int, stream_seq: int) -> ChunkInfo:
-    """A manifest's entry for a chunk that the stream holds at sequence `stream_seq`."""
+    """A manifest's entry for a chunk that the stream holds at sequence `stream_seq`; 0 in an object."""
     return ChunkInfo(
         shard=shard, seq=seq, stream_seq=stream_seq, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
     )

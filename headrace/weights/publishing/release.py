@@ -10,7 +10,7 @@ stream's de-duplication window.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -19,7 +19,8 @@ from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.weights import ChunkInfo, WeightChunk, WeightHead, WeightManifest
 from headrace.weights import chain
-from headrace.weights.publishing.encoding import Encoding, Piece, describe
+from headrace.weights.full.snapshots import name_of
+from headrace.weights.publishing.encoding import Encoding, describe
 from headrace.weights.signing import Signer, Trust, sealed
 from headrace.weights.state import WeightError
 
@@ -38,8 +39,8 @@ class Sink(Protocol):
         """Store a message and return its sequence. Raises when `expect` is not the subject's last sequence."""
 
 
-HandOut = Callable[[int, str], Awaitable[None]]
-"""Makes the file of a detached full snapshot, (version, state hash), available to other nodes."""
+Keep = Callable[[Encoding, int], Awaitable[list[ChunkInfo]]]
+"""Stores the encoding of a full snapshot of a version as an object; the entries of its chunks, in their order there."""
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +52,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     since_full: int = 0
     """Wire bytes of the deltas since the newest full snapshot."""
     full_bytes: int = 0
-    full_file: str = ""
-    """State hash of the newest full snapshot where it is detached; empty where the stream has its chunks."""
+    full_object: str = ""
+    """Name of the newest full snapshot's object; empty where the stream has its chunks."""
 
 
 class NewVersion(msgspec.Struct, frozen=True):
@@ -70,13 +71,10 @@ class NewVersion(msgspec.Struct, frozen=True):
     """State hash of the trainer's file where the published one is rounded."""
 
 
-async def upload(sink: Sink, encoding: Encoding, run: str, version: int, *, first: int = 0) -> list[ChunkInfo]:
-    """Encode in a thread and store the chunks as they are encoded. first: number of each shard's first chunk."""
-    return await store(sink, encoding.pieces(), run, version, first=first)
-
-
-async def store(sink: Sink, pieces: Iterator[Piece], run: str, version: int, *, first: int = 0) -> list[ChunkInfo]:
-    """Store (shard, chunk) pairs, several at once. Returns their manifest entries, ordered by shard and number."""
+async def upload(sink: Sink, encoding: Encoding, run: str, version: int) -> list[ChunkInfo]:
+    """Encode a delta in a thread and store the chunks as they are encoded, several at once. Returns their manifest
+    entries, ordered by shard and number."""
+    pieces = encoding.pieces()
     storing: deque[tuple[int, int, bytes, asyncio.Task[int]]] = deque()
     out: list[ChunkInfo] = []
     numbers: dict[int, int] = {}
@@ -91,7 +89,7 @@ async def store(sink: Sink, pieces: Iterator[Piece], run: str, version: int, *, 
             if len(storing) == AHEAD:
                 await finish_first()
             shard, data = piece
-            seq = numbers.get(shard, first)
+            seq = numbers.get(shard, 0)
             numbers[shard] = seq + 1
             task = asyncio.ensure_future(_store(sink, run, version, shard, seq, data))
             storing.append((shard, seq, data, task))
@@ -115,25 +113,23 @@ async def release(
     encoding: Encoding,
     new: NewVersion,
     before: Commit | None,
+    keep: Keep,
     *,
     signer: Signer | None = None,
     after: int = 0,
-    hand_out: HandOut | None = None,
 ) -> Commit:
     """Publish a version after `before`: a delta when the encoding has a base (the state of `before`), otherwise a full
     snapshot. WeightError, and no commit, when the file has another state hash than the trainer announced.
 
-    after: the sequence of the last record on the head's subject, used when `before` is None. hand_out: called for a
-    detached full snapshot, before its head.
+    after: the sequence of the last record on the head's subject, used when `before` is None. keep: stores a full
+    snapshot.
     """
     run, version = new.run, new.version
-    chunks = await upload(sink, encoding, run, version)
+    chunks = await (keep(encoding, version) if encoding.base is None else upload(sink, encoding, run, version))
     if encoding.state_hash != new.state_hash:
         raise WeightError(
             f"the file of version {version} has state {encoding.state_hash}, the trainer announced {new.state_hash}"
         )
-    if encoding.detached and hand_out is not None:
-        await hand_out(version, new.state_hash)
     base = before if encoding.base is not None else None
     manifest = sealed(
         encoding.manifest(
@@ -171,7 +167,7 @@ async def release(
         manifest=manifest,
         since_full=0 if base is None else base.since_full + manifest.wire_bytes,
         full_bytes=manifest.wire_bytes if base is None else base.full_bytes,
-        full_file=(new.state_hash if encoding.detached else "") if base is None else base.full_file,
+        full_object=_object(manifest) if base is None else base.full_object,
     )
 
 
@@ -186,28 +182,31 @@ async def add_full_snapshot(
     sink: Sink,
     encoding: Encoding,
     commit: Commit,
+    keep: Keep,
     *,
     signer: Signer | None = None,
-    hand_out: HandOut | None = None,
 ) -> Commit:
-    """Store a full snapshot of the committed version beside its delta; the next head names it. hand_out: as in
-    `release`.
+    """Store a full snapshot of the committed version beside its delta; the next head names it. keep: as in `release`.
 
     It follows the head, so receivers that are up to date do not wait for it. A sender that dies before the next head
     finds the snapshot's manifest after its restart (`recover`), or publishes the snapshot again when it is not
     complete. WeightError when the encoding has another state.
     """
     run, version = commit.head.run, commit.head.version
-    chunks = await upload(sink, encoding, run, version, first=len(commit.manifest.chunks))
+    chunks = await keep(encoding, version)
     if encoding.state_hash != commit.head.state_hash:
         raise WeightError(
             f"the full snapshot of version {version} has state {encoding.state_hash}, expected {commit.head.state_hash}"
         )
-    if encoding.detached and hand_out is not None:
-        await hand_out(version, encoding.state_hash)
     made = commit.manifest
     manifest = encoding.manifest(
-        run, version, chunks, base=None, step=version, precision=made.precision, source_hash=made.source_hash
+        run,
+        version,
+        chunks,
+        base=None,
+        step=version,
+        precision=made.precision,
+        source_hash=made.source_hash,
     )
     seq = await sink.publish(subjects.WEIGHT_MANIFEST.at(run=run, version=version), sealed(manifest, signer))
     return with_full_snapshot(commit, manifest, seq, signer)
@@ -217,8 +216,13 @@ def with_full_snapshot(commit: Commit, full: WeightManifest, seq: int, signer: S
     """A commit whose version has a full snapshot, at sequence `seq`, that its stored head does not name."""
     # Signed again, because a node that builds this version from the kept head verifies its signature.
     head = sealed(msgspec.structs.replace(commit.head, full_version=full.version, full_seq=seq), signer)
-    full_file = full.state_hash if full.detached else ""
-    return msgspec.structs.replace(commit, head=head, since_full=0, full_bytes=full.wire_bytes, full_file=full_file)
+    return msgspec.structs.replace(
+        commit, head=head, since_full=0, full_bytes=full.wire_bytes, full_object=_object(full)
+    )
+
+
+def _object(full: WeightManifest) -> str:
+    return name_of(full.version, full.chunks) if full.detached else ""
 
 
 async def recover(
@@ -247,7 +251,7 @@ async def recover(
         manifest=manifest,
         since_full=since,
         full_bytes=full.wire_bytes,
-        full_file=full.state_hash if full.detached else "",
+        full_object=_object(full),
     )
     beside = subjects.WEIGHT_MANIFEST.at(run=run, version=newest.version)
     async for stored in source.history(chain.STREAM, beside, start=newest.manifest_seq + 1):

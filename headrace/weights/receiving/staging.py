@@ -49,8 +49,8 @@ def check_manifest(manifest: WeightManifest) -> None:
             f"the manifest of version {manifest.version} has another number of block hashes than its tensors have "
             f"blocks"
         )
-    if manifest.detached and (manifest.chunks or manifest.base_version >= 0):
-        raise BrokenVersion(f"the manifest of version {manifest.version} is detached and has chunks or a base")
+    if manifest.detached and manifest.base_version >= 0:
+        raise BrokenVersion(f"the manifest of version {manifest.version} is a delta and names an object")
     if state.root(manifest.tensors, manifest.block_hashes) != manifest.state_hash:
         raise BrokenVersion(f"the block hashes of version {manifest.version} do not give its state hash")
 

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from headrace.messages.weights import HeldFile
 from headrace.weights import snapshot
 from headrace.weights.state import WeightError
 
@@ -28,9 +27,6 @@ class SnapshotStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         for part in self.folder.glob(".*.part"):
             part.unlink()
-        # The file of a fetch that a restart interrupted goes on (transfer.incoming); earlier ones are given up.
-        for left in sorted(self.folder.glob(".*.arriving"), key=lambda path: path.stat().st_mtime)[:-1]:
-            left.unlink()
         for file in self.folder.glob("*.safetensors"):
             if file.stem.isascii() and file.stem.isdigit() and len(file.stem) < 16:
                 try:
@@ -78,10 +74,6 @@ class SnapshotStore:
     def versions(self) -> list[int]:
         """Versions in the store, ascending."""
         return sorted(self._hashes)
-
-    def files(self) -> list[HeldFile]:
-        """The verified files, by version."""
-        return [HeldFile(version, self._hashes[version]) for version in self.versions()]
 
     def drop(self, versions: Iterable[int]) -> None:
         """Remove versions; a process that has one mapped keeps its mapping."""

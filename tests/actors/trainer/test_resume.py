@@ -58,7 +58,8 @@ async def failure(connect: Connect, feeder: RunFeeder, folder: Path) -> BaseExce
     trainer = Trainer(often(folder), await connect("trainer"), feeder.run, "t-2")
     await trainer.start()
     try:
-        return await trainer.failed
+        error: BaseException = await trainer.failed
+        return error
     finally:
         await trainer.shut(1.0)
 

@@ -19,20 +19,19 @@ FILE = 2_700_000
 """Bytes of a version's file, rounded up."""
 
 
-@pytest.fixture(params=["broker", "peer"])
-async def run(request: pytest.FixtureRequest, connect: Connect, tmp_path: Path) -> AsyncIterator[WeightRun]:
-    out = await WeightRun(connect, tmp_path, full_snapshots=request.param, keep=3).open()
+@pytest.fixture
+async def run(connect: Connect, tmp_path: Path) -> AsyncIterator[WeightRun]:
+    out = await WeightRun(connect, tmp_path, keep=3).open()
     yield out
     await out.close()
 
 
 @pytest.fixture
 def disk(run: WeightRun) -> Iterator[Path]:
-    """A file system of three versions and a half for node n2; four and a half where it also keeps a full snapshot."""
-    count = 3.5 + (run.config.weights.full_snapshots == "peer")
+    """A file system of three versions and a half for node n2."""
     folder = run.folder / run.id / "nodes" / "n2"
     folder.mkdir(parents=True)
-    size = f"size={int(count * FILE) >> 10}k"
+    size = f"size={int(3.5 * FILE) >> 10}k"
     if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "small", str(folder)], capture_output=True).returncode:
         pytest.skip("needs root and a kernel that mounts tmpfs")
     yield folder
@@ -67,7 +66,7 @@ async def test_a_full_disk_is_one_event_and_staging_goes_on_when_there_is_space(
         await run.train(version)
         await within(PATIENCE_S, run.staged(version, node="n2"))
     receiver._full._first = receiver._full._most = receiver._full.delay = 3600.0  # the pause does not end in this test
-    ballast.write_bytes(b"\1" * int(1.2 * FILE) + b"\1" * FILE * (run.config.weights.full_snapshots == "peer"))
+    ballast.write_bytes(b"\1" * int(1.2 * FILE))
     await run.train(2)
     text = await within(PATIENCE_S, run.event("disk_full"))
     assert "version 2 needs 26258" in text and "lower [weights] keep (3)" in text and str(disk) in text
@@ -87,8 +86,7 @@ async def test_a_node_that_joins_with_a_full_disk_leaves_nothing_and_begins_when
 ) -> None:
     monkeypatch.setattr("headrace.actors.weight_receiver.AGAIN_S", 0.05)
     ballast = disk / "ballast"
-    count = 3 + (run.config.weights.full_snapshots == "peer")
-    ballast.write_bytes(b"\1" * (count * FILE))
+    ballast.write_bytes(b"\1" * (3 * FILE))
     await run.actor(WeightSender)
     await run.train(0)
     receiver = await run.actor(WeightReceiver, node="n2")

@@ -16,9 +16,12 @@ from headrace.bus.connection import Bus
 from headrace.bus.payloads import retention
 from headrace.messages.subjects import EVENT, WEIGHT_MANIFEST
 from headrace.weights import chain, snapshot
+from tests.support.loopback import serving
+from tests.support.object_server import ObjectServer
 from tests.support.patience import PATIENCE_S
 from tests.support.region_brokers import World, world
 from tests.support.weight_runs import WeightRun, within
+from tests.support.weights import model
 
 pytestmark = pytest.mark.anyio
 NAMES = ("ap", "eu", "sa", "us")
@@ -62,23 +65,32 @@ async def test_four_regions_stage_a_version_from_their_own_mirrors(run: WeightRu
             assert snapshot.file_hash(staged.path) == run.hashes[version]
 
 
-async def test_full_snapshots_go_from_the_hub_to_a_region_and_from_node_to_node_there(
+async def test_a_node_that_joins_late_in_each_region_reads_the_full_snapshot_once(
     run: WeightRun, brokers: World
 ) -> None:
-    section = msgspec.structs.replace(run.config.weights, full_snapshots="peer", region="hub")
+    """One of two nodes of each region reads the location, and deltas come from the region's mirror."""
+    run.tensors = model(wide=100_000)
+    far = run.folder / "far"
+    section = msgspec.structs.replace(run.config.weights, full_snapshots_url=str(far))
     run.config = msgspec.structs.replace(run.config, weights=section)
-    sender = await run.actor(WeightSender)
-    near = await receiver(run, brokers, "eu")
+    await run.actor(WeightSender)
     for version in range(2):
         await run.train(version)
-        staged = await within(PATIENCE_S, run.staged(version, node="eu"))
-        assert snapshot.file_hash(staged.path) == run.hashes[version]
-    await sender.shut(1.0)
-    bus = await brokers.connect("weight_sync", region="eu", node="eu-2")
-    await run.actor(WeightReceiver, bus=bus)
-    staged = await within(PATIENCE_S, run.staged(1, node="eu-2"))
-    assert (staged.region, snapshot.file_hash(staged.path)) == ("eu", run.hashes[1])
-    assert near.store.versions() == [0, 1]
+        await within(PATIENCE_S, run.head(version))
+    server = ObjectServer(far)
+    async with serving(server.app()) as url:
+        for name in NAMES:
+            copies = str(run.folder / "copies" / name)
+            section = msgspec.structs.replace(run.config.weights, full_snapshots_url=url, region_dir=copies)
+            run.config = msgspec.structs.replace(run.config, weights=section)
+            await receiver(run, brokers, name)
+            await run.actor(WeightReceiver, bus=await brokers.connect("weight_sync", region=name, node=f"{name}-2"))
+        for name in NAMES:
+            for node in (name, f"{name}-2"):
+                staged = await within(PATIENCE_S, run.staged(1, node=node))
+                assert (staged.region, snapshot.file_hash(staged.path)) == (name, run.hashes[1])
+    full = await chain.manifest(run.bus, run.id, (await run.heads())[0].full_seq)
+    assert server.bytes == len(NAMES) * full.wire_bytes
 
 
 async def test_a_collection_in_a_region_leaves_the_payloads_of_the_hub(run: WeightRun, brokers: World) -> None:
@@ -144,7 +156,7 @@ async def test_a_receiver_reads_its_mirror_and_nothing_else(run: WeightRun, brok
         head = await chain.head(bus, run.id)
         assert head is not None and head[1].state_hash == run.hashes[0]
         path = run.folder / "alone.safetensors"
-        await within(PATIENCE_S, chain.obtain(bus, head[1], path, lambda version, state_hash: None))
+        await within(PATIENCE_S, chain.obtain(bus, head[1], path, lambda version, state_hash: None, fetch=run.fetch))
         assert snapshot.file_hash(path) == run.hashes[0]
     finally:
         await wire.mend()

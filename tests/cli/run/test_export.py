@@ -37,6 +37,7 @@ from tests.policy.gguf.test_convert import TEMPLATE, original
 from tests.policy.test_families import DEEPSEEK, QWEN, theirs
 from tests.support import tiny
 from tests.support.keys import as_writers
+from tests.support.object_folder import ObjectFolder
 
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN | {"vocab_size": 300},
@@ -64,12 +65,13 @@ async def publish(root: Path, versions: list[dict[str, Tensor]], bundle: Rendere
         key = keys.load(server.credentials, credentials.PUBLISHER)
         async with await Bus.connect(server.url, role="weight_sync", credentials=server.credentials) as bus:
             commit, base = None, None
+            keep = ObjectFolder(folder.path / "full_snapshots").keep
             for version, tensors in enumerate(versions):
                 path = root / f"{version}.safetensors"
                 digest = tensor_state.write(path, tensors)
                 encoding = Encoding(Snapshot(path), base, name="d8-zstd")
                 new = release.NewVersion("r1", version, digest)
-                commit = await release.release(bus, encoding, new, commit, signer=key)
+                commit = await release.release(bus, encoding, new, commit, keep, signer=key)
                 base = Snapshot(path)
 
 

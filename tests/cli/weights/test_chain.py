@@ -15,6 +15,7 @@ from headrace.launch import runs
 from headrace.weights import snapshot
 from tests.support.chains import Run
 from tests.support.keys import as_writers
+from tests.support.object_folder import ObjectFolder
 from tests.support.weights import model
 
 
@@ -32,6 +33,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
             async with await Bus.connect(server.url, role="weight_sync", credentials=server.credentials) as bus:
                 run = Run(bus, root / "trainer", signer=key)
                 run.id, run.wide = "r1", 1000
+                run.objects = ObjectFolder(folder.path / "full_snapshots")
                 for version in range(5):
                     await run.publish(version)
                     if version in (1, 3):
@@ -59,8 +61,6 @@ def test_the_commands(
     assert "versions 0 to 4, 5 built and hashed, 2 full snapshots beside them" in holds and "all signed" in holds
     assert run.heads[1].state_hash in said(capsys, "verify", "--version", "1")
     assert "never committed version 9" in said(capsys, "verify", "--version", "9", code=1)
-    assert "versions 0 to 4: 4 deltas of" in said(capsys, "squash", "--count", "8")
-    assert "1 squashes" in said(capsys, "verify")
     said(capsys, "export", "out.safetensors", "r1", "--version", "3")
     assert snapshot.file_hash("out.safetensors") == run.heads[3].state_hash
     assert "exists already" in said(capsys, "export", "out.safetensors", code=2)
@@ -78,7 +78,7 @@ def test_the_commands(
 
 @pytest.fixture(scope="module")
 def detached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
-    """A folder with one run whose full snapshots are files: versions 0 to 5, the state hash of each."""
+    """A folder with one run whose full snapshots are objects: versions 0 to 5, the state hash of each."""
     from headrace.actors.weight_sender import WeightSender
     from tests.support.weight_runs import WeightRun
 
@@ -95,7 +95,7 @@ def detached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, 
                 buses.append(await Bus.connect(server.url, role=role, credentials=server.credentials, **options))
                 return buses[-1]
 
-            run = WeightRun(connect, root / "runs", full_snapshots="peer", anchor_every=2)
+            run = WeightRun(connect, root / "runs", anchor_every=2)
             run.id, run.tensors = "r1", model(wide=1000)
             await run.open()
             await run.actor(WeightSender)
@@ -105,27 +105,26 @@ def detached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, 
             await run.close()
             for bus in buses:
                 await bus.close()
-        (folder.path / "config.json").write_text('{"weights": {"full_snapshots": "peer"}}')
         return run.hashes
 
     return root, asyncio.run(publish())
 
 
-def test_the_commands_find_full_snapshots_that_are_files(
+def test_the_commands_find_full_snapshots_that_are_objects(
     detached: tuple[Path, dict[int, str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, hashes = detached
     monkeypatch.chdir(root)
-    store = root / "runs/r1/nodes/n1/sender"
-    assert "as a file" in said(capsys, "show", "--version", "0")
+    store = root / "runs/r1/full_snapshots"
+    assert "an object at [weights] full_snapshots_url" in said(capsys, "show", "--version", "0")
     assert "versions 0 to 5, 6 built and hashed" in said(capsys, "verify")
     assert hashes[3] in said(capsys, "verify", "--version", "3")
     said(capsys, "export", "out.safetensors", "r1", "--version", "3")
     assert snapshot.file_hash("out.safetensors") == hashes[3]
     removed = said(capsys, "collect", "--chains", "2")
-    assert f"removed 1 files of full snapshots: {store}/0.safetensors" in removed
-    assert sorted(path.stem for path in store.glob("*.safetensors")) == ["2", "4", "5"]
+    assert f"removed 1 full snapshots at {store}: 0-" in removed
+    assert sorted(path.name.partition("-")[0] for path in store.iterdir()) == ["2", "4"]
     assert "older versions are collected" in said(capsys, "verify")
-    (store / "2.safetensors").unlink()
+    next(store.glob("2-*")).unlink()
     text = said(capsys, "export", "other.safetensors", "r1", "--version", "3", code=1)
-    assert "nobody has" in text and f"the stores in {root}/runs/r1/nodes/" in text
+    assert f"{store} has no 2-" in text

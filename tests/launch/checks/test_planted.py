@@ -190,10 +190,16 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
     ),
     "no blob folder": (lambda *_: {"bus.blob_dir": "/nowhere"}, 1, "there is no folder /nowhere", "create it"),
     "a stream that cannot hold the versions": (
-        lambda *_: {"bus.stream_gib.weights": 0.001, "weights.anchor_every": 10, "weights.collect_chains": 3},
+        lambda *_: {"bus.stream_gib.weights": 0.0001, "weights.anchor_every": 10, "weights.collect_chains": 3},
         1,
-        "BAD  weights: 4 chains of versions of ",
-        "and bus.stream_gib.weights allows 1.02 MiB; set bus.stream_gib.weights, weights.collect_chains = 2 (3), or",
+        "BAD  weights: 4 chains of deltas to versions of ",
+        "and bus.stream_gib.weights allows 0.10 MiB; set bus.stream_gib.weights or weights.collect_chains = 2 (3)",
+    ),
+    "a location of an unknown kind": (
+        lambda *_: {"weights.full_snapshots_url": "nowhere://bucket"},
+        1,
+        "BAD  weights.full_snapshots_url: nowhere://bucket/r: cannot open: Protocol not known",
+        "name another location",
     ),
     "a disk that cannot hold the versions": (
         lambda *_: {"weights.keep": 1 << 30},

@@ -99,6 +99,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def write(folder: Path, addresses: list[str], python: str = sys.executable) -> None:
     """run.toml and cluster.toml: training on the first host, sampling and sandboxes on the second."""
     bus = f'[run]\nid = "r1"\n[bus]\nurl = "nats://{NET}.1:4222"\ncredentials = "{folder}/credentials"\n'
+    bus += f'[weights]\nfull_snapshots_url = "{folder}/weights"\n'
     (folder / "run.toml").write_text(f'{bus}[dashboard]\nhost = "{NET}.1"\n{SETTINGS}')
     options = ["-i", str(folder / "key"), "-o", "UserKnownHostsFile=/dev/null", "-o", "StrictHostKeyChecking=no"]
     options += ["-o", "LogLevel=ERROR", "-F", "none"]

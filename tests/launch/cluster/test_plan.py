@@ -17,6 +17,7 @@ from headrace.launch.cluster.plan import HostPlan, Order, environment, names, pl
 from tests.support.paths import ROOT
 
 RUN = '[run]\nid = "r1"\n[bus]\nurl = "nats://10.0.0.1:4222"\ncredentials = "credentials"\n'
+RUN += '[weights]\nfull_snapshots_url = "s3://weights"\n'
 TEXT = (ROOT / "deploy" / "hosts" / "cluster.toml").read_text()
 
 
@@ -52,13 +53,11 @@ def test_each_host_gets_its_processes_and_only_the_keys_of_their_roles(tmp_path:
     }
 
 
-def test_hosts_that_fetch_from_each_other_share_a_secret_and_an_address(tmp_path: Path) -> None:
-    peers = RUN + '[weights]\nfull_snapshots = "peer"\n'
-    with pytest.raises(ConfigError, match=r"weights\.peer_host is 127\.0\.0\.1, where the other 1 hosts cannot fetch"):
-        plans(tmp_path, run=peers)
-    hosts = plans(tmp_path, run=peers + 'peer_host = "0.0.0.0"\n')
-    secrets = {plan.files["credentials/weight_peers.key"] for plan in hosts.values()}
-    assert len(hosts) == 2 and len(secrets) == 1
+def test_hosts_need_a_location_of_full_snapshots_that_all_reach(tmp_path: Path) -> None:
+    alone = RUN.partition("[weights]")[0]
+    with pytest.raises(ConfigError, match=r"weights\.full_snapshots_url is empty, so the other 1 hosts"):
+        plans(tmp_path, run=alone)
+    assert len(plans(tmp_path, run=alone + '[weights]\nfull_snapshots_url = "s3://weights"\n')) == 2
 
 
 @pytest.mark.parametrize(

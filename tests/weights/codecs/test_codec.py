@@ -9,19 +9,18 @@ import pytest
 
 from headrace.weights import state
 from headrace.weights.codecs import chunks, codec, context_delta, ulp_delta
-from headrace.weights.codecs.codec import CODECS, CONTEXT, DIFFERENCE, FULL, SPARSE, Frame, Place, Recipe
-from headrace.weights.codecs.streams import ZSTD
+from headrace.weights.codecs.codec import CODECS, CONTEXT, DIFFERENCE, FULL, SPARSE, Frame, Place
 from headrace.weights.state import Bits, WeightError
 from tests.support.weights import DENSITIES, stepped, weights
 
 DTYPE = {1: "F8_E4M3", 2: "BF16", 4: "F32"}
 
 
-def encoded(base: Bits | None, target: Bits, recipe: Recipe = CODECS["d8-zstd"], dtype: str = "") -> list[Frame]:
+def encoded(base: Bits | None, target: Bits, sparse: int = SPARSE, dtype: str = "") -> list[Frame]:
     place = Place(0, dtype or DTYPE[target.itemsize], b"b" * 16, b"t" * 16)
     frames = [
         codec.from_bytes(codec.to_bytes(frame))
-        for frame, _ in codec.encode(place, None if base is None else halves(base), halves(target), recipe)
+        for frame, _ in codec.encode(place, None if base is None else halves(base), halves(target), sparse)
     ]
     assert all(len(codec.to_bytes(frame)) < chunks.LIMIT for frame in frames)
     return frames
@@ -75,18 +74,18 @@ def test_special_values_of_bf16_to_each_other() -> None:
     assert np.array_equal(decoded(encoded(base, target), base, target), target)
 
 
-def every_code(base: Bits, target: Bits, dtype: str, method: int) -> dict[int, int]:
+def every_code(base: Bits, target: Bits, dtype: str) -> dict[int, int]:
     """Bytes of the frames that each code makes of a unit."""
     place = Place(0, dtype, b"b" * 16, b"t" * 16)
     at, old, new = ulp_delta.changes(base, target)
     zigzagged = ulp_delta.zigzag_difference(old, new)
     made = {
-        FULL: codec._dense(place, FULL, base, target, method),
-        DIFFERENCE: codec._dense(place, DIFFERENCE, base, target, method),
-        SPARSE: codec._sparse(place, SPARSE, at, zigzagged, [base], method),
+        FULL: codec._dense(place, FULL, base, target),
+        DIFFERENCE: codec._dense(place, DIFFERENCE, base, target),
+        SPARSE: codec._sparse(place, SPARSE, at, zigzagged, [base]),
     }
     if dtype in context_delta.EXPONENTS and at.size:
-        made[CONTEXT] = codec._sparse(place, CONTEXT, at, zigzagged, [base], method)
+        made[CONTEXT] = codec._sparse(place, CONTEXT, at, zigzagged, [base])
     return {code: sum(len(codec.to_bytes(frame)) for frame, _ in frames) for code, frames in made.items()}
 
 
@@ -126,12 +125,12 @@ def test_the_choice_is_within_a_twentieth_of_encoding_all(dtype: str, change: Ca
         base = weights(rng, 40_000, dtype)
     for density in (0.002, 0.02, 0.06, 0.15, 0.4, 0.7, 1.0):
         target = change(rng, base, density)
-        for name, recipe in CODECS.items():
-            allowed = every_code(base, target, dtype, recipe.method)
-            if recipe.sparse != CONTEXT:
+        for name, sparse in CODECS.items():
+            allowed = every_code(base, target, dtype)
+            if sparse != CONTEXT:
                 allowed.pop(CONTEXT, None)
             place = Place(0, dtype, b"b" * 16, b"t" * 16)
-            taken = sum(len(codec.to_bytes(frame)) for frame, _ in codec.encode(place, [base], [target], recipe))
+            taken = sum(len(codec.to_bytes(frame)) for frame, _ in codec.encode(place, [base], [target], sparse))
             assert taken <= 1.05 * min(allowed.values()), (name, density, taken, allowed)
 
 
@@ -143,7 +142,7 @@ def test_a_unit_of_two_minds_is_judged_by_both(shift: int) -> None:
     target = stepped(rng, base, 0.03)
     for start in range(shift * 20_000, base.size, 300_000):
         target[start : start + 40_000] = noise(rng, target[start : start + 40_000], 1.0)
-    sizes = every_code(base, target, "BF16", ZSTD)
+    sizes = every_code(base, target, "BF16")
     place = Place(0, "BF16", b"b" * 16, b"t" * 16)
     taken = sum(len(codec.to_bytes(frame)) for frame, _ in codec.encode(place, [base], [target], CODECS["d10-zstd"]))
     assert taken <= 1.05 * min(sizes.values()), sizes
@@ -155,7 +154,7 @@ def test_a_clump_in_a_quiet_unit_is_seen() -> None:
     base = weights(rng, 600_000)
     target = base.copy()
     target[300_000:316_000] = stepped(rng, base[300_000:316_000], 0.8)
-    sizes = every_code(base, target, "BF16", ZSTD)
+    sizes = every_code(base, target, "BF16")
     place = Place(0, "BF16", b"b" * 16, b"t" * 16)
     taken = sum(len(codec.to_bytes(frame)) for frame, _ in codec.encode(place, [base], [target], CODECS["d8-zstd"]))
     assert taken <= 1.02 * min(sizes.values()) < sizes[SPARSE], sizes

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headrace.weights.codecs import context_delta, ulp_delta
-from headrace.weights.codecs.streams import ZSTD, Stream, pack
+from headrace.weights.codecs.streams import Stream, pack
 from headrace.weights.state import Bits, WeightError
 from tests.support.weights import weights
 
@@ -26,7 +26,7 @@ def adam(rng: np.random.Generator, base: Bits, rate: float) -> Bits:
 def coded(base: Bits, target: Bits, dtype: str = "BF16") -> tuple[tuple[Stream, ...], int]:
     at, old, new = ulp_delta.changes(base, target)
     return context_delta.encode(
-        context_delta.exponents(base, dtype), at, ulp_delta.zigzag_difference(old, new), ZSTD
+        context_delta.exponents(base, dtype), at, ulp_delta.zigzag_difference(old, new)
     ), at.size
 
 
@@ -55,8 +55,8 @@ def test_it_is_exact_and_smaller_than_the_plain_code(rate: float) -> None:
     assert np.array_equal(out, target)
     changed, old, new = ulp_delta.changes(base, target)
     plain = (
-        pack(ulp_delta.gaps_of(changed), ZSTD),
-        *ulp_delta.pack_values(ulp_delta.zigzag_difference(old, new), ZSTD),
+        pack(ulp_delta.gaps_of(changed)),
+        *ulp_delta.pack_values(ulp_delta.zigzag_difference(old, new)),
     )
     assert sum(len(s.data) for s in streams) < 0.8 * sum(len(s.data) for s in plain)
 
@@ -81,7 +81,7 @@ def test_damaged_streams_are_refused() -> None:
         streams[1:],
         (streams[0], streams[2], streams[1], *streams[3:]),
         (Stream(0, 3, b"abc"), *streams[1:]),
-        (*streams[:-1], pack(np.zeros(1, np.uint8), ZSTD)),
+        (*streams[:-1], pack(np.zeros(1, np.uint8))),
         (msgspec.structs.replace(streams[0], data=streams[0].data[::-1]), *streams[1:]),
     ):
         with pytest.raises(WeightError):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from headrace.cli.weights import regions
-from headrace.cli.weights.session import Chain
+from headrace.cli.weights.session import Chain, snapshots_of
 from headrace.config import Weights
 from headrace.launch.runs import RunDir
 from headrace.messages.base import Message
@@ -115,7 +115,8 @@ async def test_curriculum_and_trainer_see_it_and_an_operator_gets_table_and_json
     beat = Heartbeat(actor="rollout", id="rollout-a", node="n1", pid=1, state="running")
     await (await rollout.kv("HR_PRESENCE")).put("rollout.rollout-a", beat)
     operator, trust = await connect("operator"), Trust((), unsigned=True)
-    chain = Chain(operator, RunDir(tmp_path / run), Weights(), trust)
+    folder = RunDir(tmp_path / run)
+    chain = Chain(operator, folder, trust, snapshots_of(folder, Weights()))
     assert await regions.regions(chain, Namespace(json=True)) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["newest"], sorted(report["regions"])) == (1, ["eu", "us"])
