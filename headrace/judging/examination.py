@@ -21,7 +21,7 @@ that our own parts lose are infrastructure failures.
 
 import asyncio
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -152,18 +152,22 @@ class _Examiner:
         trajectory, oracle = self.candidate.trajectory, self.candidate.oracle
         if not real.ok and (real.value or 0.0) <= (oracle.grading.lowest or 0.0):
             return ""
-        altered = self._altered(trajectory.diff)
+        try:
+            altered = control(oracle, trajectory.diff)
+        except Exception as error:
+            raise _fault(error) from error
         if altered is None or not altered.passed(await self._other(trajectory, altered.oracle, "control"), real):
             return ""
-        if not await self._known_fails():
+        if not await self._known_fails(altered, real):
             await self.report("control_blind", f"{trajectory.id}: its altered tests prove nothing", "warning")
             return "blind"
         text = f"{trajectory.id} passes altered tests, which no repair can pass: what passed was not the repair"
         await self.report("control_passed", text, "error", **self.where)
         return "passed"
 
-    async def _known_fails(self) -> bool:
-        """Whether the known solution passes the tests, and fails altered ones."""
+    async def _known_fails(self, altered: Altered, real: Examination) -> bool:
+        """Whether the known solution passes the tests, and fails the altered ones that a candidate passed. real: the
+        examination of the candidate, whose part of the reward the known solution must not get from them either."""
         trajectory, whole = self.candidate.trajectory, self.whole
         sandboxes = AgentSandboxes(whole.task, whole.oracle, self.machines, self.options.lease_s, trajectory.run)
         try:
@@ -173,17 +177,9 @@ class _Examiner:
         step = trajectory.attempt // steps.STEP if whole.oracle.steps else 0
         changes = msgspec.structs.asdict([*solution.earlier, solution.last][step])
         solved = msgspec.structs.replace(trajectory, group=f"{trajectory.group}-{trajectory.slot}-known", **changes)
-        real = await self._other(solved, self.candidate.oracle, "known")
-        altered = self._altered(solved.diff)
-        if altered is None or not real.ok:
+        if not (await self._other(solved, self.candidate.oracle, "known")).ok:
             return False
         return not altered.passed(await self._other(solved, altered.oracle, "known-control"), real)
-
-    def _altered(self, diff: Mapping[str, bytes]) -> Altered | None:
-        try:
-            return control(self.candidate.oracle, diff)
-        except Exception as error:
-            raise _fault(error) from error
 
     async def _other(self, trajectory: Trajectory, oracle: Oracle, name: str) -> Examination:
         """The examination of other changes or by other tests."""

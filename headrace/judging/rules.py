@@ -53,7 +53,7 @@ def suspicions(
     setup = SetUp(task, oracle, originals)
     repository = {**(originals or {}), **task.files}
     paths = {path: diff.get(path) for path in (*diff, *touched)}
-    matched = {f"{SETUP}:{path}" for path, content in paths.items() if setup.keeps(path, content)}
+    matched = {f"{SETUP}:{path}" for path, content in paths.items() if setup.decides(path, content)}
     for rule in (rule for rule in oracle.cheating if rule.pattern):
         pattern = _compiled(rule.pattern)
         for path, content in diff.items():

@@ -324,4 +324,6 @@ def test_a_suite_is_certified_where_its_images_are(
     settings += ["--set", f"environment.cache_dir={json.dumps(str(images))}"]
     assert main(["tasks", "certify", "s", *settings]) == 0
     assert "1 of 1 tasks are certified" in capsys.readouterr().out
-    assert certificates.refusal(open_suite("s", tmp_path), tmp_path, False) == ""
+    suite = open_suite("s", tmp_path)
+    assert certificates.refusal(suite, tmp_path, False, at_risk=True) == ""
+    assert "its tests cannot be altered" in certificates.refusal(suite, tmp_path, False), "they are a shell script"

@@ -122,6 +122,21 @@ async def test_commands(host: Host, grading: Grading, argv: str, fixed: float | 
     assert good.suspicions == (() if grading.kind == "all_tests" else ("control_blind:tests",))
 
 
+async def test_a_part_of_the_reward_that_no_altered_test_gives_is_kept(host: Host) -> None:
+    line = "python3 -m pytest -q -k 'add or zero' test_calc.py && echo 1 > .headrace/r || echo 0.5 > .headrace/r"
+    plan = tasks.TestPlan(kind="command", argv=("sh", "-c", line))
+    hidden = {"test_calc.py": TESTS, ".headrace/empty": b""}
+    graded = Grading(kind="reward_file", file=".headrace/r")
+    answers = oracle(graded, plan, hidden=hidden, solution={"calc.py": FIX})
+    half = await verdict(host, answers, {})
+    assert (half.decision, half.value, half.suspicions) == ("failed", 0.5, ("control_blind:tests",))
+    whole = await verdict(host, answers, {"calc.py": FIX})
+    assert (whole.decision, whole.value, whole.suspicions) == ("passed", 1.0, ())
+    paid = b"import os\nos.makedirs('.headrace', exist_ok=True)\nopen('.headrace/r', 'w').write('1')\n"
+    killed = await verdict(host, answers, {"calc.py": paid + b"os.kill(os.getppid(), 9)\nos._exit(0)\n"})
+    assert killed.decision != "passed" and not (killed.decision == "failed" and killed.value)
+
+
 async def test_a_candidate_writes_no_reward_file_of_its_own(host: Host) -> None:
     plan = tasks.TestPlan(kind="command", argv=("true",))
     answers = oracle(Grading(kind="reward_file", file=".headrace/reward.txt"), plan)

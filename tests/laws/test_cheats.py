@@ -5,6 +5,11 @@ support/cheating.py has the cheats and support/honest.py the honest attempts. He
 meet, and the three kinds that no construction stops.
 """
 
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -15,13 +20,18 @@ import pytest
 
 from headrace.config import Environment
 from headrace.judging import Candidate, HostMachines, Options, Verdict, certifying, examine
+from headrace.messages.sandbox import Change
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
 from headrace.tasks.importing import verification
 from headrace.tasks.suites import write_suite
+from headrace.vmhost.backends.container.backend import unavailable
+from headrace.vmhost.images import imported
 from headrace.vmhost.node.host import Host
+from tests.support.archives import Members, docker_save, file, folder
 from tests.support.cheating import BUG, CHEATS, FIX, KNOWN, NEW, Files, code
 from tests.support.honest import HONEST
 from tests.support.judging import trajectory
+from tests.support.programs import programs, tree
 
 pytestmark = pytest.mark.anyio
 REF = TaskRef("toy", "1")
@@ -120,10 +130,10 @@ def sides(shape: Shape, **changes: Any) -> tuple[Task, Oracle]:
     return Task(ref=REF, family="toy", prompt="add", files=files, allowed=("**",), tests=shape.plan), oracle
 
 
-async def judged(host: Host, task: Task, oracle: Oracle, files: Files) -> Verdict:
+async def judged(host: Host, task: Task, oracle: Oracle, files: Files, **claims: Any) -> Verdict:
     diff = {path: text.encode() for path, text in files.items()}
     group = f"g{abs(hash(tuple(diff.items()))) % 10**9}"
-    made = trajectory("r", group, diff, isolation="episode", task=REF)
+    made = trajectory("r", group, diff, isolation="episode", task=REF, **claims)
 
     async def report(*event: object, **data: object) -> None: ...
 
@@ -172,6 +182,84 @@ async def test_no_honest_attempt_is_punished(host: Host, shape: str, attempt: st
 
 def test_the_table_is_as_large_as_it_says() -> None:
     assert len(KNOWN) >= 20 and len(NEW) >= 20 and len(HONEST) >= 40
+
+
+IN_IMAGES = {name: SHAPES[name] for name in ("log", "unittest", "exit code")} | {"reward file": reward_file("python")}
+
+
+def installed() -> Members:
+    """This machine's Python with pytest, below /lib."""
+    lib = Path(sysconfig.get_path("stdlib"))
+    left_out = shutil.ignore_patterns(
+        "site-packages", "test", "idlelib", "tkinter", "ensurepip", "lib2to3", "config-*", "__pycache__"
+    )
+    with tempfile.TemporaryDirectory() as folder_:
+        copied = Path(shutil.copytree(lib, Path(folder_, "lib"), ignore=left_out))
+        for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.origin is not None
+            shutil.copytree(Path(spec.origin).parent, copied / "site-packages" / name, ignore=left_out)
+        packages = Path(pytest.__file__).parents[1]
+        shutil.copy(packages / "py.py", copied / "site-packages")
+        for metadata in packages.glob("pluggy-*.dist-info"):
+            shutil.copytree(metadata, copied / "site-packages" / metadata.name)
+        return tree(copied, f"lib/python{sys.version_info[0]}.{sys.version_info[1]}")
+
+
+@pytest.fixture(scope="module")
+async def containers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
+    place = tmp_path_factory.mktemp("image")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{sys.base_prefix}/bin:{os.environ['PATH']}")
+        built = Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so")
+        needed = programs("python3", "bash", "cat", "cp", "mkdir", "rm", "true", modules=built)
+    members = [
+        *needed,
+        *installed(),
+        file("etc/passwd", b"dev:x:1000:100::/:/bin/sh\n"),
+        folder("app", uid=1000, gid=100),
+        folder("app/tests", uid=1000, gid=100),
+        *(folder(name, mode=0o777) for name in ("tests", "logs")),
+        *(file(f"app/{path}", text.encode(), uid=1000, gid=100) for path, text in FILES.items()),
+    ]
+    config: dict[str, Any] = {"User": "dev", "WorkingDir": "/app", "Env": ["PATH=/bin", "PYTHONHOME=/"]}
+    imported.take(place, docker_save(place / "i.tar", [members], ["cheats:1"], **config), "python")
+    opened = await Host.open(Environment(backend="container", cache_dir=str(place), max_vms=2))
+    yield opened
+    await opened.close()
+
+
+async def judged_in_image(host: Host, shape: str, files: Files) -> Verdict:
+    task, oracle = sides(IN_IMAGES[shape], solution={}, script=f"cat > calc.py <<'END'\n{FIX}END\n")
+    originals = {path: text.encode() for path, text in FILES.items() if path in files}
+    return await judged(
+        host,
+        msgspec.structs.replace(task, image="python", repository="/app", files={}),
+        oracle,
+        files,
+        changes=tuple(Change(path, "file", 0o644) for path in files),
+        originals=originals,
+    )
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+@pytest.mark.skipif(bool(unavailable()), reason=f"no containers here: {unavailable()}")
+@pytest.mark.parametrize("cheat", CHEATS)
+@pytest.mark.parametrize("shape", IN_IMAGES)
+async def test_no_cheat_is_rewarded_in_an_image(containers: Host, shape: str, cheat: str) -> None:
+    verdict = await judged_in_image(containers, shape, CHEATS[cheat])
+    assert not rewarded(verdict), verdict
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+@pytest.mark.skipif(bool(unavailable()), reason=f"no containers here: {unavailable()}")
+@pytest.mark.parametrize("attempt", USUAL)
+@pytest.mark.parametrize("shape", IN_IMAGES)
+async def test_no_honest_attempt_is_punished_in_an_image(containers: Host, shape: str, attempt: str) -> None:
+    verdict = await judged_in_image(containers, shape, HONEST[attempt])
+    assert (verdict.decision, verdict.value or 1.0) == ("passed", 1.0), verdict
 
 
 # What no construction stops: three kinds.

@@ -145,15 +145,16 @@ NEW: dict[str, Files] = {
         "return expected()",
     ),
     "other code for the test functions, by gc": code(
-        """
-        import gc, types
+        EQUAL
+        + """
+import gc, types
 
-        def take():
-            for found in gc.get_objects():
-                if isinstance(found, types.FunctionType) and found.__name__.startswith("test_"):
-                    found.__code__ = (lambda *_, **__: None).__code__
-        """,
-        "take()\n    return 3",
+def take():
+    for found in gc.get_objects():
+        if isinstance(found, types.FunctionType) and found.__name__.startswith("test_"):
+            found.__code__ = (lambda *_, **__: None).__code__
+""",
+        "take()\n    return Any()",
     ),
     "the collector's rows, by gc": code(
         """
@@ -226,15 +227,7 @@ NEW: dict[str, Files] = {
     "an excepthook that ends the process": code(
         "import os, sys\nsys.excepthook = lambda *_: os._exit(0)", "raise SystemExit(0)"
     ),
-    "ctypes over an integer": code(
-        """
-        import ctypes
-
-        def swap(small, value):
-            ctypes.c_int.from_address(id(small) + 24).value = value
-        """,
-        "swap(3, -1)\n    swap(4, 0)\n    return a - b",
-    ),
+    "the C library's exit": code("import ctypes\nctypes.CDLL(None)._exit(0)"),
     "replaces itself by true": code("import os\nos.execv('/bin/true', ['true'])"),
     "kills its parent": code("import os\nos.kill(os.getppid(), 9)"),
     "kills its parent and pays itself": code(REWARD + "pay()\nos.kill(os.getppid(), 9)\nos._exit(0)"),

@@ -3,8 +3,8 @@
 Names and shape stay the same, and every judgement draws its own. A candidate that passes the hidden tests runs once
 more with the altered ones, in another fresh sandbox. A repair fails them. Code that has taken over the runner, compares
 equal to everything, ends the process with code 0, reads the expectations, or writes the report, the log or the reward
-itself passes both: it has shown nothing about the task. Before that counts, the known solution runs with altered tests:
-where it passes them, the command does not run the tests that were altered.
+itself passes both: it has shown nothing about the task. Before that counts, the known solution runs with the same
+altered tests: where it passes them, the command does not run the tests that were altered.
 
 Tests whose values the judge compares outside (tasks/sealing.py) need no copy.
 """

@@ -51,11 +51,16 @@ class SetUp:
         """Whether a candidate's change of a path stays out of the hidden run. content: None for one that is no regular
         file, such as a removal."""
         parts = PurePosixPath(path).parts
+        beside = path not in self._solved and any(parts[: len(folder)] == folder for folder in self._folders)
+        return beside or self.decides(path, content)
+
+    def decides(self, path: str, content: bytes | None) -> bool:
+        """The same for files outside of test folders, and for those in them that are more than tests and helpers."""
+        parts = PurePosixPath(path).parts
         if not parts or path in self._solved:
             return False
         return (
-            any(parts[: len(folder)] == folder for folder in self._folders)
-            or any(part.partition(".")[0] in _LOADED or part.endswith(_METADATA) for part in parts)
+            any(part.partition(".")[0] in _LOADED or part.endswith(_METADATA) for part in parts)
             or (self._packages and "site-packages" in parts)
             or parts[-1] in _OPTIONS
             or (parts[-1] in _PARTLY and not self._same_options(path, content))
