@@ -20,7 +20,8 @@ import pytest
 
 from headrace.config import Environment
 from headrace.judging import Candidate, HostMachines, Options, Verdict, certifying, examine
-from headrace.messages.sandbox import Change
+from headrace.judging.hidden.setup import loads_itself
+from headrace.messages.sandbox import Change, Snapshot
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
 from headrace.tasks.importing import verification
 from headrace.tasks.suites import write_suite
@@ -178,6 +179,29 @@ ATTEMPTS = [
 async def test_no_honest_attempt_is_punished(host: Host, shape: str, attempt: str) -> None:
     verdict = await judged(host, *sides(SHAPES[shape]), HONEST[attempt])
     assert (verdict.decision, verdict.value or 1.0) == ("passed", 1.0), verdict
+
+
+PLUGIN = {
+    "plug.py": b"import pytest\n\n\n@pytest.fixture\ndef three():\n    return 2\n",
+    "conftest.py": b"pytest_plugins = ['plug']\n",
+    "setup.cfg": b"[options.entry_points]\npytest11 =\n    plug = plug\n",
+}
+
+
+async def test_work_in_a_test_plugins_own_repository_counts_and_is_at_risk(host: Host) -> None:
+    fixed = PLUGIN["plug.py"].replace(b"2", b"3")
+    hidden = {"test_hidden.py": b"def test_three(three):\n    assert three == 3\n"}
+    task, oracle = sides(
+        Shape({}, TestPlan(kind="pytest", paths=("test_hidden.py",)), Grading(kind="f2p_p2p")),
+        hidden=hidden,
+        expected=("test_hidden.py::test_three",),
+        solution={"plug.py": fixed},
+    )
+    task = msgspec.structs.replace(task, files=PLUGIN)
+    own = {"plug.py": fixed.decode(), "test_plug.py": "import pytest\npytest_plugins = ['pytester']\n"}
+    assert (await judged(host, task, oracle, own)).decision == "passed"
+    assert (await judged(host, task, oracle, {})).decision == "failed"
+    assert "which decides how the tests run" in loads_itself(task, oracle, Snapshot(diff=oracle.solution), {})
 
 
 def test_the_table_is_as_large_as_it_says() -> None:
