@@ -153,9 +153,13 @@ async def host() -> AsyncIterator[Host]:
     await opened.close()
 
 
-COMMON = ("conftest beside the tests", "equals everything", "Function.runtest", "os._exit(0)", "pays itself and ends")
+FEW = {
+    *(("pytest", cheat) for cheat in ("conftest beside the tests", "equals everything", "Function.runtest")),
+    ("exit code", "os._exit(0)"),
+    ("reward file", "pays itself and ends"),
+}
 TABLE = [
-    pytest.param(shape, cheat, marks=() if shape in ("pytest", "exit code") and cheat in COMMON else pytest.mark.slow)
+    pytest.param(shape, cheat, marks=() if (shape, cheat) in FEW else pytest.mark.slow)
     for shape in SHAPES
     for cheat in CHEATS
 ]
