@@ -6,6 +6,8 @@ A rerun that writes new results makes these tests fail until README follows.
 import json
 from typing import Any
 
+from tests.support.cheating import CHEATS
+from tests.support.honest import HONEST
 from tests.support.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -153,7 +155,7 @@ def test_the_proofs_table_has_every_seed() -> None:
 
 def test_the_other_rows_have_the_figures_of_their_files() -> None:
     delta, swap, bus, clone = map(results, ("weight_delta", "swap_pause", "bus", "vm_clone"))
-    numerics, cheats = results("numerics")["bfloat16"], results("cheats")
+    numerics = results("numerics")["bfloat16"]
     check(
         "python -m benchmarks.weight_delta",
         f"{delta['at_0p94_pct_d8_zstd_ratio']:.0f}x smaller at {delta['at_0p94_pct_changed_pct']:.2f} % changed",
@@ -183,6 +185,4 @@ def test_the_other_rows_have_the_figures_of_their_files() -> None:
         f"{clone['boot_over_clone_cpu_ratio']:.0f}x less CPU",
         f"{clone['warm_acquire_p50_ms']:.1f} ms to acquire a warm clone; TCG",
     )
-    assert (cheats["cheats"], cheats["neither"], cheats["detected"]) == (20, 0, 0)
-    assert (cheats["prevented_and_detected"], cheats["false_alarms"]) == (10, 0)
-    check("python -m benchmarks.cheats", "all prevented, ten", f"no false alarm in {cheats['honest_verdicts']}")
+    check("tests/laws/test_cheats.py", f"{len(CHEATS)} ways to cheat and {len(HONEST)} honest attempts, five shapes")

@@ -45,7 +45,6 @@ from headrace.messages.weights import WeightsStaged, WeightsSwapped
 from headrace.tasks import certificates, open_suite
 from headrace.tasks.overlap import overlap
 from headrace.tasks.suites import suite_plugins
-from headrace.tasks.trust import refusal
 from headrace.weights.receiving import readiness
 
 FENCE = "curriculum"
@@ -72,10 +71,11 @@ class Curriculum(Actor):
         section = self.config.tasks
         suite = open_suite(section.suite, section.dir)
         shared = await asyncio.to_thread(overlap, suite, training.evaluated(self.config), section.dir)
-        if refused := refusal(suite, section.train_on_logs) or shared.refused:
+        if refused := certificates.forgeable(suite, section.at_risk) or shared.refused:
             raise Unrecoverable(refused)
         await agree(self.bus, self.run, suite_plugins((section.suite,)))
-        refused = await asyncio.to_thread(certificates.refusal, suite, section.dir, section.uncertified)
+        allowed = section.uncertified, section.at_risk
+        refused = await asyncio.to_thread(certificates.refusal, suite, section.dir, *allowed)
         if refused and not section.certify:
             raise Unrecoverable(refused)
         self._suite = suite
@@ -299,7 +299,8 @@ class Curriculum(Actor):
         for suite in {suite.name: suite for suite, _ in self._wanted.values()}.values():
             made = [self._made[hash] for hash, (part, _) in self._wanted.items() if part.name == suite.name]
             certificates.write(suite, made, Path(section.dir) / "certificates")
-        if self._wanted and (refused := await asyncio.to_thread(certificates.refusal, self._suite, section.dir, False)):
+        certified = self._suite, section.dir, False, section.at_risk
+        if self._wanted and (refused := await asyncio.to_thread(certificates.refusal, *certified)):
             raise Unrecoverable(refused)
         if self._wanted:
             await self.event(

@@ -56,12 +56,6 @@ class Judge(Actor):
         trajectories of the production lane, whose group names have two subject tokens, are not consumed."""
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
         self._rewarder, self._rubrics = self._open_reward(), await asyncio.to_thread(self._open_rubrics)
-        if unknown := sorted({*self.config.judge.severities} - {*rules.SEVERITY}):
-            text = (
-                f"[judge] severities names {', '.join(unknown)}: no rule of headrace has this name, so it takes effect "
-                "only if a suite's checker reports such a finding"
-            )
-            await self.event("severity_of_no_rule", text, "warning")
         judge = (self._rubrics.plugin,) if self._rubrics is not None else ()
         await agree(self.bus, self.run, (*self._rewarder.plugins, *self._suite_plugins(), *judge))
         suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
@@ -123,16 +117,12 @@ class Judge(Actor):
         if received.deliveries > 1 and await self._is_scored(trajectory, received.seq):
             return
         task, oracle = self._task_of(trajectory)
-        if trajectory.lane == "train" and oracle.grading.trust == "log" and not self.config.tasks.train_on_logs:
+        if trajectory.lane == "train" and oracle.grading.trust == "log" and not self.config.tasks.at_risk:
             text = f"task {task.ref.task} of {task.ref.suite} is judged by a log, which a policy in training can forge"
-            self.fail(Unrecoverable(f"{text}; set [tasks] train_on_logs = true to train on it nevertheless"))
+            self.fail(Unrecoverable(f"{text}; set [tasks] at_risk = true to train on it nevertheless"))
             raise Reject(text)
         candidate = Candidate(trajectory=trajectory, task=task, oracle=oracle)
-        options = Options(
-            again=self._drawn(trajectory),
-            lease_s=self.config.environment.lease_s,
-            severities=self.config.judge.severities,
-        )
+        options = Options(again=self._drawn(trajectory), lease_s=self.config.environment.lease_s)
         started = time.monotonic()
         try:
             checkers.used(oracle)

@@ -56,8 +56,8 @@ class Tasks(Section, frozen=True, kw_only=True):
     """A further suite that is measured before and after training."""
     dir: Path = "suites"
     """Folder of the suites that `headrace tasks` makes or imports."""
-    train_on_logs: bool = False
-    """Train on suites whose verdicts are read from printed lines, which a policy can forge (tasks/trust.py)."""
+    at_risk: bool = False
+    """Train on tasks at risk, too: a policy may pass them without a repair (docs/sandboxes.md, "Trust in verdicts")."""
     uncertified: bool = False
     """Train on suites without certificates, too: made by users, or without a known solution (tasks/certificates)."""
     certify: bool = False
@@ -166,15 +166,13 @@ class Rollout(Section, frozen=True, kw_only=True):
 
 
 class Judge(Section, frozen=True, kw_only=True):
-    """The judge: concurrent trajectories, second verdicts, severities, the reward's time, and the rubric's model."""
+    """The judge: concurrent trajectories, second verdicts, the reward's time, and the rubric's model."""
 
     credit: Annotated[int, Meta(ge=1, le=10_000)] = 32
     """Trajectories that a judge works on at once; with group isolation the trajectories of a group share one clone."""
     again: Share = 0.05
     """Share of verdicts from shared clones that are made a second time, in a clone of their own. A suspicious verdict
     is always made a second time."""
-    severities: dict[Word, Literal["note", "zero"]] = {}
-    """Rules of headrace/judging/rules.py with another severity: note reports a match, zero voids the pass."""
     rubric: OptionalPath = ""
     """TOML file of the criteria that a model judges beside the tests (docs/judges.md); empty: those of tasks alone."""
     rubric_weight: Annotated[float, Meta(ge=0.0, le=1e3)] = 0.0

@@ -29,11 +29,13 @@ FORMER: dict[str, object] = {
     "judge.model_key": "",
     "judge.model_temperature": 0.7,
     "judge.reward_s": 30.0,
+    "judge.severities": {},
     "mid_training.weight_decay": 0.0,
     "production.agent_idle_s": 1800.0,
     "production.command_s": 120.0,
     "production.day_s": 40.0,
     "production.turn_s": 300.0,
+    "tasks.train_on_logs": False,
     "tools.evaluation": "plain",
     "tools.vary": False,
 }

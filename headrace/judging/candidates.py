@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 
 import msgspec
 
+from headrace.judging.hidden.setup import SetUp
 from headrace.messages.rollout import Trajectory
 from headrace.messages.sandbox import ApplyChanges
 from headrace.messages.tasks import HOST_FOLDER, Oracle, Task
@@ -33,25 +34,31 @@ def _allowed(task: Task, path: str) -> bool:
 
 
 def repository(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: Sequence[str]) -> dict[str, bytes]:
-    """The files to be tested: the task's, the allowed changes, and the hidden tests on top of all. For a task with
-    separate tests the task's own files at other paths than the allowed ones are left out."""
+    """The files to be tested: the task's, the allowed changes outside of the tests' set-up, and the hidden tests on top
+    of all. For a task with separate tests the task's own files at other paths than the allowed ones are left out."""
     changed, gone = allowed_part(task, diff, deleted)
+    setup = SetUp(task, oracle)
+    changed = {path: content for path, content in changed.items() if not setup.keeps(path, content)}
+    gone = tuple(path for path in gone if not setup.keeps(path, None))
     given = {path: content for path, content in task.files.items() if not oracle.separate or _allowed(task, path)}
     files = {path: content for path, content in given.items() if path not in gone}
     return files | changed | oracle.hidden | oracle.sealed
 
 
-def image_changes(task: Task, trajectory: Trajectory) -> ApplyChanges:
-    """The allowed changes of an image, for a fresh sandbox of it. The trajectory's own claim is not trusted.
+def image_changes(task: Task, oracle: Oracle, trajectory: Trajectory) -> ApplyChanges:
+    """The allowed changes of an image outside of the tests' set-up, for a fresh sandbox of it. The trajectory's own
+    claim is not trusted.
 
     The walk of a sandbox finds no entry below a link, so such a path is forged. It would be written where the link
     points, perhaps outside the allowed paths.
     """
     links = {PurePosixPath(change.path) for change in trajectory.changes if change.kind == "link"}
+    setup = SetUp(task, oracle, trajectory.originals)
     changes = tuple(
         change
         for change in trajectory.changes
         if change.kind != "other"
+        and not setup.keeps(change.path, trajectory.diff.get(change.path) if change.kind == "file" else None)
         and _allowed(task, change.path)
         and links.isdisjoint(PurePosixPath(change.path).parents)
         and (change.kind != "file" or change.path in trajectory.diff)

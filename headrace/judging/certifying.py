@@ -10,7 +10,8 @@ The examinations get the changes that were pulled from there.
 A broken solution is one mutation (tasks/packages/mutate.py) in a function that the solution changes. Some suites can
 tell that a mutation behaves like the solution (method `equivalent`); such mutations do not count. In other suites some
 mutations that pass may be equivalent to the solution, so their share is an upper bound of the tests' false acceptances.
-A low share of refused mutations is a note in the certificate.
+A low share of refused mutations is a note in the certificate. A task whose pass may prove no repair, although its known
+solution passes, is certified with a risk (judging/hidden).
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from msgspec import UNSET
 from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
 from headrace.judging.examination import Options, Report, examine
+from headrace.judging.hidden.control import unproven
+from headrace.judging.hidden.setup import DECLARE, loads_itself
 from headrace.judging.machines import Machines
 from headrace.judging.solutions import broken, leaks
 from headrace.judging.solutions.known import AgentSandboxes, NoSolution, Solution
@@ -29,7 +32,7 @@ from headrace.judging.verdicts import NoVerdict, Verdict
 from headrace.messages.judging import Certificate
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
-from headrace.messages.sandbox import Isolation, Snapshot, TestOutcome
+from headrace.messages.sandbox import Isolation, ReadFile, Snapshot, TestOutcome
 from headrace.messages.tasks import Oracle, Task
 from headrace.registry import merged
 from headrace.tasks.base import Suite
@@ -41,6 +44,8 @@ MUTANTS = 6
 """Broken solutions of one task."""
 KILLED = 0.8
 """Share of the broken solutions below which a certificate has a note."""
+_DECLARED = 1 << 20
+_BLIND = "its altered tests pass over the known solution, so a pass may come from the candidate's own report"
 NO_MUTANTS = "the solution changes no Python function, so no broken solution was tried"
 
 
@@ -65,7 +70,7 @@ async def certify(
     except NoSolution as error:
         return msgspec.structs.replace(made, verdict="refused", plugins=exam.used(made), reasons=(str(error),))
     gold = [await exam.decision(solution) for _ in range(GOLD_RUNS)]
-    why = exam.why
+    why, blind = exam.why, exam.blind
     await exam.prepare(_required(oracle), solution)
     noop = await exam.rejection(Solution(earlier=tuple(Snapshot(diff={}) for _ in task.later)))
     if oracle.grading.kind == "exact" and noop != "passed":
@@ -84,10 +89,12 @@ async def certify(
     tried = len(drawn) - equivalent
     secret = with_hidden(oracle)
     leaked = leaks.told(task, secret, before, repaired if task.sandbox else {})
-    searched = leaks.Found()
+    searched, declared = leaks.Found(), dict[str, bytes]()
     if task.image:
         async with exam.sandboxes.sandbox() as sandbox:
             searched = await leaks.in_image(sandbox, secret, repaired)
+            declared = {path: (await sandbox.call(ReadFile(path=path, limit=_DECLARED))).data for path in DECLARE}
+    risks = unproven(oracle) or _BLIND * blind, loads_itself(task, oracle, solution.last, declared)
     made = msgspec.structs.replace(
         made,
         plugins=exam.used(made),
@@ -100,6 +107,7 @@ async def certify(
         equivalent=equivalent,
         survivors=tuple(survivors),
         leaks=(*leaked.leaks, *searched.leaks),
+        risks=tuple(filter(None, risks)) or UNSET,
     )
     reasons = _reasons(made, why)
     notes = []
@@ -157,6 +165,8 @@ class _Exam:
         self.sandboxes = AgentSandboxes(task, oracle, machines, Options().lease_s)
         self.tests: tuple[TestOutcome, ...] = ()
         """The outcomes of the latest examination."""
+        self.blind = False
+        """Whether altered tests pass over the known solution."""
         self.why = ""
         """The reason of the latest examination that was not passed; empty where only the number tells."""
         self._few: Oracle | None = None
@@ -210,6 +220,7 @@ class _Exam:
             return "failed"
         self._plugins = merged(self._plugins, verdict.plugins)
         self.tests = verdict.tests
+        self.blind |= f"{rules.BLIND}:tests" in verdict.suspicions
         if not verdict.passed:
             self.why = _why(oracle, verdict)
         return verdict.decision

@@ -8,6 +8,8 @@ that differ show that one candidate reached another, and the curriculum drops th
 the machine from outside (`CheckIntegrity`): a verdict from a machine that was changed is not used, and a candidate that
 changes a machine of its own has cheated.
 
+A candidate that passes runs once more, with altered tests that no repair passes (judging/hidden/control.py).
+
 Every step of a task with steps is examined like an attempt (judging/steps.py). A verifier with an image of its own gets
 the artifacts of a fresh sandbox of the task's image, in which the candidate's changes were made (judging/artifacts.py).
 
@@ -19,7 +21,7 @@ that our own parts lose are infrastructure failures.
 
 import asyncio
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -27,11 +29,13 @@ import msgspec
 from headrace.judging import artifacts, checkers, rules, steps
 from headrace.judging.candidates import Candidate, from_root, image_changes, repository
 from headrace.judging.grading import LARGEST, examined
+from headrace.judging.hidden.control import Altered, control
 from headrace.judging.machines import Machines, S
 from headrace.judging.outcomes import RefusedOutput
-from headrace.judging.rules import Severity
-from headrace.judging.verdicts import Examination, NoVerdict, Verdict, conclude, passes
+from headrace.judging.solutions.known import AgentSandboxes, NoSolution
+from headrace.judging.verdicts import Control, Examination, NoVerdict, Verdict, conclude, passes
 from headrace.messages.plugins import Plugin
+from headrace.messages.rollout import Trajectory
 from headrace.messages.sandbox import (
     Acquire,
     ApplyChanges,
@@ -47,13 +51,15 @@ from headrace.messages.sandbox import (
     SandboxLost,
     WriteFiles,
 )
-from headrace.messages.tasks import ANSWER, Verifier
+from headrace.messages.tasks import ANSWER, Oracle, Verifier
 from headrace.sandboxes.calls import NodeSilent, Superseded
 from headrace.tasks.sandboxes import for_task
 from headrace.vmhost.guest.names import of_key
 
 TRIES = 3
 """Number of sandboxes of one candidate that our own parts may lose before the judge gives up."""
+CONTROL_ATTEMPT = 1 << 24
+"""Added to an attempt's number for the sandbox of altered tests."""
 RETRY_S = 0.5
 """Pause before another sandbox is asked for, times the number of failures."""
 
@@ -73,8 +79,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     again: bool = False
     """Examine it a second time even where nothing is suspicious (group isolation alone)."""
     lease_s: float = 120.0
-    severities: Mapping[str, Severity] = {}
-    """Rules whose severity differs from the table."""
 
 
 async def examine(candidate: Candidate, machines: Machines[S], report: Report, options: Options) -> Verdict:
@@ -86,12 +90,12 @@ async def examine(candidate: Candidate, machines: Machines[S], report: Report, o
     """
     verdicts: list[Verdict] = []
     for part in steps.parts(candidate):
-        examiner = _Examiner(part, machines, report, options)
+        examiner = _Examiner(part, candidate, machines, report, options)
         verdict = await examiner.verdict()
         verdicts.append(msgspec.structs.replace(verdict, plugins=tuple(examiner.plugins)))
         if steps.ends(candidate, verdicts):
             break
-    return steps.combined(candidate, verdicts, options.severities)
+    return steps.combined(candidate, verdicts)
 
 
 class _CandidateDied(Exception):
@@ -105,7 +109,11 @@ class _NotApplied(Exception):
 class _Examiner:
     """The examinations of one candidate."""
 
-    def __init__(self, candidate: Candidate, machines: Machines[Any], report: Report, options: Options) -> None:
+    def __init__(
+        self, candidate: Candidate, whole: Candidate, machines: Machines[Any], report: Report, options: Options
+    ) -> None:
+        """whole: the attempt at all steps of its task; the candidate itself where the task has no steps."""
+        self.whole = whole
         self.candidate, self.machines, self.report, self.options = candidate, machines, report, options
         self.plugins: dict[Plugin, None] = {}
         """Backends from outside of headrace that made its sandboxes, in their order."""
@@ -134,7 +142,59 @@ class _Examiner:
         if rules.impossible_passed(oracle, counted.ok):
             text = f"{trajectory.id} passes tests that no honest fix can pass: it took over the process that runs them"
             await self.report("canary_passed", text, "error", **self.where)
-        return conclude(oracle, counted, suspicions, again=again, severities=self.options.severities)
+        else:
+            counted = msgspec.structs.replace(counted, control=await self._control(counted))
+        return conclude(oracle, counted, suspicions, again=again)
+
+    async def _control(self, real: Examination) -> Control:
+        """Whether a candidate that passes, or has a part of the reward, passes altered tests as well; then also whether
+        the known solution does, because a command may not run the tests that were altered."""
+        trajectory, oracle = self.candidate.trajectory, self.candidate.oracle
+        if not real.ok and (real.value or 0.0) <= (oracle.grading.lowest or 0.0):
+            return ""
+        try:
+            altered = control(oracle, trajectory.diff)
+        except Exception as error:
+            raise _fault(error) from error
+        if altered is None or not altered.passed(await self._other(trajectory, altered.oracle, "control"), real):
+            return ""
+        if not await self._known_fails(altered, real):
+            await self.report("control_blind", f"{trajectory.id}: its altered tests prove nothing", "warning")
+            return "blind"
+        text = f"{trajectory.id} passes altered tests, which no repair can pass: what passed was not the repair"
+        await self.report("control_passed", text, "error", **self.where)
+        return "passed"
+
+    async def _known_fails(self, altered: Altered, real: Examination) -> bool:
+        """Whether the known solution passes the tests, and fails the altered ones that a candidate passed. real: the
+        examination of the candidate, whose part of the reward the known solution must not get from them either."""
+        trajectory, whole = self.candidate.trajectory, self.whole
+        sandboxes = AgentSandboxes(whole.task, whole.oracle, self.machines, self.options.lease_s, trajectory.run)
+        try:
+            solution = await sandboxes.known()
+        except NoSolution:
+            return False
+        step = trajectory.attempt // steps.STEP if whole.oracle.steps else 0
+        changes = msgspec.structs.asdict([*solution.earlier, solution.last][step])
+        solved = msgspec.structs.replace(trajectory, group=f"{trajectory.group}-{trajectory.slot}-known", **changes)
+        if not (await self._other(solved, self.candidate.oracle, "known")).ok:
+            return False
+        return not altered.passed(await self._other(solved, altered.oracle, "known-control"), real)
+
+    async def _other(self, trajectory: Trajectory, oracle: Oracle, name: str) -> Examination:
+        """The examination of other changes or by other tests."""
+        task = self.candidate.task
+        try:
+            files = task.files if task.image else repository(task, oracle, trajectory.diff, trajectory.deleted)
+        except Exception as error:
+            raise _fault(error) from error
+        attempt = trajectory.attempt + CONTROL_ATTEMPT * (1 + name.endswith("-control"))
+        again = msgspec.structs.replace(trajectory, id=f"{trajectory.id}-{name}", attempt=attempt)
+        candidate = Candidate(trajectory=again, task=task, oracle=oracle)
+        examiner = _Examiner(candidate, self.whole, self.machines, self.report, self.options)
+        examination = await examiner._examination(files, trajectory.isolation, thorough=False)
+        self.plugins.update(examiner.plugins)
+        return examination
 
     async def _checked(self, suspicions: tuple[str, ...]) -> Verdict:
         """The verdict on a message: the checker's number, without a sandbox. PluginError when it has no checker."""
@@ -272,7 +332,11 @@ class _Examiner:
         )
         sandbox = await self.machines.acquire(source)
         try:
-            await self._change(sandbox, from_root(task, image_changes(task, self.candidate.trajectory)), "artifacts")
+            await self._change(
+                sandbox,
+                from_root(task, image_changes(task, self.candidate.oracle, self.candidate.trajectory)),
+                "artifacts",
+            )
             return await artifacts.collect(sandbox, verifier.artifacts)
         except artifacts.NotCollected as error:
             raise _NotApplied(str(error)) from None
@@ -289,7 +353,9 @@ class _Examiner:
 
     async def _apply(self, sandbox: Sandbox, call_id: str) -> None:
         """Make the candidate's changes in a fresh sandbox of its image, then add the hidden tests."""
-        await self._change(sandbox, image_changes(self.candidate.task, self.candidate.trajectory), call_id)
+        await self._change(
+            sandbox, image_changes(self.candidate.task, self.candidate.oracle, self.candidate.trajectory), call_id
+        )
         await self._add_tests(sandbox, call_id)
 
     async def _change(self, sandbox: Sandbox, changes: ApplyChanges, call_id: str) -> None:

@@ -8,21 +8,20 @@ reached step for the last one; then a policy could earn more by missing a condit
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET
 
 from headrace.judging import rules
 from headrace.judging.candidates import Candidate
-from headrace.judging.rules import Severity
 from headrace.judging.verdicts import Examination, Verdict, conclude, passes
 from headrace.messages.judging import StepScore
 from headrace.messages.rollout import Trajectory
 from headrace.messages.sandbox import Snapshot
 from headrace.registry import merged
 
-_STEP = 1 << 16
+STEP = 1 << 16
 """Added to an attempt's number for each step, so that every step has a sandbox of its own."""
 
 
@@ -41,7 +40,7 @@ def parts(candidate: Candidate) -> list[Candidate]:
         part = msgspec.structs.replace(
             trajectory,
             id=f"{trajectory.id}-step{index + 1}",
-            attempt=trajectory.attempt + index * _STEP,
+            attempt=trajectory.attempt + index * STEP,
             earlier=UNSET,
             **changes,
         )
@@ -97,9 +96,7 @@ def ends(candidate: Candidate, verdicts: Sequence[Verdict]) -> str:
     return ""
 
 
-def combined(
-    candidate: Candidate, verdicts: Sequence[Verdict], severities: Mapping[str, Severity] | None = None
-) -> Verdict:
+def combined(candidate: Candidate, verdicts: Sequence[Verdict]) -> Verdict:
     """The verdict on the attempt. verdicts: those of the steps up to the first that `ends` it, or of the only part."""
     oracle = candidate.oracle
     if not oracle.steps:
@@ -120,7 +117,6 @@ def combined(
         examination,
         tuple(matched),
         again="other" if "other" in seconds else "same" if "same" in seconds else "",
-        severities=severities,
     )
     refused = next((verdict.reason for verdict in verdicts if verdict.reason), "")
     return msgspec.structs.replace(verdict, reason=refused, plugins=merged(*(verdict.plugins for verdict in verdicts)))

@@ -4,19 +4,20 @@ The verdict is a pure function of what was reported, what was expected and which
 re-judging from records call the same one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from headrace.judging import rules
-from headrace.judging.rules import Severity
 from headrace.messages.judging import RubricScore, Score, StepScore
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import TestOutcome
 from headrace.messages.tasks import Oracle
 
 Decision = Literal["passed", "failed", "cheating", "candidate_crash"]
+Control = Literal["", "passed", "blind"]
+"""``passed``: altered tests passed; ``blind``: they pass over the known solution, too, or there is none."""
 COMMAND = "command"
 """The one test of a command whose exit code decides."""
 
@@ -41,6 +42,8 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of the machine that the integrity check found changed."""
     alone: bool = False
     """Whether the machine held no other candidate."""
+    control: Control = ""
+    """Of altered tests (judging/hidden/control.py): empty where they failed as they should."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,20 +132,15 @@ def named_passed(tests: Sequence[TestOutcome], to_pass: Sequence[str], to_keep: 
     )
 
 
-def decide(
-    ok: bool, suspicions: Sequence[str], severities: Mapping[str, Severity] | None = None, *, partly: bool = False
-) -> Decision:
+def decide(ok: bool, suspicions: Sequence[str], *, partly: bool = False) -> Decision:
     """``passed``, ``failed`` or ``cheating``. partly: whether a failed attempt has a reward.
 
-    Changed tests do not void a pass, because the host's own tests replaced them; without a pass they are an attempt to
-    cheat. A changed machine is such an attempt with or without a pass.
+    A finding of the examination voids a pass; notes do not. A changed machine is cheating with or without a pass.
     """
-    zero = rules.zero_rules(suspicions, severities)
-    if (ok or partly) and zero - {"changes_tests"}:
+    findings = rules.void(suspicions)
+    if findings and (ok or partly or rules.TOUCHED in findings):
         return "cheating"
-    if ok:
-        return "passed"
-    return "cheating" if zero & {"changes_tests", *rules.WHETHER_PASSED} else "failed"
+    return "passed" if ok else "failed"
 
 
 def conclude(
@@ -151,17 +149,17 @@ def conclude(
     suspicions: Sequence[str],
     *,
     again: Literal["", "same", "other"] = "",
-    severities: Mapping[str, Severity] | None = None,
 ) -> Verdict:
     """The verdict on an examination. suspicions: of the diff and of the episode; what the examination itself found is
     added here."""
     matched = list(suspicions)
     if examination.alone:
-        matched += [f"machine_touched:{what}" for what in examination.touched]
+        matched += [f"{rules.TOUCHED}:{what}" for what in examination.touched]
     matched += rules.impossible_passed(oracle, examination.ok)
-    table = {rule.name: rule.severity for rule in oracle.cheating} | dict(severities or {})
+    if examination.control:
+        matched.append(f"{rules.CONTROL if examination.control == 'passed' else rules.BLIND}:tests")
     partly = bool(examination.value) or any(step.value for step in examination.steps)
-    decided = decide(examination.ok, matched, table, partly=partly)
+    decided = decide(examination.ok, matched, partly=partly)
     decision: Decision = "candidate_crash" if examination.crashed else decided
     return Verdict(
         decision=decision,
@@ -179,8 +177,9 @@ def conclude(
 def recorded(score: Score, oracle: Oracle) -> Examination:
     """The examination that a Score records. Its machine counts as the candidate's own, because the Score's findings
     about the machine are from there."""
-    prefix = "machine_touched:"
+    prefix = f"{rules.TOUCHED}:"
     refused = score.reason.partition("refused_output: ")[2]
+    names = {entry.partition(":")[0] for entry in score.suspicions}
     return Examination(
         ok=score.verdict != "candidate_crash" and not refused and passes(oracle, score.tests, score.value),
         tests=score.tests,
@@ -190,4 +189,5 @@ def recorded(score: Score, oracle: Oracle) -> Examination:
         refused=refused,
         touched=tuple(entry.removeprefix(prefix) for entry in score.suspicions if entry.startswith(prefix)),
         alone=True,
+        control="passed" if rules.CONTROL in names else "blind" if rules.BLIND in names else "",
     )

@@ -177,6 +177,9 @@ class Certificate(Message, frozen=True, kw_only=True):
     """Weaknesses of the tests that do not void the certificate, such as a share of refused mutations below 80 %."""
     leaks: tuple[str, ...] = ()
     """Parts of the solution or the hidden tests that the agent can read."""
+    risks: tuple[str, ...] | UnsetType = UNSET
+    """Why a pass may prove no repair. Training on such a task needs `[tasks] at_risk`. Unset it is not encoded, so
+    older certificates stay as they are."""
 
 
 @message("certify_asked")

@@ -296,7 +296,7 @@ class Trajectory(Message, frozen=True, kw_only=True):
     originals: dict[str, bytes] = {}
     """The former content of changed files of an image, as far as it is small."""
     touched: tuple[str, ...] = ()
-    """Changed paths outside the allowed ones: the judge's tests ignore them, its cheating rules read them."""
+    """Changed paths outside the allowed ones: the judge's tests ignore them, its notes name them."""
     earlier: tuple[Snapshot, ...] | UnsetType = UNSET
     """The changes so far at the end of every earlier step; the fields above are those of the step that was reached."""
     digest_before: str = ""

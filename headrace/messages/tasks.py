@@ -107,14 +107,13 @@ class TestPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheatRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A cheating rule of a suite: another severity for one of the judge's own rules, or a rule of the suite's own."""
+    """A pattern of a suite: its matches are reported with the Score and take no reward."""
 
     name: str
-    """Of judging/rules.py, or a new one."""
-    severity: Literal["note", "zero"]
-    """``note`` is reported and judged twice; ``zero`` turns a pass into ``cheating``."""
+    severity: Literal["note", "zero"] = "note"
+    """Without effect; up to judge j6 a match of ``zero`` voided a pass."""
     pattern: str = ""
-    """Regular expression over a changed file, for a new rule: it matches where a diff adds an occurrence."""
+    """Regular expression over a changed file; it matches where a diff adds an occurrence."""
 
 
 class Criterion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -153,7 +152,8 @@ class Grading(msgspec.Struct, frozen=True, kw_only=True):
     reference: dict[str, str] = {}
     """The checker's data, such as ``answer``."""
     trust: Literal["report", "log"] = "report"
-    """``log``: a line that the candidate prints can forge the verdict. Training on it needs `[tasks] train_on_logs`."""
+    """``log``: tests that nobody can alter are read from printed lines, which the candidate can forge. Training on it
+    needs `[tasks] at_risk`."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -296,7 +296,7 @@ class Oracle(Message, frozen=True, kw_only=True):
     """The message that solves a task without a sandbox."""
     grading: Grading = Grading()
     cheating: tuple[CheatRule, ...] = ()
-    """The suite's cheating rules, on top of the judge's own."""
+    """Patterns that the suite's people want to be told of, on top of the judge's own."""
     rubric: tuple[Criterion, ...] = ()
     """Criteria of this task, beside those of `[judge] rubric`."""
     separate: bool = False

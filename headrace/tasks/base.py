@@ -1,9 +1,12 @@
 """A suite: tasks under one name, each with the agent's side and the judge's side."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from headrace.messages.tasks import Oracle, Task
+
+Trust = Literal["report", "log"]
+"""``log``: only what the candidate's own programs print decides (`Grading.trust`)."""
 
 
 class UnknownSuite(LookupError):
@@ -36,6 +39,12 @@ def both_sides(suite: Suite, id: str) -> tuple[Task, Oracle]:
     except Exception as error:
         text = f"suite {suite.name}: task {id!r} cannot be made: {type(error).__name__}: {error}"
         raise UnknownSuite(text) from error
+
+
+def trust_of(suite: Suite) -> Trust:
+    """``log`` where a task of the suite says so; a suite without the attribute ``trust`` reports its tests."""
+    trust: Trust = getattr(suite, "trust", "report")
+    return trust
 
 
 def try_first(suite: Suite) -> None:

@@ -14,11 +14,12 @@ import msgspec
 
 from headrace.messages.judging import Certificate, SuiteCertificates
 from headrace.messages.tasks import CANARY, Oracle, Task
-from headrace.tasks.base import Suite, both_sides
+from headrace.tasks.base import Suite, both_sides, trust_of
 
 BUNDLED = Path(__file__).parent / "generated" / "certificates"
 """The certificates of the generated suites; ``headrace tasks certify --bundled`` writes them."""
 OPT_IN = "set [tasks] uncertified = true to train on it nevertheless"
+AT_RISK = "set [tasks] at_risk = true to train on it nevertheless"
 
 
 def task_hash(task: Task, oracle: Oracle) -> str:
@@ -116,8 +117,16 @@ def _address(certificates: Sequence[Certificate]) -> str:
     return sha256(msgspec.json.encode(tuple(certificates))).hexdigest()
 
 
-def refusal(suite: Suite, root: str | Path, uncertified: bool) -> str:
-    """Why the suite may not be trained on, in one sentence; empty when every task is certified or `uncertified`."""
+def forgeable(suite: Suite, at_risk: bool) -> str:
+    """Why a suite that only printed lines judge may not be trained on, in one sentence; empty when it may."""
+    if trust_of(suite) == "report" or at_risk:
+        return ""
+    return f"suite {suite.name} reads its verdicts from logs, which a policy in training can forge; {AT_RISK}"
+
+
+def refusal(suite: Suite, root: str | Path, uncertified: bool, at_risk: bool = False) -> str:
+    """Why the suite may not be trained on, in one sentence; empty when every task is certified or `uncertified`, and
+    none has a risk or `at_risk`."""
     if uncertified:
         return ""
     for part, ids in _parts(suite):
@@ -141,6 +150,12 @@ def refusal(suite: Suite, root: str | Path, uncertified: bool) -> str:
                 f"{len(bad)} of {len(ids)} tasks of suite {part.name} are not certified, such as {bad[0].task.task} "
                 f"({bad[0].verdict}: {why}); remove them from the suite, or {OPT_IN}"
             )
+        risky = [] if at_risk else [by_task[id] for id in ids if by_task[id].risks]
+        if risky:
+            return (
+                f"{len(risky)} of {len(ids)} tasks of suite {part.name} are at risk, such as {risky[0].task.task}: "
+                f"{'; '.join(risky[0].risks or ())}; remove them from the suite, or {AT_RISK}"
+            )
         # A generated suite follows from its templates: one task shows another generator or sealing, and each task of
         # the sample is compared before a task of its template is issued (`AtIssue`).
         for id in ids[:1] if made.source else ids:
@@ -160,7 +175,7 @@ def wanting(suite: Suite, root: str | Path) -> dict[str, tuple[Suite, str]]:
     """The tasks that have to be examined before the suite may be trained on: hash to suite and id."""
     wanted = {}
     for part, ids in _parts(suite):
-        if refusal(part, root, False):
+        if refusal(part, root, uncertified=False, at_risk=True):
             wanted.update({task_hash(*both_sides(part, id)): (part, id) for id in ids})
     return wanted
 

@@ -12,8 +12,7 @@ from typing import overload
 import msgspec
 
 from headrace.messages.tasks import Oracle, Task, TaskRef
-from headrace.tasks.base import Suite, UnknownSuite
-from headrace.tasks.trust import Trust, trust_of
+from headrace.tasks.base import Suite, Trust, UnknownSuite, trust_of
 
 NAME = "mix"
 _PART = re.compile(r"(?P<name>.+?)(?:\*(?P<weight>[1-9]\d{0,3}))?")

@@ -52,7 +52,8 @@ class _Comparison(NamedTuple):
     literal: str
 
 
-def _literal(node: ast.expr) -> bool:
+def literal(node: ast.expr) -> bool:
+    """Whether an expression is a literal."""
     try:
         ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -78,12 +79,12 @@ def _comparison(node: ast.stmt) -> _Comparison | None:
     if compared is None or any(isinstance(part, ast.Await | ast.Starred | ast.Yield) for part in ast.walk(node)):
         return None
     left, right = compared
-    if not _literal(left) and not _literal(right):
+    if not literal(left) and not literal(right):
         return _Comparison((left, right), "")
-    if _literal(left) and _literal(right):
+    if literal(left) and literal(right):
         return None
-    value, literal = (left, right) if _literal(right) else (right, left)
-    return _Comparison((value,), ast.unparse(literal))
+    value, wanted = (left, right) if literal(right) else (right, left)
+    return _Comparison((value,), ast.unparse(wanted))
 
 
 def _asserts(node: ast.AST) -> bool:
@@ -110,9 +111,7 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
         inside = _enclosing(tree)  # the one walk over the tree: every task is sealed whenever it is made
         comparisons += sum(map(_asserts, inside))
         source = files[path]
-        starts = [0]
-        for line in source.splitlines(keepends=True):
-            starts.append(starts[-1] + len(line))
+        starts = line_starts(source)
         cuts: list[tuple[int, int, bytes]] = []
         numbers: dict[ast.stmt, int] = {}
         within: Counter[ast.AST] = Counter()
@@ -122,8 +121,8 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
             if comparison is None:
                 continue
             if number not in leave:
-                begin, end = _span(starts, node)
-                value = b"), (".join(source[slice(*_span(starts, part))] for part in comparison.values)
+                begin, end = span(starts, node)
+                value = b"), (".join(source[slice(*span(starts, part))] for part in comparison.values)
                 lines = b"\n" * (source[begin:end].count(b"\n") - value.count(b"\n"))
                 cuts.append((begin, end, b"__observe__(%d, (%s%s))" % (number, value, lines)))
                 literals[number] = comparison.literal
@@ -178,7 +177,16 @@ def seen_by(sealed: Sealed, tests: Collection[str]) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def _span(starts: Sequence[int], node: ast.stmt | ast.expr) -> tuple[int, int]:
+def line_starts(source: bytes) -> list[int]:
+    """The place of every line's first byte, and the end."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    return starts
+
+
+def span(starts: Sequence[int], node: ast.stmt | ast.expr) -> tuple[int, int]:
+    """The places of a node's first byte and of its end. starts: `line_starts` of its module."""
     assert node.end_lineno is not None and node.end_col_offset is not None
     return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 

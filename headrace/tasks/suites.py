@@ -17,13 +17,12 @@ from headrace.messages.codec import UnreadableMessage, decode_as, encode
 from headrace.messages.plugins import Plugin
 from headrace.messages.tasks import CANARY, Oracle, Task
 from headrace.registry import PluginError, Registry, plugins
-from headrace.tasks.base import Suite, UnknownSuite
+from headrace.tasks.base import Suite, Trust, UnknownSuite
 from headrace.tasks.generated import notes, repositories
 from headrace.tasks.generated.seeds import SeedIds
 from headrace.tasks.impossible import CanarySuite
 from headrace.tasks.mix import NAME as MIX
 from headrace.tasks.mix import mixed, parts
-from headrace.tasks.trust import Trust
 from headrace.tasks.workspace import WORKSPACE, WorkspaceSuite
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"

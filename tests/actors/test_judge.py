@@ -45,7 +45,7 @@ async def environment(connect: Connect, tmp_path: Path) -> AsyncIterator[Environ
 async def test_verdicts(connect: Connect, environment: Environment, tmp_path: Path, observer: Bus) -> None:
     weaker = b"def test_nothing():\n    assert True\n"
     async with living(Judge, config(tmp_path), await connect("judge"), "j1"):
-        right, wrong, sly, forger, crash, broken = await asyncio.gather(
+        right, wrong, sly, odd, crash, broken = await asyncio.gather(
             judged(observer, trajectory("j1", "g1", {PATH: FIXED}, slot=0)),
             judged(observer, trajectory("j1", "g1", {}, slot=1)),
             judged(observer, trajectory("j1", "g1", {"test_hidden.py": weaker}, slot=2, touched=("test_hidden.py",))),
@@ -61,8 +61,8 @@ async def test_verdicts(connect: Connect, environment: Environment, tmp_path: Pa
     assert len(blind) == 1 and "lacks the capability inspect" in blind[0]
     assert (right.sampled_tokens, right.calls, right.turns, right.family) == (3, 1, 1, TASK.family)
     assert (wrong.verdict, wrong.passed, wrong.reward) == ("failed", False, 0.0)
-    assert (sly.verdict, sly.reward) == ("cheating", 0.0)
-    assert (forger.verdict, forger.reward, forger.suspicions) == ("cheating", 0.0, (f"import_system:{PATH}",))
+    assert (sly.verdict, sly.reward) == ("failed", 0.0)
+    assert (odd.verdict, odd.reward, odd.suspicions) == ("passed", 1.0, ()), "a word in a text takes nothing away"
     assert (crash.verdict, crash.reward) == ("failed", 0.0)
     assert (broken.verdict, broken.reward) == ("failed", 0.0)
 
@@ -153,18 +153,6 @@ async def test_our_own_failure_is_no_verdict(
     assert [r async for r in observer.history("HR_SCORE", SCORE.where(run="j4"))] == []
 
 
-async def test_a_severity_of_a_rule_that_does_not_exist_is_told(
-    connect: Connect, tmp_path: Path, observer: Bus
-) -> None:
-    """Before, a misspelt rule kept its severity without an error."""
-    severities = JudgeSection(severities={"mispelt": "zero", "machine_touched": "note"})
-    async with living(Judge, config(tmp_path, judge=severities), await connect("judge"), "j6"):
-        where = EVENT.where(run="j6", actor="judge", type="event")
-        events = [received.message async for received in observer.history("HR_EVENT", where)]
-    [told] = [event for event in events if isinstance(event, Event) and event.kind == "severity_of_no_rule"]
-    assert "mispelt" in told.text and "machine_touched" not in told.text
-
-
 async def test_a_trajectory_of_an_unknown_task_is_a_dead_letter(
     connect: Connect, tmp_path: Path, observer: Bus
 ) -> None:
@@ -228,7 +216,7 @@ async def test_every_suspicious_verdict_is_made_again_and_few_others(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
 ) -> None:
     async with living(Judge, config(tmp_path, judge=JudgeSection(again=0.0)), await connect("judge"), "j9"):
-        sly = {PATH: FIXED + b"\nimport sys\nsys.modules\n"}
+        sly = {PATH: FIXED, "conftest.py": b""}
         scores = await asyncio.gather(
             judged(observer, trajectory("j9", "g1", {PATH: FIXED}, isolation="group")),
             judged(observer, trajectory("j9", "g1", sly, slot=1, isolation="group")),

@@ -13,7 +13,7 @@ from headrace.messages.sandbox import Change, SandboxReply
 from headrace.messages.tasks import HOST_FOLDER
 from headrace.vmhost.guest.frames import Garbage
 from headrace.vmhost.protocol import to_changes, to_frame
-from tests.judging.test_rules import TASK, acted
+from tests.judging.test_rules import ORACLE, TASK, acted
 
 IMAGE_TASK = msgspec.structs.replace(TASK, image="sha256:1", allowed=("app/**", "/etc/app/*"))
 
@@ -21,7 +21,7 @@ IMAGE_TASK = msgspec.structs.replace(TASK, image="sha256:1", allowed=("app/**", 
 def judged(*changes: Change, files: dict[str, bytes]) -> tuple[str, ...]:
     """The paths that the judge changes for these claims."""
     claim = msgspec.structs.replace(acted("true"), changes=changes, diff=files)
-    return tuple(change.path for change in image_changes(IMAGE_TASK, claim).changes)
+    return tuple(change.path for change in image_changes(IMAGE_TASK, ORACLE, claim).changes)
 
 
 def test_nothing_is_written_through_a_link() -> None:
@@ -59,7 +59,7 @@ def test_forged_changes_are_refused_or_stay_in_the_allowed_paths(count: int) -> 
             continue
         assert encode(SandboxReply(result=reply))[0]
         claim = msgspec.structs.replace(acted("true"), changes=reply.changes, diff=reply.files)
-        made = image_changes(IMAGE_TASK, claim)
+        made = image_changes(IMAGE_TASK, ORACLE, claim)
         _, contents = to_frame(made)
         assert len(contents) == sum(change.kind == "file" for change in made.changes)
         links = {PurePosixPath(change.path) for change in made.changes if change.kind == "link"}

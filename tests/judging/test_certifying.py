@@ -83,9 +83,9 @@ async def test_tests_that_notice_the_bug_run_first(host: Host, tmp_path: Path, m
     assert (made.gold_passed, made.noop, made.stub, made.mutants) == (1, "failed", "failed", 2)
     whole, few = plan.paths, NAMES[:1]
     # The known solution, no change, the known solution with the few, empty functions; then the two broken solutions, of
-    # which `a >= b` is no bug: it passes the few, and all tests run.
-    assert machines.plans[:4] == [whole, whole, few, few]
-    assert sorted(machines.plans[4:]) == sorted([few, few, whole])
+    # which `a >= b` is no bug: it passes the few, and all tests run. Code that passes runs with altered tests as well.
+    assert machines.plans[:6] == [whole, NAMES, whole, few, few, few]
+    assert sorted(machines.plans[6:]) == sorted([few, few, few, whole, NAMES])
     assert made.survivors == ("code_.py:2: > -> >=",)
 
 
@@ -121,7 +121,7 @@ def test_type():
     with open("%s", "a+") as runs:
         runs.write("x")
         runs.seek(0)
-        assert len(runs.read()) %% 4
+        assert len(runs.read()) %% 5
 """
 
 
@@ -324,4 +324,6 @@ def test_a_suite_is_certified_where_its_images_are(
     settings += ["--set", f"environment.cache_dir={json.dumps(str(images))}"]
     assert main(["tasks", "certify", "s", *settings]) == 0
     assert "1 of 1 tasks are certified" in capsys.readouterr().out
-    assert certificates.refusal(open_suite("s", tmp_path), tmp_path, False) == ""
+    suite = open_suite("s", tmp_path)
+    assert certificates.refusal(suite, tmp_path, False, at_risk=True) == ""
+    assert "its tests cannot be altered" in certificates.refusal(suite, tmp_path, False), "they are a shell script"

@@ -80,17 +80,18 @@ async def test_named_tests_decide_and_a_test_that_always_fails_does_not(host: Ho
     fixed = await verdict(host, answers, {"calc.py": FIX})
     assert fixed.decision == "passed"
     assert {test.name: test.outcome for test in fixed.tests}["test_calc.py::test_known_to_fail"] == "failed"
-    assert fixed.suspicions == ("imports_by_name:calc.py",), "reported, and no zero"
+    assert fixed.suspicions == ()
     assert (await verdict(host, answers, {})).decision == "failed"
 
 
-async def test_a_log_decides_where_the_sandbox_reports_nothing_and_can_be_forged(host: Host) -> None:
-    answers = oracle(msgspec.structs.replace(NAMED, parser="pytest", trust="log"), SUMMARY, expected=EXPECTED)
+async def test_a_log_decides_where_the_sandbox_reports_nothing_and_a_forged_one_is_found_out(host: Host) -> None:
+    logged = msgspec.structs.replace(NAMED, parser="pytest")
+    answers = oracle(logged, SUMMARY, expected=EXPECTED, solution={"calc.py": FIX})
     assert (await verdict(host, answers, {"calc.py": FIX})).decision == "passed"
     assert (await verdict(host, answers, {})).decision == "failed"
     forged = await verdict(host, answers, {"calc.py": FORGED})
     assert {test.outcome for test in forged.tests if test.name in EXPECTED} == {"passed"}
-    assert forged.decision == "cheating", "a rule saw how; a way without a rule is why such tasks have trust = log"
+    assert (forged.decision, forged.suspicions) == ("cheating", ("control:tests",)), "it prints the same for any tests"
 
 
 @pytest.mark.parametrize(
@@ -113,10 +114,27 @@ async def test_commands(host: Host, grading: Grading, argv: str, fixed: float | 
 
     plan = tasks.TestPlan(kind="command", argv=tuple(shlex.split(argv)))
     hidden = {"test_calc.py": TESTS, ".headrace/empty": b""}
-    answers = oracle(grading, plan, hidden=hidden)
+    answers = oracle(grading, plan, hidden=hidden, solution={"calc.py": FIX})
     good, bad = await verdict(host, answers, {"calc.py": FIX}), await verdict(host, answers, {})
     assert (good.decision, good.value) == ("passed", fixed), good
     assert (bad.decision, bad.value) == ("failed", broken), bad
+    # The commands that hold their own expectation do not run the tests that are altered; the known solution shows it.
+    assert good.suspicions == (() if grading.kind == "all_tests" else ("control_blind:tests",))
+
+
+async def test_a_part_of_the_reward_that_no_altered_test_gives_is_kept(host: Host) -> None:
+    line = "python3 -m pytest -q -k 'add or zero' test_calc.py && echo 1 > .headrace/r || echo 0.5 > .headrace/r"
+    plan = tasks.TestPlan(kind="command", argv=("sh", "-c", line))
+    hidden = {"test_calc.py": TESTS, ".headrace/empty": b""}
+    graded = Grading(kind="reward_file", file=".headrace/r")
+    answers = oracle(graded, plan, hidden=hidden, solution={"calc.py": FIX})
+    half = await verdict(host, answers, {})
+    assert (half.decision, half.value, half.suspicions) == ("failed", 0.5, ("control_blind:tests",))
+    whole = await verdict(host, answers, {"calc.py": FIX})
+    assert (whole.decision, whole.value, whole.suspicions) == ("passed", 1.0, ())
+    paid = b"import os\nos.makedirs('.headrace', exist_ok=True)\nopen('.headrace/r', 'w').write('1')\n"
+    killed = await verdict(host, answers, {"calc.py": paid + b"os.kill(os.getppid(), 9)\nos._exit(0)\n"})
+    assert killed.decision != "passed" and not (killed.decision == "failed" and killed.value)
 
 
 async def test_a_candidate_writes_no_reward_file_of_its_own(host: Host) -> None:
@@ -147,21 +165,15 @@ async def test_a_message_is_graded_without_a_sandbox() -> None:
     assert broken.value.reason == "reward_error"
 
 
-def test_a_suite_changes_severities_and_adds_patterns() -> None:
+def test_a_pattern_of_a_suite_is_told_and_takes_nothing_away() -> None:
     from headrace.judging import rules
 
-    cheating = (
-        CheatRule(name="native_code", severity="note"),
-        CheatRule(name="reads_answers", severity="zero", pattern=r"answers\.json"),
-    )
-    answers = oracle(NAMED, PYTEST, expected=EXPECTED, cheating=cheating)
+    told = (CheatRule(name="reads_answers", pattern=r"answers\.json"),)
+    answers = oracle(NAMED, PYTEST, expected=EXPECTED, cheating=told)
     task = Task(ref=REF, family="toy", prompt="", files={}, allowed=("**",), tests=PYTEST)
-    ok = verdicts.Examination(ok=True)
-    for code, decision in ((b"import ctypes\n", "passed"), (b"open('answers.json')\n", "cheating")):
-        matched = rules.suspicions(task, answers, {"calc.py": code}, ())
-        assert len(matched) == 1 and verdicts.conclude(answers, ok, matched).decision == decision
-    overridden = verdicts.conclude(answers, ok, ("reads_answers:calc.py",), severities={"reads_answers": "note"})
-    assert overridden.decision == "passed"
+    matched = rules.suspicions(task, answers, {"calc.py": b"open('answers.json')\n"}, ())
+    assert matched == ("reads_answers:calc.py",)
+    assert verdicts.conclude(answers, verdicts.Examination(ok=True), matched).decision == "passed"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import UNSET
 
@@ -12,7 +13,7 @@ from headrace.judging.verdicts import Verdict, conclude, recorded
 from headrace.messages.judging import Score
 from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
 from headrace.messages.sandbox import Snapshot
-from headrace.messages.tasks import Grading, Oracle, Step, Steps, StepTests, Task, TaskRef, TestPlan
+from headrace.messages.tasks import CheatRule, Grading, Oracle, Step, Steps, StepTests, Task, TaskRef, TestPlan
 
 REF = TaskRef("s", "t")
 PLAN = TestPlan(kind="command", argv=("true",))
@@ -57,6 +58,12 @@ def outcome(attempt: Candidate, *verdicts: Verdict) -> tuple[str, float | None, 
     return verdict.decision, verdict.value, [round(step.share, 6) for step in verdict.steps]
 
 
+def told(attempt: Candidate) -> Candidate:
+    """The attempt at a task whose suite asks for a note."""
+    rule = CheatRule(name="imports_pytest", pattern="import pytest")
+    return msgspec.structs.replace(attempt, oracle=msgspec.structs.replace(attempt.oracle, cheating=(rule,)))
+
+
 def test_every_step_that_was_reached_is_a_candidate_of_its_own() -> None:
     first, second = parts(candidate(reached=2))
     assert [first.trajectory.diff, second.trajectory.diff["x.txt"]] == [{"x.txt": b"0"}, b"1"]
@@ -69,10 +76,10 @@ def test_every_step_that_was_reached_is_a_candidate_of_its_own() -> None:
 
 
 def test_a_file_that_came_with_a_step_is_no_change_of_the_attempt() -> None:
-    assert suspicions(candidate(reached=2)) == ()
-    forged = candidate(reached=1)
+    assert suspicions(told(candidate(reached=2))) == ()
+    forged = told(candidate(reached=1))
     forged.trajectory.diff["given.py"] = b"import pytest\n"
-    assert suspicions(forged) == ("test_runner:given.py",), "before its step it is"
+    assert suspicions(forged) == ("imports_pytest:given.py",), "before its step it is"
 
 
 def test_the_mean_of_all_steps_or_the_last_one() -> None:
@@ -120,7 +127,7 @@ def test_a_step_without_a_reward_ends_the_examination_and_keeps_the_earlier_ones
 def test_a_crash_and_a_cheat_in_one_step_are_those_of_the_attempt() -> None:
     crash = Verdict(decision="candidate_crash")
     assert ends(candidate(), [crash]) and combined(candidate(), [PASSED, crash]).decision == "candidate_crash"
-    cheat = Verdict(decision="cheating", value=1.0, suspicions=("exits_early:a.py",))
+    cheat = Verdict(decision="cheating", value=1.0, suspicions=("control:tests",))
     assert ends(candidate(), [cheat]) and combined(candidate(), [cheat]).decision == "cheating"
     seconds = [Verdict(decision="failed", value=0.0, again=again) for again in ("same", "other")]
     assert combined(candidate(), seconds).again == "other"
@@ -164,10 +171,10 @@ def test_the_parts_of_the_reward_are_the_steps_and_a_recorded_score_gives_the_sa
 
 
 def test_rules_are_not_applied_to_recorded_steps_that_were_not_examined() -> None:
-    attempt = candidate(reached=2, a={"reward": 1.0})
+    attempt = told(candidate(reached=2, a={"reward": 1.0}))
     attempt.trajectory.diff["x.py"] = b"import pytest\n"
     ended = Verdict(decision="failed", value=0.5, rewards={"reward": 0.5})
     scores = combined(attempt, [ended]).steps
-    assert suspicions(attempt, scores) == () and suspicions(attempt) == ("test_runner:x.py",)
+    assert suspicions(attempt, scores) == () and suspicions(attempt) == ("imports_pytest:x.py",)
     scores = combined(candidate(reached=2), [PASSED, FAILED]).steps
-    assert suspicions(attempt, scores) == ("test_runner:x.py",)
+    assert suspicions(attempt, scores) == ("imports_pytest:x.py",)

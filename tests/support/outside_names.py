@@ -89,7 +89,7 @@ Score: run group family judge_version parts suspicions reason
 StepScore: name reason
 RubricScore: rubric digest model model_hash
 CriterionScore: id reason
-Certificate: task_hash judge_version backend=backend reasons noop stub survivors notes leaks
+Certificate: task_hash judge_version backend=backend reasons noop stub survivors notes leaks risks
 CertifyAsked: run task_hash
 SlotIssued: run group=id
 GroupClosed: run group dropped_slots

@@ -3,17 +3,18 @@
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.support.archives import Members, file, folder, link
 
 
-def programs(*names: str) -> Members:
-    """``/bin/NAME`` for every name, ``/bin/sh`` among them, and the libraries that they load."""
+def programs(*names: str, modules: Iterable[Path] = ()) -> Members:
+    """``/bin/NAME`` for every name, ``/bin/sh`` among them, and the libraries that they and the modules load."""
     places = {name: Path(found).resolve() for name in ("sh", *names) if (found := shutil.which(name))}
     assert len(places) == len(set(names)) + 1, f"this machine lacks some of {names}"
     libraries: dict[str, Path] = {}
-    for place in places.values():
+    for place in (*places.values(), *modules):
         told = subprocess.run(["ldd", str(place)], check=True, capture_output=True, text=True).stdout
         libraries |= {path: Path(path).resolve() for path in re.findall(r"(/\S+)", told)}
     folders = {str(parent).lstrip("/") for path in libraries for parent in Path(path).parents if str(parent) != "/"}

@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.messages.judging import SuiteCertificates
@@ -34,3 +35,17 @@ def test_forged_certificates_are_refused(tmp_path: Path, count: int) -> None:
     assert refused > count // 2
     path.write_bytes(true.replace(b'"rejected"', b'"certified"').replace(right.address.encode(), b"0" * 64))
     assert "was changed after it was written" in certificates.refusal(open_suite(name), tmp_path, False)
+
+
+def test_a_task_at_risk_needs_an_opt_in(tmp_path: Path) -> None:
+    suite = open_suite("generated/notes")
+    right = certificates.read(suite.name, tmp_path)
+    assert right is not None
+    first, *others = right.certificates
+    risky = [msgspec.structs.replace(first, risks=("its tests are a shell script",)), *others]
+    certificates.write(suite, risky, tmp_path / "certificates")
+    refused = certificates.refusal(suite, tmp_path, False)
+    assert f"1 of {len(risky)} tasks" in refused and "its tests are a shell script" in refused
+    assert refused.endswith("set [tasks] at_risk = true to train on it nevertheless")
+    assert certificates.refusal(suite, tmp_path, False, at_risk=True) == ""
+    assert certificates.wanting(suite, tmp_path) == {}, "another examination would find the same"

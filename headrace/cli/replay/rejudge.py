@@ -157,7 +157,6 @@ def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None
 
     reward = rewarder(config)
     machines = HostMachines(host) if host is not None else None
-    options = Options(severities=config.judge.severities)
 
     async def report(kind: str, text: str = "", level: str = "info", /, **data: object) -> None:
         if level == "error":
@@ -172,7 +171,7 @@ def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None
         candidate = Candidate(trajectory=trajectory, task=task, oracle=oracle)
         if machines is None:
             matched = suspicions(candidate, old.steps or ())
-            verdict = conclude(oracle, recorded(old, oracle), matched, severities=options.severities)
+            verdict = conclude(oracle, recorded(old, oracle), matched)
         else:
             # A machine of its own, so that a crash can only come from this candidate. No request of the run has this
             # name.
@@ -181,7 +180,7 @@ def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None
             )
             try:
                 verdict = await examine(
-                    Candidate(trajectory=alone, task=task, oracle=oracle), machines, report, options
+                    Candidate(trajectory=alone, task=task, oracle=oracle), machines, report, Options()
                 )
             except (SandboxLost, NoVerdict) as error:
                 raise ReplayError(f"trajectory {trajectory.id} could not be judged: {error}") from None

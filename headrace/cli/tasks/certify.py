@@ -129,7 +129,8 @@ def images_of(suite: "Suite", ids: "Sequence[str]") -> set[str]:
 
 def line(made: "Certificate") -> str:
     """One certificate in one line."""
-    why = f": {'; '.join((*made.reasons, *made.notes))}" if made.reasons or made.notes else ""
+    told = "; ".join((*made.reasons, *(f"at risk: {risk}" for risk in made.risks or ()), *made.notes))
+    why = f": {told}" if told else ""
     killed = f"{made.killed}/{made.mutants} mutants" if made.gold_runs else "not examined"
     return f"{made.task.task} {made.verdict} ({made.gold_passed}/{made.gold_runs} gold, {killed}){why}"
 

@@ -83,7 +83,7 @@ def handle(args: argparse.Namespace) -> int:
         say(f"{len(report.refused) - SHOWN} more were refused")
     for note, count in sorted(report.notes.items()):
         say(f"{count} of {report.tasks} tasks: {note}")
-    trust = "; verdicts are read from logs, so training needs [tasks] train_on_logs" if report.trust == "log" else ""
+    trust = "; verdicts are read from logs alone, so training needs [tasks] at_risk" if report.trust == "log" else ""
     say(f"{report.tasks} tasks ({report.made} new), {len(report.refused)} refused in {folder} ({REPORT}){trust}")
     if args.format == "verifiers":
         say(f'a run on it needs [run.plugins] checkers = ["{python_of(args.python)}:{args.source}"]')

@@ -84,7 +84,10 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
 class AgentSandboxes:
     """Fresh sandboxes of a task, as its agent gets them."""
 
-    def __init__(self, task: Task, oracle: Oracle, machines: Machines[Any], lease_s: float) -> None:
+    def __init__(
+        self, task: Task, oracle: Oracle, machines: Machines[Any], lease_s: float, run: str = "certify"
+    ) -> None:
+        self._run_name = run
         self._task, self._oracle, self._machines, self._lease_s = task, oracle, machines, lease_s
         self._group = f"c{task_hash(task, oracle)[:16]}-agent"
         self._count = 0
@@ -106,7 +109,7 @@ class AgentSandboxes:
         while True:
             self._count += 1
             request = Acquire(
-                run="certify",
+                run=self._run_name,
                 lane="eval",
                 role="judge",  # of the judge's share of a node
                 group=self._group,

@@ -11,7 +11,6 @@ from headrace.registry import PluginError
 from headrace.tasks import UnknownSuite, certificates, open_suite
 from headrace.tasks.base import try_first
 from headrace.tasks.overlap import overlap
-from headrace.tasks.trust import refusal
 
 NEEDED = ("curriculum", "evaluator", "environment", "judge", "rollout", "trainer", "weight_sender", "weight_receiver")
 PRODUCT = ("gateway", "feedback", "scavenger")
@@ -37,12 +36,16 @@ def check(config: Config) -> Iterator[Finding]:
         try:
             suite = open_suite(name, config.tasks.dir)
             try_first(suite)
-            if key == "tasks.suite" and (refused := refusal(suite, config.tasks.train_on_logs)):
+            if key == "tasks.suite" and (refused := certificates.forgeable(suite, config.tasks.at_risk)):
                 yield bad(key, refused)
             elif (
                 key == "tasks.suite"
                 and not config.tasks.certify
-                and (refused := certificates.refusal(suite, config.tasks.dir, config.tasks.uncertified))
+                and (
+                    refused := certificates.refusal(
+                        suite, config.tasks.dir, config.tasks.uncertified, config.tasks.at_risk
+                    )
+                )
             ):
                 yield bad(key, refused)
         except (UnknownSuite, PluginError) as error:

@@ -2,7 +2,7 @@
 
 With a checkout of the repository (``--repos``) the files travel with the task, the test patch becomes hidden files, and
 where the project's tests are pytest's the sandbox itself reports them. Without one the task names the row's image, and
-a script applies the test patch inside and writes a log, which has ``trust = "log"``.
+a script applies the test patch inside and writes a log; `trust` is ``log`` where no test of the patch can be altered.
 """
 
 import base64

@@ -11,7 +11,6 @@ times of files as well may fail there, and is not recorded.
 """
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -85,9 +84,9 @@ async def _cold(
     argv = ("python3", "-B", "-c", _RUN, str(later), *plan.paths)
     try:
         async with where.sandbox(files | tools, 0, True) as sandbox:
-            await sandbox.call(Exec(argv=argv, env={"PYTHONHASHSEED": seed}, timeout_s=plan.timeout_s))
+            ran = await sandbox.call(Exec(argv=argv, env={"PYTHONHASHSEED": seed}, timeout_s=plan.timeout_s))
             report = await sandbox.call(ReadFile(path=f"{_FOLDER}/report", limit=2 * _ROOM))
-        rows = pytests.rows(json.loads(report.data)["tests"])
-    except (SandboxLost, ValueError, KeyError, TypeError, RecursionError):
+        rows = pytests.counted(report.data, ran.code)
+    except (SandboxLost, ValueError, LookupError, TypeError, RecursionError):
         return ()
     return tuple(TestOutcome(name, "passed", "", tuple(seen)) for name, outcome, _, seen in rows if outcome == "passed")

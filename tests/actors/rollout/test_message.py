@@ -99,7 +99,7 @@ async def test_a_checker_that_is_not_there_ends_the_judge_with_its_name(connect:
 
 async def test_a_suite_judged_by_logs_is_not_trained_on_without_a_word(connect: Connect, tmp_path: Path) -> None:
     suite(tmp_path, "sums", Grading(kind="f2p_p2p", parser="pytest", trust="log"))
-    wanted = r"suite sums reads its verdicts from logs.*train_on_logs = true"
+    wanted = r"suite sums reads its verdicts from logs.*at_risk = true"
     refused = Curriculum(config(tmp_path), await connect("curriculum"), "r2", "c-1")
     with pytest.raises(Unrecoverable, match=wanted):
         await refused.start()
@@ -107,7 +107,7 @@ async def test_a_suite_judged_by_logs_is_not_trained_on_without_a_word(connect: 
     assert [finding.part for finding in checks.check(config(tmp_path)) if "reads its verdicts" in finding.text] == [
         "tasks.suite"
     ]
-    allowed = config(tmp_path, train_on_logs=True)
+    allowed = config(tmp_path, at_risk=True)
     assert not [finding for finding in checks.check(allowed) if "reads its verdicts" in finding.text]
     async with living(Curriculum, allowed, await connect("curriculum"), "r3"):
         pass

@@ -69,15 +69,17 @@ async def test_a_row_with_its_repository_is_judged_by_the_sandbox(host: Host, tm
     assert task.files["tests/test_core.py"] == rows.VISIBLE.encode(), "the agent sees the tests before the test patch"
     assert oracle.hidden == {"tests/test_core.py": rows.HIDDEN.encode()} and oracle.removed == ("calc/old.py",)
     assert await verdicts(host, suite, id) == POLICIES
-    assert (await played(host, suite, id, "edit-tests")).decision == "cheating"
+    assert (await played(host, suite, id, "edit-tests")).decision == "failed"
 
 
 async def test_a_row_of_a_project_with_its_own_runner_is_judged_by_its_log(host: Host, tmp_path: Path) -> None:
     row = rows.repository(tmp_path / "repos") | {"log_parser": "parse_log_jest"}
     suite, report = imported(tmp_path, "swebench", jsonl(tmp_path, row), "--repos", str(tmp_path / "repos"))
     oracle = suite.oracle(suite.ids()[0])
-    assert (report["trust"], oracle.grading.parser, oracle.grading.trust) == ("log", "jest", "log")
-    assert suite.task(suite.ids()[0]).trust == "log"
+    assert (report["trust"], oracle.grading.parser, oracle.grading.trust) == ("report", "jest", "report")
+    shell = row | {"test_patch": row["test_patch"].replace(".py", ".sh"), "FAIL_TO_PASS": ["a"], "PASS_TO_PASS": []}
+    suite, report = imported(tmp_path / "shell", "swebench", jsonl(tmp_path, shell))
+    assert report["trust"] == suite.task(suite.ids()[0]).trust == "log", "nobody can alter these"
 
 
 def test_rows_with_an_image_name_it_and_carry_their_script(tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_rows_with_an_image_name_it_and_carry_their_script(tmp_path: Path) -> No
         "eval_script": "#!/bin/bash\ncd /testbed\n: '>>>>> Start Test Output'\npytest -rA\n: '>>>>> End Test Output'\n",
     }
     suite, report = imported(tmp_path, "swebench", jsonl(tmp_path, old, new))
-    assert report["tasks"] == 2 and report["trust"] == "log"
+    assert report["tasks"] == 2 and report["trust"] == "report"
     first, second = (suite.task(id) for id in suite.ids())
     assert first.image == "docker.io/swebench/sweb.eval.x86_64.owner_1776_calc-1:latest"
     assert (second.image, second.repository, second.files) == ("docker.io/swebench/calc:1", "/testbed", {})

@@ -1,5 +1,9 @@
 """Test runs of real packages: pytest in a fork of the slot agent, which has it imported; and any command.
 
+The fork writes a line when tests are collected, when each starts and ends, and the report with its exit code at last.
+The agent, which no code under test can reach, counts: a report that disagrees with the lines or with the exit status is
+none. Code under test that writes a report of its own must write the lines too, before pytest writes any.
+
 The result of a command is the JUnit report that its arguments name (``--junitxml=PATH``), otherwise its exit code.
 """
 
@@ -50,10 +54,33 @@ def load() -> None:
 class Collector:
     """A pytest plugin that collects one outcome per test: the worst of set-up, call and tear-down."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[..., None]) -> None:
+        """tell: sends a line to the agent."""
+        self._tell = tell
+        self.numbers: dict[str, int] = {}
+        """Tests in the order in which they were collected, or begun where another process collects them."""
         self.rows: dict[str, tuple[str, str]] = {}
         self.observations = Observations()
         self.observed: dict[str, list[str]] = {}
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        """Part of pytest's plugin protocol."""
+        for item in session.items:
+            self._number(item.nodeid)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Part of pytest's plugin protocol."""
+        self._tell("started", self._number(nodeid))
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Part of pytest's plugin protocol."""
+        self._tell("ended", self._number(nodeid))
+
+    def _number(self, nodeid: str) -> int:
+        if nodeid not in self.numbers:
+            self.numbers[nodeid] = len(self.numbers)
+            self._tell("collected", nodeid)
+        return self.numbers[nodeid]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Part of pytest's plugin protocol."""
@@ -118,20 +145,59 @@ def _run(root: str, paths: list[str], report: int) -> None:
         if os.path.isdir(folder):
             sys.path.insert(0, folder)
             _forget(folder)
-    collector = Collector()
+
+    def tell(*line: object) -> None:
+        data = memoryview(json.dumps(line).encode() + b"\n")
+        while data:
+            data = data[os.write(report, data) :]
+
+    collector = Collector(tell)
     vars(builtins)["__observe__"] = collector.observations.observe
     arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", *paths]
     code = int(pytest.main(arguments, plugins=[collector]))
     rows = [
-        (name, outcome, message, collector.observed.get(name, ()))
+        (collector.numbers.get(name, name), outcome, message, collector.observed.get(name, ()))
         for name, (outcome, message) in collector.rows.items()
     ]
-    data = memoryview(json.dumps({"code": code, "tests": rows}).encode())
-    while data:
-        data = data[os.write(report, data) :]
+    tell("finished", code, rows)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class Miscounted(ValueError):
+    """The lines, the report and the exit status of a test process disagree; the text says how."""
+
+
+def counted(lines: bytes, code: int) -> Rows:
+    """The rows of a report that agrees with its lines. code: the exit status. Miscounted, and ValueError, TypeError or
+    LookupError for lines that pytest does not write."""
+    events = [json.loads(line) for line in lines.split(b"\n")[:-1]]
+    report = events.pop() if events and events[-1][0] == "finished" else None
+    names: list[str] = []
+    running: set[int] = set()
+    ended: set[int] = set()
+    for event, of in events:
+        if event == "collected":
+            names.append(str(of))
+        elif event == "started" and 0 <= of < len(names) and of not in running:
+            running.add(of)
+        elif event == "ended" and of in running:
+            running.remove(of)
+            ended.add(of)
+        else:
+            raise Miscounted(f"the test process wrote {event} {of} out of turn"[:500])
+    if report is None:
+        raise Miscounted(f"the test process ended after {len(ended)} of {len(names)} tests, without a report")
+    _, told, reported = report
+    if told != code:
+        raise Miscounted(f"the test process reported exit code {told} and ended with {code}"[:500])
+    tests = rows([(names[row[0]] if isinstance(row[0], int) else row[0], *row[1:]) for row in reported])
+    whole = {names[of] for of in ended - running}
+    unended = [name for name, outcome, *_ in tests if outcome != "error" and name not in whole]
+    if unended:
+        raise Miscounted(f"the report has {unended[0]}, which did not end"[:500])
+    return tests
 
 
 def rows(report: Any) -> Rows:
@@ -153,10 +219,11 @@ def outcome(report: bytes, job: jobs.Job) -> Answer:
     """The answer of a finished pytest run."""
     header, bodies = jobs.outcome(job)
     try:
-        tests = rows(json.loads(report)["tests"])
-    except (ValueError, KeyError, TypeError):
+        tests = counted(report, job.code)
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         if not job.timed_out:
-            header |= {"ok": False, "error": "pytest ended without a report"}
+            why = str(error) if isinstance(error, Miscounted) else "pytest ended without a report"
+            header |= {"ok": False, "error": why}
         return header, bodies
     if not job.timed_out:
         header |= verdict(tests) | {"code": job.code}
