@@ -58,21 +58,30 @@ async def certify(
         verdict="uncertifiable",
     )
     if why := _no_solution(oracle):
-        return msgspec.structs.replace(made, reasons=(why,))
+        return msgspec.structs.replace(made, reasons=(why,), notes=_left_out(oracle))
     exam = _Exam(task, oracle, machines, report, isolation)
     try:
         solution = await exam.sandboxes.known()
     except NoSolution as error:
-        return msgspec.structs.replace(made, verdict="refused", plugins=exam.used(made), reasons=(str(error),))
+        return msgspec.structs.replace(
+            made,
+            verdict="refused",
+            plugins=exam.used(made),
+            reasons=(str(error),),
+            notes=_left_out(oracle),
+            output=error.output or UNSET,
+        )
     gold = [await exam.decision(solution) for _ in range(GOLD_RUNS)]
-    why = exam.why
+    why, output = exam.why, exam.output
     await exam.prepare(_required(oracle), solution)
     noop = await exam.rejection(Solution(earlier=tuple(Snapshot(diff={}) for _ in task.later)))
+    output = output or (exam.printed if noop == "passed" else "")
     if oracle.grading.kind == "exact" and noop != "passed":
         await exam.prepare(_noticing(oracle, exam.tests), solution)
     before, repaired = solution.before(task), solution.repaired(task)
     empty = broken.stubs(before, repaired) if task.sandbox else {}
     stub = await exam.rejection(solution.only(empty)) if empty else ""
+    output = output or (exam.printed if stub == "passed" else "")
     drawn = broken.mutants(task.ref, before, repaired)[:MUTANTS] if task.sandbox and "passed" in gold else []
     survivors, equivalent = [], 0
     same = getattr(suite, "equivalent", None)
@@ -83,11 +92,12 @@ async def certify(
             survivors.append(name)
     tried = len(drawn) - equivalent
     secret = with_hidden(oracle)
-    leaked = leaks.told(task, secret, before, repaired if task.sandbox else {})
+    gone = solution.last.deleted
+    leaked = leaks.told(task, secret, before, repaired if task.sandbox else {}, gone)
     searched = leaks.Found()
     if task.image:
         async with exam.sandboxes.sandbox() as sandbox:
-            searched = await leaks.in_image(sandbox, secret, repaired)
+            searched = await leaks.in_image(sandbox, secret, repaired, gone)
     made = msgspec.structs.replace(
         made,
         plugins=exam.used(made),
@@ -107,9 +117,14 @@ async def certify(
         notes.append(f"the tests refuse {made.killed} of {tried} broken solutions, less than {KILLED:.0%}")
     elif task.sandbox and not drawn and "passed" in gold:
         notes.append(NO_MUTANTS)
-    notes += (*leaked.notes, *searched.notes)
+    notes += (*leaked.notes, *searched.notes, *_left_out(oracle))
     verdict: Literal["certified", "refused"] = "refused" if reasons else "certified"
-    return msgspec.structs.replace(made, verdict=verdict, reasons=reasons, notes=tuple(notes))
+    return msgspec.structs.replace(made, verdict=verdict, reasons=reasons, notes=tuple(notes), output=output or UNSET)
+
+
+def _left_out(oracle: Oracle) -> tuple[str, ...]:
+    """What the import of the task left out."""
+    return tuple(f"import: {note}" for note in oracle.left_out or ())
 
 
 def _reasons(made: Certificate, why: str) -> tuple[str, ...]:
@@ -159,6 +174,8 @@ class _Exam:
         """The outcomes of the latest examination."""
         self.why = ""
         """The reason of the latest examination that was not passed; empty where only the number tells."""
+        self.output = self.printed = ""
+        """The ends of the output of the latest examination that was not passed, and of the latest one."""
         self._few: Oracle | None = None
 
     def used(self, made: Certificate) -> tuple[Plugin, ...]:
@@ -207,11 +224,13 @@ class _Exam:
             verdict = await examine(candidate, self._machines, self._report, Options())
         except NoVerdict as error:
             self.why = f"{error.reason}: {error}"[:500]
+            self.output = self.printed = ""
             return "failed"
         self._plugins = merged(self._plugins, verdict.plugins)
         self.tests = verdict.tests
+        self.printed = verdict.output
         if not verdict.passed:
-            self.why = _why(oracle, verdict)
+            self.why, self.output = _why(oracle, verdict), verdict.output
         return verdict.decision
 
 

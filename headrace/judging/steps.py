@@ -52,6 +52,7 @@ def parts(candidate: Candidate) -> list[Candidate]:
                 oracle=msgspec.structs.replace(
                     oracle,
                     hidden=tests.hidden,
+                    entries=tests.entries,
                     tests=tests.tests,
                     script=tests.script,
                     separate=tests.separate,
@@ -123,7 +124,9 @@ def combined(
         severities=severities,
     )
     refused = next((verdict.reason for verdict in verdicts if verdict.reason), "")
-    return msgspec.structs.replace(verdict, reason=refused, plugins=merged(*(verdict.plugins for verdict in verdicts)))
+    output = next((verdict.output for verdict in verdicts if not verdict.passed), "")
+    plugins = merged(*(verdict.plugins for verdict in verdicts))
+    return msgspec.structs.replace(verdict, reason=refused, plugins=plugins, output=output)
 
 
 def _scores(candidate: Candidate, verdicts: Sequence[Verdict]) -> tuple[StepScore, ...]:

@@ -41,6 +41,8 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of the machine that the integrity check found changed."""
     alone: bool = False
     """Whether the machine held no other candidate."""
+    output: str = ""
+    """The end of what the tests printed, for a certificate."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +67,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """``refused_output``, a colon and one sentence, where the judge did not read the output of the tests."""
     plugins: tuple[Plugin, ...] = ()
     """Sandbox backends of its examinations that come from outside of headrace."""
+    output: str = ""
+    """The end of what the tests printed."""
 
     @property
     def passed(self) -> bool:
@@ -172,6 +176,7 @@ def conclude(
         steps=examination.steps,
         suspicions=tuple(matched),
         again=again,
+        output=examination.output,
         reason=f"refused_output: {examination.refused}" if examination.refused else "",
     )
 

@@ -177,6 +177,9 @@ class Certificate(Message, frozen=True, kw_only=True):
     """Weaknesses of the tests that do not void the certificate, such as a share of refused mutations below 80 %."""
     leaks: tuple[str, ...] = ()
     """Parts of the solution or the hidden tests that the agent can read."""
+    output: str | UnsetType = UNSET
+    """The end of the output that explains why the task is not certified: of the known solution's program, or of a test
+    run; at most 4,000 characters, fit for a terminal. Unset it is not encoded, so that older files stay valid."""
 
 
 @message("certify_asked")

@@ -5,6 +5,7 @@ The guest is not trusted: its answers are decoded into one strict struct, and an
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -51,6 +52,7 @@ class _Reply(msgspec.Struct):
     stderr: int = -1
     data: int = -1
     paths: list[str] = []
+    entries: list[tuple[str, Literal["file", "folder", "link"], _Integer, str]] = []
     tests: list[tuple[str, Literal["passed", "failed", "error", "skipped"], str, list[str]]] = []
     digest: str = ""
     timed_out: bool = False
@@ -112,6 +114,12 @@ def open_frame(files: dict[str, bytes], seed: int, workdir: str = "") -> Frame:
     return header | ({"op": "open_at", "workdir": workdir} if workdir else {}), list(files.values())
 
 
+def entries_frame(entries: Sequence[Change], files: Mapping[str, bytes]) -> Frame:
+    """The frame of a repository's links, folders and modes, after `open_frame`. Paths are keys on the host."""
+    changes = tuple(msgspec.structs.replace(entry, path=of_key(entry.path)) for entry in entries)
+    return to_frame(ApplyChanges(changes=changes, files={of_key(path): data for path, data in files.items()}))
+
+
 def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> OpResult:
     """Decode a guest's answer. Garbage when it is not a result."""
     try:
@@ -136,6 +144,7 @@ def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> Op
             TestOutcome(_text(name), outcome, _text(message), tuple(map(_text, observed)))
             for name, outcome, message, observed in reply.tests
         ),
+        changes=tuple(_change(*entry) for entry in reply.entries),
         digest=_text(reply.digest),
         timed_out=reply.timed_out,
         truncated=reply.truncated,
@@ -143,6 +152,12 @@ def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> Op
         job=reply.job,
         running=reply.running,
     )
+
+
+def _change(path: str, kind: Literal["file", "folder", "link"], mode: int, target: str) -> Change:
+    if _text(target) != target:  # no message can carry it
+        return Change(_text(path), "other")
+    return Change(_text(path), kind, mode & 0o7777, target)
 
 
 def _text(text: str) -> str:

@@ -32,7 +32,6 @@ from headrace.messages.sandbox.calls import (
 from headrace.messages.sandbox.operations import (
     ApplyChanges,
     Cancel,
-    Change,
     CheckIntegrity,
     Exec,
     FeedJob,
@@ -52,6 +51,7 @@ from headrace.messages.sandbox.operations import (
     StopJob,
     WriteFiles,
 )
+from headrace.messages.tasks import Change
 
 __all__ = [
     "ANY_RUN",

@@ -33,7 +33,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     oracle: Oracle
     notes: tuple[str, ...] = ()
-    """Settings of the source that the task does not follow."""
+    """Files and settings of the source that the task does not have."""
 
 
 class Entry(NamedTuple):

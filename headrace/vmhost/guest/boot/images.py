@@ -215,8 +215,8 @@ class ImageSlotAgent(agent.SlotAgent):
         if header["op"] == "open_at":
             self._move(header["workdir"], bool(header["paths"]))
             header = header | {"op": "open"}
-        if header["op"] == "apply_changes":
-            return changes.apply(self.workspace, header, bodies)
+        if header["op"] == "apply_changes":  # changes of an image lie outside the workspace too
+            return changes.apply(self.workspace, header, bodies, everywhere=True)
         if header["op"] in ("stop_job", "cancel", "end"):
             with _as_root():
                 return super().operate(number, header, bodies)
