@@ -259,7 +259,7 @@ class _Examiner:
         return result, written, checked.tampered
 
     async def _prepared(self, sandbox: Sandbox, call_id: str) -> OpResult:
-        """What has to be done as root before the tests run."""
+        """Run the command that the tests need as root before them."""
         plan = self.candidate.oracle.tests
         if not plan.prepare:
             return OpResult()

@@ -102,9 +102,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 Entries = tuple[Change, ...] | UnsetType
-"""What the contents of a tree's files do not say: links, empty folders, and the modes of files that may be executed. A
-file without an entry has the mode 0644. Unset where there is none, and then not encoded, so that certificates of older
-tasks stay valid."""
+"""Links, empty folders and executable files of a tree, beside the contents of its files. A file without an entry has
+the mode 0644. Unset where there is none, and then not encoded, so that certificates of older tasks stay valid."""
 
 
 class TestPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -346,7 +345,8 @@ class Oracle(Message, frozen=True, kw_only=True):
     solution_entries: Entries = UNSET
     """Of `solution`: the links, folders and modes that it makes."""
     left_out: tuple[str, ...] | UnsetType = UNSET
-    """What an import left out of the task, for its certificate. Unset it is not encoded, as with `Task.limits`."""
+    """Notes of the import about files and settings that the task lacks, for its certificate. Unset it is not encoded,
+    as with `Task.limits`."""
 
 
 def interpreter(script: str) -> tuple[str, ...]:

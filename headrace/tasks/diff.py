@@ -95,7 +95,7 @@ def diff(before: Tree, after: Tree, allowed: Sequence[str]) -> tuple[Diff, tuple
 
 
 def _special(before: Tree, after: Tree) -> Iterator[Change]:
-    """The changes of links, empty folders and modes. What the change of a file's content implies is left out."""
+    """The changes of links, empty folders and modes, except those that the change of a file's content implies."""
     old, new = ({entry.path: entry for entry in tree.entries} for tree in (before, after))
     for path in sorted(old.keys() | new.keys()):
         if old.get(path) == new.get(path) or ".git" in path.split("/"):

@@ -81,7 +81,7 @@ def told(
     the solution deletes: a new file that resembles one of them is that file under another name."""
     reasons, notes = [], []
     gone = {path: before[path] for path in removed if path in before}
-    hidden = set(_decisive(oracle).values())
+    hidden = {content for content in _decisive(oracle).values() if len(content.strip()) >= SHORTEST}
     reasons += [f"{path} is a hidden test file" for path, content in sorted(task.files.items()) if content in hidden]
     reasons += _of_steps(task, oracle)
     reasons += [f"the prompt names the hidden test {name}" for name in oracle.expected if name in task.prompt]

@@ -185,10 +185,9 @@ def _copied(context: Path, where: str, source: str) -> Iterator[tuple[str, bool,
         elif path.is_dir():
             tree = trees.read(path)
             if path == context:
-                kept = {name: data for name, data in tree.files.items() if name not in _LEFT_OUT}
-                tree = Tree(
-                    kept, {name: each for name, each in tree.entries.items() if name not in _LEFT_OUT}, tree.notes
-                )
+                for name in _LEFT_OUT:
+                    tree.files.pop(name, None)
+                    tree.entries.pop(name, None)
             yield ".", False, tree
 
 
@@ -211,18 +210,19 @@ def _define(variables: dict[str, str], name: str, arguments: str) -> None:
     if name == "FROM":
         variables.clear()
     if name == "ENV":
+        earlier = dict(variables)  # a pair does not see the others of its instruction
         for key, value in _variables(arguments):
-            _set(variables, key, value)
+            _set(variables, key, value, earlier)
     if name == "ARG":
         for word in _words(arguments):
             key, equals, value = word.partition("=")
             if equals:
-                _set(variables, key, value)
+                _set(variables, key, value, variables)
 
 
-def _set(variables: dict[str, str], key: str, value: str) -> None:
+def _set(variables: dict[str, str], key: str, value: str, earlier: dict[str, str]) -> None:
     try:
-        variables[key] = _expanded(value, variables, "")
+        variables[key] = _expanded(value, earlier, "")
     except ImportRefused:
         variables.pop(key, None)
 

@@ -34,7 +34,7 @@ class Tree(NamedTuple):
     entries: dict[str, Change]
     """Links, empty folders and executable files by path."""
     notes: tuple[str, ...] = ()
-    """What was left out."""
+    """Sentences about entries that are left out, with their number and names."""
 
     @property
     def special(self) -> Entries:
@@ -54,9 +54,9 @@ class Tree(NamedTuple):
 
     def over(self, other: "Tree") -> "Tree":
         """This tree's files and entries over those of another one."""
-        kept = {path: entry for path, entry in other.entries.items() if path not in self.files}
+        entries = {path: entry for path, entry in other.entries.items() if path not in self.files}
         files = {path: data for path, data in other.files.items() if path not in self.entries}
-        return Tree(files | self.files, kept | self.entries, tuple(dict.fromkeys((*other.notes, *self.notes))))
+        return Tree(files | self.files, entries | self.entries, tuple(dict.fromkeys((*other.notes, *self.notes))))
 
 
 class Patched(NamedTuple):

@@ -1,4 +1,4 @@
-"""What an import keeps of a repository besides the contents of its files, and what it says about the rest."""
+"""An import keeps modes, links and empty folders of a repository, and says what it leaves out."""
 
 import json
 import os
