@@ -123,7 +123,7 @@ async def certify(
 
 
 def _left_out(oracle: Oracle) -> tuple[str, ...]:
-    """What the import of the task left out."""
+    """Notes of the task's import about files and settings that the task lacks."""
     return tuple(f"import: {note}" for note in oracle.left_out or ())
 
 
@@ -238,9 +238,16 @@ def _why(oracle: Oracle, verdict: Verdict) -> str:
     """Why a verdict is no pass."""
     if verdict.decision != "failed":
         return f"{verdict.decision} {', '.join(verdict.suspicions)}".strip()
-    passed = {test.name for test in verdict.tests if test.outcome == "passed"}
-    missing = [name for name in oracle.expected if name not in passed]
-    return verdict.reason or (f"{missing[0]} does not pass" if missing else "")
+    if verdict.reason:
+        return verdict.reason
+    outcomes = {test.name: test.outcome for test in verdict.tests}
+    wanted = [(name, ("passed",)) for name in oracle.expected]
+    wanted += [(name, ("passed", "skipped")) for name in oracle.grading.pass_to_pass]
+    missing = [name for name, good in wanted if outcomes.get(name) not in good]
+    if not missing:
+        return ""
+    more = f", nor do {len(missing) - 1} others" if len(missing) > 1 else ""
+    return f"{missing[0]} does not pass ({outcomes.get(missing[0], 'not reported')}){more}"
 
 
 def _required(oracle: Oracle) -> Oracle | None:

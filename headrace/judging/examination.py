@@ -315,7 +315,9 @@ class _Examiner:
 
     async def _add_tests(self, sandbox: Sandbox, call_id: str) -> None:
         oracle = self.candidate.oracle
-        added = await write(sandbox, oracle.hidden | oracle.sealed, oracle.entries or (), f"{call_id}-tests")
+        added = await write(
+            sandbox, oracle.hidden | oracle.sealed, oracle.entries or (), f"{call_id}-tests", forced=True
+        )
         if not added.ok:
             raise _NotApplied(f"the hidden tests cannot be written over the changes: {added.error}")
 

@@ -113,17 +113,23 @@ def named_passed(tests: Sequence[TestOutcome], to_pass: Sequence[str], to_keep: 
     """The first names passed, the second ones passed or were skipped; a test that is reported twice counts by its
     worst outcome.
 
-    A name that is cut inside its parameters, as some of SWE-bench are, stands for all reported ones that begin with it,
-    where they agree.
+    Names of SWE-bench come from a log. One that is cut inside its parameters stands for all reported ones that begin
+    with it, where they agree; spaces in it may be fewer, and the reason of an expected failure may follow behind " - ".
     """
     outcomes: dict[str, set[str]] = {}
+    in_logs: dict[str, set[str]] = {}
     for test in tests:
         outcomes.setdefault(test.name, set()).add(test.outcome)
+        in_logs.setdefault(" ".join(test.name.split()), set()).add(test.outcome)
 
     def among(name: str, good: set[str]) -> bool:
         seen = outcomes.get(name, set())
         if not seen and name.count("[") > name.count("]"):
             seen = {outcome for other, results in outcomes.items() if other.startswith(name) for outcome in results}
+        if not seen:
+            parts = " ".join(name.split()).split(" - ")
+            starts = (" - ".join(parts[:end]) for end in range(len(parts), 0, -1))
+            seen = next((in_logs[start] for start in starts if start in in_logs), seen)
         return bool(seen) and seen <= good
 
     return (

@@ -32,16 +32,19 @@ async def write(
     entries: Iterable[Change],
     call_id: str = "",
     delete: Iterable[str] = (),
+    forced: bool = False,
 ) -> OpResult:
-    """Write files of a task, and make their links, folders and modes. All paths are keys on the host. Returns the first
-    result that is not ok. SandboxLost."""
+    """Write files of a task, and make their links, folders and modes. All paths are keys on the host. forced: as in
+    `WriteFiles`. Returns the first result that is not ok. SandboxLost."""
     made = tuple(msgspec.structs.replace(entry, path=of_key(entry.path)) for entry in entries)
     written = {of_key(path): data for path, data in files.items()}
     placed = {entry.path for entry in made}  # in place of whatever is there, such as a link
     plain = {path: data for path, data in written.items() if path not in placed}
-    done = await sandbox.call(WriteFiles(files=plain, delete=tuple(map(of_key, delete))), call_id)
+    done = await sandbox.call(WriteFiles(files=plain, delete=tuple(map(of_key, delete)), forced=forced), call_id)
     if made and done.ok:
-        done = await sandbox.call(ApplyChanges(changes=made, files=written), call_id and f"{call_id}-entries")
+        done = await sandbox.call(
+            ApplyChanges(changes=made, files=written, forced=forced), call_id and f"{call_id}-entries"
+        )
     return done
 
 

@@ -71,7 +71,8 @@ def to_frame(op: Op) -> Frame:
         case ReadFile():
             return {"op": "read_file", "path": op.path, "limit": op.limit}, []
         case WriteFiles():
-            return {"op": "write_files", "paths": list(op.files), "delete": op.delete}, list(op.files.values())
+            header = {"op": "write_files", "paths": list(op.files), "delete": op.delete}
+            return header | _forced(op.forced), list(op.files.values())
         case ReplaceLines():
             return {"op": "replace_lines", "path": op.path, "first": op.first, "last": op.last, "text": op.text}, []
         case ListFiles():
@@ -96,15 +97,19 @@ def to_frame(op: Op) -> Frame:
         case StopJob():
             return {"op": "stop_job", "job": op.job, "signal": op.signal}, []
         case PushTar():
-            return {"op": "push_tar", "path": op.path}, [op.data]
+            return {"op": "push_tar", "path": op.path} | _forced(op.forced), [op.data]
         case PullTar():
             return {"op": "pull_tar", "path": op.path, "limit": op.limit}, []
         case ApplyChanges():
             entries = [[change.path, change.kind, change.mode, change.target] for change in op.changes]
             files = [op.files[change.path] for change in op.changes if change.kind == "file"]
-            return {"op": "apply_changes", "entries": entries}, files
+            return {"op": "apply_changes", "entries": entries} | _forced(op.forced), files
         case CheckIntegrity() | PullChanges():
             raise ValueError("the host answers this operation; the slot is not asked")
+
+
+def _forced(forced: bool) -> dict[str, Any]:
+    return {"forced": True} if forced else {}
 
 
 def open_frame(files: dict[str, bytes], seed: int, workdir: str = "") -> Frame:

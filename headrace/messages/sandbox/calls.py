@@ -58,7 +58,11 @@ class SandboxLost(Exception):
     """The sandbox has ended (machine, lease or epoch): a failure of the infrastructure, never of the policy."""
 
 
-class FilesRefused(SandboxLost):
+class SandboxRefused(SandboxLost):
+    """A node cannot serve the request at all: its image, folder or limits are not possible there."""
+
+
+class FilesRefused(SandboxRefused):
     """A new sandbox cannot hold the files of its request: too many or too large, or their paths contradict each
     other."""
 

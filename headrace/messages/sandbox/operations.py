@@ -82,6 +82,8 @@ class PushTar(msgspec.Struct, frozen=True, kw_only=True, tag="push_tar"):
 
     data: bytes
     path: str = "."
+    forced: bool = False
+    """In an image: written also where the image's user may not write; new entries belong to that user."""
 
 
 class PullTar(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tar"):
@@ -103,6 +105,8 @@ class WriteFiles(msgspec.Struct, frozen=True, kw_only=True, tag="write_files"):
 
     files: dict[str, bytes]
     delete: tuple[str, ...] = ()
+    forced: bool = False
+    """In an image: written also where the image's user may not write; new entries belong to that user."""
 
 
 class ReplaceLines(msgspec.Struct, frozen=True, kw_only=True, tag="replace_lines"):
@@ -174,6 +178,8 @@ class ApplyChanges(msgspec.Struct, frozen=True, kw_only=True, tag="apply_changes
 
     changes: tuple[Change, ...]
     files: dict[str, bytes]
+    forced: bool = False
+    """In an image: written also where the image's user may not write; new entries belong to that user."""
 
 
 class CheckIntegrity(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):

@@ -30,10 +30,6 @@ PUBLISHED = "/logs/artifacts"
 """The folder that is an artifact of every task."""
 MISSING = {"gpus": "GPU", "tpu": "TPU", "mcp_servers": "tools behind MCP", "healthcheck": "health check"}
 SERVICES = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
-_PREPARE = f"""mkdir -p /tests /logs/verifier && rm -f /logs/verifier/reward.* && cp -r {TESTS}. /tests/ || exit 1
-chmod +x /tests/test.sh && chmod 777 /logs/verifier
-"""
-"""Makes the folders that only root may make; the tests run as the image's user."""
 _NO_CHANGES = ("/tmp", "/run", "/dev", "/proc", "/sys")
 """Folders whose changes no diff of an image holds (vmhost/guest/changes.py)."""
 _DISK_MIB = 64 << 10
@@ -102,10 +98,11 @@ def tests_of(
             raise ImportRefused("an artifact has exclude, which needs a verifier with an image of its own")
         if image is not None:
             placed = image.tree.below(ROOT)
-            placed.files[VERIFY] = _verify_own(image.workdir, image.exports + exports).encode()
+            placed.files[VERIFY] = _verify(image.workdir or "/", False, image.exports + exports).encode()
+            placed.files[PREPARE] = _prepare(ROOT, "/", image.workdir).encode()
             limits = machine_limits(environment or {}, notes, "verifier.environment.")
             judged = Verifier(image=image.image, artifacts=tuple(artifacts), limits=limits)
-            return Tests(placed, plan, allowed, separate, judged)
+            return Tests(placed, msgspec.structs.replace(plan, prepare=("sh", PREPARE)), allowed, separate, judged)
     if separate and place.mapped and environment is not None:
         notes.append("verifier.environment: the template's sandbox takes its place")
     if "test.sh" not in files:
@@ -113,9 +110,9 @@ def tests_of(
     if not (separate or place.mapped or place.allow):
         notes.append("the verifier gets the changes in the work folder; --allow '/etc/**' adds others")
     placed = tree.below(TESTS)
-    placed.files[VERIFY] = _verify(place.workdir, place.mapped, exports).encode()
+    placed.files[VERIFY] = _verify(place.workdir if place.mapped else "", place.mapped, exports).encode()
     if not place.mapped:
-        placed.files[PREPARE] = _PREPARE.encode()
+        placed.files[PREPARE] = _prepare(TESTS.rstrip("/"), "/tests/").encode()
         plan = msgspec.structs.replace(plan, prepare=("sh", PREPARE))
     return Tests(placed, plan, allowed, separate, UNSET)
 
@@ -283,22 +280,24 @@ def _take(logs: str) -> str:
     return f"cat {logs}/reward.json > {REWARD} 2>/dev/null || cat {logs}/reward.txt > {REWARD} || rm -f {REWARD}\n"
 
 
-def _verify_own(workdir: str, exports: str) -> str:
-    """The script of a verifier with an image of its own. It starts in the image's root. It ends without a reward where
-    a hidden file cannot be placed, such as over a link that the agent made: the tests would read the agent's file."""
+def _prepare(source: str, target: str, workdir: str = "") -> str:
+    """The script that makes, as root, what the tests need outside of the workspace. It fails where a hidden file cannot
+    be placed, such as over a link that the agent made: the tests would read the agent's file."""
     return (
-        f"#!/bin/bash\nroot=$PWD\nrm -rf {HOST_FOLDER}logs\nmkdir -p {LOGS} /logs/verifier\n"
-        f"rm -f /logs/verifier/reward.*\n{exports}[ ! -d {ROOT} ] || cp -r {ROOT}/. / || exit 1\n"
-        f"mkdir -p {shlex.quote(workdir or '/')} && cd {shlex.quote(workdir or '/')}\n"
-        f'chmod +x /tests/test.sh\n/tests/test.sh\ncd "$root"\n{_take("/logs/verifier")}'
+        f"mkdir -p {LOGS} /tests /logs/verifier {shlex.quote(workdir or '/')} || exit 1\n"
+        f"rm -f {REWARD} /logs/verifier/reward.* && chmod 777 {LOGS} /logs/verifier || exit 1\n"
+        f"[ ! -d {source} ] || cp -r {source}/. {target} || exit 1\nchmod +x /tests/test.sh\n"
     )
 
 
 def _verify(workdir: str, mapped: bool, exports: str) -> str:
-    """The script that runs the verifier in the agent's image, or in a template."""
-    head = f"#!/bin/bash\nroot=$PWD\nrm -rf {HOST_FOLDER}logs\nmkdir -p {LOGS}\n{exports}"
+    """The script that runs the verifier: in an image after `_prepare`, or in a template. workdir: of an image, empty
+    where the script begins there."""
+    head = f"#!/bin/bash\nroot=$PWD\n{exports}"
     if not mapped:
-        return f'{head}/tests/test.sh\ncd "$root"\n{_take("/logs/verifier")}'
+        inside = f"cd {shlex.quote(workdir)}\n" if workdir else ""
+        return f'{head}{inside}/tests/test.sh\ncd "$root"\n{_take("/logs/verifier")}'
+    head += f"rm -rf {HOST_FOLDER}logs\nmkdir -p {LOGS}\n"
     # Longest first: the tests' own folder may lie below the work folder.
     moves = {"/logs/verifier": LOGS, "/tests": TESTS, workdir: ""}
     inside = f'{_edited(TESTS, moves)}chmod +x {TESTS}test.sh\n"$root"/{TESTS}test.sh\ncd "$root"\n'

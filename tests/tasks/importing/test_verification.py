@@ -64,9 +64,9 @@ def test_no_test_runs_where_the_hidden_files_cannot_be_placed(tmp_path: Path, ve
         target = machine / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
-    steps = [".headrace/prepare.sh"] if oracle.tests.prepare else []
+    assert oracle.tests.prepare == ("sh", ".headrace/prepare.sh")
     scripts = []
-    for name in (*steps, ".headrace/verify.sh"):
+    for name in (".headrace/prepare.sh", ".headrace/verify.sh"):
         script = oracle.hidden[name].decode().replace("/root/. / ", f"/root/. {root}/ ")
         scripts.append(re.sub(r"(?<![\w.])/(?=(?:logs|tests)\b)", f"{root}/", script))
     assert "".join(scripts).count(f"{root}/") >= 6, "nothing outside of the test's folder is written"
@@ -118,6 +118,7 @@ def test_a_dockerfile_of_the_tests_without_commands_makes_an_image(tmp_path: Pat
     _, oracle = sides(tmp_path)
     assert verifier_of(oracle).image == "judge:2"
     assert sorted(oracle.hidden) == [
+        ".headrace/prepare.sh",
         ".headrace/root/judge/data/want.txt",
         ".headrace/root/tests/data/want.txt",
         ".headrace/root/tests/test.sh",
