@@ -241,9 +241,8 @@ def _why(oracle: Oracle, verdict: Verdict) -> str:
     if verdict.reason:
         return verdict.reason
     outcomes = {test.name: test.outcome for test in verdict.tests}
-    wanted = [(name, ("passed",)) for name in oracle.expected]
-    wanted += [(name, ("passed", "skipped")) for name in oracle.grading.pass_to_pass]
-    missing = [name for name, good in wanted if outcomes.get(name) not in good]
+    missing = [name for name in oracle.expected if outcomes.get(name) != "passed"]
+    missing += [name for name in oracle.grading.pass_to_pass if outcomes.get(name) not in ("passed", "skipped")]
     if not missing:
         return ""
     more = f", nor do {len(missing) - 1} others" if len(missing) > 1 else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.messages.tasks import HOST_FOLDER, Oracle, Task, interpreter
+from headrace.messages.tasks import HOST_FOLDER, Change, Oracle, Task, interpreter
 from headrace.tasks.base import Suite
 from headrace.tasks.diff import Tree
 
@@ -137,8 +137,7 @@ workdir = {quoted(task.repository or WORKDIR)}
 def _script(oracle: Oracle) -> str:
     """The verifier: the host's files, the tests, the reward."""
     plan, grading = oracle.tests, oracle.grading
-    gone = [entry.path for entry in oracle.entries or () if entry.kind == "gone"]
-    copy = f"rm -rf -- {shlex.join(gone)}\n" if gone else ""
+    copy = _cleared((), oracle.entries or ())
     copy += 'cp -r /tests/files/. "$PWD"/\n' if oracle.hidden else ""
     if plan.kind == "command":
         command = shlex.join(plan.argv)
@@ -154,10 +153,16 @@ def _script(oracle: Oracle) -> str:
     )
 
 
+def _cleared(removed: Iterable[str], entries: Iterable[Change]) -> str:
+    """A command that removes paths which are gone, and those in whose place a copy makes a link or another mode."""
+    paths = [*removed, *(entry.path for entry in entries if entry.kind != "folder")]
+    return f"rm -rf -- {shlex.join(paths)}\n" if paths else ""
+
+
 def _solve(oracle: Oracle) -> str:
-    copy = 'cp -r /solution/files/. "$PWD"/\n' if oracle.solution else ""
-    gone = f"rm -f -- {shlex.join(oracle.removed)}\n" if oracle.removed else ""
+    gone = _cleared(oracle.removed, oracle.solution_entries or ())
+    copy = 'cp -r /solution/files/. "$PWD"/\n' if oracle.solution or oracle.solution_entries else ""
     if not oracle.script:
-        return f"#!/bin/bash\n{copy}{gone}"
+        return f"#!/bin/bash\n{gone}{copy}"
     program = f"{shlex.join(interpreter(oracle.script))} /solution/program"
-    return f"#!/bin/bash\n{copy}{gone}{program}\ncode=$?\nrm -rf {HOST_FOLDER}\nexit $code\n"
+    return f"#!/bin/bash\n{gone}{copy}{program}\ncode=$?\nrm -rf {HOST_FOLDER}\nexit $code\n"

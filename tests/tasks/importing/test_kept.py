@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
+from headrace.cli.main import main
 from headrace.config import Environment
 from headrace.judging import HostMachines
 from headrace.judging.certifying import certify
@@ -242,3 +243,17 @@ def test_rows_whose_paths_contradict_each_other_are_refused_by_name(tmp_path: Pa
     assert list(reasons) == ["files", "hidden", "solution", "dots"] and told["tasks"] == 1
     assert all("'a' is a file and the folder of another one" in reasons[id] for id in list(reasons)[:3])
     assert json.loads((tmp_path / "suites" / "jsonl" / "import.json").read_text())["tasks"] == 1
+
+
+async def test_an_exported_task_comes_back_with_all_that_was_kept(host: Host, tmp_path: Path) -> None:
+    row, suites = odd_repository(tmp_path / "repos"), ["--set", f"tasks.dir={tmp_path / 'suites'}"]
+    suite, _ = imported(tmp_path, "swebench", jsonl(tmp_path, row), "--repos", str(tmp_path / "repos"))
+    assert main(["tasks", "export", "swebench", str(tmp_path / "out"), *suites]) == 0
+    assert (tmp_path / "out/owner__odd-1/environment/repository/latest").readlink() == Path("bin/tool")
+    assert os.access(tmp_path / "out/owner__odd-1/environment/repository/bin/tool", os.X_OK)
+    back, told = imported(tmp_path, "harbor", tmp_path / "out", "--template", "debian")
+    assert told["refused"] == []
+    before, after = suite.task("owner__odd-1"), back.task("owner__odd-1")
+    assert (after.files, after.entries) == (before.files, before.entries)
+    assert (await played(host, back, "owner__odd-1", "oracle")).decision == "passed"
+    assert (await played(host, back, "owner__odd-1", "idle")).decision == "failed"
