@@ -86,6 +86,18 @@ async def test_a_verifier_works_beside_any_user(host: Host, tmp_path: Path) -> N
     write(tmp_path / "tasks" / "own", TEST.format("/srv/work/"), artifacts, own)
     toml = tmp_path / "tasks" / "own" / "task.toml"
     toml.write_text(toml.read_text().replace('"user:1"\n', '"user:1"\nworkdir = "/srv/work"\n', 1))
+    copied = tmp_path / "tasks" / "copied"
+    write(
+        copied, TEST.format("").replace("[ -x /tests", "[ -x tool ] && [ -x latest ] && [ ! -x plain ] && [ -x /tests")
+    )
+    toml = copied / "task.toml"
+    toml.write_text(toml.read_text().replace('docker_image = "user:1"\n', ""))
+    dockerfile = "FROM user:1\nWORKDIR /srv/work\nCOPY . ./\n"
+    rows.write(
+        copied, {"environment/Dockerfile": dockerfile, "environment/tool": "#!/bin/sh\n", "environment/plain": "x"}
+    )
+    (copied / "environment/tool").chmod(0o755)
+    (copied / "environment/latest").symlink_to("tool")
     options = ImportOptions(suite="s", source=tmp_path / "tasks")
     told = await asyncio.to_thread(import_suite, "s", tmp_path / "s", "harbor", harbor.read(options))
     assert not told.refused
