@@ -23,6 +23,7 @@ from msgspec import UNSET, UnsetType
 from headrace.messages.tasks import Grading, Oracle, SandboxLimits, Task, TestPlan
 from headrace.tasks.importing import dockerfiles, stepwise, trees
 from headrace.tasks.importing.base import (
+    FORM,
     Entry,
     ImportOptions,
     ImportRefused,
@@ -48,8 +49,6 @@ _DOCKERFILE = "environment/Dockerfile"
 _UNKNOWN = "/image-workdir"
 """Stands for the working directory of an image that no Dockerfile names."""
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
-FORM = "3"
-"""Of the tasks that this module makes: with another one an earlier import is not continued."""
 
 
 def read(options: ImportOptions) -> Iterator[Entry]:

@@ -23,6 +23,8 @@ _MOST_FILES = 20_000
 _INSTEAD = "import the row with its image instead"
 _HISTORY = frozenset({".git", ".hg"})
 _CACHES = frozenset({"__pycache__"})
+_LFS = b"version https://git-lfs.github.com/spec/"
+"""The beginning of a file that stands for a large one, which the commit does not hold."""
 _NAMED = 3
 """Paths that a note names."""
 
@@ -115,6 +117,7 @@ def archive(folder: Path, commit: str) -> Tree:
             submodules.append(member.name)
     entries |= {member.name: Change(member.name, "link", 0o777, member.target) for member in links}
     notes = [_left_out("submodules", submodules), _left_out("links to other bytes than text", [m.name for m in odd])]
+    notes.append(_left_out("contents of files in Git LFS", [path for path in files if files[path].startswith(_LFS)]))
     return Tree(files, entries, tuple(filter(None, notes)))
 
 

@@ -66,6 +66,9 @@ def odd_repository(repos: Path) -> dict[str, Any]:
         (folder / path).chmod(0o755)
     for path, target in (("latest", "bin/tool"), ("kept", "bin"), ("was_link", "bin/tool")):
         (folder / path).symlink_to(target)
+    rows.write(
+        folder, {"data/model.bin": f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"}
+    )
     rows.git(folder, "add", "-A")
     rows.git(folder, "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},vendor/lib")
     rows.git(folder, "commit", "-qm", "base")
@@ -109,7 +112,10 @@ async def test_modes_links_renames_and_deletions_of_a_row_are_made(host: Host, t
     row = odd_repository(tmp_path / "repos")
     assert "rename from" in row["patch"] and '"old \\303\\244.txt"' in row["patch"]
     suite, told = imported(tmp_path, "swebench", jsonl(tmp_path, row), "--repos", str(tmp_path / "repos"))
-    assert told["refused"] == [] and told["notes"] == {"submodules are left out: 1, vendor/lib": 1}
+    assert told["refused"] == [] and told["notes"] == {
+        "submodules are left out: 1, vendor/lib": 1,
+        "contents of files in Git LFS are left out: 1, data/model.bin": 1,
+    }
     task, oracle = suite.task("owner__odd-1"), suite.oracle("owner__odd-1")
     assert task.entries == (
         Change("bin/tool", "file", 0o755),
