@@ -29,7 +29,7 @@ from headrace.judging.candidates import repository
 from headrace.judging.verdicts import all_passed, decide
 from headrace.messages.sandbox import Acquire, CheckIntegrity, Exec, GroupKey, PullTree, Role, RunTests, SandboxLost
 from headrace.messages.tasks import Oracle
-from headrace.tasks.diff import diff
+from headrace.tasks.diff import Tree, diff
 from headrace.tasks.generated.repositories import Made, make
 from headrace.tasks.sealing import compare_answers, known, recorded, seal
 from headrace.vmhost.errors import VmhostError
@@ -253,7 +253,7 @@ class CheatHost:
                 async with self.sandbox("rollout", task.files) as held:
                     done = await held.call(Exec(argv=("sh", "-c", script), timeout_s=120.0))
                     tree = await held.call(PullTree())
-                changed, deleted, touched = diff(task.files, tree.files, task.allowed)
+                changed, deleted, touched = diff(Tree(task.files), Tree(tree.files), task.allowed)[0]
                 leak = done.stdout.strip() if cheat.leaks else ""
             except SandboxLost:
                 changed = {}  # the cheat has killed its own sandbox: such an episode is run again

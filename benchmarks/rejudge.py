@@ -57,7 +57,7 @@ from headrace.rendering.base import Call
 from headrace.rendering.terse import Format, TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import open_suite
-from headrace.tasks.diff import diff
+from headrace.tasks.diff import Tree, diff
 from headrace.tasks.generated import traces
 from headrace.tasks.local import LocalFiles
 from tests.support.keys import as_writers
@@ -187,7 +187,7 @@ class Attempts:
             request=request,
             task=task,
         )
-        changed = diff(task.files, sandbox.files, task.allowed)
+        changed, _ = diff(Tree(task.files), Tree(sandbox.files), task.allowed)
         trajectory = Trajectory(
             run=RUN, lane="train", group=request.group, slot=slot, attempt=0, id=request.trajectory, task=task.ref,
             family=task.family, seed=slot, policy=request.policy, sampling=request.sampling, outcome=episode.outcome,
