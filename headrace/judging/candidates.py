@@ -29,7 +29,7 @@ def allowed_part(
 
 
 def _allowed(task: Task, path: str) -> bool:
-    return not path.startswith(HOST_FOLDER) and allowed(task.allowed, path)
+    return not f"{path}/".startswith(HOST_FOLDER) and allowed(task.allowed, path)
 
 
 def repository(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: Sequence[str]) -> dict[str, bytes]:

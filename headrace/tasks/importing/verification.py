@@ -192,6 +192,11 @@ def _quoted(value: str) -> str:
 
 def _artifacts(declared: Sequence[Any], place: Place) -> list[Artifact]:
     """The artifacts of a separate verifier. ImportRefused."""
+    if not place.workdir:
+        raise ImportRefused(
+            "the verifier is separate, so its artifacts depend on the agent's folder, which only the image knows: name "
+            "it as environment.workdir"
+        )
     artifacts = [] if place.mapped else [Artifact(path=PUBLISHED)]
     for entry in declared:
         options = entry if isinstance(entry, dict) else {"source": entry}
@@ -203,11 +208,6 @@ def _artifacts(declared: Sequence[Any], place: Place) -> list[Artifact]:
         if options.get("service") not in (None, "main"):
             raise ImportRefused(
                 f"the artifact {source} is of service {options['service']!r:.80}; a task has one machine"
-            )
-        if not place.workdir:
-            raise ImportRefused(
-                f"the artifact {source} may lie in the image's work folder, which only the image knows: name that "
-                "folder as environment.workdir"
             )
         absolute = source if source.startswith("/") else f"{place.workdir}/{source}"
         parts = [part for part in absolute.split("/") if part not in ("", ".")]

@@ -66,6 +66,7 @@ def test_the_folder_of_a_task_is_the_images_own_unless_the_task_names_one(tmp_pa
     separate = plain.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n')
     separate = separate.replace('"1.4"\n', '"1.4"\nartifacts = ["/app/out"]\n') + 'docker_image = "app:1"\n'
     harbor(tasks, "artifacts", separate)
+    harbor(tasks, "published", separate.replace('artifacts = ["/app/out"]\n', ""))
     suite, told = imported(tmp_path, "harbor", tasks)
     folders = {id: suite.task(id).repository for id in suite.ids()}
     assert folders == {"base": "", "built": "", "named": "/app", "variable": "/srv/w"}
@@ -74,4 +75,5 @@ def test_the_folder_of_a_task_is_the_images_own_unless_the_task_names_one(tmp_pa
     assert reasons["lost"] == (
         "environment/Dockerfile copies to /app/README.md, and names no WORKDIR; name its folder as environment.workdir"
     )
-    assert reasons["artifacts"].startswith("the artifact /app/out may lie in the image's work folder")
+    assert reasons["artifacts"].startswith("the verifier is separate, so its artifacts depend on the agent's folder")
+    assert list(reasons) == ["artifacts", "lost", "published"]

@@ -93,6 +93,7 @@ def test_the_judges_files_and_the_tree_itself_come_before_a_candidates_entries()
         Change("tests/old.py", "file", 0o755),
         Change("/etc/passwd", "link", 0o777, "x"),
         Change(".headrace/verify.sh", "link", 0o777, "x"),
+        Change(".headrace", "link", 0o777, "d"),
         Change("d", "link", 0o777, "plain"),
         Change("missing", "file", 0o755),
         Change("suid", "file", 0o4755),
