@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +62,29 @@ def read(options: ImportOptions) -> Iterator[Entry]:
         try:
             files = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
             parts = [part for path in files for part in (os.fsencode(path.relative_to(folder)), _bytes(path))]
+            make = _maker(folder, options)
         except OSError as error:
-            raise SourceError(f"{folder} cannot be read: {error}") from None
+            parts, make = [], _unreadable(f"the folder cannot be read: {error}")
         try:
             id = clean_id(folder.resolve().name)
         except ImportRefused:
             id = f"{number:06d}"  # `_made` refuses it
-        yield Entry(id, digest(settings, *parts), _maker(folder, options))
+        yield Entry(id, digest(settings, *parts), make)
 
 
 def _bytes(path: Path) -> bytes:
     return os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes()
 
 
-def _maker(folder: Path, options: ImportOptions) -> Any:
+def _maker(folder: Path, options: ImportOptions) -> Callable[[], Made]:
     return lambda: _made(folder, options)
+
+
+def _unreadable(reason: str) -> Callable[[], Made]:
+    def refuse() -> Made:
+        raise ImportRefused(reason)
+
+    return refuse
 
 
 def _made(folder: Path, options: ImportOptions) -> Made:

@@ -1,40 +1,61 @@
 """The paths that a git patch names: quoted ones, renamed ones, and those of files without lines."""
 
 import re
-from collections.abc import Iterator
+from typing import NamedTuple
 
 SUBMODULE = re.compile(r"^(?:new file|deleted file|new|old) mode 160000$|^index \S+ 160000$", re.MULTILINE)
 _SECTION = re.compile(r"^diff --git ", re.MULTILINE)
-_NAMES = ("rename from ", "rename to ", "copy from ", "copy to ")
-_SIDES = ("--- ", "+++ ")
+_OLD, _NEW = ("--- ", "rename from ", "copy from "), ("+++ ", "rename to ", "copy to ")
 _ESCAPE = re.compile(rb"\\(?:([0-7]{3})|(.))", re.DOTALL)
 _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
 
 
+class Named(NamedTuple):
+    """The names of one file in a patch."""
+
+    old: str
+    """Empty for a new file."""
+    new: str
+    """Empty for a deleted one."""
+
+
+def names_of(patch: str) -> tuple[Named, ...]:
+    """The files that a patch names, in its order."""
+    return tuple(map(_of_section, _SECTION.split(patch)[1:]))
+
+
 def paths_of(patch: str) -> tuple[str, ...]:
     """The paths that a patch names, old and new ones."""
-    sections = _SECTION.split(patch)[1:]
-    return tuple(dict.fromkeys(path for section in sections for path in _of_section(section)))
+    return tuple(dict.fromkeys(path for names in names_of(patch) for path in names if path))
 
 
-def _of_section(section: str) -> Iterator[str]:
-    """The paths of one file's part of a patch, which begins behind ``diff --git``."""
+def _of_section(section: str) -> Named:
+    """The names in one file's part of a patch, which begins behind ``diff --git``. A part without them is about a mode,
+    an empty file or a binary one, and both names of its header are equal."""
     header, *rest = section.split("\n")
-    named = False
+    equal = _without_prefix(_first(header.rstrip("\r")))
+    old = new = ""
     for line in rest:
         if line.startswith(("@@ ", "GIT binary patch")):
             break
-        for start in _NAMES:
-            if line.startswith(start):
-                named = True
-                yield _unquoted(line.removeprefix(start))
-        if line.startswith(_SIDES):
-            path = _unquoted(line[4:].partition("\t")[0] if not line[4:].startswith('"') else line[4:])
-            if path != "/dev/null":
-                named = True
-                yield _without_prefix(path)
-    if not named:  # only a mode, an empty file or a binary one: both names are equal
-        yield _without_prefix(_first(header.rstrip("\r")))
+        old = _name(line, _OLD) or old
+        new = _name(line, _NEW) or new
+    old, new = old or equal, new or equal
+    if re.search(r"^new file mode ", section, re.MULTILINE) or old == "/dev/null":
+        old = ""
+    if re.search(r"^deleted file mode ", section, re.MULTILINE) or new == "/dev/null":
+        new = ""
+    return Named(old, new)
+
+
+def _name(line: str, starts: tuple[str, ...]) -> str:
+    """The name in a line of a part's head; empty in another line."""
+    start = next((start for start in starts if line.startswith(start)), "")
+    if start not in ("--- ", "+++ "):
+        return _unquoted(line.removeprefix(start)) if start else ""
+    text = line.removeprefix(start)
+    path = _unquoted(text if text.startswith('"') else text.partition("\t")[0])
+    return path if path == "/dev/null" else _without_prefix(path)
 
 
 def _first(header: str) -> str:

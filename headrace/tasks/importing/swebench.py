@@ -7,7 +7,7 @@ a script applies the test patch inside and writes a log, which has ``trust = "lo
 
 import base64
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from headrace.messages.tasks import HOST_FOLDER, Change, Grading, Oracle, Task, TestPlan
@@ -210,8 +210,8 @@ def _logged(grading: Grading, parser: str) -> Grading:
     return Grading(kind="f2p_p2p", pass_to_pass=grading.pass_to_pass, parser=parser, file=LOG, trust="log")
 
 
-def _tested(changed: dict[str, bytes], parser: str) -> list[str]:
-    """Arguments of the test command: Django's runner takes module names."""
+def _tested(changed: Iterable[str], parser: str) -> list[str]:
+    """Arguments of the test command, from the paths that the test patch leaves: Django's runner takes module names."""
     paths = [path for path in sorted(changed) if path.endswith(".py")]
     if parser == "django":
         return [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for path in paths]
@@ -222,7 +222,8 @@ def _script(parts: _Parts, parser: str, command: str) -> str:
     """The test script of an old row, in the environment that SWE-bench's images have."""
     paths = patches.paths_of(parts.test_patch)
     quoted = shlex.join(paths)
-    tested = shlex.join(_tested(dict.fromkeys(paths, b""), parser))
+    names = [named.new for named in patches.names_of(parts.test_patch) if named.new]
+    tested = shlex.join(_tested(names, parser))
     return f"""#!/bin/bash
 set -uxo pipefail
 [ -f /opt/miniconda3/bin/activate ] && source /opt/miniconda3/bin/activate && conda activate testbed

@@ -16,7 +16,7 @@ from headrace.judging.certifying import certify
 from headrace.messages.codec import encode
 from headrace.messages.tasks import Change, Task
 from headrace.tasks.exporting.harbor import folder_of
-from headrace.tasks.importing import patches, trees
+from headrace.tasks.importing import patches, swebench, trees
 from headrace.tasks.importing.base import ImportRefused
 from headrace.vmhost.node.host import Host
 from tests.support import rows
@@ -188,6 +188,16 @@ PATHS = [
 @pytest.mark.parametrize(("patch", "paths"), PATHS)
 def test_the_paths_of_a_patch_are_those_that_git_means(patch: str, paths: tuple[str, ...]) -> None:
     assert patches.paths_of(patch) == paths
+
+
+def test_deleted_and_renamed_tests_are_no_arguments_of_an_images_test_command(tmp_path: Path) -> None:
+    row = odd_repository(tmp_path / "repos")
+    suite, _ = imported(tmp_path, "swebench", jsonl(tmp_path, row))
+    script = suite.oracle("owner__odd-1").hidden[".headrace/eval.sh"].decode()
+    assert f"{swebench._PYTEST} tests/test_odd.py\n" in script
+    assert "for path in tests/conftest.py tests/helper tests/test_odd.py; do git checkout" in script
+    move = "diff --git a/t/a.py b/t/b.py\nsimilarity index 100%\nrename from t/a.py\nrename to t/b.py\n"
+    assert patches.names_of(move + PATHS[3][0]) == (("t/a.py", "t/b.py"), ("", "e"))
 
 
 def test_a_patch_changes_no_path_outside_and_no_submodule() -> None:
