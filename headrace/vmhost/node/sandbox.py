@@ -87,6 +87,10 @@ class VmSandbox:
                 )
             raise FilesRefused(f"{self.id}: the repository could not be pushed: {result.error}")
         if request.entries:
+            if lacking := next(
+                (e.path for e in request.entries if e.kind == "file" and e.path not in request.files), ""
+            ):
+                raise FilesRefused(f"{self.id}: the repository has a mode of {lacking!a} and no such file")
             header, bodies = protocol.entries_frame(request.entries, request.files)
             result = await self._send(header, bodies, protocol.SLACK_S)
             if not result.ok:

@@ -110,6 +110,8 @@ async def test_entries_that_no_workspace_can_hold_are_refused(host: Host) -> Non
     for entry in (Change("/etc/x", "folder", 0o755), Change("a/../../x", "link", 0o777, "y")):
         with pytest.raises(FilesRefused, match="expected a path without"):
             await host.acquire(msgspec.structs.replace(REQUEST, entries=(entry,)))
+    with pytest.raises(FilesRefused, match="has a mode of 'a' and no such file"):
+        await host.acquire(msgspec.structs.replace(REQUEST, entries=(Change("a", "file", 0o755),)))
 
 
 def test_what_the_change_of_a_content_implies_is_no_change_of_an_entry() -> None:
