@@ -52,7 +52,9 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
         expected=to_pass,
         solution={path: files[path] for path in (*bug.changed, *bug.removed) if path in files},
         removed=tuple(
-            path for path in {**bug.changed, **bug.entries} if path not in files and path not in tree.entries
+            path
+            for path in {**bug.changed, **bug.entries}
+            if path not in files and (path in broken.files or path not in tree.entries)
         ),
         grading=Grading(kind="f2p_p2p", pass_to_pass=to_keep),
         entries=trees.entries_of(entry for path, entry in tree.entries.items() if path in named),

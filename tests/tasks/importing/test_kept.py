@@ -273,3 +273,48 @@ async def test_an_exported_task_comes_back_with_all_that_was_kept(host: Host, tm
     assert (after.files, after.entries) == (before.files, before.entries)
     assert (await played(host, back, "owner__odd-1", "oracle")).decision == "passed"
     assert (await played(host, back, "owner__odd-1", "idle")).decision == "failed"
+
+
+async def test_a_bug_of_swesmith_in_modes_and_links_is_undone(host: Host, tmp_path: Path) -> None:
+    folder = tmp_path / "repos" / "owner__odd.12345678"
+    folder.mkdir(parents=True)
+    rows.git(folder, "init", "-q")
+    test = """import os
+
+
+def test_odd():
+    assert os.access("tool", os.X_OK) and not os.access("plain", os.X_OK) and os.readlink("link") == "tool"
+    assert os.readlink("was") == "plain" and not os.path.lexists("made") and os.access("lost", os.X_OK)
+"""
+    rows.write(folder, {"tool": "1\\n", "plain": "2\\n", "lost": "3\\n", "tests/test_odd.py": test})
+    for path in ("tool", "lost"):
+        (folder / path).chmod(0o755)
+    for path, target in (("link", "tool"), ("was", "plain")):
+        (folder / path).symlink_to(target)
+    rows.git(folder, "add", "-A")
+    rows.git(folder, "commit", "-qm", "base")
+    commit = rows.git(folder, "rev-parse", "HEAD").strip()
+    (folder / "tool").chmod(0o644)
+    (folder / "plain").chmod(0o755)
+    for path in ("lost", "link", "was"):
+        (folder / path).unlink()
+    (folder / "link").symlink_to("plain")
+    (folder / "made").symlink_to("tool")
+    (folder / "was").write_text("a file")
+    row = {
+        "instance_id": "owner__odd.12345678.x",
+        "repo": "swesmith/owner__odd.12345678",
+        "base_commit": commit,
+        "problem_statement": "modes are wrong",
+        "patch": difference(folder),
+        "FAIL_TO_PASS": ["tests/test_odd.py::test_odd"],
+        "PASS_TO_PASS": [],
+    }
+    suite, told = imported(tmp_path, "swesmith", jsonl(tmp_path, row), "--repos", str(tmp_path / "repos"))
+    assert told["refused"] == []
+    (id,) = suite.ids()
+    assert Change("link", "link", 0o777, "plain") in (suite.task(id).entries or ())
+    assert (await played(host, suite, id, "oracle")).decision == "passed"
+    assert (await played(host, suite, id, "idle")).decision == "failed"
+    made = await certify(suite, id, HostMachines(host), report, backend=host.backend)
+    assert (made.gold_passed, made.noop) == (5, "failed"), made
