@@ -96,7 +96,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
     environment, verifier = table_of(config, "environment"), table_of(config, "verifier")
     notes = _refuse(folder, config, environment)
     instructions = dockerfiles.read(text_at(folder / "environment" / "Dockerfile"))
-    workdir = _workdir(environment, instructions, options)
+    workdir = _workdir(config, instructions, options, notes)
     if (folder / "environment" / ".dockerignore").exists():
         notes.append("environment/.dockerignore is not followed")
     if environment.get("env") or any(name == "ENV" for name, _ in instructions):
@@ -169,14 +169,30 @@ def _made(folder: Path, options: ImportOptions) -> Made:
 
 
 def _workdir(
-    environment: dict[str, Any], instructions: Sequence[dockerfiles.Instruction], options: ImportOptions
+    config: dict[str, Any],
+    instructions: Sequence[dockerfiles.Instruction],
+    options: ImportOptions,
+    notes: list[str],
 ) -> str:
     """The agent's folder; empty: the image's own. ImportRefused."""
+    environment = table_of(config, "environment")
     if named := str(environment.get("workdir") or ""):
         return named
     if options.template:
         return dockerfiles.workdir(instructions, _DOCKERFILE) or "/app"
-    return "" if environment.get("docker_image") else dockerfiles.workdir(instructions, _DOCKERFILE)
+    folder = "" if environment.get("docker_image") else dockerfiles.workdir(instructions, _DOCKERFILE)
+    if folder or not _separate(config):
+        return folder
+    folder = dockerfiles.workdir(instructions, _DOCKERFILE) or "/app"
+    notes.append(f"environment.workdir is not named: {folder} is taken, since the artifacts of a verifier depend on it")
+    return folder
+
+
+def _separate(config: dict[str, Any]) -> bool:
+    """Whether a verifier is separate, so that its artifacts are found by the agent's folder."""
+    steps = [table for table in list_of(config, "steps") if isinstance(table, dict)]
+    verifiers = [table_of(table, "verifier") for table in (config, *steps)]
+    return any(table.get("environment_mode") == "separate" or "environment" in table for table in verifiers)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -192,11 +192,6 @@ def _quoted(value: str) -> str:
 
 def _artifacts(declared: Sequence[Any], place: Place) -> list[Artifact]:
     """The artifacts of a separate verifier. ImportRefused."""
-    if not place.workdir:
-        raise ImportRefused(
-            "the verifier is separate, so its artifacts depend on the agent's folder, which only the image knows: name "
-            "it as environment.workdir"
-        )
     artifacts = [] if place.mapped else [Artifact(path=PUBLISHED)]
     for entry in declared:
         options = entry if isinstance(entry, dict) else {"source": entry}
