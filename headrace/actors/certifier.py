@@ -17,7 +17,7 @@ from headrace.judging import rules
 from headrace.judging.certifying import certify
 from headrace.messages.base import Message
 from headrace.messages.judging import Certificate, CertifyAsked
-from headrace.messages.sandbox import Acquire, NoCapacity, SandboxLost
+from headrace.messages.sandbox import Acquire, NoCapacity, SandboxLost, SandboxRefused
 from headrace.messages.subjects import EVENT
 from headrace.registry import PluginError
 from headrace.sandboxes.client import RemoteSandbox, Sandboxes
@@ -85,6 +85,7 @@ class Certifier(Actor):
                 made = await self._examine(asked)
             except (SandboxLost, NoCapacity) as error:
                 await self.event("certify_retry", f"{asked.task.task}: {error}", "warning")
+                self._asked[asked.task_hash] = self._asked.pop(asked.task_hash)  # the other tasks come first
                 with self.waiting():
                     await waits.sleep()
                 continue
@@ -112,4 +113,6 @@ class Certifier(Actor):
             made = await certify(suite, asked.task.task, machines, self._examination_event)
         except (UnknownSuite, PluginError) as error:
             return msgspec.structs.replace(refused, reasons=(str(error),))
+        except SandboxRefused as error:
+            return msgspec.structs.replace(refused, reasons=(f"the task cannot run here: {error}",))
         return msgspec.structs.replace(made, backend=machines.backend)

@@ -41,21 +41,28 @@ def environment() -> dict[str, str]:
 
 
 def members(repository: Path, commit: str, limits: Limits, env: Mapping[str, str]) -> list[Member]:
-    """The files and links of a commit, links without content; submodules are left out. env: of git's processes;
+    """The files, links and submodules of a commit, links and submodules without content. env: of git's processes;
     `OFFLINE` is added.
 
     ArchiveRefused, ArchiveTooLarge; FileNotFoundError without git."""
     env = {**env, **OFFLINE}
-    listed: list[tuple[str, str, bool]] = []
+    listed: list[tuple[str, str, str]] = []
     files = size = 0
     for number, (mode, id, length, name) in enumerate(_listed(repository, commit, env), 1):
-        if mode[:2] not in ("04", "16"):
-            regular = mode.startswith("100")
-            listed.append((name, id, regular))
-            files, size = files + 1, size + (length if regular else 0)
+        if not mode.startswith("04"):
+            listed.append((mode, id, name))
+            files, size = files + 1, size + length
         limits.check(number, files, size)
-    contents = _contents(repository, [id for _, id, regular in listed if regular], env)
-    return [Member(name, next(contents) if regular else None) for name, _, regular in listed]
+    contents = _contents(repository, [id for mode, id, _ in listed if not mode.startswith("16")], env)
+    return [_member(mode, name, b"" if mode.startswith("16") else next(contents)) for mode, _, name in listed]
+
+
+def _member(mode: str, name: str, data: bytes) -> Member:
+    if mode.startswith("100"):
+        return Member(name, data, "program" if mode == "100755" else "file")
+    if mode.startswith("12"):
+        return Member(name, None, "link", os.fsdecode(data))
+    return Member(name, None, "submodule")
 
 
 def reason_of(output: bytes) -> str:

@@ -5,7 +5,7 @@ and a folder of one name. Every reader counts before it unpacks and refuses in o
 """
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 MAX_PATH = 1024
 """Bytes of a path."""
@@ -54,7 +54,11 @@ class Member(NamedTuple):
     name: str
     """As it stands in the archive: it may leave the folder."""
     data: bytes | None
-    """The content of a file; None: a link or a device."""
+    """The content of a file; None: a link, a device or a submodule."""
+    kind: Literal["file", "program", "link", "submodule", "other"] = "file"
+    """``program``: a file that may be executed. Archives other than commits say ``file`` or ``other``."""
+    target: str = ""
+    """Of a link of a commit."""
 
 
 def safe_path(path: str) -> bool:
@@ -91,5 +95,5 @@ def files_of(members: Iterable[Member], *, skip_links: bool) -> Iterator[tuple[s
             raise ArchiveRefused(text)
         if member.data is not None:
             yield path, member.data
-        elif not skip_links:
+        elif not skip_links and member.kind != "submodule":
             raise ArchiveRefused(f"{member.name[:80]!a} is a link or a device; expected files and folders alone")

@@ -49,7 +49,7 @@ def members(source: IO[bytes], limits: Limits) -> Iterator[Member]:
     try:
         for info, content in entries(source, limits):
             if not info.isdir():
-                yield Member(info.name, content.read() if content else None)
+                yield Member(info.name, content.read()) if content else Member(info.name, None, "other")
     except DAMAGED as error:
         raise ArchiveRefused(f"it is no tar file, or a damaged one: {str(error)[:200]}") from None
 

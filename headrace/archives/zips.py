@@ -46,7 +46,7 @@ def members(source: IO[bytes], limits: Limits) -> Iterator[Member]:
         for info in files:
             mode = info.external_attr >> 16
             if mode and stat.S_IFMT(mode) not in (0, stat.S_IFREG):
-                yield Member(info.filename, None)
+                yield Member(info.filename, None, "other")
                 continue
             data = archive.read(info)
             if len(data) != info.file_size:

@@ -8,10 +8,10 @@ a task is valid when the oracle passes, and a judge is valid when the other two 
 import base64
 import difflib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
-from headrace.messages.tasks import Oracle, Task
+from headrace.messages.tasks import HOST_FOLDER, PROGRAM, Change, Oracle, Task, interpreter
 from headrace.rendering.base import Call, Renderer
 from headrace.vmhost.guest.lines import bodies, joined, replaced
 from headrace.vmhost.guest.names import shown
@@ -22,6 +22,8 @@ _TOGETHER = 5
 """Edits in one turn: below the usual limit of parallel calls."""
 _ARGUMENT = 96 << 10
 """Characters of base64 in one command; an argument of a program has at most 128 KiB."""
+_PROGRAM_MS = 300_000
+"""The longest wait for the end of a solution's program in one call, in milliseconds."""
 _EMPTY_TEST = "def test_nothing():\n    assert True"
 _FORGED = f"""find . \\( -name 'test_*.py' -o -name '*_test.py' \\) -exec sh -c 'for file; do
 printf "{_EMPTY_TEST.replace(chr(10), chr(92) + "n")}\\n" > "$file"; done' sh {{}} +
@@ -57,17 +59,50 @@ def written(path: str, before: bytes, after: bytes) -> list[Call]:
         text: str | None = after.decode()
     except UnicodeDecodeError:
         text = None
+    if text is not None and "</" in text:  # it may spell the end of an argument
+        text = None
     if before and text is not None and _edited(before, calls := edits(path, before, after)) == after:
         return calls
     if text == "" or (text and text.endswith("\n") and not text.startswith("\n")):
         return [("write_file", {"path": shown(path), "text": text})]
     quoted, data = shlex.quote(path), base64.b64encode(after).decode()
     pieces = [data[at : at + _ARGUMENT] for at in range(0, len(data), _ARGUMENT)] or [""]
-    begin = f'mkdir -p "$(dirname {quoted})" && : > {quoted}'
+    begin = f'mkdir -p -- "$(dirname -- {quoted})" && : > {quoted}'
     return [
         ("terminal", {"command": f"{'' if at else begin + ' && '}echo {piece} | base64 -d >> {quoted}"})
         for at, piece in enumerate(pieces)
     ]
+
+
+def _solved(
+    before: Mapping[str, bytes],
+    solution: Mapping[str, bytes],
+    entries: Sequence[Change],
+    removed: Sequence[str],
+    program: str,
+) -> list[Call]:
+    """Calls that make a known solution in the order in which a certificate's examination makes it: files, links and
+    modes, the program. before: the task's files."""
+    in_place = [entry.path for entry in entries if entry.path not in before]  # a file would be written through a link
+    commands = [f"rm -rf -- {shlex.quote(path)}" for path in (*removed, *in_place)]
+    calls: list[Call] = [("terminal", {"command": " && ".join(commands)})] if commands else []
+    calls += [call for path in sorted(solution) for call in written(path, before.get(path, b""), solution[path])]
+    commands = []
+    for entry in entries:
+        path = shlex.quote(entry.path)
+        if entry.kind == "folder":
+            commands.append(f"mkdir -p -- {path}")
+        elif entry.kind == "link":
+            target = shlex.quote(entry.target)
+            commands.append(f'rm -rf -- {path} && mkdir -p -- "$(dirname -- {path})" && ln -s -- {target} {path}')
+        else:
+            commands.append(f"chmod {entry.mode:o} -- {path}")
+    if program:
+        calls += written(PROGRAM, b"", program.encode())
+        end = f"code=$?; rm -rf {HOST_FOLDER.rstrip('/')}; exit $code"
+        commands.append(f"{shlex.join((*interpreter(program), PROGRAM))}; {end}")
+    wait = {"yield_time_ms": str(_PROGRAM_MS)}
+    return calls + [("terminal", {"command": command} | wait) for command in commands]
 
 
 def script(name: str, task: Task, oracle: Oracle) -> list[list[Call]]:
@@ -78,16 +113,14 @@ def script(name: str, task: Task, oracle: Oracle) -> list[list[Call]]:
     if name == "idle":
         return [[_FINISH]] * (1 + len(task.later))
     if name == "oracle" and oracle.steps:
-        rounds = [[("terminal", {"command": step.script})] if step.script else [] for step in oracle.steps.tests]
+        rounds = [
+            _solved({}, step.solution or {}, step.solution_entries or (), (), step.script)
+            for step in oracle.steps.tests
+        ]
         return [turn for calls in rounds for turn in _turns(calls)]
     if name == "oracle":
-        calls = [
-            call
-            for path, content in sorted(oracle.solution.items())
-            for call in written(path, task.files.get(path, b""), content)
-        ]
-        calls += [("terminal", {"command": f"rm -f -- {shlex.quote(path)}"}) for path in oracle.removed]
-        calls += [("terminal", {"command": oracle.script})] if oracle.script else []
+        entries = oracle.solution_entries or ()
+        calls = _solved(task.files, oracle.solution, entries, oracle.removed, oracle.script)
     elif name == "edit-tests":
         paths = [path for path in task.tests.paths if path in task.files] or [
             path for path in sorted(task.files) if path.rpartition("/")[2].startswith("test_") and path.endswith(".py")

@@ -40,7 +40,7 @@ async def collect(sandbox: Sandbox, artifacts: Sequence[Artifact]) -> tuple[Push
         if read.ok and not (members and members[0][0].isreg()):
             members = [await _named(sandbox, path)]
         where = dirname(path) if read.ok else path
-        archives.append(PushTar(data=_archive(members), path=where or "."))
+        archives.append(PushTar(data=_archive(members), path=where or ".", forced=True))
     return tuple(archives)
 
 

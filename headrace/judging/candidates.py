@@ -8,7 +8,7 @@ import msgspec
 from headrace.judging.hidden.setup import SetUp
 from headrace.messages.rollout import Trajectory
 from headrace.messages.sandbox import ApplyChanges
-from headrace.messages.tasks import HOST_FOLDER, Oracle, Task
+from headrace.messages.tasks import HOST_FOLDER, Change, Oracle, Task
 from headrace.vmhost.guest.globs import allowed
 
 
@@ -30,7 +30,7 @@ def allowed_part(
 
 
 def _allowed(task: Task, path: str) -> bool:
-    return not path.startswith(HOST_FOLDER) and allowed(task.allowed, path)
+    return not f"{path}/".startswith(HOST_FOLDER) and allowed(task.allowed, path)
 
 
 def repository(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: Sequence[str]) -> dict[str, bytes]:
@@ -41,8 +41,42 @@ def repository(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: S
     changed = {path: content for path, content in changed.items() if not setup.keeps(path, content)}
     gone = tuple(path for path in gone if not setup.keeps(path, None))
     given = {path: content for path, content in task.files.items() if not oracle.separate or _allowed(task, path)}
-    files = {path: content for path, content in given.items() if path not in gone}
-    return files | changed | oracle.hidden | oracle.sealed
+    files = {path: content for path, content in given.items() if path not in gone} | changed
+    other = {entry.path for entry in oracle.entries or () if entry.kind != "file"}
+    return {path: content for path, content in files.items() if path not in other} | oracle.hidden | oracle.sealed
+
+
+def repository_entries(task: Task, oracle: Oracle, trajectory: Trajectory, files: Mapping[str, bytes]) -> list[Change]:
+    """The links, empty folders and modes of the files to be tested: the task's, the allowed changes of them outside of
+    the tests' set-up, and those of the hidden tests. files: of `repository`; an entry that contradicts them is left
+    out."""
+    changed, gone = allowed_part(task, trajectory.diff, trajectory.deleted)
+    given = {entry.path: entry for entry in task.entries or () if not oracle.separate or _allowed(task, entry.path)}
+    entries = {
+        path: entry
+        for path, entry in given.items()
+        if path not in gone and (entry.kind == "file" or path not in changed)
+    }
+    setup = SetUp(task, oracle)
+    for change in trajectory.changes:
+        if change.kind in ("gone", "other") or setup.keeps(
+            change.path, trajectory.diff.get(change.path) if change.kind == "file" else None
+        ):
+            continue
+        if not change.path.startswith("/") and _allowed(task, change.path):
+            mode = 0o755 if change.mode & 0o100 or change.kind != "file" else 0o644
+            entries[change.path] = msgspec.structs.replace(change, mode=mode)
+    hidden = oracle.hidden.keys() | oracle.sealed.keys()
+    entries = {path: entry for path, entry in entries.items() if path not in hidden}
+    entries |= {entry.path: entry for entry in oracle.entries or ()}
+    folders = {str(parent) for path in (*files, *entries) for parent in PurePosixPath(path).parents}
+    return [
+        entry
+        for path, entry in sorted(entries.items())
+        if entry.kind != "gone"
+        and (path in files if entry.kind == "file" else path not in files)
+        and not (entry.kind == "link" and path in folders)
+    ]
 
 
 def image_changes(task: Task, oracle: Oracle, trajectory: Trajectory) -> ApplyChanges:

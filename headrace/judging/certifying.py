@@ -63,21 +63,30 @@ async def certify(
         verdict="uncertifiable",
     )
     if why := _no_solution(oracle):
-        return msgspec.structs.replace(made, reasons=(why,))
+        return msgspec.structs.replace(made, reasons=(why,), notes=_left_out(oracle))
     exam = _Exam(task, oracle, machines, report, isolation)
     try:
         solution = await exam.sandboxes.known()
     except NoSolution as error:
-        return msgspec.structs.replace(made, verdict="refused", plugins=exam.used(made), reasons=(str(error),))
+        return msgspec.structs.replace(
+            made,
+            verdict="refused",
+            plugins=exam.used(made),
+            reasons=(str(error),),
+            notes=_left_out(oracle),
+            output=error.output or UNSET,
+        )
     gold = [await exam.decision(solution) for _ in range(GOLD_RUNS)]
-    why, blind = exam.why, exam.blind
+    why, blind, output = exam.why, exam.blind, exam.output
     await exam.prepare(_required(oracle), solution)
     noop = await exam.rejection(Solution(earlier=tuple(Snapshot(diff={}) for _ in task.later)))
+    output = output or (exam.printed if noop == "passed" else "")
     if oracle.grading.kind == "exact" and noop != "passed":
         await exam.prepare(_noticing(oracle, exam.tests), solution)
     before, repaired = solution.before(task), solution.repaired(task)
     empty = broken.stubs(before, repaired) if task.sandbox else {}
     stub = await exam.rejection(solution.only(empty)) if empty else ""
+    output = output or (exam.printed if stub == "passed" else "")
     drawn = broken.mutants(task.ref, before, repaired)[:MUTANTS] if task.sandbox and "passed" in gold else []
     survivors, equivalent = [], 0
     same = getattr(suite, "equivalent", None)
@@ -88,11 +97,12 @@ async def certify(
             survivors.append(name)
     tried = len(drawn) - equivalent
     secret = with_hidden(oracle)
-    leaked = leaks.told(task, secret, before, repaired if task.sandbox else {})
+    gone = solution.last.deleted
+    leaked = leaks.told(task, secret, before, repaired if task.sandbox else {}, gone)
     searched, declared = leaks.Found(), dict[str, bytes]()
     if task.image:
         async with exam.sandboxes.sandbox() as sandbox:
-            searched = await leaks.in_image(sandbox, secret, repaired)
+            searched = await leaks.in_image(sandbox, secret, repaired, gone)
             declared = {path: (await sandbox.call(ReadFile(path=path, limit=_DECLARED))).data for path in DECLARE}
     risks = unproven(oracle) or _BLIND * blind, loads_itself(task, oracle, solution.last, declared)
     made = msgspec.structs.replace(
@@ -115,9 +125,14 @@ async def certify(
         notes.append(f"the tests refuse {made.killed} of {tried} broken solutions, less than {KILLED:.0%}")
     elif task.sandbox and not drawn and "passed" in gold:
         notes.append(NO_MUTANTS)
-    notes += (*leaked.notes, *searched.notes)
+    notes += (*leaked.notes, *searched.notes, *_left_out(oracle))
     verdict: Literal["certified", "refused"] = "refused" if reasons else "certified"
-    return msgspec.structs.replace(made, verdict=verdict, reasons=reasons, notes=tuple(notes))
+    return msgspec.structs.replace(made, verdict=verdict, reasons=reasons, notes=tuple(notes), output=output or UNSET)
+
+
+def _left_out(oracle: Oracle) -> tuple[str, ...]:
+    """Notes of the task's import about files and settings that the task lacks."""
+    return tuple(f"import: {note}" for note in oracle.left_out or ())
 
 
 def _reasons(made: Certificate, why: str) -> tuple[str, ...]:
@@ -169,6 +184,8 @@ class _Exam:
         """Whether altered tests pass over the known solution."""
         self.why = ""
         """The reason of the latest examination that was not passed; empty where only the number tells."""
+        self.output = self.printed = ""
+        """The ends of the output of the latest examination that was not passed, and of the latest one."""
         self._few: Oracle | None = None
 
     def used(self, made: Certificate) -> tuple[Plugin, ...]:
@@ -217,12 +234,14 @@ class _Exam:
             verdict = await examine(candidate, self._machines, self._report, Options())
         except NoVerdict as error:
             self.why = f"{error.reason}: {error}"[:500]
+            self.output = self.printed = ""
             return "failed"
         self._plugins = merged(self._plugins, verdict.plugins)
         self.tests = verdict.tests
         self.blind |= f"{rules.BLIND}:tests" in verdict.suspicions
+        self.printed = verdict.output
         if not verdict.passed:
-            self.why = _why(oracle, verdict)
+            self.why, self.output = _why(oracle, verdict), verdict.output
         return verdict.decision
 
 
@@ -230,9 +249,15 @@ def _why(oracle: Oracle, verdict: Verdict) -> str:
     """Why a verdict is no pass."""
     if verdict.decision != "failed":
         return f"{verdict.decision} {', '.join(verdict.suspicions)}".strip()
-    passed = {test.name for test in verdict.tests if test.outcome == "passed"}
-    missing = [name for name in oracle.expected if name not in passed]
-    return verdict.reason or (f"{missing[0]} does not pass" if missing else "")
+    if verdict.reason:
+        return verdict.reason
+    outcomes = {test.name: test.outcome for test in verdict.tests}
+    missing = [name for name in oracle.expected if outcomes.get(name) != "passed"]
+    missing += [name for name in oracle.grading.pass_to_pass if outcomes.get(name) not in ("passed", "skipped")]
+    if not missing:
+        return ""
+    more = f", nor do {len(missing) - 1} others" if len(missing) > 1 else ""
+    return f"{missing[0]} does not pass ({outcomes.get(missing[0], 'not reported')}){more}"
 
 
 def _required(oracle: Oracle) -> Oracle | None:

@@ -27,8 +27,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from headrace.judging import artifacts, checkers, rules, steps
-from headrace.judging.candidates import Candidate, from_root, image_changes, repository
-from headrace.judging.grading import LARGEST, examined
+from headrace.judging.candidates import Candidate, from_root, image_changes, repository, repository_entries
+from headrace.judging.grading import LARGEST, examined, tail
 from headrace.judging.hidden.control import Altered, control
 from headrace.judging.machines import Machines, S
 from headrace.judging.outcomes import RefusedOutput
@@ -40,6 +40,7 @@ from headrace.messages.sandbox import (
     Acquire,
     ApplyChanges,
     CheckIntegrity,
+    Exec,
     FilesRefused,
     Isolation,
     NoCapacity,
@@ -49,12 +50,10 @@ from headrace.messages.sandbox import (
     RunTests,
     Sandbox,
     SandboxLost,
-    WriteFiles,
 )
 from headrace.messages.tasks import ANSWER, Oracle, Verifier
 from headrace.sandboxes.calls import NodeSilent, Superseded
-from headrace.tasks.sandboxes import for_task
-from headrace.vmhost.guest.names import of_key
+from headrace.tasks.sandboxes import for_task, write
 
 TRIES = 3
 """Number of sandboxes of one candidate that our own parts may lose before the judge gives up."""
@@ -254,11 +253,13 @@ class _Examiner:
 
     def _read(self, result: OpResult, written: bytes | None, touched: tuple[str, ...], alone: bool) -> Examination:
         try:
-            return examined(self.candidate.oracle, result, written, touched=touched, alone=alone)
+            made = examined(self.candidate.oracle, result, written, touched=touched, alone=alone)
         except RefusedOutput as error:
-            return Examination(refused=str(error), touched=touched, alone=alone)
+            made = Examination(refused=str(error), touched=touched, alone=alone)
         except Exception as error:
             raise _fault(error) from error
+        log = written if self.candidate.oracle.grading.parser else None
+        return msgspec.structs.replace(made, output=tail(result, log))
 
     async def _run(
         self, files: dict[str, bytes], isolation: Isolation, number: int, thorough: bool
@@ -278,12 +279,16 @@ class _Examiner:
             seed=trajectory.seed,
             lease_s=self.options.lease_s,
         )
-        request = for_task(request, self.candidate.task, files)
+        task = self.candidate.task
+        entries = task.entries or ()
+        if not task.image:
+            entries = tuple(repository_entries(task, self.candidate.oracle, trajectory, files))
+        request = for_task(request, task, files, entries)
         archives: tuple[PushTar, ...] = ()
         if verifier := self.candidate.oracle.verifier:
             archives = await self._artifacts(verifier, request)
             request = msgspec.structs.replace(
-                request, template=verifier.image, workdir="/", limits=verifier.limits, files={}
+                request, template=verifier.image, workdir="/", limits=verifier.limits, files={}, entries=()
             )
         try:
             sandbox = await self.machines.acquire(request)
@@ -295,7 +300,10 @@ class _Examiner:
                 await self._place(sandbox, archives, f"{trajectory.id}-place{number}")
             elif self.candidate.task.image:
                 await self._apply(sandbox, f"{trajectory.id}-apply{number}")
-            result = await sandbox.call(RunTests(plan=self.candidate.oracle.tests), f"{trajectory.id}-judge{number}")
+            result = await self._prepared(sandbox, f"{trajectory.id}-prepare{number}")
+            if result.ok:
+                plan = self.candidate.oracle.tests
+                result = await sandbox.call(RunTests(plan=plan), f"{trajectory.id}-judge{number}")
             written = await self._written(sandbox, f"{trajectory.id}-written{number}")
             checked = await sandbox.call(CheckIntegrity(thorough=thorough), f"{trajectory.id}-look{number}")
             if result.ended or checked.ended:
@@ -309,6 +317,13 @@ class _Examiner:
         if not checked.ok:
             await self.report("machines_not_checked", checked.error, "warning")
         return result, written, checked.tampered
+
+    async def _prepared(self, sandbox: Sandbox, call_id: str) -> OpResult:
+        """Run the command that the tests need as root before them."""
+        plan = self.candidate.oracle.tests
+        if not plan.prepare:
+            return OpResult()
+        return await sandbox.call(Exec(argv=plan.prepare, user="0", timeout_s=plan.timeout_s), call_id)
 
     async def _written(self, sandbox: Sandbox, call_id: str) -> bytes | None:
         """The content of the grading's file; None where there is none."""
@@ -329,6 +344,7 @@ class _Examiner:
             isolation="episode",
             workdir="/",
             files={f"{root}/{path}": content for path, content in task.files.items()},
+            entries=tuple(msgspec.structs.replace(e, path=f"{root}/{e.path}") for e in task.entries or ()),
         )
         sandbox = await self.machines.acquire(source)
         try:
@@ -364,9 +380,10 @@ class _Examiner:
             raise _NotApplied(f"the changes cannot be made in a fresh sandbox: {changed.error}")
 
     async def _add_tests(self, sandbox: Sandbox, call_id: str) -> None:
-        hidden = self.candidate.oracle.hidden | self.candidate.oracle.sealed
-        files = {of_key(path): data for path, data in hidden.items()}
-        added = await sandbox.call(WriteFiles(files=files), f"{call_id}-tests")
+        oracle = self.candidate.oracle
+        added = await write(
+            sandbox, oracle.hidden | oracle.sealed, oracle.entries or (), f"{call_id}-tests", forced=True
+        )
         if not added.ok:
             raise _NotApplied(f"the hidden tests cannot be written over the changes: {added.error}")
 

@@ -9,9 +9,12 @@ from headrace.judging.verdicts import COMMAND, Examination, passes
 from headrace.messages.sandbox import OpResult, TestOutcome
 from headrace.messages.tasks import Oracle
 from headrace.tasks.sealing import compare_answers
+from headrace.terminal_text import plain
 
 LARGEST = 8 << 20
 """Bytes of a log or reward file that are read."""
+TAIL = 4000
+"""Characters of a run's output that a certificate shows."""
 
 
 def examined(
@@ -37,6 +40,17 @@ def examined(
     tests = compare_answers(tests, oracle.answers)
     ok = passes(oracle, tests, value)
     return Examination(ok=ok, tests=tests, value=value, rewards=rewards, touched=touched, alone=alone)
+
+
+def tail(result: OpResult, log: bytes | None = None) -> str:
+    """The end of a run's output, fit for a terminal: of its log, or of its streams and its error. At most `TAIL`
+    characters."""
+    texts = [result.stdout, result.stderr]
+    if log is not None:
+        texts.append(log[-4 * TAIL :].decode("utf-8", "replace"))
+    texts.append(result.error)
+    text = "\n".join(plain(text[-TAIL:]).strip("\n") for text in texts if text.strip())
+    return text if len(text) <= TAIL else f"...{text[3 - TAIL :]}"
 
 
 def parsed(oracle: Oracle, result: OpResult, written: bytes | None) -> tuple[TestOutcome, ...]:

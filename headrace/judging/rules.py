@@ -83,8 +83,12 @@ def command_rules(command: str) -> tuple[str, ...]:
 def pushed(task: Task) -> str:
     """The digest of a sandbox's workspace before the first call."""
     digest = new_digest()
-    for path in sorted(task.files):
-        add_entry(digest, path, stat.S_IFREG | 0o644, task.files[path])
+    entries = {entry.path: entry for entry in task.entries or () if entry.kind != "folder"}
+    for path in sorted(task.files.keys() | entries.keys()):
+        if path in task.files:
+            add_entry(digest, path, stat.S_IFREG | (0o755 if path in entries else 0o644), task.files[path])
+        else:
+            add_entry(digest, path, stat.S_IFLNK | 0o777, entries[path].target.encode())
     return digest.hexdigest()
 
 

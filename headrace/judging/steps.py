@@ -51,6 +51,7 @@ def parts(candidate: Candidate) -> list[Candidate]:
                 oracle=msgspec.structs.replace(
                     oracle,
                     hidden=tests.hidden,
+                    entries=tests.entries,
                     tests=tests.tests,
                     script=tests.script,
                     separate=tests.separate,
@@ -119,7 +120,9 @@ def combined(candidate: Candidate, verdicts: Sequence[Verdict]) -> Verdict:
         again="other" if "other" in seconds else "same" if "same" in seconds else "",
     )
     refused = next((verdict.reason for verdict in verdicts if verdict.reason), "")
-    return msgspec.structs.replace(verdict, reason=refused, plugins=merged(*(verdict.plugins for verdict in verdicts)))
+    output = next((verdict.output for verdict in verdicts if not verdict.passed), "")
+    plugins = merged(*(verdict.plugins for verdict in verdicts))
+    return msgspec.structs.replace(verdict, reason=refused, plugins=plugins, output=output)
 
 
 def _scores(candidate: Candidate, verdicts: Sequence[Verdict]) -> tuple[StepScore, ...]:

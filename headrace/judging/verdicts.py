@@ -44,6 +44,8 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the machine held no other candidate."""
     control: Control = ""
     """Of altered tests (judging/hidden/control.py): empty where they failed as they should."""
+    output: str = ""
+    """The end of what the tests printed, for a certificate."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +70,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """``refused_output``, a colon and one sentence, where the judge did not read the output of the tests."""
     plugins: tuple[Plugin, ...] = ()
     """Sandbox backends of its examinations that come from outside of headrace."""
+    output: str = ""
+    """The end of what the tests printed."""
 
     @property
     def passed(self) -> bool:
@@ -112,17 +116,23 @@ def named_passed(tests: Sequence[TestOutcome], to_pass: Sequence[str], to_keep: 
     """The first names passed, the second ones passed or were skipped; a test that is reported twice counts by its
     worst outcome.
 
-    A name that is cut inside its parameters, as some of SWE-bench are, stands for all reported ones that begin with it,
-    where they agree.
+    Names of SWE-bench come from a log. One that is cut inside its parameters stands for all reported ones that begin
+    with it, where they agree; spaces in it may be fewer, and the reason of an expected failure may follow behind " - ".
     """
     outcomes: dict[str, set[str]] = {}
+    in_logs: dict[str, set[str]] = {}
     for test in tests:
         outcomes.setdefault(test.name, set()).add(test.outcome)
+        in_logs.setdefault(" ".join(test.name.split()), set()).add(test.outcome)
 
     def among(name: str, good: set[str]) -> bool:
         seen = outcomes.get(name, set())
         if not seen and name.count("[") > name.count("]"):
             seen = {outcome for other, results in outcomes.items() if other.startswith(name) for outcome in results}
+        if not seen:
+            parts = " ".join(name.split()).split(" - ")
+            starts = (" - ".join(parts[:end]) for end in range(len(parts), 0, -1))
+            seen = next((in_logs[start] for start in starts if start in in_logs), seen)
         return bool(seen) and seen <= good
 
     return (
@@ -170,6 +180,7 @@ def conclude(
         steps=examination.steps,
         suspicions=tuple(matched),
         again=again,
+        output=examination.output,
         reason=f"refused_output: {examination.refused}" if examination.refused else "",
     )
 

@@ -180,6 +180,9 @@ class Certificate(Message, frozen=True, kw_only=True):
     risks: tuple[str, ...] | UnsetType = UNSET
     """Why a pass may prove no repair. Training on such a task needs `[tasks] at_risk`. Unset it is not encoded, so
     older certificates stay as they are."""
+    output: str | UnsetType = UNSET
+    """The end of the output that explains why the task is not certified: of the known solution's program, or of a test
+    run; at most 4,000 characters, fit for a terminal. Unset it is not encoded, so that older files stay valid."""
 
 
 @message("certify_asked")

@@ -5,13 +5,15 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from headrace.messages.base import Finite, Integer, Message, message
+from headrace.messages.base import Count, Finite, Integer, Message, message
 
 CANARY = "canary/"
 """Prefix of a suite's name: its tasks, made unsolvable (tasks/impossible.py)."""
 
 HOST_FOLDER = ".headrace/"
 """Folder of a workspace that only the judge writes: test scripts, their logs, reward files."""
+PROGRAM = f"{HOST_FOLDER}solve"
+"""The path of a known solution's program while it runs. `HOST_FOLDER` is removed before the changes are read."""
 ANSWER = "answer.txt"
 """The path in a trajectory's diff under which the last message of an episode without a sandbox stands."""
 
@@ -87,6 +89,23 @@ class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return {name for name, value in wanted.items() if value}
 
 
+class Change(msgspec.Struct, frozen=True):
+    """One path of a tree besides the contents of its files, or one changed path of an image. Paths are relative to the
+    workspace, or absolute outside it."""
+
+    path: str
+    kind: Literal["gone", "file", "folder", "link", "other"]
+    """``gone``: the entry was removed. Otherwise: its present kind. An ``other`` entry cannot be made again."""
+    mode: Count = 0
+    target: str = ""
+    """Target of a link."""
+
+
+Entries = tuple[Change, ...] | UnsetType
+"""Links, empty folders and executable files of a tree, beside the contents of its files. A file without an entry has
+the mode 0644. Unset where there is none, and then not encoded, so that certificates of older tasks stay valid."""
+
+
 class TestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How a repository's tests run.
 
@@ -99,6 +118,9 @@ class TestPlan(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...] = ()
     timeout_s: Annotated[float, Meta(ge=0.0, le=LONGEST_TEST_S)] = 30.0
     """Above 0 and at most `LONGEST_TEST_S`; ValueError. It is checked here, because plugins make tasks in code."""
+    prepare: tuple[str, ...] | UnsetType = UNSET
+    """In an image: a command that the judge runs as root before `argv`, which runs as the image's user. Where it fails,
+    no test runs. Unset it is not encoded, as with `Task.limits`."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.timeout_s <= LONGEST_TEST_S:
@@ -162,6 +184,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     files: dict[str, bytes] = {}
     """Written into the workspace when the step begins."""
+    entries: Entries = UNSET
+    """Made after them."""
 
 
 @message("task")
@@ -213,6 +237,9 @@ class Task(Message, frozen=True, kw_only=True):
     """The later steps of a task with steps, in order; `prompt` is the first one's. Unset it is not encoded, as with
     `limits`."""
 
+    entries: Entries = UNSET
+    """Of the repository, beside `files`."""
+
     @property
     def later(self) -> tuple[Step, ...]:
         """The steps after the first one; none where the task has one instruction."""
@@ -261,6 +288,11 @@ class StepTests(msgspec.Struct, frozen=True, kw_only=True):
     verifier: Verifier | UnsetType = UNSET
     min_reward: dict[str, Finite] = {}
     """Least values of the reward file's numbers, by key; an attempt below one earns nothing in later steps."""
+    entries: Entries = UNSET
+    """Of `hidden`."""
+    solution: dict[str, bytes] | UnsetType = UNSET
+    """Files that `script` runs or reads, as `Oracle.solution`. Unset it is not encoded, as with `Task.limits`."""
+    solution_entries: Entries = UNSET
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,7 +310,8 @@ class Oracle(Message, frozen=True, kw_only=True):
 
     ref: TaskRef
     hidden: dict[str, bytes]
-    """Test files that the host pushes at judging time; they replace any file of the agent's at their paths."""
+    """Test files that the host pushes at judging time; they replace any file of the agent's at their paths. An entry
+    of `entries` that is ``gone`` is a path that the hidden tests lack."""
     tests: TestPlan
     expected: tuple[str, ...]
     """Test ids that have to be reported as passed; a missing or other id is a failure."""
@@ -287,11 +320,12 @@ class Oracle(Message, frozen=True, kw_only=True):
     answers: dict[str, tuple[tuple[Integer, str], ...]] = {}
     """Test id to its comparisons in order, each with the literal that was removed from it."""
     solution: dict[str, bytes]
-    """Files that pass the hidden tests: for the scripted oracle policy, and to verify the task."""
+    """Files that pass the hidden tests: for the scripted oracle policy, and to verify the task. Those below
+    `HOST_FOLDER` are there while `script` runs, and are no part of the solution's changes."""
     removed: tuple[str, ...] = ()
     """Paths that the solution deletes."""
     script: str = ""
-    """A shell command that solves the task, where the solution is a program rather than files."""
+    """A program that solves the task, where the solution is a program rather than files (`interpreter`)."""
     answer: str = ""
     """The message that solves a task without a sandbox."""
     grading: Grading = Grading()
@@ -306,3 +340,18 @@ class Oracle(Message, frozen=True, kw_only=True):
     steps: Steps | UnsetType = UNSET
     """The tests of a task with steps, in place of `hidden`, `tests`, `script`, `separate` and `verifier`. Unset it is
     not encoded, as with `Task.limits`."""
+    entries: Entries = UNSET
+    """Of `hidden`."""
+    solution_entries: Entries = UNSET
+    """Of `solution`: the links, folders and modes that it makes."""
+    left_out: tuple[str, ...] | UnsetType = UNSET
+    """Notes of the import about files and settings that the task lacks, for its certificate. Unset it is not encoded,
+    as with `Task.limits`."""
+
+
+def interpreter(script: str) -> tuple[str, ...]:
+    """The program that runs a known solution's script, with its arguments: the one that its first line names, or
+    ``sh``."""
+    first = script.partition("\n")[0].rstrip("\r")
+    words = first[2:].split() if first.startswith("#!") else []
+    return tuple(words) or ("sh",)

@@ -25,6 +25,7 @@ from headrace.messages.sandbox import (
     Restore,
     SandboxKey,
     SandboxLost,
+    SandboxRefused,
     SandboxReply,
     acquire_method,
     holders,
@@ -176,7 +177,8 @@ class Sandboxes:
         detail = getattr(reply, "detail", type(reply).__name__)
         if isinstance(reply, SandboxReply) and reply.failure == "superseded":
             raise Superseded(f"{request.group}: {detail}")
-        lost = FilesRefused if isinstance(reply, SandboxReply) and reply.failure == "files_refused" else SandboxLost
+        kinds: dict[str, type[SandboxLost]] = {"files_refused": FilesRefused, "refused": SandboxRefused}
+        lost = kinds.get(reply.failure, SandboxLost) if isinstance(reply, SandboxReply) else SandboxLost
         raise lost(f"no sandbox for {request.group}: {detail}")
 
     async def _ask_any(self, request: Acquire) -> Message:

@@ -1,10 +1,12 @@
 """Computes the diff of an episode: pulls the workspace and compares it with what it was before."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from headrace.messages.sandbox import Change, PullChanges, PullTree, Sandbox, Snapshot
-from headrace.messages.tasks import Task
+import msgspec
+
+from headrace.messages.sandbox import PullChanges, PullTree, Sandbox, Snapshot
+from headrace.messages.tasks import Change, Task
 from headrace.vmhost.guest import globs
 from headrace.vmhost.guest.globs import matches
 from headrace.vmhost.guest.names import key
@@ -48,22 +50,64 @@ def image_diff(
     return Diff(changed, deleted, touched), tuple(extracted)
 
 
-def diff(before: Mapping[str, bytes], after: Mapping[str, bytes], allowed: Sequence[str]) -> Diff:
-    """Compare two trees. allowed: globs of the paths whose changes are extracted."""
+class Tree(NamedTuple):
+    """A workspace without an image."""
+
+    files: Mapping[str, bytes]
+    entries: Sequence[Change] = ()
+    """As `Task.entries`."""
+
+    def only(self, patterns: Sequence[str]) -> "Tree":
+        """The paths that match any of these globs."""
+
+        def matched(path: str) -> bool:
+            return any(matches(pattern, path, anchored=True) for pattern in patterns)
+
+        files = {path: data for path, data in self.files.items() if matched(path)}
+        return Tree(files, [entry for entry in self.entries if matched(entry.path)])
+
+
+def diff(before: Tree, after: Tree, allowed: Sequence[str]) -> tuple[Diff, tuple[Change, ...]]:
+    """Compare two trees: the changes as a diff, and those of allowed paths that contents do not say, such as links and
+    modes. allowed: globs of the paths whose changes are extracted."""
+    special = {change.path: change for change in _special(before, after)}
     changed: dict[str, bytes] = {}
     deleted: list[str] = []
     touched: list[str] = []
-    for path in sorted(before.keys() | after.keys()):
-        content = after.get(path)
-        if before.get(path) == content or not _TEST_CACHES.isdisjoint(path.split("/")) or path.endswith(".pyc"):
+    changes: list[Change] = []
+    for path in sorted(before.files.keys() | after.files.keys() | special.keys()):
+        content, change = after.files.get(path), special.get(path)
+        same = before.files.get(path) == content and change is None
+        if same or not _TEST_CACHES.isdisjoint(path.split("/")) or path.endswith(".pyc"):
             continue
         if not any(matches(pattern, path, anchored=True) for pattern in allowed):
             touched.append(path)
-        elif content is None:
-            deleted.append(path)
-        else:
+            continue
+        if content is not None:
             changed[path] = content
-    return Diff(changed, tuple(deleted), tuple(touched))
+        elif path in before.files or (change is not None and change.kind == "gone"):
+            deleted.append(path)
+        if change is not None and change.kind == "other":
+            touched.append(path)
+        elif change is not None:
+            changes.append(change)
+    return Diff(changed, tuple(deleted), tuple(touched)), tuple(changes)
+
+
+def _special(before: Tree, after: Tree) -> Iterator[Change]:
+    """The changes of links, empty folders and modes, except those that the change of a file's content implies."""
+    old, new = ({entry.path: entry for entry in tree.entries} for tree in (before, after))
+    for path in sorted(old.keys() | new.keys()):
+        if old.get(path) == new.get(path) or ".git" in path.split("/"):
+            continue
+        if path in new:
+            yield new[path]
+        elif path in after.files:
+            yield Change(path, "file", 0o644)
+        elif old[path].kind == "link" or (
+            old[path].kind == "folder" and not any(other.startswith(f"{path}/") for other in (*after.files, *new))
+        ):
+            yield Change(path, "gone")
 
 
 class Pulled(NamedTuple):
@@ -88,20 +132,21 @@ async def pull(sandbox: Sandbox, task: Task, call_id: str, originals: int = ORIG
     if task.image:
         tree = await sandbox.call(PullChanges(limit=PULL_LIMIT, originals=originals), f"{call_id}-changes")
         over = tree.truncated or not tree.ok  # only changes to the image are pulled: the candidate wrote all of them
-        changes, of_image = image_diff(tree.changes, tree.files, task.allowed)
+        changes, entered = image_diff(tree.changes, tree.files, task.allowed)
     else:
-        patterns = _patterns(task)
+        patterns, before = _patterns(task), Tree(task.files, task.entries or ())
         tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT), f"{call_id}-tree")
         unknown = tree.truncated or not tree.ok
         over = unknown and (tree.ended or _fits_at_first(task))
         if unknown and not over:
             raise TreeTooLarge(tree.error or f"the workspace holds more than {PULL_LIMIT >> 20} MiB in {patterns}")
-        before = {path: data for path, data in task.files.items() if any(matches(p, path, True) for p in patterns)}
-        changes, of_image = diff(before, {key(path): data for path, data in tree.files.items()}, task.allowed), ()
+        entries = [msgspec.structs.replace(entry, path=key(entry.path)) for entry in tree.changes]
+        after = Tree({key(path): data for path, data in tree.files.items()}, entries)
+        changes, entered = diff(before.only(patterns), after, task.allowed)
     snapshot = Snapshot(
         diff=changes.changed,
         deleted=changes.deleted,
-        changes=of_image,
+        changes=entered,
         originals={path: data for path, data in tree.originals.items() if path in changes.changed},
         touched=changes.touched,
     )

@@ -65,7 +65,7 @@ def overlap(training: Suite, names: Iterable[str], root: str | Path) -> Overlap:
 
 def content(task: Task) -> bytes:
     """Hash of what an agent sees of a task, without its name."""
-    seen = (task.prompt, task.system, sorted(task.files.items()), task.machine, task.repository)
+    seen = (task.prompt, task.system, sorted(task.files.items()), task.entries or (), task.machine, task.repository)
     return sha256(msgspec.msgpack.encode(seen)).digest()
 
 

@@ -5,6 +5,7 @@ The guest is not trusted: its answers are decoded into one strict struct, and an
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -51,6 +52,7 @@ class _Reply(msgspec.Struct):
     stderr: int = -1
     data: int = -1
     paths: list[str] = []
+    entries: list[tuple[str, Literal["file", "folder", "link"], _Integer, str]] = []
     tests: list[tuple[str, Literal["passed", "failed", "error", "skipped"], str, list[str]]] = []
     digest: str = ""
     timed_out: bool = False
@@ -69,7 +71,8 @@ def to_frame(op: Op) -> Frame:
         case ReadFile():
             return {"op": "read_file", "path": op.path, "limit": op.limit}, []
         case WriteFiles():
-            return {"op": "write_files", "paths": list(op.files), "delete": op.delete}, list(op.files.values())
+            header = {"op": "write_files", "paths": list(op.files), "delete": op.delete}
+            return header | _forced(op.forced), list(op.files.values())
         case ReplaceLines():
             return {"op": "replace_lines", "path": op.path, "first": op.first, "last": op.last, "text": op.text}, []
         case ListFiles():
@@ -94,15 +97,19 @@ def to_frame(op: Op) -> Frame:
         case StopJob():
             return {"op": "stop_job", "job": op.job, "signal": op.signal}, []
         case PushTar():
-            return {"op": "push_tar", "path": op.path}, [op.data]
+            return {"op": "push_tar", "path": op.path} | _forced(op.forced), [op.data]
         case PullTar():
             return {"op": "pull_tar", "path": op.path, "limit": op.limit}, []
         case ApplyChanges():
             entries = [[change.path, change.kind, change.mode, change.target] for change in op.changes]
             files = [op.files[change.path] for change in op.changes if change.kind == "file"]
-            return {"op": "apply_changes", "entries": entries}, files
+            return {"op": "apply_changes", "entries": entries} | _forced(op.forced), files
         case CheckIntegrity() | PullChanges():
             raise ValueError("the host answers this operation; the slot is not asked")
+
+
+def _forced(forced: bool) -> dict[str, Any]:
+    return {"forced": True} if forced else {}
 
 
 def open_frame(files: dict[str, bytes], seed: int, workdir: str = "") -> Frame:
@@ -110,6 +117,12 @@ def open_frame(files: dict[str, bytes], seed: int, workdir: str = "") -> Frame:
     workdir: the workspace's folder in an image, where it is not the image's own."""
     header = {"op": "open", "seed": seed, "time": time.time_ns(), "paths": list(map(of_key, files))}
     return header | ({"op": "open_at", "workdir": workdir} if workdir else {}), list(files.values())
+
+
+def entries_frame(entries: Sequence[Change], files: Mapping[str, bytes]) -> Frame:
+    """The frame of a repository's links, folders and modes, after `open_frame`. Paths are keys on the host."""
+    changes = tuple(msgspec.structs.replace(entry, path=of_key(entry.path)) for entry in entries)
+    return to_frame(ApplyChanges(changes=changes, files={of_key(path): data for path, data in files.items()}))
 
 
 def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> OpResult:
@@ -136,6 +149,7 @@ def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> Op
             TestOutcome(_text(name), outcome, _text(message), tuple(map(_text, observed)))
             for name, outcome, message, observed in reply.tests
         ),
+        changes=tuple(_change(*entry) for entry in reply.entries),
         digest=_text(reply.digest),
         timed_out=reply.timed_out,
         truncated=reply.truncated,
@@ -143,6 +157,12 @@ def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> Op
         job=reply.job,
         running=reply.running,
     )
+
+
+def _change(path: str, kind: Literal["file", "folder", "link"], mode: int, target: str) -> Change:
+    if _text(target) != target:  # no message can carry it
+        return Change(_text(path), "other")
+    return Change(_text(path), kind, mode & 0o7777, target)
 
 
 def _text(text: str) -> str:

@@ -181,7 +181,7 @@ async def test_a_step_that_fills_its_sandbox_is_said_in_the_outcome(
 def images(place: Path) -> None:
     """The agent's image, with a library and a tool that the judge's lacks, and the judge's, with an answer."""
     base.ensure(Section(cache_dir=CACHE))
-    names = ("sh", "cat", "cp", "mkdir", "rm", "grep", "test", "ls")
+    names = ("sh", "cat", "chmod", "cp", "find", "mkdir", "rm", "grep", "sed", "test", "ls")
     shell: Members = [
         folder("bin"),
         file("bin/busybox", probe._busybox(packages.folder(Path(CACHE))), mode=0o755),

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.judging.candidates import image_changes
+from headrace.judging.candidates import image_changes, repository, repository_entries
 from headrace.messages.codec import encode
 from headrace.messages.sandbox import Change, SandboxReply
 from headrace.messages.tasks import HOST_FOLDER
@@ -69,3 +69,21 @@ def test_forged_changes_are_refused_or_stay_in_the_allowed_paths(count: int) -> 
             assert links.isdisjoint(PurePosixPath(change.path).parents), change
         ends["made"] += 1
     assert min(ends.values()) > count // 20
+
+
+def test_a_link_or_a_folder_of_the_candidate_does_not_reach_the_set_up_of_hidden_tests() -> None:
+    """Otherwise a link named conftest.py would be loaded where a file of that name is left out."""
+    task = msgspec.structs.replace(TASK, allowed=("**",), files={"app/a.py": b"", "notes.txt": b""})
+    claim = msgspec.structs.replace(
+        acted("true"),
+        changes=(
+            Change("conftest.py", "link", 0o777, "notes.txt"),
+            Change("app/conftest.py", "link", 0o777, "../notes.txt"),
+            Change("sitecustomize", "folder", 0o755),
+            Change("pytest.ini", "link", 0o777, "notes.txt"),
+            Change("app/kept", "link", 0o777, "a.py"),
+        ),
+        diff={},
+    )
+    files = repository(task, ORACLE, claim.diff, claim.deleted)
+    assert [entry.path for entry in repository_entries(task, ORACLE, claim, files)] == ["app/kept"]

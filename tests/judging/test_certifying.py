@@ -318,9 +318,9 @@ def test_a_suite_is_certified_where_its_images_are(
     values = {"tasks.dir": tmp_path, "environment.backend": "container", "environment.cache_dir": tmp_path / "empty"}
     settings = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(str(value))}")]
     assert main(["tasks", "certify", "s", *settings]) == 1
-    told = capsys.readouterr().err
-    assert "1 of 1 images of s are not stored on this machine, such as certified; store them with" in told
-    assert "headrace images import" in told
+    told = capsys.readouterr().out
+    assert "the task cannot run here: the image certified is not stored on this machine; store it with" in told
+    assert "headrace images import" in told and "0 of 1 tasks are certified" in told
     settings += ["--set", f"environment.cache_dir={json.dumps(str(images))}"]
     assert main(["tasks", "certify", "s", *settings]) == 0
     assert "1 of 1 tasks are certified" in capsys.readouterr().out

@@ -199,6 +199,13 @@ def test_a_name_cut_in_its_parameters_stands_for_those_that_agree() -> None:
     assert not verdicts.named_passed(tests, ("u[",), ("u",)), "a whole name is itself alone"
 
 
+def test_names_that_come_from_a_log_are_found_in_the_report() -> None:
+    tests = [Outcome("a.py::t[x\\n  y]", "passed"), Outcome("a.py::u", "passed"), Outcome("a.py::v - w", "failed")]
+    assert verdicts.named_passed(tests, ("a.py::t[x\\n y]",), ("a.py::u - Needs fixing - later",))
+    assert not verdicts.named_passed(tests, ("a.py::v - w - reason",), ())
+    assert not verdicts.named_passed(tests, ("a.py::u",), ("a.py::other - reason",))
+
+
 @pytest.mark.parametrize(("data", "value"), [(b"0.5\n", 0.5), (b'{"reward": 1}', 1.0), (b'{"score": 0.25}', 0.25)])
 def test_reward_files(data: bytes, value: float) -> None:
     assert reward(data) == value

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from headrace.actors.certifier import Certifier
 from headrace.actors.curriculum import Curriculum
@@ -21,7 +22,7 @@ from headrace.judging.certifying import certify
 from headrace.launch.checks import actors as checks
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT
-from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
+from headrace.messages.tasks import Grading, Oracle, SandboxLimits, Task, TaskRef, TestPlan
 from headrace.tasks import Suite, certificates, open_suite
 from headrace.tasks.generated import notes, repositories
 from headrace.tasks.generated.templates import UNSEEN
@@ -196,6 +197,26 @@ async def test_what_the_certifier_refuses_is_not_issued(connect: Connect, tmp_pa
     settings, run = config(tmp_path, certify=True), f"r{token_hex(4)}"
     async with living(Certifier, settings, await connect("certifier"), run):
         with pytest.raises(Unrecoverable, match="the untouched repository passes"):
+            async with living(Curriculum, settings, await connect("curriculum"), run), asyncio.timeout(PATIENCE_S):
+                await asyncio.Event().wait()
+
+
+async def test_a_task_that_cannot_run_holds_up_no_other(connect: Connect, tmp_path: Path) -> None:
+    dev = open_suite("generated/dev")
+    pairs = []
+    for number, limits in (("1", SandboxLimits(memory_mib=1 << 22)), ("2", UNSET)):
+        ref = TaskRef("sums", number)
+        task = msgspec.structs.replace(dev.task("10000"), ref=ref, limits=limits)
+        pairs.append((task, msgspec.structs.replace(dev.oracle("10000"), ref=ref)))
+    write_suite("sums", tmp_path / "suites" / "sums", pairs, "made by a test")
+    settings = config(tmp_path, certify=True, environment=Environment(backend="process", max_vms=4))
+    run = f"r{token_hex(4)}"
+    async with (
+        living(EnvironmentActor, settings, await connect("environment", node="n1"), ANY_RUN),
+        living(Certifier, settings, await connect("certifier"), run),
+    ):
+        why = r"1 of 2 tasks of suite sums are not certified, such as 1 \(refused: the task cannot run here: "
+        with pytest.raises(Unrecoverable, match=why):
             async with living(Curriculum, settings, await connect("curriculum"), run), asyncio.timeout(PATIENCE_S):
                 await asyncio.Event().wait()
 

@@ -93,7 +93,7 @@ def reward_file(image: str = "") -> Shape:
         Path(folder, "test.sh").write_text(TEST_SH)
         Path(folder, "test_outputs.py").write_text(HIDDEN)
         made = verification.tests_of({}, [Path(folder)], [], verification.Place("/app", image, {}), [])
-    hidden = {path: content.decode() for path, content in made.hidden.items()}
+    hidden = {path: content.decode() for path, content in made.hidden.files.items()}
     return Shape(hidden, made.plan, Grading(kind="reward_file", file=verification.REWARD))
 
 
@@ -202,8 +202,8 @@ async def test_work_in_a_test_plugins_own_repository_counts_and_is_at_risk(host:
         solution={"plug.py": fixed},
     )
     task = msgspec.structs.replace(task, files=PLUGIN)
-    own = {"plug.py": fixed.decode(), "test_plug.py": "import pytest\npytest_plugins = ['pytester']\n"}
-    assert (await judged(host, task, oracle, own)).decision == "passed"
+    changed = {"plug.py": fixed.decode(), "test_plug.py": "import pytest\npytest_plugins = ['pytester']\n"}
+    assert (await judged(host, task, oracle, changed)).decision == "passed"
     assert (await judged(host, task, oracle, {})).decision == "failed"
     assert "which decides how the tests run" in loads_itself(task, oracle, Snapshot(diff=oracle.solution), {})
 

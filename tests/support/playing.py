@@ -15,7 +15,7 @@ from headrace.rendering.terse import TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import Suite
 from headrace.tasks.diff import pull
-from headrace.tasks.sandboxes import begin_step
+from headrace.tasks.sandboxes import begin_step, for_task
 from headrace.vmhost.node.host import Host
 
 LIMITS = Limits(max_turns=40, max_tokens=200_000, context_tokens=200_000)
@@ -49,10 +49,8 @@ async def played(host: Host | None, suite: Suite, id: str, policy: str, limits: 
             **{name: slot[name] for name in names},
             role="rollout",
             isolation="episode",
-            template=task.template,
-            files=task.files,
         )
-        sandbox = await host.acquire(acquire)
+        sandbox = await host.acquire(for_task(acquire, task))
         steps: list[Snapshot] = []
 
         async def on_step(ended: int) -> None:
@@ -69,6 +67,8 @@ async def played(host: Host | None, suite: Suite, id: str, policy: str, limits: 
             turns=episode.turns,
             diff=changes.diff,
             deleted=changes.deleted,
+            changes=changes.changes,
+            originals=changes.originals,
             touched=changes.touched,
             earlier=tuple(steps) if task.later else UNSET,
         )

@@ -61,9 +61,10 @@ class Episode:
         searcher: Searcher | None = None,
         plugins: Sequence[Plugin] = (),
     ) -> None:
-        files = request.files or task.files
         self._request = request
-        self._task = msgspec.structs.replace(task, prompt=request.prompt or task.prompt, files=files)
+        self._task = msgspec.structs.replace(task, prompt=request.prompt or task.prompt)
+        if request.files:
+            self._task = msgspec.structs.replace(self._task, files=request.files, entries=UNSET)
         self._bus, self._sandboxes, self._rollout, self._lease_s = bus, sandboxes, rollout, lease_s
         self._waits = waits
         self._log = TurnLog(bus, request.run, request.group, request.trajectory)

@@ -49,17 +49,21 @@ def certify(args: argparse.Namespace) -> int:
 async def examine(args: argparse.Namespace) -> int:
     """Examine the suite in sandboxes of this machine and write its file."""
     import asyncio
+    from textwrap import indent
 
     from headrace.judging import rules
     from headrace.judging.certifying import certify as certificate_of
     from headrace.judging.machines import HostMachines
     from headrace.launch import admission
     from headrace.launch.guests import prepare_host
+    from headrace.messages.judging import Certificate
     from headrace.messages.sandbox import NoCapacity, SandboxLost
+    from headrace.messages.tasks import TaskRef
     from headrace.registry import PluginError
     from headrace.tasks import UnknownSuite, open_suite
     from headrace.tasks.base import both_sides
     from headrace.tasks.certificates import BUNDLED, append, begun, sample_of, source_of, task_hash, write
+    from headrace.vmhost.errors import VmhostError
     from headrace.vmhost.node.host import Host
 
     config = admission.own(args.config, args.set)
@@ -77,14 +81,30 @@ async def examine(args: argparse.Namespace) -> int:
     unfinished = begun(suite.name, folder)
 
     async def one(id: str) -> "Certificate":
+        hash = ""
         async with free:
-            earlier = unfinished.get(task_hash(*both_sides(suite, id)))
-            conditions = (rules.VERSION, host.backend, ())  # a plugin may have changed
-            if earlier is not None and (earlier.judge_version, earlier.backend, earlier.plugins) == conditions:
-                return earlier
-            made = await certificate_of(suite, id, HostMachines(host), event, backend=host.backend)
-            append(suite.name, made, folder)
+            try:
+                hash = task_hash(*both_sides(suite, id))
+                earlier = unfinished.get(hash)
+                conditions = (rules.VERSION, host.backend, ())  # a plugin may have changed
+                if earlier is not None and (earlier.judge_version, earlier.backend, earlier.plugins) == conditions:
+                    return earlier
+                demand_images(suite, id, host)
+                made = await certificate_of(suite, id, HostMachines(host), event, backend=host.backend)
+                append(suite.name, made, folder)
+            except (UnknownSuite, PluginError, VmhostError, SandboxLost, NoCapacity) as error:
+                # Of this task alone. It is not noted as examined: the cause may be gone at the next try.
+                made = Certificate(
+                    task=TaskRef(suite.name, id),
+                    task_hash=hash,
+                    judge_version=rules.VERSION,
+                    backend=host.backend,
+                    verdict="refused",
+                    reasons=(f"the task cannot run here: {error}",),
+                )
             say(line(made))
+            if made.output:
+                say(indent(made.output, "    | "))
             return made
 
     async def event(kind: str, text: str = "", level: Any = "info", /, **_: Any) -> None:
@@ -92,10 +112,7 @@ async def examine(args: argparse.Namespace) -> int:
             complain(f"{kind}: {text}")
 
     try:
-        demand_images(suite, ids, host)
         made = await asyncio.gather(*(one(id) for id in ids))
-    except (UnknownSuite, PluginError, SandboxLost, NoCapacity) as error:
-        raise RunError(f"{args.suite} cannot be certified: {error}", 1) from None
     finally:
         await host.close()
     path = write(suite, made, folder)
@@ -103,18 +120,18 @@ async def examine(args: argparse.Namespace) -> int:
     return 0 if all(certificate.verdict == "certified" for certificate in made) else 1
 
 
-def demand_images(suite: "Suite", ids: "Sequence[str]", host: "Host") -> None:
-    """RunError or VmhostError when this machine cannot run the image of every task: before the first is examined. An
-    outside backend may hold images elsewhere."""
-    images = images_of(suite, ids)
+def demand_images(suite: "Suite", id: str, host: "Host") -> None:
+    """VmhostError when this machine cannot run the images of a task. An outside backend may hold images elsewhere."""
+    from headrace.vmhost.errors import VmhostError
+
+    images = images_of(suite, [id])
     if not images or host.plugins:
         return
     host.demand("upper_diff")
     if absent := sorted(images - host.held()):
-        raise RunError(
-            f"{len(absent)} of {len(images)} images of {suite.name} are not stored on this machine, such as "
-            f"{absent[0]}; store them with `headrace images pull` or `headrace images import`",
-            1,
+        raise VmhostError(
+            f"the image {absent[0]} is not stored on this machine; store it with `headrace images pull` or "
+            "`headrace images import`"
         )
 
 

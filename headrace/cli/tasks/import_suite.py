@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("swebench", "swesmith", "harbor", "jsonl", "verifiers")
 SHOWN = 10
-"""Number of refusals that are printed with their reasons; the suite's import.json contains all of them."""
+"""Number of refusals, and of notes, that are printed; the suite's import.json contains all of them."""
 
 
 def add(commands: "Commands") -> None:
@@ -81,8 +81,10 @@ def handle(args: argparse.Namespace) -> int:
         say(f"refused {refusal.id}: {refusal.reason}")
     if len(report.refused) > SHOWN:
         say(f"{len(report.refused) - SHOWN} more were refused")
-    for note, count in sorted(report.notes.items()):
+    for note, count in sorted(report.notes.items(), key=lambda each: (-each[1], each[0]))[:SHOWN]:
         say(f"{count} of {report.tasks} tasks: {note}")
+    if len(report.notes) > SHOWN:
+        say(f"{len(report.notes) - SHOWN} more notes")
     trust = "; verdicts are read from logs alone, so training needs [tasks] at_risk" if report.trust == "log" else ""
     say(f"{report.tasks} tasks ({report.made} new), {len(report.refused)} refused in {folder} ({REPORT}){trust}")
     if args.format == "verifiers":

@@ -58,7 +58,7 @@ def junit(log: str) -> Outcomes:
                 outcome = "failed"
             elif part.tag == "error":
                 outcome = "error"
-            elif part.tag == "skipped":
+            elif part.tag == "skipped" and part.get("type") != "pytest.xfail":
                 outcome = "skipped"
         outcomes[f"{case.get('classname', '')}::{case.get('name', '')}"] = outcome
     return outcomes

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.judging.grading import tail
 from headrace.judging.machines import Machines
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import (
@@ -24,16 +25,15 @@ from headrace.messages.sandbox import (
     Snapshot,
     WriteFiles,
 )
-from headrace.messages.tasks import ANSWER, HOST_FOLDER, Oracle, StepTests, Task
+from headrace.messages.tasks import ANSWER, HOST_FOLDER, PROGRAM, Change, Oracle, StepTests, Task, interpreter
 from headrace.sandboxes.calls import NodeSilent, Superseded
 from headrace.tasks.certificates import task_hash
 from headrace.tasks.diff import PULL_LIMIT, TreeTooLarge, pull
-from headrace.tasks.sandboxes import begin_step, for_task
-from headrace.vmhost.guest.names import of_key
+from headrace.tasks.sandboxes import begin_step, for_task, write
+from headrace.terminal_text import plain
 
 _ORIGINALS = 4 << 20
 """Bytes of the largest original that is read: functions are compared with it."""
-_SCRIPT = f"{HOST_FOLDER}solve"
 TRIES = 3
 """Number of sandboxes that our own parts may lose before the failure is raised."""
 DEATHS = 2
@@ -44,6 +44,9 @@ RETRY_S = 0.5
 
 class NoSolution(Exception):
     """The known solution cannot be made; the text says why."""
+
+    output = ""
+    """The end of what its program printed."""
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +138,8 @@ class AgentSandboxes:
         if not task.sandbox:
             return Solution(last=Snapshot(diff={ANSWER: oracle.answer.encode()}))
         if not task.image and not oracle.script and not oracle.steps:
-            return Solution(last=Snapshot(diff=oracle.solution, deleted=oracle.removed))
+            changes = oracle.solution_entries or ()
+            return Solution(last=Snapshot(diff=oracle.solution, deleted=oracle.removed, changes=changes))
         deaths = 0
         while True:
             try:
@@ -168,9 +172,13 @@ class AgentSandboxes:
 
     async def _write(self, sandbox: Sandbox) -> None:
         oracle = self._oracle
-        if oracle.solution or oracle.removed:
-            files = {of_key(path): data for path, data in oracle.solution.items()}
-            written = await sandbox.call(WriteFiles(files=files, delete=tuple(map(of_key, oracle.removed))))
+        await self._put(sandbox, oracle.solution, oracle.solution_entries or (), oracle.removed)
+
+    async def _put(
+        self, sandbox: Sandbox, files: Mapping[str, bytes], entries: Sequence[Change], removed: Sequence[str] = ()
+    ) -> None:
+        if files or removed or entries:
+            written = await write(sandbox, files, entries, delete=removed)
             if not written.ok:
                 raise NoSolution(f"the known solution cannot be written: {written.error}")
 
@@ -180,6 +188,7 @@ class AgentSandboxes:
         for number, step in enumerate(steps):
             if number:
                 await begin_step(sandbox, self._task, number, "solution")
+            await self._put(sandbox, step.solution or {}, step.solution_entries or ())
             await self._run(sandbox, step.script, step.tests.timeout_s)
             earlier.append(await self._pulled(sandbox, f"solution{number}"))
         return Solution(last=earlier.pop(), earlier=tuple(earlier))
@@ -190,17 +199,17 @@ class AgentSandboxes:
         if not script:
             return
         limit = self._task.sandbox_limits.time_s or tests_s
-        written = await sandbox.call(WriteFiles(files={_SCRIPT: script.encode()}))
+        written = await sandbox.call(WriteFiles(files={PROGRAM: script.encode()}))
         if not written.ok:
             raise NoSolution(f"the solution's program cannot be written: {written.error}")
-        done = await sandbox.call(Exec(argv=(*interpreter(script), _SCRIPT), timeout_s=limit))
+        done = await sandbox.call(Exec(argv=(*interpreter(script), PROGRAM), timeout_s=limit))
         await sandbox.call(WriteFiles(files={}, delete=(HOST_FOLDER.rstrip("/"),)))
         if done.ended:
             raise _Died(done.error)
         if done.timed_out:
-            raise NoSolution(f"the solution's program does not end within {limit:g} s")
+            raise _failed(f"the solution's program does not end within {limit:g} s", done)
         if done.code or not done.ok:
-            raise NoSolution(f"the solution's program ends with code {done.code}: {_last_line(done)}")
+            raise _failed(f"the solution's program ends with code {done.code}: {_last_line(done)}", done)
 
     async def _pulled(self, sandbox: Sandbox, call_id: str) -> Snapshot:
         """The changes of a sandbox, as a rollout pulls them."""
@@ -215,12 +224,17 @@ class AgentSandboxes:
     def _changed(self, changes: Snapshot) -> bool:
         """Whether there is any change besides the task's own files, which an image gets with its sandbox."""
         if not self._task.image:
-            return bool(changes.diff or changes.deleted)
+            return bool(changes.diff or changes.deleted or changes.changes)
         pushed = self._task.files
+        entries = self._task.entries or ()
+        modes = dict.fromkeys(pushed, 0o644) | {entry.path: entry.mode for entry in entries}
         folders = {path[:at] for path in pushed for at, char in enumerate(path) if char == "/"}
         for change in changes.changes:
-            same = change.kind == "file" and pushed.get(change.path) == changes.diff[change.path]
-            if not (same and change.mode == 0o644) and not (change.kind == "folder" and change.path in folders):
+            if change.kind == "file":
+                same = pushed.get(change.path) == changes.diff[change.path] and change.mode == modes[change.path]
+            else:
+                same = change in entries or (change.kind == "folder" and change.path in folders)
+            if not same:
                 return True
         return False
 
@@ -229,13 +243,12 @@ class _Died(Exception):
     """The sandbox ended while the known solution was made in it."""
 
 
-def interpreter(script: str) -> tuple[str, ...]:
-    """The program that runs a script, with its arguments: the one that its first line names, or ``sh``."""
-    first = script.partition("\n")[0]
-    words = first[2:].split() if first.startswith("#!") else []
-    return tuple(words) or ("sh",)
+def _failed(text: str, done: OpResult) -> NoSolution:
+    error = NoSolution(text)
+    error.output = tail(done)
+    return error
 
 
 def _last_line(done: OpResult) -> str:
     lines = [line for text in (done.stderr, done.stdout) for line in text.strip().splitlines()[-1:]]
-    return lines[0][:200] if lines else "no output"
+    return plain(lines[0][:200]) if lines else "no output"

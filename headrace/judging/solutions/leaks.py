@@ -7,11 +7,12 @@ commit holds the repair, and an agent can read it there.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from headrace.messages.sandbox import Exec, Sandbox
-from headrace.messages.tasks import Oracle, Task
+from headrace.messages.tasks import HOST_FOLDER, Oracle, Task
 from headrace.tasks import leaks as scan
 
 SHORTEST = 40
@@ -69,28 +70,49 @@ class Found(NamedTuple):
     """Places that could not be searched."""
 
 
-def told(task: Task, oracle: Oracle, before: Mapping[str, bytes], solution: Mapping[str, bytes]) -> Found:
-    """Leaks in the prompt and in the files that an attempt begins with, as far as they are known."""
+def told(
+    task: Task,
+    oracle: Oracle,
+    before: Mapping[str, bytes],
+    solution: Mapping[str, bytes],
+    removed: Collection[str] = (),
+) -> Found:
+    """Leaks in the prompt and in the files that an attempt begins with, as far as they are known. removed: paths that
+    the solution deletes: a new file that resembles one of them is that file under another name."""
     reasons, notes = [], []
-    hidden = set(_decisive(oracle).values())
+    gone = {path: before[path] for path in removed if path in before}
+    hidden = {content for content in _decisive(oracle).values() if len(content.strip()) >= SHORTEST}
     reasons += [f"{path} is a hidden test file" for path, content in sorted(task.files.items()) if content in hidden]
     reasons += _of_steps(task, oracle)
     reasons += [f"the prompt names the hidden test {name}" for name in oracle.expected if name in task.prompt]
     for path, content in sorted(solution.items()):
-        original = before.get(path, b"")
-        if content.strip() and len(content) >= SHORTEST:
+        original = before[path] if path in before else _renamed(content, gone)
+        if content.strip() and len(content) >= SHORTEST and content != original:
             twins = [other for other, text in sorted(before.items()) if content.strip() in text]
             reasons += [f"{twin} holds the solution of {path}" for twin in twins]
         if min(len(content), len(original)) > _LARGEST:
             notes.append(f"{path} is too large: its changed lines were not searched for")
             continue
-        others = {other: text for other, text in before.items() if other not in solution}
+        others = {other: text for other, text in before.items() if other not in solution and other not in gone}
         blocks = scan.added(original, content)
         reasons += list(scan.remains(others | {path: original}, blocks))
         added = max(blocks, key=len, default="").strip()
         if len(added) >= SHORTEST and added in task.prompt:
             reasons.append(f"the prompt holds the solution of {path}")
     return Found(tuple(reasons), tuple(notes))
+
+
+def _renamed(content: bytes, gone: Mapping[str, bytes]) -> bytes:
+    """The removed file that a new one was made of: the one that shares most lines with it, and at least half; empty
+    without one."""
+    lines = Counter(content.split(b"\n"))
+
+    def share(text: bytes) -> float:
+        other = Counter(text.split(b"\n"))
+        return 2 * (lines & other).total() / (lines.total() + other.total())
+
+    nearest = max(gone.values(), key=share, default=b"")
+    return nearest if nearest and share(nearest) >= 0.5 else b""
 
 
 def _of_steps(task: Task, oracle: Oracle) -> list[str]:
@@ -111,34 +133,49 @@ def _decisive(oracle: Oracle) -> dict[str, bytes]:
     return {path: content for path, content in oracle.hidden.items() if path in decisive or not decisive}
 
 
-async def in_image(sandbox: Sandbox, oracle: Oracle, solution: Mapping[str, bytes]) -> Found:
-    """Leaks in a fresh sandbox of an image. solution: the files that the known solution repairs."""
+async def in_image(
+    sandbox: Sandbox, oracle: Oracle, solution: Mapping[str, bytes], removed: Collection[str] = ()
+) -> Found:
+    """Leaks in a fresh sandbox of an image. solution: the files that the known solution repairs. removed: paths that it
+    deletes; a file that only gets another name is no leak."""
     names = {content: f"is the hidden file {path}" for path, content in sorted(_decisive(oracle).items())}
     programs = (oracle.script, *(step.script for step in oracle.steps.tests)) if oracle.steps else (oracle.script,)
     names |= {program.encode(): "is the solution's program" for program in programs}
+    beside = [oracle.solution, *(step.solution or {} for step in (oracle.steps.tests if oracle.steps else ()))]
+    for part in beside:
+        inner = {path.removeprefix(HOST_FOLDER): data for path, data in part.items() if path.startswith(HOST_FOLDER)}
+        names |= {content: f"is the solution's file {path}" for path, content in sorted(inner.items())}
     names |= {content: f"holds the solution of {path}" for path, content in sorted(solution.items())}
     texts = {content: name for content, name in names.items() if SHORTEST <= len(content.strip()) <= _LARGEST}
-    files, objects = await _files(sandbox, texts), await _objects(sandbox, oracle, solution)
+    files, renamed = await _files(sandbox, texts, removed)
+    changed = {path: content for path, content in solution.items() if content not in renamed}
+    objects = await _objects(sandbox, oracle, changed)
     return Found((*files.leaks, *objects.leaks), (*files.notes, *objects.notes))
 
 
-async def _files(sandbox: Sandbox, texts: Mapping[bytes, str]) -> Found:
-    """Files of the repository with one of these contents."""
+async def _files(
+    sandbox: Sandbox, texts: Mapping[bytes, str], removed: Collection[str]
+) -> tuple[Found, frozenset[bytes]]:
+    """Files of the repository with one of these contents; and the contents of removed files, which are in the
+    repository by right."""
     sizes = sorted({len(content) for content in texts})
     if not sizes:
-        return Found()
+        return Found(), frozenset()
     wanted = [word for size in sizes[:_SIZES] for word in ("-o", "-size", f"{size}c")][1:]
     search = Exec(argv=("sh", "-c", _FIND, "find", *wanted), timeout_s=_SEARCH_S, output_cap=_OUTPUT)
     done = await sandbox.call(search)
     if done.code == _NO_PROGRAM:
-        return Found(notes=("the image's files were not searched: it has no find or no sha256sum",))
+        note = "the image's files were not searched: it has no find or no sha256sum"
+        return Found(notes=(note,)), frozenset()
     in_part = done.timed_out or done.truncated or len(sizes) > _SIZES
     notes = ("the image's files were searched in part, because they are too many",) if in_part else ()
-    names = {hashlib.sha256(content).hexdigest(): name for content, name in texts.items()}
+    contents = {hashlib.sha256(content).hexdigest(): content for content in texts}
     lines = (line.lstrip("\\").split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
-    copies = [f"{path.removeprefix('./')} {names[digest]}" for digest, path in lines if digest in names]
+    places = [(path.removeprefix("./"), contents[digest]) for digest, path in lines if digest in contents]
+    renamed = frozenset(content for path, content in places if path in removed)
+    copies = [f"{path} {texts[content]}" for path, content in places if content not in renamed]
     data = tuple(copy for copy in copies if " is the hidden file " in copy and copy.endswith(_DATA))
-    return Found(tuple(copy for copy in copies if copy not in data), (*data, *notes))
+    return Found(tuple(copy for copy in copies if copy not in data), (*data, *notes)), renamed
 
 
 async def _objects(sandbox: Sandbox, oracle: Oracle, solution: Mapping[str, bytes]) -> Found:

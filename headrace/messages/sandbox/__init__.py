@@ -23,6 +23,7 @@ from headrace.messages.sandbox.calls import (
     SandboxCall,
     SandboxKey,
     SandboxLost,
+    SandboxRefused,
     SandboxReply,
     TestOutcome,
     ToolLog,
@@ -32,7 +33,6 @@ from headrace.messages.sandbox.calls import (
 from headrace.messages.sandbox.operations import (
     ApplyChanges,
     Cancel,
-    Change,
     CheckIntegrity,
     Exec,
     FeedJob,
@@ -52,6 +52,7 @@ from headrace.messages.sandbox.operations import (
     StopJob,
     WriteFiles,
 )
+from headrace.messages.tasks import Change
 
 __all__ = [
     "ANY_RUN",
@@ -92,6 +93,7 @@ __all__ = [
     "SandboxCall",
     "SandboxKey",
     "SandboxLost",
+    "SandboxRefused",
     "SandboxReply",
     "Search",
     "Snapshot",

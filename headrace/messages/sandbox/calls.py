@@ -10,8 +10,8 @@ import msgspec
 
 from headrace.messages.base import Count, Finite, Integer, Message, Seconds, Seed, message
 from headrace.messages.plugins import Plugin
-from headrace.messages.sandbox.operations import Change, Op
-from headrace.messages.tasks import SandboxLimits
+from headrace.messages.sandbox.operations import Op
+from headrace.messages.tasks import Change, SandboxLimits
 
 Role = Literal["rollout", "judge", "certifier"]
 Isolation = Literal["episode", "group"]
@@ -58,7 +58,11 @@ class SandboxLost(Exception):
     """The sandbox has ended (machine, lease or epoch): a failure of the infrastructure, never of the policy."""
 
 
-class FilesRefused(SandboxLost):
+class SandboxRefused(SandboxLost):
+    """A node cannot serve the request at all: its image, folder or limits are not possible there."""
+
+
+class FilesRefused(SandboxRefused):
     """A new sandbox cannot hold the files of its request: too many or too large, or their paths contradict each
     other."""
 
@@ -112,6 +116,8 @@ class Acquire(Message, frozen=True, kw_only=True):
     """A sandbox with any of them has its machine for itself."""
     files: dict[str, bytes] = {}
     """The repository, pushed in the same frame that starts the clone. A task's tests are never in it."""
+    entries: tuple[Change, ...] = ()
+    """Its links, empty folders and executable files, the contents of which are in `files` too."""
 
 
 class GroupKey(NamedTuple):

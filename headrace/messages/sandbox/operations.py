@@ -4,13 +4,13 @@ One set for production and training. The same structs travel from actor to actor
 (vmhost/protocol.py).
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from headrace.messages.base import Count, Integer, Seconds
-from headrace.messages.tasks import TestPlan
+from headrace.messages.tasks import Change, TestPlan
 
 
 class Exec(msgspec.Struct, frozen=True, kw_only=True, tag="exec"):
@@ -82,6 +82,8 @@ class PushTar(msgspec.Struct, frozen=True, kw_only=True, tag="push_tar"):
 
     data: bytes
     path: str = "."
+    forced: bool = False
+    """In an image: written also where the image's user may not write; new entries belong to that user."""
 
 
 class PullTar(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tar"):
@@ -103,6 +105,8 @@ class WriteFiles(msgspec.Struct, frozen=True, kw_only=True, tag="write_files"):
 
     files: dict[str, bytes]
     delete: tuple[str, ...] = ()
+    forced: bool = False
+    """In an image: written also where the image's user may not write; new entries belong to that user."""
 
 
 class ReplaceLines(msgspec.Struct, frozen=True, kw_only=True, tag="replace_lines"):
@@ -138,21 +142,11 @@ class RunTests(msgspec.Struct, frozen=True, kw_only=True, tag="run_tests"):
 
 
 class PullTree(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tree"):
-    """All files that match any of the globs, with a digest of the whole workspace, in `OpResult.files`/`digest`."""
+    """All files that match any of the globs, with a digest of the whole workspace, in `OpResult.files`/`digest`;
+    `OpResult.changes` has what the contents do not say: links, empty folders, and files that may be executed."""
 
     patterns: tuple[str, ...] = ("**",)
     limit: Count = 8 << 20
-
-
-class Change(msgspec.Struct, frozen=True):
-    """One changed path of an image. Paths are relative to the workspace, or absolute outside it."""
-
-    path: str
-    kind: Literal["gone", "file", "folder", "link", "other"]
-    """``gone``: the entry was removed. Otherwise: its present kind. An ``other`` entry cannot be made again."""
-    mode: Count = 0
-    target: str = ""
-    """Target of a link."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +178,8 @@ class ApplyChanges(msgspec.Struct, frozen=True, kw_only=True, tag="apply_changes
 
     changes: tuple[Change, ...]
     files: dict[str, bytes]
+    forced: bool = False
+    """In an image: written also where the image's user may not write; new entries belong to that user."""
 
 
 class CheckIntegrity(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):

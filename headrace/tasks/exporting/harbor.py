@@ -11,8 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.messages.tasks import Oracle, Task
+from headrace.messages.tasks import HOST_FOLDER, Change, Oracle, Task, interpreter
 from headrace.tasks.base import Suite
+from headrace.tasks.diff import Tree
 
 IMAGE = "python:3.11-slim"
 WORKDIR = "/app"
@@ -40,15 +41,27 @@ def export(suite: Suite, ids: Iterable[str], folder: Path, organisation: str = "
         except ExportRefused as error:
             refused[id] = str(error)
             continue
-        for path, data in files.items():
-            place = folder / id / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(data)
+        _write(folder / id, files)
         count += 1
     return Exported(tasks=count, refused=refused)
 
 
-def folder_of(task: Task, oracle: Oracle, organisation: str = "headrace") -> dict[str, bytes]:
+def _write(folder: Path, tree: Tree) -> None:
+    for path, data in tree.files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    for entry in tree.entries:
+        place = folder / entry.path
+        if entry.kind == "folder":
+            place.mkdir(parents=True, exist_ok=True)
+        elif entry.kind == "link":
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(entry.target)
+        else:
+            place.chmod(entry.mode)
+
+
+def folder_of(task: Task, oracle: Oracle, organisation: str = "headrace") -> Tree:
     """The files of one Harbor folder. ExportRefused."""
     if not task.sandbox:
         raise ExportRefused("a task without a sandbox has no environment")
@@ -60,10 +73,22 @@ def folder_of(task: Task, oracle: Oracle, organisation: str = "headrace") -> dic
     tests["tests/test.sh"] = _script(oracle).encode()
     solution = {f"solution/files/{path}": data for path, data in oracle.solution.items()}
     solution["solution/solve.sh"] = _solve(oracle).encode()
+    if oracle.script:
+        solution["solution/program"] = oracle.script.encode()
     environment = {f"environment/repository/{path}": data for path, data in task.files.items()}
     environment["environment/Dockerfile"] = _dockerfile(task).encode()
     text = {"instruction.md": _instruction(task).encode(), "task.toml": _toml(task, oracle, organisation).encode()}
-    return text | environment | tests | solution
+    parts = {
+        "environment/repository": task.entries,
+        "tests/files": [entry for entry in oracle.entries or () if entry.kind != "gone"],
+        "solution/files": oracle.solution_entries,
+    }
+    entries = [
+        msgspec.structs.replace(entry, path=f"{place}/{entry.path}")
+        for place, part in parts.items()
+        for entry in part or ()
+    ]
+    return Tree(text | environment | tests | solution, entries)
 
 
 def _instruction(task: Task) -> str:
@@ -74,7 +99,7 @@ def _instruction(task: Task) -> str:
 def _dockerfile(task: Task) -> str:
     image = task.image or IMAGE
     install = "" if task.image else "RUN pip install --no-cache-dir pytest==9.0.2\n"
-    copy = f"COPY repository/ {WORKDIR}/\n" if task.files else ""
+    copy = f"COPY repository/ {WORKDIR}/\n" if task.files or task.entries else ""
     return f"FROM {image}\n{install}WORKDIR {task.repository or WORKDIR}\n{copy}"
 
 
@@ -112,7 +137,8 @@ workdir = {quoted(task.repository or WORKDIR)}
 def _script(oracle: Oracle) -> str:
     """The verifier: the host's files, the tests, the reward."""
     plan, grading = oracle.tests, oracle.grading
-    copy = 'cp -r /tests/files/. "$PWD"/\n' if oracle.hidden else ""
+    copy = _cleared((), oracle.entries or ())
+    copy += 'cp -r /tests/files/. "$PWD"/\n' if oracle.hidden else ""
     if plan.kind == "command":
         command = shlex.join(plan.argv)
         if grading.kind == "reward_file":
@@ -127,7 +153,16 @@ def _script(oracle: Oracle) -> str:
     )
 
 
+def _cleared(removed: Iterable[str], entries: Iterable[Change]) -> str:
+    """A command that removes paths which are gone, and those in whose place a copy makes a link or another mode."""
+    paths = [*removed, *(entry.path for entry in entries if entry.kind != "folder")]
+    return f"rm -rf -- {shlex.join(paths)}\n" if paths else ""
+
+
 def _solve(oracle: Oracle) -> str:
-    copy = 'cp -r /solution/files/. "$PWD"/\n' if oracle.solution else ""
-    gone = f"rm -f -- {shlex.join(oracle.removed)}\n" if oracle.removed else ""
-    return f"#!/bin/bash\n{copy}{gone}{oracle.script}\n"
+    gone = _cleared(oracle.removed, oracle.solution_entries or ())
+    copy = 'cp -r /solution/files/. "$PWD"/\n' if oracle.solution or oracle.solution_entries else ""
+    if not oracle.script:
+        return f"#!/bin/bash\n{gone}{copy}"
+    program = f"{shlex.join(interpreter(oracle.script))} /solution/program"
+    return f"#!/bin/bash\n{gone}{copy}{program}\ncode=$?\nrm -rf {HOST_FOLDER}\nexit $code\n"

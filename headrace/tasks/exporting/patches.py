@@ -32,6 +32,7 @@ Tree = dict[str, tuple[str, bytes]]
 def patch(task: Task, made: Trajectory) -> Patch:
     """The patch of an attempt at a task. ValueError when git is missing or refuses a path."""
     known = {**made.originals, **task.files}
+    entries = {entry.path: entry for entry in task.entries or ()}
     before: Tree = {}
     after: Tree = {}
     left_out = []
@@ -41,15 +42,22 @@ def patch(task: Task, made: Trajectory) -> Patch:
             left_out.append(path)
             continue
         change = changes.get(path)
+        entry = entries.get(path)
         if path in known:
-            before[path] = _FILE, known[path]
+            before[path] = _PROGRAM if entry is not None and entry.kind == "file" else _FILE, known[path]
+        elif entry is not None:
+            if entry.kind == "link":
+                before[path] = _LINK, entry.target.encode("utf-8", "surrogateescape")
         elif path in made.deleted or (change is not None and change.kind == "gone"):
             left_out.append(path)
         if change is not None and change.kind == "link":
             after[path] = _LINK, change.target.encode("utf-8", "surrogateescape")
         elif path in made.diff:
-            after[path] = _PROGRAM if change is not None and change.mode & 0o100 else _FILE, made.diff[path]
-    for path in before.keys() & after.keys():  # the mode that a file had is not recorded
+            mode = before[path][0] if path in before and change is None else _FILE
+            mode = _FILE if mode == _LINK else mode
+            after[path] = _PROGRAM if change is not None and change.mode & 0o100 else mode, made.diff[path]
+    # The mode that a file of an image had is not recorded.
+    for path in (before.keys() & after.keys()) - task.files.keys() - entries.keys():
         mode, content = after[path]
         if mode != _LINK:
             only_mode = path in changes and content == before[path][1]

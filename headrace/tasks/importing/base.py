@@ -16,6 +16,8 @@ LARGEST_TREE = 32 << 20
 """Bytes of a repository that travels with its task; a larger one belongs into an image."""
 LARGEST_ROW = 128 << 20
 """Bytes of a line of JSONL: a tree of `LARGEST_TREE` with its escapes fits."""
+FORM = "3"
+"""Of the tasks that importers make: with another one an earlier import is not continued."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -33,7 +35,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     oracle: Oracle
     notes: tuple[str, ...] = ()
-    """Settings of the source that the task does not follow."""
+    """Files and settings of the source that the task does not have."""
 
 
 class Entry(NamedTuple):
@@ -190,7 +192,7 @@ def row_entries(options: ImportOptions, id_key: str, make: MakeRow) -> Iterator[
 
 
 def _settings(options: ImportOptions) -> tuple[str, ...]:
-    return (options.template, options.system, *options.tools, str(options.repos or ""))
+    return (FORM, options.template, options.system, *options.tools, str(options.repos or ""))
 
 
 def _maker(row: Any, id: str, make: MakeRow, options: ImportOptions) -> Callable[[], Made]:

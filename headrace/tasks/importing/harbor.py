@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.messages.tasks import Grading, Oracle, SandboxLimits, Task, TestPlan
-from headrace.tasks.importing import dockerfiles, stepwise
+from headrace.tasks.importing import dockerfiles, stepwise, trees
 from headrace.tasks.importing.base import (
+    FORM,
     Entry,
     ImportOptions,
     ImportRefused,
@@ -33,11 +34,21 @@ from headrace.tasks.importing.base import (
     limits_of,
 )
 from headrace.tasks.importing.tables import list_of, table_of, text_at
-from headrace.tasks.importing.verification import MISSING, REWARD, SERVICES, SIZES, Place, machine_limits, tests_of
+from headrace.tasks.importing.verification import (
+    MISSING,
+    REWARD,
+    SERVICES,
+    SIZES,
+    Place,
+    machine_limits,
+    solution_of,
+    tests_of,
+)
 
+_DOCKERFILE = "environment/Dockerfile"
+_UNKNOWN = "/image-workdir"
+"""Stands for the working directory of an image that no Dockerfile names."""
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
-FORM = "2"
-"""Of the tasks that this module makes: with another one an earlier import is not continued."""
 
 
 def read(options: ImportOptions) -> Iterator[Entry]:
@@ -51,21 +62,29 @@ def read(options: ImportOptions) -> Iterator[Entry]:
         try:
             files = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
             parts = [part for path in files for part in (os.fsencode(path.relative_to(folder)), _bytes(path))]
+            make = _maker(folder, options)
         except OSError as error:
-            raise SourceError(f"{folder} cannot be read: {error}") from None
+            parts, make = [], _unreadable(f"the folder cannot be read: {error}")
         try:
             id = clean_id(folder.resolve().name)
         except ImportRefused:
             id = f"{number:06d}"  # `_made` refuses it
-        yield Entry(id, digest(settings, *parts), _maker(folder, options))
+        yield Entry(id, digest(settings, *parts), make)
 
 
 def _bytes(path: Path) -> bytes:
     return os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes()
 
 
-def _maker(folder: Path, options: ImportOptions) -> Any:
+def _maker(folder: Path, options: ImportOptions) -> Callable[[], Made]:
     return lambda: _made(folder, options)
+
+
+def _unreadable(reason: str) -> Callable[[], Made]:
+    def refuse() -> Made:
+        raise ImportRefused(reason)
+
+    return refuse
 
 
 def _made(folder: Path, options: ImportOptions) -> Made:
@@ -77,15 +96,18 @@ def _made(folder: Path, options: ImportOptions) -> Made:
     environment, verifier = table_of(config, "environment"), table_of(config, "verifier")
     notes = _refuse(folder, config, environment)
     instructions = dockerfiles.read(text_at(folder / "environment" / "Dockerfile"))
-    workdir = str(environment.get("workdir") or dockerfiles.workdir(instructions) or "/app")
+    workdir = _workdir(config, instructions, options, notes)
+    if (folder / "environment" / ".dockerignore").exists():
+        notes.append("environment/.dockerignore is not followed")
     if environment.get("env") or any(name == "ENV" for name, _ in instructions):
         notes.append("environment variables: the agent's sandbox has those of its image alone")
-    where, files = _place(folder, environment, workdir, options)
+    where, tree = _place(folder, environment, workdir, options)
+    notes += tree.notes
     place = Place(workdir, str(where.get("image", "")), environment, options.allow)
     staged = stepwise.read(folder, config, place, notes)
     limits = _limits(config, environment, options, notes, staged)
     if place.mapped:
-        notes.append(f"paths {workdir}, /tests and /logs moved into the workspace")
+        notes.append(f"paths {workdir}, /tests, /solution and /logs moved into the workspace")
 
     def moved(text: str) -> str:
         return _moved(text, workdir) if place.mapped else text
@@ -102,7 +124,8 @@ def _made(folder: Path, options: ImportOptions) -> Made:
         ref=ref,
         family=f"harbor:{table_of(config, 'metadata').get('category', 'task')}",
         prompt="",
-        files=files,
+        files=tree.files,
+        entries=tree.special,
         allowed=(),
         tests=TestPlan(kind="command", argv=("true",)),
         network=_hosts(environment),
@@ -113,26 +136,63 @@ def _made(folder: Path, options: ImportOptions) -> Made:
     )
     if staged is not None:
         first, *later = (msgspec.structs.replace(step, prompt=moved(step.prompt)) for step in staged.steps)
-        tests = [msgspec.structs.replace(step, script=moved(step.script)) for step in staged.tests.tests]
-        allowed = dict.fromkeys(glob for step in tests for glob in step.allowed)
+        allowed = dict.fromkeys(glob for step in staged.tests.tests for glob in step.allowed)
+        begun = trees.Tree(first.files, {entry.path: entry for entry in first.entries or ()}).over(tree)
         task = msgspec.structs.replace(
-            task, prompt=first.prompt, files=files | first.files, allowed=tuple(allowed), steps=tuple(later) or UNSET
+            task,
+            prompt=first.prompt,
+            files=begun.files,
+            entries=begun.special,
+            allowed=tuple(allowed),
+            steps=tuple(later) or UNSET,
         )
-        steps = msgspec.structs.replace(staged.tests, tests=tuple(tests))
-        return Made(task=task, oracle=msgspec.structs.replace(oracle, steps=steps), notes=tuple(dict.fromkeys(notes)))
+        oracle = msgspec.structs.replace(oracle, steps=staged.tests)
+        return Made(task=task, oracle=oracle, notes=tuple(dict.fromkeys(notes)))
     if not (folder / "instruction.md").is_file():
         raise ImportRefused("expected instruction.md and tests/test.sh")
     judged = tests_of(verifier, [folder / "tests"], list_of(config, "artifacts"), place, notes)
+    variables = table_of(table_of(config, "solution"), "env", "solution.")
+    solved = solution_of(folder / "solution", variables, place, notes)
     task = msgspec.structs.replace(task, prompt=moved(text_at(folder / "instruction.md")), allowed=judged.allowed)
     oracle = msgspec.structs.replace(
         oracle,
-        hidden=judged.hidden,
+        hidden=judged.hidden.files,
+        entries=judged.hidden.special,
         tests=judged.plan,
-        script=moved(text_at(folder / "solution" / "solve.sh")),
+        script=solved.script,
+        solution=solved.tree.files,
+        solution_entries=solved.tree.special,
         separate=judged.separate,
         verifier=judged.verifier,
     )
-    return Made(task=task, oracle=oracle, notes=tuple(notes))
+    return Made(task=task, oracle=oracle, notes=tuple(dict.fromkeys(notes)))
+
+
+def _workdir(
+    config: dict[str, Any],
+    instructions: Sequence[dockerfiles.Instruction],
+    options: ImportOptions,
+    notes: list[str],
+) -> str:
+    """The agent's folder; empty: the image's own. ImportRefused."""
+    environment = table_of(config, "environment")
+    if named := str(environment.get("workdir") or ""):
+        return named
+    if options.template:
+        return dockerfiles.workdir(instructions, _DOCKERFILE) or "/app"
+    folder = "" if environment.get("docker_image") else dockerfiles.workdir(instructions, _DOCKERFILE)
+    if folder or not _separate(config):
+        return folder
+    folder = dockerfiles.workdir(instructions, _DOCKERFILE) or "/app"
+    notes.append(f"environment.workdir is not named: {folder} is taken, since the artifacts of a verifier depend on it")
+    return folder
+
+
+def _separate(config: dict[str, Any]) -> bool:
+    """Whether a verifier is separate, so that its artifacts are found by the agent's folder."""
+    steps = [table for table in list_of(config, "steps") if isinstance(table, dict)]
+    verifiers = [table_of(table, "verifier") for table in (config, *steps)]
+    return any(table.get("environment_mode") == "separate" or "environment" in table for table in verifiers)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -201,7 +261,7 @@ def _hosts(environment: dict[str, Any]) -> tuple[str, ...]:
 
 def _place(
     folder: Path, environment: dict[str, Any], workdir: str, options: ImportOptions
-) -> tuple[dict[str, Any], dict[str, bytes]]:
+) -> tuple[dict[str, Any], trees.Tree]:
     """Where the task runs, and the files that travel with it. ImportRefused when it can run nowhere."""
     image = str(environment.get("docker_image") or "")
     context = folder / "environment"
@@ -209,11 +269,11 @@ def _place(
     if options.template:
         return {"template": options.template}, _copied(context, instructions, workdir)
     if image:
-        return {"image": image, "repository": workdir}, {}
+        return {"image": image, "repository": workdir}, trees.Tree({}, {})
     if not instructions:
         raise ImportRefused("the task names no docker_image and has no environment/Dockerfile")
     if {name for name, _ in instructions} <= dockerfiles.STILL:
-        made = dockerfiles.placed(context, "environment/Dockerfile", text_at(context / "Dockerfile"))
+        made = dockerfiles.placed(context, _DOCKERFILE, text_at(context / "Dockerfile"))
         return {"image": made.image, "repository": workdir}, _copied(context, instructions, workdir)
     raise ImportRefused(
         "environment/Dockerfile runs commands: build it (`headrace images build`), name the image as "
@@ -221,15 +281,16 @@ def _place(
     )
 
 
-def _copied(context: Path, instructions: list[dockerfiles.Instruction], workdir: str) -> dict[str, bytes]:
+def _copied(context: Path, instructions: list[dockerfiles.Instruction], workdir: str) -> trees.Tree:
     """The files that a Dockerfile copies into its work folder. ImportRefused where it copies to another place."""
-    files: dict[str, bytes] = {}
-    root = f"{workdir.rstrip('/')}/"
-    for path, data in dockerfiles.copies(context, "environment/Dockerfile", instructions, workdir).items():
-        if not path.startswith(root):
-            raise ImportRefused(f"environment/Dockerfile copies to {path}, outside of {workdir}")
-        files[path.removeprefix(root)] = data
-    return files
+    root = f"{workdir or _UNKNOWN}/".replace("//", "/")
+    made = dockerfiles.copies(context, _DOCKERFILE, instructions, root.rstrip("/") or "/")
+    if outside := next((path for path in (*made.files, *made.entries) if not path.startswith(root)), ""):
+        place = f"outside of {workdir}" if workdir else "and names no WORKDIR; name its folder as environment.workdir"
+        raise ImportRefused(f"{_DOCKERFILE} copies to {outside}, {place}")
+    files = {path.removeprefix(root): data for path, data in made.files.items()}
+    entries = [msgspec.structs.replace(entry, path=path.removeprefix(root)) for path, entry in made.entries.items()]
+    return trees.Tree(files, {entry.path: entry for entry in entries}, made.notes)
 
 
 def _moved(text: str, workdir: str) -> str:

@@ -10,11 +10,12 @@ sandbox and the episode.
 
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msgspec import UNSET
 
+from headrace.archives.members import both_file_and_folder, safe_path
 from headrace.messages.tasks import HOST_FOLDER, Grading, Oracle, Task, TestPlan
 from headrace.tasks.importing.base import (
     Entry,
@@ -53,6 +54,8 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
     if "test_command" not in row:
         return _message(row, common)
     files, image = _files(row, "files"), text_of(row, "image", "")
+    _together(files | _files(row, "hidden"), "files and hidden")
+    _together(files | _files(row, "solution"), "files and solution")
     if not files and not image:
         raise ImportRefused("a task with a test_command needs files or an image")
     parser, file = text_of(row, "log_parser", ""), text_of(row, "reward_file", "")
@@ -143,9 +146,16 @@ def _files(row: dict[str, Any], key: str) -> dict[str, bytes]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ImportRefused(f"{key}: expected an object of paths and texts")
     for path in value:
-        if not path or path.startswith("/") or ".." in path.split("/"):
+        if not safe_path(path):
             raise ImportRefused(f"{key}: expected paths inside the workspace, got {path!r}")
+    _together(value, key)
     return {path: text.encode() for path, text in value.items()}
+
+
+def _together(paths: Iterable[str], what: str) -> None:
+    """ImportRefused where no workspace can hold all of these paths."""
+    if path := both_file_and_folder(paths):
+        raise ImportRefused(f"{what}: {path!r} is a file and the folder of another one; no workspace can hold both")
 
 
 def _number(row: dict[str, Any], key: str, default: float) -> float:

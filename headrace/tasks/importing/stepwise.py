@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from msgspec import UNSET
+
 from headrace.messages.tasks import Step, Steps, StepTests
 from headrace.tasks.importing import trees
 from headrace.tasks.importing.base import ImportRefused, limits_of
 from headrace.tasks.importing.tables import list_of, table_of, text_at
-from headrace.tasks.importing.verification import Place, tests_of
+from headrace.tasks.importing.verification import Place, solution_of, tests_of
 
 _KEYS = frozenset({"name", "agent", "verifier", "min_reward", "artifacts"})
 _OF_STEP = {"agent": {"timeout_sec", "user"}, "verifier": {"timeout_sec", "user", "env", "collect"}}
@@ -50,7 +52,9 @@ def read(folder: Path, config: dict[str, Any], place: Place, notes: list[str]) -
         prompt = text_at(folder / "steps" / name / "instruction.md")
         if not prompt:
             raise ImportRefused(f"expected steps/{name}/instruction.md")
-        steps.append(Step(prompt=prompt, files=_files(folder / "steps" / name / "workdir")))
+        files = _files(folder / "steps" / name / "workdir")
+        notes += files.notes
+        steps.append(Step(prompt=prompt, files=files.files, entries=files.special))
         tests.append(_tests(folder, name, table, config, place, notes))
         agent = table_of(config, "agent") | table_of(table, "agent", f"steps.{name}.")
         limits = limits_of({"time_s": agent.get("timeout_sec")})
@@ -74,8 +78,8 @@ def _refuse(name: str, table: dict[str, Any], folder: Path) -> None:
         raise ImportRefused(f"steps/{name}/workdir/setup.sh: no command runs here between two steps")
 
 
-def _files(folder: Path) -> dict[str, bytes]:
-    return trees.read(folder) if folder.is_dir() else {}
+def _files(folder: Path) -> trees.Tree:
+    return trees.read(folder) if folder.is_dir() else trees.Tree({}, {})
 
 
 def _tests(
@@ -95,11 +99,16 @@ def _tests(
         made = tests_of(verifier, contexts or [folder / "steps" / name / "tests"], declared, place, notes)
     except ImportRefused as error:
         raise ImportRefused(f"step {name}: {error}") from None
+    variables = table_of(table_of(config, "solution"), "env", "solution.")
+    solved = solution_of(folder / "steps" / name / "solution", variables, place, notes)
     return StepTests(
         name=name,
-        hidden=made.hidden,
+        hidden=made.hidden.files,
+        entries=made.hidden.special,
         tests=made.plan,
-        script=text_at(folder / "steps" / name / "solution" / "solve.sh"),
+        script=solved.script,
+        solution=solved.tree.files or UNSET,
+        solution_entries=solved.tree.special,
         separate=made.separate,
         allowed=made.allowed,
         verifier=made.verifier,

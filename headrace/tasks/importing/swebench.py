@@ -7,11 +7,11 @@ a script applies the test patch inside and writes a log; `trust` is ``log`` wher
 
 import base64
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from headrace.messages.tasks import HOST_FOLDER, Grading, Oracle, Task, TestPlan
-from headrace.tasks.importing import trees
+from headrace.messages.tasks import HOST_FOLDER, Change, Grading, Oracle, Task, TestPlan
+from headrace.tasks.importing import patches, trees
 from headrace.tasks.importing.base import (
     Entry,
     ImportOptions,
@@ -61,6 +61,9 @@ PARSERS = {
     (f"parse_log_{name}" for name in "astroid flask marshmallow pvlib pyvista sqlfluff xarray".split()), "pytest"
 )
 """Parsers of swebench 5.x by their names in a row."""
+PYTEST_LOGS = frozenset({"pytest", "pytest_options", "pytest_spaces", "matplotlib", "seaborn"})
+"""Parsers of what pytest writes."""
+_NO_COMMAND = "echo 'the task does not say which command runs its tests'; exit 1"
 
 
 def read(options: ImportOptions) -> Iterator[Entry]:
@@ -82,13 +85,15 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
         named = text_of(row, "log_parser")
         if named not in PARSERS:
             raise ImportRefused(f"log_parser: headrace has no parser {named}")
+        if parser != PARSERS[named] and not {parser, PARSERS[named]} <= PYTEST_LOGS:
+            command = ""  # of another runner than the parser's
         parser = PARSERS[named]
     name = repo.replace("/", "__")
-    files = trees.find(options.repos, (id, f"{name}@{commit}", name, repo.rpartition("/")[2]), commit)
+    tree = trees.find(options.repos, (f"{name}@{commit}", id), (name, repo.rpartition("/")[2]), commit)
     grading = Grading(kind="f2p_p2p", pass_to_pass=to_keep)
     parts = _Parts(row, id, options, repo, to_pass, grading)
-    if files is not None:
-        return _with_files(parts, files, parser, command)
+    if tree is not None:
+        return _with_files(parts, tree, parser, command)
     if options.template:
         raise ImportRefused(
             f"--template {options.template} needs the repository: put a checkout of {repo} into --repos"
@@ -115,13 +120,14 @@ class _Parts:
         self.commit = text_of(row, "base_commit")
         self.image = text_of(row, "image", "") or text_of(row, "image_name", "") or text_of(row, "docker_image", "")
 
-    def task(self, plan: TestPlan, files: dict[str, bytes], trust: Any, **where: Any) -> Task:
+    def task(self, plan: TestPlan, tree: trees.Tree, trust: Any, **where: Any) -> Task:
         """The agent's side."""
         return Task(
             ref=self.options.ref(self.id),
             family=f"swebench:{self.repo}",
             prompt=self.prompt,
-            files=files,
+            files=tree.files,
+            entries=tree.special,
             allowed=("**",),
             tests=plan,
             system=self.options.system,
@@ -131,24 +137,32 @@ class _Parts:
         )
 
 
-def _with_files(parts: _Parts, files: dict[str, bytes], parser: str, command: str) -> Made:
+def _with_files(parts: _Parts, tree: trees.Tree, parser: str, command: str) -> Made:
     """The repository beside the task; the agent sees the tests as they were before the test patch."""
-    tests = trees.apply(files, parts.test_patch, "test_patch")
-    gold = trees.apply(files, parts.patch, "patch")
-    notes: tuple[str, ...] = ()
+    tests = trees.apply(tree, parts.test_patch, "test_patch")
+    gold = trees.apply(tree, parts.patch, "patch")
+    notes = tree.notes
     named = sorted({name.partition("::")[0] for name in (*parts.to_pass, *parts.grading.pass_to_pass)})
-    whole = trees.with_changes(files, tests)
-    if parser.startswith("pytest") and all("::" in name for name in parts.to_pass) and whole.keys() >= set(named):
+    whole = trees.with_changes(tree, tests)
+    by_pytest = parser.startswith("pytest") and all("::" in name for name in parts.to_pass)
+    if by_pytest and whole.files.keys() >= set(named):
         plan, grading = TestPlan(kind="pytest", paths=tuple(named), timeout_s=TIMEOUT_S), parts.grading
         # A test module that the candidate changes is replaced by the host's.
-        hidden = {path: whole[path] for path in named} | tests.changed
+        hidden = {path: whole.files[path] for path in named} | tests.changed
+    elif not command:
+        raise ImportRefused(
+            f"log_parser {parser}: the row does not say which command runs such tests over a repository of --repos; "
+            "import it with its image and its eval_script"
+        )
     else:
         runs = _tested(tests.changed, parser)
         script = f'#!/bin/bash\n{command} {shlex.join(runs)}\necho ">>>>> Test Exit Code: $?"\n'
         plan, grading = _command(), _logged(parts.grading, parser)
         hidden = tests.changed | {SCRIPT: script.encode()}
-        notes = ("tests run by a command whose log is parsed",)
-    visible = TestPlan(kind="pytest", paths=tuple(path for path in named if path in files), timeout_s=120.0)
+        notes = (*notes, "tests run by a command whose log is parsed")
+    entries = {path: entry for path, entry in whole.entries.items() if path in hidden} | tests.entries
+    entries |= {path: Change(path, "gone") for path in tests.removed}
+    visible = TestPlan(kind="pytest", paths=tuple(path for path in named if path in tree.files), timeout_s=120.0)
     oracle = Oracle(
         ref=parts.options.ref(parts.id),
         hidden=hidden,
@@ -157,8 +171,10 @@ def _with_files(parts: _Parts, files: dict[str, bytes], parser: str, command: st
         solution=gold.changed,
         removed=gold.removed,
         grading=grading,
+        entries=trees.entries_of(entries.values()),
+        solution_entries=trees.entries_of(gold.entries.values()),
     )
-    task = parts.task(visible, files, grading.trust, template=parts.options.template or "debian")
+    task = parts.task(visible, tree, grading.trust, template=parts.options.template or "debian")
     return Made(task=task, oracle=oracle, notes=notes)
 
 
@@ -166,6 +182,8 @@ def _with_image(parts: _Parts, parser: str, command: str) -> Made:
     """The repository in the row's image; a script applies the test patch there and writes the log."""
     key = parts.id.lower().replace("__", "_1776_")
     image = parts.image or f"docker.io/swebench/sweb.eval.x86_64.{key}:latest"
+    if not (parts.script or command):
+        raise ImportRefused(f"log_parser {parser}: the row has no eval_script, which says what command runs such tests")
     script = parts.script or _script(parts, parser, command)
     grading = _logged(parts.grading, parser)
     data = base64.b64encode(parts.patch.encode()).decode()
@@ -178,8 +196,10 @@ def _with_image(parts: _Parts, parser: str, command: str) -> Made:
         script=f"echo {data} | base64 -d | git apply -",
         grading=grading,
     )
-    visible = TestPlan(kind="command", argv=("sh", "-c", command), timeout_s=120.0)
-    return Made(task=parts.task(visible, {}, grading.trust, image=image, repository=FOLDER), oracle=oracle)
+    visible = TestPlan(kind="command", argv=("sh", "-c", command or _NO_COMMAND), timeout_s=120.0)
+    return Made(
+        task=parts.task(visible, trees.Tree({}, {}), grading.trust, image=image, repository=FOLDER), oracle=oracle
+    )
 
 
 def _command() -> TestPlan:
@@ -190,8 +210,8 @@ def _logged(grading: Grading, parser: str) -> Grading:
     return Grading(kind="f2p_p2p", pass_to_pass=grading.pass_to_pass, parser=parser, file=LOG, trust="log")
 
 
-def _tested(changed: dict[str, bytes], parser: str) -> list[str]:
-    """Arguments of the test command: Django's runner takes module names."""
+def _tested(changed: Iterable[str], parser: str) -> list[str]:
+    """Arguments of the test command, from the paths that the test patch leaves: Django's runner takes module names."""
     paths = [path for path in sorted(changed) if path.endswith(".py")]
     if parser == "django":
         return [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for path in paths]
@@ -200,9 +220,10 @@ def _tested(changed: dict[str, bytes], parser: str) -> list[str]:
 
 def _script(parts: _Parts, parser: str, command: str) -> str:
     """The test script of an old row, in the environment that SWE-bench's images have."""
-    paths = trees.paths_of(parts.test_patch)
+    paths = patches.paths_of(parts.test_patch)
     quoted = shlex.join(paths)
-    tested = shlex.join(_tested(dict.fromkeys(paths, b""), parser))
+    names = [named.new for named in patches.names_of(parts.test_patch) if named.new]
+    tested = shlex.join(_tested(names, parser))
     return f"""#!/bin/bash
 set -uxo pipefail
 [ -f /opt/miniconda3/bin/activate ] && source /opt/miniconda3/bin/activate && conda activate testbed

@@ -7,7 +7,7 @@ repository comes from a checkout (``--repos``): the images of SWE-smith hold it 
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.messages.tasks import Grading, Oracle, Task, TestPlan
+from headrace.messages.tasks import Change, Grading, Oracle, Task, TestPlan
 from headrace.tasks.importing import trees
 from headrace.tasks.importing.base import Entry, ImportOptions, ImportRefused, Made, names_of, row_entries, text_of
 from headrace.tasks.importing.swebench import TIMEOUT_S
@@ -28,18 +28,22 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
     repo = text_of(row, "repo")
     mirror = repo.rpartition("/")[2]  # owner__name.commit
     name, _, commit = mirror.rpartition(".")
-    files = trees.find(options.repos, (id, mirror, name, name.rpartition("__")[2]), row.get("base_commit") or commit)
-    if files is None:
+    tree = trees.find(options.repos, (mirror, id), (name, name.rpartition("__")[2]), row.get("base_commit") or commit)
+    if tree is None:
         raise ImportRefused(
             f"the bug is a patch on {repo}, whose image does not have it: put a checkout named {mirror} into --repos"
         )
+    files = tree.files
     named = {test.partition("::")[0] for test in (*to_pass, *to_keep)}
     if not all("::" in test for test in to_pass) or not named <= files.keys():
         raise ImportRefused(f"the tests are not pytest's, or not in the repository: {', '.join(to_pass)[:200]}")
-    bug = trees.apply(files, text_of(row, "patch"), "patch")
+    bug = trees.apply(tree, text_of(row, "patch"), "patch")
     hidden_paths = {test.partition("::")[0] for test in to_pass}
-    broken = trees.with_changes(files, bug)
-    visible = {path: content for path, content in broken.items() if path not in hidden_paths}
+    broken = trees.with_changes(tree, bug)
+    visible = {path: content for path, content in broken.files.items() if path not in hidden_paths}
+    # Undone: entries as they were, and what the bug made is gone.
+    undone = [tree.entries.get(path) or Change(path, "file", 0o644) for path in bug.entries if path in tree.files]
+    undone += [tree.entries[path] for path in (*bug.entries, *bug.removed) if path in tree.entries]
     ref = options.ref(id)
     oracle = Oracle(
         ref=ref,
@@ -47,18 +51,25 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
         tests=TestPlan(kind="pytest", paths=tuple(sorted(named)), timeout_s=TIMEOUT_S),
         expected=to_pass,
         solution={path: files[path] for path in (*bug.changed, *bug.removed) if path in files},
-        removed=tuple(path for path in bug.changed if path not in files),
+        removed=tuple(
+            path
+            for path in {**bug.changed, **bug.entries}
+            if path not in files and (path in broken.files or path not in tree.entries)
+        ),
         grading=Grading(kind="f2p_p2p", pass_to_pass=to_keep),
+        entries=trees.entries_of(entry for path, entry in tree.entries.items() if path in named),
+        solution_entries=trees.entries_of({entry.path: entry for entry in undone}.values()),
     )
     task = Task(
         ref=ref,
         family=f"swesmith:{name}",
         prompt=prompt,
         files=visible,
+        entries=trees.entries_of(entry for path, entry in broken.entries.items() if path not in hidden_paths),
         allowed=("**",),
         tests=TestPlan(kind="pytest", paths=tuple(sorted(named - hidden_paths)), timeout_s=120.0),
         template=options.template or "debian",
         system=options.system,
         tools=options.tools,
     )
-    return Made(task=task, oracle=oracle)
+    return Made(task=task, oracle=oracle, notes=tree.notes)

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.messages.tasks import HOST_FOLDER, Artifact, SandboxLimits, TestPlan, Verifier
 from headrace.tasks.importing import dockerfiles, trees
 from headrace.tasks.importing.base import ImportRefused, limits_of, test_seconds
 from headrace.tasks.importing.tables import table_of, text_at
+from headrace.tasks.importing.trees import Tree
 
 TESTS, LOGS, VERIFY = f"{HOST_FOLDER}tests/", f"{HOST_FOLDER}logs/verifier/", f"{HOST_FOLDER}verify.sh"
+SOLUTION, PREPARE = f"{HOST_FOLDER}solution/", f"{HOST_FOLDER}prepare.sh"
 ROOT = f"{HOST_FOLDER}root"
 """Files of a verifier's own image, which its script copies to the root."""
 REWARD = f"{LOGS}reward"
@@ -53,7 +56,7 @@ class Place(NamedTuple):
 class Tests(NamedTuple):
     """The judge's part of a task or step."""
 
-    hidden: dict[str, bytes]
+    hidden: Tree
     plan: TestPlan
     allowed: tuple[str, ...]
     separate: bool
@@ -74,7 +77,12 @@ def tests_of(
             f"verifier.environment_mode = {mode!r:.80}: expected shared or separate, and separate with "
             "verifier.environment"
         )
-    files = {path: data for context in contexts for path, data in trees.read(context).items()}
+    tree = Tree({}, {})
+    for context in contexts:
+        if context.is_dir():
+            tree = trees.read(context).over(tree)
+    files = tree.files
+    notes += [f"tests: {note}" for note in tree.notes]
     plan = TestPlan(
         kind="command",
         argv=("bash", VERIFY),
@@ -85,24 +93,50 @@ def tests_of(
     artifacts = _artifacts(declared, place) if separate else []
     allowed = _globs(artifacts, place) if separate else ("**", *place.allow)
     if separate and not place.mapped:
-        image = _own_image(environment, contexts, files, place, notes)
+        image = _own_image(environment, contexts, tree, place, notes)
         if image is None and any(artifact.exclude for artifact in artifacts):
             raise ImportRefused("an artifact has exclude, which needs a verifier with an image of its own")
         if image is not None:
-            hidden = {f"{ROOT}{path}": data for path, data in image.files.items()}
-            hidden[VERIFY] = _verify_own(image.workdir, image.exports + exports).encode()
+            placed = image.tree.below(ROOT)
+            placed.files[VERIFY] = _verify(image.workdir or "/", False, image.exports + exports).encode()
+            placed.files[PREPARE] = _prepare(ROOT, "/", image.workdir).encode()
             limits = machine_limits(environment or {}, notes, "verifier.environment.")
             judged = Verifier(image=image.image, artifacts=tuple(artifacts), limits=limits)
-            return Tests(hidden, plan, allowed, separate, judged)
+            return Tests(placed, msgspec.structs.replace(plan, prepare=("sh", PREPARE)), allowed, separate, judged)
     if separate and place.mapped and environment is not None:
         notes.append("verifier.environment: the template's sandbox takes its place")
     if "test.sh" not in files:
         raise ImportRefused(f"expected {' or '.join(f'{context.name}/test.sh' for context in contexts) or 'test.sh'}")
     if not (separate or place.mapped or place.allow):
         notes.append("the verifier gets the changes in the work folder; --allow '/etc/**' adds others")
-    hidden = {f"{TESTS}{path}": data for path, data in files.items()}
-    hidden[VERIFY] = _verify(place.workdir, place.mapped, exports).encode()
-    return Tests(hidden, plan, allowed, separate, UNSET)
+    placed = tree.below(TESTS)
+    placed.files[VERIFY] = _verify(place.workdir if place.mapped else "", place.mapped, exports).encode()
+    if not place.mapped:
+        placed.files[PREPARE] = _prepare(TESTS.rstrip("/"), "/tests/").encode()
+        plan = msgspec.structs.replace(plan, prepare=("sh", PREPARE))
+    return Tests(placed, plan, allowed, separate, UNSET)
+
+
+class Solved(NamedTuple):
+    """The known solution of a task or step."""
+
+    script: str
+    """Empty where there is none."""
+    tree: Tree
+    """Files that it needs."""
+
+
+def solution_of(folder: Path, variables: dict[str, Any], place: Place, notes: list[str]) -> Solved:
+    """The solution in a folder ``solution``: all of its files, and a program that runs its solve.sh as Harbor does, at
+    /solution. variables: of ``[solution] env``. ImportRefused."""
+    if not (folder / "solve.sh").is_file():
+        return Solved("", Tree({}, {}))
+    if filled := sorted(name for name, value in variables.items() if "${" in str(value)):
+        notes.append(f"the known solution, because solution.env.{filled[0]} is filled in from the host's environment")
+        return Solved("", Tree({}, {}))
+    tree = trees.read(folder)
+    notes += [f"solution: {note}" for note in tree.notes]
+    return Solved(_solve(place.workdir, place.mapped, _exports(variables, "solution.env")), tree.below(SOLUTION))
 
 
 class _Own(NamedTuple):
@@ -111,14 +145,14 @@ class _Own(NamedTuple):
     image: str
     workdir: str
     exports: str
-    files: dict[str, bytes]
+    tree: Tree
     """By absolute path."""
 
 
 def _own_image(
     environment: dict[str, Any] | None,
     contexts: Sequence[Path],
-    files: dict[str, bytes],
+    tree: Tree,
     place: Place,
     notes: list[str],
 ) -> _Own | None:
@@ -137,13 +171,13 @@ def _own_image(
     if image:
         if environment is None:
             return None
-        return _Own(image, folder, exports, {f"/tests/{path}": data for path, data in files.items()})
+        return _Own(image, folder, exports, tree.below("/tests/"))
     if text := text_at(context / "Dockerfile"):
         made = dockerfiles.placed(context, f"{context.name}/Dockerfile", text)
-        if "/tests/test.sh" not in made.files:
+        if "/tests/test.sh" not in made.tree.files:
             raise ImportRefused(f"{context.name}/Dockerfile copies no /tests/test.sh, which the verifier runs")
         variables = "".join(f'export {name}="{_quoted(value)}"\n' for name, value in made.variables)
-        return _Own(made.image, folder or made.workdir, variables + exports, made.files)
+        return _Own(made.image, folder or made.workdir, variables + exports, made.tree)
     if environment is not None:
         raise ImportRefused(
             f"verifier.environment names no docker_image, and there is no {context.name}/Dockerfile to make one of"
@@ -241,29 +275,49 @@ def _take(logs: str) -> str:
     return f"cat {logs}/reward.json > {REWARD} 2>/dev/null || cat {logs}/reward.txt > {REWARD} || rm -f {REWARD}\n"
 
 
-def _verify_own(workdir: str, exports: str) -> str:
-    """The script of a verifier with an image of its own. It starts in the image's root. It ends without a reward where
-    a hidden file cannot be placed, such as over a link that the agent made: the tests would read the agent's file."""
+def _prepare(source: str, target: str, workdir: str = "") -> str:
+    """The script that makes, as root, what the tests need outside of the workspace. It fails where a hidden file cannot
+    be placed, such as over a link that the agent made: the tests would read the agent's file."""
     return (
-        f"#!/bin/bash\nroot=$PWD\nrm -rf {HOST_FOLDER}logs\nmkdir -p {LOGS} /logs/verifier\n"
-        f"rm -f /logs/verifier/reward.*\n{exports}[ ! -d {ROOT} ] || cp -r {ROOT}/. / || exit 1\n"
-        f"mkdir -p {shlex.quote(workdir or '/')} && cd {shlex.quote(workdir or '/')}\n"
-        f'bash /tests/test.sh\ncd "$root"\n{_take("/logs/verifier")}'
+        f"mkdir -p {LOGS} /tests /logs/verifier {shlex.quote(workdir or '/')} || exit 1\n"
+        f"rm -f {REWARD} /logs/verifier/reward.* && chmod 777 {LOGS} /logs/verifier || exit 1\n"
+        f"[ ! -d {source} ] || cp -r {source}/. {target} || exit 1\nchmod +x /tests/test.sh\n"
     )
 
 
 def _verify(workdir: str, mapped: bool, exports: str) -> str:
-    """The script that runs the verifier in the agent's image, or in a template."""
-    head = f"#!/bin/bash\nroot=$PWD\nrm -rf {HOST_FOLDER}logs\nmkdir -p {LOGS}\n{exports}"
+    """The script that runs the verifier: in an image after `_prepare`, or in a template. workdir: of an image, empty
+    where the script begins there."""
+    head = f"#!/bin/bash\nroot=$PWD\n{exports}"
     if not mapped:
-        inside = "mkdir -p /logs/verifier /tests\nrm -f /logs/verifier/reward.*\n"
-        inside += f'cp -r {TESTS}. /tests/ || exit 1\nbash /tests/test.sh\ncd "$root"\n'
-        return head + inside + _take("/logs/verifier")
+        inside = f"cd {shlex.quote(workdir)}\n" if workdir else ""
+        return f'{head}{inside}/tests/test.sh\ncd "$root"\n{_take("/logs/verifier")}'
+    head += f"rm -rf {HOST_FOLDER}logs\nmkdir -p {LOGS}\n"
     # Longest first: the tests' own folder may lie below the work folder.
-    moves = [(r"/logs/verifier", f"$root/{LOGS.rstrip('/')}"), (r"/tests", f"$root/{TESTS.rstrip('/')}")]
-    moves = [*moves, (re.escape(workdir.rstrip("/")), "$root")]
-    edits = " ".join(
-        f'-e "s#\\(^\\|[^A-Za-z0-9_./-]\\){old}\\($\\|[^A-Za-z0-9_-]\\)#\\1{new}\\2#g"' for old, new in moves
-    )
-    inside = f'find {TESTS} -type f -exec sed -i {edits} {{}} +\nbash {TESTS}test.sh\ncd "$root"\n'
+    moves = {"/logs/verifier": LOGS, "/tests": TESTS, workdir: ""}
+    inside = f'{_edited(TESTS, moves)}chmod +x {TESTS}test.sh\n"$root"/{TESTS}test.sh\ncd "$root"\n'
     return head + inside + _take(LOGS.rstrip("/"))
+
+
+def _edited(folder: str, moves: dict[str, str]) -> str:
+    """A command that changes paths in the files of a folder. moves: absolute paths to those below ``$root``."""
+    edits = " ".join(
+        f'-e "s#\\(^\\|[^A-Za-z0-9_./-]\\){re.escape(old.rstrip("/"))}\\($\\|[^A-Za-z0-9_-]\\)'
+        f'#\\1{f"$root/{new}".rstrip("/")}\\2#g"'
+        for old, new in moves.items()
+    )
+    return f"find {folder} -type f -exec sed -i {edits} {{}} +\n"
+
+
+def _solve(workdir: str, mapped: bool, exports: str) -> str:
+    """The script that runs solve.sh at /solution; where its user may not make that folder, or in a template, the files
+    stay where they are and their texts are changed."""
+    head = f"#!/bin/bash\nroot=$PWD\n{exports}chmod +x {SOLUTION}solve.sh\n"
+    at_home = f'"$root"/{SOLUTION}solve.sh\n'
+    if mapped:
+        return head + _edited(SOLUTION, {"/solution": SOLUTION, workdir: ""}) + at_home
+    return (
+        f"{head}if mkdir -p /solution 2>/dev/null && cp -r {SOLUTION}. /solution/; then\n"
+        "/solution/solve.sh\ncode=$?\nrm -rf /solution\nexit $code\nfi\n"
+        f"{_edited(SOLUTION, {'/solution': SOLUTION})}{at_home}"
+    )

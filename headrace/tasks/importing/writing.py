@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET
 
 from headrace.tasks.altering import altered
 from headrace.tasks.base import Trust
@@ -67,7 +68,8 @@ def import_suite(
                 twice.append(Refusal(entry.id, "an earlier entry has the same id"))
                 continue
             line = journaled.get(entry.id)
-            if line is None or line.digest != entry.digest or not _complete(folder, line):
+            # What refused an entry, such as a checkout that was missing, may be mended now.
+            if line is None or line.refused or line.digest != entry.digest or not _complete(folder, line):
                 line = _import(folder, entry)
                 made += not line.refused
                 journal.write(msgspec.json.encode(line) + b"\n")
@@ -104,8 +106,9 @@ def _import(folder: Path, entry: Entry) -> Line:
             task=msgspec.structs.replace(made.task, trust="report"),
             oracle=msgspec.structs.replace(oracle, grading=msgspec.structs.replace(oracle.grading, trust="report")),
         )
-    write_task(folder, made.task, made.oracle)
-    return Line(id=entry.id, digest=entry.digest, notes=made.notes, trust=made.oracle.grading.trust)
+    notes = tuple(map(_shown, made.notes))
+    write_task(folder, made.task, msgspec.structs.replace(made.oracle, left_out=notes or UNSET))
+    return Line(id=entry.id, digest=entry.digest, notes=notes, trust=made.oracle.grading.trust)
 
 
 def _shown(reason: str) -> str:
@@ -115,7 +118,7 @@ def _shown(reason: str) -> str:
 
 
 def _complete(folder: Path, line: Line) -> bool:
-    return bool(line.refused) or all((folder / f"{line.id}.{side}").exists() for side in ("task", "oracle"))
+    return all((folder / f"{line.id}.{side}").exists() for side in ("task", "oracle"))
 
 
 def _read(path: Path) -> list[Line]:

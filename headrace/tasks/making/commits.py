@@ -70,7 +70,7 @@ def _git(repository: Path, *arguments: str) -> str:
 def tree(repository: Path, commit: str, name: str) -> Package:
     """The package of a commit. NoTask where it has no tests or no code, or is too large."""
     try:
-        files = trees.archive(repository, commit)
+        files = trees.archive(repository, commit).files
         with tempfile.TemporaryDirectory() as folder:
             for path, content in files.items():
                 target = Path(folder) / path

@@ -20,7 +20,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from . import background, jobs, tunnel
+from . import background, changes, jobs, tunnel
 from .files import Answer, Workspace
 from .frames import Garbage, Reader, send
 from .names import received
@@ -253,6 +253,8 @@ class SlotAgent:
                 return self.background.stop(header)
             case "network":
                 return self._start_proxy(number)
+            case "apply_changes":
+                return changes.apply(space, header, bodies)
             case "push_tar" | "pull_tar":
                 from . import trees
 

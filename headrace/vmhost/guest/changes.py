@@ -147,15 +147,15 @@ def _opaque(path: str) -> bool:
         return False
 
 
-def apply(space: Workspace, header: dict[str, Any], bodies: Sequence[bytes]) -> Answer:
+def apply(space: Workspace, header: dict[str, Any], bodies: Sequence[bytes], everywhere: bool = False) -> Answer:
     """Make changes again: removals first, then folders, files and links. Relative paths lie in the workspace.
-    OperationError, naming the path that cannot be changed."""
+    everywhere: absolute ones are allowed too. OperationError, naming the path that cannot be changed."""
     contents = iter(bodies)
     modes: list[tuple[str, int]] = []
     for path, kind, mode, target in header["entries"]:
         full = path if path.startswith("/") else f"{space.root}/{path}"
-        if ".." in full.split("/") or "\0" in full:
-            raise OperationError(f"{shown(path)}: expected a path without ..")
+        if ".." in full.split("/") or "\0" in full or not (everywhere or full != path):
+            raise OperationError(f"{shown(path)}: expected a path without .. in the workspace")
         try:
             if kind == "gone":
                 space.remove(full, path)

@@ -57,12 +57,13 @@ class Workspace:
             raise OperationError(f"{shown(path)}: paths are relative to the workspace and may not leave it")
         return "/".join([self.root, *parts])
 
-    def paths(self, budget: Budget, git: bool = False) -> Iterator[tuple[str, os.stat_result]]:
-        """Relative path and status of every entry that is no folder, sorted. git: whether .git is included.
-        OperationError beyond the budget."""
-        for path in walks.paths(self.root, budget, () if git else (".git",)):
-            with suppress(OSError):
-                yield path, os.lstat(f"{self.root}/{path}")
+    def paths(self, budget: Budget) -> Iterator[tuple[str, os.stat_result]]:
+        """Relative path and status of every entry that is no folder, sorted, without .git. OperationError beyond the
+        budget."""
+        for path in walks.paths(self.root, budget, (".git",)):
+            if not path.endswith("/"):
+                with suppress(OSError):
+                    yield path, os.lstat(f"{self.root}/{path}")
 
     def _bytes(self, path: str, limit: int) -> bytes:
         """At most `limit` bytes of an entry of `paths` that was a regular file; none if it is not one any more."""
@@ -216,8 +217,8 @@ class Workspace:
         return {"truncated": hits > limit, "stdout": 0}, ["\n".join(lines).encode("utf-8", "replace")]
 
     def pull(self, patterns: list[str], limit: int) -> Answer:
-        """PullTree: contents of matching regular files, and a digest of the whole tree: paths, modes, contents.
-        OperationError for a tree beyond the budget.
+        """PullTree: contents of matching regular files, matching links, empty folders and executable files as entries,
+        and a digest of the whole tree: paths, modes, contents. OperationError for a tree beyond the budget.
 
         No content is held: it is hashed in pieces, and read again while it is sent, except small files.
         """
@@ -225,18 +226,31 @@ class Workspace:
         digest = new_digest()
         paths: list[str] = []
         bodies: list[Body] = []
+        entries: list[tuple[str, str, int, str]] = []
         total, truncated = 0, False
-        for path, status in self.paths(budget, git=True):
+        for path in walks.paths(self.root, budget):
+            wanted = any(matches(pattern, path.rstrip("/"), anchored=True) for pattern in patterns)
+            if path.endswith("/"):
+                if wanted:
+                    budget.name(path)
+                    entries.append((shown(path[:-1]), "folder", 0o755, ""))
+                continue
+            try:
+                status = os.lstat(f"{self.root}/{path}")
+            except OSError:
+                continue
             if not stat.S_ISREG(status.st_mode):
                 target = b""
                 if stat.S_ISLNK(status.st_mode):
                     with suppress(OSError):
                         target = os.fsencode(os.readlink(f"{self.root}/{path}"))
+                    if wanted:
+                        budget.name(path)
+                        entries.append((shown(path), "link", 0o777, os.fsdecode(target)))
                 add_entry(digest, path, status.st_mode, target)
                 continue
             content = FileBody(f"{self.root}/{path}", hold=True)
             digest.update(_head(path, status.st_mode, len(content)))
-            wanted = any(matches(pattern, path, anchored=True) for pattern in patterns)
             if wanted and total + len(content) > limit:
                 wanted, truncated = False, True
             kept = budget.keep(len(content)) if wanted else None
@@ -250,4 +264,6 @@ class Workspace:
                 budget.name(path)
                 paths.append(shown(path))
                 bodies.append(content if kept is None else bytes(kept))
-        return {"paths": paths, "digest": digest.hexdigest(), "truncated": truncated}, bodies
+                if status.st_mode & 0o100:
+                    entries.append((shown(path), "file", 0o755, ""))
+        return {"paths": paths, "entries": entries, "digest": digest.hexdigest(), "truncated": truncated}, bodies

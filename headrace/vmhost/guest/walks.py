@@ -68,9 +68,9 @@ class Budget:
 
 
 def paths(root: str, budget: Budget, without: Collection[str] = ()) -> Iterator[str]:
-    """Relative paths of every entry that is no folder, in the order of the paths as text. without: names of folders
-    that are left out. A folder that cannot be read counts as empty. OperationError when the root is no folder, or
-    beyond the budget."""
+    """Relative paths of every entry that is no folder, and of every empty folder with a slash behind it, in the order
+    of the paths as text. without: names of folders that are left out. A folder that cannot be read counts as empty.
+    OperationError when the root is no folder, or beyond the budget."""
     try:
         if not stat.S_ISDIR(os.lstat(root).st_mode):
             raise OperationError("the workspace is no folder any more")
@@ -95,6 +95,8 @@ def paths(root: str, budget: Budget, without: Collection[str] = ()) -> Iterator[
             folder += name
             level = _listing(root, folder, budget, without)
             cost = sum(map(_cost, level))
+            if not level:
+                yield folder
         else:
             yield folder + name
 

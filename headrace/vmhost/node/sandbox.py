@@ -86,6 +86,15 @@ class VmSandbox:
                     f"the workspace {request.workdir} of {request.template} can't be used: {result.error}"
                 )
             raise FilesRefused(f"{self.id}: the repository could not be pushed: {result.error}")
+        if request.entries:
+            if lacking := next(
+                (e.path for e in request.entries if e.kind == "file" and e.path not in request.files), ""
+            ):
+                raise FilesRefused(f"{self.id}: the repository has a mode of {lacking!a} and no such file")
+            header, bodies = protocol.entries_frame(request.entries, request.files)
+            result = await self._send(header, bodies, protocol.SLACK_S)
+            if not result.ok:
+                raise FilesRefused(f"{self.id}: the repository's links and modes could not be made: {result.error}")
         if request.network:
             assert self._channel is not None
             self._gate = Gate(self._channel, self.id, request.network, private, events)

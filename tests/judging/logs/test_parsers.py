@@ -91,8 +91,9 @@ CASES: dict[str, tuple[str, Outcomes]] = {
     ),
     "junit": (
         '<testsuite><testcase classname="a.B" name="one"/><testcase classname="a.B" name="two"><failure/></testcase>'
-        '<testcase classname="a" name="three"><skipped/></testcase></testsuite>',
-        {"a.B::one": "passed", "a.B::two": "failed", "a::three": "skipped"},
+        '<testcase classname="a" name="three"><skipped/></testcase>'
+        '<testcase classname="a" name="four"><skipped type="pytest.xfail" message="known"/></testcase></testsuite>',
+        {"a.B::one": "passed", "a.B::two": "failed", "a::three": "skipped", "a::four": "passed"},
     ),
 }
 

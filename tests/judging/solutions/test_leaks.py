@@ -115,3 +115,38 @@ async def test_tests_and_programs_of_every_step_are_searched_for(sandbox: Sandbo
         "first.sh is the solution's program",
         "second.sh is the solution's program",
     ]
+
+
+def test_a_file_that_gets_another_name_is_no_leak() -> None:
+    lines = "".join(f"value_{number} = compute({number}, 'a long enough line')\n" for number in range(12)).encode()
+    edited = lines + b"value_12 = compute(12, 'one more line, which the repair adds')\n"
+    plan = TestPlan(kind="pytest")
+    task = Task(
+        ref=TaskRef("s", "1"),
+        family="f",
+        prompt="move it",
+        files={"a.txt": lines, "b/c.txt": lines[::-1]},
+        allowed=(),
+        tests=plan,
+    )
+    for solution in ({"new.txt": lines}, {"new.txt": edited}, {"d/a.txt": lines, "d/c.txt": lines[::-1]}):
+        known = Oracle(ref=TaskRef("s", "1"), hidden={}, tests=plan, expected=(), solution=solution)
+        assert leaks.told(task, known, task.files, solution, ("a.txt", "b/c.txt")).leaks == ()
+        assert bool(leaks.told(task, known, task.files, solution).leaks), "a copy that stays is read by the agent"
+    others = task.files | {"hint.txt": edited}
+    known = Oracle(ref=TaskRef("s", "1"), hidden={}, tests=plan, expected=(), solution={"new.txt": edited})
+    found = leaks.told(task, known, others, {"new.txt": edited}, ("a.txt",)).leaks
+    assert found[:1] == ("hint.txt holds the solution of new.txt",)
+
+
+async def test_a_file_of_an_image_that_gets_another_name_is_no_leak(sandbox: Sandbox) -> None:
+    text = "a text that is long enough to be searched for, really\n"
+    commit = "git add . && git -c user.name=a -c user.email=a@b commit -qm base"
+    await sh(sandbox, f"git init -q && printf '{text}' > a.txt && {commit}")
+    known = oracle({})
+    assert await leaks.in_image(sandbox, known, {"b.txt": text.encode()}, ("a.txt",)) == leaks.Found()
+    found = await leaks.in_image(sandbox, known, {"b.txt": text.encode()})
+    assert found.leaks == (
+        "a.txt holds the solution of b.txt",
+        "the repository's history holds the solution of b.txt",
+    )

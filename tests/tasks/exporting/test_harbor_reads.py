@@ -45,7 +45,7 @@ def test_harbor_reads_the_exported_tasks(tmp_path: Path) -> None:
         suite.task(id), image="docker.io/org/app:1", repository="/testbed", network=("pypi.org:443",), limits=limits
     )
     oracle = msgspec.structs.replace(suite.oracle(id), tests=TestPlan(kind="command", argv=("true",), timeout_s=30.0))
-    for path, data in folder_of(task, oracle).items():
+    for path, data in folder_of(task, oracle).files.items():
         (tmp_path / "limited" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "limited" / path).write_bytes(data)
     configs = read(tmp_path)

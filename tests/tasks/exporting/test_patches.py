@@ -60,3 +60,26 @@ def test_the_patch_of_an_image_has_links_and_modes_and_names_what_it_lacks(tmp_p
     assert files == {"old.py": b"2\n", "run.sh": b"#!/bin/sh\n", "link": b"old.py", "mode.sh": b"3\n"}
     programs = [path for path in sorted(files) if (tmp_path / path).lstat().st_mode & 0o111 == 0o111]
     assert programs == ["link", "mode.sh", "run.sh"]
+
+
+def test_the_patch_of_a_task_with_files_knows_their_modes_and_links(tmp_path: Path) -> None:
+    files = {"run.sh": b"1\n", "plain.sh": b"2\n", "more.sh": b"3\n"}
+    entries = (
+        Change("run.sh", "file", 0o755),
+        Change("more.sh", "file", 0o755),
+        Change("link", "link", 0o777, "run.sh"),
+    )
+    task = msgspec.structs.replace(TASK, files=files, entries=entries)
+    changes = (Change("more.sh", "file", 0o644), Change("plain.sh", "file", 0o755), Change("link", "file", 0o644))
+    diff = {"run.sh": b"4\n", "plain.sh": b"2\n", "more.sh": b"3\n", "link": b"a file now\n"}
+    text, left_out = patch(task, trajectory("r", "g", diff, changes=changes))
+    assert left_out == ()
+    for path, content in files.items():
+        (tmp_path / path).write_bytes(content)
+    (tmp_path / "link").symlink_to("run.sh")
+    for path in ("run.sh", "more.sh"):
+        (tmp_path / path).chmod(0o755)
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=text, check=True)
+    assert {path: (tmp_path / path).read_bytes() for path in diff} == diff and not (tmp_path / "link").is_symlink()
+    modes = {path: (tmp_path / path).stat().st_mode & 0o111 for path in diff}
+    assert modes == {"run.sh": 0o111, "plain.sh": 0o111, "more.sh": 0, "link": 0}

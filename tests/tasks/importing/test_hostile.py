@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,26 @@ def test_a_harbor_folder_of_odd_files_is_refused(tmp_path: Path) -> None:
     report = made(tmp_path)
     assert report.tasks == 0 and len(report.refused) == 5
     assert sum("expected UTF-8" in refusal.reason for refusal in report.refused) == 3, report.refused
+
+
+def test_a_harbor_folder_that_cannot_be_read_is_refused_alone() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        for task in ("good", "shut"):
+            harbor_task(place / "tasks" / task, IMAGE)
+        for path in (place, *place.rglob("*")):
+            path.chmod(0o755)
+        (place / "s").mkdir()
+        (place / "s").chmod(0o777)
+        (place / "tasks" / "shut" / "tests" / "test.sh").chmod(0)
+        user = os.geteuid()
+        try:
+            os.seteuid(user or 65534)  # root may read everything
+            report = made(place)
+        finally:
+            os.seteuid(user)
+    assert report.tasks == 1 and [refusal.id for refusal in report.refused] == ["shut"]
+    assert report.refused[0].reason.startswith("the folder cannot be read: ")
 
 
 def test_a_harbor_folder_without_a_usable_name_is_refused_alone(tmp_path: Path) -> None:

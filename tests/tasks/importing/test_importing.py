@@ -73,10 +73,11 @@ async def test_a_row_with_its_repository_is_judged_by_the_sandbox(host: Host, tm
 
 
 async def test_a_row_of_a_project_with_its_own_runner_is_judged_by_its_log(host: Host, tmp_path: Path) -> None:
-    row = rows.repository(tmp_path / "repos") | {"log_parser": "parse_log_jest"}
+    row = rows.repository(tmp_path / "repos") | {"repo": "sympy/sympy"}
+    (tmp_path / "repos" / "owner__calc").rename(tmp_path / "repos" / "sympy__sympy")
     suite, report = imported(tmp_path, "swebench", jsonl(tmp_path, row), "--repos", str(tmp_path / "repos"))
     oracle = suite.oracle(suite.ids()[0])
-    assert (report["trust"], oracle.grading.parser, oracle.grading.trust) == ("report", "jest", "report")
+    assert (report["trust"], oracle.grading.parser, oracle.grading.trust) == ("report", "sympy", "report")
     shell = row | {"test_patch": row["test_patch"].replace(".py", ".sh"), "FAIL_TO_PASS": ["a"], "PASS_TO_PASS": []}
     suite, report = imported(tmp_path / "shell", "swebench", jsonl(tmp_path, shell))
     assert report["trust"] == suite.task(suite.ids()[0]).trust == "log", "nobody can alter these"
@@ -152,7 +153,7 @@ async def test_harbor_folders_run_in_a_template(host: Host, tmp_path: Path) -> N
         "future": "task.toml has schema 2.0; expected one of 1.0, 1.1, 1.2, 1.3, 1.4",
         "gpu": "environment.gpus: sandboxes here have no GPU",
     }
-    assert report["notes"] == {"paths /app, /tests and /logs moved into the workspace": 4}
+    assert report["notes"] == {"paths /app, /tests, /solution and /logs moved into the workspace": 4}
     assert suite.task("shared").files == {"README.md": b"read me\n"}
     assert suite.task("shared").prompt == "Write 42 to out/answer.txt.\n"
     for id in suite.ids():
@@ -180,7 +181,9 @@ def test_a_harbor_folder_names_its_image(tmp_path: Path) -> None:
     assert [refusal["id"] for refusal in report["refused"]] == ["builds", "odd"]
     assert report["refused"][1]["reason"] == "environment.memory: expected a size such as 2048 or 2G, got 'much'"
     assert image.limits is UNSET
-    assert b"cp -r .headrace/tests/. /tests/" in suite.oracle("image").hidden[".headrace/verify.sh"]
+    oracle = suite.oracle("image")
+    assert oracle.tests.prepare == ("sh", ".headrace/prepare.sh")
+    assert b"cp -r .headrace/tests/. /tests/" in oracle.hidden[".headrace/prepare.sh"]
     assert image.allowed == ("**",)
     note = "the verifier gets the changes in the work folder; --allow '/etc/**' adds others"
     assert report["notes"][note] == 5

@@ -1,5 +1,7 @@
 """Separate verifiers of Harbor tasks: artifacts, images of their own, and what is refused by name."""
 
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -62,18 +64,21 @@ def test_no_test_runs_where_the_hidden_files_cannot_be_placed(tmp_path: Path, ve
         target = machine / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
-    script = oracle.hidden[".headrace/verify.sh"].decode().replace(" /. ", f" {root}/. ")
-    for place in ("/logs/", "/tests"):
-        script = script.replace(f" {place}", f" {root}{place}")
-    script = script.replace("/root/. / ", f"/root/. {root}/ ")
-    assert script.count(f"{root}/") >= 5, "nothing outside of the test's folder is written"
+    assert oracle.tests.prepare == ("sh", ".headrace/prepare.sh")
+    scripts = []
+    for name in (".headrace/prepare.sh", ".headrace/verify.sh"):
+        script = oracle.hidden[name].decode().replace("/root/. / ", f"/root/. {root}/ ")
+        scripts.append(re.sub(r"(?<![\w.])/(?=(?:logs|tests)\b)", f"{root}/", script))
+    assert "".join(scripts).count(f"{root}/") >= 6, "nothing outside of the test's folder is written"
     test = b"echo 1 > %s/logs/verifier/reward.txt\n" % bytes(root)
     at = next(machine.glob(".headrace/**/test.sh"))
     at.write_bytes(test)
-    (machine / "run.sh").write_text(script)
 
     def reward() -> bool:
-        subprocess.run(["bash", "run.sh"], cwd=machine, check=False, capture_output=True)
+        shutil.rmtree(machine / ".headrace/logs", ignore_errors=True)
+        for script in scripts:
+            if subprocess.run(["bash", "-c", script], cwd=machine, check=False, capture_output=True).returncode:
+                break
         return (machine / ".headrace/logs/verifier/reward").exists()
 
     (root / "tests").mkdir(parents=True)
@@ -97,7 +102,7 @@ def test_a_verifier_gets_an_image_that_is_named(tmp_path: Path) -> None:
     )
     assert oracle.hidden[".headrace/root/tests/test.sh"] == b"true\n"
     script = oracle.hidden[".headrace/verify.sh"].decode()
-    assert "export A='1 2'\n" in script and "cd /work\n" in script and "bash /tests/test.sh\n" in script
+    assert "export A='1 2'\n" in script and "cd /work\n" in script and "\n/tests/test.sh\n" in script
     assert task.image == "app:1" and task.allowed == ("/logs/artifacts", "/logs/artifacts/**", "out", "out/**")
 
 
@@ -113,6 +118,7 @@ def test_a_dockerfile_of_the_tests_without_commands_makes_an_image(tmp_path: Pat
     _, oracle = sides(tmp_path)
     assert verifier_of(oracle).image == "judge:2"
     assert sorted(oracle.hidden) == [
+        ".headrace/prepare.sh",
         ".headrace/root/judge/data/want.txt",
         ".headrace/root/tests/data/want.txt",
         ".headrace/root/tests/test.sh",
@@ -173,7 +179,7 @@ COPIES = [
 @pytest.mark.parametrize(("text", "files"), COPIES)
 def test_copies_land_where_docker_puts_them(tmp_path: Path, text: str, files: dict[str, bytes]) -> None:
     rows.write(tmp_path, {"a.txt": "a", "sub/b.txt": "b", "Dockerfile": text})
-    assert dockerfiles.placed(tmp_path, "Dockerfile", f"FROM x\n{text}").files == files
+    assert dockerfiles.placed(tmp_path, "Dockerfile", f"FROM x\n{text}").tree.files == files
 
 
 def test_a_dockerfile_of_several_stages_or_of_foreign_files_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, CheckIntegrity, Exec, PullTree, Role, RunTests, WriteFiles
 from headrace.messages.tasks import TestPlan
-from headrace.tasks.diff import diff
+from headrace.tasks.diff import Tree, diff
 from headrace.vmhost.images import base, imported, packages
 from headrace.vmhost.node.host import Host, VmSandbox
 from headrace.vmhost.templates import task_templates
@@ -122,7 +122,7 @@ async def test_a_migration_is_judged_in_a_fresh_clone(host: Host) -> None:
     tried = await agent.call(Exec(argv=("psql", "-U", "postgres", "-v", "ON_ERROR_STOP=1", "-f", "migration.sql")))
     assert tried.ok, tried
     tree = await agent.call(PullTree(patterns=("*.sql",)))
-    changed = diff({"migration.sql": b""}, tree.files, ("*.sql",)).changed
+    changed = diff(Tree({"migration.sql": b""}), Tree(tree.files), ("*.sql",))[0].changed
     host.release(agent.id)
     plan = TestPlan(kind="command", argv=("sh", "check.sh"), timeout_s=300.0)
     verdicts = []

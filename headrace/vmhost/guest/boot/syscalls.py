@@ -61,11 +61,14 @@ def insert_module(fd: int) -> None:
     check(libc.syscall(_FINIT_MODULE, fd, b"", 0), "finit_module")
 
 
-def set_capabilities(capabilities: Sequence[int]) -> None:
-    """capset(2): exactly these capabilities, permitted and effective; none inheritable. OSError."""
-    bits = sum(1 << capability for capability in capabilities)
+def set_capabilities(capabilities: Sequence[int], effective: Sequence[int] | None = None) -> None:
+    """capset(2): exactly these capabilities are permitted; none is inheritable. effective: those in effect; default:
+    all of them. OSError."""
+    permitted, now = (
+        sum(1 << each for each in them) for them in (capabilities, capabilities if effective is None else effective)
+    )
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    check(libc.syscall(_CAPSET, header, struct.pack("=6I", bits, bits, 0, 0, 0, 0)), "capset")
+    check(libc.syscall(_CAPSET, header, struct.pack("=6I", now, permitted, 0, 0, 0, 0)), "capset")
 
 
 def loopback_up() -> None:

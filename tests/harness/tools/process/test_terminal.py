@@ -83,6 +83,12 @@ WAITS: dict[str, list[Step]] = {
         ({"command": "read x"}, "session 1 still runs"),
         ({"session": "1", "signal": "SIGTERM", "yield_time_ms": LONG_MS}, "exit code -15"),
     ],
+    "int": [
+        ({"command": "echo $$ > pid; read x"}, "session 1 still runs"),
+        ({"command": "until test -s pid; do sleep 0.02; done; read x; echo there"}, "session 2 still runs"),
+        ({"session": "2", "input": "\n", "yield_time_ms": LONG_MS}, "there"),
+        ({"session": "1", "signal": "int", "yield_time_ms": LONG_MS}, "exit code -2"),
+    ],
     "kill reaches children": [
         ({"command": "read x; sleep 1000 & echo $! > pid; read y"}, "session 1 still runs"),
         ({"command": "until test -s pid; do sleep 0.02; done; read x; echo there"}, "session 2 still runs"),
