@@ -272,10 +272,6 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Steps between two checkpoints of weights and optimizer; the last step always writes one."""
     micro_tokens: Positive = 8192
     """Most tokens of a micro-batch, which one backward pass takes; a longer sequence is a micro-batch of its own."""
-    micro_order: Literal["flops", "index"] = "flops"
-    """Order in which micro-batches are computed and their gradients added. flops: by predicted operations, so that
-    ranks compute about equal ones at the same time; index: by the first sequence of each, as in steps whose manifest
-    names no order. Any number of ranks gives the same bits with either."""
     peak_tflops: Amount = 0.0
     """Peak of one device, or of one CPU rank, in 10^12 operations a second, for MFU and HFU; 0 takes the data sheet's
     for bfloat16 on boards of A100, H100, GH200, H200, B200 and GB200, and leaves MFU and HFU unknown elsewhere."""

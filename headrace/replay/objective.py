@@ -22,7 +22,7 @@ from headrace.training.trainer import PolicyTrainer
 
 WHOLE = ("algorithm", "numerics")
 """Sections of the configuration that are part of the recipe."""
-SINGLE = (("trainer", "micro_tokens"), ("trainer", "micro_order"), ("curriculum", "staleness"))
+SINGLE = (("trainer", "micro_tokens"), ("curriculum", "staleness"))
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):

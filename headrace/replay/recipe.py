@@ -18,7 +18,6 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
     return {
         **_scalars(config.algorithm),
         "micro_tokens": config.trainer.micro_tokens,
-        "micro_order": config.trainer.micro_order,
         "staleness": config.curriculum.staleness,
         **{
             name: ranks
@@ -50,7 +49,7 @@ def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:
 
 _PLAIN = msgspec.to_builtins(Numerics())
 """Default values. A recipe leaves out the settings that have them."""
-_OLD: dict[str, Any] = {"context_runs": 1, "micro_order": "index"}
+_OLD: dict[str, Any] = {"context_runs": 1}
 """Settings of the trainer, by name, as they were before manifests named them."""
 
 
@@ -74,7 +73,6 @@ def changed(config: Config, objective: Mapping[str, Any]) -> Config:
             config.trainer,
             micro_tokens=int(objective.get("micro_tokens", config.trainer.micro_tokens)),
             context_runs=int(objective.get("context_runs", config.trainer.context_runs)),
-            micro_order=objective.get("micro_order", config.trainer.micro_order),
         ),
         curriculum=replace(config.curriculum, staleness=int(objective.get("staleness", config.curriculum.staleness))),
     )

@@ -224,7 +224,7 @@ class PolicyTrainer:
             if self.guarded and algorithm.guard_k1 == 0.0:
                 self.guard.keep(self.state, self.config.curriculum.staleness)
             section = self.config.trainer
-            recipe = Recipe(algorithm, section.micro_tokens, self.config.curriculum.staleness, section.micro_order)
+            recipe = Recipe(algorithm, section.micro_tokens, self.config.curriculum.staleness)
             helpers = Helpers(self.reference, self.data_parallel, begins, in_order(before_update, work), hashed)
             outcome = take(self.state, made, recipe, self.guard, helpers)
             outcome = msgspec.structs.replace(outcome, exact=exact and made.fingerprints <= {self.numerics.fingerprint})

@@ -41,14 +41,3 @@ def test_ranks_that_cannot_compute_the_runs_of_a_step_take_their_own() -> None:
     told = recorded(ranks(ranks=4, context_ranks=2, expert_ranks=2))
     assert under(ranks(ranks=3, context_ranks=3), told).trainer.token_runs == 3
     assert under(ranks(ranks=4, context_ranks=4, expert_ranks=2), told).trainer.token_runs == 4
-
-
-def test_a_step_keeps_its_order_of_micro_batches_and_an_old_one_has_the_order_of_indices() -> None:
-    assert CONFIG.trainer.micro_order == "flops"
-    told = recorded(CONFIG)
-    assert told.objective["micro_order"] == "flops"
-    assert under(ranks(micro_order="index"), told).trainer.micro_order == "flops"
-    old = msgspec.structs.replace(told, objective={k: v for k, v in told.objective.items() if k != "micro_order"})
-    assert under(CONFIG, old).trainer.micro_order == "index"
-    assert under(CONFIG, recorded(ranks(micro_order="index"))).trainer.micro_order == "index"
-    assert changed(CONFIG, {"learning_rate": 1e-3}).trainer.micro_order == "flops", "a setting is not named"
