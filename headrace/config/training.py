@@ -286,6 +286,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Low-rank adapters, [trainer.lora]: rank (0 is none), alpha, targets. They are then the only trained weights, in
     mid-training too."""
 
+    @property
+    def machine_ranks(self) -> int:
+        """Ranks of one machine: all of them where the nodes have no rendezvous (a replay on one machine)."""
+        return self.ranks // self.nodes if self.rendezvous else self.ranks
+
     def divides(self, runs: int) -> bool:
         """Whether each context rank can add up its part of so many runs of tokens (`policy.token_runs`)."""
         each, left = divmod(runs, self.context_ranks)

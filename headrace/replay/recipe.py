@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.config import Algorithm, Config, Numerics
-from headrace.messages.training import StepManifest
+from headrace.messages.training import RankLayout, StepManifest
 
 
 def recipe(config: Config) -> dict[str, float | int | str | bool]:
@@ -19,11 +19,6 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
         **_scalars(config.algorithm),
         "micro_tokens": config.trainer.micro_tokens,
         "staleness": config.curriculum.staleness,
-        **{
-            name: ranks
-            for name in ("ranks", "nodes", "expert_ranks", "context_ranks")
-            if (ranks := getattr(config.trainer, name)) > 1
-        },
         **({"context_runs": runs} if (runs := config.trainer.token_runs) > 1 else {}),
         # A GPU and its host may round AdamW otherwise.
         **({"offload": config.trainer.offload} if config.trainer.offload != "none" else {}),
@@ -35,10 +30,11 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
     }
 
 
-def alone(config: Config) -> Config:
-    """The configuration with one rank: a replay runs in one process, which computes the same gradient bits as ranks."""
-    trainer = msgspec.structs.replace(config.trainer, ranks=1, nodes=1, expert_ranks=1, context_ranks=1)
-    return msgspec.structs.replace(config, trainer=trainer)
+def in_layout(config: Config, layout: RankLayout | None = None) -> Config:
+    """The configuration with the processes of a manifest, all of them on this machine; None: one process."""
+    names = ("ranks", "nodes", "expert_ranks", "context_ranks")
+    counts = {name: getattr(layout, name) if layout is not None else 1 for name in names}
+    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, **counts, rendezvous=""))
 
 
 def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:

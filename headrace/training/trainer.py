@@ -23,7 +23,7 @@ from headrace.config import Algorithm, Config
 from headrace.messages.judging import Score
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory
-from headrace.messages.training import StepManifest
+from headrace.messages.training import RankLayout, StepManifest
 from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 from headrace.policy.device import select
@@ -158,6 +158,16 @@ class PolicyTrainer:
     def version(self) -> int:
         """Version of the current bytes; the next manifest's `version`."""
         return self.state.version
+
+    @property
+    def layout(self) -> RankLayout | None:
+        """The processes of this trainer; None: this one alone."""
+        return None
+
+    @property
+    def ended(self) -> bool:
+        """Whether this trainer can take no other step, because a process of its group has ended."""
+        return False
 
     @property
     def policy_folder(self) -> Path:

@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.config import Config
 from headrace.messages.training import StepManifest
-from headrace.replay.recipe import alone, changed, recipe, under
+from headrace.replay.recipe import changed, in_layout, recipe, under
 from tests.support import records
 from tests.support.world import CONFIG
 
@@ -22,8 +22,8 @@ def recorded(config: Config) -> StepManifest:
 def test_a_step_keeps_its_runs_of_tokens_with_other_ranks() -> None:
     shared = ranks(ranks=4, context_ranks=4)
     told = recorded(shared)
-    assert told.objective["context_runs"] == told.objective["context_ranks"] == 4
-    for config in (alone(shared), ranks(ranks=2, context_ranks=2), shared):
+    assert told.objective["context_runs"] == 4
+    for config in (in_layout(shared), ranks(ranks=2, context_ranks=2), shared):
         assert under(config, told).trainer.token_runs == 4
     assert recipe(ranks(ranks=2, context_ranks=2, context_runs=4))["context_runs"] == 4
     owned = recorded(ranks(ranks=4, context_ranks=2, expert_ranks=2))

@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from headrace.messages.training import RankLayout
 from headrace.training.figures.clock import Clock
 from headrace.training.parallel.context import ContextParallel
 from headrace.training.parallel.interface import GroupError
@@ -156,6 +157,23 @@ class ProcessGroup:
         """Number of processes, from the first on, that add to the gradient of the current round."""
         self.sums = Sums(
             self.copies, lambda: self.contributors - self.copy * self.per_node, self.clock, self.context_ranks
+        )
+
+    @property
+    def layout(self) -> RankLayout:
+        """The layout as a manifest names it."""
+        told: dict[str, str] = {}
+        if self.device.type == "cuda":
+            told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+            told |= {name: os.environ.get(name.upper(), "") for name in ("nccl_algo", "nccl_proto")}
+        return RankLayout(
+            ranks=self.size,
+            nodes=self.nodes,
+            expert_ranks=self.expert_ranks,
+            context_ranks=self.context_ranks,
+            backend="nccl" if told else "gloo",
+            torch=str(torch.__version__),
+            **told,
         )
 
     def watched(self, mark: Callable[[], None]) -> None:

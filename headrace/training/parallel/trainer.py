@@ -27,7 +27,7 @@ from torch import Tensor
 from headrace.config import Config
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
-from headrace.messages.training import StepManifest
+from headrace.messages.training import RankLayout, StepManifest
 from headrace.policy.numerics import Numerics
 from headrace.policy.token_runs.sharing import TokenSharing
 from headrace.training import checkpoint
@@ -105,6 +105,16 @@ class ShardedTrainer(PolicyTrainer):
         self._reference: sharding.ShardedModel | None = None
         self.read_bytes = 0
         """Bytes of the policy's own checkpoint of which version 0 was made here; 0 for a new or a resumed policy."""
+
+    @property
+    def layout(self) -> RankLayout:
+        """As `PolicyTrainer.layout`."""
+        return self.world.layout
+
+    @property
+    def ended(self) -> bool:
+        """As `PolicyTrainer.ended`, in the first process."""
+        return self.others is None
 
     def lead(self, others: ranks.Ranks, *, resumed: bool) -> None:
         """In the first process: the other ones."""

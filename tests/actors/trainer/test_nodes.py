@@ -137,7 +137,8 @@ async def test_two_nodes_make_the_versions_of_one_process_also_after_a_rank_of_t
     assert files == ["run.toml", *logs], "the other node has no files of the run but its ranks' logs"
     assert node.text().count("has joined the trainer") == 2
     manifests = [record for record in await feeder.steps() if isinstance(record, StepManifest)]
-    assert all(record.objective["ranks"] == 2 * per_node and record.objective["nodes"] == 2 for record in manifests)
+    layouts = [record.layout for record in manifests]
+    assert all(each is not None and (each.ranks, each.nodes) == (2 * per_node, 2) for each in layouts)
 
 
 async def test_torchrun_starts_a_node(connect: Connect, server: Server, tmp_path: Path) -> None:
