@@ -261,11 +261,6 @@ class Trainer(Section, frozen=True, kw_only=True):
     context_ranks: Threads = 1
     """Ranks that share the tokens of each micro-batch (context parallelism), for sequences whose activations one device
     cannot hold; it divides `ranks` and the policy's key-value heads. 1: each rank has micro-batches of its own."""
-    context_runs: Count = 0
-    """Runs into which the tokens of each micro-batch are cut. Gradients of weights are added run by run, in an order
-    that is the same for any division of the work, so versions have the same bits with any `context_ranks` that divides
-    it into 1, 2, 4, 8, ... runs each, and in one process. 0: as many as `context_ranks`. Keep the number when a run
-    goes on with fewer context ranks."""
     rescore: Count = 8
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10
@@ -290,19 +285,6 @@ class Trainer(Section, frozen=True, kw_only=True):
     def machine_ranks(self) -> int:
         """Ranks of one machine: all of them where the nodes have no rendezvous (a replay on one machine)."""
         return self.ranks // self.nodes if self.rendezvous else self.ranks
-
-    def divides(self, runs: int) -> bool:
-        """Whether each context rank can add up its part of so many runs of tokens (`policy.token_runs`)."""
-        each, left = divmod(runs, self.context_ranks)
-        if left or each == 0:
-            return False
-        return self.context_ranks == 1 or each & (each - 1) == 0
-
-    @property
-    def token_runs(self) -> int:
-        """Runs into which a micro-batch is cut: `context_runs` if these ranks can compute them. A step that other ranks
-        recorded may need others; it is then computed with `context_ranks` runs, and its bits differ."""
-        return self.context_runs if self.divides(self.context_runs) else self.context_ranks
 
 
 class Replay(Section, frozen=True, kw_only=True):

@@ -19,7 +19,6 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
         **_scalars(config.algorithm),
         "micro_tokens": config.trainer.micro_tokens,
         "staleness": config.curriculum.staleness,
-        **({"context_runs": runs} if (runs := config.trainer.token_runs) > 1 else {}),
         # A GPU and its host may round AdamW otherwise.
         **({"offload": config.trainer.offload} if config.trainer.offload != "none" else {}),
         **{
@@ -45,13 +44,11 @@ def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:
 
 _PLAIN = msgspec.to_builtins(Numerics())
 """Default values. A recipe leaves out the settings that have them."""
-_OLD: dict[str, Any] = {"context_runs": 1}
-"""Settings of the trainer, by name, as they were before manifests named them."""
 
 
 def under(config: Config, manifest: StepManifest) -> Config:
     """The configuration with the manifest's recipe; settings that the manifest does not name stay."""
-    return changed(config, {**_OLD, **manifest.objective})
+    return changed(config, manifest.objective)
 
 
 def changed(config: Config, objective: Mapping[str, Any]) -> Config:
@@ -68,7 +65,6 @@ def changed(config: Config, objective: Mapping[str, Any]) -> Config:
         trainer=replace(
             config.trainer,
             micro_tokens=int(objective.get("micro_tokens", config.trainer.micro_tokens)),
-            context_runs=int(objective.get("context_runs", config.trainer.context_runs)),
         ),
         curriculum=replace(config.curriculum, staleness=int(objective.get("staleness", config.curriculum.staleness))),
     )

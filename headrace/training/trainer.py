@@ -34,7 +34,6 @@ from headrace.policy.moe import RoutesMissing
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
 from headrace.policy.scoring import ScoringError
-from headrace.policy.token_runs.sharing import OneProcess, TokenSharing
 from headrace.registry import PluginError, differing, plugins
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.training import checkpoint, memory_plan, mid_training
@@ -200,10 +199,6 @@ class PolicyTrainer:
             raise TrainerError(why)
         self.state.model.recompute = self.config.numerics.recompute
         self.state.model.plausible = self.config.numerics.replay_plausible
-        shared = self.sharing(self.config.trainer.token_runs)
-        self.state.model.shared = shared
-        if self.reference is not None:
-            self.reference.shared = shared
         self.state.configure(optimizer_settings(self.config.algorithm))
         built = self.ahead.take(seq for group in manifest.groups for seq, _ in group.slots)
         device = device_of(self.state.model)
@@ -263,10 +258,6 @@ class PolicyTrainer:
             peak_bytes=peak.bytes,
             planned_bytes=memory_plan.plan(self.state.model.config, layout_on(self.config, device)).total,
         )
-
-    def sharing(self, runs: int) -> TokenSharing | None:
-        """How so many runs of a micro-batch's tokens are computed; None where tokens are not cut."""
-        return OneProcess(runs) if runs > 1 else None
 
     def expect(self, trajectories: Mapping[int, Trajectory]) -> None:
         """Build the tensors of records whose step comes later, beside other work; keyed by stream sequence."""

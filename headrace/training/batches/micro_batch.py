@@ -143,9 +143,9 @@ def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     Where processes share the tokens, each computes its part, and all get the result of the whole.
     """
     check_routes(model, micro.segments)
-    runs = model.shared.runs if model.shared is not None else 1
-    if len(micro.ids) < runs:  # every run needs a token
-        micro = _padded(micro, runs)
+    processes = model.shared.size if model.shared is not None else 1
+    if len(micro.ids) < processes:  # each needs a token
+        micro = _padded(micro, processes)
 
     def places(cuts: Sequence[int]) -> list[int]:
         before: list[int] = torch.searchsorted(_rows(micro.segments), torch.tensor(cuts)).tolist()

@@ -29,7 +29,6 @@ from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import RankLayout, StepManifest
 from headrace.policy.numerics import Numerics
-from headrace.policy.token_runs.sharing import TokenSharing
 from headrace.training import checkpoint
 from headrace.training.device import TrainerError
 from headrace.training.gradient import in_order, nothing
@@ -157,14 +156,6 @@ class ShardedTrainer(PolicyTrainer):
         """End the threads that use the group's connections."""
         self.state.settle(end=True)
         self.records.close()
-
-    def sharing(self, runs: int) -> TokenSharing | None:
-        """As `PolicyTrainer.sharing`, over the context ranks."""
-        context = self.world.context
-        if context is None:
-            return super().sharing(runs)
-        context.runs = runs
-        return context
 
     def expect(self, trajectories: Mapping[int, Trajectory]) -> None:
         """As `PolicyTrainer.expect`, in every process."""
