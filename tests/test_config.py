@@ -188,14 +188,6 @@ def test_every_key_has_a_range() -> None:
             ["trainer.ranks=4", "trainer.nodes=2", "trainer.rendezvous=node0:29500", "trainer.expert_ranks=4"],
             "trainer.expert_ranks: expected a divisor of trainer.ranks / trainer.nodes",
         ),
-        (
-            ["trainer.ranks=4", "trainer.context_ranks=4", "trainer.context_runs=6"],
-            r"trainer.context_runs: expected 0, or context_ranks \(4\) times 1, 2, 4 or another power of two, got 6",
-        ),
-        (
-            ["trainer.ranks=4", "trainer.expert_ranks=2", "trainer.context_ranks=2", "trainer.context_runs=6"],
-            r"trainer.context_runs: expected 0, or context_ranks \(2\) times 1, 2, 4 or another power of two, got 6",
-        ),
         (["algorithm.moments=eight_bit", "algorithm.beta1=0.995"], "algorithm.beta1: expected at most 0.99"),
         (
             ["algorithm.moments=eight_bit", "trainer.ranks=2", "mid_training.beta2=0.995"],

@@ -38,6 +38,8 @@ FORMER: dict[str, object] = {
     "tasks.train_on_logs": False,
     "tools.evaluation": "plain",
     "tools.vary": False,
+    "trainer.context_runs": 0,
+    "trainer.micro_order": "flops",
 }
 """Keys that are gone, with the value that is still read: recorded runs have every key of their time, and what they did
 with this value is done now. With any other value they are unknown keys. Each of `[tasks.mcp]` had `key`, too."""

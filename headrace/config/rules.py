@@ -174,12 +174,6 @@ def _trainer(config: Config) -> Iterator[Problem]:
     for key, count in (("expert_ranks", section.expert_ranks), ("context_ranks", section.context_ranks)):
         if per_node % count:
             yield f"trainer.{key}", f"expected a divisor of {said} ({per_node}), got {count}"
-    if section.context_runs and not section.divides(section.context_runs):
-        yield (
-            "trainer.context_runs",
-            f"expected 0, or context_ranks ({section.context_ranks}) times 1, 2, 4 or another power of two, got "
-            f"{section.context_runs}",
-        )
     if section.offload != "none" and section.expert_ranks > 1:
         yield (
             "trainer.offload",

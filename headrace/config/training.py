@@ -256,21 +256,12 @@ class Trainer(Section, frozen=True, kw_only=True):
     context_ranks: Threads = 1
     """Ranks that share the tokens of each micro-batch (context parallelism), for sequences whose activations one device
     cannot hold; it divides `ranks` and the policy's key-value heads. 1: each rank has micro-batches of its own."""
-    context_runs: Count = 0
-    """Runs into which the tokens of each micro-batch are cut. Gradients of weights are added run by run, in an order
-    that is the same for any division of the work, so versions have the same bits with any `context_ranks` that divides
-    it into 1, 2, 4, 8, ... runs each, and in one process. 0: as many as `context_ranks`. Keep the number when a run
-    goes on with fewer context ranks."""
     rescore: Count = 8
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10
     """Steps between two checkpoints of weights and optimizer; the last step always writes one."""
     micro_tokens: Positive = 8192
     """Most tokens of a micro-batch, which one backward pass takes; a longer sequence is a micro-batch of its own."""
-    micro_order: Literal["flops", "index"] = "flops"
-    """Order in which micro-batches are computed and their gradients added. flops: by predicted operations, so that
-    ranks compute about equal ones at the same time; index: by the first sequence of each, as in steps whose manifest
-    names no order. Any number of ranks gives the same bits with either."""
     peak_tflops: Amount = 0.0
     """Peak of one device, or of one CPU rank, in 10^12 operations a second, for MFU and HFU; 0 takes the data sheet's
     for bfloat16 on boards of A100, H100, GH200, H200, B200 and GB200, and leaves MFU and HFU unknown elsewhere."""
@@ -285,18 +276,10 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Low-rank adapters, [trainer.lora]: rank (0 is none), alpha, targets. They are then the only trained weights, in
     mid-training too."""
 
-    def divides(self, runs: int) -> bool:
-        """Whether each context rank can add up its part of so many runs of tokens (`policy.token_runs`)."""
-        each, left = divmod(runs, self.context_ranks)
-        if left or each == 0:
-            return False
-        return self.context_ranks == 1 or each & (each - 1) == 0
-
     @property
-    def token_runs(self) -> int:
-        """Runs into which a micro-batch is cut: `context_runs` if these ranks can compute them. A step that other ranks
-        recorded may need others; it is then computed with `context_ranks` runs, and its bits differ."""
-        return self.context_runs if self.divides(self.context_runs) else self.context_ranks
+    def machine_ranks(self) -> int:
+        """Ranks of one machine: all of them where the nodes have no rendezvous (a replay on one machine)."""
+        return self.ranks // self.nodes if self.rendezvous else self.ranks
 
 
 class Replay(Section, frozen=True, kw_only=True):

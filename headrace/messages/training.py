@@ -16,9 +16,30 @@ class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[tuple[Count, Count], ...]
 
 
+class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes that compute a step together. A sum's order follows from them, so equal layouts give equal bits."""
+
+    ranks: Count
+    """Number of all processes."""
+    nodes: Count
+    """Copies of the weights, each in shards over ranks / nodes processes."""
+    expert_ranks: Count
+    context_ranks: Count
+    backend: str
+    """Of the sums: gloo on CPUs, nccl on CUDA devices."""
+    torch: str
+    """Its version."""
+    nccl: str = ""
+    """Its version; empty with gloo, and so are the next two."""
+    nccl_algo: str = ""
+    """NCCL_ALGO of the first process; empty where NCCL chooses."""
+    nccl_proto: str = ""
+    """NCCL_PROTO of the first process; empty where NCCL chooses."""
+
+
 @message("step_manifest")
 class StepManifest(Message, frozen=True, kw_only=True):
-    """All inputs of a step, stored before it runs. Executing it again gives the same bits."""
+    """All inputs of a step, stored before it runs. Executing it again in the same layout gives the same bits."""
 
     run: str
     step: Count
@@ -32,6 +53,8 @@ class StepManifest(Message, frozen=True, kw_only=True):
     """Version of the package, and the git revision where there is one."""
     fingerprint: str
     objective: dict[str, float | int | str | bool] = {}
+    layout: RankLayout | None = None
+    """None: one process."""
     plugins: tuple[Plugin, ...] = ()
     """The plugins that the step depends on: its advantage and loss, and the plugins that its Scores and Trajectories
     name. A node where the advantage or the loss has another source hash refuses the step; a trainer

@@ -7,7 +7,8 @@ matrix products and a softmax over a cache and for short training sequences, oth
 sequences that are padded to whole blocks.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,27 @@ _CHUNK = 1024
 _SHORT = 256
 """Keys up to which plain products beat the fused attention, forward and backward in bfloat16 (8 x 208 tokens of
 SmolLM2: 114 against 137 ms a layer on a CPU without bfloat16 instructions)."""
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Queries, keys and values of packed tokens, and the heads' sinks (gpt_oss) -> what the heads read."""
+
+
+class TokenSharing(Protocol):
+    """Processes that compute a micro-batch together, each a run of its packed tokens: `training.parallel.context`."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among them."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+
+    def around(self, attend: Attend, counts: Sequence[int]) -> Attend:
+        """Attention over the tokens of all processes, for queries, keys and values of this one's; counts: tokens of
+        each process."""
+
+    def joined(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """The values [n] of all processes, in the order of tokens; counts: n of each. Differentiable."""
 
 
 class Rotary:

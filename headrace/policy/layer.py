@@ -4,9 +4,7 @@ Parameters are fused where that saves products (q, k and v; gate and up; experts
 that is called, so that hooks on calls work: FSDP gathers the shards, activation checkpointing computes it again.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +13,8 @@ from headrace.kernels import operators
 from headrace.kernels.route import Rule
 from headrace.policy import gpt_oss, latent, moe
 from headrace.policy.adapters import low_rank
+from headrace.policy.attention import Attend
 from headrace.policy.config import PolicyConfig
-from headrace.policy.token_runs.sharing import Attend
-from headrace.policy.token_runs.weights import joined, replicas, split
 
 
 class Chosen:
@@ -92,101 +89,41 @@ class Layer(nn.Module):
         pad: int,
         replay: Tensor | None,
         chosen: Chosen,
-        runs: Sequence[int] = (),
     ) -> Tensor:
         """x [N, D] -> [N, D]. cos, sin [N, 1, D / 2]; replay int64 [N, k], see `moe.mixture`.
 
         chosen: one per layer and forward. The first call leaves its selection there; a second one (activations computed
         again) finds it and takes the very same experts, also where no record was to be replayed. Where experts have
         owners, a call that finds no counts exchanges them and leaves them there.
-        runs: tokens of each run (`token_runs`); without them all tokens are one.
         """
         first = chosen.experts is None
         recorded = replay if first else chosen.experts
-        if len(runs) > 1 or self.owned is not None:
-            out, experts = self._by_runs((x, cos, sin), attend, pad, recorded, chosen, runs)
+        mixed = attend(*self._project(x, cos, sin, pad), self._sinks)
+        x, h = self._behind_attention(x, mixed, pad)
+        if not self.sparse:
+            inner = operators.swiglu(low_rank.linear(self, h, "gate_up", pad))
+            return x + low_rank.linear(self, inner, "down", pad)
+        mixture = self._mixture(first)
+        if self.owned is None:
+            out, chosen.experts = moe.mixture(h, mixture, pad, recorded)
         else:
-            mixed = attend(*self._project(x, cos, sin, pad), self._sinks)
-            out, experts = self._finish(x, mixed, pad, recorded, first)
-        chosen.experts = experts
-        return out
+            out, chosen.experts = self._over_owners(self.owned, h, mixture, pad, recorded, chosen)
+        return self._added(x, h, out, pad)
 
     @property
     def _sinks(self) -> Tensor | None:
         return self.sinks if self.config.gpt_oss else None
 
-    def _by_runs(
-        self,
-        rows: tuple[Tensor, Tensor, Tensor],
-        attend: Attend,
-        pad: int,
-        recorded: Tensor | None,
-        chosen: Chosen,
-        runs: Sequence[int],
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `_finish`, with weights of its own for each run of tokens; attention reads all of them, and so does a call
-        of owned experts. rows: x, cos and sin."""
-        first = chosen.experts is None
-        layers = replicas(self, len(runs))
-        mixed = self._attended(layers, rows, attend, pad, runs)
-        parts = zip(layers, *(split(each, runs) for each in (rows[0], mixed, recorded)), strict=True)
-        if self.owned is not None:
-            return self._over_owners([Run(*part) for part in parts], pad, chosen, runs)
-        finished = [layer._finish(before, heads, pad, routes, first) for layer, before, heads, routes in parts]
-        experts = [selection for _, selection in finished if selection is not None]
-        return joined([out for out, _ in finished]), joined(experts) if experts else None
-
-    def _attended(
-        self,
-        layers: Sequence["Layer"],
-        rows: tuple[Tensor, Tensor, Tensor],
-        attend: Attend,
-        pad: int,
-        runs: Sequence[int],
-    ) -> Tensor:
-        operands = zip(layers, *(split(each, runs) for each in rows), strict=True)
-        projected = [layer._project(*parts, pad) for layer, *parts in operands]
-        q, k, v = (joined([parts[place] for parts in projected]) for place in range(3))
-        return attend(q, k, v, self._sinks)
-
     def _over_owners(
-        self,
-        parts: Sequence["Run"],
-        pad: int,
-        chosen: Chosen,
-        runs: Sequence[int],
+        self, owned: moe.OwnedExperts, h: Tensor, mixture: moe.Mixture, pad: int, replay: Tensor | None, chosen: Chosen
     ) -> tuple[Tensor, Tensor]:
-        """As `_finish` of each run, with the products of the experts in one call for all of them: rows are sent once,
-        and weights are gathered once."""
-        owned, first = self.owned, chosen.experts is None
-        assert owned is not None
-        inputs = [part.layer._behind_attention(part.x, part.mixed, pad) for part in parts]
-        routed = [
-            moe.routed(h, part.layer._mixture(first), pad, part.replay)
-            for part, (_, h) in zip(parts, inputs, strict=True)
-        ]
-        gates, experts = (joined([each[place] for each in routed]) for place in range(2))
+        """As `moe.mixture`, with experts that several processes own."""
+        gates, experts = moe.routed(h, mixture, pad, replay)
         if chosen.counts is None:
-            told = owned.counts(experts[:, None], runs)
+            told = owned.counts(experts[:, None])
             assert told is not None, "every token has its experts here"
             chosen.counts = told[0]
-        out = owned(joined([h for _, h in inputs]), gates, experts, self.gate_up, self.down, pad, chosen.counts)
-        done = [
-            part.layer._added(x, h, sums, pad)
-            for part, (x, h), sums in zip(parts, inputs, split(out, runs), strict=True)
-        ]
-        return joined(done), experts
-
-    def _finish(
-        self, x: Tensor, mixed: Tensor, pad: int, replay: Tensor | None, first: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Everything behind attention: (rows of the next layer, selection int64 [N, k] of a mixture)."""
-        x, h = self._behind_attention(x, mixed, pad)
-        if not self.sparse:
-            inner = operators.swiglu(low_rank.linear(self, h, "gate_up", pad))
-            return x + low_rank.linear(self, inner, "down", pad), None
-        out, experts = moe.mixture(h, self._mixture(first), pad, replay)
-        return self._added(x, h, out, pad), experts
+        return owned(h, gates, experts, self.gate_up, self.down, pad, chosen.counts), experts
 
     def _behind_attention(self, x: Tensor, mixed: Tensor, pad: int) -> tuple[Tensor, Tensor]:
         """The rows with what their heads read added, and these normalised: the input of the MLP or the mixture."""
@@ -237,15 +174,6 @@ class Layer(nn.Module):
         qk = operators.rotate(qk, cos, sin)
         q, k = torch.split(qk, [c.heads, c.kv_heads], 1)
         return q.contiguous(), k.contiguous(), v.contiguous()
-
-
-class Run(NamedTuple):
-    """The rows of one run of tokens behind attention, and the layer with the run's weights."""
-
-    layer: Layer
-    x: Tensor
-    mixed: Tensor
-    replay: Tensor | None
 
 
 def _mlp(h: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:

@@ -11,6 +11,7 @@ names, one tensor per projection and expert (`names`).
 Dimensions: N tokens (sequences concatenated), D model width, L layers, k experts per token.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -22,13 +23,12 @@ from headrace.kernels import operators
 from headrace.kernels.block_attention import Packing
 from headrace.policy import attention, gpt_oss, moe
 from headrace.policy.adapters import low_rank
+from headrace.policy.attention import Attend, TokenSharing
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layer import Chosen, Layer
 from headrace.policy.layout import formats, initial, names
 from headrace.policy.numerics import Numerics
-from headrace.policy.token_runs.sharing import Attend, TokenSharing
-from headrace.policy.token_runs.weights import borders, joined, lengths_between, replicas, split
 
 __all__ = ["Layer", "Model"]
 
@@ -56,7 +56,7 @@ class Model(nn.Module):
         self.plausible = 0.0
         """Share of the weakest live score below which a replayed expert is replaced: `kernels.route.Rule.plausible`."""
         self.shared: TokenSharing | None = None
-        """Set where `sampled_logprobs` cuts the tokens into runs, of which other processes may compute some."""
+        """Set where other processes compute a part of the tokens in `sampled_logprobs`."""
         self.place: torch.device | None = None
         """Set where the weights wait in the host's memory until another device computes with them."""
         if seed is not None:
@@ -97,7 +97,7 @@ class Model(nn.Module):
         """
         packing = self._packing(ids, lengths)
         attend = self._over(packing)
-        return self._decode([self], ids, packing.positions, max(lengths, default=0), attend, routed, recorder)
+        return self._decode(ids, packing.positions, max(lengths, default=0), attend, routed, recorder)
 
     def sampled_logprobs(
         self,
@@ -112,39 +112,31 @@ class Model(nn.Module):
         """Log-probabilities and entropies, as `selected_logprobs`, of the tokens `targets` int64 [M] behind the
         positions `rows` int64 [M] of ids, ascending.
 
-        Where `shared` is set, tokens are cut into its runs, at least one each, and the result is of all of them. The
-        gradient of this process is then that of its runs, and that of all processes is the sum of theirs. places: the
-        number of `rows` below each of some borders; the host knows it without a wait for the device.
+        Where `shared` is set, each of its processes takes a run of the tokens, at least one, and the result is of all
+        tokens. The gradient of this process is then that of its run; the sum over processes is the whole gradient.
+        places: the number of `rows` below each of some borders; the host knows it without a wait for the device.
         """
         packing, shared = self._packing(ids, lengths), self.shared
         attend, longest = self._over(packing), max(lengths, default=0)
         if shared is None:
-            hidden = self._decode([self], ids, packing.positions, longest, attend, routed, None)
+            hidden = self._decode(ids, packing.positions, longest, attend, routed, None)
             return self.selected_logprobs(hidden[rows], targets, temperature)
-        cuts = borders(packing.tokens, shared.runs)
-        each = shared.runs // shared.size
-        start, end = shared.rank * each, (shared.rank + 1) * each
-        mine, runs = slice(cuts[start], cuts[end]), lengths_between(cuts[start : end + 1])
-        tokens = lengths_between(cuts[::each])  # of each process
-        copies = replicas(self, each)
+        cuts = [packing.tokens * process // shared.size for process in range(shared.size + 1)]
+        start, end = cuts[shared.rank : shared.rank + 2]
+        tokens = [last - first for first, last in itertools.pairwise(cuts)]
         hidden = self._decode(
-            copies,
-            ids[mine],
-            packing.positions[mine],
+            ids[start:end],
+            packing.positions[start:end],
             longest,
             lambda layer: shared.around(attend(layer), tokens),
-            None if routed is None else routed[mine],
+            None if routed is None else routed[start:end],
             None,
-            runs,
         )
-        sampled_before = places(cuts)
-        scored = []
-        for copy, part, run in zip(copies, split(hidden, runs), range(start, end), strict=True):
-            sampled = slice(sampled_before[run], sampled_before[run + 1])
-            scored.append(copy.selected_logprobs(part[rows[sampled] - cuts[run]], targets[sampled], temperature))
-        every = lengths_between(sampled_before[::each])  # sampled tokens of each process
-        logp, entropy = (shared.joined(joined([parts[place] for parts in scored]), every) for place in range(2))
-        return logp, entropy
+        before = places(cuts)
+        mine = slice(*before[shared.rank : shared.rank + 2])
+        logp, entropy = self.selected_logprobs(hidden[rows[mine] - start], targets[mine], temperature)
+        sampled = [last - first for first, last in itertools.pairwise(before)]
+        return shared.joined(logp, sampled), shared.joined(entropy, sampled)
 
     def _packing(self, ids: Tensor, lengths: Sequence[int]) -> Packing:
         packing = Packing(lengths, ids.device)
@@ -193,27 +185,24 @@ class Model(nn.Module):
                 return run
 
             longest = max(start + length for start, length in zip(starts, lengths, strict=True))
-            return self._decode([self], ids, step.positions, longest, attend, routed, recorder)
+            return self._decode(ids, step.positions, longest, attend, routed, recorder)
 
     def _decode(
         self,
-        copies: Sequence["Model"],
         ids: Tensor,
         positions: Tensor,
         longest: int,
         attend: Callable[[int], Attend],
         routed: Tensor | None,
         recorder: list[Tensor] | None,
-        runs: Sequence[int] = (),
     ) -> Tensor:
-        """Hidden states of tokens. copies: the model, or one replica for each of `runs`, the tokens of each run."""
+        """Hidden states of tokens."""
         c, pad = self.config, self.numerics.row_pad
         cos, sin = self._rotary(positions, longest)
         replay = None if routed is None else moe.widen(routed, c.sparse_layers, c.top_k)
-        counts = self._counted(replay, runs)
+        counts = self._counted(replay)
         again = self.recompute and torch.is_grad_enabled()
-        each = zip(copies, split(ids, runs), strict=True)
-        x = joined([F.embedding(part, copy.embedding) for copy, part in each])
+        x = F.embedding(ids, self.embedding)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             if layer.rule.plausible != self.plausible:
@@ -222,24 +211,23 @@ class Model(nn.Module):
             chosen = Chosen()
             if counts is not None and layer.sparse:
                 chosen.counts = counts[index - c.dense_layers]
-            arguments = (x, cos, sin, attend(index), pad, recorded, chosen, runs)
+            arguments = (x, cos, sin, attend(index), pad, recorded, chosen)
             if again:
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(*arguments)
             if recorder is not None and chosen.experts is not None:
                 recorder.append(chosen.experts)
-        each = zip(copies, split(x, runs), strict=True)
-        return joined([operators.rms_norm(part, copy.norm, c.eps) for copy, part in each])
+        return operators.rms_norm(x, self.norm, c.eps)
 
-    def _counted(self, replay: Tensor | None, runs: Sequence[int]) -> Sequence[moe.RowCounts] | None:
+    def _counted(self, replay: Tensor | None) -> Sequence[moe.RowCounts] | None:
         """The rows that processes with owned experts exchange in each layer that routes, from one exchange for all of
         them. None where experts have no owners, and where a token has no record: each layer then exchanges its own."""
         last = self.layers[-1]
         assert isinstance(last, Layer)
         if last.owned is None or replay is None or self.plausible > 0.0:
             return None
-        return last.owned.counts(replay, runs)
+        return last.owned.counts(replay)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, D] -> [M, V] in the model's dtype, as `selected_logprobs` computes them."""

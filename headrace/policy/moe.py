@@ -27,22 +27,21 @@ class ExpertFunction(Protocol):
 
 
 class RowCounts(NamedTuple):
-    """Numbers of rows that this process and others exchange in one layer, by process and by run of tokens
-    (`token_runs`). A row is a token in one of its slots."""
+    """Numbers of rows that this process and others exchange in one layer. A row is a token in one of its slots."""
 
-    sent: list[list[int]]
-    """[processes][runs]: rows of this process, by owner of their experts."""
-    got: list[list[int]]
-    """[processes][runs]: rows of each process whose experts this one owns."""
+    sent: list[int]
+    """Rows of this process, by owner of their experts."""
+    got: list[int]
+    """Rows of each process whose experts this one owns."""
 
 
 class OwnedExperts(Protocol):
     """Experts of which each process owns some, as `training.parallel.experts`. All processes must make the same calls,
-    each with its own tokens and with as many runs."""
+    each with its own tokens."""
 
-    def counts(self, experts: Tensor, runs: Sequence[int]) -> Sequence[RowCounts] | None:
+    def counts(self, experts: Tensor) -> Sequence[RowCounts] | None:
         """The counts of some layers, in one exchange. experts int64 [N, layers, k], negative where a process does not
-        know them yet; runs: tokens of each run, empty: all tokens are one.
+        know them yet.
 
         None, in every process, where one of them does not know all of its experts.
         """
@@ -50,8 +49,7 @@ class OwnedExperts(Protocol):
     def __call__(
         self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, counts: RowCounts, /
     ) -> Tensor:
-        """As `ExpertFunction`, for the tokens of all runs. gate_up and down: the rows that this process holds. counts:
-        those of the experts."""
+        """As `ExpertFunction`. gate_up and down: the rows that this process holds. counts: those of the experts."""
 
 
 class Mixture(NamedTuple):

@@ -22,7 +22,7 @@ from headrace.training.trainer import PolicyTrainer
 
 WHOLE = ("algorithm", "numerics")
 """Sections of the configuration that are part of the recipe."""
-SINGLE = (("trainer", "micro_tokens"), ("trainer", "micro_order"), ("curriculum", "staleness"))
+SINGLE = (("trainer", "micro_tokens"), ("curriculum", "staleness"))
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     changed: dict[str, float | int | str | bool]
     bitwise_equal: bool
     """Whether the step under its own objective gave the published bits. If not, the comparison is not about the run's
-    weights."""
+    weights. Both steps are taken in one process, so it is false for a step of several ranks."""
     loss: float
     loss_with: float
     grad_norm: float
@@ -73,7 +73,7 @@ def other(config: Config, entries: Sequence[str]) -> tuple[Config, dict[str, flo
 
 async def differ(rerun: Rerun, step: int, entries: Sequence[str]) -> Difference:
     """Take a step under its own objective and under another one. ReplayError, ConfigError."""
-    loaded = await rerun.reach(step)
+    loaded = await rerun.reach(step, alone=True)
     config, changed = other(loaded.trainer.config, entries)
     return await asyncio.to_thread(_differ, rerun, loaded, config, changed)
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.config import Algorithm, Config, Numerics
-from headrace.messages.training import StepManifest
+from headrace.messages.training import RankLayout, StepManifest
 
 
 def recipe(config: Config) -> dict[str, float | int | str | bool]:
@@ -18,14 +18,7 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
     return {
         **_scalars(config.algorithm),
         "micro_tokens": config.trainer.micro_tokens,
-        "micro_order": config.trainer.micro_order,
         "staleness": config.curriculum.staleness,
-        **{
-            name: ranks
-            for name in ("ranks", "nodes", "expert_ranks", "context_ranks")
-            if (ranks := getattr(config.trainer, name)) > 1
-        },
-        **({"context_runs": runs} if (runs := config.trainer.token_runs) > 1 else {}),
         # A GPU and its host may round AdamW otherwise.
         **({"offload": config.trainer.offload} if config.trainer.offload != "none" else {}),
         **{
@@ -36,10 +29,11 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
     }
 
 
-def alone(config: Config) -> Config:
-    """The configuration with one rank: a replay runs in one process, which computes the same gradient bits as ranks."""
-    trainer = msgspec.structs.replace(config.trainer, ranks=1, nodes=1, expert_ranks=1, context_ranks=1)
-    return msgspec.structs.replace(config, trainer=trainer)
+def in_layout(config: Config, layout: RankLayout | None = None) -> Config:
+    """The configuration with the processes of a manifest, all of them on this machine; None: one process."""
+    names = ("ranks", "nodes", "expert_ranks", "context_ranks")
+    counts = {name: getattr(layout, name) if layout is not None else 1 for name in names}
+    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, **counts, rendezvous=""))
 
 
 def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:
@@ -50,13 +44,11 @@ def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:
 
 _PLAIN = msgspec.to_builtins(Numerics())
 """Default values. A recipe leaves out the settings that have them."""
-_OLD: dict[str, Any] = {"context_runs": 1, "micro_order": "index"}
-"""Settings of the trainer, by name, as they were before manifests named them."""
 
 
 def under(config: Config, manifest: StepManifest) -> Config:
     """The configuration with the manifest's recipe; settings that the manifest does not name stay."""
-    return changed(config, {**_OLD, **manifest.objective})
+    return changed(config, manifest.objective)
 
 
 def changed(config: Config, objective: Mapping[str, Any]) -> Config:
@@ -73,8 +65,6 @@ def changed(config: Config, objective: Mapping[str, Any]) -> Config:
         trainer=replace(
             config.trainer,
             micro_tokens=int(objective.get("micro_tokens", config.trainer.micro_tokens)),
-            context_runs=int(objective.get("context_runs", config.trainer.context_runs)),
-            micro_order=objective.get("micro_order", config.trainer.micro_order),
         ),
         curriculum=replace(config.curriculum, staleness=int(objective.get("staleness", config.curriculum.staleness))),
     )

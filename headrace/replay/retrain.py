@@ -20,7 +20,7 @@ import msgspec
 from headrace.config import Config
 from headrace.messages.judging import Score
 from headrace.messages.training import StepManifest
-from headrace.replay.recipe import alone
+from headrace.replay.recipe import in_layout
 from headrace.replay.recorded_run import RecordedRun, ReplayError
 from headrace.replay.step import Loaded, attempt
 from headrace.training.outcome import StepOutcome
@@ -62,7 +62,7 @@ class SecondTrainer:
         recorded ones. more: waits for further scores of that judge; without it a missing score is an error."""
         self.recorded, self.folder, self.scores, self.more = recorded, folder, scores, more
         trainer = msgspec.structs.replace(config.trainer, rescore=0)
-        self.config = alone(msgspec.structs.replace(config, trainer=trainer))
+        self.config = in_layout(msgspec.structs.replace(config, trainer=trainer))
 
     def open(self) -> PolicyTrainer:
         """Resume the folder's checkpoint, or start from the run's first one that is kept. ReplayError."""

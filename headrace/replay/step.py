@@ -1,13 +1,16 @@
 """Replays one recorded step from the nearest checkpoint before it, with the published manifests and records.
 
 The replay does what a trainer does after a crash, in a folder of its own and without publishing anything. Equal bits
-need an equal numerics fingerprint; with another one the step still runs, and the report says that they differ.
+need an equal numerics fingerprint and the manifest's layout of ranks: the replay starts as many processes on this
+machine. With another fingerprint the step still runs, and the report says that they differ. Where the machine has too
+few CUDA devices for the layout, one process takes the step: it adds up the gradient in another order, and its tensors
+are compared with the recorded ones.
 """
 
 import asyncio
-import math
 import os
 import random
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
@@ -15,17 +18,41 @@ from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
+import torch
+from torch import Tensor
 
+from headrace.messages.base import Finite
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
-from headrace.messages.training import StepFailed, StepManifest
+from headrace.messages.training import RankLayout, StepFailed, StepManifest
 from headrace.policy.config import CheckpointError as PolicyError
-from headrace.replay.recipe import alone, under
+from headrace.replay.recipe import in_layout, under
 from headrace.replay.recorded_run import Outcome, RecordedRun, ReplayError
+from headrace.training import opening
 from headrace.training.checkpoint import CheckpointError
-from headrace.training.device import TrainerError
+from headrace.training.device import TrainerError, device_named
 from headrace.training.outcome import StepOutcome
+from headrace.training.parallel.interface import GroupError, StepRaised
 from headrace.training.trainer import PolicyTrainer
+from headrace.weights import tensor_state
+
+BOUND = {"float32": 1e-3, "bfloat16": 0.2}
+"""Largest `TensorDifference.difference`, by the policy's dtype: rounding is far below, another gradient far above."""
+_HEAD = "master."
+
+
+class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor."""
+
+    tensor: str
+    difference: Finite
+    """Euclidean norm of the difference over that of the recorded move; without a move the norm itself."""
+    bound: Finite
+
+    @property
+    def within(self) -> bool:
+        """Whether the bound holds."""
+        return self.difference <= self.bound
 
 
 class StepReplay(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +64,15 @@ class StepReplay(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: float
     weights_hash: str
     fingerprint_match: bool
+    layout_match: bool
+    """Whether the processes were those of the manifest, with its versions and settings."""
+    differences: tuple[TensorDifference, ...] = ()
+    """In another layout: every tensor, if the recorded run keeps a checkpoint of the step's version."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the bits are equal; in another layout, whether every tensor is within its bound."""
+        return self.bitwise_equal or (bool(self.differences) and all(each.within for each in self.differences))
 
 
 class Loaded(NamedTuple):
@@ -48,14 +84,21 @@ class Loaded(NamedTuple):
     recorded: Outcome
     trajectories: Mapping[int, Trajectory]
     scores: Mapping[int, Score]
+    start: Path | None = None
+    """The recorded checkpoint at which the replay began."""
+    end: Path | None = None
+    """The recorded checkpoint of the step's version, where one is kept."""
 
 
 def attempt(loaded: Loaded) -> StepOutcome:
-    """Take the step. An exception becomes a failed step, as in the trainer."""
+    """Take the step. An exception becomes a failed step, as in the trainer. ReplayError when a process was lost."""
     trainer, manifest = loaded.trainer, loaded.manifest
     try:
         return trainer.step(manifest, loaded.trajectories, loaded.scores)
-    except TrainerError as error:
+    except StepRaised as error:  # it has ended the group
+        base = manifest.base_hash
+        return StepOutcome(version=manifest.version + 1, state_hash=base, failed="exception", detail=error.raised)
+    except (TrainerError, GroupError) as error:
         raise ReplayError(str(error)) from None
     except Exception as error:
         if trainer.version != manifest.version:
@@ -71,26 +114,52 @@ def compare(loaded: Loaded, result: StepOutcome) -> StepReplay:
         equal = equal and result.failed == recorded.reason
     else:
         equal = equal and (result.failed, result.loss) == ("", recorded.loss)
-        # Ranks add the squares of their shards, so the norm may differ by rounding in the sixteenth digit.
-        several = "ranks" in loaded.manifest.objective
-        equal = equal and math.isclose(result.grad_norm, recorded.grad_norm, rel_tol=1e-9 if several else 0.0)
+        equal = equal and result.grad_norm == recorded.grad_norm
+    trainer, told = loaded.trainer, loaded.manifest
+    alike, apart = trainer.layout == told.layout, tuple[TensorDifference, ...]()
+    if not alike and not equal and trainer.layout is None and loaded.start and loaded.end:
+        apart = differences(trainer.state.tensors(), loaded.start, loaded.end, trainer.state.model.config.dtype)
     return StepReplay(
         step=loaded.manifest.step,
         bitwise_equal=equal,
         loss=result.loss,
         grad_norm=result.grad_norm,
         weights_hash=result.state_hash,
-        fingerprint_match=loaded.trainer.numerics.fingerprint == loaded.manifest.fingerprint
-        # Before it had runs of tokens, context parallelism added gradients in an order that one process does not have.
-        and ("context_ranks" not in loaded.manifest.objective or "context_runs" in loaded.manifest.objective),
+        fingerprint_match=trainer.numerics.fingerprint == told.fingerprint,
+        layout_match=alike,
+        differences=apart,
     )
+
+
+def differences(ours: dict[str, Tensor], start: Path, end: Path, dtype: str) -> tuple[TensorDifference, ...]:
+    """Every master, the largest difference first. ours: of the replay, as `TrainerState.tensors`; start, end: the
+    recorded checkpoints at which the replay began and ended. dtype: of the policy."""
+    first, last = tensor_state.read(start), tensor_state.read(end)
+    names = sorted(name for name in last if name.startswith(_HEAD))
+    made = [
+        TensorDifference(
+            tensor=name.removeprefix(_HEAD),
+            difference=_share(ours[name].cpu(), first[name], last[name]),
+            bound=BOUND[dtype],
+        )
+        for name in names
+    ]
+    return tuple(sorted(made, key=lambda each: -each.difference))
+
+
+def _share(ours: Tensor, first: Tensor, last: Tensor) -> float:
+    moved, apart = (float(torch.linalg.vector_norm(last.double() - other.double())) for other in (first, ours))
+    return apart / moved if moved else apart
 
 
 class Rerun:
     """A run's trainer in a folder of its own, which ends with the context."""
 
-    def __init__(self, recorded: RecordedRun) -> None:
+    def __init__(self, recorded: RecordedRun, most: int | None = None) -> None:
+        """most: ranks that this machine can start; by itself as many as there are CUDA devices, any number on CPUs."""
         self.recorded = recorded
+        self._most = most if most is not None else most_ranks(recorded)
+        self._start = Path()
         self.strayed = -1
         """The first intermediate step whose bits differ from the published ones; -1 for none."""
         self._trainer: PolicyTrainer | None = None
@@ -101,29 +170,38 @@ class Rerun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._close()
         self._scratch.cleanup()
 
-    async def reach(self, step: int) -> Loaded:
-        """Bring a trainer to a step. ReplayError when a checkpoint or a record is missing."""
+    def _close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+
+    async def reach(self, step: int, *, alone: bool = False) -> Loaded:
+        """Bring a trainer to a step. alone: this process takes it, whatever its layout. ReplayError when a checkpoint
+        or a record is missing."""
         manifest, recorded = self.recorded.finished(step)
         start = self.recorded.nearest(step)
         trainer = self._trainer
-        if trainer is None or self.strayed >= 0 or not start <= trainer.version <= step:
-            self.strayed = -1
-            trainer = self._trainer = await asyncio.to_thread(self.open, self.recorded.checkpoints[start])
-        while trainer.version < step:
-            await self._pass(trainer)
+        if trainer is None or trainer.ended or self.strayed >= 0 or not start <= trainer.version <= step:
+            self.strayed, self._start = -1, self.recorded.checkpoints[start]
+            await asyncio.to_thread(self._open_again, self._start, self.recorded.finished(start)[0])
+        while self._trainer is not None and self._trainer.version < step:
+            await self._pass()
+        trainer = await asyncio.to_thread(self._laid_out, manifest, alone)
         trajectories, scores = await self.recorded.records(manifest)
-        trainer.config = under(self.recorded.config, manifest)
         if trainer.state.hash() != manifest.base_hash and self.strayed < 0:
             self.strayed = step
-        return Loaded(trainer, manifest, recorded, trajectories, scores)
+        end = self.recorded.checkpoints.get(step + 1)
+        return Loaded(trainer, manifest, recorded, trajectories, scores, self._start, end)
 
-    async def _pass(self, trainer: PolicyTrainer) -> None:
+    async def _pass(self) -> None:
         """Take an intermediate step. A step that raised is not tried again, because it left the weights as they
         were."""
-        manifest, recorded = self.recorded.finished(trainer.version)
-        trainer.config = under(self.recorded.config, manifest)
+        assert self._trainer is not None
+        manifest, recorded = self.recorded.finished(self._trainer.version)
+        trainer = await asyncio.to_thread(self._laid_out, manifest)
         if isinstance(recorded, StepFailed) and recorded.reason == "exception":
             result = trainer.give_up(recorded.reason, recorded.detail)
         else:
@@ -132,8 +210,32 @@ class Rerun:
         if result.state_hash != recorded.state_hash and self.strayed < 0:
             self.strayed = manifest.step
 
-    def open(self, checkpoint: Path) -> PolicyTrainer:
-        """A trainer at a checkpoint, in a folder of its own. ReplayError when the checkpoint cannot be read."""
+    def _startable(self, manifest: StepManifest) -> RankLayout | None:
+        """The layout of a step if this machine can start it; None: one process."""
+        layout = manifest.layout
+        return layout if layout is not None and layout.ranks <= self._most else None
+
+    def _open_again(self, checkpoint: Path, manifest: StepManifest) -> None:
+        self._close()
+        self._trainer = self.open(checkpoint, self._startable(manifest))
+
+    def _laid_out(self, manifest: StepManifest, alone: bool = False) -> PolicyTrainer:
+        """The trainer with the recipe of a step, in its layout: where the last step had another, it is opened again."""
+        trainer, wanted = self._trainer, None if alone else self._startable(manifest)
+        assert trainer is not None
+        if counts(trainer.layout) != counts(wanted):
+            trainer.save({})
+            self._close()
+            trainer = self._trainer = self.open(trainer.folder / "checkpoint.safetensors", wanted)
+        trainer.config = under(in_layout(self.recorded.config, wanted), manifest)
+        return trainer
+
+    def open(self, checkpoint: Path, layout: RankLayout | None = None) -> PolicyTrainer:
+        """A trainer at a checkpoint, in a folder of its own, over the ranks of a layout. ReplayError when the
+        checkpoint cannot be read or a rank cannot start."""
+        if layout is not None:  # NCCL reads them
+            told = {"NCCL_ALGO": layout.nccl_algo, "NCCL_PROTO": layout.nccl_proto}
+            os.environ.update({name: value for name, value in told.items() if value})
         self._opened += 1
         folder = Path(self._scratch.name) / str(self._opened)
         folder.mkdir()
@@ -146,12 +248,22 @@ class Rerun:
             except OSError as error:
                 raise ReplayError(f"{checkpoint} cannot be read: {error.strerror}") from None
         try:
-            return PolicyTrainer.prepare(
-                alone(self.recorded.config), folder, tokenizer_json=self.recorded.tokenizer, traces=tuple
-            )
-        except (TrainerError, CheckpointError, PolicyError, ValueError) as error:
+            config = in_layout(self.recorded.config, layout)
+            return opening.prepare(config, folder, tokenizer_json=self.recorded.tokenizer, traces=tuple)
+        except (TrainerError, CheckpointError, PolicyError, ValueError, GroupError) as error:
             text = str(error).replace(str(target), str(checkpoint))
             raise ReplayError(f"run {self.recorded.run} cannot be opened: {text}") from None
+
+
+def most_ranks(recorded: RecordedRun) -> int:
+    """Ranks of a run that this machine can start."""
+    cuda = device_named(recorded.config.trainer.device).type == "cuda"
+    return torch.cuda.device_count() if cuda else sys.maxsize
+
+
+def counts(layout: RankLayout | None) -> tuple[int, ...]:
+    """The numbers of processes of a layout."""
+    return (layout.ranks, layout.nodes, layout.expert_ranks, layout.context_ranks) if layout is not None else (1,)
 
 
 async def replay_steps(

@@ -48,12 +48,10 @@ class Recipe(NamedTuple):
     """Largest number of inputs of a micro-batch; a longer segment is a micro-batch of its own."""
     bound: int = 0
     """Largest staleness of a token, in versions (Law 2)."""
-    micro_order: str = "flops"
-    """Order of micro-batches, as in `micro_batches`."""
 
     def packed(self, model: Model, segments: Sequence[Segment]) -> list[list[Segment]]:
         """The micro-batches of some segments."""
-        return micro_batches(segments, self.micro_tokens, model.config, self.micro_order)
+        return micro_batches(segments, self.micro_tokens, model.config)
 
 
 class Helpers(NamedTuple):

@@ -91,7 +91,7 @@ class MemoryPlan(NamedTuple):
     fresh: int
     """Gradients of one micro-batch in another dtype, beside a layer's activations: the others are freed by then."""
     gathered: int
-    """Layers that are gathered from all devices for a forward or backward pass, and the gradients of runs of tokens."""
+    """Layers that are gathered from all devices for a forward or backward pass, with their gradients."""
     activations: int
     head: int
     """The chunk of logits and its gradients, before the layers' backward pass."""
@@ -275,37 +275,28 @@ def _gathered(config: PolicyConfig, layout: Layout, activations: int, saved: int
     beyond the activations and the larger of head and temporary. one: activations of one layer."""
     count, size = parameters(config), element_bytes(config)
     outside = config.vocab * config.dim * (1 if config.tied else 2)
-    cut = layout.runs * size if layout.runs > 1 else 0
-    runs = cut * (count.largest_layer + outside)
     if not layout.sharded:
-        return runs
+        return 0
     elements = count.largest_rest if layout.expert_ranks > 1 else count.largest_layer
     layer, root = size * elements, size * outside
     # On a GPU the exchange of a gradient overlaps the backward pass of the layer before, and that has its gradients.
     overlapped = 0 if layout.cpu else layer + temporary
-    summed = 2 * 4 * elements  # one layer's gradient in float32, sent and received
-    shard, last = -(-elements // layout.devices), -(-max(elements, outside) // layout.devices)
-    if layout.context > 1:  # the parts of the processes that share tokens, their sum, and that in float32
-        summed += (size * (layout.context + 1) + 4) * shard
-    if layout.nodes > 1:  # its shard of the sum of the nodes before it, and of the sum with its own parts
-        summed += 2 * 4 * last
-    owned = added = behind = ends = 0
+    # One layer's gradient in float32, and this device's part of the sum.
+    summed = 4 * (elements + -(-elements // layout.devices))
+    owned = added = 0
     if layout.expert_ranks > 1:
-        # The owner's run of experts is kept from the forward to the backward pass, unless that computes it again; it
-        # has a gradient for each process of its group, and once more in the order of micro-batches. They are added
-        # before the gradients of the rest of their layer, those of the head and the embedding behind all layers.
-        experts = layer_experts(config)
-        owned = size * -(-experts // layout.expert_ranks) * (1 if layout.recompute else config.sparse_layers)
-        added = size * experts * (3 if layout.devices > layout.expert_ranks else 2)
-        added += cut * max(experts, count.largest_rest)
-        runs, behind, ends = 0, cut * config.vocab * config.dim, cut * outside
+        # The owner's run of experts is kept from the forward to the backward pass, unless that computes it again. Its
+        # gradient, also in float32, and this device's part of the sum come before those of the rest of the layer.
+        run = -(-layer_experts(config) // layout.expert_ranks)
+        owned = size * run * (1 if layout.recompute else config.sparse_layers)
+        added = (size + 4) * run + 4 * -(-layer_experts(config) // layout.devices)
     phases = (
-        activations + head + root + layer + behind,
-        activations + temporary + root + 2 * layer + (0 if layout.cpu else layer) + added + behind,
-        activations - saved + overlapped + root + 3 * layer + summed + added + behind,
-        2 * root + 2 * 4 * outside + (2 * 4 * last if layout.nodes > 1 else 0) + ends,
+        activations + head + root + layer,
+        activations + temporary + root + 2 * layer + (0 if layout.cpu else layer) + added,
+        activations - saved + overlapped + root + 3 * layer + summed + added,
+        2 * root + 4 * (outside + -(-outside // layout.devices)),
     )
-    return max(phases) - activations - max(head, temporary) + owned + runs
+    return max(phases) - activations - max(head, temporary) + owned
 
 
 def _scoring(config: PolicyConfig, layout: Layout) -> int:
@@ -342,7 +333,7 @@ def _offloaded(made: MemoryPlan, config: PolicyConfig, layout: Layout, trained: 
         return there._replace(host=host)
     host = host._replace(reference=made.reference, undo=made.undo, versions=made.versions)
     weights = element_bytes(config) * -(-parameters(config).frozen // layout.devices)
-    return there._replace(weights=weights, reference=0, undo=0, versions=0, host=host)
+    return there._replace(weights=weights, gradients=0, reference=0, undo=0, versions=0, host=host)
 
 
 def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float = 0.2) -> Layout | None:
@@ -356,11 +347,8 @@ def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float =
     for offload in (True,) if layout.offload else offloads:
         for each in MOMENTS.values():
             for context in degrees:
-                runs = max(1, layout.runs * layout.context // context) if layout.runs > 1 else 1
                 for recompute in (False, True):
-                    tried = layout._replace(
-                        recompute=recompute, context=context, moment_bytes=each, offload=offload, runs=runs
-                    )
+                    tried = layout._replace(recompute=recompute, context=context, moment_bytes=each, offload=offload)
                     if plan(config, tried).total <= (1.0 - spare) * available:
                         return tried
     return None

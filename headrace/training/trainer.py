@@ -23,7 +23,7 @@ from headrace.config import Algorithm, Config
 from headrace.messages.judging import Score
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory
-from headrace.messages.training import StepManifest
+from headrace.messages.training import RankLayout, StepManifest
 from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 from headrace.policy.device import select
@@ -34,7 +34,6 @@ from headrace.policy.moe import RoutesMissing
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
 from headrace.policy.scoring import ScoringError
-from headrace.policy.token_runs.sharing import OneProcess, TokenSharing
 from headrace.registry import PluginError, differing, plugins
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.training import checkpoint, memory_plan, mid_training
@@ -160,6 +159,16 @@ class PolicyTrainer:
         return self.state.version
 
     @property
+    def layout(self) -> RankLayout | None:
+        """The processes of this trainer; None: this one alone."""
+        return None
+
+    @property
+    def ended(self) -> bool:
+        """Whether this trainer can take no other step, because a process of its group has ended."""
+        return False
+
+    @property
     def policy_folder(self) -> Path:
         """The folder with config.json and tokenizer.json of the run, for engines."""
         return self.folder / "policy"
@@ -190,10 +199,6 @@ class PolicyTrainer:
             raise TrainerError(why)
         self.state.model.recompute = self.config.numerics.recompute
         self.state.model.plausible = self.config.numerics.replay_plausible
-        shared = self.sharing(self.config.trainer.token_runs)
-        self.state.model.shared = shared
-        if self.reference is not None:
-            self.reference.shared = shared
         self.state.configure(optimizer_settings(self.config.algorithm))
         built = self.ahead.take(seq for group in manifest.groups for seq, _ in group.slots)
         device = device_of(self.state.model)
@@ -224,7 +229,7 @@ class PolicyTrainer:
             if self.guarded and algorithm.guard_k1 == 0.0:
                 self.guard.keep(self.state, self.config.curriculum.staleness)
             section = self.config.trainer
-            recipe = Recipe(algorithm, section.micro_tokens, self.config.curriculum.staleness, section.micro_order)
+            recipe = Recipe(algorithm, section.micro_tokens, self.config.curriculum.staleness)
             helpers = Helpers(self.reference, self.data_parallel, begins, in_order(before_update, work), hashed)
             outcome = take(self.state, made, recipe, self.guard, helpers)
             outcome = msgspec.structs.replace(outcome, exact=exact and made.fingerprints <= {self.numerics.fingerprint})
@@ -253,10 +258,6 @@ class PolicyTrainer:
             peak_bytes=peak.bytes,
             planned_bytes=memory_plan.plan(self.state.model.config, layout_on(self.config, device)).total,
         )
-
-    def sharing(self, runs: int) -> TokenSharing | None:
-        """How so many runs of a micro-batch's tokens are computed; None where tokens are not cut."""
-        return OneProcess(runs) if runs > 1 else None
 
     def expect(self, trajectories: Mapping[int, Trajectory]) -> None:
         """Build the tensors of records whose step comes later, beside other work; keyed by stream sequence."""

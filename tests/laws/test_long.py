@@ -118,7 +118,7 @@ async def test_a_trajectory_of_100_000_tokens_in_a_group_of_128(connect: Connect
         # Packing: nothing is cut, nothing over the budget unless it is longer than the budget itself.
         segments = segments_of(long, 0.5)
         assert len(segments) == SEGMENTS
-        packed = micro_batches(segments, MICRO, POLICY, "flops")
+        packed = micro_batches(segments, MICRO, POLICY)
         assert sorted(len(s.ids) for part in packed for s in part) == sorted(len(s.ids) for s in segments)
         assert max(sum(len(s.ids) for s in part) for part in packed) <= MICRO
         assert [len(part) for part in pack([100_000, 5, 5], MICRO)] == [1, 2]

@@ -1,13 +1,12 @@
-"""The settings of a step in its manifest: runs of tokens."""
+"""The recipe of a step in its manifest, and the layout of ranks of its replay."""
 
 from typing import Any
 
 import msgspec
 
 from headrace.config import Config
-from headrace.messages.training import StepManifest
-from headrace.replay.recipe import alone, changed, recipe, under
-from tests.support import records
+from headrace.messages.training import RankLayout
+from headrace.replay.recipe import in_layout, recipe
 from tests.support.world import CONFIG
 
 
@@ -15,40 +14,16 @@ def ranks(**trainer: Any) -> Config:
     return msgspec.structs.replace(CONFIG, trainer=msgspec.structs.replace(CONFIG.trainer, **trainer))
 
 
-def recorded(config: Config) -> StepManifest:
-    return msgspec.structs.replace(records.manifest(0, []), objective=recipe(config))
+def test_a_recorded_layout_is_started_on_one_machine() -> None:
+    """The configuration may be of another life of the run, with nodes that are other machines."""
+    run = ranks(ranks=4, nodes=2, rendezvous="node0:29500", context_ranks=2)
+    told = RankLayout(ranks=6, nodes=2, expert_ranks=3, context_ranks=1, backend="gloo", torch="2.13.0")
+    made = in_layout(run, told).trainer
+    assert (made.ranks, made.nodes, made.expert_ranks, made.context_ranks) == (6, 2, 3, 1)
+    assert made.machine_ranks == 6 and run.trainer.machine_ranks == 2
+    alone = in_layout(run).trainer
+    assert (alone.ranks, alone.nodes, alone.expert_ranks, alone.context_ranks, alone.machine_ranks) == (1, 1, 1, 1, 1)
 
 
-def test_a_step_keeps_its_runs_of_tokens_with_other_ranks() -> None:
-    shared = ranks(ranks=4, context_ranks=4)
-    told = recorded(shared)
-    assert told.objective["context_runs"] == told.objective["context_ranks"] == 4
-    for config in (alone(shared), ranks(ranks=2, context_ranks=2), shared):
-        assert under(config, told).trainer.token_runs == 4
-    assert recipe(ranks(ranks=2, context_ranks=2, context_runs=4))["context_runs"] == 4
-    owned = recorded(ranks(ranks=4, context_ranks=2, expert_ranks=2))
-    assert under(ranks(ranks=2, expert_ranks=2), owned).trainer.token_runs == 2
-    assert recipe(ranks(ranks=2, expert_ranks=2, context_ranks=2, context_runs=4))["context_runs"] == 4
-
-
-def test_a_step_without_runs_is_repeated_without_them() -> None:
-    assert "context_runs" not in recipe(CONFIG)
-    assert under(ranks(context_runs=4), recorded(CONFIG)).trainer.token_runs == 1
-    assert changed(ranks(context_runs=4), {"learning_rate": 1e-3}).trainer.token_runs == 4, "a setting is not named"
-
-
-def test_ranks_that_cannot_compute_the_runs_of_a_step_take_their_own() -> None:
-    told = recorded(ranks(ranks=4, context_ranks=2, expert_ranks=2))
-    assert under(ranks(ranks=3, context_ranks=3), told).trainer.token_runs == 3
-    assert under(ranks(ranks=4, context_ranks=4, expert_ranks=2), told).trainer.token_runs == 4
-
-
-def test_a_step_keeps_its_order_of_micro_batches_and_an_old_one_has_the_order_of_indices() -> None:
-    assert CONFIG.trainer.micro_order == "flops"
-    told = recorded(CONFIG)
-    assert told.objective["micro_order"] == "flops"
-    assert under(ranks(micro_order="index"), told).trainer.micro_order == "flops"
-    old = msgspec.structs.replace(told, objective={k: v for k, v in told.objective.items() if k != "micro_order"})
-    assert under(CONFIG, old).trainer.micro_order == "index"
-    assert under(CONFIG, recorded(ranks(micro_order="index"))).trainer.micro_order == "index"
-    assert changed(CONFIG, {"learning_rate": 1e-3}).trainer.micro_order == "flops", "a setting is not named"
+def test_the_recipe_does_not_depend_on_the_layout() -> None:
+    assert recipe(ranks(ranks=4, expert_ranks=2, context_ranks=2)) == recipe(CONFIG)

@@ -23,7 +23,16 @@ from headrace.replay.step import Rerun, attempt, choose, compare
 from tests.replay.conftest import Finished, Run
 from tests.support.keys import as_writers
 
-KEYS = ["step", "bitwise_equal", "loss", "grad_norm", "weights_hash", "fingerprint_match"]
+KEYS = [
+    "step",
+    "bitwise_equal",
+    "loss",
+    "grad_norm",
+    "weights_hash",
+    "fingerprint_match",
+    "layout_match",
+    "differences",
+]
 T = TypeVar("T")
 
 

@@ -11,7 +11,6 @@ from headrace.policy.model import Model
 from headrace.training.figures.clock import Clock
 from headrace.training.parallel.context import ContextParallel
 from headrace.training.parallel.experts import ExpertParallel, Groups
-from headrace.training.parallel.nodes.sums import Sums
 from headrace.training.parallel.sharding import OWNED
 
 
@@ -24,13 +23,12 @@ def connected(store: HashStore, name: str, rank: int, size: int) -> ProcessGroup
     return group
 
 
-def own(model: Model, store: HashStore, rank: int, context_runs: int = 0) -> None:
-    """Leave the model the float32 masters of one half of its experts. context_runs: the two also share the tokens of a
-    micro-batch, in so many runs; 0: each has micro-batches of its own."""
+def own(model: Model, store: HashStore, rank: int, *, together: bool = False) -> None:
+    """Leave the model the float32 masters of one half of its experts. together: the two also share the tokens of a
+    micro-batch; otherwise each has micro-batches of its own."""
     clock = Clock()
-    copies, alone = (connected(store, f"{name} {rank}", 0, 1) for name in ("nodes", "copies"))
-    sums = Sums(copies, lambda: 2, clock, 2 if context_runs else 1)
-    groups = Groups(connected(store, "owners", rank, 2), alone, clock, sums)
+    nodes, copies = (connected(store, f"{name} {rank}", 0, 1) for name in ("nodes", "copies"))
+    groups = Groups(connected(store, "owners", rank, 2), copies, nodes, clock)
     each = model.config.experts // 2
     for layer in model.layers:
         assert isinstance(layer, Layer)
@@ -41,6 +39,5 @@ def own(model: Model, store: HashStore, rank: int, context_runs: int = 0) -> Non
             layer.register_parameter(name, nn.Parameter(whole[rank * each : (rank + 1) * each].float().clone()))
         quantised = model.config.expert_format == "mxfp8"
         layer.owned = ExpertParallel(groups, each, model.config.torch_dtype, quantised)
-    if context_runs:
+    if together:
         model.shared = ContextParallel(connected(store, "context", rank, 2), clock)
-        model.shared.runs = context_runs

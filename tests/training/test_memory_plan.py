@@ -21,7 +21,7 @@ from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.layer import Chosen, Layer
 from headrace.policy.layout import hugging_face
 from headrace.policy.layout.activations import activation_bytes
-from headrace.policy.layout.sizes import layer_experts, parameters
+from headrace.policy.layout.sizes import parameters
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
@@ -182,7 +182,7 @@ def test_published_shapes_on_eight_devices_of_80_gib() -> None:
         assert layout is not None and layout.recompute, name
         assert plan(QWEN[name], layout).total <= 0.8 * 80 * GIB
         chosen = settings(layout)
-    recipe = {"trainer.context_ranks": 4, "numerics.recompute": True, "algorithm.moments": "bfloat16"}
+    recipe = {"trainer.context_ranks": 2, "numerics.recompute": True, "algorithm.moments": "bfloat16"}
     assert recipe.items() <= chosen.items(), "what a user sets for 30B-A3B"
     assert fitting(QWEN["30B-A3B"], long._replace(devices=1), 80 * GIB) is None
     with pytest.raises(ValueError, match="does not divide 4 key-value heads"):
@@ -362,30 +362,14 @@ def test_the_command_says_how_ordinary_mode_attends(tmp_path: Path, capsys: pyte
         assert ("ordinary mode" in (shown := capsys.readouterr().out)) == bool(said) and said in shown
 
 
-def test_nodes_hold_copies_and_add_their_shard_of_a_sum() -> None:
+def test_nodes_hold_copies() -> None:
     policy, layout = QWEN["30B-A3B"], Layout(devices=8, context=4, tokens=65536, recompute=True)
-    one, two = plan(policy, layout), plan(policy, layout._replace(nodes=2))
-    assert two._replace(gathered=0) == one._replace(gathered=0), "another node makes no shard smaller"
-    largest = max(parameters(policy).largest_layer, 2 * policy.vocab * policy.dim)
-    assert two.gathered - one.gathered == 8 * -(-largest // 8)
+    assert plan(policy, layout._replace(nodes=2)) == plan(policy, layout), "another node makes no shard smaller"
     keys = settings(layout._replace(nodes=2))
     assert (keys["trainer.ranks"], keys["trainer.nodes"]) == (16, 2)
     section = msgspec.structs.replace(CONFIG.trainer, ranks=16, nodes=2, rendezvous="node0:29500")
     made = layout_of(msgspec.structs.replace(CONFIG, trainer=section))
     assert (made.devices, made.nodes) == (8, 2)
-
-
-def test_a_device_with_several_runs_holds_a_gradient_for_each() -> None:
-    section = msgspec.structs.replace(CONFIG.trainer, ranks=2, context_ranks=2, context_runs=8)
-    layout = layout_of(msgspec.structs.replace(CONFIG, trainer=section))
-    assert layout.runs == 4
-    one, four = plan(QWEN["0.6B"], layout._replace(runs=1)), plan(QWEN["0.6B"], layout)
-    count, outside = parameters(QWEN["0.6B"]), QWEN["0.6B"].vocab * QWEN["0.6B"].dim
-    assert four.gathered - one.gathered == 4 * 2 * (count.largest_layer + outside)
-    assert four._replace(gathered=0) == one._replace(gathered=0)
-    mixture, layout = QWEN["30B-A3B"], Layout(devices=8, tokens=65536, recompute=True, expert_ranks=8)
-    one, four = plan(mixture, layout), plan(mixture, layout._replace(runs=4))  # experts' gradients, not with the rest's
-    assert four.gathered - one.gathered == 4 * 2 * (layer_experts(mixture) + mixture.vocab * mixture.dim)
 
 
 def test_a_rebuilt_version_of_one_process_holds_what_changed_and_is_in_no_entry() -> None:

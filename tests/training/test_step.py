@@ -96,8 +96,8 @@ def test_micro_batches_change_only_the_rounding() -> None:
         accumulate(state, made(), Recipe(CONFIG.algorithm, tokens))
         norms.append(state.gradient_norm())
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
-    assert len(micro_batches(made().segments, 16, POLICY, "flops")) == 8
-    assert len(micro_batches(made().segments, 10_000, POLICY, "flops")) == 1
+    assert len(micro_batches(made().segments, 16, POLICY)) == 8
+    assert len(micro_batches(made().segments, 10_000, POLICY)) == 1
 
 
 def test_groups_without_advantage_are_counted_but_not_computed() -> None:

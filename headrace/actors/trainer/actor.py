@@ -203,7 +203,7 @@ class Trainer(Actor):
         """Repeat the step of a manifest. Returns its learning rate. recorded: the published outcome; a result with
         other bits is published as a new incarnation of the step."""
         fetched = await fetch(self.bus, manifest.groups)
-        if manifest.base_hash != self._hash:
+        if manifest.base_hash != self._hash or (recorded is None and manifest.layout != trainer.layout):
             window = StalenessWindow.as_in(manifest)
             plan = await self._plan(trainer, manifest.groups, window, fetched)
             plan = plan._replace(base_hash=self._hash, incarnation=manifest.incarnation + 1)
@@ -228,6 +228,7 @@ class Trainer(Actor):
                 StalenessWindow.as_in(manifest),
                 manifest.incarnation + 1,
                 await self._plugins_behind(fetched),
+                trainer.layout,
             )
             renewed = records.manifest(self.config, self.run, plan)
             seq = await self._write(renewed)
@@ -318,7 +319,7 @@ class Trainer(Actor):
     ) -> records.StepPlan:
         """The plan of the next step, without the hash of the version that it updates."""
         fingerprint, plugins = trainer.numerics.fingerprint, await self._plugins_behind(fetched)
-        return records.StepPlan(trainer.version, "", tuple(groups), fingerprint, window, 0, plugins)
+        return records.StepPlan(trainer.version, "", tuple(groups), fingerprint, window, 0, plugins, trainer.layout)
 
     async def _plugins_behind(self, fetched: Records) -> tuple[Plugin, ...]:
         """The plugins that a batch's records name. Unrecoverable when one has another source hash than the run's."""

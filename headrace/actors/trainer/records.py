@@ -17,6 +17,7 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.training import (
     BatchGroup,
     Efficiency,
+    RankLayout,
     StepDone,
     StepFailed,
     StepFigures,
@@ -90,6 +91,8 @@ class StepPlan(NamedTuple):
     incarnation: int = 0
     plugins: tuple[Plugin, ...] = ()
     """The plugins that the batch's records name."""
+    layout: RankLayout | None = None
+    """The processes of the trainer."""
 
 
 def manifest(config: Config, run: str, plan: StepPlan) -> StepManifest:
@@ -105,6 +108,7 @@ def manifest(config: Config, run: str, plan: StepPlan) -> StepManifest:
         code=code(),
         fingerprint=plan.fingerprint,
         objective=recipe(config) | (plan.window.words() if plan.window is not None else {}),
+        layout=plan.layout,
         plugins=merged(plugins_of(config.algorithm), plan.plugins),
     )
 

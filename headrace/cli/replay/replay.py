@@ -139,7 +139,7 @@ async def _step(args: argparse.Namespace) -> int:
                 return 0 if rerun.strayed < 0 else 1
             line = compare(loaded, attempt(loaded))
     _say(line)
-    return 0 if line.bitwise_equal else 1
+    return 0 if line.holds else 1
 
 
 def _debug(args: argparse.Namespace) -> int:
@@ -154,7 +154,7 @@ def _debug(args: argparse.Namespace) -> int:
         async def fetch() -> Loaded:
             async with recorded_run_of(args.run) as recorded:
                 rerun = stack.enter_context(Rerun(recorded))
-                loaded = await rerun.reach(step_of(args, recorded))
+                loaded = await rerun.reach(step_of(args, recorded), alone=True)
             _warn(rerun, loaded.manifest.step)
             return loaded
 
@@ -166,7 +166,7 @@ def _debug(args: argparse.Namespace) -> int:
             )
         line = compare(loaded, outcome)
     _say(line)
-    return 0 if line.bitwise_equal else 1
+    return 0 if line.holds else 1
 
 
 async def _steps(args: argparse.Namespace) -> int:
@@ -177,7 +177,7 @@ async def _steps(args: argparse.Namespace) -> int:
     async with recorded_run_of(args.run) as recorded:
         async for line in replay_steps(recorded, choose(recorded, args.steps, args.seed), warnings):
             _say(line)
-            equal = equal and line.bitwise_equal
+            equal = equal and line.holds
     for text in warnings:
         complain(text)
     return 0 if equal else 1

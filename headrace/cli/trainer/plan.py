@@ -73,15 +73,14 @@ def plan(args: argparse.Namespace) -> int:
             config = own(args.config, args.set)
             policy = hugging_face.of_run(config)
         layout = layout_of(config)
-        cpu, context = config.trainer.device == "cpu", args.context or layout.context
+        cpu = config.trainer.device == "cpu"
         layout = layout._replace(
             devices=args.gpus or layout.devices,
             cpu=cpu,
             moment_bytes=MOMENTS.get(args.moments, layout.moment_bytes),
             offload={"none": False, "optimizer": True}.get(args.offload, layout.offload) and not cpu,
             nodes=args.nodes or layout.nodes,
-            context=context,
-            runs=max(1, layout.runs * layout.context // context) if layout.runs > 1 else 1,
+            context=args.context or layout.context,
             tokens=args.tokens or layout.tokens,
             recompute=args.recompute or layout.recompute,
             longest=0 if shape else layout.longest,

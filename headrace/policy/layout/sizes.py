@@ -91,8 +91,7 @@ def trained_matrices(c: PolicyConfig) -> list[tuple[int, int]]:
 def forward_flops(policy: PolicyConfig, inputs: int, sampled: int) -> float:
     """Operations of one forward pass of a sequence with `inputs` tokens and `sampled` positions at the head.
 
-    Recorded steps depend on it: `[trainer] micro_order = "flops"` numbers micro-batches by it. Where it changes, the
-    earlier formula must stay under that name.
+    Recorded steps depend on it: micro-batches are numbered by it.
     """
     count = parameters(policy)
     idle = count.experts * (1.0 - policy.top_k / policy.experts) if policy.experts else 0.0

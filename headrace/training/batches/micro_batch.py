@@ -96,19 +96,17 @@ def _rows(segments: Sequence[Segment]) -> Tensor:
     return torch.cat([segment.positions + start for segment, start in zip(segments, starts, strict=False)])
 
 
-def micro_batches(segments: Sequence[Segment], budget: int, policy: PolicyConfig, order: str) -> list[list[Segment]]:
+def micro_batches(segments: Sequence[Segment], budget: int, policy: PolicyConfig) -> list[list[Segment]]:
     """Segments packed by token budget, those of one micro-batch with one temperature, in the order in which gradients
-    are added: it depends on segments and policy alone, so it is that of any number of processes.
-
-    order: "flops", the most predicted operations of a forward pass first, or "index", by temperature and then by the
-    smallest index of a segment. Equal predictions keep the order of "index".
+    are added: the most predicted operations of a forward pass first; equal ones by temperature, then by the smallest
+    index of a segment.
     """
     packed: list[list[Segment]] = []
     for temperature in sorted({segment.temperature for segment in segments}):
         equal = [segment for segment in segments if segment.temperature == temperature]
         for members in pack([len(segment.ids) for segment in equal], budget):
             packed.append([equal[index] for index in members])
-    return sorted(packed, key=lambda members: -flops(policy, members)) if order == "flops" else packed
+    return sorted(packed, key=lambda members: -flops(policy, members))
 
 
 def flops(policy: PolicyConfig, segments: Iterable[Segment]) -> float:
@@ -145,9 +143,9 @@ def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     Where processes share the tokens, each computes its part, and all get the result of the whole.
     """
     check_routes(model, micro.segments)
-    runs = model.shared.runs if model.shared is not None else 1
-    if len(micro.ids) < runs:  # every run needs a token
-        micro = _padded(micro, runs)
+    processes = model.shared.size if model.shared is not None else 1
+    if len(micro.ids) < processes:  # each needs a token
+        micro = _padded(micro, processes)
 
     def places(cuts: Sequence[int]) -> list[int]:
         before: list[int] = torch.searchsorted(_rows(micro.segments), torch.tensor(cuts)).tolist()

@@ -20,8 +20,6 @@ class Layout(NamedTuple):
     """Devices that share parameters, masters, moments and gradients (FSDP): those of one node."""
     context: int = 1
     """Devices that share the tokens of a sequence (context parallelism); it divides `devices`."""
-    runs: int = 1
-    """Runs of tokens that a device computes of each sequence (`policy.token_runs`)."""
     tokens: int = 8192
     """Most inputs of a micro-batch of several sequences (`trainer.micro_tokens`)."""
     longest: int = 0
@@ -120,7 +118,6 @@ def layout_of(config: Config) -> Layout:
         devices=config.trainer.ranks // config.trainer.nodes,
         nodes=config.trainer.nodes,
         context=config.trainer.context_ranks,
-        runs=config.trainer.token_runs // config.trainer.context_ranks,
         tokens=config.trainer.micro_tokens,
         longest=longest(config),
         expert_ranks=config.trainer.expert_ranks,

@@ -6,9 +6,8 @@ the heads. A head's sums keep their order, and in exact mode a row's bits do not
 states and log-probabilities have the bits of one process. A ring over keys would change the order of the sums.
 
 Log-probabilities are gathered and every process computes the loss of the whole micro-batch: a loss may need all tokens
-of a sequence, and its bits are those of one process too. Its gradient is taken at the process's own tokens. Gradients
-of weights are sums over runs of tokens, in an order that does not depend on the processes (`policy.token_runs`): in
-exact mode they have the bits of one process with the same runs.
+of a sequence, and its bits are those of one process too. Its gradient is taken at the process's own tokens, and FSDP2
+adds the gradients of weights over processes.
 
 Trade-offs: the number of processes must divide the key-value heads. Runs have equal numbers of tokens, so the head,
 which multiplies sampled tokens alone, is not balanced. Each process replays the routes of its own tokens.
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.policy.token_runs.sharing import Attend
+from headrace.policy.attention import Attend
 from headrace.training.figures.clock import Clock
 
 
@@ -32,7 +31,6 @@ class ContextParallel:
         """clock: gets the time of every exchange."""
         self.group, self.clock = group, clock
         self.rank, self.size = group.rank(), group.size()
-        self.runs = self.size
 
     def around(self, attend: Attend, counts: Sequence[int]) -> Attend:
         """As `TokenSharing`."""

@@ -5,20 +5,16 @@ there by the operators that a single process uses, and sent back; the sum over s
 process that sent the rows. Sending changes only the order of rows, and a row's bits do not depend on the rows beside
 it: in exact mode the forward pass gives the same bits as on one process.
 
-Gradients have these bits too. An owner multiplies the rows of each process by themselves, as one process multiplies
-the rows of each micro-batch. Gates are sent with the rows, because they multiply the gradient inside the experts; a
-gated gradient would be rounded before it is sent. Where a micro-batch is cut into runs of tokens (`policy.token_runs`),
-the rows of each run are multiplied by themselves, and the gradients of a process's runs are added in their pairs. The
-parts of an expert's gradient are added to the sum so far in the order of the micro-batches.
+An owner multiplies the rows of all processes at once, so its gradient is the sum over the processes of its group. Gates
+are sent with the rows, because they multiply the gradient inside the experts; a gated gradient would be rounded before
+it is sent.
 
 Processes send each other unequal numbers of rows, so they exchange the counts first, and the host waits for them.
 Recorded routes are known before a pass: one exchange then gives the counts of all layers (`ExpertParallel.counts`).
 
 With several expert groups a run of experts is cut once more: each process stores float32 masters of its part, and the
-parts are rounded as they are served and gathered from the other groups before they are multiplied.
-
-Trade-off: an owner has a gradient of its experts for every process of its group, and every run of it, until all of them
-are added: as many bytes as one process has for all experts of the layer and its runs.
+parts are rounded as they are served and gathered from the other groups before they are multiplied. Backward adds the
+gradients of the groups with a reduce-scatter in float32, and over nodes with an all-reduce, as FSDP2 does.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +26,8 @@ from torch import Tensor
 
 from headrace.kernels import operators
 from headrace.policy.moe import ExpertFunction, RowCounts
-from headrace.policy.token_runs.weights import pairwise_sum, split
 from headrace.training.figures.clock import Clock
-from headrace.training.parallel.group import gather
-from headrace.training.parallel.nodes.sums import Sums
+from headrace.training.parallel.group import gather, scatter_sum
 
 
 class Groups(NamedTuple):
@@ -42,11 +36,23 @@ class Groups(NamedTuple):
     owners: dist.ProcessGroup
     """Those that together own one copy of the experts."""
     copies: dist.ProcessGroup
-    """Those that share the same run of experts."""
+    """Those of a node that share the same run of experts."""
+    nodes: dist.ProcessGroup
+    """Those that hold the same rows, one in each node."""
     clock: Clock
     """Gets the time of every exchange."""
-    sums: Sums
-    """Adds the parts of a gradient, also over nodes."""
+
+    def added(self, gradient: Tensor, like: Tensor) -> Tensor:
+        """The sum over copies and nodes of a gradient of their experts, float32: this process's part, shaped `like`."""
+        whole = gradient.to(torch.float32)
+        with self.clock.transfer():
+            if self.copies.size() > 1:
+                out = torch.empty_like(like, dtype=torch.float32)
+                scatter_sum(out, whole.contiguous(), self.copies)
+                whole = out
+            if self.nodes.size() > 1:
+                dist.all_reduce(whole, group=self.nodes)
+        return whole
 
 
 class _Exchange(torch.autograd.Function):
@@ -64,18 +70,12 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers the shards [e, ...] of one run of experts as they are served, as one tensor with a view for each run of
-    tokens of each process.
-
-    Backward adds the gradients of a process's runs in their pairs, in the served dtype, and those of the processes to
-    `shard.grad` in their order, which is the order of the micro-batches.
-    """
+    """Gathers the shards [e, ...] of one run of experts as they are served. Backward adds this process's part of the
+    gradient of all processes to `shard.grad`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, shard: Tensor, served: Callable[[Tensor], Tensor], groups: Groups, runs: int
-    ) -> tuple[Tensor, ...]:
-        ctx.shard, ctx.groups, ctx.runs, group = shard, groups, runs, groups.copies
+    def forward(ctx: Any, shard: Tensor, served: Callable[[Tensor], Tensor], groups: Groups) -> Tensor:
+        ctx.shard, ctx.groups, group = shard, groups, groups.copies
         local = served(shard.detach()).contiguous()
         out = local.new_empty(group.size() * len(local), *local.shape[1:])
         if group.size() == 1:
@@ -83,21 +83,14 @@ class _Gathered(torch.autograd.Function):
         else:
             with groups.clock.transfer():
                 gather(out, local, group)
-        return tuple(out.view_as(out) for _ in range(groups.owners.size() * runs))
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
-        shard, groups, runs = ctx.shard, ctx.groups, ctx.runs
-        copies = groups.copies.size()
-        sums = [pairwise_sum(grads[first : first + runs]) for first in range(0, len(grads), runs)]
-        computed = torch.stack([each.view(copies, *shard.shape) for each in sums], 1)  # [copies, owners, e, ...]
-        parts = computed
-        if copies > 1:
-            parts = torch.empty_like(computed)
-            with groups.clock.transfer():
-                dist.all_to_all_single(parts, computed, group=groups.copies)
-        shard.grad = groups.sums.added(shard.grad, tuple(parts.flatten(0, 1)), parts.dtype)
-        return None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        shard = ctx.shard
+        part = ctx.groups.added(gradient, shard)
+        shard.grad = part if shard.grad is None else shard.grad.add_(part)
+        return None, None, None
 
 
 class _Sorted(torch.autograd.Function):
@@ -198,51 +191,41 @@ class ExpertParallel:
         products are in MXFP8."""
         self.groups, self.each, self.dtype, self.quantised = groups, each, dtype, quantised
 
-    def counts(self, experts: Tensor, runs: Sequence[int]) -> list[RowCounts] | None:
+    def counts(self, experts: Tensor) -> list[RowCounts] | None:
         """As `moe.OwnedExperts`. The host waits once."""
-        owners, layers, cuts = self.groups.owners.size(), experts.shape[1], max(1, len(runs))
+        owners, layers = self.groups.owners.size(), experts.shape[1]
         complete = (experts >= 0).all().to(torch.int64)
-        # A bin for each layer and owner: a few operations a run, for any number of layers. `bincount` would make the
-        # host wait on a GPU.
+        # A bin for each layer and owner: a few operations for any number of layers. `bincount` would make the host wait
+        # on a GPU.
         bins = self._owner(experts.clamp(min=0)) + torch.arange(layers, device=experts.device)[:, None] * owners
-        empty = torch.zeros(layers * owners, dtype=torch.int64, device=experts.device)
-        columns = [
-            empty.scatter_add(0, flat, torch.ones_like(flat)).view(layers, owners)
-            for flat in (part.flatten() for part in split(bins, runs))
-        ]
-        rows = torch.stack(columns, -1).transpose(0, 1).flatten(1)  # [owners, layers * runs]
+        flat = bins.flatten()
+        rows = torch.zeros(layers * owners, dtype=torch.int64, device=experts.device)
+        rows = rows.scatter_add(0, flat, torch.ones_like(flat)).view(layers, owners).T
         sent = torch.cat((complete.expand(owners, 1), rows), 1)
         single = [1] * owners
         told = torch.stack((sent, _swap(sent, single, single, self.groups))).cpu().tolist()
         if not all(complete for complete, *_ in told[1]):
             return None
-        return [
-            RowCounts(*([row[at : at + cuts] for row in side] for side in told))
-            for at in range(1, 1 + layers * cuts, cuts)
-        ]
+        return [RowCounts(*([row[at] for row in side] for side in told)) for at in range(1, 1 + layers)]
 
     def __call__(
         self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, counts: RowCounts, /
     ) -> Tensor:
         """As `moe.OwnedExperts`; gate_up and down are this process's float32 shards."""
-        groups, cuts = self.groups, len(counts.sent[0])
-        ups, downs = (_Gathered.apply(shard, self._served, groups, cuts) for shard in (gate_up, down))  # type: ignore[no-untyped-call]
+        groups, (sent, got) = self.groups, counts
+        up, out = (_Gathered.apply(shard, self._served, groups) for shard in (gate_up, down))  # type: ignore[no-untyped-call]
         k = experts.shape[1]
         flat = experts.reshape(-1)
         owner = self._owner(flat)
-        order = owner.argsort(stable=True)  # the rows of an owner keep the order of runs
+        order = owner.argsort(stable=True)
         slots, source = order.argsort(), order // k
-        sent, got = ([sum(runs) for runs in side] for side in counts)
         local = _swap((flat - owner * self.each)[order], sent, got, groups)
         ordered = _Sorted.apply(x, source, slots), gates.reshape(-1, 1)[order]  # type: ignore[no-untyped-call]
         rows, weights = (_Exchange.apply(each, sent, got, groups) for each in ordered)  # type: ignore[no-untyped-call]
-        lengths = [count for runs in counts.got for count in runs]
-        parts, gated, chosen = (torch.split(each, lengths) for each in (rows, weights, local[:, None]))
-        operands = zip(parts, gated, chosen, ups, downs, strict=True)
-        done = torch.cat([self._product(*each, pad) for each in operands])
+        done = self._product(rows, weights, local[:, None], up, out, pad)
         back: Tensor = _Exchange.apply(done, got, sent, groups)  # type: ignore[no-untyped-call]
-        out: Tensor = _Summed.apply(back, slots, gates, source)  # type: ignore[no-untyped-call]
-        return out
+        summed: Tensor = _Summed.apply(back, slots, gates, source)  # type: ignore[no-untyped-call]
+        return summed
 
     def _owner(self, experts: Tensor) -> Tensor:
         return experts.div(self.each, rounding_mode="floor")
@@ -252,7 +235,7 @@ class ExpertParallel:
         return operators.rounded(served) if self.quantised else served
 
     def _product(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:
-        """The products of the rows of one run. Where there are none, a row of zeros is appended and multiplied: all
+        """The products of all rows. Where there are none, a row of zeros is appended and multiplied: all
         processes take part in the exchanges of the backward pass, and no kernel gets a product without rows."""
         count = len(x)
         if not count:

@@ -23,11 +23,11 @@ from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from headrace.messages.training import RankLayout
 from headrace.training.figures.clock import Clock
 from headrace.training.parallel.context import ContextParallel
 from headrace.training.parallel.interface import GroupError
 from headrace.training.parallel.nodes import interfaces, values
-from headrace.training.parallel.nodes.sums import Sums
 from headrace.training.parallel.nodes.values import Described
 
 T = TypeVar("T")
@@ -44,6 +44,13 @@ def gather(out: Tensor, local: Tensor, group: dist.ProcessGroup, *, later: bool 
     # torch 2.11 has the old name alone, and 2.13 deprecates it.
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return collective(out, local, group=group, async_op=later)
+
+
+def scatter_sum(out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:
+    """The sum over all processes of their [processes n, ...] -> out [n, ...]: this process's part of it."""
+    # As in `gather`.
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    collective(out, whole, op=op, group=group)
 
 
 def _all(value: object, kind: Any, size: int, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -136,7 +143,8 @@ class ProcessGroup:
         """Connections of the thread that copies versions, to the processes of the node, and of the thread that sends
         or receives records, to all."""
         whole = init_device_mesh(device.type, (nodes, self.per_node), mesh_dim_names=("nodes", "shard"))
-        self.mesh: DeviceMesh = whole["shard"]
+        self.mesh: DeviceMesh = whole if nodes > 1 else whole["shard"]
+        """Of FSDP2: with several nodes shards are copied along the first dimension (HSDP)."""
         self.copies: dist.ProcessGroup = whole.get_group("nodes")
         """The processes that hold the same rows, in the order of nodes."""
         grid = (nodes, self.per_node // expert_ranks, expert_ranks)
@@ -152,10 +160,22 @@ class ProcessGroup:
         groups += [*whole.get_all_groups(), *self.grid.get_all_groups()]
         for member in groups + (mesh.get_all_groups() if context_ranks > 1 else []):
             _set_pg_timeout(PATIENCE, member)
-        self.contributors = self.size
-        """Number of processes, from the first on, that add to the gradient of the current round."""
-        self.sums = Sums(
-            self.copies, lambda: self.contributors - self.copy * self.per_node, self.clock, self.context_ranks
+
+    @property
+    def layout(self) -> RankLayout:
+        """The layout as a manifest names it."""
+        told: dict[str, str] = {}
+        if self.device.type == "cuda":
+            told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+            told |= {name: os.environ.get(name.upper(), "") for name in ("nccl_algo", "nccl_proto")}
+        return RankLayout(
+            ranks=self.size,
+            nodes=self.nodes,
+            expert_ranks=self.expert_ranks,
+            context_ranks=self.context_ranks,
+            backend="nccl" if told else "gloo",
+            torch=str(torch.__version__),
+            **told,
         )
 
     def watched(self, mark: Callable[[], None]) -> None:
@@ -200,16 +220,15 @@ class ProcessGroup:
     def each(self, count: int, work: Callable[[int, bool], T], kind: type[T]) -> list[T]:
         """As `DataParallel`: micro-batches are assigned round-robin, and every process gets all results.
 
-        One round holds consecutive micro-batches, so gradients are added in the order of a single process. They are in
-        the order of their predicted operations, so a round's take about equal time, and a process without one in the
-        last round takes the last. The context ranks of a micro-batch have the same result.
+        One round holds consecutive micro-batches. They are in the order of their predicted operations, so a round's
+        take about equal time, and a process without one in the last round takes the last. The context ranks of a
+        micro-batch have the same result.
         """
         mine: dict[int, T] = {}
         together = self.size // self.context_ranks
         number, member = divmod(self.rank, self.context_ranks)
         for first in range(0, count, together):
             at = first + number
-            self.contributors = min(together, count - first) * self.context_ranks
             if at < count:
                 result = work(at, True)
                 if not member:

@@ -55,7 +55,7 @@ def joined(
     without_policy()
     torch.set_num_threads(config.trainer.threads)
     section = config.trainer
-    device = ranks.device_of(device_named(section.device), rank % (section.ranks // section.nodes))
+    device = ranks.device_of(device_named(section.device), rank % section.machine_ranks)
     select(device)
     group.join(device, rank, section.ranks, store)
     world = ProcessGroup(device, section.expert_ranks, section.context_ranks, section.nodes)
@@ -163,9 +163,9 @@ def open_ranks(
     PolicyTrainer.prepare_files(config, folder, tokenizer_json=tokenizer_json)
     settings = config.trainer
     device = device_named(settings.device)
-    per_node = settings.ranks // settings.nodes
-    if device.type == "cuda" and torch.cuda.device_count() < per_node:
-        raise TrainerError(f"[trainer] ranks: {per_node} need as many CUDA devices, got {torch.cuda.device_count()}")
+    here = settings.machine_ranks
+    if device.type == "cuda" and torch.cuda.device_count() < here:
+        raise TrainerError(f"[trainer] ranks: {here} need as many CUDA devices, got {torch.cuda.device_count()}")
     begin = None if resumed else _beginning(config, base)
     others = ranks.Ranks(config, folder)
     started(others)

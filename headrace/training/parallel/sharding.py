@@ -4,16 +4,12 @@ The idea: the optimizer's float32 masters are the shards themselves. They are ca
 gathered, so the forward pass multiplies the very bits that are published, and gradients arrive in float32. PyTorch
 FSDP2: `torch.distributed.fsdp.fully_shard` (SimpleFSDP, arXiv 2411.00284, describes per-parameter shards).
 
-A reduce-scatter adds in an order of its own, which depends on the number of processes. Here each process gets the parts
-of its shard from all others and adds them to the sum so far in the order of the micro-batches: the order of a single
-process. So any number of ranks gives the gradients of one, bit for bit. Trade-off: all parts of a round stay in memory
-until the last one has arrived.
-
-Of several nodes each has all shards, over its own processes, and sums go from node to node (`nodes.sums`): FSDP2 gets
-the mesh of one node, because its own sum over copies is an all-reduce.
+Gradients are added by FSDP2's reduce-scatter, and over nodes, of which each has all shards over its own processes, by
+its all-reduce (HSDP). The order of such a sum depends on the number of processes and on the library: the same layout
+gives the same bits, another one rounds otherwise.
 
 With `offload` the shards, their gradients and the optimizer are in the host's memory (FSDP's CPUOffloadPolicy): shards
-are copied to the device when a layer is gathered. The sums over micro-batches stay on the device.
+are copied to the device when a layer is gathered.
 """
 
 from dataclasses import dataclass
@@ -38,7 +34,7 @@ from headrace.policy.layer import Layer
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 from headrace.training.parallel.experts import ExpertParallel, Groups, OnGrid
-from headrace.training.parallel.group import ProcessGroup, gather
+from headrace.training.parallel.group import ProcessGroup, gather, scatter_sum
 
 OWNED = ("gate_up", "down")
 """Parameters of a mixture that hold one matrix per expert."""
@@ -48,13 +44,11 @@ def _buffer(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(*size, dtype=dtype, device=device)
 
 
-class OrderedSum:
-    """FSDP's reduce-scatter for one module: it writes the sum over all micro-batches so far."""
+class TimedScatter:
+    """FSDP's reduce-scatter, with its time."""
 
-    def __init__(self, world: ProcessGroup, dtype: torch.dtype) -> None:
-        """dtype: of the policy."""
-        self.world, self.dtype = world, dtype
-        self.total: Tensor | None = None
+    def __init__(self, world: ProcessGroup) -> None:
+        self.world = world
         self.allocate = _buffer
         """The function with which FSDP allocates its buffers."""
 
@@ -62,17 +56,8 @@ class OrderedSum:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """As `torch.distributed.fsdp` calls it."""
-        got = torch.empty_like(input_tensor)
         with self.world.clock.transfer():
-            dist.all_to_all_single(got, input_tensor, group=group)
-        output_tensor.copy_(self.world.sums.added(self.total, got.view(group.size(), -1).unbind(), self.dtype))
-        self.total = output_tensor
-
-    def alone(self, gradient: Tensor) -> None:
-        """As `torch.distributed.fsdp` calls it after a reduce-scatter, which it leaves out where a node has one
-        process."""
-        gradient.copy_(self.world.sums.added(self.total, [gradient], self.dtype))
-        self.total = gradient
+            scatter_sum(output_tensor, input_tensor, group, op)
 
 
 class TimedGather:
@@ -106,20 +91,12 @@ class ShardedModel:
     """Index of the first of these rows in the whole parameter."""
     shapes: dict[str, tuple[int, ...]]
     """Shapes of the whole parameters."""
-    sums: tuple[OrderedSum, ...]
 
     def reshard(self) -> None:
         """Free gathered weights, so that the next forward pass gathers them from the shards again."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def forget_sums(self) -> None:
-        """Begin a new sum of gradients."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        for total in self.sums:
-            total.total = None
 
 
 class Policies(NamedTuple):
@@ -137,7 +114,7 @@ def build(
     shards have the policy's dtype, and nothing stays gathered after a forward pass."""
     # The whole model may be larger than the memory of a process.
     model = Model(config, numerics, seed=None, device="meta")
-    model.place = world.device  # with offload the parameters are on the host
+    model.place, model.shared = world.device, world.context  # with offload the parameters are on the host
     held = config.torch_dtype if fixed else torch.float32
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     policy = Policies(
@@ -162,7 +139,7 @@ def build(
                 copy, member = divmod(world.place, world.expert_ranks)
                 first[f"layers.{index}.{name}"] = member * (config.experts // world.expert_ranks) + copy * rows
             owners, copies = world.grid.get_group("experts"), world.grid.get_group("copies")
-            groups = Groups(owners, copies, world.clock, world.sums)
+            groups = Groups(owners, copies, world.copies, world.clock)
             each = config.experts // world.expert_ranks
             layer.owned = ExpertParallel(groups, each, config.torch_dtype, quantised)
         modules.append(_cut(layer, world, policy, owned, held))
@@ -171,13 +148,9 @@ def build(
         modules[-1].set_reshard_after_forward(True, recurse=False)
     for method in ("forward_cached", "sampled_logprobs"):
         register_fsdp_forward_method(model, method)
-    sums = []
     for module in modules:
         module.set_custom_all_gather(TimedGather(world))  # type: ignore[arg-type]
-        sums.append(OrderedSum(world, config.torch_dtype))
-        module.set_custom_reduce_scatter(sums[-1])  # type: ignore[arg-type]
-        if world.per_node == 1:
-            module.set_all_reduce_hook(sums[-1].alone)
+        module.set_custom_reduce_scatter(TimedScatter(world))  # type: ignore[arg-type]
     parameters = dict(model.named_parameters())
     local: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
@@ -189,7 +162,7 @@ def build(
         else:
             local[name] = parameter.detach()
             first.setdefault(name, 0)
-    return ShardedModel(model, parameters, local, first, shapes, tuple(sums))
+    return ShardedModel(model, parameters, local, first, shapes)
 
 
 def _cut(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from headrace.algorithms.adamw import AdamW, OptimizerSettings
 from headrace.kernels import mxfp8, operators
@@ -55,24 +56,12 @@ class ShardedState(TrainerState):
         """These rows as they are served: rounded to the policy's dtype, experts to their grid."""
         return as_served(self.model.config, name, parameter.detach())
 
-    def zero_grad(self) -> None:
-        """Discard the gradients."""
-        self.sharded.forget_sums()
-        self._sums.clear()
-
-    def collect_gradients(self) -> None:
-        """After each round of micro-batches: take over FSDP's sums over all micro-batches so far."""
-        for name, parameter in self.sharded.parameters.items():
-            if parameter.grad is not None and hasattr(parameter.grad, "to_local"):
-                self._sums[name] = parameter.grad.to_local()
-                parameter.grad = None
-
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """This process's rows of every gradient, by name."""
         for name, parameter in self.sharded.parameters.items():
-            gradient = self._sums.get(name, parameter.grad)
+            gradient = parameter.grad
             if gradient is not None:
-                yield name, gradient
+                yield name, gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     def gradient_norm(self) -> float:
         """Euclidean norm over all rows of all gradients; the same number in every process."""

@@ -27,9 +27,8 @@ from torch import Tensor
 from headrace.config import Config
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
-from headrace.messages.training import StepManifest
+from headrace.messages.training import RankLayout, StepManifest
 from headrace.policy.numerics import Numerics
-from headrace.policy.token_runs.sharing import TokenSharing
 from headrace.training import checkpoint
 from headrace.training.device import TrainerError
 from headrace.training.gradient import in_order, nothing
@@ -106,6 +105,16 @@ class ShardedTrainer(PolicyTrainer):
         self.read_bytes = 0
         """Bytes of the policy's own checkpoint of which version 0 was made here; 0 for a new or a resumed policy."""
 
+    @property
+    def layout(self) -> RankLayout:
+        """As `PolicyTrainer.layout`."""
+        return self.world.layout
+
+    @property
+    def ended(self) -> bool:
+        """As `PolicyTrainer.ended`, in the first process."""
+        return self.others is None
+
     def lead(self, others: ranks.Ranks, *, resumed: bool) -> None:
         """In the first process: the other ones."""
         self.others, self.resumed = others, resumed
@@ -147,14 +156,6 @@ class ShardedTrainer(PolicyTrainer):
         """End the threads that use the group's connections."""
         self.state.settle(end=True)
         self.records.close()
-
-    def sharing(self, runs: int) -> TokenSharing | None:
-        """As `PolicyTrainer.sharing`, over the context ranks."""
-        context = self.world.context
-        if context is None:
-            return super().sharing(runs)
-        context.runs = runs
-        return context
 
     def expect(self, trajectories: Mapping[int, Trajectory]) -> None:
         """As `PolicyTrainer.expect`, in every process."""

@@ -1,4 +1,4 @@
-"""Settings of several ranks together, over a checkpoint and over nodes: the versions of one undisturbed process."""
+"""Settings of several ranks together: over a checkpoint, the versions of undisturbed ranks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,15 +65,14 @@ def assert_every_step_once(done: Sequence[StepDone]) -> None:
     [
         (Kind("dense", "float32"), Ranks(4, context_ranks=2)),
         (Kind("mixture", "bfloat16"), Ranks(4, context_ranks=2)),
-        (Kind("mixture", "bfloat16"), Ranks(4, expert_ranks=2, context_ranks=2, context_runs=4)),
+        (Kind("mixture", "bfloat16"), Ranks(4, expert_ranks=2, context_ranks=2)),
     ],
     ids=str,
 )
 async def test_everything_at_once_and_resumed_with_the_reference(
     server: Server, tmp_path: Path, kind: Kind, several: Ranks
 ) -> None:
-    alone = Ranks(context_runs=several.context_runs or several.context_ranks)
-    want, _ = await versions(server, tmp_path / "one", kind, [(alone, {})])
+    want, _ = await versions(server, tmp_path / "whole", kind, [(several, {})])
     got, done = await versions(server, tmp_path / "ranks", kind, [(several, {}), (several, {})])
     assert got == want
     assert_every_step_once(done)
@@ -81,9 +80,9 @@ async def test_everything_at_once_and_resumed_with_the_reference(
 
 @pytest.mark.parametrize("kind", [Kind("dense", "bfloat16"), Kind("mixture", "mxfp8")], ids=str)
 async def test_context_ranks_and_formats_over_two_nodes(server: Server, tmp_path: Path, kind: Kind) -> None:
-    want, _ = await versions(server, tmp_path / "one", kind, [(Ranks(context_runs=2), {})])
     nodes = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}"}
     several = Ranks(4, context_ranks=2)
+    want, _ = await versions(server, tmp_path / "whole", kind, [(several, nodes)])
     got, done = await versions(server, tmp_path / "nodes", kind, [(several, nodes), (several, nodes)])
     assert got == want
     assert_every_step_once(done)

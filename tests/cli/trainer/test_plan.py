@@ -51,7 +51,7 @@ def test_the_longest_sequence_decides_where_it_is_longer(tmp_path: Path, capsys:
 
 
 ONE_EACH = "trainer.context_ranks = 1, numerics.recompute = true, algorithm.moments = float32"
-FOUR_EACH = "trainer.context_ranks = 4, numerics.recompute = true, algorithm.moments = bfloat16"
+TWO_EACH = "trainer.context_ranks = 2, numerics.recompute = true, algorithm.moments = bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ FOUR_EACH = "trainer.context_ranks = 4, numerics.recompute = true, algorithm.mom
     [
         ("Qwen3-0.6B", "0.60 G", 84.92, ONE_EACH, 10.52),
         ("Qwen3-4B", "4.02 G", 260.49, ONE_EACH, 32.67),
-        ("Qwen3-30B-A3B", "30.53 G", 277.98, FOUR_EACH, 60.99),
+        ("Qwen3-30B-A3B", "30.53 G", 276.49, TWO_EACH, 61.71),
     ],
 )
 def test_three_published_policies_fit_eight_gpus_at_64k(
@@ -95,4 +95,4 @@ def test_a_shape_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
     _, owned = planned(capsys, *arguments, "--set", "trainer.ranks=8", "--set", "trainer.expert_ranks=8")
     assert "trainer.expert_ranks = 8" in owned and total(owned) != total(plain)
     _, faster = planned(capsys, *arguments, "--set", "algorithm.learning_rate=1e-3")
-    assert total(faster) > total(plain) + 5, "all weights change, so undo entries hold whole parameters"
+    assert total(faster) > total(plain) + 2, "all weights change, so undo entries hold whole parameters"

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from headrace.kernels.block_attention import Packing
 from headrace.policy import attention, gpt_oss
+from headrace.policy.attention import Attend
 from headrace.policy.config import Dtype, PolicyConfig
 from headrace.policy.layer import Chosen, Layer
 from headrace.policy.layout.activations import Attention, activation_bytes, score_bytes
-from headrace.policy.token_runs.sharing import Attend
 
 
 def saved(config: PolicyConfig, index: int, tokens: int, attend: Attend) -> float:

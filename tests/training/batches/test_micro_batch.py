@@ -48,32 +48,29 @@ def slowest(parts: Sequence[Sequence[Segment]], ranks: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "before", "after"),
-    [(2, 1.25, 1.10), (4, 1.54, 1.19)],  # measured: 1.25 to 1.29 and 1.04 to 1.10; 1.54 to 1.78 and 1.11 to 1.19
+    ("ranks", "most"),
+    [(2, 1.10), (4, 1.19)],  # in the order of indices 1.25 to 1.29 and 1.54 to 1.78
 )
-def test_neighbours_take_about_equal_time(ranks: int, before: float, after: float) -> None:
+def test_neighbours_take_about_equal_time(ranks: int, most: float) -> None:
     for seed in (1, 2, 3):
         segments = skewed(seed)
-        by_index, by_flops = (micro_batches(segments, 65536, QWEN3, order) for order in ("index", "flops"))
-        assert statistics.fmean(slowest(by_index, ranks)) >= before
-        assert statistics.fmean(slowest(by_flops, ranks)) <= after
+        parts = micro_batches(segments, 65536, QWEN3)
+        assert statistics.fmean(slowest(parts, ranks)) <= most
         # The time of all rounds over that of an even division; a last round that is not full has the fastest ones.
-        costs = [flops(QWEN3, part) for part in by_flops]
+        costs = [flops(QWEN3, part) for part in parts]
         assert sum(costs[::ranks]) / (sum(costs) / ranks) < 1.0 + 0.12 * (ranks - 1)
-        assert sorted(id(s) for part in by_flops for s in part) == sorted(id(s) for s in segments), "nothing is lost"
-        assert sorted(map(len, by_flops)) == sorted(map(len, by_index)), "memory is that of the same micro-batches"
+        assert sorted(id(s) for part in parts for s in part) == sorted(id(s) for s in segments), "nothing is lost"
 
 
 def test_equal_tokens_are_ordered_by_their_attention() -> None:
     """Four short sequences take less time than one of as many tokens."""
     short, long = [segment(1024) for _ in range(4)], segment(4096)
-    parts = micro_batches([*short, long], 4096, QWEN3, "flops")
+    parts = micro_batches([*short, long], 4096, QWEN3)
     assert [len(part) for part in parts] == [1, 4]
-    assert [len(part) for part in micro_batches([*short, long], 4096, QWEN3, "index")] == [4, 1]
 
 
 def test_equal_operations_keep_the_order_of_indices_and_temperatures() -> None:
     segments = [segment(100, temperature) for temperature in (1.0, 0.5, 1.0, 0.5)]
-    parts = micro_batches(segments, 100, QWEN3, "flops")
+    parts = micro_batches(segments, 100, QWEN3)
     assert [id(part[0]) for part in parts] == [id(segments[index]) for index in (1, 3, 0, 2)]
-    assert all(len({s.temperature for s in part}) == 1 for part in micro_batches(segments, 1000, QWEN3, "flops"))
+    assert all(len({s.temperature for s in part}) == 1 for part in micro_batches(segments, 1000, QWEN3))

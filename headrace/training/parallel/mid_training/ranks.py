@@ -2,12 +2,9 @@
 
 The idea: the first process makes the texts, which are small, and follows `training.mid_training.learn`. It sends each
 batch, each update and each checkpoint to the others as an order. A batch is cut into the shares of one process and
-these into micro-batches of at most `[trainer] micro_tokens`, which are dealt over the processes as in a step, and whose
-gradients are added in their order. So any number of ranks makes the same weights, bit for bit.
-
-They are those of one process too where each share is one micro-batch and the policy is float32, or the batch is one
-share: one process adds the gradients of shares in the policy's dtype. Numerics are the ordinary ones, as in one
-process, so context ranks round otherwise. Moments are kept in the format of `[algorithm] moments`.
+these into micro-batches of at most `[trainer] micro_tokens`, which are dealt over the processes and summed as in a
+step. The same layout of ranks makes the same weights, bit for bit. Numerics are the ordinary ones, as in one process.
+Moments are kept in the format of `[algorithm] moments`.
 
 A process that ends, ends the group, and a restarted one continues from the newest checkpoint of mid-training, which has
 all rows and does not depend on the number of processes.
@@ -116,7 +113,6 @@ class Part:
         self._most = config.trainer.micro_tokens
         model.numerics = probe(model.config, exact=False, device=trainer.world.device)  # as in one process
         model.recompute = config.numerics.recompute
-        model.shared = trainer.sharing(config.trainer.token_runs)
         self._state.log = None
         self._state.configure(settings(config.mid_training, optimizer_settings(config.algorithm).moments))
 
@@ -142,7 +138,7 @@ class Part:
         """Leave version 0 behind."""
         trainer = self._trainer
         self._state.begin(optimizer_settings(trainer.config.algorithm))
-        trainer.state.model.numerics, trainer.state.model.shared = trainer.numerics, None
+        trainer.state.model.numerics = trainer.numerics
         trainer.clock.lap()  # the time until here belongs to no step
 
     def _load(self, file: Path) -> Mapping[str, int | str]:
@@ -161,7 +157,6 @@ class Part:
         def one(share: Share) -> Tensor:
             loss = self._loss(share)
             torch.autograd.backward(loss)
-            self._state.collect_gradients()
             return loss.detach()
 
         losses = self._each(cut(batch, self._most), one)

@@ -108,9 +108,9 @@ def negative_logp(model: Model, share: Share) -> Tensor | None:
     rows = (weights > 0).nonzero().flatten()
     if not len(rows):
         return None
-    runs = model.shared.runs if model.shared is not None else 1
-    if len(inputs) < runs:  # every run needs a token
-        lengths.append(runs - len(inputs))
+    processes = model.shared.size if model.shared is not None else 1
+    if len(inputs) < processes:  # each needs a token
+        lengths.append(processes - len(inputs))
         inputs = torch.cat((inputs, inputs.new_zeros(lengths[-1])))
 
     def places(cuts: Sequence[int]) -> list[int]:

@@ -61,7 +61,7 @@ def join(
         talk, why = _asked(host, port, here)
         if isinstance(talk, tuple):
             connection, welcome = talk
-            say(f"node {node} has joined the trainer at {address}: {welcome.hello.per_node} ranks")
+            say(f"node {node} has joined the trainer at {address}: {welcome.hello.config.trainer.machine_ranks} ranks")
             name = Path(welcome.hello.folder).parent.name
             if not is_inner(name):
                 raise TrainerError(f"the trainer at {address} names no folder of a run: {welcome.hello.folder!a:.200}")
@@ -108,9 +108,9 @@ class Membership:
     def __init__(self, talk: Talk, welcome: Welcome, node: int, host: str, logs: Path) -> None:
         """Start the ranks of this node. logs: folder of their logs."""
         self._talk, self._ending, self._stopped = talk, Ending(), False
-        per_node = welcome.hello.per_node
+        count = welcome.hello.config.trainer.machine_ranks
         self.local = LocalRanks(
-            range(node * per_node, (node + 1) * per_node), welcome.hello, Store(host, welcome.port), self._failed, logs
+            range(node * count, (node + 1) * count), welcome.hello, Store(host, welcome.port), self._failed, logs
         )
 
     def run(self) -> tuple[bool, str]:

@@ -42,11 +42,6 @@ class Hello(msgspec.Struct, frozen=True):
     folder: str
     """The trainer's folder in node 0."""
 
-    @property
-    def per_node(self) -> int:
-        """Ranks of a node."""
-        return self.config.trainer.ranks // self.config.trainer.nodes
-
 
 class Store(NamedTuple):
     """The address of the group's store."""
@@ -102,7 +97,7 @@ class LocalRanks:
     def _start(self, rank: int, hello: Hello, line: bytes, store: Store, log: object) -> "subprocess.Popen[bytes]":
         places = {
             "RANK": rank,
-            "LOCAL_RANK": rank % hello.per_node,
+            "LOCAL_RANK": rank % hello.config.trainer.machine_ranks,
             "WORLD_SIZE": hello.config.trainer.ranks,
             "MASTER_ADDR": store.host,
             "MASTER_PORT": store.port,

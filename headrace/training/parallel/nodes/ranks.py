@@ -43,14 +43,14 @@ class Ranks:
         self._ending = Ending()
         self.meeting: Rendezvous | None = None
         host = "127.0.0.1"
-        if config.trainer.nodes > 1:
+        if config.trainer.nodes > 1 and config.trainer.rendezvous:
             here = wire.coming(config, 0)
             self.meeting = Rendezvous(config.trainer.rendezvous, config.trainer.nodes, here, self.fail)
             host = self.meeting.host
         self.store = _store(host, self.size)
         store = Store(host, self.store.port)
         self.logs = folder_of(os.environ, folder.resolve().parent)
-        self.local = LocalRanks(range(1, hello.per_node), hello, store, self.fail, self.logs)
+        self.local = LocalRanks(range(1, config.trainer.machine_ranks), hello, store, self.fail, self.logs)
         self.processes = self.local.processes
         self.silence = Silence(self._stall_s, self._silent)
         if self.meeting is not None:
