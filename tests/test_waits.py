@@ -106,8 +106,7 @@ REVIEWED: dict[str, str] = {
     "vmhost/templates/task_templates.py: build": GONE,
     "vmhost/templates/template.py: _freeze": GONE,
     "weights/chain.py: build": "the fetch of a chunk, which has the bus's deadline",
-    "weights/transfer/fetching.py: fetch": "pieces of a file, each of which has a deadline (sources.py)",
-    "weights/publishing/release.py: store.finish_first": "the write of a chunk, which has the bus's deadline",
+    "weights/publishing/release.py: upload.finish_first": "the write of a chunk, which has the bus's deadline",
 }
 """`file: function`, and why its waits end or may last. Before you add one, read the function that ends the wait."""
 

@@ -25,6 +25,7 @@ from headrace.weights.state import WeightError, block_hashes, root
 from headrace.weights.tensor_state import infos, state_bits
 
 FORMAT = 2
+"""Of new files. Recorded runs have files of format 1, whose hash is that of the bits alone."""
 
 
 class CheckpointError(Exception):
@@ -88,6 +89,8 @@ def facts(
 
 def digest(about: Mapping[str, str], bits: str) -> str:
     """The hash of a checkpoint: blake2b over its metadata and the state hash of its bits."""
+    if about.get("format") == "1":
+        return bits
     lines = [f"{key}={value}" for key, value in sorted(about.items()) if key != "hash"]
     return hashlib.blake2b("\n".join([*lines, bits]).encode(), digest_size=16).hexdigest()
 
@@ -120,8 +123,8 @@ def opened(path: str | Path) -> snapshot.Snapshot:
 def check(path: str | Path, about: Mapping[str, str], bits: str) -> None:
     """CheckpointError when a file with this metadata is no checkpoint, Damaged when its hash is another one. bits: the
     state hash of its bits."""
-    if about.get("format") != str(FORMAT):
-        raise CheckpointError(f"{path} is not a trainer checkpoint of format {FORMAT}")
+    if about.get("format") not in ("1", str(FORMAT)):
+        raise CheckpointError(f"{path} is not a trainer checkpoint of a format up to {FORMAT}")
     if digest(about, bits) != about.get("hash"):
         raise Damaged(f"{path} is damaged: it gives hash {digest(about, bits)}, expected {about.get('hash')}")
 

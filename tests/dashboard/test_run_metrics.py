@@ -93,12 +93,14 @@ async def test_the_plan_of_the_weights_follows_the_model_and_the_broker_s_own_li
                     chunk = WeightChunk(run=run, version=0, shard=0, seq=stored, data=os.urandom(500_000))
                     await bus.publish(s.WEIGHT_CHUNK.at(run=run, version=0, shard=0, seq=stored), chunk)
 
-            ready = SnapshotReady(run=run, version=0, path="v", state_hash="h", bytes=1 << 20)
+            ready = SnapshotReady(run=run, version=0, path="v", state_hash="h", bytes=5 << 20)
             await bus.publish(s.EVENT.at(run=run, actor="trainer", type="snapshot_ready"), ready)
             metrics = RunMetrics(Watch(bus, run, config, 0.0), bus, tmp_path)
             await fill(int(0.9 * PLANNED))
             await metrics.read_streams()
-            assert alarmed(metrics) == set(), "the run keeps three chains of a mebibyte each"
+            assert alarmed(metrics) == set(), (
+                "the run keeps the deltas of three chains, a quarter of five mebibytes each"
+            )
             await fill(int(0.9 * 3 * 1.25 * (1 << 20)))
             await metrics.read_streams()
             assert alarmed(metrics) == {"HR_WEIGHTS"}

@@ -309,13 +309,13 @@ def test_what_this_machine_cannot_do_is_refused_at_once(
 
 
 def test_a_broker_that_cannot_hold_the_versions_is_refused_before_any_actor_starts(tmp_path: Path) -> None:
-    changes = {"bus.stream_gib.weights": 0.001, "weights.anchor_every": 10, "weights.collect_chains": 3}
+    changes = {"bus.stream_gib.weights": 0.0004, "weights.anchor_every": 10, "weights.collect_chains": 3}
     settings = [f"{key}={json.dumps(value)}" for key, value in (TINY | changes).items()]
     done = command(tmp_path, "up", str(DEMO), *(word for entry in settings for word in ("--set", entry)))
     assert done.returncode == 2 and one_sentence(done.stderr), done.stderr
     assert re.search(
-        r"the stream HR_WEIGHTS may hold 1073741 bytes, and the run needs \d+ there: 4 chains of versions of \d+ bytes "
-        r"and their deltas; set bus\.stream_gib\.weights, weights\.collect_chains = 2 \(3\), or weights\.full_snap",
+        r"the stream HR_WEIGHTS may hold 429496 bytes, and the run needs \d+ there: 4 chains of deltas to versions of "
+        r"\d+ bytes; set bus\.stream_gib\.weights or weights\.collect_chains = 2 \(3\)",
         done.stderr,
     ), done.stderr
     logs = tmp_path / "runs" / "latest" / "logs"

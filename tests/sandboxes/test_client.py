@@ -20,6 +20,7 @@ from headrace.messages.sandbox import (
     ReadFile,
     SandboxKey,
     SandboxLost,
+    SandboxRefused,
     SandboxReply,
     acquire_method,
 )
@@ -304,7 +305,7 @@ async def test_a_burst_waits_here_and_not_on_the_way(connect: Connect, monkeypat
         sandboxes = Sandboxes(await connect("rollout"), 30.0)
         asked = (sandboxes.acquire(wanted(f"g{number}")) for number in range(12))
         done = await asyncio.gather(*asked, return_exceptions=True)
-    assert [type(one) for one in done] == [SandboxLost] * 12 and full.most == 4
+    assert [type(one) for one in done] == [SandboxRefused] * 12 and full.most == 4
 
 
 async def test_a_groups_shared_machine_ends_when_its_group_is_released(connect: Connect) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,15 +114,29 @@ class Record:
         return rows
 
 
+async def at_once(turn: int) -> None:
+    """A turn that waits for nothing."""
+
+
 async def session(
-    engine: Engine, config: PolicyConfig, name: str, prompt: list[int], seed: int, *, turns: int = 3, cap: int = 24
+    engine: Engine,
+    config: PolicyConfig,
+    name: str,
+    prompt: list[int],
+    seed: int,
+    *,
+    turns: int = 3,
+    cap: int = 24,
+    before: Callable[[int], Awaitable[None]] = at_once,
 ) -> Record:
-    """A few turns: some stop early, some run into the cap, some get no results at all before the next."""
+    """A few turns: some stop early, some run into the cap, some get no results at all before the next. before: awaited
+    before each turn."""
     rng = random.Random(seed)
     record = Record(temperature=rng.choice([1.0, 0.6]))
     appended = list(prompt)
     stop_ids = tuple(rng.sample(range(config.vocab), 12)) if seed % 3 else ()
     for turn in range(turns):
+        await before(turn)
         sample = await engine.sample(
             SampleRequest(
                 session=name,
@@ -153,16 +168,26 @@ def prompts(config: PolicyConfig, count: int) -> list[list[int]]:
 async def play(
     versions: Versions, batch: int, *, swaps: bool, turns: int = 3, prefill: int = 2048, blocks: int = 4096
 ) -> tuple[list[Record], dict[str, int]]:
-    """`batch` sessions at once, and, if asked for, one swap after another until they end."""
+    """`batch` sessions at once, and, if asked for, one swap after another until they end. Where loading is slower than
+    sampling, a turn waits for two swaps since the one before it."""
     engine = versions.engine(prefill_tokens=prefill, cache_blocks=blocks)
     await versions.load(engine, 0)
     config = versions.config
-    starts = prompts(config, batch)
-    tasks = [asyncio.create_task(session(engine, config, f"s{i}", starts[i], i, turns=turns)) for i in range(batch)]
-    version = 0
+    starts, version, swapped = prompts(config, batch), 0, asyncio.Condition()
+
+    async def before(turn: int) -> None:
+        async with swapped:
+            await swapped.wait_for(lambda: not swaps or version >= 2 * turn)
+
+    tasks = [
+        asyncio.create_task(session(engine, config, f"s{i}", starts[i], i, turns=turns, before=before))
+        for i in range(batch)
+    ]
     while swaps and not all(task.done() for task in tasks):
-        version += 1
-        await versions.load(engine, version)
+        await versions.load(engine, version + 1)
+        async with swapped:
+            version += 1
+            swapped.notify_all()
         for _ in range(6):
             await engine.unpin(-1)  # answered between two steps: let some tokens be drawn before the next swap
     records = [await task for task in tasks]

@@ -28,15 +28,15 @@ Plugin: seam=plugin name=plugin version source
 TaskRef: suite=suite task=task
 Task: family prompt files=inside allowed=inside network=place template=image image=image repository=inside
   tools=tool system lint=inside web_search=inside
-TestPlan: paths=inside argv=inside
+TestPlan: paths=inside argv=inside prepare=inside
 Step: prompt files=inside
-Oracle: hidden=inside expected sealed=inside answers solution=inside removed=inside script answer
+Oracle: hidden=inside expected sealed=inside answers solution=inside removed=inside script answer left_out
 Grading: pass_to_pass parser=parser file=inside checker=checker reference=checker
 CheatRule: name pattern
 Criterion: id text
 Verifier: image=image
 Artifact: path=inside exclude=inside
-StepTests: name hidden=inside script allowed=inside min_reward
+StepTests: name hidden=inside solution=inside script allowed=inside min_reward
 Acquire: run lane group template=image workdir=inside hostname=host network=place requires files=inside
 Acquired: node sandbox secret backend=backend capabilities
 SandboxCall: sandbox secret call_id
@@ -89,7 +89,7 @@ Score: run group family judge_version parts suspicions reason
 StepScore: name reason
 RubricScore: rubric digest model model_hash
 CriterionScore: id reason
-Certificate: task_hash judge_version backend=backend reasons noop stub survivors notes leaks risks
+Certificate: task_hash judge_version backend=backend reasons noop stub survivors notes leaks risks output
 CertifyAsked: run task_hash
 SlotIssued: run group=id
 GroupClosed: run group dropped_slots
@@ -126,6 +126,8 @@ ClientTool: name description parameters
 ClientTurnDone: text refused failed
 ClientSessionEnd: run group tenant untrainable
 ClientSession: group tenant named head history untrainable
+RankLayout: backend torch nccl nccl_algo nccl_proto
+RecordsPurged: run
 StepManifest: run base_hash code fingerprint objective
 BatchGroup: group
 TokenGaps: run

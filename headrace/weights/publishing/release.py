@@ -125,7 +125,10 @@ async def release(
     snapshot.
     """
     run, version = new.run, new.version
-    chunks = await (keep(encoding, version) if encoding.base is None else upload(sink, encoding, run, version))
+    if encoding.base is None:
+        chunks = await keep(encoding, version)
+    else:
+        chunks = await upload(sink, encoding, run, version)
     if encoding.state_hash != new.state_hash:
         raise WeightError(
             f"the file of version {version} has state {encoding.state_hash}, the trainer announced {new.state_hash}"
