@@ -72,7 +72,14 @@ class ClientServing:
         """Load the sessions that an earlier gateway stored."""
         self._state = await self._bus.kv("HR_SESSION")
         entries = await self._state.items(self._key("*", "*"))
-        self._sessions = ClientSessions([entry for entry, _ in entries.values() if isinstance(entry, ClientSession)])
+        # A session under another key than its own could never be deleted, and would be ended again and again.
+        self._sessions = ClientSessions(
+            [
+                entry
+                for key, (entry, _) in entries.items()
+                if isinstance(entry, ClientSession) and key == self._key_of(entry.group)
+            ]
+        )
 
     def _key(self, user: str, session: str) -> str:
         return f"{self._run}.session.client.{user}.{session}"

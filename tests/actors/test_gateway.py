@@ -19,6 +19,7 @@ from headrace.gateway.tenants.keys import SCOPES, ApiKeys, key_file
 from headrace.launch.product import users
 from headrace.launch.product.gateway_key import place
 from headrace.messages import subjects
+from headrace.messages.product import ClientSession
 from headrace.messages.rollout import RolloutRequest, SlotFailed
 from headrace.messages.weights import WeightsSwapped
 from tests.support.gateway import OpenGateway
@@ -299,3 +300,19 @@ async def test_a_session_that_takes_too_long_ends(product: Product, monkeypatch:
     await product.gateway._end_overdue()
     _, view = await product.call("GET", f"/v1/sessions/{opened['session']}")
     assert (view["state"], view["result"]["reason"]) == ("failed", "timed_out")
+
+
+async def test_a_stored_client_session_under_another_key_is_not_taken_up(connect: Connect, tmp_path: Path) -> None:
+    """The gateway would delete it under its own key, for ever, or under one that the broker refuses."""
+    run = "stored-sessions"
+    values = await (await connect("gateway")).kv("HR_SESSION")
+    for key, group in (("ab12.a", "ab12.a"), ("ab12.b", "ab12.c"), ("ab12.d", "ab12"), ("ab12.e", "g000001.")):
+        stored = ClientSession(
+            group=group, tenant="default", named="", head="", history=(), segment=0, training_allowed=False
+        )
+        await values.put(f"{run}.session.client.{key}", stored)
+    opened = await OpenGateway(connect, tmp_path, run).open()
+    try:
+        assert [session.group for session in opened.gateway.clients._sessions.idle(-1.0)] == ["ab12.a"]
+    finally:
+        await opened.gateway.shut(1.0)
