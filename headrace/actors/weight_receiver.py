@@ -30,6 +30,7 @@ from headrace.weights import chain, heads, shards
 from headrace.weights.full.location import Location, NoSnapshot
 from headrace.weights.full.snapshots import FullSnapshots
 from headrace.weights.pins import Pins
+from headrace.weights.receiving.staging import BrokenVersion, DamagedChunk
 from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
@@ -186,7 +187,8 @@ class WeightReceiver(Actor):
         self._told[head.version] = text, count
         if count & (count - 1) == 0:
             kind = "no_full_snapshot" if isinstance(error, NoSnapshot) else "stage_failed"
-            await self.event(kind, text, level="error", times=count)
+            asks = chain.ASKS if isinstance(error, BrokenVersion | DamagedChunk) else ""
+            await self.event(kind, text, level="error", times=count, version=head.version, asks=asks)
 
     async def _need(self, head: WeightHead) -> int:
         """Bytes of a version's file, about."""

@@ -22,6 +22,7 @@ from headrace.bus.nats import capacity
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
 from headrace.inner_paths import own_file
+from headrace.messages.operations import Event
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import ChunkInfo
@@ -64,8 +65,11 @@ class WeightSender(Actor):
         """The span, in a step's trace, that announced `_wanted`."""
         self._unanswered = 0
         """How often in a row the location of full snapshots did not answer."""
+        self._asked = -1
+        """The newest version that a receiver cannot build from its records."""
         self._news = asyncio.Event()
         self.spawn(self._follow(), "snapshots")
+        self.spawn(self._follow_asks(), "receivers without a chain")
         self.spawn(self._work(), "publishing")
 
     async def _take_key(self) -> None:
@@ -144,6 +148,16 @@ class WeightSender(Actor):
                     await self.event("snapshot_refused", f"version {ready.version}: {error}", level="error")
                     continue
                 self._wanted, self._origin = ready, tracing.link(received)
+                self._news.set()
+
+    async def _follow_asks(self) -> None:
+        """Hear of receivers that cannot build a version: a record of its chain is lost or damaged."""
+        where = EVENT.where(run=self.run, actor=self.role, type=Event.type_name)
+        async for received in self.bus.follow("HR_EVENT", where):
+            event = received.message
+            if isinstance(event, Event) and event.data.get("asks") == chain.ASKS:
+                version = event.data.get("version")
+                self._asked = max(self._asked, version) if isinstance(version, int) else self._asked
                 self._news.set()
 
     async def _work(self) -> None:
@@ -238,11 +252,13 @@ class WeightSender(Actor):
             await self._add_full_snapshot()
 
     async def _full_snapshot_due(self) -> bool:
-        """Whether the committed version needs a full snapshot: the newest one is old, or its object is gone. NoSnapshot
-        when the location does not answer."""
+        """Whether the committed version needs a full snapshot: a receiver asks for one, the newest one is old, or its
+        object is gone. NoSnapshot when the location does not answer."""
         commit = self.commit
         if commit is None:
             return False
+        if commit.head.full_version < self._asked <= commit.head.version:
+            return True
         if release.full_snapshot_due(commit, self.config.weights.anchor_every):
             return True
         name = commit.full_object

@@ -35,6 +35,8 @@ from headrace.weights.state import WeightError
 STREAM = "HR_WEIGHTS"
 AHEAD = 8
 """Chunks of the stream, or pieces of an object, that are read before they are needed."""
+ASKS = "full_snapshot"
+"""In the event of a receiver that cannot build a version from its records: it asks the sender for a full snapshot."""
 TRIES = 3
 """Attempts to fetch a chunk that does not match its manifest."""
 
@@ -138,13 +140,21 @@ async def plan(
     try:
         return await _walk(source, commit, find, trust, shards)
     except LookupError as error:
-        # The base is collected. A full snapshot of this version may have been published after its head, which then does
-        # not name it.
-        beside = await source.last(STREAM, subjects.WEIGHT_MANIFEST.at(run=commit.run, version=commit.version))
-        full = await manifest(source, commit.run, beside.seq, trust) if beside is not None else None
-        if full is not None and full.base_version < 0 and full.state_hash == commit.state_hash:
-            return BuildPlan((full,), None, shards)
+        if (beside := await _beside(source, commit, trust, shards)) is not None:
+            return beside
         raise BrokenVersion(f"version {commit.version} of run {commit.run} cannot be built any more: {error}") from None
+
+
+async def _beside(
+    source: StreamSource, commit: WeightHead, trust: Trust | None, shards: frozenset[int] | None
+) -> BuildPlan | None:
+    """The full snapshot of a version that was published after its head, which then does not name it; None without
+    one."""
+    stored = await source.last(STREAM, subjects.WEIGHT_MANIFEST.at(run=commit.run, version=commit.version))
+    full = await manifest(source, commit.run, stored.seq, trust) if stored is not None else None
+    if full is None or full.base_version >= 0 or full.state_hash != commit.state_hash:
+        return None
+    return BuildPlan((full,), None, shards)
 
 
 async def _walk(
@@ -260,24 +270,31 @@ async def obtain(
 ) -> BuildPlan:
     """Build a committed version at `path` as `plan` says, and return the plan that worked. fetch: as in `build`.
 
-    When the local base is broken, or a planned record was collected meanwhile, the version is built from its full
-    snapshot. BrokenVersion when that fails too.
+    When the local base or a chunk is broken, or a planned record is gone, the version is built from the newest full
+    snapshot before it, then from one of its own. The last error when nothing helps; BrokenVersion for a record that is
+    gone.
     """
+
+    async def tried(way: BuildPlan) -> LookupError | WeightError | None:
+        try:
+            await build(source, way, path, on_damage=on_damage, fetch=fetch)
+        except (LookupError, WeightError) as error:
+            return error
+        return None
+
     way = await plan(source, commit, find, trust=trust, shards=shards)
-    try:
-        await build(source, way, path, on_damage=on_damage, fetch=fetch)
-        return way
-    except LookupError as error:
+    error = await tried(way)
+    if error is not None and (way.base is not None or isinstance(error, LookupError)):
         on_damage(f"{error}; looking for another way to version {commit.version}")
-    except WeightError as error:
-        if way.base is None:
-            raise
-        on_damage(f"{error}; building version {commit.version} from its full snapshot instead")
-    way = await plan(source, commit, trust=trust, shards=shards)
-    try:
-        await build(source, way, path, on_damage=on_damage, fetch=fetch)
-    except LookupError as error:
-        raise BrokenVersion(
-            f"version {commit.version} of run {commit.run} was collected while it was fetched: {error}"
-        ) from None
+        way = await plan(source, commit, trust=trust, shards=shards)
+        error = await tried(way)
+    if error is not None and (beside := await _beside(source, commit, trust, shards)) not in (None, way):
+        assert beside is not None
+        on_damage(f"{error}; building version {commit.version} from its own full snapshot")
+        way = beside
+        error = await tried(way)
+    if isinstance(error, LookupError):
+        raise BrokenVersion(f"version {commit.version} of run {commit.run} cannot be built any more: {error}") from None
+    if error is not None:
+        raise error
     return way

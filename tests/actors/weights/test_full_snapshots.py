@@ -307,3 +307,29 @@ async def test_full_snapshots_go_through_s3(run: WeightRun, monkeypatch: pytest.
         held = Location(f"{url}/weights/{run.id}").versions()
         assert sorted(held.values()) == [0, 1] and not (run.folder / "far").exists()
         await run.close()
+
+
+@pytest.mark.parametrize("damage", ["lost", "changed"])
+async def test_a_receiver_that_lacks_a_chunk_asks_and_gets_a_full_snapshot(
+    run: WeightRun, connect: Connect, damage: str
+) -> None:
+    """One chunk of a delta would otherwise stop every receiver until the next full snapshot is due."""
+    settings(run, anchor_every=32)
+    admin = await connect("admin")
+    sender = await run.actor(WeightSender)
+    for version in range(3):
+        await run.train(version)
+        await within(PATIENCE_S, run.head(version))
+    async for received in admin.history("HR_WEIGHTS", WEIGHT_CHUNK.where(run=run.id, version=2)):
+        await admin.delete("HR_WEIGHTS", received.seq)
+    if damage == "changed":
+        await admin.publish(received.subject, msgspec.structs.replace(received.message, data=b"other"))
+    await run.actor(WeightReceiver)
+    staged = await within(PATIENCE_S, run.staged(2))
+    assert snapshot.file_hash(staged.path) == run.hashes[2]
+    assert sorted(objects(run)) == [0, 2], "a full snapshot of the version that could not be built"
+    await run.train(3)
+    assert (await within(PATIENCE_S, run.head(3))).full_version == 2
+    await within(PATIENCE_S, run.staged(3))
+    assert sorted(objects(run)) == [0, 2], "one is enough"
+    assert not sender.failed.done()
