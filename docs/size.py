@@ -55,7 +55,7 @@ def code_lines(path: Path) -> int:
 
 
 def size(places: tuple[str, ...], root: Path = ROOT) -> int:
-    """Lines of code of files and folders, those that do not exist aside."""
+    """Lines of code of files and folders; a missing one counts as empty."""
     files = {file for place in places for file in ((root / place).rglob("*.py") if not place.endswith(".py") else ())}
     files |= {root / place for place in places if place.endswith(".py") and (root / place).exists()}
     return sum(code_lines(file) for file in files)

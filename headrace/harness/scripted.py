@@ -34,8 +34,8 @@ _TEST: Call = ("run_tests", {})
 
 
 def edits(path: str, before: bytes, after: bytes) -> list[Call]:
-    """Calls of edit_file that turn the lines of `before` into those of `after`, last lines first so that line numbers
-    stay right."""
+    """Calls of edit_file that turn the lines of `before` into the lines of `after`, last lines first so that line
+    numbers stay right."""
     old, new = bodies(before), bodies(after)
     calls: list[Call] = []
     for kind, a, b, c, d in reversed(difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()):

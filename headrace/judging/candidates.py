@@ -47,9 +47,9 @@ def repository(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: S
 
 
 def repository_entries(task: Task, oracle: Oracle, trajectory: Trajectory, files: Mapping[str, bytes]) -> list[Change]:
-    """The links, empty folders and modes of the files to be tested: the task's, the allowed changes of them outside of
-    the tests' set-up, and those of the hidden tests. files: of `repository`; an entry that contradicts them is left
-    out."""
+    """The links, empty folders and modes of the tested repository: entries of the task, the candidate's allowed changes
+    outside of the tests' set-up, and entries of the hidden tests. files: what `repository` returns; an entry that
+    contradicts them is left out."""
     changed, gone = allowed_part(task, trajectory.diff, trajectory.deleted)
     given = {entry.path: entry for entry in task.entries or () if not oracle.separate or _allowed(task, entry.path)}
     entries = {

@@ -49,7 +49,7 @@ class OwnedExperts(Protocol):
     def __call__(
         self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, counts: RowCounts, /
     ) -> Tensor:
-        """As `ExpertFunction`. gate_up and down: the rows that this process holds. counts: those of the experts."""
+        """As `ExpertFunction`. gate_up and down: the rows that this process holds. counts: rows of each expert."""
 
 
 class Mixture(NamedTuple):

@@ -251,7 +251,7 @@ async def build(
 
 
 def _pieces(which: WeightManifest, shards: frozenset[int] | None) -> Iterable[Sequence[ChunkInfo]]:
-    """The chunks of a version that are read at once: one record, or those that follow each other in an object."""
+    """The chunks of a version that are read at once: one record, or adjacent chunks of an object."""
     if which.detached:
         return pieces(which.chunks, shards)
     return ([info] for info in which.chunks if shards is None or info.shard in shards)

@@ -54,11 +54,15 @@ async def _go_back(actor: Actor, folder: Path, mark: str, why: str, usable: list
             f"{why}; {folder} has no earlier checkpoint that can be used: restore a newer backup of the broker "
             "(`headrace bus restore`), or start another run ([run] id)"
         )
-    target, current = usable[-1], folder / CURRENT
+    target, current, draft = usable[-1], folder / CURRENT, folder / f"{CURRENT}.next"
     for file in [file for file in _named(folder) if file > target]:
         file.rename(file.with_suffix(f".{mark}"))
-    current.rename(folder / f"{CURRENT}.{mark}")
-    os.link(target, current)
+    # There is a checkpoint at any moment: without one, a trainer that is killed here would begin at version 0.
+    (aside := folder / f"{CURRENT}.{mark}").unlink(missing_ok=True)
+    os.link(current, aside)
+    draft.unlink(missing_ok=True)
+    os.link(target, draft)
+    draft.replace(current)
     await actor.event("went_back", f"{why}; the run goes on from {target.name}", "warning", checkpoint=target.name)
 
 

@@ -1,4 +1,4 @@
-"""The paths that a git patch names: quoted ones, renamed ones, and those of files without lines."""
+"""Reads the paths that a git patch names: quoted paths, both paths of a rename, and paths of files without lines."""
 
 import re
 from typing import NamedTuple

@@ -1,11 +1,14 @@
 """A trainer resumes from the newest checkpoint that is whole and that the streams support."""
 
+import os
 import shutil
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace.actors.trainer import resume
 from headrace.actors.trainer.actor import Trainer
 from headrace.actors.trainer.resume import REASON
 from headrace.bus.broker.server import Server
@@ -182,3 +185,31 @@ async def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(connect: Conn
         await feeder.batch(STEPS)
         await feeder.version(STEPS + 1)
     assert feeder.hashes[STEPS] == hashes[STEPS], "the repeated step has the same bits"
+
+
+async def test_a_kill_on_the_way_back_leaves_a_checkpoint(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder without a checkpoint is that of a new run, whose trainer would make version 0."""
+    actor = Trainer(often(tmp_path), await connect("trainer"), new_run(), "t-1")
+    for name in ("v00000001.safetensors", "v00000002.safetensors"):
+        (tmp_path / name).write_text(name)
+    current = tmp_path / "checkpoint.safetensors"
+    current.hardlink_to(tmp_path / "v00000002.safetensors")
+    missing: list[str] = []
+
+    def watched(name: str) -> None:
+        act = getattr(os, name)
+
+        def do(*args: Any, **options: Any) -> Any:
+            done = act(*args, **options)
+            missing.extend([name] if not current.exists() else [])
+            return done
+
+        monkeypatch.setattr(os, name, do)
+
+    for name in ("rename", "replace", "link", "unlink"):
+        watched(name)
+    await resume.replace(actor, tmp_path, Damaged("its bits"))
+    assert missing == [] and current.read_text() == "v00000001.safetensors"
+    assert (tmp_path / "checkpoint.safetensors.damaged").read_text() == "v00000002.safetensors"
