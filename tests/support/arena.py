@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from headrace.bus.broker import callers, keys, permissions
 from headrace.bus.broker.permissions import NAMES, ROLES
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
+from headrace.bus.nats.client import NatsClient
 from headrace.bus.nats.streams import declare
 from headrace.messages import subjects as s
 from tests.support.patience import PATIENCE_S
@@ -26,6 +26,9 @@ from tests.support.patience import PATIENCE_S
 CANARY = "canary"
 FLEETING = ("HR_ADVISORY", "KV_HR_PRESENCE")
 """Streams without a first record of ours: it lapses, or the broker alone writes there."""
+OURS = [stream for stream in NAMES if stream != "HR_ADVISORY"]
+"""Streams into which the admin may write."""
+MARK = "mark"
 AT_ONCE = 1000
 """Messages between two waits: the broker drops requests beyond 10,000."""
 USUAL = [role for role in ROLES if role not in ("admin", permissions.WEB_ROLE)]
@@ -40,9 +43,9 @@ class Sent(NamedTuple):
     headers: Mapping[str, str] | None = None
 
 
-def captured(stream: str) -> str:
+def captured(stream: str, word: str = CANARY) -> str:
     """A subject that a stream captures, which no attack uses."""
-    return permissions.captured(stream)[0].replace(">", "canary.canary.canary.canary")
+    return permissions.captured(stream)[0].replace(">", ".".join([word] * 4))
 
 
 def concrete(filter: str) -> str:
@@ -81,6 +84,12 @@ def requests(stream: str) -> list[str]:
     return [*out, f"CONSUMER.NAMES.{stream}", f"DIRECT.GET.{stream}", f"STREAM.LEADER.STEPDOWN.{stream}"]
 
 
+async def flush(client: NatsClient) -> None:
+    """Return when all that was sent has reached the broker. nats-py alone writes its PING before waiting commands."""
+    await client.write_pending()
+    await client.flush(timeout=60)
+
+
 class Arena:
     """A running broker, a record and a durable consumer in every stream, and a listener in every role."""
 
@@ -88,7 +97,7 @@ class Arena:
         self.server = server
         self.heard: list[tuple[str, str]] = []
         """Role that heard, and the subject that it heard."""
-        self._clients: list[Client] = []
+        self._clients: list[NatsClient] = []
         self._config: dict[str, Any] = {}
         self._seen: dict[str, int] = {}
         self._canaries: dict[str, Any] = {}
@@ -98,7 +107,7 @@ class Arena:
         self.admin = await Bus.connect(self.server.url, role="admin", credentials=self.server.credentials)
         await declare(self.admin)
         for stream in NAMES:
-            if stream != "HR_ADVISORY":
+            if stream in OURS:
                 await self.admin.connection.call(captured(stream), b"canary", timeout=PATIENCE_S)
             config = {"name": CANARY, "durable_name": CANARY, "ack_policy": "explicit", "ack_wait": 3600 * 10**9}
             request = {"stream_name": stream, "config": config}
@@ -114,22 +123,22 @@ class Arena:
         for role in USUAL:
             client = await self.client(role)
 
-            async def hear(message: Msg, role: str = role, client: Client = client) -> None:
+            async def hear(message: Msg, role: str = role, client: NatsClient = client) -> None:
                 self.heard.append((role, message.subject))
                 if message.subject.startswith("hr.rpc.") and message.reply:
                     await client.publish(message.reply, message.data)  # as a service that answers what it was asked
 
             for filter in permissions.of(role).subscribe:
                 await client.subscribe(filter, cb=hear, pending_bytes_limit=0, pending_msgs_limit=0)
-            await client.flush(timeout=60)
+            await flush(client)
         self._config, self._canaries, self._seen = await self._state()
 
-    async def client(self, role: str) -> Client:
+    async def client(self, role: str) -> NatsClient:
         """A plain client with a role's seed."""
         key = keys.load(self.server.credentials, role)
-        client = Client()
+        client = NatsClient()
         assert key is not None
-        client._public_nkey = key.public
+        client.set_public_key(key.public)
 
         async def refused(error: Exception) -> None:
             pass
@@ -165,19 +174,23 @@ class Arena:
                 await self._send(client, batch)
                 batch.clear()
         await self._send(client, batch)
+        for listener in self._clients:
+            await flush(listener)  # what was sent to it has arrived
         breaches = await self._breaches(row_of)
         await client.close()
         self._clients.remove(client)
         return count, breaches
 
-    async def _send(self, client: Client, batch: list[Sent]) -> None:
+    async def _send(self, client: NatsClient, batch: list[Sent]) -> None:
         for one in batch:
             await client.publish(one.subject, one.payload, one.reply, dict(one.headers) if one.headers else None)
-        await client.flush(timeout=60)
+        await flush(client)
         for _ in range(3):  # what was asked before is done: the broker's workers take requests in their order
             await self.admin.connection.api("STREAM.INFO.HR_STEP", timeout=PATIENCE_S)
             await self.admin.connection.api(f"CONSUMER.INFO.HR_STEP.{CANARY}", timeout=PATIENCE_S)
-        await client.flush(timeout=60)
+        for stream in OURS:  # each stream stores in its own order: after the mark lies all that was sent before it
+            await self.admin.connection.call(captured(stream, MARK), b"mark", timeout=PATIENCE_S)
+        await flush(client)
 
     async def _breaches(self, role: str) -> list[str]:
         """Records, calls and changes outside of the role's row. The next attack is compared with the state after it."""
@@ -189,7 +202,8 @@ class Arena:
                 first = await self.admin.connection.api(f"STREAM.MSG.GET.{stream}", {"seq": 1}, timeout=PATIENCE_S)
                 out += [] if b"Y2FuYXJ5" in first else [f"{stream}: the first record"]
             for subject in await self._new(stream, last[stream]):
-                out += [] if row(role, subject) else [f"{stream}: {subject}"]
+                marked = stream in OURS and subject == captured(stream, MARK)
+                out += [] if marked or row(role, subject) else [f"{stream}: {subject}"]
         self._seen, self._config, self._canaries = last, configs, canaries
         out += [f"{other} heard {subject}" for other, subject in self.heard if not self._may_hear(role, other, subject)]
         self.heard.clear()

@@ -28,6 +28,8 @@ MAX_WAITING = 65_536
 """Pull requests that may wait at a durable: one for each idle actor. The broker refuses a further one, and its actor
 repeats it ten times a second."""
 _SECOND = 1_000_000_000
+_TAKEN = "taken"
+"""Last token of the inbox to which the broker refuses the request that follows all others."""
 
 
 class Consumer:
@@ -53,6 +55,7 @@ class Consumer:
         self._asked = 0
         self._running: dict[asyncio.Task[None], Received[Any]] = {}
         self._wake = asyncio.Event()
+        self._taken = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._paused = self._stopping = False
@@ -236,13 +239,36 @@ class Consumer:
         """Withdraw the pull requests: deliveries under way still arrive, then the broker sends nothing more."""
         self._asked = 0
         if self._subscription is not None:
+            await self._wait_until_pulls_are_taken()
             await self.bus.connection.unsubscribe(self._subscription)
             self._subscription = None
+
+    async def _wait_until_pulls_are_taken(self) -> None:
+        """Return when the broker has read every pull request that was sent.
+
+        The broker looks up the inbox of a request when it takes the request from its queue. If the inbox has gone by
+        then, nats-server (2.15.1) delivers to a reply subject without a listener, and the message is lost until the
+        acknowledgement wait ends. The queue is in order and refuses a request that is not JSON at once: the refusal is
+        the sign.
+        """
+        if not self.bus.connection.connected:
+            return
+        self._taken.clear()
+        ask = f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{self.durable}"
+        try:
+            await self.bus.connection.publish_request(ask, b"{", f"{self._inbox}.{_TAKEN}")
+            async with asyncio.timeout(HEARTBEAT_S):
+                await self._taken.wait()
+        except (*TRANSIENT, BusError, TimeoutError):
+            pass  # the broker is away, or the consumer has been deleted
 
     async def _on_message(self, raw: Msg) -> None:
         self._heard = asyncio.get_running_loop().time()
         status = raw.headers.get("Status") if raw.headers else None
         if status is not None and not raw.reply:
+            if raw.subject.endswith(f".{_TAKEN}"):
+                self._taken.set()
+                return
             await self._on_status(status, raw.headers or {})
             return
         self._asked = max(0, self._asked - 1)
