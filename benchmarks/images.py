@@ -65,10 +65,10 @@ class Layers:
             "size": len(data),
         }
 
-    def image(self, layers: list[dict[str, Any]]) -> Path:
+    def image(self, layers: list[dict[str, Any]], workdir: str = "/testbed") -> Path:
         """Make an image of these layers the only one of the layout."""
         rootfs = {"type": "layers", "diff_ids": [layer["digest"] for layer in layers]}
-        config = {"os": "linux", "architecture": "amd64", "config": {"WorkingDir": "/testbed"}, "rootfs": rootfs}
+        config = {"os": "linux", "architecture": "amd64", "config": {"WorkingDir": workdir}, "rootfs": rootfs}
         manifest = {"schemaVersion": 2, "config": self.blob(config, "config"), "layers": layers}
         index = {"schemaVersion": 2, "manifests": [self.blob(manifest, "manifest")]}
         (self.folder / "index.json").write_text(json.dumps(index))

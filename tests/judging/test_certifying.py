@@ -130,7 +130,7 @@ def test_type():
     [
         ("echo not today >&2; exit 3", TESTS, {}, "the solution's program ends with code 3: not today"),
         ("true", TESTS, {}, "the known solution changes nothing"),
-        ("echo 1 > other.py", TESTS, {}, "changes nothing; it changes other.py, which the task does not allow"),
+        ("echo 1 > other.py", TESTS, {}, "changes no path that the task allows, but other.py"),
         ("sleep 60", TESTS, {"limits": SandboxLimits(time_s=0.2)}, "the solution's program does not end within 0.2 s"),
         ("kill -9 $PPID; sleep 60", TESTS, {}, "2 sandboxes ended while the known solution was made"),
         (

@@ -94,7 +94,7 @@ class Maker:
         self.work = Path(tempfile.mkdtemp(dir=folder, prefix="work-"))
         self.layout = Layers(folder / "layout")
         self.base: list[dict[str, Any]] = []
-        self.images: list[tuple[str, list[dict[str, Any]]]] = []
+        self.images: list[tuple[str, list[dict[str, Any]], str]] = []
 
     def base_layers(self) -> None:
         """Debian's packages, and ``python`` beside ``python3``."""
@@ -106,18 +106,19 @@ class Maker:
         self.base = [self.layout.layer(self.work / "base.tar"), python_layer]
 
     def image(self, tag: str, tree: Path, prefix: str) -> None:
-        """An image of the base and one folder."""
-        self.images.append((tag, [*self.base, self.layout.layer(tar_of(tree, prefix, self.work / "own.tar"))]))
+        """An image of the base and one folder, which is its work folder."""
+        own = self.layout.layer(tar_of(tree, prefix, self.work / "own.tar"))
+        self.images.append((tag, [*self.base, own], f"/{prefix}"))
 
     def write_images(self) -> None:
         """One OCI layout with all images."""
         manifests = []
-        for tag, layers in self.images:
-            self.layout.image(layers)
+        for tag, layers, workdir in self.images:
+            self.layout.image(layers, workdir)
             (manifest,) = json.loads((self.layout.folder / "index.json").read_text())["manifests"]
             manifests.append(manifest | {"annotations": {"org.opencontainers.image.ref.name": tag}})
         (self.layout.folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": manifests}))
-        (self.folder / "tags").write_text("".join(f"{tag}\n" for tag, _ in self.images))
+        (self.folder / "tags").write_text("".join(f"{tag}\n" for tag, *_ in self.images))
 
     def unpacked(self, release: str, name: str) -> Path:
         """The files of a release's source archive."""
@@ -324,7 +325,7 @@ def make(folder: Path) -> None:
     app.mkdir()
     (app / "words.txt").write_text("beta\nalpha\ngamma\ndelta\n")
     maker.image("headrace.example/app:1", app, "app")
-    maker.images.append((BASE, maker.base))
+    maker.images.append((BASE, maker.base, "/testbed"))
     maker.write_images()
 
 

@@ -40,6 +40,8 @@ DEATHS = 2
 """Number of sandboxes that may end while the solution's program runs, before the solution is refused."""
 RETRY_S = 0.5
 """Pause before another sandbox is asked for, times the number of failures."""
+SHOWN = 5
+"""Paths that a sentence about a solution names at most."""
 
 
 class NoSolution(Exception):
@@ -153,9 +155,10 @@ class AgentSandboxes:
                 if deaths == DEATHS:
                     raise NoSolution(f"{DEATHS} sandboxes ended while the known solution was made: {error}") from None
         if not self._changed(solution.last):
-            touched = solution.last.touched
-            outside = f"; it changes {touched[0]}, which the task does not allow" if touched else ""
-            raise NoSolution(f"the known solution changes nothing{outside}")
+            outside = ", ".join(solution.last.touched[:SHOWN])
+            if outside:
+                raise NoSolution(f"the known solution changes no path that the task allows, but {outside}")
+            raise NoSolution("the known solution changes nothing")
         return solution
 
     async def _made(self, sandbox: Sandbox) -> Solution:
