@@ -21,7 +21,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs clean web browser screenshots own size
+.PHONY: image release help setup debian demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs clean web browser screenshots own size
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -110,10 +110,17 @@ test-clients: setup $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIE
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[clients]'
 	$(BIN)/pytest -m clients tests/gateway tests/tasks/importing tests/tasks/exporting
 
-$(CLIENTS)/.installed:
+CODEX_VERSION ?= 0.171.0
+CLAUDE_VERSION ?= 2.1.197
+clients-newest: ## the same with the newest Codex and Claude Code
+	rm -f $(CLIENTS)/.installed
+	$(MAKE) test-clients CODEX_VERSION=latest CLAUDE_VERSION=latest
+
+$(CLIENTS)/.installed: Makefile
 	@test -x $(CLIENTS)/mini/bin/python || $(PYTHON) -m venv $(CLIENTS)/mini
 	$(CLIENTS)/mini/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) mini-swe-agent==2.4.6 litellm==1.106.2 mcp==2.3.0
-	npm install --silent --prefix $(CLIENTS)/codex @openai/codex@0.169.0
+	npm install --silent --prefix $(CLIENTS)/codex @openai/codex@$(CODEX_VERSION)
+	npm install --silent --prefix $(CLIENTS)/claude @anthropic-ai/claude-code@$(CLAUDE_VERSION)
 	@touch $@
 
 $(CLIENTS)/verifiers/.installed:
@@ -174,7 +181,7 @@ format: setup ## apply ruff's fixes and format
 size: setup ## lines of code by concern
 	@$(BIN)/python docs/size.py
 
-docs: setup ## regenerate subjects.md, permissions.md, modules.md, configuration.md, listeners.md and the messages of wire.md; record new messages' bytes
+docs: setup ## regenerate subjects.md, permissions.md, modules.md, configuration.md, listeners.md, request_keys.md and the messages of wire.md; record new messages' bytes
 	$(BIN)/headrace subjects > docs/subjects.md
 	$(BIN)/headrace bus permissions > docs/permissions.md
 	$(BIN)/headrace wire > docs/.messages && sed -i '/^## Messages/,$$d' docs/wire.md && cat docs/.messages >> docs/wire.md
@@ -183,6 +190,7 @@ docs: setup ## regenerate subjects.md, permissions.md, modules.md, configuration
 	$(BIN)/python docs/modules.py
 	$(BIN)/python docs/configuration.py
 	$(BIN)/python docs/listeners.py
+	$(BIN)/python docs/request_keys.py
 
 WEB := headrace/dashboard/live/web
 web: ## build the live page's bundle again (Node and npm are needed)

@@ -9,6 +9,15 @@ import msgspec
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool, ClientUsage, TurnStop
 
 
+class Origin(msgspec.Struct, frozen=True):
+    """How a client of the responses dialect names a tool."""
+
+    name: str
+    namespace: str = ""
+    custom: bool = False
+    """Whether a call's argument is a text instead of a JSON object."""
+
+
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One turn that a client asks for."""
 
@@ -24,6 +33,13 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
     """The session that the client names; empty if it names none."""
     user: str = ""
+    parallel: bool = True
+    """False: the answer may have one call."""
+    origins: dict[str, Origin] = {}
+    """By the tool's name: what the dialect has to know when it writes a call. A tool that is absent is an ordinary
+    one."""
+    left_out: tuple[str, ...] = ()
+    """Keys of the request that nothing honours."""
 
 
 class ModelReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,12 +2,13 @@
 
     POST /v1/chat/completions, /v1/responses, /v1/messages     one turn; a stream if the request asks for it
     POST /v1/messages/count_tokens                             the tokens of a prompt
-    GET  /v1/models                                            the policies that are served
+    GET  /v1/models, /v1/models/NAME                           the policies that are served
     POST /v1/client/sessions/ID/feedback                       {thumb | diff | undo | reward, comment?}: end and rate it
     POST /v1/client/sessions/ID/reward                         the same
     DELETE /v1/client/sessions/ID                              end the session without a rating
 
-Every turn's answer names its session in the header `X-Headrace-Session`; that is the ID to rate.
+Every turn's answer names its session in the header `X-Headrace-Session`; that is the ID to rate. `X-Headrace-Left-Out`
+names the request's keys that nothing honours (docs/request_keys.md).
 
 The endpoints know HTTP, keys and dialects; the sampler knows sessions and the engine. While a streamed turn is sampled,
 comments are sent on the connection, so that neither a proxy nor the client considers it dead.
@@ -15,6 +16,7 @@ comments are sent on the connection, so that neither a proxy nor the client cons
 
 import asyncio
 import json
+import re
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
@@ -38,6 +40,8 @@ SESSION_HEADERS = ("x-headrace-session", "session-id", "session_id", "x-session-
 """Headers in which clients name their session, first match wins. Codex sends ``session-id``."""
 COMMENT_EVERY_S = 10.0
 SESSION = "X-Headrace-Session"
+LEFT_OUT = "X-Headrace-Left-Out"
+PLAIN = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 class Caller(NamedTuple):
@@ -89,6 +93,7 @@ class Endpoints:
             *turns,
             web.post("/v1/messages/count_tokens", self._count),
             web.get("/v1/models", self._models),
+            web.get("/v1/models/{name}", self._model),
             web.post("/v1/client/sessions/{session}/feedback", keyed(self._rate)),
             web.post("/v1/client/sessions/{session}/reward", keyed(self._rate)),
             web.delete("/v1/client/sessions/{session}", keyed(self._close)),
@@ -101,7 +106,8 @@ class Endpoints:
             caller = Caller(key, _session(request, asked)[:200], asked.user[:200])
             if not asked.stream:
                 begun = self._sampler.begin(asked, caller)
-                return web.json_response(dialect.reply(await begun.reply), headers={SESSION: begun.session})
+                reply = dialect.reply(await begun.reply, asked)
+                return web.json_response(reply, headers=_headers(begun.session, asked))
             return await self._stream(request, dialect, asked, caller)
 
         return handler
@@ -112,8 +118,8 @@ class Endpoints:
         """The turn as server-sent events. A refusal before the first byte keeps its status."""
         begun = self._sampler.begin(asked, caller)
         turn = asyncio.ensure_future(begun.reply)
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", SESSION: begun.session}
-        response = web.StreamResponse(headers=headers)
+        stream = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        response = web.StreamResponse(headers=stream | _headers(begun.session, asked))
         try:
             done, _ = await asyncio.wait({turn}, timeout=COMMENT_EVERY_S)
             if done:
@@ -140,10 +146,13 @@ class Endpoints:
         return web.json_response({"input_tokens": await self._sampler.count(Messages().request(await _body(request)))})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        models = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "headrace"} for name in self._sampler.models()
-        ]
-        return web.json_response({"object": "list", "data": models})
+        return web.json_response({"object": "list", "data": [_described(name) for name in self._sampler.models()]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in self._sampler.models():
+            raise HttpRefused(404, f"there is no model {name[:80]!r}; GET /v1/models lists them")
+        return web.json_response(_described(name))
 
     async def _rate(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         body = await _body(request)
@@ -159,6 +168,16 @@ class Endpoints:
     async def _close(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         await self._sampler.close(request.match_info["session"], key)
         return web.json_response({"session": request.match_info["session"], "state": "ended"})
+
+
+def _described(model: str) -> dict[str, Any]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "headrace"}
+
+
+def _headers(session: str, asked: ModelRequest) -> dict[str, str]:
+    """The session, and the keys that were left out: the first twenty whose names a header can hold."""
+    names = [name for name in asked.left_out if PLAIN.fullmatch(name)][:20]
+    return {SESSION: session} | ({LEFT_OUT: ", ".join(names)} if names else {})
 
 
 def _session(request: web.Request, asked: ModelRequest) -> str:

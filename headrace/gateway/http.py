@@ -11,6 +11,7 @@ server; it uses public interfaces only.
 
 import asyncio
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from headrace.bus.errors import BusError
 from headrace.gateway.dialects.base import Unusable
@@ -91,7 +93,7 @@ async def read_body(request: web.Request) -> bytes:
     except web.HTTPRequestEntityTooLarge:
         raise HttpRefused(413, f"the body is larger than {MAX_BODY} bytes") from None
     except (ConnectionError, web.RequestPayloadError):
-        raise HttpRefused(400, "the connection was closed before the body was complete") from None
+        raise HttpRefused(400, "the body is incomplete, or is not in its Content-Encoding") from None
 
 
 async def read_json(request: web.Request, type: type[T]) -> T:
@@ -269,6 +271,25 @@ class _Connection(asyncio.Protocol):
             self._protocol.connection_lost(exc)
 
 
+class _Requests(RequestHandler):
+    """aiohttp's protocol of a connection. aiohttp itself logs a request that it cannot parse, and sends it back: with
+    its headers, and so with the API key."""
+
+    def handle_error(
+        self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        if status >= 500 or request.writer.output_size > 0:
+            return super().handle_error(request, status, exc, message)
+        text = "expected an HTTP/1.1 request with CRLF line ends and a body in a known Content-Encoding"
+        response = answer(error_of(request.path, status, text), status)
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        if not isinstance(sys.exc_info()[1], web.RequestPayloadError):
+            super().log_exception(*args, **kw)
+
+
 class Listener:
     """One HTTP port: `start`, then `stop`."""
 
@@ -293,14 +314,14 @@ class Listener:
 
         app = web.Application(client_max_size=MAX_BODY, middlewares=[clock])
         app.add_routes(self._routes)
-        self._runner = web.AppRunner(
-            app, access_log=None, keepalive_timeout=IDLE_S, handler_cancellation=True, shutdown_timeout=STOP_S
-        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=STOP_S)
         connections = self.connections = app[CONNECTIONS] = Connections()
         await self._runner.setup()
-        assert self._runner.server is not None
-        connections.server = self._runner.server
-        self._server = await asyncio.get_running_loop().create_server(
+        server, loop = self._runner.server, asyncio.get_running_loop()
+        assert server is not None
+        options: dict[str, Any] = {"loop": loop, "access_log": None, "keepalive_timeout": IDLE_S}
+        connections.server = lambda: _Requests(server, **options)
+        self._server = await loop.create_server(
             self.connections,
             host,
             port,

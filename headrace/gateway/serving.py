@@ -120,6 +120,7 @@ class ClientServing:
                 messages=request.messages,
                 known=prefix,
                 tools=request.tools,
+                parallel=request.parallel,
                 policy=session.policy,
                 sampling=sampling,
                 seed=secrets.randbits(31),

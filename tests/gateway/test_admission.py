@@ -42,13 +42,14 @@ def routes_of(gateway: Gateway, ids: dict[str, str]) -> list[Route]:
         assert route.resource is not None
         pattern = route.resource.canonical
         path = re.sub(r"{(\w+)[^}]*}", lambda part: ids[part[1]], pattern)
-        routes.append(Route(route.method, path, pattern == HEALTH, "{" in pattern and "user" not in pattern))
+        owned = "{" in pattern and not pattern.startswith("/v1/models") and "user" not in pattern
+        routes.append(Route(route.method, path, pattern == HEALTH, owned))
     return routes
 
 
 async def made(product: OpenGateway) -> dict[str, str]:
     """A session and an agent of the product's own tenant: values of the parts of paths. A set needs an environment."""
-    ids = {"user": "zoe", "path": "a.py", "set": "x1"}
+    ids = {"user": "zoe", "path": "a.py", "set": "x1", "name": "latest"}
     ids["session"] = (await product.call("POST", "/v1/sessions", ASK))[1]["session"]
     _, alone = await product.call("POST", "/v1/agents", {"prompt": "x", "workspace": {"files": {"a.py": "1"}}})
     return ids | {"agent": alone["agent"]["id"], "run": alone["run"]["id"]}
@@ -66,9 +67,11 @@ async def opened(connect: Connect, tmp_path: Path, request: pytest.FixtureReques
     product = await OpenGateway(
         connect, tmp_path, subjects.token(request.node.name)[:40], public_urls=("https://ours.example:8443",)
     ).open()
-    theirs = ApiKeys(key_file(product.config)).add("other", scopes=SCOPES)
-    yield Open(product, routes_of(product.gateway, await made(product)), theirs)
-    await product.gateway.shut(1.0)
+    try:
+        theirs = ApiKeys(key_file(product.config)).add("other", scopes=SCOPES)
+        yield Open(product, routes_of(product.gateway, await made(product)), theirs)
+    finally:
+        await product.gateway.shut(1.0)  # an event loop with an open port never closes
 
 
 async def stored(product: OpenGateway) -> list[int]:

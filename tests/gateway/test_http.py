@@ -180,3 +180,21 @@ async def test_a_request_that_waits_is_not_cut_off(front: Front, monkeypatch: py
         monkeypatch.setattr(http, name, 0.05)
     async with aiohttp.ClientSession(headers=HEADERS) as client, client.get(front.url + "/wait?wait=0.4") as answer:
         assert await answer.json() == {"waited": True}
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
+async def test_a_body_that_cannot_be_decoded_is_one_error(
+    front: Front, encoding: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = f"POST /read HTTP/1.1\r\nHost: 127.0.0.1\r\nx-api-key: {KEY}\r\nContent-Type: application/json\r\n"
+    body = f"Content-Encoding: {encoding}\r\nContent-Length: 4\r\nConnection: close\r\n\r\njunk"
+    answer = await (await front.connect((head + body).encode())).read()
+    assert answer.split(b" ")[1] == b"400" and b'"error"' in answer and not caplog.records
+
+
+async def test_a_request_that_is_no_http_is_neither_logged_nor_sent_back(
+    front: Front, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = await front.connect(f"POST /read HTTP/1.1\nHost: x\nx-api-key: {KEY}\n\n".encode())
+    answer = await reader.read()
+    assert answer.split(b" ")[1] == b"400" and KEY.encode() not in answer and not caplog.records

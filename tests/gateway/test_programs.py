@@ -1,4 +1,5 @@
-"""Client programs, unmodified, finish a task in their own tools: mini-swe-agent and Codex (`make test-clients`).
+"""Client programs, unmodified, finish a task in their own tools: mini-swe-agent, Codex and Claude Code
+(`make test-clients`).
 
 A script decides what is called, so that each program's own loop, tools and parallel calls are what is tested.
 """
@@ -12,7 +13,7 @@ import pytest
 
 from headrace.gateway.conversation import ModelRequest
 from headrace.messages.product import ClientCall
-from tests.support.clients import endpoints
+from tests.support.clients import Script, endpoints
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.clients]
 PROGRAMS = ROOT / ".cache" / "clients"
 MINI = PROGRAMS / "mini" / "bin" / "mini"
 CODEX = PROGRAMS / "codex" / "node_modules" / ".bin" / "codex"
+CLAUDE = PROGRAMS / "claude" / "node_modules" / ".bin" / "claude"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The command with which mini-swe-agent's model says that it is done; to Codex it is a command like any other."""
 
@@ -72,16 +74,34 @@ async def test_mini_swe_agent(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "trajectory.json").read_text())["info"]["exit_status"] == "Submitted"
 
 
+def settings(url: str, model: str) -> str:
+    """Codex's configuration. model: empty for the one that it chooses itself."""
+    return (
+        f'{model}model_provider = "headrace"\napproval_policy = "never"\n'
+        'sandbox_mode = "danger-full-access"\n[model_providers.headrace]\nname = "headrace"\n'
+        f'base_url = "{url}/v1"\nenv_key = "HEADRACE_KEY"\nwire_api = "responses"\n'
+    )
+
+
+def one_script(request: ModelRequest) -> tuple[str, tuple[ClientCall, ...]]:
+    """A program for Codex's own tool, whose argument is a text, then the end."""
+    if any(message.role == "tool" for message in request.messages):
+        return "Both files are written.", ()
+    (tool,) = (tool for tool in request.tools if tool.name == "exec")
+    assert list(tool.parameters["properties"]) == ["input"]  # type: ignore[call-overload]
+    commands = ("echo one > a.txt", "echo two > b.txt")
+    program = "".join(f"text(await tools.exec_command({json.dumps({'cmd': command})}));\n" for command in commands)
+    return "", (ClientCall(id="call_0", name="exec", arguments=json.dumps({"input": program})),)
+
+
 @pytest.mark.skipif(not CODEX.exists(), reason="Codex is not installed: make test-clients")
-async def test_codex(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "script"), [('model = "latest"\n', two_files), ("", one_script)])
+async def test_codex(tmp_path: Path, model: str, script: Script) -> None:
+    """With a model that it does not know it runs commands, with its own choice programs."""
     home = tmp_path / "codex"
     home.mkdir()
-    async with endpoints(tmp_path, two_files) as served:
-        (home / "config.toml").write_text(
-            'model = "latest"\nmodel_provider = "headrace"\napproval_policy = "never"\n'
-            'sandbox_mode = "danger-full-access"\n[model_providers.headrace]\nname = "headrace"\n'
-            f'base_url = "{served.url}/v1"\nenv_key = "HEADRACE_KEY"\nwire_api = "responses"\n'
-        )
+    async with endpoints(tmp_path, script) as served:
+        (home / "config.toml").write_text(settings(served.url, model))
         said = await program(
             *(str(CODEX), "exec", "--skip-git-repo-check", "write two files"),
             folder=tmp_path / "work",
@@ -92,3 +112,32 @@ async def test_codex(tmp_path: Path) -> None:
     assert (tmp_path / "work" / "a.txt").read_text() + (tmp_path / "work" / "b.txt").read_text() == "one\ntwo\n"
     assert "Both files are written." in said
     assert len(sessions) == 1 and "" not in sessions, "Codex names its session in a header"
+
+
+def two_commands(request: ModelRequest) -> tuple[str, tuple[ClientCall, ...]]:
+    """Two commands at once, then the end."""
+    if any(message.role == "tool" for message in request.messages):
+        return "Both files are written.", ()
+    commands = ("echo one > a.txt", "echo two > b.txt")
+    return "I write both.", tuple(
+        ClientCall(id=f"toolu_{index}", name="Bash", arguments=json.dumps({"command": command, "description": "w"}))
+        for index, command in enumerate(commands)
+    )
+
+
+@pytest.mark.skipif(not CLAUDE.exists(), reason="Claude Code is not installed: make test-clients")
+async def test_claude_code(tmp_path: Path) -> None:
+    async with endpoints(tmp_path, two_commands) as served:
+        said = await program(
+            *(str(CLAUDE), "-p", "write two files", "--model", "latest", "--allowedTools", "Bash"),
+            folder=tmp_path / "work",
+            ANTHROPIC_API_KEY=served.key,
+            ANTHROPIC_BASE_URL=served.url,
+            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        )
+        asked = [request for request, _ in served.sampler.asked]
+        people = {caller.user for _, caller in served.sampler.asked}
+    assert (tmp_path / "work" / "a.txt").read_text() + (tmp_path / "work" / "b.txt").read_text() == "one\ntwo\n"
+    assert "Both files are written." in said
+    assert [len(request.tools) > 10 for request in asked] == [True, True], "it asks for a title in JSON, and goes on"
+    assert len(people) == 1 and "session" not in people.pop()

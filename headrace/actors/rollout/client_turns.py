@@ -196,6 +196,7 @@ class ClientTurns:
             raise EngineError(f"the engine aborted a turn of {trajectory}")
         parsed = renderer.parse(sample.ids, prompt=more)
         text, calls = _answer(parsed, request.group, len(session.turns))
+        calls = calls if request.parallel else calls[:1]
         kinds = renderer.kinds(sample.ids, parsed)
         turn = _turn(len(session.turns), request.segment, more, sample, calls, kinds)
         await session.log.sampled(turn, "", "", engine.fingerprint)

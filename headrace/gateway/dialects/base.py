@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.messages.product import ClientTool
 
@@ -26,9 +28,9 @@ class Dialect(Protocol):
     """The path to which clients post requests."""
 
     def request(self, body: Body) -> ModelRequest:
-        """Read a request. Unknown keys are ignored; Unusable for a value that headrace does not support."""
+        """Read a request by the table of its keys (`keys`). Unusable for a value that headrace does not support."""
 
-    def reply(self, reply: ModelReply) -> dict[str, Any]:
+    def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
         """The whole reply as a JSON object."""
 
     def events(self, reply: ModelReply, request: ModelRequest) -> Iterator[bytes]:
@@ -44,27 +46,56 @@ def event(data: Mapping[str, Any], name: str = "") -> bytes:
     return f"{head}data: {json.dumps(data, separators=(',', ':'), ensure_ascii=False)}\n\n".encode()
 
 
+ATTACHMENTS = {
+    "image_url": "image",
+    "input_image": "image",
+    "image": "image",
+    "file": "file",
+    "input_file": "file",
+    "document": "document",
+    "input_audio": "audio",
+}
+"""Types of parts that hold something else than text, and what they hold."""
+
+
+def placeholder(kind: str) -> str:
+    """The text that the model reads instead of an attachment in a history or in a tool's result."""
+    return f"[{ATTACHMENTS[kind]} left out: the model reads text]"
+
+
+def no_attachment(content: object, field: str) -> None:
+    """Refuse an attachment to a user's newest message: Unusable. In an older message it becomes a placeholder, so that
+    the refusal does not end the session."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in ATTACHMENTS:
+            raise Unusable(f"{field}: expected text, got {ATTACHMENTS[kind]}; the model reads text", field)
+
+
 def text_of(value: object, field: str, kinds: tuple[str, ...] = ("text",)) -> str:
-    """A message's content as text. It is a string, or a list that contains text parts only.
+    """A message's content as text. It is a string, or a list of parts; an attachment becomes a placeholder.
 
     kinds: the names that the dialect gives to text parts. Unusable names the first part of another type.
     """
     if value is None:
         return ""
     if isinstance(value, str):
-        return _plain(value, field)
+        return plain(value, field)
     if not isinstance(value, list):
         raise Unusable(f"{field}: expected a string or a list of parts, got {type(value).__name__}", field)
     texts: list[str] = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(part.get("text"), str):
+        if isinstance(kind, str) and kind in ATTACHMENTS:
+            texts.append(placeholder(kind))
+        elif kind in kinds and isinstance(part.get("text"), str):
+            texts.append(plain(part["text"], field))
+        else:
             raise Unusable(f"{field}: expected parts of type {' or '.join(kinds)}, got {kind!r}", field)
-        texts.append(_plain(part["text"], field))
     return "\n".join(texts)
 
 
-def _plain(text: str, field: str) -> str:
+def plain(text: str, field: str) -> str:
     """Text that UTF-8 can encode: JSON strings may hold unpaired surrogates."""
     try:
         text.encode()
@@ -79,7 +110,7 @@ def string(value: object, field: str, default: str = "") -> str:
         return default
     if not isinstance(value, str):
         raise Unusable(f"{field}: expected a string, got {type(value).__name__}", field)
-    return _plain(value, field)
+    return plain(value, field)
 
 
 def objects(value: object, field: str) -> list[dict[str, Any]]:
@@ -103,6 +134,15 @@ def arguments(value: object, field: str) -> str:
     return text or "{}"
 
 
+def flag(value: object, field: str, default: bool = False) -> bool:
+    """True or false; the default if the key is absent or null."""
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise Unusable(f"{field}: expected true or false, got {value!r:.80}", field)
+    return value
+
+
 def whole_number(value: object, field: str) -> int | None:
     """An integer of at least 1; None if the key is absent or null."""
     if value is None:
@@ -121,35 +161,22 @@ def temperature(value: object) -> float:
     return float(value)
 
 
-def offered_tools(body: Body, kind: str, key: str, default_kind: str = "", inside: str = "") -> tuple[ClientTool, ...]:
-    """The tools that a request offers; none if ``tool_choice`` is none. A client cannot force a call.
-
-    kind: the dialect's type name for a tool that the client runs. key: the key of a tool's JSON Schema. default_kind:
-    the type of an entry that names no type. inside: the key of the nested object with name, description and schema;
-    empty if these stand in the entry itself. An entry of another type is refused if `inside` is given. Otherwise it is
-    left out, because it is a tool that only the vendor's servers run.
-    """
+def offered(body: Body) -> list[dict[str, Any]]:
+    """The entries of `tools`; none if ``tool_choice`` is none. Unusable for a call that is to be forced."""
     choice = body.get("tool_choice")
     choice = choice.get("type") if isinstance(choice, dict) else choice
     if choice not in (None, "auto", "none"):
         raise Unusable("tool_choice: expected 'auto' or 'none'; a call cannot be forced", "tool_choice")
-    tools: list[ClientTool] = []
-    for index, entry in enumerate(objects(body.get("tools"), "tools") if choice != "none" else ()):
-        field = f"tools[{index}]"
-        tool: Any = entry.get(inside) if inside else entry
-        if entry.get("type", default_kind) != kind or not isinstance(tool, dict):
-            if inside:
-                raise Unusable(f"{field}: expected a tool of type {kind!r}", "tools")
-            continue
-        field = f"{field}.{inside}" if inside else field
-        tools.append(
-            ClientTool(
-                name=string(tool.get("name"), f"{field}.name"),
-                description=string(tool.get("description"), f"{field}.description"),
-                parameters=schema(tool.get(key), f"{field}.{key}"),
-            )
-        )
-    return tuple(tools)
+    return objects(body.get("tools"), "tools") if choice != "none" else []
+
+
+def tool_of(tool: Body, key: str, field: str) -> ClientTool:
+    """A tool. key: the key of its JSON Schema."""
+    return ClientTool(
+        name=string(tool.get("name"), f"{field}.name"),
+        description=string(tool.get("description"), f"{field}.description"),
+        parameters=schema(tool.get(key), f"{field}.{key}"),
+    )
 
 
 def schema(value: object, field: str) -> dict[str, object]:
@@ -158,4 +185,8 @@ def schema(value: object, field: str) -> dict[str, object]:
         return {"type": "object", "properties": {}}
     if not isinstance(value, dict):
         raise Unusable(f"{field}: expected a JSON Schema object", field)
+    try:
+        msgspec.msgpack.encode(value)
+    except (OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise Unusable(f"{field}: no message can hold it: {error}", field) from None
     return value

@@ -13,14 +13,18 @@ from headrace.gateway.dialects.base import (
     Unusable,
     arguments,
     event,
+    flag,
+    no_attachment,
     objects,
-    offered_tools,
+    offered,
     string,
     temperature,
     text_of,
+    tool_of,
     whole_number,
 )
-from headrace.messages.product import ClientCall, ClientMessage
+from headrace.gateway.dialects.keys import CHAT, left_out
+from headrace.messages.product import ClientCall, ClientMessage, ClientTool
 
 _FINISH = {"stop": "stop", "calls": "tool_calls", "length": "length"}
 _KINDS = ("text", "refusal")
@@ -33,32 +37,31 @@ class ChatCompletions:
 
     def request(self, body: Body) -> ModelRequest:
         """See `Dialect.request`."""
-        if body.get("n") not in (None, 1):
-            raise Unusable("n: expected 1; send another request for another sample", "n")
-        if body.get("stop"):
-            raise Unusable("stop: stop sequences are not supported; the model ends its own turn", "stop")
-        tools = offered_tools(body, "function", "parameters", inside="function")
-        messages = tuple(
-            _message(entry, index) for index, entry in enumerate(objects(body.get("messages"), "messages"))
-        )
-        if not messages:
+        skipped = left_out(body, CHAT)
+        entries = objects(body.get("messages"), "messages")
+        if not entries:
             raise Unusable("messages: expected at least one message", "messages")
+        no_attachment(entries[-1].get("content") if entries[-1].get("role") == "user" else None, "messages")
+        messages = tuple(_message(entry, index) for index, entry in enumerate(entries))
+        longest = body.get("max_completion_tokens")
         options = body.get("stream_options")
         metadata = body.get("metadata")
         return ModelRequest(
             model=string(body.get("model"), "model"),
             messages=messages,
-            tools=tools,
-            max_tokens=whole_number(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
+            tools=tuple(_tool(entry, f"tools[{index}]") for index, entry in enumerate(offered(body))),
+            parallel=flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
+            max_tokens=whole_number(body.get("max_tokens") if longest is None else longest, "max_tokens"),
             temperature=temperature(body.get("temperature")),
-            stream=body.get("stream") is True,
+            stream=flag(body.get("stream"), "stream"),
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
             session=string(body.get("prompt_cache_key"), "prompt_cache_key")
             or string(metadata.get("session_id") if isinstance(metadata, dict) else None, "metadata.session_id"),
             user=string(body.get("user"), "user"),
+            left_out=skipped,
         )
 
-    def reply(self, reply: ModelReply) -> dict[str, Any]:
+    def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
         """See `Dialect.reply`."""
         message: dict[str, Any] = {"role": "assistant", "content": reply.text or None, "refusal": None}
         if reply.calls:
@@ -109,6 +112,13 @@ def _usage(reply: ModelReply) -> dict[str, Any]:
 
 def _call(call: ClientCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _tool(entry: dict[str, Any], field: str) -> ClientTool:
+    tool = entry.get("function")
+    if entry.get("type") != "function" or not isinstance(tool, dict):
+        raise Unusable(f"{field}: expected a tool of type 'function'", "tools")
+    return tool_of(tool, "parameters", f"{field}.function")
 
 
 def _message(entry: dict[str, Any], index: int) -> ClientMessage:

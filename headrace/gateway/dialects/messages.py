@@ -11,17 +11,24 @@ from typing import Any
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.dialects.base import (
+    ATTACHMENTS,
     Body,
     Unusable,
     event,
+    flag,
+    no_attachment,
     objects,
-    offered_tools,
+    offered,
+    placeholder,
+    plain,
     string,
     temperature,
     text_of,
+    tool_of,
     whole_number,
 )
-from headrace.messages.product import ClientCall, ClientMessage
+from headrace.gateway.dialects.keys import MESSAGES, left_out, no_format
+from headrace.messages.product import ClientCall, ClientMessage, ClientTool
 
 _STOP = {"stop": "end_turn", "calls": "tool_use", "length": "max_tokens"}
 _ERRORS = {
@@ -42,28 +49,35 @@ class Messages:
 
     def request(self, body: Body) -> ModelRequest:
         """See `Dialect.request`."""
-        if body.get("stop_sequences"):
-            raise Unusable("stop_sequences: not supported; the model ends its own turn", "stop_sequences")
+        skipped = left_out(body, MESSAGES)
+        no_format(body.get("output_config"), "output_config")
+        entries = objects(body.get("messages"), "messages")
+        if entries:
+            no_attachment(entries[-1].get("content"), f"messages[{len(entries) - 1}]")
         messages: list[ClientMessage] = []
         if system := text_of(body.get("system"), "system"):
             messages.append(ClientMessage(role="system", text=system))
-        for index, entry in enumerate(objects(body.get("messages"), "messages")):
+        for index, entry in enumerate(entries):
             messages += _message(entry, f"messages[{index}]")
         if not any(said.role != "system" for said in messages):
             raise Unusable("messages: expected at least one message", "messages")
-        metadata = body.get("metadata")
+        metadata, choice = body.get("metadata"), body.get("tool_choice")
         user = string(metadata.get("user_id") if isinstance(metadata, dict) else None, "metadata.user_id")
+        alone = choice.get("disable_parallel_tool_use") if isinstance(choice, dict) else None
+        tools, vendors = _tools(body)
         return ModelRequest(
             model=string(body.get("model"), "model"),
             messages=tuple(messages),
-            tools=offered_tools(body, "custom", "input_schema", default_kind="custom"),
+            tools=tools,
+            parallel=not flag(alone, "tool_choice.disable_parallel_tool_use"),
             max_tokens=whole_number(body.get("max_tokens"), "max_tokens"),
             temperature=temperature(body.get("temperature")),
-            stream=body.get("stream") is True,
-            user=user,
+            stream=flag(body.get("stream"), "stream"),
+            user=_person(user),
+            left_out=(*skipped, *vendors),
         )
 
-    def reply(self, reply: ModelReply) -> dict[str, Any]:
+    def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
         """See `Dialect.reply`."""
         return _head(reply) | {
             "content": _blocks(reply),
@@ -128,10 +142,36 @@ def _blocks(reply: ModelReply) -> list[dict[str, Any]]:
     return blocks
 
 
+def _tools(body: Body) -> tuple[tuple[ClientTool, ...], tuple[str, ...]]:
+    """The tools that the client runs, and the names of those that only the vendor's servers run."""
+    tools: list[ClientTool] = []
+    vendors: list[str] = []
+    for index, entry in enumerate(offered(body)):
+        if entry.get("type") in (None, "custom"):
+            tools.append(tool_of(entry, "input_schema", f"tools[{index}]"))
+        else:
+            vendors.append(f"tools.{entry.get('type')}")
+    return tuple(tools), tuple(vendors)
+
+
+def _person(user: str) -> str:
+    """The person in a `user_id`. Claude Code puts device, account and session into it: as JSON, and before 2.1 as
+    ``user_DEVICE_account_ACCOUNT_session_SESSION``. A session is nobody."""
+    try:
+        parts = json.loads(user)
+    except ValueError:
+        return user.partition("_session_")[0]
+    if not isinstance(parts, dict) or "session_id" not in parts:
+        return user
+    return str(parts.get("account_uuid") or parts.get("device_id") or "")
+
+
 def _message(entry: dict[str, Any], field: str) -> list[ClientMessage]:
     role, content = entry.get("role"), entry.get("content")
+    if role == "system":  # Claude Code's, since 2.1.154: what changed in the middle of a conversation
+        return [ClientMessage(role="system", text=text_of(content, f"{field}.content"))]
     if role not in ("user", "assistant"):
-        raise Unusable(f"{field}.role: expected user or assistant, got {role!r}", "messages")
+        raise Unusable(f"{field}.role: expected user, assistant or system, got {role!r}", "messages")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(content, f"{field}.content")
     texts: list[str] = []
     calls: list[ClientCall] = []
@@ -140,6 +180,8 @@ def _message(entry: dict[str, Any], field: str) -> list[ClientMessage]:
         kind, place = block.get("type"), f"{field}.content[{number}]"
         if kind == "text":
             texts.append(text_of([block], place))
+        elif role == "user" and isinstance(kind, str) and kind in ATTACHMENTS:
+            texts.append(placeholder(kind))
         elif kind in ("thinking", "redacted_thinking"):
             continue
         elif kind == "tool_use" and role == "assistant":
@@ -150,7 +192,7 @@ def _message(entry: dict[str, Any], field: str) -> list[ClientMessage]:
                 ClientCall(
                     id=string(block.get("id"), f"{place}.id"),
                     name=string(block.get("name"), f"{place}.name"),
-                    arguments=json.dumps(given, ensure_ascii=False),
+                    arguments=plain(json.dumps(given, ensure_ascii=False), f"{place}.input"),
                 )
             )
         elif kind == "tool_result" and role == "user":

@@ -1,8 +1,8 @@
 """OpenAI responses: ``POST /v1/responses``, the only dialect of Codex.
 
-The dialect is stateless: the client sends its whole history as items each turn, so a ``previous_response_id`` is
-refused. Items that a text model cannot use (reasoning of another model) and tools that only OpenAI's servers run
-(web search, images) are left out. A stream numbers its events and has no ``[DONE]``.
+The dialect is stateless: the client sends its whole history as items each turn. Items that the policy cannot use
+(reasoning of another model, calls of tools that only OpenAI's servers run) are left out. A stream numbers its events
+and has no ``[DONE]``.
 """
 
 import itertools
@@ -11,23 +11,31 @@ from typing import Any
 
 import msgspec
 
-from headrace.gateway.conversation import ModelReply, ModelRequest
+from headrace.gateway.conversation import ModelReply, ModelRequest, Origin
 from headrace.gateway.dialects.base import (
     Body,
     Unusable,
     arguments,
     event,
+    flag,
+    no_attachment,
     objects,
-    offered_tools,
     string,
     temperature,
     text_of,
     whole_number,
 )
-from headrace.messages.product import ClientCall, ClientMessage
+from headrace.gateway.dialects.keys import RESPONSES, left_out, no_format
+from headrace.gateway.dialects.response_tools import Tools, call_item, custom_arguments, tools_of
+from headrace.messages.product import ClientMessage
 
 _KINDS = ("input_text", "output_text", "text")
-_IGNORED = ("reasoning", "web_search_call", "local_shell_call", "compaction")
+_SKIPPED = ("reasoning", "web_search_call", "image_generation_call", "additional_tools")
+"""Items without a message: the model's own reasoning, results of the vendor's tools, and tools (`response_tools`)."""
+_ELSEWHERE = {
+    "item_reference": "nothing is stored under an id; send the item itself (in the AI SDK: store = false)",
+    "compaction": "another server compacted this history, and only it can read the result; send the history itself",
+}
 
 
 class Responses:
@@ -37,40 +45,42 @@ class Responses:
 
     def request(self, body: Body) -> ModelRequest:
         """See `Dialect.request`."""
-        if body.get("previous_response_id"):
-            raise Unusable(
-                "previous_response_id: nothing is stored; send the whole history as input", "previous_response_id"
-            )
-        if body.get("background") is True:
-            raise Unusable("background: expected false; a response is made while the client waits", "background")
+        skipped = left_out(body, RESPONSES)
+        no_format(body.get("text"), "text")
+        given = body.get("input")
+        items = [] if isinstance(given, str) else objects(given, "input")
+        tools = tools_of(body, items)
         messages: list[ClientMessage] = []
         if instructions := string(body.get("instructions"), "instructions"):
             messages.append(ClientMessage(role="system", text=instructions))
-        given = body.get("input")
         if isinstance(given, str):
             messages.append(ClientMessage(role="user", text=string(given, "input")))
-        else:
-            for index, item in enumerate(objects(given, "input")):
-                _add(messages, item, f"input[{index}]")
+        if items and items[-1].get("role") == "user":
+            no_attachment(items[-1].get("content"), f"input[{len(items) - 1}]")
+        for index, item in enumerate(items):
+            _add(messages, item, f"input[{index}]", tools)
         if not any(said.role != "system" for said in messages):
             raise Unusable("input: expected a text or at least one message", "input")
         metadata = body.get("metadata")
         return ModelRequest(
             model=string(body.get("model"), "model"),
             messages=tuple(messages),
-            tools=offered_tools(body, "function", "parameters"),
+            tools=tools.tools,
+            origins=tools.origins,
+            parallel=flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
             max_tokens=whole_number(body.get("max_output_tokens"), "max_output_tokens"),
             temperature=temperature(body.get("temperature")),
-            stream=body.get("stream") is True,
+            stream=flag(body.get("stream"), "stream"),
             session=string(body.get("prompt_cache_key"), "prompt_cache_key")
             or string(metadata.get("session_id") if isinstance(metadata, dict) else None, "metadata.session_id"),
             user=string(body.get("user"), "user"),
+            left_out=(*skipped, *tools.vendors),
         )
 
-    def reply(self, reply: ModelReply) -> dict[str, Any]:
+    def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
         """See `Dialect.reply`."""
         incomplete = {"reason": "max_output_tokens"} if reply.stop == "length" else None
-        return _head(reply, "incomplete" if incomplete else "completed", _items(reply)) | {
+        return _head(reply, "incomplete" if incomplete else "completed", _items(reply, request)) | {
             "incomplete_details": incomplete,
             "usage": _usage(reply),
         }
@@ -85,7 +95,7 @@ class Responses:
         started = _head(reply, "in_progress", [])
         yield say("response.created", response=started)
         yield say("response.in_progress", response=started)
-        for index, item in enumerate(_items(reply)):
+        for index, item in enumerate(_items(reply, request)):
             place = {"item_id": item["id"], "output_index": index}
             if item["type"] == "message":
                 part = {"type": "output_text", "text": "", "annotations": []}
@@ -99,18 +109,16 @@ class Responses:
                 yield say("response.output_text.done", **place, content_index=0, text=reply.text, logprobs=[])
                 yield say("response.content_part.done", **place, content_index=0, part=part | {"text": reply.text})
             else:
-                yield say(
-                    "response.output_item.added",
-                    output_index=index,
-                    item=item | {"status": "in_progress", "arguments": ""},
-                )
-                yield say("response.function_call_arguments.delta", **place, delta=item["arguments"])
-                yield say(
-                    "response.function_call_arguments.done", **place, arguments=item["arguments"], name=item["name"]
-                )
+                custom = item["type"] == "custom_tool_call"
+                kind, key = ("custom_tool_call_input", "input") if custom else ("function_call_arguments", "arguments")
+                named = {} if custom else {"name": item["name"]}
+                started = item | {"status": "in_progress", key: ""}
+                yield say("response.output_item.added", output_index=index, item=started)
+                yield say(f"response.{kind}.delta", **place, delta=item[key])
+                yield say(f"response.{kind}.done", **place, **{key: item[key]}, **named)
             yield say("response.output_item.done", output_index=index, item=item)
         name = "response.incomplete" if reply.stop == "length" else "response.completed"
-        yield say(name, response=self.reply(reply))
+        yield say(name, response=self.reply(reply, request))
 
     def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
         """See `Dialect.error`."""
@@ -142,7 +150,7 @@ def _head(reply: ModelReply, status: str, output: list[dict[str, Any]]) -> dict[
     }
 
 
-def _items(reply: ModelReply) -> list[dict[str, Any]]:
+def _items(reply: ModelReply, request: ModelRequest) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if reply.text or not reply.calls:
         part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
@@ -150,16 +158,8 @@ def _items(reply: ModelReply) -> list[dict[str, Any]]:
             {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
         )
     for index, call in enumerate(reply.calls):
-        items.append(
-            {
-                "id": f"fc_{reply.id}_{index}",
-                "type": "function_call",
-                "status": "completed",
-                "call_id": call.id,
-                "name": call.name,
-                "arguments": call.arguments,
-            }
-        )
+        origin = request.origins.get(call.name, Origin(call.name))
+        items.append(call_item(call, origin, f"{'ctc' if origin.custom else 'fc'}_{reply.id}_{index}"))
     return items
 
 
@@ -174,22 +174,22 @@ def _usage(reply: ModelReply) -> dict[str, Any]:
     }
 
 
-def _add(messages: list[ClientMessage], item: dict[str, Any], field: str) -> None:
+def _add(messages: list[ClientMessage], item: dict[str, Any], field: str, tools: Tools) -> None:
     """Append an item to the history. Consecutive calls of a turn join the assistant's message that precedes them."""
     kind = item.get("type", "message")
-    if kind in _IGNORED:
+    if kind in _SKIPPED:
         return
-    if kind == "function_call":
-        call = ClientCall(
-            id=string(item.get("call_id"), f"{field}.call_id"),
-            name=string(item.get("name"), f"{field}.name"),
-            arguments=arguments(item.get("arguments"), f"{field}.arguments"),
-        )
+    if kind in _ELSEWHERE:
+        raise Unusable(f"{field}: {_ELSEWHERE[kind]}", "input")
+    if kind in ("function_call", "custom_tool_call"):
+        custom = kind == "custom_tool_call"
+        given = custom_arguments(item, field) if custom else arguments(item.get("arguments"), f"{field}.arguments")
+        call = tools.call(item, field, given)
         if messages and messages[-1].role == "assistant":
             messages[-1] = msgspec.structs.replace(messages[-1], calls=(*messages[-1].calls, call))
         else:
             messages.append(ClientMessage(role="assistant", calls=(call,)))
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         messages.append(
             ClientMessage(
                 role="tool",
@@ -208,4 +208,4 @@ def _add(messages: list[ClientMessage], item: dict[str, Any], field: str) -> Non
         else:
             raise Unusable(f"{field}.role: expected user, assistant, system or developer, got {role!r}", "input")
     else:
-        raise Unusable(f"{field}.type: expected message, function_call or function_call_output, got {kind!r}", "input")
+        raise Unusable(f"{field}.type: expected a message, a call or its output, got {kind!r}", "input")

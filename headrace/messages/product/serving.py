@@ -174,6 +174,8 @@ class ClientTurn(Message, frozen=True, kw_only=True):
     known: Count = 0
     """How many of them the segment's ids hold already; the last of those is the turn that was sampled."""
     tools: tuple[ClientTool, ...] = ()
+    parallel: bool = True
+    """False: the turn has one call at most; the words of further ones stay in its ids."""
     policy: PolicyRef = PolicyRef()
     sampling: Sampling = Sampling()
     seed: Seed = 0

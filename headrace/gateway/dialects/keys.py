@@ -1,0 +1,179 @@
+"""The policy of the gateway for each key of a request, by dialect; docs/request_keys.md is made of these tables.
+
+A key is honoured, refused, or harmless and left out. A refused key may have its neutral values, which ask for nothing.
+An unknown key is left out as well. Nothing is left out in silence: the answer names the keys in the header
+`X-Headrace-Left-Out`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from headrace.gateway.dialects.base import Body, Unusable
+
+NOTHING: tuple[object, ...] = (None, False, "", [], {})
+"""Values that ask for nothing. An absent key is None."""
+
+
+class Key(NamedTuple):
+    """The policy of one key."""
+
+    policy: Literal["honoured", "refused", "left out"]
+    why: str = ""
+    neutral: tuple[object, ...] = ()
+    """Further values of a refused key that ask for nothing."""
+
+
+HONOURED = Key("honoured")
+_OWN = "the policy samples from its own distribution, at the temperature that is asked"
+_SAMPLING = Key("left out", _OWN)
+_VENDOR = Key("left out", "it concerns the vendor's servers")
+_EFFORT = Key("left out", "the model decides how long it reasons")
+_HINT = Key("left out", "a hint about caches; the engine reuses every prefix that it holds")
+_NO_GRAMMAR = "expected text; answers in a given format are not supported"
+_NO_STOP = "expected no stop sequences; the model ends its own turn"
+_NO_LOGPROBS = "not supported; the session's record has the log-probabilities"
+_STORED = "nothing is stored under an id; send the whole history"
+
+CHAT: Mapping[str, Key] = {
+    "model": HONOURED,
+    "messages": HONOURED,
+    "tools": HONOURED,
+    "tool_choice": Key("honoured", "auto or none; a call cannot be forced"),
+    "parallel_tool_calls": Key("honoured", "false: the answer has the first call alone"),
+    "max_tokens": HONOURED,
+    "max_completion_tokens": HONOURED,
+    "temperature": HONOURED,
+    "stream": HONOURED,
+    "stream_options": Key("honoured", "include_usage"),
+    "user": HONOURED,
+    "metadata": Key("honoured", "session_id names the session"),
+    "prompt_cache_key": Key("honoured", "names the session"),
+    "n": Key("refused", "expected 1; send another request for another sample", (1,)),
+    "stop": Key("refused", _NO_STOP),
+    "logprobs": Key("refused", _NO_LOGPROBS),
+    "top_logprobs": Key("refused", _NO_LOGPROBS, (0,)),
+    "response_format": Key("refused", _NO_GRAMMAR, ({"type": "text"},)),
+    "functions": Key("refused", "send tools instead"),
+    "function_call": Key("refused", "send tool_choice instead", ("auto", "none")),
+    "audio": Key("refused", "the model answers in text"),
+    "modalities": Key("refused", "the model answers in text", (["text"],)),
+    "web_search_options": Key("refused", "the gateway searches nothing; offer a tool that does"),
+    "logit_bias": Key("refused", "the policy samples from its own distribution"),
+    "top_p": _SAMPLING,
+    "top_k": _SAMPLING,
+    "min_p": _SAMPLING,
+    "frequency_penalty": _SAMPLING,
+    "presence_penalty": _SAMPLING,
+    "repetition_penalty": _SAMPLING,
+    "seed": Key("left out", "each turn draws its own seed, which its record has"),
+    "prediction": Key("left out", "it changes the speed alone"),
+    "prompt_cache_retention": _HINT,
+    "reasoning_effort": _EFFORT,
+    "reasoning": _EFFORT,
+    "thinking": _EFFORT,
+    "verbosity": _EFFORT,
+    "safety_identifier": _VENDOR,
+    "service_tier": _VENDOR,
+    "store": _VENDOR,
+}
+
+RESPONSES: Mapping[str, Key] = {
+    "model": HONOURED,
+    "input": HONOURED,
+    "instructions": HONOURED,
+    "tools": Key("honoured", "functions; tools that only the vendor's servers run are left out"),
+    "tool_choice": CHAT["tool_choice"],
+    "parallel_tool_calls": CHAT["parallel_tool_calls"],
+    "max_output_tokens": HONOURED,
+    "temperature": HONOURED,
+    "stream": HONOURED,
+    "user": HONOURED,
+    "metadata": CHAT["metadata"],
+    "prompt_cache_key": CHAT["prompt_cache_key"],
+    "text": Key("honoured", f"format: {_NO_GRAMMAR}"),
+    "previous_response_id": Key("refused", f"{_STORED} as input"),
+    "conversation": Key("refused", f"{_STORED} as input"),
+    "prompt": Key("refused", f"{_STORED} as input"),
+    "background": Key("refused", "expected false; a response is made while the client waits"),
+    "top_logprobs": CHAT["top_logprobs"],
+    "max_tool_calls": Key("refused", "the client runs its tools, and can stop by itself"),
+    "include": Key("left out", "encrypted reasoning and the vendor's own results do not exist here"),
+    "truncation": Key("left out", "a history that is too long is refused"),
+    "context_management": Key("left out", "the client compacts its own history"),
+    "top_p": _SAMPLING,
+    "reasoning": _EFFORT,
+    "verbosity": _EFFORT,
+    "stream_options": _VENDOR,
+    "client_metadata": _VENDOR,
+    "prompt_cache_retention": _HINT,
+    "safety_identifier": _VENDOR,
+    "service_tier": _VENDOR,
+    "store": Key("left out", f"{_STORED} each turn"),
+}
+
+MESSAGES: Mapping[str, Key] = {
+    "model": HONOURED,
+    "messages": HONOURED,
+    "system": HONOURED,
+    "tools": Key("honoured", "custom tools; tools that only the vendor's servers run are left out"),
+    "tool_choice": Key("honoured", "auto or none; disable_parallel_tool_use: the answer has the first call alone"),
+    "max_tokens": HONOURED,
+    "temperature": HONOURED,
+    "stream": HONOURED,
+    "metadata": Key("honoured", "user_id"),
+    "stop_sequences": Key("refused", _NO_STOP),
+    "output_format": Key("refused", _NO_GRAMMAR),
+    "output_config": Key("honoured", f"format: {_NO_GRAMMAR}; effort: {_EFFORT.why}"),
+    "mcp_servers": Key("refused", "the gateway calls no server; offer the server's tools"),
+    "container": Key("refused", "the gateway has no container of a client"),
+    "top_p": _SAMPLING,
+    "top_k": _SAMPLING,
+    "thinking": _EFFORT,
+    "context_management": Key("left out", "the client compacts its own history"),
+    "cache_control": _HINT,
+    "inference_geo": _VENDOR,
+    "service_tier": _VENDOR,
+    "speed": _VENDOR,
+}
+
+TABLES = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
+
+
+def left_out(body: Body, table: Mapping[str, Key]) -> tuple[str, ...]:
+    """The keys of a request that are left out, sorted. Unusable for a refused key that asks for something."""
+    out: list[str] = []
+    for name, value in body.items():
+        key = table.get(name)
+        if key is not None and key.policy == "refused":
+            if not any(_same(value, neutral) for neutral in (*NOTHING, *key.neutral)):
+                raise Unusable(f"{name}: {key.why}", name)
+        elif (key is None or key.policy == "left out") and not any(_same(value, neutral) for neutral in NOTHING):
+            out.append(name)
+    return tuple(sorted(out))
+
+
+def _same(value: object, other: object) -> bool:
+    """Equality that tells 0 and 1 from false and true."""
+    return type(value) is type(other) and value == other
+
+
+def no_format(value: Any, field: str) -> None:
+    """Check an object with the optional key `format`. Unusable for any format but text."""
+    if value is not None and not isinstance(value, dict):
+        raise Unusable(f"{field}: expected an object", field)
+    asked = (value or {}).get("format")
+    if asked is not None and asked != {"type": "text"}:
+        raise Unusable(f"{field}.format: {_NO_GRAMMAR}", field)
+
+
+def page() -> str:
+    """docs/request_keys.md."""
+    lines = ["# Keys of a client's request", "", "Made of headrace/gateway/dialects/keys.py by `make docs`.", ""]
+    lines += [
+        "The gateway honours a key, refuses a request with it (status 400), or leaves it out because it is harmless.",
+        "An unknown key is left out. The header `X-Headrace-Left-Out` of the answer names what was left out.",
+    ]
+    for path, table in TABLES.items():
+        lines += ["", f"## POST {path}", "", "| key | policy | |", "|---|---|---|"]
+        lines += [f"| `{name}` | {key.policy} | {key.why} |" for name, key in table.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,167 @@
+"""Each key of a request is honoured, refused, or left out and named."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from headrace.gateway.dialects.base import Unusable
+from headrace.gateway.dialects.chat import ChatCompletions
+from headrace.gateway.dialects.keys import NOTHING, TABLES
+from headrace.gateway.dialects.messages import Messages
+from headrace.gateway.dialects.responses import Responses
+from tests.support.clients import Served, endpoints, two_reads
+
+DIALECTS = {dialect.path: dialect for dialect in (ChatCompletions(), Responses(), Messages())}
+SAID = [{"role": "user", "content": "x"}]
+BODIES: dict[str, dict[str, Any]] = {path: {"messages": SAID, "input": SAID} for path in DIALECTS}
+for path, body in BODIES.items():
+    body.pop("messages" if path == "/v1/responses" else "input")
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with endpoints(tmp_path, two_reads) as started:
+        yield started
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_a_refused_key_is_named_and_its_neutral_values_pass(path: str) -> None:
+    for name, key in TABLES[path].items():
+        if key.policy == "refused":
+            for neutral in (*NOTHING, *key.neutral):
+                assert DIALECTS[path].request(BODIES[path] | {name: neutral}).left_out == ()
+            for asked in ("x", 7, True, ["x"], {"x": 1}):
+                with pytest.raises(Unusable) as refused:
+                    DIALECTS[path].request(BODIES[path] | {name: asked})
+                assert refused.value.field == name
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_what_nothing_honours_is_named(path: str) -> None:
+    harmless = [name for name, key in TABLES[path].items() if key.policy == "left out"]
+    body = BODIES[path] | dict.fromkeys([*harmless, "unheard_of"], 0.5)
+    assert DIALECTS[path].request(body).left_out == tuple(sorted([*harmless, "unheard_of"]))
+
+
+@pytest.mark.parametrize(("path", "key"), [("/v1/responses", "text"), ("/v1/messages", "output_config")])
+def test_no_answer_has_a_format(path: str, key: str) -> None:
+    DIALECTS[path].request(BODIES[path] | {key: {"format": {"type": "text"}, "verbosity": "low"}})
+    with pytest.raises(Unusable, match=f"{key}.format"):
+        DIALECTS[path].request(BODIES[path] | {key: {"format": {"type": "json_schema", "schema": {}}}})
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/chat/completions", {"parallel_tool_calls": False}),
+        ("/v1/responses", {"parallel_tool_calls": False}),
+        ("/v1/messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+    ],
+)
+def test_calls_at_once_can_be_ruled_out(path: str, more: dict[str, Any]) -> None:
+    assert DIALECTS[path].request(BODIES[path]).parallel
+    assert not DIALECTS[path].request(BODIES[path] | more).parallel
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_an_image_does_not_end_its_session(path: str) -> None:
+    """The newest message's is refused. In the history, and in the result of a tool, the model reads a placeholder."""
+    words = {"/v1/chat/completions": "image_url", "/v1/responses": "input_image", "/v1/messages": "image"}
+    key = "input" if path == "/v1/responses" else "messages"
+    image = {"role": "user", "content": [IMAGE | {"type": words[path]}]}
+    with pytest.raises(Unusable):
+        DIALECTS[path].request({key: [image]})
+    said = DIALECTS[path].request({key: [image, {"role": "user", "content": "x"}]}).messages
+    assert [message.text for message in said] == ["[image left out: the model reads text]", "x"]
+
+
+def test_a_picture_that_a_tool_read_is_a_result() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": {}}]}
+    (said,) = Messages().request({"messages": [{"role": "user", "content": [result]}]}).messages
+    assert (said.role, said.text) == ("tool", "[image left out: the model reads text]")
+
+
+@pytest.mark.parametrize(
+    ("id", "person"),
+    [
+        ("alice", "alice"),
+        ('{"device_id":"d","account_uuid":"","session_id":"s"}', "d"),
+        ('{"device_id":"d","account_uuid":"a","session_id":"s"}', "a"),
+        ("user_d_account_a_session_s", "user_d_account_a"),
+        ("[1]", "[1]"),
+        ('{"name":"x"}', '{"name":"x"}'),
+    ],
+)
+def test_a_session_is_no_person(id: str, person: str) -> None:
+    assert Messages().request({"messages": SAID, "metadata": {"user_id": id}}).user == person
+
+
+def test_what_changed_in_the_middle_of_a_conversation_is_a_system_message() -> None:
+    said = Messages().request({"messages": [*SAID, {"role": "system", "content": "now"}]}).messages
+    assert [(message.role, message.text) for message in said] == [("user", "x"), ("system", "now")]
+
+
+@pytest.mark.parametrize("number", [None, 9])
+def test_the_newer_limit_counts_where_it_is_given(number: int | None) -> None:
+    assert ChatCompletions().request(
+        {"messages": SAID, "max_tokens": 5, "max_completion_tokens": number}
+    ).max_tokens == (number or 5)
+
+
+@pytest.mark.parametrize("value", ["true", 1, []])
+@pytest.mark.parametrize("path", DIALECTS)
+def test_a_stream_is_asked_for_with_a_boolean(path: str, value: object) -> None:
+    with pytest.raises(Unusable):
+        DIALECTS[path].request(BODIES[path] | {"stream": value})
+
+
+@pytest.mark.parametrize("bad", ["\ud800", 1 << 70])
+def test_a_schema_that_no_message_can_hold_is_the_clients_fault(bad: object) -> None:
+    tools = [{"type": "function", "name": "t", "parameters": {"type": "object", "default": bad}}]
+    with pytest.raises(Unusable):
+        Responses().request({"input": "x", "tools": tools})
+
+
+NESTED = [
+    {"type": "namespace", "name": "functions", "tools": [
+        {"type": "custom", "name": "exec", "description": "Runs.", "format": {"type": "grammar", "definition": "G"}},
+        {"type": "function", "name": "send", "parameters": {"type": "object", "properties": {}}},
+    ]},
+    {"type": "namespace", "name": "team", "tools": [{"type": "function", "name": "send"}]},
+    {"type": "web_search"},
+]  # fmt: skip
+
+
+def test_tools_in_namespaces_come_back_by_their_own_names() -> None:
+    """As Codex sends them for the models that it knows."""
+    items: list[dict[str, Any]] = [
+        {"type": "additional_tools", "role": "developer", "tools": NESTED},
+        *SAID,
+        {"type": "custom_tool_call", "call_id": "a", "namespace": "functions", "name": "exec", "input": "1 + 1"},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": "2"},
+        {"type": "function_call", "call_id": "b", "namespace": "team", "name": "send", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "b", "output": "sent"},
+    ]
+    asked = Responses().request({"input": items})
+    assert [tool.name for tool in asked.tools] == ["exec", "functions_send", "team_send"]
+    assert asked.tools[0].parameters["required"] == ["input"] and asked.tools[0].description.endswith("G")
+    calls = [(call.name, call.arguments) for message in asked.messages for call in message.calls]
+    assert calls == [("exec", '{"input": "1 + 1"}'), ("team_send", "{}")]
+    assert asked.left_out == ("tools.web_search",)
+
+
+@pytest.mark.anyio
+async def test_an_answer_names_what_was_left_out(served: Served) -> None:
+    body = BODIES["/v1/chat/completions"] | {"top_p": 0.9, "service_tier": "auto", "no\nheader": 1, "stream": True}
+    async with aiohttp.ClientSession(headers={"x-api-key": served.key}) as session:
+        async with session.post(f"{served.url}/v1/chat/completions", json=body) as answer:
+            assert answer.headers["X-Headrace-Left-Out"] == "service_tier, top_p"
+            assert answer.headers["X-Accel-Buffering"] == "no"
+        async with session.get(f"{served.url}/v1/models/latest") as answer:
+            assert (await answer.json())["id"] == "latest"
+        async with session.get(f"{served.url}/v1/models/other") as answer:
+            assert answer.status == 404
