@@ -178,7 +178,7 @@ class Judge(Section, frozen=True, kw_only=True):
     rubric_weight: Annotated[float, Meta(ge=0.0, le=1e3)] = 0.0
     """Weight of the rubric's value in the built-in reward; 0 records it without effect."""
     rubric_card: OptionalPath = ""
-    """The judge's card (`headrace judge card`): criteria below its floors weigh nothing."""
+    """The judge's card (`headrace eval --judge`): criteria below its floors weigh nothing."""
     rubric_cache: OptionalPath = ""
     """File of the model's answers by content; empty: <run dir>/rubrics.sqlite."""
     model_url: HttpUrl = ""
@@ -242,7 +242,7 @@ class Production(Section, frozen=True, kw_only=True):
     """Tenant of the users of headrace's own agent; clients with an API key have the key's tenant."""
     training_allowed: bool = False
     """Opt-in of `tenant`: its rated sessions may be trained on. It is checked when a session is rated and again when a
-    batch is made. Tenants with API keys opt in by their keys (`headrace keys add --training`)."""
+    batch is made. Tenants with API keys opt in by their keys (`headrace keys --add --training`)."""
     keys: OptionalPath = ""
     """File of API keys (`headrace keys`); empty: <run dir>/keys.json."""
     turn_tokens: Positive = 4096

@@ -56,11 +56,11 @@ class CloneBackend:
 
     @classmethod
     def requirements(cls, environment: Environment) -> Iterator[Requirement]:
-        """QEMU, its accelerator, memory, disk and rights, as `headrace vm doctor` prints them, but boots nothing."""
+        """QEMU, its accelerator, memory, disk and rights, as `headrace check` prints them."""
         if environment.accel == "kvm" and (reason := no_kvm()):
             text = f"{reason}; set environment.accel to auto or tcg, or give this user /dev/kvm"
             yield Requirement("accel", False, text)
-        yield from (Requirement("", finding.good, finding.text) for finding in doctor(environment, boot=False))
+        yield from (Requirement("", finding.good, finding.text) for finding in doctor(environment))
 
     def __init__(self, environment: Environment, templates: dict[str, Template], on_event: OnEvent) -> None:
         self.slots = environment.slots_per_vm
