@@ -133,9 +133,6 @@ class Curriculum(Section, frozen=True, kw_only=True):
     actor_wait_s: Duration = 21_600.0
     """How long a run waits for a role that it needs and that has no live actor: judge, trainer, dead_letter, evaluator
     or certifier. Then the curriculum ends with an error that names the role."""
-    lost_groups: Annotated[int, Meta(ge=1, le=1_000_000)] = 64
-    """Groups in a row that may be dropped because the infrastructure lost their attempts. Then the curriculum ends with
-    an error: a run whose sandboxes all fail would otherwise issue groups without end."""
     canaries: Share = 0.0
     """Share of groups that get a task without a solution (tasks/impossible.py): an attempt that passes such a task has
     cheated."""
