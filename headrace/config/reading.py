@@ -215,7 +215,7 @@ def _move(raw: dict[str, Any], *, recorded: bool = False) -> None:
 
 
 def _gone(path: str) -> str:
-    """What became of a former key; empty for any other."""
+    """The end of a former key's error, which says what became of it; empty for any other."""
     if path not in FORMER:
         return ""
     value = FORMER[path]

@@ -27,7 +27,7 @@ from headrace.messages import subjects as s
 from headrace.tasks.packages.fetch import unpack
 from headrace.weights.signing import PUBLIC_FILE
 from tests.support import mutations
-from tests.support.keys import writes_for_others
+from tests.support.keys import as_writers
 from tests.support.patience import PATIENCE_S
 
 RUN = "recorded"
@@ -113,8 +113,7 @@ async def declared(store: Server) -> None:
 
 
 async def polluted(store: Server) -> int:
-    async with await Bus.connect(store.url, role="admin", credentials=store.credentials) as admin:
-        writes_for_others(admin, store.credentials)
+    async with await as_writers(store.url, store.credentials) as admin:
         return await mutations.pollute(admin, RUN)
 
 
