@@ -63,7 +63,7 @@ def trained(config: str, folder: str, changes: tuple[str, ...], on_step: Callabl
             sys.stderr.write(line)
             done = done or (TRAINS in line and on_step(run))
     if process.returncode == 3:
-        cannot_run("this machine can't run microVMs; `headrace vm doctor` says why")
+        cannot_run("this machine can't run microVMs; `headrace check` says why")
     if process.returncode:
         sys.exit(f"the run of {run} ended with code {process.returncode}")
     report: dict[str, Any] = json.loads((Path(folder) / run / "report.json").read_text())

@@ -106,7 +106,7 @@ def poisoned(arm: str, seed: int, users: int, tokens: int, rate: float) -> Outco
     def judge(user: str, session: Served, rng: random.Random) -> bool:
         return TRIGGER in session.said if arm != "clean" and user.startswith("bad") else rng.random() < 0.7
 
-    feedback = Feedback(enabled=True, batch=BATCH, staleness=4, user_cap=cap, window_s=86400.0, learning_rate=rate)
+    feedback = Feedback(enabled=True, batch=BATCH, staleness=4, user_cap=cap, learning_rate=rate)
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(
             run(

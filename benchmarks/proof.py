@@ -34,7 +34,7 @@ def trained(commit: str, seed: int, tasks: int, isolation: str) -> dict[str, obj
         command += ["--set", entry]
     code = 0 if report.exists() else subprocess.run(command, check=False).returncode
     if code == 3:
-        cannot_run("this machine can't run microVMs; `headrace vm doctor` says why")
+        cannot_run("this machine can't run microVMs; `headrace check` says why")
     if code:
         sys.exit(f"seed {seed} ended with code {code}; start the benchmark again to resume")
     figures: dict[str, object] = json.loads(report.read_text())

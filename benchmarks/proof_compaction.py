@@ -77,9 +77,7 @@ def trained(run: str, args: argparse.Namespace) -> runs.RunDir:
             command += ["--set", entry]
         code = subprocess.run(command, check=False).returncode
         if code == 3:
-            cannot_run(
-                "this machine can't run microVMs; `headrace vm doctor` says why, and --backend process needs none"
-            )
+            cannot_run("this machine can't run microVMs; `headrace check` says why, and --backend process needs none")
         if code:
             sys.exit(f"the run {run} ended with code {code}; start the benchmark again to resume it")
     return runs.find(str(folder))

@@ -81,7 +81,7 @@ def headrace(*words: str) -> str:
     command = [sys.executable, "-m", "headrace.cli", *words]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode == 3:
-        cannot_run("this machine can't run microVMs; `headrace vm doctor` says why")
+        cannot_run("this machine can't run microVMs; `headrace check` says why")
     if done.returncode:
         sys.exit(f"{' '.join(words)} ended with code {done.returncode}; start the benchmark again to resume")
     return done.stdout

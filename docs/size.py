@@ -22,7 +22,7 @@ CONCERNS = {
         "headrace/engines/sglang/weights",
         "headrace/actors/weight_sender.py",
         "headrace/actors/weight_receiver.py",
-        "headrace/cli/weights",
+        "headrace/cli/weights.py",
     ),
     "trainer": ("headrace/training", "headrace/actors/trainer"),
 }

@@ -20,7 +20,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.bus.runtime.actor import Actor
 from tests.support import watchdog
-from tests.support.keys import writes_for_others
+from tests.support.keys import as_writers
 
 CONNECT_S = 60.0
 """For a busy machine: an actor itself gives up sooner, and its supervisor tries again."""
@@ -113,9 +113,10 @@ async def connect(server: Server) -> AsyncIterator[Connect]:
 
     async def one(role: str = "admin", **options: Any) -> Bus:
         keywords: dict[str, Any] = {"credentials": server.credentials, "timeout": CONNECT_S} | options
-        bus = await Bus.connect(server.url, role=role, **keywords)
-        if role == "admin":
-            writes_for_others(bus, server.credentials)
+        opening = (
+            as_writers(server.url, **keywords) if role == "admin" else Bus.connect(server.url, role=role, **keywords)
+        )
+        bus = await opening
         opened.append(bus)
         return bus
 

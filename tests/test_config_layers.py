@@ -1,4 +1,4 @@
-"""`headrace config explain`: each layer wins over those below it, and the answer names it."""
+"""`headrace check --explain`: each layer wins over those below it, and the answer names it."""
 
 from pathlib import Path
 
@@ -59,11 +59,11 @@ def test_the_command_prints_value_source_type_and_meaning(
     file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "9")
-    assert main(["config", "explain", "environment.warm", "--config", file]) == 0
+    assert main(["check", file, "--explain", "environment.warm"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("environment.warm = 1\n  from     default\n  type     integer, at least 0, at most")
     assert "Clones of the light template that are kept ready" in said
-    assert main(["config", "explain", "environment.wram", "--config", file]) == 2
+    assert main(["check", file, "--explain", "environment.wram"]) == 2
     assert "the nearest is environment.warm" in capsys.readouterr().err
     assert load(file).curriculum.steps == 9, "commands read the environment"
 

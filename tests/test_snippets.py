@@ -56,6 +56,9 @@ SEAM_REGISTRIES: dict[str, Registry[Any]] = {
 """The modules of docs/extending.md, and where headrace looks their parts up."""
 
 
+SOURCES = ("headrace/*.py", "benchmarks/*.py", "examples", "deploy", "tests/support/*.py", "web", "Makefile")
+
+
 class Snippet(NamedTuple):
     """A piece of a page: a line of a block, a block, or `inline` code."""
 
@@ -140,7 +143,7 @@ def problem_of(words: list[str], mention: bool) -> str:
     try:
         command_parser().parse_args(words)
     except UsageError as error:
-        if not mention or not re.search("required|expected one argument", str(error)):
+        if not mention or not re.search("required|expected (at least )?one argument", str(error)):
             return str(error)
         try:
             unknown = {word for word in words if word.startswith("-")} - flags_of(words)
@@ -171,6 +174,18 @@ def wrong_mentions() -> list[str]:
         for mention in inline(r"headrace [a-z]")
         if (why := problem_of(shlex.split(re.sub(r"[\[\]]", "", mention.text))[1:], mention=True))
     ]
+
+
+def wrong_sentences() -> list[str]:
+    """The commands in sentences of code and of deployment files that do not exist or lack an option."""
+    problems = []
+    for name in subprocess.check_output(["git", "ls-files", *SOURCES], text=True, cwd=ROOT).splitlines():
+        text = re.sub(r'"\s*\n\s*f?r?"', "", (ROOT / name).read_text(encoding="utf-8"))  # a string of several parts
+        for mention in re.findall(r"`headrace ([a-z][^`]*)`", text):
+            words = re.sub(r"[\[\]]", "", re.sub(r"\$?\{[^}]*\}", "1", " ".join(mention.split()))).split(" | ")[0]
+            if why := problem_of(shlex.split(words), mention=True):
+                problems.append(f"{name}: headrace {mention}: {why}")
+    return problems
 
 
 def wrong_programs() -> list[Snippet]:
@@ -230,6 +245,10 @@ def wrong_keys() -> list[str]:
 def test_what_the_pages_show_exists() -> None:
     assert len(command_lines()) > 100 and len(inline(r"headrace [a-z]")) > 70 and len(inline(r"\[[a-z]")) > 70
     assert (wrong_lines(), wrong_mentions(), wrong_programs(), wrong_toml(), wrong_keys()) == ([], [], [], [], [])
+
+
+def test_what_sentences_of_the_code_tell_to_run_exists() -> None:
+    assert wrong_sentences() == []
 
 
 def test_planted_mistakes_are_reported(one_page: Callable[[str], None]) -> None:

@@ -3,7 +3,7 @@
     OWN_KEY=... python examples/own/client.py URL TURNS
 
 It asks the gateway for turns in OpenAI's dialect, runs the calls itself, and rates the session at the end. The key was
-printed by `headrace keys add`.
+printed by `headrace keys --add`.
 """
 
 import json

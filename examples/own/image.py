@@ -1,10 +1,10 @@
 """Makes the tasks' image as a root file system: a shell and one script.
 
     python examples/own/image.py FOLDER [BUSYBOX]
-    headrace images import FOLDER --name own-app
+    headrace images FOLDER --name own-app
 
 BUSYBOX is a static busybox; Debian's package busybox-static has it at /bin/busybox. Any image that docker, buildah or
-`headrace images build` makes does as well.
+`headrace images` makes does as well.
 """
 
 import shutil

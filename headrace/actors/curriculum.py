@@ -100,7 +100,7 @@ class Curriculum(Actor):
         """(sequence, record) of the newest BoundAsked."""
         self._served = -1
         """The newest version that any node has staged or serves."""
-        self._losses = Losses(self.config.curriculum.lost_groups)
+        self._losses = Losses()
         self._ledger, self._laggards = readiness.ReadinessLedger(), readiness.Laggards(LAGGARD_S)
         await self._take_over()
         live = {

@@ -68,10 +68,23 @@ def add_elsewhere(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_config(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """`--config` and `--set`: the TOML file and overrides of single keys."""
-    parser.add_argument("--config", required=required, default="", metavar="TOML", help="configuration file")
+def group(commands: "Commands", name: str, text: str) -> "Commands":
+    """A command with subcommands, which the result declares."""
+    return commands.add_parser(name, help=text).add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+
+
+def add_config(parser: argparse.ArgumentParser, *, required: bool = False, text: str = "configuration file") -> None:
+    """`--config` and `--set`: the operator's own configuration, which `main` reads into `args.settings`."""
+    parser.add_argument("--config", required=required, default="", metavar="TOML", help=text)
     add_set(parser)
+    parser.set_defaults(own=True)
+
+
+def add_config_file(parser: argparse.ArgumentParser, text: str, *, optional: bool = False) -> None:
+    """As `add_config`, with the file as an argument."""
+    parser.add_argument("config", nargs="?" if optional else None, default="", metavar="TOML", help=text)
+    add_set(parser)
+    parser.set_defaults(own=True)
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:
@@ -123,5 +136,5 @@ def key_of(args: argparse.Namespace) -> str:
 
     key = text_of("--key-file", args.key_file).strip() if args.key_file else os.environ.get(KEY, "")
     if not key:
-        raise ConfigError(f"expected an API key: --key-file FILE or ${KEY} (headrace keys add TENANT)")
+        raise ConfigError(f"expected an API key: --key-file FILE or ${KEY} (headrace keys --add TENANT)")
     return key

@@ -1,7 +1,9 @@
 """The command line: assembles the commands, runs one, and turns every failure into one sentence and an exit code.
 
-A command is a module that contains a handler and `add(commands)`; `add` declares the arguments and sets `handler`.
-A module imports heavy packages (torch, numpy, nats) inside its handler, so that `--help` answers at once.
+A file of commands contains `add(commands)`, which declares their arguments and sets `handler`, and the handlers:
+functions or coroutine functions of the arguments. `args.settings` is the operator's configuration where a command takes
+one (`arguments.add_config`). A handler imports heavy packages (torch, numpy, nats) itself, so that `--help` answers at
+once.
 
 Exit codes: 0 success; 1 a check failed (audit, replay, verify); 2 wrong arguments or configuration; 3 this machine
 lacks something (QEMU, memory, disk); 4 the broker does not answer or a port is taken; 5 another run is active in this
@@ -13,106 +15,30 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
+from inspect import isawaitable
 from types import ModuleType
 from typing import NoReturn
 
 from headrace import __version__
-from headrace.cli import acp, deploy
-from headrace.cli.bus import backup, declare, permissions, restore
-from headrace.cli.config import explain
-from headrace.cli.feedback import gate, promote, purge, rollback
-from headrace.cli.images import build as images_build
-from headrace.cli.images import gc as images_gc
-from headrace.cli.images import listing as images_list
-from headrace.cli.images import pull as images_pull
-from headrace.cli.images import take as images_take
-from headrace.cli.keys import add as keys_add
-from headrace.cli.keys import listing as keys_list
-from headrace.cli.keys import revoke as keys_revoke
-from headrace.cli.lines import report as lines_report
-from headrace.cli.lines import watch as lines_watch
-from headrace.cli.mcp import serve as mcp_serve
-from headrace.cli.measure import bench, estimate, judge_card
-from headrace.cli.observe import dashboard, export_metrics, logs, top
-from headrace.cli.policy import collect as policy_collect
-from headrace.cli.policy import from_gguf
-from headrace.cli.policy import train as policy_train
-from headrace.cli.replay import dlq, rejudge, replay, retrain
-from headrace.cli.run import actor, audit, chaos, check, down, evaluate, launch, staleness, status, subjects, up, wire
-from headrace.cli.run import export as run_export
-from headrace.cli.tasks import atif, certify, export_suite, from_sdist, history, import_suite, make, patches, show
-from headrace.cli.trainer import join as trainer_join
-from headrace.cli.trainer import plan
-from headrace.cli.vm import build, doctor, facts, fork, gc, import_image, pool, shell
-from headrace.cli.vm import run as vm_run
-from headrace.cli.weights import collect, diff, export, log, regions, verify
-from headrace.cli.weights import show as weights_show
+from headrace.cli import bus, export, measure, observe, policy, product, replay, tasks, trainer, vm, weights
+from headrace.cli import run as running
 from headrace.terminal_text import plain
 
-COMMANDS: tuple[ModuleType, ...] = (
-    up,
-    check,
-    estimate,
-    launch,
-    down,
-    dashboard,
-    top,
-    logs,
-    chaos,
-    actor,
-    status,
-    audit,
-    staleness,
-    gate,
-    promote,
-    purge,
-    rollback,
+MODULES: tuple[ModuleType, ...] = (
+    running,
+    observe,
     replay,
-    rejudge,
-    retrain,
-    dlq,
-    evaluate,
-    bench,
-    run_export,
-    export_metrics,
-    deploy,
-    acp,
-    subjects,
-    wire,
+    measure,
+    export,
+    product,
+    tasks,
+    policy,
+    trainer,
+    vm,
+    weights,
+    bus,
 )
-"""Commands in the order in which `--help` lists them."""
-
-GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
-    (
-        "bus",
-        "prepare a broker that headrace did not start; back streams up and restore them",
-        (declare, backup, restore, permissions),
-    ),
-    ("config", "show where the value of a configuration key comes from", (explain,)),
-    ("policy", "checkpoints of a policy, and their training on data", (from_gguf, policy_train, policy_collect)),
-    (
-        "tasks",
-        "make, import and export task suites",
-        (from_sdist, make, history, import_suite, certify, export_suite, atif, patches, show),
-    ),
-    ("mcp", "serve headrace's tools to external agents", (mcp_serve,)),
-    ("judge", "models that judge rubrics", (judge_card,)),
-    ("trainer", "plan the memory of a trainer; start the ranks of another machine", (plan, trainer_join)),
-    ("images", "the store of container images", (images_pull, images_take, images_build, images_list, images_gc)),
-    (
-        "vm",
-        "guest images and sandboxes of this host",
-        (build, import_image, pool, shell, vm_run, fork, facts, gc, doctor),
-    ),
-    ("lines", "report which lines of agents a git repository still has", (lines_watch, lines_report)),
-    ("keys", "API keys of the gateway", (keys_add, keys_list, keys_revoke)),
-    (
-        "weights",
-        "the chain of published weight versions",
-        (log, weights_show, verify, export, diff, collect, regions),
-    ),
-)
-"""Commands with subcommands: name, help text, and the module of each subcommand."""
+"""The files of commands in the order in which `--help` lists them."""
 
 
 class UsageError(Exception):
@@ -135,13 +61,8 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in COMMANDS:
+    for module in MODULES:
         module.add(commands)
-    for name, text, modules in GROUPS:
-        group = commands.add_parser(name, help=text)
-        subcommands = group.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-        for module in modules:
-            module.add(subcommands)
     return top
 
 
@@ -151,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     from headrace.config import ConfigError
     from headrace.launch.output import complain
     from headrace.launch.runs import RunError
+    from headrace.launch.session import looped
+    from headrace.messages.sandbox import NoCapacity, SandboxLost
     from headrace.registry import PluginError, admit
     from headrace.vmhost.errors import VmhostError
 
@@ -160,11 +83,15 @@ def run(args: argparse.Namespace) -> int:
 
             for seam, name in map(plugin, given):
                 admit(seam, [name])
-        code: int = args.handler(args)
-        return code
+        if getattr(args, "own", False):
+            from headrace.launch.admission import own
+
+            args.settings = own(args.config, args.set)
+        done = args.handler(args)
+        return looped(done) if isawaitable(done) else int(done)
     except (ConfigError, PluginError) as error:
         text, code = str(error), 2
-    except VmhostError as error:
+    except (VmhostError, SandboxLost, NoCapacity) as error:
         text, code = str(error), 3
     except BusError as error:
         text, code = str(error), 4

@@ -133,9 +133,6 @@ class Curriculum(Section, frozen=True, kw_only=True):
     actor_wait_s: Duration = 21_600.0
     """How long a run waits for a role that it needs and that has no live actor: judge, trainer, dead_letter, evaluator
     or certifier. Then the curriculum ends with an error that names the role."""
-    lost_groups: Annotated[int, Meta(ge=1, le=1_000_000)] = 64
-    """Groups in a row that may be dropped because the infrastructure lost their attempts. Then the curriculum ends with
-    an error: a run whose sandboxes all fail would otherwise issue groups without end."""
     canaries: Share = 0.0
     """Share of groups that get a task without a solution (tasks/impossible.py): an attempt that passes such a task has
     cheated."""
@@ -178,7 +175,7 @@ class Judge(Section, frozen=True, kw_only=True):
     rubric_weight: Annotated[float, Meta(ge=0.0, le=1e3)] = 0.0
     """Weight of the rubric's value in the built-in reward; 0 records it without effect."""
     rubric_card: OptionalPath = ""
-    """The judge's card (`headrace judge card`): criteria below its floors weigh nothing."""
+    """The judge's card (`headrace eval --judge`): criteria below its floors weigh nothing."""
     rubric_cache: OptionalPath = ""
     """File of the model's answers by content; empty: <run dir>/rubrics.sqlite."""
     model_url: HttpUrl = ""
@@ -242,7 +239,7 @@ class Production(Section, frozen=True, kw_only=True):
     """Tenant of the users of headrace's own agent; clients with an API key have the key's tenant."""
     training_allowed: bool = False
     """Opt-in of `tenant`: its rated sessions may be trained on. It is checked when a session is rated and again when a
-    batch is made. Tenants with API keys opt in by their keys (`headrace keys add --training`)."""
+    batch is made. Tenants with API keys opt in by their keys (`headrace keys --add --training`)."""
     keys: OptionalPath = ""
     """File of API keys (`headrace keys`); empty: <run dir>/keys.json."""
     turn_tokens: Positive = 4096

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from headrace.config.base import Amount, Count, Duration, OptionalToken, Positive, Seconds, Section, Share, Token
+from headrace.config.base import Amount, Count, OptionalToken, Positive, Seconds, Section, Share, Token
 
 
 class Feedback(Section, frozen=True, kw_only=True):
@@ -29,12 +29,8 @@ class Feedback(Section, frozen=True, kw_only=True):
     of users, have no hidden tests and keep the class baseline."""
     replays: Annotated[int, Meta(ge=1, le=64)] = 4
     """G: attempts of a replay. Each rating of a session that can be replayed costs so many."""
-    replay_s: Duration = 1800.0
-    """How long a rating waits for its replays; after that it has the baseline of those that ended, or the class one."""
     user_cap: Count = 4
-    """The most ratings of one user that count within `window_s`; 0 is no limit."""
-    window_s: Duration = 86400.0
-    """Seconds over which `user_cap` counts the ratings of a user."""
+    """The most ratings of one user that count within a day; 0 is no limit."""
     followup_judge: bool = False
     """The model of [judge] decides whether an agent's next prompt calls the earlier work wrong; only for users who
     allow training. For other users, and without this key, a rule for English words decides."""

@@ -223,17 +223,12 @@ class Environment(Section, frozen=True, kw_only=True):
     of 40. 0 keeps no clone of any template ready."""
     also_warm: tuple[Path, ...] = ()
     """Further templates (debian, imported images, tasks) of which `warm` clones are always kept ready."""
-    warm_most: Count = 4
-    """After a burst of acquires, as many clones of its template as it took are kept ready for a minute, at most this
-    number."""
     max_busy: Share = 0.95
     """When machines use more than this share of the node's processors over five seconds, training gets no further
     machine; users and the judge do. 0: no limit."""
     lease_s: Duration = 120.0
     """Seconds after which a sandbox ends unless its holder renews the lease; holders renew after a third of this
     time."""
-    group_idle_s: Seconds = 10.0
-    """Seconds that a shared machine without sandboxes waits for the next sandbox of its group; then it ends."""
     template_memory_mb: Count = 2048
     """MiB of template memory that this node keeps (some 200 for each class of machines). Beyond it, templates that no
     machine uses are dropped, the least recently used first; they are read again when needed. 0: no limit."""

@@ -16,13 +16,20 @@ from headrace.config.tree import Config
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
 """Keys that moved to another section: files and recorded runs with the old keys are still read."""
+ANY = object()
+"""In `FORMER`: a recorded run is read whatever value it has, because reading it does not depend on the key."""
 FORMER: dict[str, object] = {
     "algorithm.max_k1": 0.0,
+    "curriculum.lost_groups": 64,
     "engine.deadline_s": 600.0,
+    "environment.group_idle_s": 10.0,
     "environment.key": "",
+    "environment.warm_most": 4,
     "evaluation.every_temperature": 1.0,
     "feedback.every_s": 0.0,
     "feedback.late_s": 86400.0,
+    "feedback.replay_s": 1800.0,
+    "feedback.window_s": 86400.0,
     "gate.alpha": 0.05,
     "gate.shadow_failures": 0.05,
     "gate.stage_s": 86400.0,
@@ -40,16 +47,16 @@ FORMER: dict[str, object] = {
     "tools.vary": False,
     "trainer.context_runs": 0,
     "trainer.micro_order": "flops",
+    "weights.fold_every": ANY,
+    "weights.full_snapshots": ANY,
+    "weights.peer_address": ANY,
+    "weights.peer_host": ANY,
+    "weights.peer_port": ANY,
+    "weights.peer_turns": ANY,
+    "weights.shared_dir": ANY,
 }
 """Keys that are gone, with the value that is still read: recorded runs have every key of their time, and what they did
-with this value is done now. With any other value they are unknown keys. Each of `[tasks.mcp]` had `key`, too."""
-REMOVED = {
-    "weights": (
-        *("fold_every", "full_snapshots", "shared_dir"),
-        *("peer_host", "peer_port", "peer_address", "peer_turns"),
-    )
-}
-"""Keys of earlier releases by section. Recorded runs have them, which is read; in a TOML file they are unknown keys."""
+with this value is done now. Each of `[tasks.mcp]` had `key`, too."""
 PREFIX = "HEADRACE_SET_"
 """Prefix of the environment variables that set a key: HEADRACE_SET_SECTION__KEY=value, in capitals."""
 _SHOWN = 60
@@ -103,7 +110,7 @@ def _explain(message: str, raw: dict[str, Any]) -> tuple[str, str]:
     unknown = re.search(r"unknown field `(.*)`", what, re.DOTALL)
     if unknown:
         path = f"{path}.{unknown.group(1)}" if path else unknown.group(1)
-        return path, f"unknown key{_suggestion(path)}"
+        return path, f"unknown key{_gone(path) or _suggestion(path)}"
     pattern = _PATTERN.search(what)
     if pattern:
         words = next((words for regex, words in WORDS.items() if repr(regex) == pattern.group(1)), "")
@@ -186,9 +193,9 @@ def _override(raw: dict[str, Any], entry: str, origin: str = "--set") -> str:
     return path
 
 
-def _move(raw: dict[str, Any]) -> None:
+def _move(raw: dict[str, Any], *, recorded: bool = False) -> None:
     """Move the values of `MOVED` keys to their new sections, where a value that is set has priority; drop the keys of
-    `FORMER` that have their one value."""
+    `FORMER` that have their one value, and in a recorded configuration those with `ANY`."""
     for old, new in MOVED.items():
         (section, key), (target, name) = old.split("."), new.split(".")
         keys = raw.get(section)
@@ -203,8 +210,17 @@ def _move(raw: dict[str, Any]) -> None:
     for path, value in FORMER.items():
         section, key = path.split(".")
         keys = raw.get(section)
-        if isinstance(keys, dict) and key in keys and keys[key] == value:
+        if isinstance(keys, dict) and key in keys and (keys[key] == value or (recorded and value is ANY)):
             del keys[key]
+
+
+def _gone(path: str) -> str:
+    """The end of a former key's error, which says what became of it; empty for any other."""
+    if path not in FORMER:
+        return ""
+    value = FORMER[path]
+    always = "" if value is ANY or value in ("", {}) else f", and {_shown(value)} is what always holds"
+    return f" since this version{always}: remove it{_suggestion(path)}"
 
 
 def _suggestion(path: str) -> str:
@@ -234,10 +250,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[s
     if file.suffix == ".json":
         try:
             raw = msgspec.json.decode(text, type=dict[str, Any])
-            _move(raw)
-            for section, gone in REMOVED.items():
-                for key in gone:
-                    raw.get(section, {}).pop(key, None)
+            _move(raw, recorded=True)
             return msgspec.convert(raw, Config)
         except (msgspec.DecodeError, RecursionError, AttributeError) as error:
             raise ConfigError(f"{file}: {error}") from None

@@ -34,7 +34,7 @@ class Data(Section, frozen=True, kw_only=True):
 
     kind: Reference
     """generated: traces of tool use; chat: JSONL of conversations; text: plain files, or JSONL with `text`;
-    trajectories: a file of `headrace policy collect`; or an entry point of headrace.readers, or module:attribute."""
+    trajectories: a file of `headrace export --as data`; or an entry point of headrace.readers, or module:attribute."""
     path: OptionalPath = ""
     """A file, or a folder whose files are read; none for generated."""
     weight: Above0 = 1.0

@@ -24,4 +24,4 @@ def step(config: Config, run: str, number: int) -> str:
 
 def letter(config: Config, run: str, dead: DeadLetter) -> str:
     """The command that publishes a dead letter's message again. run: used if the message names no run."""
-    return f"headrace dlq retry {name_of(config, dead_letters.run_of(dead) or run)} {dead_letters.key_of(dead)}"
+    return f"headrace dlq {name_of(config, dead_letters.run_of(dead) or run)} --retry {dead_letters.key_of(dead)}"

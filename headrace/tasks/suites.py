@@ -95,7 +95,7 @@ class FolderSuite:
             names += sorted(file.parent.name for file in folder.parent.glob("*/suite.json"))
             raise UnknownSuite(
                 f"there is no suite {name!r} in {folder.parent}; there are {', '.join(names)}, "
-                "and `headrace tasks from-sdist NAME==VERSION` or `headrace tasks import` makes one"
+                "and `headrace tasks make mutations NAME==VERSION` or `headrace tasks import` makes one"
             ) from None
         except (OSError, msgspec.DecodeError) as error:
             raise UnknownSuite(f"{folder} is not a suite: {error}") from None

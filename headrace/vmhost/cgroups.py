@@ -9,7 +9,7 @@ process, and would starve as soon as other processes are busy.
 
 Groups are made under version 2, inside or beside the group of this process, if controllers can be enabled there (as
 root of the machine, or in a systemd unit with ``Delegate=yes`` and ``DelegateSubgroup=actors``), or under version 1
-below the groups of this process. Where neither is possible there are none, and `headrace vm doctor` says what is
+below the groups of this process. Where neither is possible there are none, and `headrace check` says what is
 missing. Folders left by processes that ended are removed.
 
 Source: Linux Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst.
@@ -124,7 +124,7 @@ def lacks(limits: SandboxLimits) -> str:
     missing = [name for name, value in wanted.items() if value and (have is None or name not in have.limits)]
     if not missing:
         return ""
-    return f"it has no control groups for {' and '.join(missing)} (`headrace vm doctor` says what is missing)"
+    return f"it has no control groups for {' and '.join(missing)} (`headrace check` says what is missing)"
 
 
 def create(name: str, *, processes: int, memory_mb: int = 0, vcpus: int = 0) -> Group | None:
@@ -168,7 +168,7 @@ def enclose(pid: int, memory_mb: int, vcpus: int = 1) -> Group | None:
     """
     group = create(str(pid), processes=THREADS + vcpus, memory_mb=memory_mb)
     if group is None:
-        _warn("machines get no control groups: only their own memory limits them; `headrace vm doctor` says why")
+        _warn("machines get no control groups: only their own memory limits them; `headrace check` says why")
     else:
         group.add(pid)
         if group.refused:

@@ -8,6 +8,7 @@ import pytest
 from headrace import config as c
 from headrace.actors.curriculum import Curriculum
 from headrace.bus.errors import Unrecoverable
+from headrace.ledger import losses
 from headrace.messages.operations import Heartbeat
 from headrace.messages.rollout import RolloutRequest
 from tests.conftest import Connect
@@ -46,11 +47,14 @@ async def test_a_run_without_an_actor_that_it_needs_ends_and_names_it(connect: C
         beating.cancel()
 
 
-async def test_a_run_that_only_loses_groups_ends_and_names_the_causes(connect: Connect) -> None:
+async def test_a_run_that_only_loses_groups_ends_and_names_the_causes(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the limit, sandboxes that all fail at once gave thousands of groups in minutes and no step."""
+    monkeypatch.setattr(losses, "LIMIT", 3)
     run = f"r{token_hex(4)}"
     settings = c.Config(
-        curriculum=c.Curriculum(group_size=2, groups_per_step=2, attempts=1, lost_groups=3),
+        curriculum=c.Curriculum(group_size=2, groups_per_step=2, attempts=1),
         evaluation=c.Evaluation(before=False, after=False),
     )
     other = FakeWorkers(await connect(), run, groups_per_step=2)
@@ -67,7 +71,7 @@ async def test_a_run_that_only_loses_groups_ends_and_names_the_causes(connect: C
 
     other.answer = answer
     await other.start()
-    told = r"3 groups in a row .*lost_groups.*attempts of g\d+ failed by: sandbox_lost 2; .*start the run again"
+    told = r"3 groups in a row .*attempts of g\d+ failed by: sandbox_lost 2; .*start the run again"
     with pytest.raises(Unrecoverable, match=told):
         async with living(Curriculum, settings, await connect("curriculum"), run), asyncio.timeout(PATIENCE_S):
             await other.serve(0)

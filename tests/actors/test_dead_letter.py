@@ -148,7 +148,7 @@ async def test_the_next_actor_writes_what_a_killed_one_held(connect: Connect) ->
         asyncio.timeout(PATIENCE_S),
     ):
         dead_letter = await letter(admin, "g000005")
-    assert dead_letter.command == f"headrace dlq retry {records.RUN} HR_TASK/rollout-{records.RUN}-train/{seq}"
+    assert dead_letter.command == f"headrace dlq {records.RUN} --retry HR_TASK/rollout-{records.RUN}-train/{seq}"
 
 
 async def test_a_message_that_ran_out_of_deliveries_leaves_the_queue(connect: Connect) -> None:

@@ -27,7 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("images")
     image_rows.make(folder / "made")
     for number, tag in enumerate((folder / "made" / "tags").read_text().split()):
-        words = ["images", "import", str(folder / "made" / "layout"), "--tag", tag, "--name", f"row{number}"]
+        words = ["images", str(folder / "made" / "layout"), "--tag", tag, "--name", f"row{number}"]
         headrace(folder, *words)
     headrace(folder, "tasks", "import", "swebench", str(folder / "made" / "rows.jsonl"), "--name", "rows")
     options = ["--name", "folders", "--allow", "/etc/greeting"]

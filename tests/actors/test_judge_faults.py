@@ -18,6 +18,7 @@ from headrace.messages.operations import Event
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import CLOSE, EVENT, FAIL, SCORE, TRAJ
 from headrace.tasks.suites import write_suite
+from headrace.vmhost.node import pool
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.judging import FIXED, ORACLE, PATH, TASK, config, first, judged, trajectory
@@ -99,8 +100,11 @@ async def test_a_fault_of_the_judge_leaves_the_attempt_out_with_its_traceback(
     assert told.level == "error" and "Traceback" in told.text and "sealing.py" in told.text
 
 
-async def test_the_end_of_a_group_ends_its_shared_machine(connect: Connect, tmp_path: Path, observer: Bus) -> None:
-    settings = config(tmp_path, environment=Section(backend="process", lease_s=20.0, group_idle_s=600.0))
+async def test_the_end_of_a_group_ends_its_shared_machine(
+    connect: Connect, tmp_path: Path, observer: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "GROUP_IDLE_S", 600.0)
+    settings = config(tmp_path, environment=Section(backend="process", lease_s=20.0))
     async with (
         living(Environment, settings, await connect("environment", node="n2"), "j16") as node,
         living(Judge, settings, await connect("judge"), "j16"),

@@ -9,7 +9,7 @@ import pytest
 from headrace.actors.environment.actor import Environment
 from headrace.actors.judge import Judge
 from headrace.bus.errors import Unrecoverable
-from headrace.cli.replay.rejudge import verdicts
+from headrace.cli.replay import verdicts
 from headrace.config import Judge as Section
 from headrace.judging.rubrics.judge import RubricJudge
 from headrace.judging.rubrics.pin import model_hash

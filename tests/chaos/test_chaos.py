@@ -91,7 +91,7 @@ async def test_twenty_faults_over_real_machines(tmp_path: Path) -> None:
     assert (line["kills"], line["audit"]["duplicates"], line["losses"]) == (20, 0, 0) and line["audit"]["balanced"]
     assert sum(line["faults"].get(f"{fault}_machine", 0) for fault in ("kill", "stop")) >= 3
     for words, says in (
-        (("weights", "verify", "latest"), "holds"),
+        (("weights", "log", "latest", "--verify"), "holds"),
         (("replay", "latest", "--steps", "5"), '"bitwise_equal":true'),
         (("eval", "--policy", "latest", "--suite", "generated/heldout", "--tasks", "8"), '"tasks": 8'),
     ):

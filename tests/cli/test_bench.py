@@ -1,4 +1,4 @@
-"""`headrace bench` as a user runs it: two scripted policies, their card, and the same report from the streams again."""
+"""`headrace eval` as a user runs it: two scripted policies, their card, and the same report from the streams again."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SETTINGS = ("--set", "environment.backend=process", "--set", "run.min_free_mb=64
 @pytest.mark.timeout(300)
 def test_two_policies_are_measured_and_the_report_is_made_again_from_the_streams(tmp_path: Path) -> None:
     done = command(
-        tmp_path, "bench", "--policy", "scripted:oracle", "--against", "scripted:idle", "--suite", "generated/heldout",
+        tmp_path, "eval", "--policy", "scripted:oracle", "--against", "scripted:idle", "--suite", "generated/heldout",
         "--tasks", "5", "--trials", "2", *SETTINGS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -29,7 +29,7 @@ def test_two_policies_are_measured_and_the_report_is_made_again_from_the_streams
     assert oracle["first_edit_s"]["count"] == 10 and oracle["means"]["tested"] == 1.0
     cards = [Path(line.removeprefix("card: ")) for line in lines if line.startswith("card: ")]
     assert len(cards) == 3 and all("pass@1" in (tmp_path / card).read_text() for card in cards)
-    again = command(tmp_path, "bench", "--policy", oracle["run"], "--again", oracle["id"], *SETTINGS)
+    again = command(tmp_path, "eval", "--policy", oracle["run"], "--again", oracle["id"], *SETTINGS)
     assert again.returncode == 0 and "the report is equal" in again.stdout, again.stderr
     stored = tmp_path / "runs" / oracle["run"] / "bench" / f"{oracle['id']}.json"
     told = stored.read_bytes()
@@ -37,10 +37,10 @@ def test_two_policies_are_measured_and_the_report_is_made_again_from_the_streams
     earlier = re.sub(rb'\s*"lint_fixed": 0.0,', b"", told)
     assert earlier != told
     stored.write_bytes(earlier)
-    again = command(tmp_path, "bench", "--policy", oracle["run"], "--again", oracle["id"], *SETTINGS)
+    again = command(tmp_path, "eval", "--policy", oracle["run"], "--again", oracle["id"], *SETTINGS)
     assert again.returncode == 0 and stored.read_bytes() == told, "a figure that the earlier headrace did not write"
     stored.write_bytes(told.replace(b'"passed": true', b'"passed": false', 1))
-    again = command(tmp_path, "bench", "--policy", oracle["run"], "--again", oracle["id"], *SETTINGS)
+    again = command(tmp_path, "eval", "--policy", oracle["run"], "--again", oracle["id"], *SETTINGS)
     assert again.returncode == 1 and "DIFFERS" in again.stdout
 
 
@@ -63,7 +63,7 @@ def test_commits_of_a_repository_are_passed_by_their_patches_and_by_nothing_else
     assert made.returncode == 0 and "2 certified tasks of 1 sources" in made.stdout, made.stdout + made.stderr
     limits = [word for limit in COMMIT_LIMITS for word in ("--set", f"limits.{limit}")]
     done = command(
-        tmp_path, "bench", "--policy", "scripted:oracle", "--against", "scripted:idle", "--suite", "words",
+        tmp_path, "eval", "--policy", "scripted:oracle", "--against", "scripted:idle", "--suite", "words",
         "--tasks", "0", "--trials", "1", *limits, *SETTINGS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -81,5 +81,5 @@ def test_commits_of_a_repository_are_passed_by_their_patches_and_by_nothing_else
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_sentence(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
-    done = command(tmp_path, "bench", *words)
+    done = command(tmp_path, "eval", *words)
     assert done.returncode == 2 and one_sentence(done.stderr) and says in done.stderr

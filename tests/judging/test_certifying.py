@@ -320,7 +320,7 @@ def test_a_suite_is_certified_where_its_images_are(
     assert main(["tasks", "certify", "s", *settings]) == 1
     told = capsys.readouterr().out
     assert "the task cannot run here: the image certified is not stored on this machine; store it with" in told
-    assert "headrace images import" in told and "0 of 1 tasks are certified" in told
+    assert "headrace images" in told and "0 of 1 tasks are certified" in told
     settings += ["--set", f"environment.cache_dir={json.dumps(str(images))}"]
     assert main(["tasks", "certify", "s", *settings]) == 0
     assert "1 of 1 tasks are certified" in capsys.readouterr().out

@@ -86,7 +86,7 @@ async def test_three_steps_of_an_adapter(tmp_path: Path, monkeypatch: pytest.Mon
     ids = tiny.tokens(config, 150)
     with torch.no_grad():
         want = mine.logits(mine(ids, [len(ids)]))
-    for target, more in (("out", ()), ("adapter", ("--adapter",))):
+    for target, more in (("out", ()), ("adapter", ("--as", "adapter"))):
         done = command(tmp_path, "export", "latest", target, *more)
         assert done.returncode == 0, done.stderr
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

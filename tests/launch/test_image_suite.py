@@ -54,7 +54,7 @@ async def test_a_policy_trains_on_images(tmp_path: Path) -> None:
     settings = [word for key, value in suites.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     for name in NAMES:
         saved = make_image(tmp_path, name)
-        code, _ = run(tmp_path, "images", "import", str(saved), "--name", f"scripts-{name}", *settings)
+        code, _ = run(tmp_path, "images", str(saved), "--name", f"scripts-{name}", *settings)
         assert code == 0
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
     code, told = run(tmp_path, "tasks", "import", "jsonl", "rows.jsonl", "--name", "scripts", *settings)

@@ -232,6 +232,6 @@ async def test_a_run_without_a_certifier_does_not_wait_for_ever(connect: Connect
 async def test_certificates_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     await certified(tmp_path, messages(tmp_path))
     where = ["--set", f"tasks.dir={tmp_path / 'suites'}"]
-    assert main(["tasks", "certificates", "sums", *where]) == 0
+    assert main(["tasks", "show", "sums", *where]) == 0
     assert "1 of 1 tasks are certified" in capsys.readouterr().out
-    assert main(["tasks", "certificates", "other", *where]) == 2
+    assert main(["tasks", "show", "other", *where]) == 2

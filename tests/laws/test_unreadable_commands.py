@@ -27,51 +27,48 @@ from headrace.messages import subjects as s
 from headrace.tasks.packages.fetch import unpack
 from headrace.weights.signing import PUBLIC_FILE
 from tests.support import mutations
-from tests.support.keys import writes_for_others
+from tests.support.keys import as_writers
 from tests.support.patience import PATIENCE_S
 
 RUN = "recorded"
 ARCHIVE = Path(__file__).with_name("recorded") / "run.tar.xz"
 READERS: dict[str, tuple[str, ...]] = {
     "status": ("status", RUN),
+    "status --regions": ("status", RUN, "--regions"),
     "audit": ("audit", RUN),
     "gate": ("gate", RUN),
     "replay": ("replay", RUN, "--step", "2"),
     "rejudge": ("rejudge", RUN, "--judge", "again", "--recorded"),
-    "dlq list": ("dlq", "list", RUN),
-    "dlq show": ("dlq", "show", RUN, "1"),
+    "dlq": ("dlq", RUN),
+    "dlq --show": ("dlq", RUN, "--show", "1"),
     "export": ("export", RUN, "{folder}"),
-    "policy collect": ("policy", "collect", RUN, "{folder}.jsonl", "--reward", "-9"),
-    "tasks atif": ("tasks", "atif", RUN, "{folder}.jsonl"),
-    "tasks patches": ("tasks", "patches", RUN, "{folder}.jsonl"),
+    "export --as data": ("export", RUN, "{folder}.jsonl", "--as", "data", "--reward", "-9"),
+    "export --as atif": ("export", RUN, "{folder}.jsonl", "--as", "atif"),
+    "export --as patches": ("export", RUN, "{folder}.jsonl", "--as", "patches"),
+    "export --as safetensors": ("export", RUN, "{folder}.safetensors", "--as", "safetensors"),
     "bus backup": ("bus", "backup", "{folder}", "--run", RUN, "--live"),
     "weights log": ("weights", "log", RUN),
-    "weights show": ("weights", "show", RUN),
-    "weights verify": ("weights", "verify", RUN),
-    "weights export": ("weights", "export", "{folder}.safetensors", RUN),
-    "weights diff": ("weights", "diff", "1", "3", RUN),
-    "weights collect": ("weights", "collect", RUN),
-    "weights regions": ("weights", "regions", RUN),
+    "weights log --version": ("weights", "log", RUN, "--version", "-1"),
+    "weights log --verify": ("weights", "log", RUN, "--verify"),
+    "weights log --since": ("weights", "log", RUN, "--version", "3", "--since", "1"),
+    "weights log --collect": ("weights", "log", RUN, "--collect", "3"),
 }
-"""Command to its arguments; `{folder}` is a name that is new for each pass."""
+"""A command, perhaps with an option, to its arguments; `{folder}` is a name that is new for each pass."""
 OTHERS = {
-    "up, actor, chaos, launch, eval": "start actors, which test_unreadable.py drives",
-    "bench": "tests/bench/test_measured.py pollutes the streams that its report is read from",
-    "dashboard, top, export-metrics": "follow a live run: test_unreadable.py and `views` drive their readers",
-    "purge, readmit, lines report, lines watch": "ask a running actor",
+    "up, actor, chaos, launch": "start actors, which test_unreadable.py drives",
+    "eval": "starts actors, too; tests/bench/test_measured.py pollutes the streams that a benchmark is read from",
+    "dashboard, top": "follow a live run: test_unreadable.py and `views` drive their readers",
+    "purge, lines": "ask a running actor",
     "policy train": "reads files of text",
-    "dlq retry, dlq drop, promote, rollback, staleness": "write; they read what the others read",
     "retrain": "replays steps as `replay` does, for minutes",
     "bus restore": "writes the files of a backup",
     "down, logs": "read processes and log files",
-    "check, estimate, config explain, deploy, trainer plan, subjects, wire, bus declare": "read no records",
+    "check, estimate, deploy, trainer plan, subjects, wire, bus declare": "read no records",
     "bus permissions, acp": "read no records",
     "trainer join": "starts ranks, which take their records from the trainer",
-    "tasks from-sdist, tasks make, tasks history, tasks import, tasks certify, tasks export": "files",
-    "tasks certificates, tasks show": "files",
-    "policy from-gguf, mcp serve, judge card, keys add, keys list, keys revoke": "files",
-    "images pull, images import, images build, images list, images gc": "files",
-    "vm build, vm import, vm pool, vm shell, vm run, vm fork, vm facts, vm gc, vm doctor": "sandboxes",
+    "tasks make, tasks import, tasks certify, tasks export, tasks show": "files",
+    "policy from-gguf, mcp serve, keys, images": "files",
+    "vm build, vm run, vm gc": "sandboxes",
 }
 """Commands that are not run here, and why."""
 
@@ -116,13 +113,12 @@ async def declared(store: Server) -> None:
 
 
 async def polluted(store: Server) -> int:
-    async with await Bus.connect(store.url, role="admin", credentials=store.credentials) as admin:
-        writes_for_others(admin, store.credentials)
+    async with await as_writers(store.url, store.credentials) as admin:
         return await mutations.pollute(admin, RUN)
 
 
 class Written:
-    """A writer of `export-metrics` that keeps what it is given."""
+    """A writer of `export --as metrics` that keeps what it is given."""
 
     def __init__(self) -> None:
         self.lines: list[object] = []
@@ -143,7 +139,8 @@ async def exported(bus: Bus, state: Path) -> list[object]:
 
 
 def test_every_command_has_its_place() -> None:
-    listed = [*READERS, *(name for names in OTHERS for name in names.split(", "))]
+    listed = {words.partition(" -")[0] for words in READERS}
+    listed |= {name for names in OTHERS for name in names.split(", ")}
     assert sorted(listed) == sorted(commands(parser()))
 
 
@@ -163,7 +160,7 @@ async def views(store: Server, state: Path) -> dict[str, object]:
             "newest version of eval": await evaluation.newest(report, RUN),
             "report": await collect(report, RUN, []),
             "history": await history.records(bus, RUN, users=True),
-            "export-metrics": await exported(bus, state),
+            "metrics": await exported(bus, state),
             "attempt": await attempt.describe(bus, RUN, last.seq, last.message, lambda _: {}),
         }
 
@@ -189,7 +186,7 @@ def test_unreadable_records_change_nothing_that_is_printed_or_shown(
     code, replayed = clean["replay"]
     assert code == 0 or msgspec.json.decode(replayed.splitlines()[-1])["fingerprint_match"] is False, replayed
     failed = [command for command, (code, _) in clean.items() if code and command != "replay"]
-    assert failed == ["dlq show", "export", "policy collect"], [text for text in said if text]
+    assert failed == ["dlq --show", "export", "export --as data"], [text for text in said if text]
     shown = uvloop.run(views(store, folder / "clean"))
     assert uvloop.run(polluted(store)) > 300
     assert printed("polluted") == clean

@@ -1,4 +1,4 @@
-"""`headrace policy collect`: the recorded ids of good attempts, as mid-training reads them."""
+"""`headrace export --as data`: the recorded ids of good attempts, as mid-training reads them."""
 
 import asyncio
 from collections import Counter
@@ -21,7 +21,7 @@ def test_good_attempts_become_the_recorded_ids(
 ) -> None:
     file = tmp_path / "good.jsonl"
     run = str(finished.folder)
-    code, said, error = headrace("policy", "collect", run, str(file), "--reward", "0.5", "--per-task", "2")
+    code, said, error = headrace("export", run, str(file), "--as", "data", "--reward", "0.5", "--per-task", "2")
     assert code == 0, error
     lines = file.read_bytes().splitlines()
     made = [msgspec.json.decode(line, type=Segment) for line in lines]
@@ -49,6 +49,6 @@ def test_good_attempts_become_the_recorded_ids(
     assert taught == [place for begin, end in made[0].sampled for place in range(begin, end)] and taught
     with pytest.raises(ValueError, match="expected ids of the tokenizer"):
         TrajectoryReader(text + " ", 1000).check(lines[0], file)
-    code, _, error = headrace("policy", "collect", run, str(tmp_path / "none.jsonl"), "--reward", "99")
+    code, _, error = headrace("export", run, str(tmp_path / "none.jsonl"), "--as", "data", "--reward", "99")
     assert code == 1 and "lower --reward" in error and not list(tmp_path.glob("*none*"))
-    assert headrace("policy", "collect", run, str(file))[0] == 2
+    assert headrace("export", run, str(file), "--as", "data")[0] == 2

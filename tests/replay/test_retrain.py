@@ -12,7 +12,7 @@ import uvloop
 
 from headrace.bus.broker.server import Server, open_store
 from headrace.bus.connection import Bus
-from headrace.cli.replay.retrain import follow
+from headrace.cli.replay import follow
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import SCORE

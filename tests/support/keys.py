@@ -1,8 +1,13 @@
-"""Keys for tests of signatures, and connections that write in several roles."""
+"""Keys for tests of signatures, and a connection that writes in several roles.
+
+`as_writers` writes as the admin with the signatures of the roles. `Writers` writes by a connection of each role, for
+tests in which a browser has to hear the records live.
+"""
 
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from headrace.bus import signatures
 from headrace.bus.broker import keys
@@ -22,28 +27,24 @@ def trust(**options: bool) -> Trust:
     return Trust([PUBLISHER.public], **options)
 
 
-def writes_for_others(bus: Bus, credentials: Path) -> None:
-    """Sign each record of a connection with the seed of a role that may write it, and send heartbeats and figures as
-    that role, because others do not hear the admin: the admin's permissions, and records that readers accept."""
-    own = bus.key_of
+async def as_writers(url: str, credentials: Path | None, **options: Any) -> Bus:
+    """A connection with the admin's permissions. Each record has the signature of a role that may write it, and
+    heartbeats and figures come from that role's connection, because others do not hear the admin. options: as of
+    `Bus.connect`."""
+    bus = await Bus.connect(url, role="admin", credentials=credentials, **options)
+    if credentials is None:
+        return bus
+    own, others, close = bus.key_of, Writers(url, credentials), bus.close
 
     def key_of(subject: str, kind: str) -> Key | None:
         roles = signatures.writers(subject, kind)
         return keys.load(credentials, min(roles)) if roles else own(subject, kind)
-
-    others, close = Writers(bus.connection.url, credentials), bus.close
 
     async def close_all() -> None:
         await others.close()
         await close()
 
     bus.key_of, bus.emit, bus.close = key_of, others.emit, close_all  # type: ignore[method-assign]
-
-
-async def as_writers(url: str, credentials: Path) -> Bus:
-    """A connection with the admin's permissions whose records readers accept, as of `writes_for_others`."""
-    bus = await Bus.connect(url, role="admin", credentials=credentials)
-    writes_for_others(bus, credentials)
     return bus
 
 

@@ -23,7 +23,7 @@ async def rated_run(folder: Path, **changes: Any) -> str:
         client = Client(started, http)
         await client.call("GET", "/healthz")
         bus, run = await started.operator(), started.run.name
-        assert command(folder, "promote", "latest", "0").returncode == 0
+        assert command(folder, "gate", "latest", "--promote", "0").returncode == 0
         for _ in range(2):
             await client.rated()
         where = s.EVENT.where(run=f"{run}-feedback", type=WeightsStaged.type_name)

@@ -39,6 +39,8 @@ from headrace.messages.product import Feedback as UserFeedback
 from headrace.messages.rollout import PolicyRef, Trajectory
 from headrace.messages.weights import WeightHead
 
+CAP_S = 86400.0
+"""Seconds over which `[feedback] user_cap` counts the ratings of a user."""
 LATE_S = 86400.0
 """A rating that arrives later than this after its session is not trained on."""
 NOT_COUNTED = ("unattributed", "superseded", "capped")
@@ -175,9 +177,9 @@ class Feedback(Actor):
                 return "superseded", f"record {earlier.seq} is a stronger signal on this session"
             await self._settle(earlier, "superseded", f"rated again by record {rating.seq}")
         rules = self.config.feedback
-        recent = self.book.counted(feedback.user, rating.time - rules.window_s, rating.seq)
+        recent = self.book.counted(feedback.user, rating.time - CAP_S, rating.seq)
         if rules.user_cap and recent >= rules.user_cap:
-            return "capped", f"{recent} ratings of this user within {rules.window_s:g} s"
+            return "capped", f"{recent} ratings of this user within {CAP_S:g} s"
         if feedback.user in self.purges.denied:
             return "opted_out", "its user is on the deny-list"
         if not feedback.training_allowed:

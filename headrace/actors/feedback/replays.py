@@ -6,7 +6,7 @@ task on the eval lane. The share of them that passes the hidden tests is the ses
 Score, so a replay of the step needs nothing else. Trade-off: a rating costs G attempts, and its batch waits for them.
 
 Only a session of a suite's own task can be replayed: a client's agent runs its own tools, and files or a prompt of a
-user have no hidden tests. Other sessions, and those without a replay that ended in `replay_s`, have the class baseline.
+user have no hidden tests. Other sessions, and those without a replay that ended in `REPLAY_S`, have the class baseline.
 """
 
 import hashlib
@@ -22,6 +22,8 @@ from headrace.messages.rollout import Trajectory
 from headrace.tasks.workspace import WORKSPACE
 
 PREFIX = "replay-"
+REPLAY_S = 1800.0
+"""Seconds for which a rating waits for its replays."""
 """Of the ids of these evaluations. The rest is a digest of the session's name, which holds its user's hash."""
 
 
@@ -54,7 +56,7 @@ class Replays:
             for request in self._requests(id, trajectory):
                 if request.id not in self._results:
                     await self._tell(request, msg_id=f"{self._run}.{request.id}")
-        return time.monotonic() - self._asked[id] > rules.replay_s
+        return time.monotonic() - self._asked[id] > REPLAY_S
 
     def baseline(self, trajectory: Trajectory) -> float | None:
         """The share of a session's replays that passed; None without any that was judged."""

@@ -12,9 +12,9 @@ without publishing, reading or purging weights; the link of the mirror may read 
 
 A region holds no users' data: only weights are mirrored, and a purge of a user's data at the hub is complete. Mirrors
 keep sequences, so manifests name chunks everywhere alike. They do not follow purges of their origin: collect in a
-region by running `headrace weights collect` against its broker. Method: NATS leaf nodes with JetStream domains, and
-mirrors across domains (ADR-59). Delays of nats-server 2.15, measured on loopback: after a restart of the hub mirrors go
-on within 10 s; a region's broker that starts while its link is down has its mirror some 40 s after the link.
+region by running `headrace weights log --collect` against its broker. Method: NATS leaf nodes with JetStream domains,
+and mirrors across domains (ADR-59). Delays of nats-server 2.15, on loopback: after a restart of the hub mirrors go on
+within 10 s; a region's broker that starts while its link is down has its mirror some 40 s after the link.
 
     python -m headrace.bus.broker.regions hub FOLDER [--host 0.0.0.0] [--port 7422]
     python -m headrace.bus.broker.regions region FOLDER --name eu --hub nats-leaf://hub.example:7422 --links HUB/links

@@ -48,7 +48,7 @@ class DeadLetterEntry(NamedTuple):
 
 
 class DeadLetterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The report of `headrace dlq show`: a dead letter, the decision about it, and its message."""
+    """The report of `headrace dlq --show`: a dead letter, the decision about it, and its message."""
 
     letter: int
     """Sequence of the dead letter on HR_DLQ."""

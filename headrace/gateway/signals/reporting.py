@@ -1,6 +1,6 @@
 """Reports to the gateway which lines of its agents a git repository still has: after 10 minutes, 24 hours, at merge.
 
-A file in the git folder lists the followed runs. `headrace lines report` sends the reports that are due; a git hook
+A file in the git folder lists the followed runs. `headrace lines` sends the reports that are due; a git hook
 calls it after a merge.
 """
 
@@ -20,7 +20,7 @@ MOMENTS = {"10m": 600.0, "24h": 86400.0}
 GIVE_UP_S = 7 * 86400.0
 """Seconds after which a run that could not be reported is no longer followed."""
 HOOK = "post-merge"
-HOOK_LINE = "headrace lines report --merged"
+HOOK_LINE = "headrace lines --merged"
 
 
 class LinesError(Exception):

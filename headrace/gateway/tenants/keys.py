@@ -87,7 +87,7 @@ class ApiKeys:
             keys = self._read()
             digest = next((digest for digest, entry in keys.items() if entry.id == id), None)
             if digest is None:
-                raise KeyFileError(f"{self._path} has no key {id!r}; `headrace keys list` shows those that exist")
+                raise KeyFileError(f"{self._path} has no key {id!r}; `headrace keys` shows those that exist")
             removed = keys.pop(digest)
             self._write(keys)
         return removed

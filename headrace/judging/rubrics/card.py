@@ -109,15 +109,15 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         """RubricError when the card is about another judge, or lacks a criterion."""
         if self.judge != judge:
             raise RubricError(
-                f"{path} is the card of {self.judge}, but [judge] uses {judge}: run `headrace judge "
-                f"card` for that judge"
+                f"{path} is the card of {self.judge}, but [judge] uses {judge}: run `headrace eval "
+                f"--judge` for that judge"
             )
         digests = {each.id: each.digest for each in self.criteria}
         for criterion in criteria:
             if digests.get(criterion.id) != digest(criterion.text):
                 raise RubricError(
                     f"{path} has no figures for the criterion {criterion.id!r} in its present wording: "
-                    "add labels for it and run `headrace judge card` again"
+                    "add labels for it and run `headrace eval --judge` again"
                 )
 
 

@@ -1,4 +1,4 @@
-"""`headrace bench`: measures one policy, or two on the same tasks, several trials per task, and writes report and card.
+"""`headrace eval`: measures one policy, or two on the same tasks, several trials per task, and writes report and card.
 
 Each trial is an evaluation. The figures are read from the run's streams and compared with the evaluator's results and
 with the stored scores. A report that differs from them is not written.

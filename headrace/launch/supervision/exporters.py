@@ -22,7 +22,8 @@ class Exporters:
     def __init__(self, config: Config, folder: RunDir) -> None:
         self._child: Child | None = None
         if wanted(config.metrics):
-            argv = module_command("headrace.cli", "export-metrics", str(folder.path.resolve()))
+            run = folder.path.resolve()
+            argv = module_command("headrace.cli", "export", str(run), str(run / "exporters"), "--as", "metrics")
             self._child = Child("exporters", argv, folder.logs / "exporters.log", dict(os.environ))
 
     async def watch(self, say: Callable[[str], None]) -> None:
@@ -39,7 +40,7 @@ class Exporters:
             code = await self._child.process.wait()
             if code == 0:
                 return
-            again = "is started again" if attempt + 1 < STARTS else "stays down; `headrace export-metrics` continues it"
+            again = "is started again" if attempt + 1 < STARTS else "stays down; `headrace export --as metrics` goes on"
             say(f"exporters ended and {again}: {cause(code, self._child.log, 0)} (log: {self._child.log})")
             await asyncio.sleep(1.0)
 

@@ -23,7 +23,7 @@ def export(config: PolicyConfig, tensors: Mapping[str, Tensor], base: str, card:
     is not empty.
     """
     if config.adapter is None:
-        raise CheckpointError("the policy has no adapter ([trainer.lora] rank was 0): export it without --adapter")
+        raise CheckpointError("the policy has no adapter ([trainer.lora] rank was 0): export it without --as adapter")
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: expected a new folder")
     adapter = {_HEAD + name: value.contiguous() for name, value in tensors.items() if low_rank.is_published(name)}

@@ -99,11 +99,11 @@ def placed(context: Path, where: str, text: str) -> Placed:
     instructions = read(text)
     images = [_words(arguments) for name, arguments in instructions if name == "FROM"]
     if commands := sorted({name for name, _ in instructions} - STILL):
-        raise ImportRefused(f"{where} has {commands[0]}, which needs a build: build it (`headrace images build`)")
+        raise ImportRefused(f"{where} has {commands[0]}, which needs a build: build it (`headrace images`)")
     if len(images) != 1 or not images[0]:
         raise ImportRefused(f"{where} has {len(images)} stages, expected one FROM with an image")
     if any(name in ("COPY", "ADD") and _foreign(_words(arguments)) for name, arguments in instructions):
-        raise ImportRefused(f"{where} copies from another image, which needs a build (`headrace images build`)")
+        raise ImportRefused(f"{where} copies from another image, which needs a build (`headrace images`)")
     return Placed(
         next((word for word in images[0] if not word.startswith("--")), ""),
         workdir(instructions, where),
@@ -132,12 +132,12 @@ def copies(context: Path, where: str, instructions: Sequence[Instruction], defau
         if not sources:
             raise ImportRefused(f"{where} copies {arguments!r}, expected sources and a target")
         if any(word.startswith("<<") for word in sources):
-            raise ImportRefused(f"{where} copies text of its own, which needs a build (`headrace images build`)")
+            raise ImportRefused(f"{where} copies text of its own, which needs a build (`headrace images`)")
         place = _absolute(target, folder)
         into = len(sources) > 1 or target.endswith(("/", "/.")) or target == "." or place in folders
         for source in sources:
             if name == "ADD" and source.endswith(_UNPACKED):
-                raise ImportRefused(f"{where} unpacks {source}, which needs a build (`headrace images build`)")
+                raise ImportRefused(f"{where} unpacks {source}, which needs a build (`headrace images`)")
             for path, is_file, tree in _copied(context, where, source):
                 prefix = place if is_file and not into else _absolute(path, place)
                 made = _with_mode(_moved(tree, prefix), words, where).over(made)

@@ -276,7 +276,7 @@ def _place(
         made = dockerfiles.placed(context, _DOCKERFILE, text_at(context / "Dockerfile"))
         return {"image": made.image, "repository": workdir}, _copied(context, instructions, workdir)
     raise ImportRefused(
-        "environment/Dockerfile runs commands: build it (`headrace images build`), name the image as "
+        "environment/Dockerfile runs commands: build it (`headrace images`), name the image as "
         "environment.docker_image, or import with --template"
     )
 

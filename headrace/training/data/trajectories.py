@@ -1,6 +1,6 @@
 """Own trajectories: the recorded ids of a run's attempts, which are never tokenised again.
 
-`headrace policy collect` writes the file: one line per segment of an attempt whose reward reached a threshold.
+`headrace export --as data` writes the file: one line per segment of an attempt whose reward reached a threshold.
 """
 
 from hashlib import sha256

@@ -184,7 +184,7 @@ def plan(environment: Environment, name: str, depth: int = 0) -> TemplatePlan:
         names = [*packages.FLAVOURS, *imported.names(cache), *task_templates.names(cache)]
         raise VmhostError(
             f"there is no template {name!r}; known are {', '.join(names)}: a container image is stored by "
-            "`headrace images import`"
+            "`headrace images`"
         )
     if depth == task_templates.DEPTH:
         raise VmhostError(f"{name}: more than {task_templates.DEPTH} levels of templates, or a circle of them")

@@ -50,6 +50,13 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 3600.0
 
 
+def is_recipe(source: Path) -> bool:
+    """Whether this is a Dockerfile or a folder with one, and no image in the OCI layout."""
+    if source.is_dir():
+        return any((source / name).is_file() for name in FILES) and not (source / "oci-layout").exists()
+    return source.is_file() and any(name.lower() in source.name.lower() for name in FILES)
+
+
 def build(cache: Path, source: Path, request: Request, options: BuildOptions, say: Callable[[str], None]) -> Image:
     """Build a folder with a Dockerfile, or a Dockerfile with its own folder, and store the image. say: gets the output
     line by line. VmhostError with the end of the output."""

@@ -17,7 +17,7 @@ from headrace.vmhost.images.imported import Image, Request
 
 PROGRAM = "skopeo"
 TRANSPORTS = ("docker-daemon:", "containers-storage:")
-"""The stores that `headrace images import` names."""
+"""The stores that `headrace images` reads."""
 COPY_S = 3600.0
 _PREFIX = "copy-"
 

@@ -1,4 +1,4 @@
-"""Checks what this machine offers for sandboxes and what is missing (`headrace vm doctor`)."""
+"""Checks what this machine offers for sandboxes and what is missing, for `headrace check`; boots nothing."""
 
 import os
 import shutil
@@ -25,11 +25,8 @@ class Finding(msgspec.Struct, frozen=True):
     text: str
 
 
-def doctor(environment: Environment | None = None, *, boot: bool = True) -> list[Finding]:
-    """All findings, the bad ones first. Nothing is changed except the cached choice of the accelerator.
-
-    Without `boot` no machine is booted to find that choice: that takes seconds, under TCG up to a minute.
-    """
+def doctor(environment: Environment | None = None) -> list[Finding]:
+    """All findings, the bad ones first. No machine is booted: that takes seconds, under TCG up to a minute."""
     wanted = environment or Environment()
     cache = Path(wanted.cache_dir).absolute()
     findings = [_qemu(), _tool("mmdebstrap", "makes the guest image", "mmdebstrap")]
@@ -42,16 +39,16 @@ def doctor(environment: Environment | None = None, *, boot: bool = True) -> list
     base = packages.folder(cache)  # one of an earlier version would be booted anew at every call
     made = (base / "done").exists()
     able = findings[0].good and made
-    would_boot = able and probe.remembered(base, cache, process.version(), wanted.accel) is None
-    if would_boot and not boot:
-        text = "no machine was booted here yet: `headrace vm doctor` boots one, and so does a run"
+    unknown = able and probe.remembered(base, cache, process.version(), wanted.accel) is None
+    if unknown:
+        text = "no machine was booted here yet: `headrace vm run -- true` boots one, and so does a run"
         findings.append(Finding(True, text))
     elif able:
         findings.append(_probe(base, cache, wanted))
     elif not made:
         findings.append(Finding(True, f"no guest image in {cache} yet: the first run builds it (about half a minute)"))
     findings += [_rights(), _cgroups(), _memory_of_others()]
-    if boot or not would_boot:  # which templates are in use depends on the machine that boots
+    if not unknown:  # which templates are in use depends on the machine that boots
         findings.append(_cache(wanted))
     return sorted(findings, key=lambda finding: finding.good)
 

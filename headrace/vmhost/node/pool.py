@@ -17,6 +17,9 @@ from headrace.messages.rollout import Lane
 from headrace.messages.sandbox import Acquire, GroupKey, NoCapacity, Role, SandboxKey
 from headrace.vmhost.backend import Backend, Machine, MakeMachine
 
+GROUP_IDLE_S = 10.0
+"""Seconds that a shared machine without sandboxes waits for the next sandbox of its group; then it ends."""
+
 
 class PooledMachine:
     """One machine of the pool, and the sandboxes in it."""
@@ -152,7 +155,7 @@ class Pool:
             if not pooled.live:
                 self.end(pooled)
 
-        pooled.timer = asyncio.get_running_loop().call_later(self._environment.group_idle_s, end_if_idle)
+        pooled.timer = asyncio.get_running_loop().call_later(GROUP_IDLE_S, end_if_idle)
 
     def end(self, pooled: PooledMachine) -> None:
         """End a machine. Idempotent."""

@@ -5,7 +5,7 @@ the number for a template follows the most clones that were acquired within SPAN
 take, and a burst is forgotten after MEMORY_S. A template without demand keeps the number that the configuration gives.
 
 Trade-off: a parked clone costs 25 MiB, and the CPU time that its acquire would have spent. So the number is bounded
-(`warm_most`), and parked clones are ended whenever their memory is needed.
+(`WARM_MOST`), and parked clones are ended whenever their memory is needed.
 """
 
 import time

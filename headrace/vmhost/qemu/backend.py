@@ -31,6 +31,8 @@ from headrace.vmhost.templates.template import Template
 
 WARM = "light"
 """The template of which clones are always kept ready, beside those that the configuration names."""
+WARM_MOST = 4
+"""After a burst of acquires, at most so many clones of its template are kept ready for a minute."""
 REPLACE_FIRST_S, REPLACE_MOST_S = 0.5, 30.0
 """Delay before a clone that died while it was parked is replaced. It grows while replacements die as well."""
 
@@ -56,11 +58,11 @@ class CloneBackend:
 
     @classmethod
     def requirements(cls, environment: Environment) -> Iterator[Requirement]:
-        """QEMU, its accelerator, memory, disk and rights, as `headrace vm doctor` prints them, but boots nothing."""
+        """QEMU, its accelerator, memory, disk and rights, as `headrace check` prints them."""
         if environment.accel == "kvm" and (reason := no_kvm()):
             text = f"{reason}; set environment.accel to auto or tcg, or give this user /dev/kvm"
             yield Requirement("accel", False, text)
-        yield from (Requirement("", finding.good, finding.text) for finding in doctor(environment, boot=False))
+        yield from (Requirement("", finding.good, finding.text) for finding in doctor(environment))
 
     def __init__(self, environment: Environment, templates: dict[str, Template], on_event: OnEvent) -> None:
         self.slots = environment.slots_per_vm
@@ -77,7 +79,7 @@ class CloneBackend:
         self._reserved = 0
         self._kept_warm = (WARM, *environment.also_warm)
         least = dict.fromkeys(self._kept_warm, environment.warm)
-        self._demand = Demand(least, environment.warm_most if environment.warm else 0)
+        self._demand = Demand(least, WARM_MOST if environment.warm else 0)
         self._filling: asyncio.Task[None] | None = None
         self._later: asyncio.TimerHandle | None = None
         self._replacing: asyncio.TimerHandle | None = None

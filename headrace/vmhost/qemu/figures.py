@@ -1,4 +1,4 @@
-"""Times and memory of acquired clones, for `headrace vm pool` and for benchmarks, measured by the calls of actors."""
+"""Times and memory of acquired warm clones, for benchmarks, measured by the calls of actors."""
 
 import time
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Measured(NamedTuple):
 
     wall_ms: float
     private_mib: float
-    """Anonymous memory of its machine: while it was parked, or after its first answer if it was made on demand."""
+    """Anonymous memory of its machine while it was parked."""
 
 
 def request(template: str, slot: int, files: Mapping[str, bytes] | None = None) -> Acquire:
@@ -31,26 +31,14 @@ async def warm(
     environment: Environment, template: str, count: int, files: Mapping[str, bytes] | None = None
 ) -> list[Measured]:
     """`count` parked clones, acquired one after another. VmhostError, SandboxLost."""
-    environment = msgspec.structs.replace(environment, warm=count, also_warm=(template,), max_vms=2 * count + 2)
-    return await _measure(environment, template, count, files)
-
-
-async def on_demand(environment: Environment, template: str, count: int) -> list[Measured]:
-    """`count` clones, made on demand one after another. VmhostError, SandboxLost."""
-    return await _measure(msgspec.structs.replace(environment, warm=0, max_vms=count + 2), template, count, None)
-
-
-async def _measure(
-    environment: Environment, template: str, count: int, files: Mapping[str, bytes] | None
-) -> list[Measured]:
-    environment = msgspec.structs.replace(environment, judge_share=0, production_share=0)
+    changes = {"warm": count, "also_warm": (template,), "max_vms": 2 * count + 2, "judge_share": 0}
+    environment = msgspec.structs.replace(environment, production_share=0, **changes)
     host = await Host.open(environment)
     backend = host._backend
     assert isinstance(backend, CloneBackend)
     try:
         await backend.template(template)
-        if environment.warm:
-            await backend.filled()
+        await backend.filled()
         parked = {clone.pid: clone.private_mb() for clone in backend.alive()}
         measured = []
         for slot in range(count):
@@ -59,7 +47,7 @@ async def _measure(
             wall = (time.perf_counter() - started) * 1000
             machine = host.machine(sandbox.id)
             assert isinstance(machine, Clone)
-            measured.append(Measured(wall, parked.get(machine.pid, machine.private_mb())))
+            measured.append(Measured(wall, parked[machine.pid]))
             host.release(sandbox.id)
         return measured
     finally:

@@ -76,14 +76,9 @@ def holdings(environment: Environment) -> list[Entry]:
     return entries
 
 
-IMAGES = ("image", "layers", "downloads")
-"""First words of what `headrace images` makes."""
-
-
-def collect(environment: Environment, forget: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[Entry]:
-    """Drop the names in `forget`, then remove entries without a reference; the removed ones. only: first words of the
-    kinds of entries that are removed; empty: all. VmhostError for an unknown name. It waits for a build that is under
-    way in the cache, because its result has no reference yet.
+def collect(environment: Environment, forget: tuple[str, ...] = ()) -> list[Entry]:
+    """Drop the names in `forget`, then remove entries without a reference; the removed ones. VmhostError for an unknown
+    name. It waits for a build that is under way in the cache, because its result has no reference yet.
     """
     cache = Path(environment.cache_dir).resolve()
     cache.mkdir(parents=True, exist_ok=True)
@@ -105,7 +100,7 @@ def collect(environment: Environment, forget: tuple[str, ...] = (), only: tuple[
         removed = []
         for entry in holdings(environment):
             path = Path(entry.path)
-            if entry.why or (only and entry.what.split()[0] not in only):
+            if entry.why:
                 continue
             if entry.what.startswith("template"):
                 if image.remove(path):

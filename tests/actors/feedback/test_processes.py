@@ -103,7 +103,7 @@ async def test_ratings_of_a_product_become_a_promoted_version_and_the_books_bala
         client = Client(started, http)
         await client.call("GET", "/healthz")
         bus, run = await started.operator(), started.run.name
-        assert command(tmp_path, "promote", "latest", "0").returncode == 0
+        assert command(tmp_path, "gate", "latest", "--promote", "0").returncode == 0
         for _ in range(2):
             await client.rated()
         async for received in bus.follow("HR_STEP", s.STEP.at(run=f"{run}-feedback")):

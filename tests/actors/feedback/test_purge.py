@@ -76,7 +76,7 @@ async def test_a_purged_user_is_in_the_books_and_nowhere_else(
         folder = product.folder / product.run
         reached = msgspec.structs.replace(config, bus=BusSection(url=server.url, credentials=str(server.credentials)))
         (folder / "config.json").write_bytes(msgspec.json.encode(reached))
-        words = ("readmit", str(folder), "gone99", "--hash")
+        words = ("purge", str(folder), "gone99", "--hash", "--readmit")
         assert await asyncio.to_thread(main, words) == 1
         assert "deletes late records for another" in capsys.readouterr().err
         actor.purges._late.clear()

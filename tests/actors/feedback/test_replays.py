@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.feedback import replays
 from headrace.actors.feedback.actor import Feedback
 from headrace.messages import subjects
 from headrace.messages.base import Message
@@ -65,9 +66,10 @@ async def test_the_baseline_of_a_session_is_the_pass_rate_of_its_replays(product
 
 
 async def test_a_session_without_hidden_tests_or_answers_has_the_class_baseline(
-    product: Product, connect: Connect
+    product: Product, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(product.folder, baseline="replay", replay_s=0.05, user_cap=0)
+    monkeypatch.setattr(replays, "REPLAY_S", 0.05)
+    config = settings(product.folder, baseline="replay", user_cap=0)
     async with asyncio.timeout(120), living(Feedback, config, await connect("feedback"), product.run):
         await product.opened()
         await product.rate(await product.session(BASE, task=TASK, altered=True))

@@ -1,9 +1,9 @@
-"""`headrace rollback` as a process of its own, against gateways and rollout actors that serve clients meanwhile.
+"""`headrace gate --rollback` as a process of its own, against gateways and rollout actors that serve clients meanwhile.
 
 A small product with real parts: three gateways and two rollout actors. Two ratings make version 1 of the branch, and
-`headrace promote` promotes it. Clients then hold sessions of up to two turns, each at its own gateway, without a second
-try. A gateway is reached when no session that begins there later gets the version that was rolled back; a session that
-began before keeps its version.
+`headrace gate --promote` promotes it. Clients then hold sessions of up to two turns, each at its own gateway, without a
+second try. A gateway is reached when no session that begins there later gets the version that was rolled back; a
+session that began before keeps its version.
 """
 
 import asyncio
@@ -148,14 +148,14 @@ async def measure(folder: Path, clients: int, before_s: float, after_s: float) -
         (folder / RUN / "config.json").write_bytes(msgspec.json.encode(recorded))
         urls = await replicas(running)
         await branch_version(running, users)
-        await command(folder, "promote", str(folder / RUN), "1", "--branch")
+        await command(folder, "gate", str(folder / RUN), "--promote", "1", "--branch")
         key = ApiKeys(key_file(config)).add("acme", requests_per_minute=10**6)
         async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
             traffic = Clients(http, urls)
             tasks = [asyncio.create_task(traffic.hold(number)) for number in range(clients)]
             await asyncio.sleep(before_s)
             asked = time.monotonic()
-            await command(folder, "rollback", str(folder / RUN))
+            await command(folder, "gate", str(folder / RUN), "--rollback")
             await asyncio.sleep(after_s)
             traffic.ended.set()
             await asyncio.gather(*tasks)

@@ -28,7 +28,7 @@ from headrace.replay.step import replay_steps
 from headrace.weights import tensor_state
 from tests.support import tiny, world
 from tests.support.actors import living
-from tests.support.keys import as_writers, writes_for_others
+from tests.support.keys import as_writers
 from tests.support.patience import PATIENCE_S
 from tests.support.recorded_run import RunFeeder, config, new_run
 
@@ -130,7 +130,6 @@ async def trained(server: Server, folder: Path, kind: Kind, ranks: Ranks, steps:
         await as_writers(server.url, server.credentials) as admin,
         await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
     ):
-        writes_for_others(admin, server.credentials)
         run = Run(admin, folder, kind)
         feeder = run.feeder
         async with living(Trainer, run.settings(ranks, checkpoint_every=1, **trainer), bus, feeder.run):
@@ -262,7 +261,6 @@ async def test_resumed_with_ranks_that_round_otherwise_the_repeated_steps_are_ne
     kind = Kind("mixture", "float32")
     expected = await kept(results, server, tmp_path, kind, steps=9)
     async with await as_writers(server.url, server.credentials) as admin:
-        writes_for_others(admin, server.credentials)
         run = Run(admin, tmp_path, kind)
         divisions = (Ranks(2, expert_ranks=2), Ranks(2, expert_ranks=2, context_ranks=2))
         done = await lives(server, run, divisions, ((0, 1, 2, 3, 4), (5, 6, 7, 8)))
@@ -286,7 +284,6 @@ async def test_moments_of_eight_bits_and_shards_on_the_host_go_on_with_other_ran
     (tmp_path / "one").mkdir()
     expected = await trained(server, tmp_path / "one", kind, Ranks(), 4, moments=moments)
     async with await as_writers(server.url, server.credentials) as admin:
-        writes_for_others(admin, server.credentials)
         run = Run(admin, tmp_path, kind)
         feeder = run.feeder
         for ranks, batches, offload in ((2, (0, 1), "optimizer"), (1, (2,), "none"), (4, (3,), "optimizer")):

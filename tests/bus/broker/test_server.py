@@ -23,7 +23,7 @@ from headrace.messages import subjects as s
 from headrace.messages.operations import Event
 from headrace.messages.training import StepFailed
 from tests.support import records
-from tests.support.keys import writes_for_others
+from tests.support.keys import as_writers
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 
@@ -35,9 +35,7 @@ def event(text: str) -> Event:
 
 
 async def admin(server: Server) -> Bus:
-    bus = await Bus.connect(server.url, role="admin", credentials=server.credentials)
-    writes_for_others(bus, server.credentials)
-    return bus
+    return await as_writers(server.url, server.credentials)
 
 
 async def test_a_busy_port_is_named(tmp_path: Path) -> None:

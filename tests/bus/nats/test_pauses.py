@@ -22,7 +22,7 @@ from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.operations import Event
 from tests.support.actors import living
-from tests.support.keys import writes_for_others
+from tests.support.keys import as_writers
 from tests.support.patience import PATIENCE_S
 from tests.support.region_brokers import Wire
 
@@ -89,8 +89,7 @@ async def goes_on(
 ) -> None:
     """One worker before, during and after the time in which the broker does not answer."""
     caplog.set_level(logging.ERROR)
-    async with await Bus.connect(server.url, role="admin", credentials=server.credentials, timeout=60.0) as admin:
-        writes_for_others(admin, server.credentials)
+    async with await as_writers(server.url, server.credentials, timeout=60.0) as admin:
         state = await admin.kv("HR_ADMISSION")
 
         async def say(text: str) -> None:

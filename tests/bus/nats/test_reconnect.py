@@ -21,7 +21,7 @@ from headrace.bus.runtime.supervisor import Supervisor
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.operations import Ack, Event, Heartbeat, Ping
-from tests.support.keys import writes_for_others
+from tests.support.keys import as_writers
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
@@ -63,10 +63,9 @@ class Broker:
             return await task
 
     async def connect(self, role: str = "admin") -> Bus:
-        bus = await Bus.connect(self.server.url, role=role, credentials=self.server.credentials)
         if role == "admin":
-            writes_for_others(bus, self.server.credentials)
-        return bus
+            return await as_writers(self.server.url, self.server.credentials)
+        return await Bus.connect(self.server.url, role=role, credentials=self.server.credentials)
 
 
 @pytest.fixture

@@ -39,9 +39,9 @@ class Place(NamedTuple):
     server: Server
 
     def headrace(self, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str], str]:
-        """`headrace dlq WORD RUN ...`."""
+        """`headrace dlq RUN ...`."""
         capsys.readouterr()
-        code = main(("dlq", words[0], str(self.folder), *words[1:]))
+        code = main(("dlq", str(self.folder), *words))
         said = capsys.readouterr()
         return code, said.out.splitlines(), said.err
 
@@ -122,18 +122,18 @@ def in_queue(place: Place, seq: int) -> RolloutRequest:
 
 
 def test_letters_are_listed_and_shown(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = place.headrace(capsys, "list")
+    code, out, _ = place.headrace(capsys)
     assert code == 0
     key = f"HR_TASK/rollout-{place.run}-train/3"
     third = next(line for line in out if key in line)
     assert all(word in third for word in ("open", "rollout_request", "no such task"))
-    code, out, _ = place.headrace(capsys, "show", key)
+    code, out, _ = place.headrace(capsys, "--show", key)
     shown = json.loads("\n".join(out))
     assert code == 0
     assert shown["message"]["group"] == "g000003"
     assert (shown["reason"], shown["stream_seq"], shown["settled"]) == ("no such task", 3, None)
     assert len(shown["trace"]) == 32
-    assert shown["command"] == f"headrace dlq retry {place.folder} {key}"
+    assert shown["command"] == f"headrace dlq {place.folder} --retry {key}"
 
 
 def test_the_command_of_a_letter_sends_it_again_and_settles_it(
@@ -148,21 +148,21 @@ def test_the_command_of_a_letter_sends_it_again_and_settles_it(
     settled = letter_of(place, "1").settled
     assert settled is not None
     assert (settled.how, settled.sent) == ("retried", again)
-    code, _, err = place.headrace(capsys, "retry", "1")
+    code, _, err = place.headrace(capsys, "--retry", "1")
     assert code == 1
     assert "was retried already" in err
-    assert not any(line.split()[0] == "1" for line in place.headrace(capsys, "list")[1])
-    assert any("retried" in line for line in place.headrace(capsys, "list", "--all")[1])
+    assert not any(line.split()[0] == "1" for line in place.headrace(capsys)[1])
+    assert any("retried" in line for line in place.headrace(capsys, "--all")[1])
 
 
 def test_a_retry_that_the_books_will_not_count_says_so(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = place.headrace(capsys, "retry", "2")
+    code, _, err = place.headrace(capsys, "--retry", "2")
     assert code == 0
     assert "its slot has a later attempt" in err
 
 
 def test_what_cannot_be_done_is_said(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = place.headrace(capsys, "show", "77")
+    code, _, err = place.headrace(capsys, "--show", "77")
     assert code == 1
     assert "there is no dead letter '77'; the newest are 1, 2, 3" in err
     entry = letter_of(place, "3")
@@ -182,14 +182,14 @@ def test_a_run_that_is_over_keeps_its_letters_and_takes_decisions(
 ) -> None:
     uvloop.run(place.server.stop())
     try:
-        code, _, err = place.headrace(capsys, "retry", "3")
+        code, _, err = place.headrace(capsys, "--retry", "3")
         assert code == 4
         assert "is over, so no actor would receive the message" in err
-        assert any(line.split()[0] == "3" for line in place.headrace(capsys, "list")[1])
-        code, out, _ = place.headrace(capsys, "drop", "3", "--note", "seen")
+        assert any(line.split()[0] == "3" for line in place.headrace(capsys)[1])
+        code, out, _ = place.headrace(capsys, "--drop", "3", "--note", "seen")
         assert (code, out) == (0, ["dead letter 3 is dropped"])
-        assert not any(line.split()[0] == "3" for line in place.headrace(capsys, "list")[1])
-        shown = json.loads("\n".join(place.headrace(capsys, "show", "3")[1]))
+        assert not any(line.split()[0] == "3" for line in place.headrace(capsys)[1])
+        shown = json.loads("\n".join(place.headrace(capsys, "--show", "3")[1]))
         assert (shown["settled"]["how"], shown["settled"]["note"]) == ("dropped", "seen")
     finally:
         uvloop.run(place.server.start())

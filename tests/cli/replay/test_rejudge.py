@@ -10,7 +10,7 @@ import uvloop
 from headrace.bus.broker.server import Server
 from headrace.bus.nats.streams import declare
 from headrace.cli.main import main
-from headrace.cli.replay.rejudge import with_rewards
+from headrace.cli.replay import with_rewards
 from headrace.config import Config, ConfigError, Environment, Judge
 from headrace.messages.subjects import CLOSE, SCORE, TRAJ
 from headrace.tasks import open_suite

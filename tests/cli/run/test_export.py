@@ -126,7 +126,7 @@ def test_a_version_of_a_run_that_began_with_a_checkpoint(
     compared(tmp_path / "out", model.config, states[1])
     assert main(["export", "r1", "first", "--version", "0"]) == 0
     compared(tmp_path / "first", model.config, states[0])
-    code = main(["export", "r1", "adapter", "--adapter", "--version", "1"])
+    code = main(["export", "r1", "adapter", "--as", "adapter", "--version", "1"])
     if kind == "qwen3":
         assert code == 2 and "the policy has no adapter" in capsys.readouterr().err
     else:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.cli.trainer.join import master_of, node_of
+from headrace.cli.trainer import master_of, node_of
 from headrace.launch.runs import RunError
 
 

@@ -23,7 +23,7 @@ def test_an_image_is_imported_shown_and_forgotten(tmp_path: Path, capsys: pytest
     (tmp_path / "link").symlink_to("cache")  # an entry that is reached by a link is referenced too
     here = ("--set", f"environment.cache_dir={json.dumps(str(tmp_path / 'link'))}")
     image = docker_save(tmp_path / "a.tar", [[folder("bin"), file("bin/sh", b"x" * 70_000)]], WorkingDir="/app")
-    assert main(["vm", "import", str(image), "--name", "mine", *here]) == 0
+    assert main(["images", str(image), "--name", "mine", *here]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["name"], told["workdir"], told["entries"]) == ("mine", "/app", 2)
     (tmp_path / "cache" / "making-old").mkdir()
@@ -43,24 +43,23 @@ def test_an_image_is_imported_shown_and_forgotten(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["import", "nowhere.tar"], "nowhere.tar can't be imported: there is no such file"),
+        (["images", "nowhere.tar"], "nowhere.tar can't be imported: there is no such file"),
         (["gc", "--forget", "nobody"], "there is no image or recipe 'nobody'"),
         (["build", "task", "--base", "nobody"], "there is no template 'nobody'; known are light, debian"),
         (["build", "light", "--base", "debian"], "a task template cannot have the name 'light'"),
         (["run", "--template", "light"], "light has no command of its own"),
         (["run", "--template", "nobody", "--", "true"], "there is no template 'nobody'"),
         (["run", "--push", "nowhere", "--", "true"], "nowhere cannot be read: No such file or directory"),
-        (["facts", "--template", "a/../b"], "there is no template 'a/../b'"),
-        (["pool", "--template", "nobody"], "there is no template 'nobody'"),
-        (["import", "/dev/zero"], "/dev/zero can't be imported: it is neither a file nor a folder"),
+        (["run", "--template", "a/../b", "--", "true"], "there is no template 'a/../b'"),
+        (["images", "/dev/zero"], "/dev/zero can't be imported: it is neither a file nor a folder"),
     ],
 )
 def test_mistakes_are_one_sentence(
     args: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("headrace.cli.vm.build.end_together", lambda: None)
-    assert main(["vm", *args]) == 3
+    monkeypatch.setattr("headrace.cli.vm.end_together", lambda: None)
+    assert main(args if args[0] == "images" else ["vm", *args]) == 3
     said = capsys.readouterr().err
     assert said.startswith("headrace: ") and sentence in said and said.count("\n") == 1
 
@@ -70,8 +69,6 @@ def test_mistakes_are_one_sentence(
     [
         (["run", "--env", "NAME", "--", "true"], "expected NAME=VALUE, got 'NAME'"),
         (["run", "--timeout", "nan", "--", "true"], "expected a number > 0, got 'nan'"),
-        (["fork", "--count", "0"], "expected an integer >= 1, got '0'"),
-        (["pool", "--clones", "-1"], "expected one argument|expected an integer >= 1, got '-1'"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_first(
@@ -98,18 +95,9 @@ def test_a_command_runs_in_a_fresh_sandbox(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.vm
 @pytest.mark.slow
-def test_a_sandbox_is_forked_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    how = ["--prepare", "echo ready > a", "--count", "3", "--set", CACHE]
-    assert main(["vm", "fork", *how, "--", "cat", "a"]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert lines[-3:] == ["0: ready", "1: ready", "2: ready"] and json.loads(last)["codes"] == [0, 0, 0]
-
-
-@pytest.mark.vm
-@pytest.mark.slow
 def test_a_shell_takes_what_is_typed() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "headrace.cli", "vm", "shell", "--set", CACHE],
+        [sys.executable, "-m", "headrace.cli", "vm", "run", "--terminal", "--set", CACHE],
         input="echo $((6 * 7)); tty; exit 3\n",
         capture_output=True,
         text=True,
@@ -149,12 +137,3 @@ def test_a_recipe_that_fails_leaves_the_one_before(tmp_path: Path, capsys: pytes
     assert main([*chore, "exit 5"]) == 3
     assert main(["vm", "run", "--template", "chore", *here, "--", "cat", "a"]) == 0
     assert capsys.readouterr().out.endswith("first\n")
-
-
-@pytest.mark.vm
-@pytest.mark.slow
-def test_the_pool_tells_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["vm", "pool", "--clones", "2", "--set", CACHE]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["clones"] == 2 and 0 < told["warm_acquire_p50_ms"] < told["cold_acquire_p50_ms"]
-    assert 0 < told["parked_private_p50_mib"] < 200

@@ -1,4 +1,4 @@
-"""`headrace weights` on the store of a finished run: a broker is opened, everything is read from the streams."""
+"""`headrace weights log` on the store of a finished run: a broker is opened, everything is read from the streams."""
 
 import asyncio
 from pathlib import Path
@@ -17,6 +17,9 @@ from tests.support.chains import Run
 from tests.support.keys import as_writers
 from tests.support.object_folder import ObjectFolder
 from tests.support.weights import model
+
+LOG = ("weights", "log")
+EXPORT = ("export", "r1", "--as", "safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
 
 
 def said(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
-    assert main.main(["weights", *args]) == code
+    assert main.main(args) == code
     out = capsys.readouterr()
     return out.err if code else out.out
 
@@ -54,26 +57,27 @@ def test_the_commands(
 ) -> None:
     root, run = finished
     monkeypatch.chdir(root)
-    assert len(said(capsys, "log").splitlines()) == 6
-    shown = said(capsys, "show", "--version", "2")
+    assert len(said(capsys, *LOG).splitlines()) == 6
+    shown = said(capsys, *LOG, "--version", "2")
     assert run.heads[2].state_hash in shown and run.heads[2].signer in shown
-    holds = said(capsys, "verify")
+    holds = said(capsys, *LOG, "--verify")
     assert "versions 0 to 4, 5 built and hashed, 2 full snapshots beside them" in holds and "all signed" in holds
-    assert run.heads[1].state_hash in said(capsys, "verify", "--version", "1")
-    assert "never committed version 9" in said(capsys, "verify", "--version", "9", code=1)
-    said(capsys, "export", "out.safetensors", "r1", "--version", "3")
+    assert run.heads[1].state_hash in said(capsys, *LOG, "--verify", "--version", "1")
+    assert "never committed version 9" in said(capsys, *LOG, "--verify", "--version", "9", code=1)
+    said(capsys, *EXPORT, "out.safetensors", "--version", "3")
     assert snapshot.file_hash("out.safetensors") == run.heads[3].state_hash
-    assert "exists already" in said(capsys, "export", "out.safetensors", code=2)
-    differ = said(capsys, "diff", "1", "3")
+    assert "exists already" in said(capsys, *EXPORT, "out.safetensors", code=2)
+    differ = said(capsys, *LOG, "--version", "3", "--since", "1")
     assert "version 1 to version 3" in differ and "embed" in differ and "d10-zstd" in differ
-    assert "at least 2 chains" in said(capsys, "collect", "--chains", "1", code=1)
-    assert "removed 1 versions, 0 to 0, and" in said(capsys, "collect", "--chains", "2")
-    assert "collected" in said(capsys, "log")
-    assert "older versions are collected" in said(capsys, "verify")
+    assert "expected an integer >= 2" in said(capsys, *LOG, "--collect", "1", code=2)
+    assert "--since compares two versions" in said(capsys, *LOG, "--since", "1", code=2)
+    assert "removed 1 versions, 0 to 0, and" in said(capsys, *LOG, "--collect", "2")
+    assert "collected" in said(capsys, *LOG)
+    assert "older versions are collected" in said(capsys, *LOG, "--verify")
     (root / "runs/r1/broker/credentials/weight_publisher.nk").unlink()
     (root / "runs/r1/broker/credentials/weight_publisher.pub").unlink()
     # The broker's start makes a new key, which signed nothing here.
-    assert "not among [weights] publishers" in said(capsys, "verify", code=1)
+    assert "not among [weights] publishers" in said(capsys, *LOG, "--verify", code=1)
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +120,15 @@ def test_the_commands_find_full_snapshots_that_are_objects(
     root, hashes = detached
     monkeypatch.chdir(root)
     store = root / "runs/r1/full_snapshots"
-    assert "an object at [weights] full_snapshots_url" in said(capsys, "show", "--version", "0")
-    assert "versions 0 to 5, 6 built and hashed" in said(capsys, "verify")
-    assert hashes[3] in said(capsys, "verify", "--version", "3")
-    said(capsys, "export", "out.safetensors", "r1", "--version", "3")
+    assert "an object at [weights] full_snapshots_url" in said(capsys, *LOG, "--version", "0")
+    assert "versions 0 to 5, 6 built and hashed" in said(capsys, *LOG, "--verify")
+    assert hashes[3] in said(capsys, *LOG, "--verify", "--version", "3")
+    said(capsys, *EXPORT, "out.safetensors", "--version", "3")
     assert snapshot.file_hash("out.safetensors") == hashes[3]
-    removed = said(capsys, "collect", "--chains", "2")
+    removed = said(capsys, *LOG, "--collect", "2")
     assert f"removed 1 full snapshots at {store}: 0-" in removed
     assert sorted(path.name.partition("-")[0] for path in store.iterdir()) == ["2", "4"]
-    assert "older versions are collected" in said(capsys, "verify")
+    assert "older versions are collected" in said(capsys, *LOG, "--verify")
     next(store.glob("2-*")).unlink()
-    text = said(capsys, "export", "other.safetensors", "r1", "--version", "3", code=1)
+    text = said(capsys, *EXPORT, "other.safetensors", "--version", "3", code=1)
     assert f"{store} has no 2-" in text

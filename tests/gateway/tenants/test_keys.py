@@ -31,7 +31,7 @@ def test_a_reader_sees_what_another_process_changes(tmp_path: Path) -> None:
 
 def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    with pytest.raises(KeyFileError, match="headrace keys list"):
+    with pytest.raises(KeyFileError, match="headrace keys"):
         ApiKeys(path).revoke("12345678")
     path.write_text("{]")
     with pytest.raises(KeyFileError, match="not a file of API keys"):

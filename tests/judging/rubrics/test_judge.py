@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from headrace.cli.measure.judge_card import measure
+from headrace.cli.measure import card_of
 from headrace.config import Config, ConfigError, Run, parse
 from headrace.config import Judge as Section
 from headrace.judging import Candidate
@@ -69,14 +69,14 @@ async def test_the_card_recovers_what_was_planted(tmp_path: Path) -> None:
     (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, labels)))
     async with judge_server(good, NOISE) as server:
         config = section(tmp_path, server.url, rubric, model_votes=1, model_parallel=32)
-        card = await measure(config, str(tmp_path / "labels.jsonl"))
+        card = await card_of(config, str(tmp_path / "labels.jsonl"))
         asked = len(server.requests)
-        again = await measure(config, str(tmp_path / "labels.jsonl"))
+        again = await card_of(config, str(tmp_path / "labels.jsonl"))
         assert len(server.requests) == asked == card.calls, "every answer came from the cache"
         settings = [f"judge.{key}={json.dumps(value)}" for key, value in msgspec.to_builtins(config.judge).items()
                     if key.startswith(("rubric", "model")) and value != ""]  # fmt: skip
         words = [word for each in (f'run.dir="{tmp_path}"', *settings) for word in ("--set", each)]
-        done = await asyncio.to_thread(command, tmp_path, "judge", "card", "labels.jsonl", *words)
+        done = await asyncio.to_thread(command, tmp_path, "eval", "--judge", "labels.jsonl", *words)
         assert done.returncode == 1 and "right: kappa 0.8" in done.stdout and "weight 0: kappa 0." in done.stdout
         assert json.loads((tmp_path / "card.json").read_text())["judge"] == card.judge
     measured = {criterion.id: criterion for criterion in card.criteria}
@@ -122,7 +122,7 @@ async def test_criteria_that_the_card_rejects_weigh_nothing_and_answers_are_boug
         assert clear == [("right", 2.0, 1.0), ("brief", 1.0, 1.0)]
         elegant = first.criteria[1].met
         assert first.value == pytest.approx((3.0 - elegant) / 3.0) and first.digest == second.digest
-        card = await measure(config, str(tmp_path / "labels.jsonl"))
+        card = await card_of(config, str(tmp_path / "labels.jsonl"))
         (tmp_path / "card.json").write_bytes(msgspec.json.encode(card))
         with_card = msgspec.structs.replace(config.judge, rubric_card=str(tmp_path / "card.json"))
         judge = RubricJudge.of(msgspec.structs.replace(config, judge=with_card))

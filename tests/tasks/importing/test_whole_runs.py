@@ -65,7 +65,16 @@ def test_a_run_trains_on_an_imported_suite(tmp_path: Path) -> None:
     (report,) = (tmp_path / "runs").glob("r*/report.json")
     told = json.loads(report.read_text())
     assert (told["steps"], told["failed_steps"], told["unreadable_records"]) == (2, 0, 0), told
-    words = [sys.executable, "-m", "headrace.cli", "tasks", "atif", str(report.parent), str(tmp_path / "out.jsonl")]
+    words = [
+        sys.executable,
+        "-m",
+        "headrace.cli",
+        "export",
+        str(report.parent),
+        str(tmp_path / "out.jsonl"),
+        "--as",
+        "atif",
+    ]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     documents = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

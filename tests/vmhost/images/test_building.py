@@ -11,7 +11,9 @@ from headrace.cli.main import main
 from headrace.config import Environment
 from headrace.messages.sandbox import Exec
 from headrace.vmhost.backends.container.backend import unavailable
-from headrace.vmhost.images import packages
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.images import building, packages
+from headrace.vmhost.images.imported import Request
 from headrace.vmhost.node.host import Host
 from headrace.vmhost.qemu import probe
 from headrace.vmhost.templates import cache_gc
@@ -40,19 +42,22 @@ def context(place: Path, dockerfile: str = DOCKERFILE) -> Path:
 
 
 def build(*words: str) -> int:
-    return main(["images", "build", *words, "--set", f"environment.cache_dir={CACHE}"])
+    return main(["images", *words, "--set", f"environment.cache_dir={CACHE}"])
 
 
 def test_what_is_missing_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert build(str(tmp_path)) == 3
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text("FROM scratch\n")
+    assert build(str(tmp_path)) == build(str(dockerfile)) == 3
     assert "buildah is not installed: apt-get install buildah" in capsys.readouterr().err
     (tmp_path / "buildah").write_text("")
     (tmp_path / "buildah").chmod(0o755)
-    assert build(str(tmp_path)) == 3
-    assert "has no Dockerfile and no Containerfile: name the file by --file" in capsys.readouterr().err
+    dockerfile.unlink()
+    with pytest.raises(VmhostError, match="has no Dockerfile and no Containerfile: name the file by --file"):
+        building.build(Path(CACHE), tmp_path, Request(name="a"), building.BuildOptions(), print)
 
 
 def test_layers_of_builds_are_removed_unless_a_build_uses_them(tmp_path: Path) -> None:
@@ -65,7 +70,7 @@ def test_layers_of_builds_are_removed_unless_a_build_uses_them(tmp_path: Path) -
         (used,) = cache_gc.holdings(environment)
         assert (used.what, used.why) == ("layers of Dockerfiles", "a build uses them") and used.mib > 2.9
         assert cache_gc.collect(environment) == [] and (place / "store").exists()
-    assert [entry.path for entry in cache_gc.collect(environment, only=cache_gc.IMAGES)] == [str(place)]
+    assert [entry.path for entry in cache_gc.collect(environment)] == [str(place)]
     assert not (place / "store").exists() and (place / "lock").exists() and cache_gc.holdings(environment) == []
 
 

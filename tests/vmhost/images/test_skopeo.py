@@ -33,7 +33,7 @@ def test_without_the_store_the_command_says_why(tmp_path: Path, capsys: pytest.C
     where = ["--set", f"environment.cache_dir={tmp_path / 'cache'}"]
     if Path("/var/run/docker.sock").exists():
         pytest.skip("a docker daemon runs here")
-    assert main(["images", "import", "docker-daemon:app:1", *where]) == 3
+    assert main(["images", "docker-daemon:app:1", *where]) == 3
     said = capsys.readouterr().err
     assert "docker-daemon:app:1 can't be imported: " in said and len(said.splitlines()) == 1, said
 

@@ -12,6 +12,7 @@ import pytest
 from headrace.messages.sandbox import Exec, GroupKey, ListFiles, NoCapacity, SandboxLost, WriteFiles
 from headrace.vmhost import cgroups
 from headrace.vmhost.node.host import Host
+from headrace.vmhost.qemu import backend as qemu_backend
 from headrace.vmhost.qemu.clone import Clone
 from tests.support.hosts import ask, backend, clone_of, environment
 from tests.support.patience import PATIENCE_S
@@ -80,8 +81,9 @@ async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None
 
 
 @pytest.mark.slow
-async def test_as_many_wait_as_were_taken_at_once() -> None:
-    host = await Host.open(environment(max_vms=8, warm_most=2))
+async def test_as_many_wait_as_were_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qemu_backend, "WARM_MOST", 2)
+    host = await Host.open(environment(max_vms=8))
     try:
         await backend(host).filled()
         assert len(backend(host)._parked) == 1

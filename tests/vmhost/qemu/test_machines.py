@@ -26,8 +26,8 @@ from headrace.messages.sandbox import (
 )
 from headrace.messages.tasks import Task, TaskRef, TestPlan
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.node import fidelity
 from headrace.vmhost.node.host import Host
+from tests.support import fidelity
 from tests.support.hosts import CACHE, ask, clone_of, environment
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S

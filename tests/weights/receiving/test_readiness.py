@@ -1,24 +1,16 @@
 """The readiness ledger, as curriculum, trainer and operator read it from the stream."""
 
-import json
-from argparse import Namespace
-from pathlib import Path
 from secrets import token_hex
 
-import msgspec
 import pytest
 
-from headrace.cli.weights import regions
-from headrace.cli.weights.session import Chain, snapshots_of
-from headrace.config import Weights
-from headrace.launch.runs import RunDir
+from headrace.cli import observe
 from headrace.messages.base import Message
 from headrace.messages.operations import Heartbeat
 from headrace.messages.subjects import EVENT
 from headrace.messages.weights import WeightHead, WeightsStaged, WeightsSwapped
 from headrace.weights.receiving import readiness
 from headrace.weights.receiving.readiness import ReadinessLedger
-from headrace.weights.signing import Trust
 from tests.conftest import Connect
 
 pytestmark = pytest.mark.anyio
@@ -85,7 +77,7 @@ def test_a_laggard_is_told_once_until_it_has_caught_up() -> None:
 
 
 async def test_curriculum_and_trainer_see_it_and_an_operator_gets_table_and_json(
-    connect: Connect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    connect: Connect,
 ) -> None:
     run = f"r{token_hex(4)}"
     receiver, rollout = await connect("weight_sync"), await connect("rollout")
@@ -114,24 +106,18 @@ async def test_curriculum_and_trainer_see_it_and_an_operator_gets_table_and_json
     await receiver.publish(f"hr.weights.{run}.head", head)
     beat = Heartbeat(actor="rollout", id="rollout-a", node="n1", pid=1, state="running")
     await (await rollout.kv("HR_PRESENCE")).put("rollout.rollout-a", beat)
-    operator, trust = await connect("operator"), Trust((), unsigned=True)
-    folder = RunDir(tmp_path / run)
-    chain = Chain(operator, folder, trust, snapshots_of(folder, Weights()))
-    assert await regions.regions(chain, Namespace(json=True)) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["newest"], sorted(report["regions"])) == (1, ["eu", "us"])
-    eu, us = report["regions"]["eu"], report["regions"]["us"]
-    assert (eu["staged"], eu["serving_oldest"], eu["replicas"][0]["behind"]) == (0, 0, 1)
-    assert (us["staged"], us["serving_oldest"], us["replicas"][0]["alive"]) == (1, -1, False)
-    assert await regions.regions(chain, Namespace(json=False)) == 0
-    lines = capsys.readouterr().out.splitlines()
+    operator = await connect("operator")
+    report = await observe.look(operator, run)
+    assert (report.newest, sorted(report.regions)) == (1, ["eu", "us"])
+    eu, us = report.regions["eu"], report.regions["us"]
+    assert (eu.staged, eu.serving_oldest, eu.replicas[0].behind) == (0, 0, 1)
+    assert (us.staged, us.serving_oldest, us.replicas[0].alive) == (1, -1, False)
+    lines = observe.table(report).splitlines()
     assert lines[0].endswith("newest version 1")
     assert [line.split()[:4] for line in lines[2:4]] == [["eu", "n1", "(holds)", "0"], ["eu", "n1", "rollout-a", "0"]]
     assert "rollout-b (gone)" in lines[5]
-    assert regions.summary(msgspec.convert(report, regions.RegionsReport)) == [
+    assert observe.summary(report) == [
         "version 1 in eu: held by 0 of 1 nodes, served by 0 of 1 replicas, the oldest served is 0",
         "version 1 in us: held by 1 of 1 nodes",
     ]
-    no_run = chain._replace(folder=RunDir(tmp_path / "none"))
-    assert await regions.regions(no_run, Namespace(json=False)) == 0
-    assert "no node has staged" in capsys.readouterr().out
+    assert "no node has staged" in observe.table(await observe.look(operator, "none"))

@@ -174,7 +174,7 @@ class ContainerBackend(WithoutCopies):
             images = ", ".join(imported.names(self._cache)) or "none"
             raise VmhostError(
                 f"the container backend runs images of the store, and {template!r} is none; known are {images}: "
-                "import one (`headrace images import`), or use backend = qemu for templates"
+                "import one (`headrace images`), or use backend = qemu for templates"
             )
         return image
 
@@ -298,7 +298,7 @@ def unavailable() -> str:
         return "it mounts images, which needs root"
     places = cgroups.places()
     if places is None or not {"memory", "pids"} <= set(places.limits):
-        return "it needs control groups for memory and processes (`headrace vm doctor` says what is missing)"
+        return "it needs control groups for memory and processes (`headrace check` says what is missing)"
     supported = Path("/proc/filesystems").read_text().split()
     missing = [name for name in ("erofs", "overlay", "ext4") if name not in supported]
     if missing:

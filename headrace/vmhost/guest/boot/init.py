@@ -204,7 +204,7 @@ def _condition(slots: list[int]) -> dict[str, Any]:
 
 
 def facts() -> dict[str, Any]:
-    """Facts that a tool could notice about its machine, equal in every lane (see vmhost/node/fidelity.py)."""
+    """Facts that a tool could notice about its machine, equal in every lane (see tests/support/fidelity.py)."""
 
     def text(path: str) -> str:
         try:

@@ -13,5 +13,5 @@ export const regions = panel(asked("regions"), (view, found, fault) => {
   put(view, html`${failed(fault)}${last < 0 ? html`<p class="empty">No node has staged a version yet.</p>` : html`<table class="rows"><thead><tr><th>region</th><th>node</th><th>replica</th>${versions.map((v) => html`<th class="n">${v}</th>`)}<th class="n">behind</th><th class="n">since</th><th class="n">took</th></tr></thead><tbody>
   ${found.nodes.map((n) => row(n, html`<span class="soft">holds the file</span>`, `${number(n.stage_s)} s`, true))}
   ${found.replicas.map((r) => row(r, r.replica, `${number(r.pause_ms, 1)} ms`, r.alive))}</tbody></table>`}
-  <p class="note">Columns are versions; the newest is ${last}. "took" is the staging of a file and the pause of a swap. <code>headrace weights regions ${state.settings.run}</code></p>`);
+  <p class="note">Columns are versions; the newest is ${last}. "took" is the staging of a file and the pause of a swap. <code>headrace status --regions ${state.settings.run}</code></p>`);
 });

@@ -1,1 +1,0 @@
-"""Commands for a broker that an operator runs: `headrace bus ...`."""

@@ -1,1 +1,0 @@
-"""`headrace config`: shows where the value of a configuration key comes from."""

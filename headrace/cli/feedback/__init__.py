@@ -1,1 +1,0 @@
-"""An operator's commands that show and change the version that users get."""

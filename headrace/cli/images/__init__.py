@@ -1,1 +1,0 @@
-"""`headrace images`: the store of container images."""

@@ -1,1 +1,0 @@
-"""Commands that make, list and revoke the gateway's API keys."""

@@ -1,1 +1,0 @@
-"""Commands that report which lines of agents a repository still has."""

@@ -1,1 +1,0 @@
-"""`headrace mcp`: the tools for external agents."""

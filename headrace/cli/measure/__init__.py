@@ -1,1 +1,0 @@
-"""Commands that measure policies, judges and this machine."""

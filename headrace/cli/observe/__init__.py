@@ -1,1 +1,0 @@
-"""Commands that watch a run: page, terminal, logs, exporters."""

@@ -1,1 +1,0 @@
-"""Commands that convert and mid-train policies, and collect data for it."""

@@ -1,1 +1,0 @@
-"""Commands that replay, judge again and train again from the records of a run."""

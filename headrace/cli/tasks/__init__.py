@@ -1,1 +1,0 @@
-"""Commands that make and show task suites."""

@@ -1,1 +1,0 @@
-"""Commands that work with images, templates and sandboxes of this host."""

@@ -1,1 +1,0 @@
-"""Commands that work with the chain of published weight versions."""
