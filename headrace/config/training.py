@@ -142,6 +142,10 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """truncated: weights above the bound become the bound; masked: tokens above the bound or below `mask_low` have no
     gradient; clipped, decoupled, sequence and sequence_masked are in headrace/algorithms/corrections.py, with their
     papers; or an entry point of headrace.losses, or module:attribute."""
+    dual_clip: Amount = 0.0
+    """With weighting = clipped, decoupled or sequence, the bound c of dual clip (Ye et al., arXiv 1912.09729): a token
+    with a negative advantage A counts c A and has no gradient where its probability ratio is above c. 3.0 is the
+    paper's; 0 is no bound, and a single unlikely token can then be most of a gradient."""
     mask_low: Amount = 0.5
     """With weighting = masked: p_trainer / p_sampler below which a token has no gradient."""
     ratio_low: Amount = 0.8
@@ -201,6 +205,11 @@ class Algorithm(Section, frozen=True, kw_only=True):
     limits.max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476)."""
     overlong_tokens: Count = 0
     """Sampled tokens before limits.max_tokens over which `overlong_penalty` rises to its amount."""
+    overlong: Literal["train", "mask"] = "train"
+    """mask: attempts that a limit of length ended (outcomes context, max_tokens and max_turns; a client's session whose
+    last reply reached its limit) have no gradient and do not count in the loss's divisor. Their rewards stay in the
+    baseline and in the figures, as scored: the other attempts of a group have the advantages that they have with train
+    (DAPO's overlong filtering, arXiv 2503.14476). Attempts that wall time or memory ended are trained on."""
     todo_penalty: Amount = 0.0
     """Amount by which the built-in reward falls when every entry of the attempt's last to-do list is left open; a share
     of open entries costs that share."""

@@ -97,6 +97,7 @@ def take(
         k3=before.k3,
         entropy=sum(update.gradient.entropy for update in updates) / tokens,
         clipped=sum(update.gradient.clipped for update in updates) / tokens,
+        dual_clipped=sum(update.gradient.dual_clipped for update in updates) / tokens,
         seconds=time.perf_counter() - started - step.waited_s,
     )
 
