@@ -11,7 +11,7 @@ bits of precision or fewer; a moment decays only where a beta leaves more than t
 refused (`config.rules`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,11 +96,21 @@ def kept_as(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.uint8 and not eight_bit.applies(parameter) else dtype
 
 
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay lowers a parameter, by headrace's name: a matrix, or a stack of one for each expert. Norms,
+    biases (also the stacked ones of experts), attention sinks and the embedding keep their size. Where the embedding is
+    the head too, the head does not decay."""
+    kind = name.rsplit(".", 1)[-1]
+    return parameter.dim() > 1 and kind != "embedding" and not kind.endswith("_bias")
+
+
 class AdamW:
     """Parameters that are leaves with a `grad`, and their moments."""
 
-    def __init__(self, parameters: Iterable[Tensor], settings: OptimizerSettings) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Mapping[str, Tensor], settings: OptimizerSettings) -> None:
+        """parameters: by headrace's name, which decides whether they decay (`decays`)."""
+        self.parameters = list(parameters.values())
+        self._spared = {parameter for name, parameter in parameters.items() if not decays(name, parameter)}
         self.settings = settings
         self.moments: dict[Tensor, Moments] = {}
         """By parameter, from its first update on."""
@@ -124,7 +134,9 @@ class AdamW:
                 whole.append(parameter)
             else:
                 self._widened(parameter, moments, learning_rate)
-        self._update(whole, [self.moments[parameter] for parameter in whole], learning_rate)
+        for decay in (True, False):
+            members = [parameter for parameter in whole if (parameter not in self._spared) == decay]
+            self._update(members, [self.moments[parameter] for parameter in members], learning_rate, decay)
 
     def _widened(self, parameter: Tensor, moments: Moments, learning_rate: float) -> None:
         """One update of a parameter whose moments are not float32, piece by piece."""
@@ -138,7 +150,7 @@ class AdamW:
             piece = weights[start : start + count]
             piece.grad = gradient[start : start + count]
             wide = self._wide(narrow)
-            self._update([piece], [wide], learning_rate)
+            self._update([piece], [wide], learning_rate, parameter not in self._spared)
             self._narrow(wide, narrow)
         moments.step.add_(1.0)
 
@@ -182,7 +194,7 @@ class AdamW:
             self._levels[device] = Levels.on(device, signed=True), Levels.on(device, signed=False)
         return self._levels[device]
 
-    def _update(self, parameters: list[Tensor], moments: list[Moments], learning_rate: float) -> None:
+    def _update(self, parameters: list[Tensor], moments: Sequence[Moments], learning_rate: float, decay: bool) -> None:
         if not parameters:
             return
         adamw(
@@ -198,7 +210,7 @@ class AdamW:
             beta1=self.settings.betas[0],
             beta2=self.settings.betas[1],
             lr=learning_rate,
-            weight_decay=self.settings.weight_decay,
+            weight_decay=self.settings.weight_decay if decay else 0.0,
             eps=1e-8,
             maximize=False,
         )

@@ -129,7 +129,9 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Format in which AdamW's two moments are kept between updates. bfloat16 saves 4 of their 8 bytes per parameter,
     eight_bit (blocks with a scale, headrace/algorithms/eight_bit.py) 6. Mid-training in one process keeps float32."""
     weight_decay: Amount = 0.0
-    """AdamW's decoupled weight decay: each update lowers a weight by this times the learning rate times the weight."""
+    """AdamW's decoupled weight decay: each update lowers a weight by this times the learning rate times the weight.
+    Norms, biases, attention sinks and the embedding do not decay; matrices do, with adapters theirs. Mid-training has
+    none."""
     baseline: Literal["group", "class"] = "group"
     """The rewards that an advantage is relative to: those of the other rollouts of the prompt, or those of the batch's
     rollouts of the same task class, where there is one rollout per prompt (users' sessions)."""

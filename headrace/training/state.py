@@ -54,7 +54,7 @@ class TrainerState:
                 precision.cast_into(model, name, parameter, self.master.get(name, parameter).detach())
         self._sums: dict[str, Tensor] = {}
         """float32 sums of the micro-batches' gradients, for parameters with another dtype."""
-        self.optimizer = AdamW(self.master.values(), settings or OptimizerSettings())
+        self.optimizer = AdamW(self.master, settings or OptimizerSettings())
 
     def parameters(self) -> dict[str, Tensor]:
         """The weights that this process holds, by `Model`'s names. A float32 parameter may be its own master."""

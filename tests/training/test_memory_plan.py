@@ -273,8 +273,8 @@ OPTIMIZED = PolicyConfig(
 def test_the_plan_of_an_update_is_within_five_percent_of_its_live_tensors(moments: Moments) -> None:
     settings = optimizer_settings(msgspec.structs.replace(CONFIG.algorithm, moments=moments))
     model = Model(OPTIMIZED, probe(OPTIMIZED, exact=False), seed=1)
-    masters = [parameter.detach().float() for parameter in model.parameters()]
-    for master in masters:
+    masters = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+    for master in masters.values():
         master.grad = torch.randn_like(master)
     optimizer = AdamW(masters, settings)
     optimizer.step(1e-3)  # makes the moments

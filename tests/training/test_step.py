@@ -231,7 +231,8 @@ def test_weight_decay_and_betas_reach_the_optimizer() -> None:
         parameter.grad = torch.zeros_like(parameter)
     state.apply(1e-1)
     for name, master in state.master.items():  # without a gradient only the decay moves a weight
-        assert torch.equal(master, before[name] * (1.0 - 1e-1 * 0.1)), name
+        spared = "norm" in name or name == "embedding"
+        assert torch.equal(master, before[name] * (1.0 if spared else 1.0 - 1e-1 * 0.1)), name
 
 
 WEIGHTINGS = ["truncated", "masked", "clipped", "decoupled", "sequence", "sequence_masked"]

@@ -104,7 +104,7 @@ class ShardedState(TrainerState):
         for name, held in self.sharded.local.items():
             if held.numel():
                 held.copy_(self.served(name, held))
-        self.optimizer = AdamW(self.master.values(), settings)
+        self.optimizer = AdamW(self.master, settings)
         self.step, self.updated_at, self._hash = 0, None, ""
         self.new_log()
 
