@@ -132,6 +132,12 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """AdamW's decoupled weight decay: each update lowers a weight by this times the learning rate times the weight.
     Norms, biases, attention sinks and the embedding do not decay; matrices do, with adapters theirs. Mid-training has
     none."""
+    balance_rate: Amount = 0.0
+    """Per step, the amount by which the router's correction (e_score_correction_bias) of each expert rises when the
+    batch routed fewer rows to it than to the layer's mean expert, and falls when it routed more (DeepSeek-V3, arXiv
+    2412.19437, with 0.001). It changes the experts that later versions choose, and no gradient; corrections are
+    published, hashed and saved with the weights. The figure is `expert_load`. Only for policies with corrections
+    (deepseek_v3, kimi_k2, glm4_moe). 0: corrections stay."""
     baseline: Literal["group", "class"] = "group"
     """The rewards that an advantage is relative to: those of the other rollouts of the prompt, or those of the batch's
     rollouts of the same task class, where there is one rollout per prompt (users' sessions)."""
