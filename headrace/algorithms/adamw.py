@@ -11,7 +11,7 @@ bits of precision or fewer; a moment decays only where a beta leaves more than t
 refused (`config.rules`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -109,8 +109,7 @@ class AdamW:
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: OptimizerSettings) -> None:
         """parameters: by headrace's name, which decides whether they decay (`decays`)."""
-        self.parameters = list(parameters.values())
-        self._spared = {parameter for name, parameter in parameters.items() if not decays(name, parameter)}
+        self._decaying = {parameter for name, parameter in parameters.items() if decays(name, parameter)}
         self.settings = settings
         self.moments: dict[Tensor, Moments] = {}
         """By parameter, from its first update on."""
@@ -118,27 +117,21 @@ class AdamW:
         """Of the first and of the second moment."""
 
     @torch.no_grad()
-    def step(self, learning_rate: float, parameters: Iterable[Tensor] | None = None) -> None:
-        """One update of every parameter that has a gradient. parameters: some of them; None: all."""
-        whole: list[Tensor] = []
-        for parameter in self.parameters if parameters is None else parameters:
-            if parameter.grad is None:
-                continue
-            kind, moments = kept_as(parameter, self.settings.moments), self.moments.get(parameter)
-            if moments is None:
-                moments = Moments.zero(parameter, kind)
-            elif moments.exp_avg.dtype != kind:
-                moments = self._converted(moments, parameter, kind)
-            self.moments[parameter] = moments
-            if kind == torch.float32:
-                whole.append(parameter)
-            else:
-                self._widened(parameter, moments, learning_rate)
-        for decay in (True, False):
-            members = [parameter for parameter in whole if (parameter not in self._spared) == decay]
-            self._update(members, [self.moments[parameter] for parameter in members], learning_rate, decay)
+    def step(self, learning_rate: float, parameter: Tensor) -> None:
+        """One update of a parameter, from its gradient."""
+        decay = self.settings.weight_decay if parameter in self._decaying else 0.0
+        kind, moments = kept_as(parameter, self.settings.moments), self.moments.get(parameter)
+        if moments is None:
+            moments = Moments.zero(parameter, kind)
+        elif moments.exp_avg.dtype != kind:
+            moments = self._converted(moments, parameter, kind)
+        self.moments[parameter] = moments
+        if kind == torch.float32:
+            self._update(parameter, moments, learning_rate, decay)
+        else:
+            self._widened(parameter, moments, learning_rate, decay)
 
-    def _widened(self, parameter: Tensor, moments: Moments, learning_rate: float) -> None:
+    def _widened(self, parameter: Tensor, moments: Moments, learning_rate: float, decay: float) -> None:
         """One update of a parameter whose moments are not float32, piece by piece."""
         assert parameter.grad is not None
         held = moments.rows()
@@ -150,7 +143,7 @@ class AdamW:
             piece = weights[start : start + count]
             piece.grad = gradient[start : start + count]
             wide = self._wide(narrow)
-            self._update([piece], [wide], learning_rate, parameter not in self._spared)
+            self._update(piece, wide, learning_rate, decay)
             self._narrow(wide, narrow)
         moments.step.add_(1.0)
 
@@ -194,23 +187,22 @@ class AdamW:
             self._levels[device] = Levels.on(device, signed=True), Levels.on(device, signed=False)
         return self._levels[device]
 
-    def _update(self, parameters: list[Tensor], moments: Sequence[Moments], learning_rate: float, decay: bool) -> None:
-        if not parameters:
-            return
+    def _update(self, parameter: Tensor, moments: Moments, learning_rate: float, decay: float) -> None:
+        assert parameter.grad is not None
         adamw(
-            parameters,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [moment.exp_avg for moment in moments],
-            [moment.exp_avg_sq for moment in moments],
+            [parameter],
+            [parameter.grad],
+            [moments.exp_avg],
+            [moments.exp_avg_sq],
             [],
-            [moment.step for moment in moments],
+            [moments.step],
             foreach=False,
             fused=True,
             amsgrad=False,
             beta1=self.settings.betas[0],
             beta2=self.settings.betas[1],
             lr=learning_rate,
-            weight_decay=self.settings.weight_decay if decay else 0.0,
+            weight_decay=decay,
             eps=1e-8,
             maximize=False,
         )

@@ -40,6 +40,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_MOST = 80.0
+"""Nats between two log-probabilities, above which a ratio grows no more: the gradient of an infinite one is NaN, also
+where it is cut, so one token would cost a batch."""
+
 
 class Band(NamedTuple):
     """Ratios within which a token (or sequence) still has a gradient; both above 0."""
@@ -121,7 +125,8 @@ def geometric_means(log_ratio: Tensor, lengths: Sequence[int]) -> Tensor:
     if sum(lengths) != len(log_ratio):
         raise ValueError(f"expected sequences of {len(log_ratio)} tokens in all, got {sum(lengths)}")
     parts = torch.split(log_ratio, list(lengths))
-    return torch.cat([part.mean().exp().expand(len(part)) for part in parts if len(part)]) if parts else log_ratio
+    means = [part.mean().clamp(max=_MOST).exp().expand(len(part)) for part in parts if len(part)]
+    return torch.cat(means) if parts else log_ratio
 
 
 def truncated(tokens: SampledTokens, settings: Correction) -> Corrected:
@@ -138,14 +143,14 @@ def masked(tokens: SampledTokens, settings: Correction) -> Corrected:
 
 def clipped(tokens: SampledTokens, settings: Correction) -> Corrected:
     """PPO's clipping."""
-    return pessimistic(torch.exp(tokens.logp - tokens.behaviour), tokens.advantage, settings)
+    return pessimistic(torch.exp((tokens.logp - tokens.behaviour).clamp(max=_MOST)), tokens.advantage, settings)
 
 
 def decoupled(tokens: SampledTokens, settings: Correction) -> Corrected:
     """Clipping around the proximal policy, weighted by the truncated ratio of proximal policy and sampler."""
     proximal = tokens.logp.detach() if tokens.proximal is None else tokens.proximal
     weights, above = importance_weights(tokens._replace(logp=proximal), settings.clip)
-    made = pessimistic(torch.exp(tokens.logp - proximal), tokens.advantage, settings)
+    made = pessimistic(torch.exp((tokens.logp - proximal).clamp(max=_MOST)), tokens.advantage, settings)
     return Corrected(weights * made.terms, made.cut | above, made.dual)
 
 

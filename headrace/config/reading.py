@@ -18,6 +18,7 @@ MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks":
 """Keys that moved to another section: files and recorded runs with the old keys are still read."""
 FORMER: dict[str, object] = {
     "algorithm.max_k1": 0.0,
+    "algorithm.objective": "dr_grpo",
     "engine.deadline_s": 600.0,
     "environment.key": "",
     "evaluation.every_temperature": 1.0,

@@ -107,10 +107,9 @@ class MidTraining(Section, frozen=True, kw_only=True):
 
 
 class Algorithm(Section, frozen=True, kw_only=True):
-    """The objective, its corrections, and the guard against a collapse."""
+    """The objective (Dr. GRPO, changed part by part by these keys), its corrections, and the guard against a
+    collapse."""
 
-    objective: Literal["dr_grpo"] = "dr_grpo"
-    """The objective: Dr. GRPO, which the keys of this section change part by part."""
     learning_rate: Rate = 1e-3
     """Learning rate at the end of the warm-up."""
     warmup_steps: Count = 2

@@ -166,7 +166,7 @@ class TrainerState:
             master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
             del gradient
             before = self._served_copy(name, master) if master is parameters[name] else None
-            self.optimizer.step(learning_rate, [master])
+            self.optimizer.step(learning_rate, master)
             master.grad = None
             self._serve(name, parameters[name], master, before)
         self.step += 1

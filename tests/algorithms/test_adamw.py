@@ -25,7 +25,7 @@ def updated(draw: int, settings: list[OptimizerSettings]) -> tuple[Tensor, AdamW
         want -= 1e-2 * (first / (1 - 0.9**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)
         first, second = first.to(each.moments).double(), second.to(each.moments).double()
         optimizer.settings = each
-        optimizer.step(1e-2)
+        optimizer.step(1e-2, parameter)
     return parameter, optimizer, want
 
 

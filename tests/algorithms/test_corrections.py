@@ -104,6 +104,15 @@ def test_dual_clip_holds_an_unlikely_token_of_every_weighting_with_a_band() -> N
     assert (gradient, made.terms.tolist()) == ([0.0, 0.0, -1.0], [-3.0, -3.0, -1.0])
 
 
+@pytest.mark.parametrize("weighting", ["truncated", "masked", "clipped", "decoupled", "sequence", "sequence_masked"])
+def test_a_ratio_beyond_every_number_leaves_the_other_tokens_their_gradient(weighting: str) -> None:
+    """Tokens at -200 nats for the sampler: the ratio is infinite in float32."""
+    logp, behaviour = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-200.0, -200.0, -200.0, -1.0])
+    made = slopes(weighting, logp, behaviour, [1.0, -1.0, 0.0, 0.5], proximal=behaviour, lengths=[1] * 4, dual=3.0)
+    assert made[1].terms.isfinite().all() and all(map(math.isfinite, made[0])), made
+    assert made[0][2:] == [0.0, 0.5]
+
+
 def test_the_decoupled_objective_clips_around_the_proximal_policy_not_the_sampler() -> None:
     behaviour, proximal = logs(0.1, 0.5, 0.5), logs(0.3, 0.4, 0.4)  # p_prox / p_behaviour: 3, 0.8, 0.8
     logp = logs(0.3, 0.6, 0.44)  # u: 1, 1.5, 1.1

@@ -57,7 +57,7 @@ def updates(parameter: Tensor, gradients: list[Tensor], settings: OptimizerSetti
     optimizer = AdamW({"w": parameter}, settings)
     for gradient in gradients:
         parameter.grad = gradient.clone()
-        optimizer.step(1e-2)
+        optimizer.step(1e-2, parameter)
     return optimizer
 
 
@@ -92,7 +92,7 @@ def test_the_format_may_change_between_updates() -> None:
     for gradient, kind in zip(gradients, kinds, strict=True):
         changing.grad = gradient.clone()
         optimizer.settings = OptimizerSettings(moments=kind)
-        optimizer.step(1e-2)
+        optimizer.step(1e-2, changing)
         moments = optimizer.moments[changing]
         assert moments.exp_avg.dtype == moments.exp_avg_sq.dtype == kind
         coded = kind == torch.uint8
