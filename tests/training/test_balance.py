@@ -23,6 +23,9 @@ from headrace.training.served.versions import Versions
 from headrace.training.state import TrainerState
 from headrace.training.step import take
 from headrace.weights import tensor_state
+from headrace.weights.publishing.encoding import Encoding, describe
+from headrace.weights.receiving.staging import StagedFile
+from headrace.weights.snapshot import Snapshot
 from tests.support.world import CONFIG, POLICY, batch
 from tests.training.test_trainer import advance, changed, prepare
 
@@ -125,6 +128,28 @@ def test_a_balanced_run_stays_exact_and_resumes_bit_equal(tmp_path: Path) -> Non
     assert len(set(published[name].tolist())) > 2, "rates of several steps add up"
     for trainer in (first, second):
         trainer.close()
+
+
+def test_a_delta_carries_corrections_alone_where_no_attempt_has_an_advantage(tmp_path: Path) -> None:
+    """A receiver that builds version 1 from version 0 and the delta has the trainer's bytes."""
+    state = mixture()
+    files = [tmp_path / "0", tmp_path / "1"]
+    first = tensor_state.write(files[0], state.published())
+    manifest, trajectories, scores = batch({0: state.model}, 0, [0] * 4)
+    equal = {seq: msgspec.structs.replace(score, reward=1.0) for seq, score in scores.items()}
+    outcome = taken(state, build(manifest.groups, trajectories, equal))
+    assert (outcome.failed, outcome.computed_tokens, state.step) == ("", 0, 0)
+    assert tensor_state.write(files[1], state.published()) == outcome.state_hash != first
+    base, target = map(Snapshot, files)
+    full, delta = Encoding(base, None), Encoding(target, base)
+    list(full.pieces())
+    chunks = [(describe(data, shard, seq, 0), data) for seq, (shard, data) in enumerate(delta.pieces())]
+    made = delta.manifest("r", 1, [info for info, _ in chunks], base=full.manifest("r", 0, [], base=None))
+    with StagedFile(tmp_path / "built", made, base) as staged:
+        for info, data in chunks:
+            staged.add(info, data)
+        assert staged.finish() == outcome.state_hash
+    assert delta.changed == sum(value != 0.0 for layer in corrections(state) for value in layer) > 0
 
 
 @pytest.mark.parametrize(
