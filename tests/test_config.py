@@ -180,6 +180,8 @@ def test_every_key_has_a_range() -> None:
         (["curriculum.group_size=4", "curriculum.speculate=4"], "curriculum.speculate: expected less than group_size"),
         (["algorithm.minibatches=1000"], "algorithm.minibatches: expected at most the 64 trajectories"),
         (["algorithm.ratio_low=1.5"], "algorithm.ratio_low"),
+        (["algorithm.dual_clip=3.0"], "algorithm.dual_clip: expected 0 with weighting = 'truncated'"),
+        (["algorithm.weighting=clipped", "algorithm.dual_clip=1.2"], "algorithm.dual_clip: expected 0 or more than"),
         (["policy.kv_heads=2"], "policy.kv_heads: expected a divisor of heads"),
         (["policy.top_k=9"], "policy.top_k: expected at most experts"),
         (["policy.head_dim=31"], "policy.head_dim: expected an even number"),

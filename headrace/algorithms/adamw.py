@@ -11,7 +11,7 @@ bits of precision or fewer; a moment decays only where a beta leaves more than t
 refused (`config.rules`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -96,11 +96,20 @@ def kept_as(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.uint8 and not eight_bit.applies(parameter) else dtype
 
 
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay lowers a parameter, by headrace's name: a matrix, or a stack of one for each expert. Norms,
+    biases (also the stacked ones of experts), attention sinks and the embedding keep their size. Where the embedding is
+    the head too, the head does not decay."""
+    kind = name.rsplit(".", 1)[-1]
+    return parameter.dim() > 1 and kind != "embedding" and not kind.endswith("_bias")
+
+
 class AdamW:
     """Parameters that are leaves with a `grad`, and their moments."""
 
-    def __init__(self, parameters: Iterable[Tensor], settings: OptimizerSettings) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Mapping[str, Tensor], settings: OptimizerSettings) -> None:
+        """parameters: by headrace's name, which decides whether they decay (`decays`)."""
+        self._decaying = {parameter for name, parameter in parameters.items() if decays(name, parameter)}
         self.settings = settings
         self.moments: dict[Tensor, Moments] = {}
         """By parameter, from its first update on."""
@@ -108,25 +117,21 @@ class AdamW:
         """Of the first and of the second moment."""
 
     @torch.no_grad()
-    def step(self, learning_rate: float, parameters: Iterable[Tensor] | None = None) -> None:
-        """One update of every parameter that has a gradient. parameters: some of them; None: all."""
-        whole: list[Tensor] = []
-        for parameter in self.parameters if parameters is None else parameters:
-            if parameter.grad is None:
-                continue
-            kind, moments = kept_as(parameter, self.settings.moments), self.moments.get(parameter)
-            if moments is None:
-                moments = Moments.zero(parameter, kind)
-            elif moments.exp_avg.dtype != kind:
-                moments = self._converted(moments, parameter, kind)
-            self.moments[parameter] = moments
-            if kind == torch.float32:
-                whole.append(parameter)
-            else:
-                self._widened(parameter, moments, learning_rate)
-        self._update(whole, [self.moments[parameter] for parameter in whole], learning_rate)
+    def step(self, learning_rate: float, parameter: Tensor) -> None:
+        """One update of a parameter, from its gradient."""
+        decay = self.settings.weight_decay if parameter in self._decaying else 0.0
+        kind, moments = kept_as(parameter, self.settings.moments), self.moments.get(parameter)
+        if moments is None:
+            moments = Moments.zero(parameter, kind)
+        elif moments.exp_avg.dtype != kind:
+            moments = self._converted(moments, parameter, kind)
+        self.moments[parameter] = moments
+        if kind == torch.float32:
+            self._update(parameter, moments, learning_rate, decay)
+        else:
+            self._widened(parameter, moments, learning_rate, decay)
 
-    def _widened(self, parameter: Tensor, moments: Moments, learning_rate: float) -> None:
+    def _widened(self, parameter: Tensor, moments: Moments, learning_rate: float, decay: float) -> None:
         """One update of a parameter whose moments are not float32, piece by piece."""
         assert parameter.grad is not None
         held = moments.rows()
@@ -138,7 +143,7 @@ class AdamW:
             piece = weights[start : start + count]
             piece.grad = gradient[start : start + count]
             wide = self._wide(narrow)
-            self._update([piece], [wide], learning_rate)
+            self._update(piece, wide, learning_rate, decay)
             self._narrow(wide, narrow)
         moments.step.add_(1.0)
 
@@ -182,23 +187,22 @@ class AdamW:
             self._levels[device] = Levels.on(device, signed=True), Levels.on(device, signed=False)
         return self._levels[device]
 
-    def _update(self, parameters: list[Tensor], moments: list[Moments], learning_rate: float) -> None:
-        if not parameters:
-            return
+    def _update(self, parameter: Tensor, moments: Moments, learning_rate: float, decay: float) -> None:
+        assert parameter.grad is not None
         adamw(
-            parameters,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [moment.exp_avg for moment in moments],
-            [moment.exp_avg_sq for moment in moments],
+            [parameter],
+            [parameter.grad],
+            [moments.exp_avg],
+            [moments.exp_avg_sq],
             [],
-            [moment.step for moment in moments],
+            [moments.step],
             foreach=False,
             fused=True,
             amsgrad=False,
             beta1=self.settings.betas[0],
             beta2=self.settings.betas[1],
             lr=learning_rate,
-            weight_decay=self.settings.weight_decay,
+            weight_decay=decay,
             eps=1e-8,
             maximize=False,
         )

@@ -15,6 +15,11 @@ With r = p_trainer / p_behaviour of a token, s = exp(mean of log r over its sequ
                      geometric rejection (Liu, Li et al. 2025, "When Speed Kills Stability"; SkyRL: 0.99 to 1.01)
 The last four use `band`: PPO's is (0.8, 1.2), GSPO's is as narrow as (0.9997, 1.0004).
 
+A minimum does not bound a token with A < 0 whose ratio is large: -14 nats at the sampler against -1 here is a ratio of
+442,000. Dual clip (Ye et al., arXiv 1912.09729) bounds it: the min(u A, clip(u) A) of clipped, decoupled and sequence
+becomes max(that, c A) where A < 0, constant and without gradient for ratios u above c. The other three bound their
+ratios by `clip`.
+
 Why there is a choice: an upper truncation only bounds the variance. A token whose probability fell far and whose
 advantage is negative is still lowered; masks and bands stop that too. At a lag of four and a learning rate of 2e-3
 the tiny policy collapsed under truncation, under masks and, later, under sequence masks; clipping and the guard each
@@ -35,6 +40,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_MOST = 80.0
+"""Nats between two log-probabilities, above which a ratio grows no more: the gradient of an infinite one is NaN, also
+where it is cut, so one token would cost a batch."""
+
 
 class Band(NamedTuple):
     """Ratios within which a token (or sequence) still has a gradient; both above 0."""
@@ -52,6 +61,8 @@ class Correction(NamedTuple):
     low: float = 0.0
     """Lower bound of `masked`."""
     band: Band = Band()
+    dual: float = 0.0
+    """c of dual clip, above `band.high`; 0: none."""
 
 
 class SampledTokens(NamedTuple):
@@ -76,6 +87,8 @@ class Corrected(NamedTuple):
 
     terms: Tensor
     cut: Tensor
+    dual: Tensor | None = None
+    """bool [M]: those of `cut` that dual clip bounds; None without it."""
 
 
 Loss = Callable[[SampledTokens, Correction], Corrected]
@@ -94,12 +107,17 @@ def importance_weights(tokens: SampledTokens, clip: float, low: float | None = N
     return ratio.masked_fill(outside, 0.0), outside
 
 
-def pessimistic(ratio: Tensor, advantage: Tensor, band: Band) -> Corrected:
+def pessimistic(ratio: Tensor, advantage: Tensor, settings: Correction) -> Corrected:
     """min(ratio A, clip(ratio) A): beyond the band, on the side to which A moves the ratio, the term is constant and
-    has no gradient."""
+    has no gradient. With `settings.dual` it is also constant where A < 0 and the ratio is above that."""
+    band = settings.band
     cut = ((ratio > band.high) & (advantage > 0.0)) | ((ratio < band.low) & (advantage < 0.0))
     bounded = torch.where(cut, ratio.detach().clamp(band.low, band.high), ratio)
-    return Corrected(bounded * advantage, cut)
+    if not settings.dual:
+        return Corrected(bounded * advantage, cut)
+    above = (ratio > settings.dual) & (advantage < 0.0)
+    bounded = torch.where(above, settings.dual, bounded)
+    return Corrected(bounded * advantage, cut | above, above)
 
 
 def geometric_means(log_ratio: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -107,7 +125,8 @@ def geometric_means(log_ratio: Tensor, lengths: Sequence[int]) -> Tensor:
     if sum(lengths) != len(log_ratio):
         raise ValueError(f"expected sequences of {len(log_ratio)} tokens in all, got {sum(lengths)}")
     parts = torch.split(log_ratio, list(lengths))
-    return torch.cat([part.mean().exp().expand(len(part)) for part in parts if len(part)]) if parts else log_ratio
+    means = [part.mean().clamp(max=_MOST).exp().expand(len(part)) for part in parts if len(part)]
+    return torch.cat(means) if parts else log_ratio
 
 
 def truncated(tokens: SampledTokens, settings: Correction) -> Corrected:
@@ -124,21 +143,21 @@ def masked(tokens: SampledTokens, settings: Correction) -> Corrected:
 
 def clipped(tokens: SampledTokens, settings: Correction) -> Corrected:
     """PPO's clipping."""
-    return pessimistic(torch.exp(tokens.logp - tokens.behaviour), tokens.advantage, settings.band)
+    return pessimistic(torch.exp((tokens.logp - tokens.behaviour).clamp(max=_MOST)), tokens.advantage, settings)
 
 
 def decoupled(tokens: SampledTokens, settings: Correction) -> Corrected:
     """Clipping around the proximal policy, weighted by the truncated ratio of proximal policy and sampler."""
     proximal = tokens.logp.detach() if tokens.proximal is None else tokens.proximal
     weights, above = importance_weights(tokens._replace(logp=proximal), settings.clip)
-    terms, cut = pessimistic(torch.exp(tokens.logp - proximal), tokens.advantage, settings.band)
-    return Corrected(weights * terms, cut | above)
+    made = pessimistic(torch.exp((tokens.logp - proximal).clamp(max=_MOST)), tokens.advantage, settings)
+    return Corrected(weights * made.terms, made.cut | above, made.dual)
 
 
 def sequence(tokens: SampledTokens, settings: Correction) -> Corrected:
     """GSPO in its token form."""
     means = _sequence_ratios(tokens, settings)
-    return pessimistic(means * torch.exp(tokens.logp - tokens.logp.detach()), tokens.advantage, settings.band)
+    return pessimistic(means * torch.exp(tokens.logp - tokens.logp.detach()), tokens.advantage, settings)
 
 
 def sequence_masked(tokens: SampledTokens, settings: Correction) -> Corrected:

@@ -29,10 +29,12 @@ from headrace.algorithms.registry import LOSSES
 
 
 class TokenLoss(NamedTuple):
-    """The objective of some tokens: `loss` (0-dim) has the gradient; `clipped` (0-dim) counts tokens that were cut."""
+    """The objective of some tokens: `loss` (0-dim) has the gradient; `clipped` and `dual_clipped` (0-dim) count tokens
+    that were cut, and those of them that dual clip bounds."""
 
     loss: Tensor
     clipped: Tensor
+    dual_clipped: Tensor
 
 
 class Objective(NamedTuple):
@@ -65,7 +67,7 @@ def policy_gradient(tokens: SampledTokens, objective: Objective) -> TokenLoss:
         else:
             cost = objective.kl_weight * (tokens.logp.detach() - tokens.reference)
             tokens = tokens._replace(advantage=tokens.advantage - cost)
-    terms, cut = LOSSES.get(objective.correction.weighting)(tokens, objective.correction)
+    terms, cut, dual = LOSSES.get(objective.correction.weighting)(tokens, objective.correction)
     if penalty is not None:
         terms = terms - penalty
     if objective.sequence_mean:
@@ -73,7 +75,7 @@ def policy_gradient(tokens: SampledTokens, objective: Objective) -> TokenLoss:
             raise ValueError(f"a mean over sequences needs lengths of {len(terms)} tokens in all, got {tokens.lengths}")
         counts = torch.tensor(tokens.lengths, device=terms.device)
         terms = terms / counts.repeat_interleave(counts)
-    return TokenLoss(-terms.sum() / objective.divisor, cut.sum())
+    return TokenLoss(-terms.sum() / objective.divisor, cut.sum(), cut.new_zeros(()) if dual is None else dual.sum())
 
 
 def batch_divisor(sequences: int, constant_tokens: int, tokens: int) -> float:

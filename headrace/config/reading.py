@@ -20,6 +20,7 @@ ANY = object()
 """In `FORMER`: a recorded run is read whatever value it has, because reading it does not depend on the key."""
 FORMER: dict[str, object] = {
     "algorithm.max_k1": 0.0,
+    "algorithm.objective": "dr_grpo",
     "curriculum.lost_groups": 64,
     "engine.deadline_s": 600.0,
     "environment.group_idle_s": 10.0,

@@ -121,6 +121,16 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             "algorithm.ratio_low",
             f"expected ratio_low <= 1 <= ratio_high, got {section.ratio_low} and {section.ratio_high}",
         )
+    if section.dual_clip and section.weighting in ("truncated", "masked", "sequence_masked"):
+        yield (
+            "algorithm.dual_clip",
+            f"expected 0 with weighting = {section.weighting!r}, whose ratios tis_clip bounds, got {section.dual_clip}",
+        )
+    if section.dual_clip and section.dual_clip <= section.ratio_high:
+        yield (
+            "algorithm.dual_clip",
+            f"expected 0 or more than ratio_high ({section.ratio_high}), got {section.dual_clip}",
+        )
     if section.mask_low > section.tis_clip:
         yield "algorithm.mask_low", f"expected at most tis_clip ({section.tis_clip}), got {section.mask_low}"
     if section.length_penalty:

@@ -107,10 +107,9 @@ class MidTraining(Section, frozen=True, kw_only=True):
 
 
 class Algorithm(Section, frozen=True, kw_only=True):
-    """The objective, its corrections, and the guard against a collapse."""
+    """The objective (Dr. GRPO, changed part by part by these keys), its corrections, and the guard against a
+    collapse."""
 
-    objective: Literal["dr_grpo"] = "dr_grpo"
-    """The objective: Dr. GRPO, which the keys of this section change part by part."""
     learning_rate: Rate = 1e-3
     """Learning rate at the end of the warm-up."""
     warmup_steps: Count = 2
@@ -129,7 +128,15 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Format in which AdamW's two moments are kept between updates. bfloat16 saves 4 of their 8 bytes per parameter,
     eight_bit (blocks with a scale, headrace/algorithms/eight_bit.py) 6. Mid-training in one process keeps float32."""
     weight_decay: Amount = 0.0
-    """AdamW's decoupled weight decay: each update lowers a weight by this times the learning rate times the weight."""
+    """AdamW's decoupled weight decay: each update lowers a weight by this times the learning rate times the weight.
+    Norms, biases, attention sinks and the embedding do not decay; matrices do, with adapters theirs. Mid-training has
+    none."""
+    balance_rate: Amount = 0.0
+    """Per step, the amount by which the router's correction (e_score_correction_bias) of each expert rises when the
+    batch routed fewer rows to it than to the layer's mean expert, and falls when it routed more (DeepSeek-V3, arXiv
+    2412.19437, with 0.001). It changes the experts that later versions choose, and no gradient; corrections are
+    published, hashed and saved with the weights. The figure is `expert_load`. Only for policies with corrections
+    (deepseek_v3, kimi_k2, glm4_moe). 0: corrections stay."""
     baseline: Literal["group", "class"] = "group"
     """The rewards that an advantage is relative to: those of the other rollouts of the prompt, or those of the batch's
     rollouts of the same task class, where there is one rollout per prompt (users' sessions)."""
@@ -142,6 +149,10 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """truncated: weights above the bound become the bound; masked: tokens above the bound or below `mask_low` have no
     gradient; clipped, decoupled, sequence and sequence_masked are in headrace/algorithms/corrections.py, with their
     papers; or an entry point of headrace.losses, or module:attribute."""
+    dual_clip: Amount = 0.0
+    """With weighting = clipped, decoupled or sequence, the bound c of dual clip (Ye et al., arXiv 1912.09729): a token
+    with a negative advantage A counts c A and has no gradient where its probability ratio is above c. 3.0 is the
+    paper's; 0 is no bound, and a single unlikely token can then be most of a gradient."""
     mask_low: Amount = 0.5
     """With weighting = masked: p_trainer / p_sampler below which a token has no gradient."""
     ratio_low: Amount = 0.8
@@ -201,6 +212,11 @@ class Algorithm(Section, frozen=True, kw_only=True):
     limits.max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476)."""
     overlong_tokens: Count = 0
     """Sampled tokens before limits.max_tokens over which `overlong_penalty` rises to its amount."""
+    overlong: Literal["train", "mask"] = "train"
+    """mask: attempts that a limit of length ended (outcomes context, max_tokens and max_turns; a client's session whose
+    last reply reached its limit) have no gradient and do not count in the loss's divisor. Their rewards stay in the
+    baseline and in the figures, as scored: the other attempts of a group have the advantages that they have with train
+    (DAPO's overlong filtering, arXiv 2503.14476). Attempts that wall time or memory ended are trained on."""
     todo_penalty: Amount = 0.0
     """Amount by which the built-in reward falls when every entry of the attempt's last to-do list is left open; a share
     of open entries costs that share."""

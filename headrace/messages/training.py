@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from headrace.messages.base import Array, Count, Finite, Message, Name, Seed, Version, message
+from headrace.messages.base import Array, Count, Finite, Message, Name, Seed, Share, Version, message
 from headrace.messages.plugins import Plugin
 
 
@@ -142,6 +142,8 @@ class StepFigures(Message, frozen=True, kw_only=True):
     entropy: float = 0.0
     clipped: float = 0.0
     """Share of computed tokens whose importance weight was cut."""
+    dual_clipped: Share = 0.0
+    """Share of computed tokens that `[algorithm] dual_clip` bounds, a part of `clipped`."""
     seconds: Finite = 0.0
     engines: tuple[EngineMismatch, ...] = ()
     alarm: str = ""

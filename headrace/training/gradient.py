@@ -88,6 +88,7 @@ class Gradient(NamedTuple):
     """float32 [M], on the CPU."""
     entropy: float
     clipped: int
+    dual_clipped: int
 
 
 class _Sums(NamedTuple):
@@ -98,11 +99,18 @@ class _Sums(NamedTuple):
     sampler: Tensor
     entropy: Tensor
     clipped: Tensor
+    dual_clipped: Tensor
+
+
+def in_loss(batch: Batch, algorithm: Algorithm) -> list[Segment]:
+    """Segments that the loss and its divisor count: all of them, or with `overlong` = mask those of attempts that no
+    limit of length ended. Advantages are those of the whole group either way."""
+    return [s for s in batch.segments if not (s.cut_off and algorithm.overlong == "mask")]
 
 
 def computed(batch: Batch, algorithm: Algorithm) -> list[Segment]:
-    """Segments that have a gradient: those with an advantage, or all of them with a KL term."""
-    return [s for s in batch.segments if s.trained or algorithm.kl_weight > 0.0]
+    """Segments that have a gradient: those of the loss with an advantage, or all of these with a KL term."""
+    return [s for s in in_loss(batch, algorithm) if s.trained or algorithm.kl_weight > 0.0]
 
 
 def minibatches(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:
@@ -160,12 +168,15 @@ def accumulate(
 
 def _objective(algorithm: Algorithm, batch: Batch, parts: int) -> Objective:
     band = Band(algorithm.ratio_low, algorithm.ratio_high)
+    counted = in_loss(batch, algorithm)
     if algorithm.sequence_mean:
-        divisor = float(max(1, len(batch.segments)))
+        divisor = float(max(1, len(counted)))
     else:
-        divisor = batch_divisor(batch.trajectories, algorithm.constant_tokens, batch.tokens)
+        masked = {s.trajectory for s in batch.segments} - {s.trajectory for s in counted}
+        tokens = sum(len(segment.targets) for segment in counted)
+        divisor = batch_divisor(max(1, batch.trajectories - len(masked)), algorithm.constant_tokens, tokens)
     return Objective(
-        Correction(algorithm.weighting, algorithm.tis_clip, algorithm.mask_low, band),
+        Correction(algorithm.weighting, algorithm.tis_clip, algorithm.mask_low, band, algorithm.dual_clip),
         algorithm.kl_weight,
         algorithm.kl,
         algorithm.sequence_mean,
@@ -189,19 +200,22 @@ def _backward(
     token_loss = policy_gradient(tokens, objective)
     torch.autograd.backward(token_loss.loss)
     total = entropy.detach().double().sum()
-    return _Sums(token_loss.loss.detach(), logp.detach(), micro.behaviour, total, token_loss.clipped)
+    cut = token_loss.clipped, token_loss.dual_clipped
+    return _Sums(token_loss.loss.detach(), logp.detach(), micro.behaviour, total, *cut)
 
 
 def _total(parts: Sequence[_Sums]) -> Gradient:
     """The sums of all micro-batches in their order, copied to the CPU at once."""
     if not parts:
-        return Gradient(0.0, torch.empty(0), torch.empty(0), 0.0, 0)
-    columns = [torch.stack([getattr(sums, name).double() for sums in parts]) for name in ("loss", "entropy", "clipped")]
-    losses, entropies, clipped = torch.stack(columns).cpu().tolist()
+        return Gradient(0.0, torch.empty(0), torch.empty(0), 0.0, 0, 0)
+    names = ("loss", "entropy", "clipped", "dual_clipped")
+    columns = [torch.stack([getattr(sums, name).double() for sums in parts]) for name in names]
+    losses, entropies, clipped, dual_clipped = torch.stack(columns).cpu().tolist()
     return Gradient(
         sum(losses, 0.0),
         torch.cat([sums.trainer for sums in parts]).cpu(),
         torch.cat([sums.sampler for sums in parts]).cpu(),
         sum(entropies, 0.0),
         int(sum(clipped)),
+        int(sum(dual_clipped)),
     )

@@ -8,7 +8,8 @@ from headrace.training.state import TrainerState
 class StepOutcome(StepFigures, frozen=True, kw_only=True):
     """`failed` is empty after an update. Otherwise `version` has the bytes of the version before it, or restored ones.
 
-    k1, k3, entropy and clipped are means over `computed_tokens`: the tokens of groups with an advantage.
+    k1, k3, entropy and both shares of clipped tokens are means over `computed_tokens`: the tokens of groups with an
+    advantage.
     """
 
     failed: str = ""

@@ -54,7 +54,7 @@ class TrainerState:
                 precision.cast_into(model, name, parameter, self.master.get(name, parameter).detach())
         self._sums: dict[str, Tensor] = {}
         """float32 sums of the micro-batches' gradients, for parameters with another dtype."""
-        self.optimizer = AdamW(self.master.values(), settings or OptimizerSettings())
+        self.optimizer = AdamW(self.master, settings or OptimizerSettings())
 
     def parameters(self) -> dict[str, Tensor]:
         """The weights that this process holds, by `Model`'s names. A float32 parameter may be its own master."""
@@ -166,11 +166,26 @@ class TrainerState:
             master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
             del gradient
             before = self._served_copy(name, master) if master is parameters[name] else None
-            self.optimizer.step(learning_rate, [master])
+            self.optimizer.step(learning_rate, master)
             master.grad = None
             self._serve(name, parameters[name], master, before)
         self.step += 1
         self.updated_at = time.perf_counter()
+
+    @torch.no_grad()
+    def balance(self, rows: Tensor, rate: float) -> None:
+        """Raise the correction of every expert that got fewer rows than the mean expert of its layer by `rate`, and
+        lower that of every busier one (DeepSeek-V3, arXiv 2412.19437; 2408.15664): later versions choose others, and no
+        gradient changes. rows: int64 [L, E], routed to each expert of each layer with a mixture."""
+        self.writable()
+        parameters, first = self.parameters(), self.model.config.dense_layers
+        for layer, counts in enumerate(rows, first):
+            name = f"layers.{layer}.correction"
+            correction = parameters[name].detach()
+            before = correction.clone()
+            correction.add_(torch.sign(counts.sum() - counts * len(counts)).to(correction), alpha=rate)
+            if self.log is not None:
+                self.log.note(name, change(before, correction))
 
     def new_log(self) -> Log:
         """Record undo entries in a new log from now on. Returns the one before, empty where there was none."""

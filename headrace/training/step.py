@@ -23,6 +23,7 @@ from headrace.algorithms.mismatch import Mismatch, mismatch
 from headrace.algorithms.staleness import histogram
 from headrace.training.batches.batch import Batch
 from headrace.training.batches.segment import Segment
+from headrace.training.figures.work import expert_rows
 from headrace.training.gradient import (
     Gradient,
     Helpers,
@@ -73,8 +74,11 @@ def take(
     step = _Step(state, batch, recipe, watch, helpers)
     rate = step.rate
     updates, before = step.run()
-    state.version += 1
     last = updates[-1]
+    if recipe.algorithm.balance_rate and not last.reason:
+        # Routes of all attempts, also of those without a gradient: the load is that of sampling.
+        state.balance(expert_rows(state.model.config, batch.segments), recipe.algorithm.balance_rate)
+    state.version += 1
     tokens = max(1, before.tokens)
     return StepOutcome(
         version=state.version,
@@ -97,6 +101,7 @@ def take(
         k3=before.k3,
         entropy=sum(update.gradient.entropy for update in updates) / tokens,
         clipped=sum(update.gradient.clipped for update in updates) / tokens,
+        dual_clipped=sum(update.gradient.dual_clipped for update in updates) / tokens,
         seconds=time.perf_counter() - started - step.waited_s,
     )
 

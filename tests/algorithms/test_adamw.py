@@ -16,7 +16,7 @@ def updated(draw: int, settings: list[OptimizerSettings]) -> tuple[Tensor, AdamW
     generator = torch.Generator().manual_seed(draw)
     parameter = torch.randn(1000, generator=generator)
     want, first, second = parameter.double(), torch.zeros(1000).double(), torch.zeros(1000).double()
-    optimizer = AdamW([parameter], settings[0])
+    optimizer = AdamW({"w": parameter}, settings[0])
     for step, each in enumerate(settings, 1):
         parameter.grad = torch.randn(1000, generator=generator)
         first, second = first.to(each.moments).double(), second.to(each.moments).double()
@@ -25,7 +25,7 @@ def updated(draw: int, settings: list[OptimizerSettings]) -> tuple[Tensor, AdamW
         want -= 1e-2 * (first / (1 - 0.9**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)
         first, second = first.to(each.moments).double(), second.to(each.moments).double()
         optimizer.settings = each
-        optimizer.step(1e-2)
+        optimizer.step(1e-2, parameter)
     return parameter, optimizer, want
 
 

@@ -30,11 +30,12 @@ def slopes(
     band: Band = BAND,
     proximal: torch.Tensor | None = None,
     lengths: list[int] | None = None,
+    dual: float = 0.0,
 ) -> tuple[list[float], Corrected]:
     """d(sum of terms) / d(logp), and the terms."""
     logp = logp.clone().requires_grad_()
     tokens = SampledTokens(logp, behaviour, torch.tensor(advantage), proximal, lengths=lengths)
-    made = LOSSES.get(weighting)(tokens, Correction(weighting, clip=2.0, low=0.5, band=band))
+    made = LOSSES.get(weighting)(tokens, Correction(weighting, clip=2.0, low=0.5, band=band, dual=dual))
     (gradient,) = torch.autograd.grad(made.terms.sum(), logp)
     return gradient.tolist(), made
 
@@ -63,6 +64,53 @@ def test_clipping_stops_only_the_side_to_which_the_advantage_pushes() -> None:
     assert made.terms.tolist() == pytest.approx([1.2, -1.5, 0.5, -0.8, 2.0])
     assert made.cut.tolist() == [True, False, False, True, False]
     assert gradient == pytest.approx([0.0, -1.5, 0.5, 0.0, 2.0])  # d(r A) = r A d(logp)
+
+
+def test_dual_clip_bounds_a_negative_advantage_and_nothing_else() -> None:
+    """max(min(r A, clip(r) A), c A) of Ye et al. for A < 0, with c = 3, worked out by hand; the gradient is autograd's
+    of the formula itself."""
+    behaviour = logs(0.1, 0.1, 0.1, 0.2, 0.4)
+    logp = logs(0.8, 0.8, 0.29, 0.8, 0.2)  # ratios 8, 8, 2.9, 4, 0.5
+    advantage = [-0.5, 0.5, -1.0, 0.0, -1.0]
+    gradient, made = slopes("clipped", logp, behaviour, advantage, dual=3.0)
+    assert made.terms.tolist() == pytest.approx([-1.5, 0.6, -2.9, 0.0, -0.8])
+    assert gradient == pytest.approx([0.0, 0.0, -2.9, 0.0, 0.0])
+    assert made.dual is not None and made.dual.tolist() == [True, False, False, False, False]
+    assert made.cut.tolist() == [True, True, False, False, True], "the bounded token among them"
+    leaf, signs = logp.clone().requires_grad_(), torch.tensor(advantage)
+    ratio = torch.exp(leaf - behaviour)
+    plain = torch.minimum(ratio * signs, ratio.clamp(0.8, 1.2) * signs)
+    formula = torch.where(signs < 0, torch.maximum(plain, 3.0 * signs), plain)
+    assert made.terms.tolist() == pytest.approx(formula.tolist())
+    assert torch.autograd.grad(formula.sum(), leaf)[0].tolist() == pytest.approx(gradient)
+    without, unbounded = slopes("clipped", logp, behaviour, advantage)
+    assert without[0] == pytest.approx(-4.0) and unbounded.dual is None
+
+
+def test_dual_clip_holds_an_unlikely_token_of_every_weighting_with_a_band() -> None:
+    """A token at -14 nats for the sampler and -1 here: its share of the gradient was 442,413 times its advantage."""
+    logp, behaviour = torch.tensor([-1.0, -1.0]), torch.tensor([-14.0, -1.0])
+    assert slopes("clipped", logp, behaviour, [-1.0, -1.0])[0][0] == pytest.approx(-math.exp(13.0), rel=1e-4)
+    gradient, made = slopes("clipped", logp, behaviour, [-1.0, -1.0], dual=3.0)
+    assert (gradient, made.terms.tolist()) == ([0.0, -1.0], [-3.0, -1.0])
+    # Around the proximal policy, and under the truncated weight 2 of proximal policy and sampler.
+    proximal = torch.tensor([-3.0, -1.0])  # u: e^2, 1
+    gradient, made = slopes("decoupled", logp, behaviour, [-1.0, -1.0], proximal=proximal, dual=3.0)
+    assert (gradient, made.terms.tolist()) == ([0.0, -1.0], [-6.0, -1.0])
+    assert made.dual is not None and made.dual.tolist() == [True, False]
+    # A sequence as a whole: e^6.5 for both tokens of the first, 1 for the second.
+    logp, behaviour = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-14.0, -1.0, -1.0])
+    gradient, made = slopes("sequence", logp, behaviour, [-1.0] * 3, lengths=[2, 1], dual=3.0)
+    assert (gradient, made.terms.tolist()) == ([0.0, 0.0, -1.0], [-3.0, -3.0, -1.0])
+
+
+@pytest.mark.parametrize("weighting", ["truncated", "masked", "clipped", "decoupled", "sequence", "sequence_masked"])
+def test_a_ratio_beyond_every_number_leaves_the_other_tokens_their_gradient(weighting: str) -> None:
+    """Tokens at -200 nats for the sampler: the ratio is infinite in float32."""
+    logp, behaviour = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-200.0, -200.0, -200.0, -1.0])
+    made = slopes(weighting, logp, behaviour, [1.0, -1.0, 0.0, 0.5], proximal=behaviour, lengths=[1] * 4, dual=3.0)
+    assert made[1].terms.isfinite().all() and all(map(math.isfinite, made[0])), made
+    assert made[0][2:] == [0.0, 0.5]
 
 
 def test_the_decoupled_objective_clips_around_the_proximal_policy_not_the_sampler() -> None:

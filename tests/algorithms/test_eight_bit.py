@@ -54,10 +54,10 @@ def test_a_block_of_zeros_stays_zero_and_a_small_second_moment_does_not_become_z
 
 
 def updates(parameter: Tensor, gradients: list[Tensor], settings: OptimizerSettings) -> AdamW:
-    optimizer = AdamW([parameter], settings)
+    optimizer = AdamW({"w": parameter}, settings)
     for gradient in gradients:
         parameter.grad = gradient.clone()
-        optimizer.step(1e-2)
+        optimizer.step(1e-2, parameter)
     return optimizer
 
 
@@ -87,12 +87,12 @@ def test_the_format_may_change_between_updates() -> None:
     start, gradients = drawn(8, 300, count=6)
     wide, changing = start.clone(), start.clone()
     updates(wide, gradients, OptimizerSettings())
-    optimizer = AdamW([changing], OptimizerSettings())
+    optimizer = AdamW({"w": changing}, OptimizerSettings())
     kinds = (torch.float32, torch.uint8, torch.uint8, torch.bfloat16, torch.uint8, torch.float32)
     for gradient, kind in zip(gradients, kinds, strict=True):
         changing.grad = gradient.clone()
         optimizer.settings = OptimizerSettings(moments=kind)
-        optimizer.step(1e-2)
+        optimizer.step(1e-2, changing)
         moments = optimizer.moments[changing]
         assert moments.exp_avg.dtype == moments.exp_avg_sq.dtype == kind
         coded = kind == torch.uint8

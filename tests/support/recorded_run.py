@@ -52,6 +52,8 @@ class RunFeeder:
         """Those that its Scores name."""
         self.size = GROUP
         """Trajectories of a group."""
+        self.cut_off = 0
+        """The first slots of a group, whose attempts end at their limit of tokens."""
         self._loaded: set[tuple[int, str]] = set()
 
     async def version(self, number: int, instead_of: str = "") -> SnapshotReady:
@@ -86,7 +88,8 @@ class RunFeeder:
         """Publish the trajectories of a group, their scores and the closing. oldest: version of the oldest token."""
         slots = []
         for slot, made in enumerate(sampled):
-            made = msgspec.structs.replace(made, run=self.run)
+            outcome = "max_tokens" if slot < self.cut_off else made.outcome
+            made = msgspec.structs.replace(made, run=self.run, outcome=outcome)
             seq = await self.bus.publish(TRAJ.at(run=self.run, group=name), made)
             score = msgspec.structs.replace(world.score(made), run=self.run, trajectory_seq=seq, plugins=self.plugins)
             where = SCORE.at(run=self.run, judge="j1", group=name)

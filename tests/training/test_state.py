@@ -1,19 +1,23 @@
 import math
+import re
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from headrace.algorithms.adamw import OptimizerSettings
+from headrace.policy.adapters import low_rank
+from headrace.policy.config import Adapter, Latent
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.training.served.versions import Log, Versions
 from headrace.training.state import TrainerState
 from tests.support.live_memory import live_bytes
 from tests.support.paths import ROOT
-from tests.support.world import POLICY, model
+from tests.support.world import NUMERICS, POLICY, model
 
 IDS = torch.arange(20) % 7
 
@@ -158,3 +162,53 @@ def test_an_update_does_not_import_torchs_compiler() -> None:
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {"experts": 0, "top_k": 0},
+    "qwen3_moe": {},
+    "llama": {"experts": 0, "top_k": 0, "model_type": "llama", "qk_norm": False, "tied": True},
+    "qwen2": {"experts": 0, "top_k": 0, "model_type": "qwen2", "qk_norm": False, "qkv_bias": True},
+    "mistral": {"experts": 0, "top_k": 0, "model_type": "mistral", "qk_norm": False},
+    "glm4_moe": {"model_type": "glm4_moe", "scores": "sigmoid", "qkv_bias": True, "shared_experts": 1},
+    "gpt_oss": {
+        "model_type": "gpt_oss", "qk_norm": False, "qkv_bias": True, "out_bias": True, "window": 4, "clamp": 7.0,
+    },
+    "deepseek_v3": {
+        "scores": "sigmoid", "shared_experts": 1, "dense_layers": 1, "kv_heads": 2, "head_dim": 16,
+        "latent": Latent(q_rank=8, kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8),
+    },
+    "deepseek_v3 without a rank of queries": {
+        "scores": "sigmoid", "kv_heads": 2, "head_dim": 16,
+        "latent": Latent(q_rank=0, kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8),
+    },
+    "adapters": {"adapter": Adapter(rank=2, alpha=4.0, targets=("q_proj", "o_proj"))},
+}  # fmt: skip
+MATRICES = re.compile(r"(_proj|_proj_with_mqa|mlp\.gate|mlp\.router|lm_head|lora_[AB])\.weight$|_proj\.rows$")
+SPARED = re.compile(r"norm\.weight$|bias$|\.sinks$|embed_tokens\.weight$|e_score_correction_bias$")
+"""Names of published tensors, as the architectures' own code has them."""
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_weight_decay_spares_norms_biases_and_embeddings(architecture: str, moments: torch.dtype) -> None:
+    config = msgspec.structs.replace(POLICY, **ARCHITECTURES[architecture])
+    net = Model(config, NUMERICS, seed=0)
+    for name, parameter in net.named_parameters() if config.adapter else ():
+        parameter.requires_grad_(low_rank.is_adapter(name))
+    state = TrainerState(net, settings=OptimizerSettings(weight_decay=0.5, moments=moments))
+    names: dict[int, set[str]] = {}
+    for name, view in net.views().items():
+        names.setdefault(view.untyped_storage().data_ptr(), set()).add(name)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(1.0)
+    state.apply(0.5)  # without a gradient
+    moved = set()
+    for name, parameter in net.named_parameters():
+        published = names.pop(parameter.untyped_storage().data_ptr())
+        decays = parameter.requires_grad and all(map(MATRICES.search, published))
+        assert decays or not parameter.requires_grad or all(map(SPARED.search, published)), published
+        assert torch.equal(parameter, torch.full_like(parameter, 0.75 if decays else 1.0)), name
+        moved |= {name} if decays else set()
+    assert not names and moved

@@ -11,6 +11,7 @@ from headrace.messages.training import StepDone, StepFailed
 
 _OF_STEPS = (
     *("reward_mean", "pass_rate", "loss", "grad_norm", "learning_rate", "entropy", "clipped", "k1", "k3"),
+    "dual_clipped",
     *("max_abs_dlp", "staleness_max", "staleness_bound", "tokens", "trained_slots", "seconds", "waited_s", "version"),
 )
 

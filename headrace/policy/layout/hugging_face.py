@@ -15,6 +15,7 @@
 A checkpoint with a field that this model does not support is refused; the error names the field.
 """
 
+import fnmatch
 import json
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,16 @@ def of_run(config: Config) -> PolicyConfig:
         _check("gpt_oss", embedded, process, ("[trainer.lora] rank", lora.rank, 0))
     if policy.expert_format == "nvfp4":
         _check("nvfp4 experts", embedded, process, ("[weights] precision", config.weights.precision, "as_trained"))
+    if config.algorithm.balance_rate:
+        names = [f"layers.{layer}.correction" for layer in range(policy.layers) if policy.sparse(layer)]
+        if policy.scores != "sigmoid" or not names:
+            raise CheckpointError(
+                "[algorithm] balance_rate: expected 0, because this policy has no correction of its router "
+                "(e_score_correction_bias), which balancing changes"
+            )
+        frozen = [pattern for pattern in config.trainer.frozen if fnmatch.filter(names, pattern)]
+        precision = ("[weights] precision", config.weights.precision, "as_trained")
+        _check("balance_rate", precision, ("[trainer.lora] rank", lora.rank, 0), ("[trainer] frozen", frozen, []))
     if not lora.rank:
         return policy
     return msgspec.structs.replace(policy, adapter=shape.resolved(policy, lora.rank, lora.alpha, lora.targets))

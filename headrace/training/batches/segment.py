@@ -26,6 +26,11 @@ from headrace.policy import moe
 _DTYPES = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
 
 
+CUT_OFF = ("context", "max_tokens", "max_turns")
+"""Outcomes of attempts that a limit of length ended. The others are no matter of length: `wall_time` and
+`sandbox_limit` end what is slow or large, `cancelled` is a user's choice."""
+
+
 class BatchError(ValueError):
     """A record cannot be trained on; the text names the trajectory and the fault."""
 
@@ -56,6 +61,8 @@ class Segment:
     """Index among the segments of the batch."""
     largest_expert: int = -1
     """The largest that `routed` names; `micro_batch.check_routes` compares it with the model."""
+    cut_off: bool = False
+    """Whether a limit of length ended the attempt (`cut_off`)."""
     turn_advantages: Tensor | None = None
     """float32 [M]: what the rewards of turns add to each token's advantage; None without such rewards."""
 
@@ -74,6 +81,13 @@ class Segment:
     def trained(self) -> bool:
         """Whether any token has an advantage."""
         return self.advantage != 0.0 if self.turn_advantages is None else bool(self.advantages.any())
+
+
+def cut_off(trajectory: Trajectory) -> bool:
+    """Whether a limit of length ended the attempt: its outcome is one of `CUT_OFF`, or the last reply of a client's
+    session reached its limit."""
+    session = trajectory.capture is not None and any(turn.stop == "length" for turn in trajectory.turns[-1:])
+    return session or trajectory.outcome in CUT_OFF
 
 
 def tensor(array: Array) -> Tensor:
@@ -157,6 +171,7 @@ def _segment(trajectory: Trajectory, turns: Sequence[Turn]) -> Segment | None:
         advantage=0.0,
         temperature=trajectory.sampling.temperature,
         largest_expert=largest,
+        cut_off=cut_off(trajectory),
     )
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from headrace.config import Config
 from headrace.policy.config import PolicyConfig
@@ -71,13 +72,16 @@ def _inputs(segments: Sequence[Segment]) -> int:
 
 def expert_load(policy: PolicyConfig, segments: Sequence[Segment]) -> float:
     """As `Work.expert_load`, from the recorded routes."""
-    routed = [segment.routed for segment in segments if segment.routed is not None]
-    if not policy.experts or not routed:
-        return 0.0
-    worst = 0.0
-    for layer in range(routed[0].shape[1]):
+    counts = [rows for rows in expert_rows(policy, segments).tolist() if any(rows)]
+    return max((max(rows) * policy.experts / sum(rows) for rows in counts), default=0.0)
+
+
+def expert_rows(policy: PolicyConfig, segments: Sequence[Segment]) -> Tensor:
+    """int64 [layers with a mixture, experts]: the rows that the recorded routes of all positions give each expert. No
+    layer where the policy has no mixture, or no segment has routes."""
+    routed = [segment.routed for segment in segments if segment.routed is not None and policy.experts]
+    counts = torch.zeros(routed[0].shape[1] if routed else 0, policy.experts, dtype=torch.int64)
+    for layer, of_layer in enumerate(counts):
         rows = torch.cat([widen(routes[:, layer : layer + 1], 1, routes.shape[2]).flatten() for routes in routed])
-        counts = torch.bincount(rows[rows >= 0], minlength=policy.experts)
-        total = int(counts.sum())
-        worst = max(worst, int(counts.max()) * policy.experts / total if total else 0.0)
-    return worst
+        of_layer.copy_(torch.bincount(rows[rows >= 0], minlength=policy.experts))
+    return counts

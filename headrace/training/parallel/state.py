@@ -77,6 +77,11 @@ class ShardedState(TrainerState):
         super().apply(learning_rate, scale)
         self._hash = ""
 
+    def balance(self, rows: Tensor, rate: float) -> None:
+        """As TrainerState; every process holds all corrections and makes the same change."""
+        super().balance(rows, rate)
+        self._hash = ""
+
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], *, version: int, step: int) -> None:
         """As TrainerState; `tensors` has this process's rows."""
@@ -104,7 +109,7 @@ class ShardedState(TrainerState):
         for name, held in self.sharded.local.items():
             if held.numel():
                 held.copy_(self.served(name, held))
-        self.optimizer = AdamW(self.master.values(), settings)
+        self.optimizer = AdamW(self.master, settings)
         self.step, self.updated_at, self._hash = 0, None, ""
         self.new_log()
 

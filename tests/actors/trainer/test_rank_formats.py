@@ -78,9 +78,9 @@ class Ranks(NamedTuple):
 class Run:
     """A run of six trajectories a batch, each a micro-batch of its own, so the last round of four ranks is not full."""
 
-    def __init__(self, admin: Bus, folder: Path, kind: Kind) -> None:
-        """folder: empty."""
-        self.root, self.kind = folder, kind
+    def __init__(self, admin: Bus, folder: Path, kind: Kind, algorithm: Mapping[str, Any] | None = None) -> None:
+        """folder: empty. algorithm: settings of its objective."""
+        self.root, self.kind, self.algorithm = folder, kind, algorithm or {}
         self.first = Model(kind.policy, tiny.numerics(kind.policy), seed=1)
         checkpoint.save(folder / "model", self.first, kind.policy)
         make = partial(Model, kind.policy, tiny.numerics(kind.policy), seed=None)
@@ -94,7 +94,7 @@ class Run:
             policy={"checkpoint": str(self.root / "model")},
             curriculum={"group_size": 3, "groups_per_step": 2, "steps": 50},
             trainer={"micro_tokens": 9, "rescore": 6, **ranks._asdict(), **trainer},
-            algorithm={"grad_clip": 0.05, "moments": moments},
+            algorithm={"grad_clip": 0.05, "moments": moments, **self.algorithm},
         )
 
     async def kept(self, version: int) -> None:
@@ -122,16 +122,28 @@ class Result(NamedTuple):
     gradient: dict[str, Tensor]
     """AdamW's first moment behind the first update: a multiple of its gradient."""
     masters: dict[str, Tensor]
+    corrections: dict[str, Tensor]
+    """Of routers, behind the first step."""
 
 
-async def trained(server: Server, folder: Path, kind: Kind, ranks: Ranks, steps: int = STEPS, **trainer: Any) -> Result:
-    """A run that is not disturbed. Its replay, by other processes, has its bits."""
+async def trained(
+    server: Server,
+    folder: Path,
+    kind: Kind,
+    ranks: Ranks,
+    steps: int = STEPS,
+    algorithm: Mapping[str, Any] | None = None,
+    cut_off: int = 0,
+    **trainer: Any,
+) -> Result:
+    """A run that is not disturbed. Its replay, by other processes, has its bits. cut_off: as in `RunFeeder`."""
     async with (
         await as_writers(server.url, server.credentials) as admin,
         await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
     ):
-        run = Run(admin, folder, kind)
+        run = Run(admin, folder, kind, algorithm)
         feeder = run.feeder
+        feeder.cut_off = cut_off
         async with living(Trainer, run.settings(ranks, checkpoint_every=1, **trainer), bus, feeder.run):
             for number in range(steps):
                 await feeder.batch(number)
@@ -145,7 +157,8 @@ async def trained(server: Server, folder: Path, kind: Kind, ranks: Ranks, steps:
     assert all(each.bitwise_equal and each.layout_match for each in replays), replays
     hashes = [feeder.hashes[number] for number in range(steps + 1)]
     start = {name: parameter.detach().float() for name, parameter in run.first.named_parameters()}
-    return Result(hashes, done, start, run.tensors(1, "exp_avg."), run.tensors(steps, "master."))
+    first, last, fixed = run.tensors(1, "exp_avg."), run.tensors(steps, "master."), run.tensors(1, "frozen.")
+    return Result(hashes, done, start, first, last, fixed)
 
 
 ONE = Ranks()
@@ -230,6 +243,26 @@ async def test_ranks_differ_from_one_process_by_rounding(
     assert gradient_error(result, expected) < gradient and relative_error(result, expected) < update, text
 
 
+OBJECTIVE = {"weight_decay": 0.1, "balance_rate": 0.01, "overlong": "mask", "weighting": "clipped", "dual_clip": 3.0}
+
+
+async def test_settings_of_the_objective_hold_over_ranks(server: Server, tmp_path: Path) -> None:
+    """Decay, balance, masked attempts and dual clip: two ranks replay with their bits, and one process differs by
+    rounding."""
+    kind, results = Kind("latent", "float32"), []
+    for ranks in (ONE, Ranks(2, expert_ranks=2)):
+        (tmp_path / str(ranks)).mkdir()
+        results.append(await trained(server, tmp_path / str(ranks), kind, ranks, 4, OBJECTIVE, cut_off=1))
+    expected, result = results
+    assert_the_first_step_has_the_bits(result, expected)
+    gradient, update = BOUNDS["float32"]
+    assert gradient_error(result, expected) < gradient and relative_error(result, expected) < update
+    for name, correction in expected.corrections.items():
+        assert torch.equal(result.corrections[name], correction) and correction.any(), name
+    assert len(expected.corrections) == 1, "of the layer behind the dense one"
+    assert all(record.efficiency is not None and record.efficiency.expert_load > 1.0 for record in result.done)
+
+
 async def lives(
     server: Server, run: Run, divisions: Sequence[Ranks], batches: Sequence[Sequence[int]]
 ) -> list[StepDone]:
@@ -271,7 +304,7 @@ async def test_resumed_with_ranks_that_round_otherwise_the_repeated_steps_are_ne
     mixed = {(4, 1), (5, 0)}  # they hold tokens of a version that was replaced
     for record in done:
         assert record.max_abs_dlp <= (1e-5 if (record.step, record.incarnation) in mixed else 0.0)
-    error = relative_error(Result([], done, {}, {}, run.tensors(9, "master.")), expected)
+    error = relative_error(Result([], done, {}, {}, run.tensors(9, "master."), {}), expected)
     print(f"update {error:.1e}, log-probabilities {max(record.max_abs_dlp for record in done):.1e}")
     assert 0.0 < error <= 5e-5, f"{error:.1e}"
 
@@ -299,6 +332,6 @@ async def test_moments_of_eight_bits_and_shards_on_the_host_go_on_with_other_ran
     assert feeder.hashes[0] == expected.hashes[0]
     codes, scales = (run.tensors(4, head)["layers.0.qkv"] for head in ("exp_avg_sq.", "exp_avg_sq_scale."))
     assert codes.dtype == torch.uint8 and scales.shape == (len(codes), 1)
-    error = relative_error(Result([], [], expected.start, {}, run.tensors(4, "master.")), expected)
+    error = relative_error(Result([], [], expected.start, {}, run.tensors(4, "master."), {}), expected)
     print(f"update {error:.1e}")
     assert 0.0 < error < 0.01, f"{error:.1e}"

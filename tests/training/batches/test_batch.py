@@ -1,5 +1,6 @@
 import dataclasses
 from collections.abc import Sequence
+from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from headrace.messages.base import Array
 from headrace.messages.judging import Score
-from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn, routes_end
+from headrace.messages.rollout import Capture, PolicyRef, Sampling, Span, Trajectory, Turn, routes_end
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import BatchGroup
 from headrace.replay.tokens import versions
@@ -217,3 +218,38 @@ def test_refuses_records_that_contradict_each_other() -> None:
     ):
         with pytest.raises(BatchError, match=what):
             segments_of(trajectory(bad))
+
+
+@pytest.mark.parametrize("outcome", get_args(get_type_hints(Trajectory)["outcome"]))
+def test_a_limit_of_length_cuts_an_attempt_off(outcome: str) -> None:
+    made = msgspec.structs.replace(trajectory(*TWO_TURNS), outcome=outcome)
+    (segment,) = segments_of(made, 1.0)
+    assert segment.cut_off == (outcome in {"context", "max_tokens", "max_turns"})
+
+
+def test_a_session_whose_last_reply_reached_its_limit_is_cut_off() -> None:
+    """A client ends its session itself, so its outcome is always finished; an agent's own turn may reach its limit and
+    be followed by others."""
+    first, last = (msgspec.structs.replace(each, stop="length") for each in TWO_TURNS)
+    session = Capture(training_allowed=True)
+    for turns, capture, expected in (
+        ((TWO_TURNS[0], last), session, True),
+        ((first, TWO_TURNS[1]), session, False),
+        ((TWO_TURNS[0], last), None, False),
+    ):
+        made = msgspec.structs.replace(trajectory(*turns), capture=capture)
+        assert [segment.cut_off for segment in segments_of(made, 1.0)] == [expected]
+
+
+def test_an_attempt_that_is_cut_off_stays_in_its_groups_baseline() -> None:
+    attempts = [trajectory(*TWO_TURNS, slot=slot) for slot in range(3)]
+    attempts[2] = msgspec.structs.replace(attempts[2], outcome="max_tokens")
+    records = {slot + 1: attempt for slot, attempt in enumerate(attempts)}
+    scores = {11 + slot: score(attempt, 1.0 - slot / 2) for slot, attempt in enumerate(attempts)}
+    group = BatchGroup(group="g000000", close_seq=1, slots=((1, 11), (2, 12), (3, 13)))
+    batch = build([group], records, scores)
+    assert [(segment.advantage, segment.cut_off) for segment in batch.segments] == [
+        (0.5, False),
+        (0.0, False),
+        (-0.5, True),
+    ]
