@@ -9,54 +9,16 @@ step would raise it too, and the run would end after all its steps without a pol
 """
 
 import re
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
 
-from headrace.actors.trainer import records
 from headrace.bus.errors import Unrecoverable
-from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.supervisor import ALIKE
 from headrace.messages.training import StepDone, StepFailed, StepManifest
-from headrace.training.figures.clock import Cause
-from headrace.training.outcome import StepOutcome
-from headrace.training.parallel.interface import StepRaised
 
 REASON = "exception"
 """`StepFailed.reason` of a step that raised."""
 Outcome = StepDone | StepFailed
 _RANK = re.compile(r"^rank \d+: ")
 """The rank that raised first, which may be another one in each step."""
-
-
-class Recorder(NamedTuple):
-    """Writes the failure of a step."""
-
-    actor: Actor
-    write: Callable[[Outcome], Awaitable[int]]
-    announced: Callable[[], Awaitable[tuple[int, StepManifest]]]
-    """The sequence and the manifest of the step, when it is on the bus."""
-    lap: Callable[[], tuple[float, dict[Cause, float]]]
-    """The step's time, `Clock.lap`."""
-    recorded: bool = False
-    """Whether the step has an outcome already: a step that was done before and raises now is no failed step."""
-
-    async def watched(self, step: Awaitable[StepOutcome]) -> StepOutcome:
-        """The outcome of a step. StepRaised when it ended its group; its StepFailed is then on the bus. Unrecoverable
-        as `Row.check`."""
-        try:
-            return await step
-        except StepRaised as error:
-            if self.recorded:
-                raise
-            seq, manifest = await self.announced()
-            failed = StepOutcome(
-                version=manifest.version + 1, state_hash=manifest.base_hash, failed=REASON, detail=error.raised
-            )
-            record = records.outcome(self.actor.config, manifest, seq, failed, self.lap())
-            assert isinstance(record, StepFailed)
-            await self.write(record)
-            await self.actor.event("step_failed", sentence(record), "error", step=manifest.step)
-            raise
 
 
 class Row:
