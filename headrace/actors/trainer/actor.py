@@ -13,6 +13,7 @@ Files: <run>/snapshots/v<version>.safetensors, immutable, the newest bound + 1 o
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -267,16 +268,16 @@ class Trainer(Actor):
             # The outcome names the hash of the copy.
             state_hash = await self._of_publication(trainer, publication.hashed)
             async with self._saving:
-                known = await asyncio.wrap_future(announcing)
-                if known.outcome is not None and known.outcome.state_hash != state_hash:
-                    text = f"step {k} gave {state_hash}, its published result was {known.outcome.state_hash}"
+                on_record = await asyncio.wrap_future(announcing)
+                if on_record.outcome is not None and on_record.outcome.state_hash != state_hash:
+                    text = f"step {k} gave {state_hash}, its published result was {on_record.outcome.state_hash}"
                     await self.event("new_incarnation", text, "warning", step=k)
-                    manifest = records.renewed(known.manifest, self._hash, trainer)
-                    known = OnRecord(await self._write(manifest), manifest)
+                    manifest = records.renewed(on_record.manifest, self._hash, trainer)
+                    on_record = OnRecord(await self._write(manifest), manifest)
                 result = msgspec.structs.replace(result, state_hash=state_hash)
                 span.set(**{"hr.version": result.version})
-                if known.outcome is None:
-                    record = records.outcome(self.config, *known[:2], result, lap, batch.records[0].values())
+                if on_record.outcome is None:
+                    record = records.outcome(self.config, *on_record[:2], result, lap, batch.records[0].values())
                     await self._write(record)
                     await self._tell(record, result, span)
                 self._hash = state_hash
@@ -339,14 +340,14 @@ class Trainer(Actor):
             with trainer.clock.spent("busy"):
                 return await self._in_thread(work)
         except Exception as error:
-            known = await asyncio.wrap_future(announcing)  # its error comes first
+            on_record = await asyncio.wrap_future(announcing)  # its error comes first
             if isinstance(error, TrainerError):  # this node may not take the step at all
                 raise Unrecoverable(f"TrainerError: {error}") from error
             if isinstance(error, StepRaised):
-                await self._record_raised(trainer, known, error)
+                await self._record_raised(trainer, on_record, error)
             if isinstance(error, GroupError):
                 raise  # its group of processes has ended
-            old = known.manifest.base_hash
+            old = on_record.manifest.base_hash
             if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != old:
                 raise  # the step was interrupted halfway: only the checkpoint has the old bytes
             self.log.exception("step_exception", text=(text := f"{type(error).__name__}: {error}"))
@@ -354,10 +355,10 @@ class Trainer(Actor):
         finally:
             self.closings.resume()
 
-    async def _record_raised(self, trainer: PolicyTrainer, known: OnRecord, error: StepRaised) -> None:
+    async def _record_raised(self, trainer: PolicyTrainer, on_record: OnRecord, error: StepRaised) -> None:
         """Record the failure of a step that has ended its group, unless it was done before."""
-        seq, manifest = known.seq, known.manifest
-        if known.outcome is None:
+        seq, manifest = on_record.seq, on_record.manifest
+        if on_record.outcome is None:
             failed = StepOutcome(
                 version=manifest.version + 1,
                 state_hash=manifest.base_hash,
@@ -382,6 +383,12 @@ class Trainer(Actor):
         k, trace = record.step, span.context.trace_id
         if isinstance(record, StepFailed):
             await self.event("step_failed", raised.sentence(record), "error", step=k, trace=trace)
+        elif left := result.left_out:
+            text = (
+                f"step {k}: {len(left)} of {len(left) + record.trained_slots} attempts are left out; {left[0].detail}"
+            )
+            reasons = Counter(each.reason for each in left)
+            await self.event("left_out", text, "warning", step=k, trace=trace, **reasons)
         for engine in result.engines:
             span.event("engine_mismatch", step=k, **msgspec.structs.asdict(engine))
         if result.alarm:
