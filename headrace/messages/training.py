@@ -169,8 +169,8 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, Finite]
     """Seconds by cause; their sum is the step's wall time. busy: computing; batch: waiting for the batch; rescore:
     scoring trajectories again; straggler: waiting for a slower process; communication: collectives; publish:
-    waiting until the version before is copied and its outcome is written; checkpoint; records: reading and writing
-    records."""
+    waiting until the version before is copied, and until its outcome and the step's manifest are written; checkpoint;
+    records: reading records."""
     wall_s: Finite
     trained_tokens: Count = 0
     """Sampled tokens with a gradient."""

@@ -238,12 +238,13 @@ class Trainer(Actor):
     async def _step(
         self, trainer: PolicyTrainer, batch: Batch, earlier: OnRecord | None, updated: asyncio.Event
     ) -> None:
-        """Version k becomes version k + 1: manifest, step, outcome, version.
+        """Version k becomes version k + 1: manifest, update, outcome, version.
 
-        updated: set when the next step may begin; what follows runs beside it. earlier: what a life before this one has
-        recorded of the step, and is not written again.
+        updated: set when the next step may begin; what follows runs beside it. earlier: what an earlier life has
+        recorded of the step; it is not written again.
         """
-        k, self.status = trainer.version, f"step {trainer.version}"
+        k = trainer.version
+        self.status = f"step {k}"
         attributes: dict[str, str | int] = {"hr.run": self.run, "hr.step": k}
         with tracing.span("train step", root=True, links=batch.links, attributes=attributes) as span:
             # The manifest names the hash of version k, which is still being copied: it is written beside the gradient.
@@ -416,7 +417,7 @@ class Trainer(Actor):
             state_hash=state_hash,
             bytes=path.stat().st_size,
             learning_rate=learning_rate,
-            written_s=publication.seconds.get("durable", 0.0),
+            written_s=publication.durable_s,
         )
         # Every life announces its versions: the sender may have found a file gone, and the broker older.
         await self.publish_event(ready, msg_id=f"{self.run}.snapshot.{version}.{state_hash}.{self.id}")
