@@ -28,7 +28,8 @@ import uvloop
 
 from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
 from benchmarks.conditions import Figures, at_least, finish
-from headrace.actors.trainer.actor import Trainer
+from headrace.actors.trainer.actor import OnRecord, Trainer
+from headrace.actors.trainer.closings import Batch
 from headrace.messages.subjects import SCORE
 from headrace.training.trainer import PolicyTrainer
 
@@ -66,14 +67,14 @@ class Patient(Trainer):
             self._scored.add((received.message.group, received.message.slot))
             self._more.set()
 
-    async def _next(self, trainer: PolicyTrainer, steps: asyncio.TaskGroup) -> None:
+    async def _batch(self, trainer: PolicyTrainer, on_record: OnRecord | None) -> Batch:
         curriculum = self.config.curriculum
         batches = min(trainer.version + 1 + curriculum.staleness, curriculum.steps)
         with self.waiting():
             while len(self._scored) < batches * curriculum.groups_per_step * curriculum.group_size:
                 self._more.clear()
                 await self._more.wait()
-        await super()._next(trainer, steps)
+        return await super()._batch(trainer, on_record)
 
 
 def best(rewards: list[float], width: int = 5) -> float:

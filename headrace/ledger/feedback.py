@@ -151,7 +151,9 @@ class FeedbackBook:
             group = branch.groups.get(rating.group) if branch is not None else None
             if branch is None or group is None or not group.steps:
                 return "purged" if rating.purged else "pending"
-            if isinstance(branch.outcomes[group.steps[0]], StepDone):
+            left_out = branch.left_out(group)
+            trained = any(slot.trajectory_seq not in left_out for _, closed in group.closings for slot in closed.slots)
+            if isinstance(branch.outcomes[group.steps[0]], StepDone) and trained:
                 return "trained"
             return "purged" if rating.purged else "discarded"
         return rating.fate or "pending"

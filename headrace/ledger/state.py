@@ -195,6 +195,12 @@ class RunState:
         entry.failed = reason
         return True
 
+    def left_out(self, group: Group) -> dict[int, str]:
+        """The slots of a group that its step did not train on: sequence of the trajectory to the reason. Empty where
+        the group has no step, or a failed one."""
+        outcome = self.outcomes[group.steps[0]] if group.steps else None
+        return {each.trajectory_seq: each.reason for each in outcome.left_out} if isinstance(outcome, StepDone) else {}
+
     def attempt(self, group: str, slot: int, attempt: int) -> Attempt | None:
         """An issued attempt; None when the ledger has none with these numbers."""
         slots = self.groups[group].slots if group in self.groups else {}

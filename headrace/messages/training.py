@@ -114,6 +114,17 @@ class TokenGaps(Message, frozen=True, kw_only=True):
     of: tuple[TokenGap, ...]
 
 
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt of a batch that a step did not train on."""
+
+    trajectory_seq: Count
+    """In HR_TRAJ, as the manifest names it."""
+    reason: str
+    """`bad_record`: no tensors can be made of its records; `logprobs_not_finite`; `routes_missing`: it has not the
+    routes that the policy needs; `group_too_small`: fewer than two attempts of its group can be trained on."""
+    detail: str
+
+
 class StepFigures(Message, frozen=True, kw_only=True):
     """The figures of a step that was taken: what the trainer computes and `StepDone` publishes."""
 
@@ -128,6 +139,8 @@ class StepFigures(Message, frozen=True, kw_only=True):
     """Mean over the turns of attempts whose reward gives each turn its own; None without any."""
     pass_rate: float = 0.0
     trained_slots: Count = 0
+    left_out: tuple[LeftOut, ...] = ()
+    """The other slots of the batch: neither the loss nor a baseline reads them."""
     tokens: Count = 0
     staleness: dict[str, Count] = {}
     """Staleness (k minus the version that wrote a token), as text, to number of sampled tokens."""
@@ -158,8 +171,8 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, Finite]
     """Seconds by cause; their sum is the step's wall time. busy: computing; batch: waiting for the batch; rescore:
     scoring trajectories again; straggler: waiting for a slower process; communication: collectives; publish:
-    waiting until the version before is copied and its outcome is written; checkpoint; records: reading and writing
-    records."""
+    waiting until the version before is copied, and until its outcome and the step's manifest are written; checkpoint;
+    records: reading records."""
     wall_s: Finite
     trained_tokens: Count = 0
     """Sampled tokens with a gradient."""

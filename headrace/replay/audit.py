@@ -207,8 +207,10 @@ def _slots(state: RunState, train: Iterable[Group], wrong: list[str]) -> tuple[i
                     f"{group.name}: slots {sorted(group.slots)} were issued, but the record that ends it "
                     f"names {sorted(named)}"
                 )
-            outcome = _outcome_of(state, group)
-            trained += len(closed.slots) if outcome == "trained" else 0
+            outcome, left_out = _outcome_of(state, group), state.left_out(group)
+            lost = [left_out[slot.trajectory_seq] for slot in closed.slots if slot.trajectory_seq in left_out]
+            dropped.update(lost)
+            trained += len(closed.slots) - len(lost) if outcome == "trained" else 0
             in_flight += 0 if outcome else len(closed.slots)
             dropped.update({"step_failed": len(closed.slots)} if outcome == "step_failed" else {})
             dropped.update(closed.dropped_slots.values())
@@ -224,6 +226,7 @@ def _fates(state: RunState, train: Iterable[Group], seen: Mapping[int, Seen]) ->
     for group in train:
         failed = "step_failed" if _outcome_of(state, group) == "step_failed" else ""
         closed = group.closed
+        left_out = state.left_out(group)
         for number, slot in group.slots.items():
             reason = failed
             if group.dropped is not None and closed is None:
@@ -231,6 +234,7 @@ def _fates(state: RunState, train: Iterable[Group], seen: Mapping[int, Seen]) ->
             elif closed is not None:
                 reason = closed.dropped_slots.get(str(number), failed)
             score = slot.kept.score
+            reason = reason or (left_out.get(score.trajectory_seq, "") if score is not None else "")
             made = seen.get(score.trajectory_seq) if score is not None else None
             yield Fate(score.sampled_tokens if score else None, made.wall_s if made else None, reason)
 
@@ -317,8 +321,14 @@ def _check_steps(state: RunState) -> list[str]:
         if list(outcome.groups) != [closed.group for _, closed in batch]:
             wrong.append(f"step {step}: its outcome does not name the groups of its batch")
         slots = sum(len(closed.slots) for _, closed in batch)
-        if (outcome.trained_slots if isinstance(outcome, StepDone) else outcome.dropped_slots) != slots:
+        counted = (
+            outcome.trained_slots + len(outcome.left_out) if isinstance(outcome, StepDone) else outcome.dropped_slots
+        )
+        if counted != slots:
             wrong.append(f"step {step}: its outcome does not count the slots of its groups")
+        named = {slot.trajectory_seq for _, closed in batch for slot in closed.slots}
+        if isinstance(outcome, StepDone) and not {each.trajectory_seq for each in outcome.left_out} <= named:
+            wrong.append(f"step {step}: its outcome leaves out a trajectory that its batch does not have")
         if outcome.version != step + 1:
             wrong.append(f"step {step} made version {outcome.version}")
     return wrong
@@ -347,7 +357,10 @@ def _staleness(state: RunState, seen: Mapping[int, Seen]) -> tuple[int, int, lis
         for name in outcome.groups:
             group = state.groups.get(name)
             closed = group.closed if group is not None else None
+            left_out = {each.trajectory_seq for each in outcome.left_out}
             for slot in closed.slots if closed is not None else ():
+                if slot.trajectory_seq in left_out:
+                    continue
                 made = seen.get(slot.trajectory_seq)
                 written = made.versions if made is not None else (slot.oldest_version,)
                 where = f"{name} slot {slot.slot} in step {step}"
@@ -380,8 +393,9 @@ def _duplicates(state: RunState) -> int:
         if isinstance(outcome, StepDone):
             for name in outcome.groups:
                 group = state.groups.get(name)
+                left_out = {each.trajectory_seq for each in outcome.left_out}
                 for _, closed in group.closings if group is not None else ():
-                    times.update((name, slot.slot) for slot in closed.slots)
+                    times.update((name, slot.slot) for slot in closed.slots if slot.trajectory_seq not in left_out)
     return sum(count > 1 for count in times.values())
 
 
@@ -391,12 +405,14 @@ def _lanes(state: RunState, seen: Mapping[int, Seen]) -> dict[str, LaneReport]:
     lanes: dict[str, Counter[str]] = {}
     for group in state.groups.values():
         lane = lanes.setdefault(group.first.lane, Counter())
-        closed = group.closed
+        closed, left_out = group.closed, state.left_out(group)
         for number, slot in group.slots.items():
             lane["issued"] += 1
             if group.first.lane == "train":
                 given_up = group.dropped is not None or (closed is not None and str(number) in closed.dropped_slots)
                 given_up = given_up or _outcome_of(state, group) == "step_failed"
+                score = slot.kept.score
+                given_up = given_up or (score is not None and score.trajectory_seq in left_out)
             else:
                 given_up = slot.failed
             done = slot.scored or (group.name, number) in finished

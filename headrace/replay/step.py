@@ -114,7 +114,7 @@ def compare(loaded: Loaded, result: StepOutcome) -> StepReplay:
         equal = equal and result.failed == recorded.reason
     else:
         equal = equal and (result.failed, result.loss) == ("", recorded.loss)
-        equal = equal and result.grad_norm == recorded.grad_norm
+        equal = equal and (result.grad_norm, result.left_out) == (recorded.grad_norm, recorded.left_out)
     trainer, told = loaded.trainer, loaded.manifest
     alike, apart = trainer.layout == told.layout, tuple[TensorDifference, ...]()
     if not alike and not equal and trainer.layout is None and loaded.start and loaded.end:

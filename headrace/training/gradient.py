@@ -20,7 +20,7 @@ from headrace.algorithms.losses import Objective, batch_divisor, policy_gradient
 from headrace.config import Algorithm
 from headrace.policy.model import Model
 from headrace.training.batches.batch import Batch
-from headrace.training.batches.micro_batch import MicroBatch, check_routes, device_of, forward, micro_batches
+from headrace.training.batches.micro_batch import MicroBatch, device_of, forward, micro_batches
 from headrace.training.batches.segment import Segment
 from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel
 from headrace.training.state import TrainerState
@@ -128,7 +128,6 @@ def proximal_logprobs(
 ) -> dict[int, Tensor]:
     """The trainer's log-probabilities of some segments before the step: `Segment.index` to float32 [M] on the CPU."""
     helpers = helpers or Helpers()
-    check_routes(model, segments)
     members = recipe.packed(model, segments)
 
     def one(at: int, _: bool) -> Tensor:
@@ -146,11 +145,10 @@ def proximal_logprobs(
 def accumulate(
     state: TrainerState, batch: Batch, recipe: Recipe, part: Part | None = None, helpers: Helpers | None = None
 ) -> Gradient:
-    """Add the gradient of a batch's loss, or of one part of it, to the state. RoutesMissing as `check_routes`."""
+    """Add the gradient of a batch's loss, or of one part of it, to the state."""
     helpers = helpers or Helpers()
     part = part or Part(computed(batch, recipe.algorithm))
     objective = _objective(recipe.algorithm, batch, part.parts)
-    check_routes(state.model, part.segments)
     members = recipe.packed(state.model, part.segments)
     device = device_of(state.model)
     state.zero_grad()

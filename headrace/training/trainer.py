@@ -23,14 +23,13 @@ from headrace.config import Algorithm, Config
 from headrace.messages.judging import Score
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory
-from headrace.messages.training import RankLayout, StepManifest
+from headrace.messages.training import LeftOut, RankLayout, StepManifest
 from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 from headrace.policy.device import select
 from headrace.policy.layout import checkpoint as huggingface
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
-from headrace.policy.moe import RoutesMissing
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
 from headrace.policy.scoring import ScoringError
@@ -39,7 +38,7 @@ from headrace.rendering.tokenizer import Tokenizer
 from headrace.training import checkpoint, memory_plan, mid_training
 from headrace.training.batches import batch
 from headrace.training.batches.ahead import Ahead
-from headrace.training.batches.micro_batch import check_routes, device_of
+from headrace.training.batches.micro_batch import device_of
 from headrace.training.batches.segment import BatchError
 from headrace.training.device import TrainerError, check_device, check_exact, device_named, layout_on
 from headrace.training.figures.clock import Clock, Pause
@@ -187,9 +186,9 @@ class PolicyTrainer:
         before_update: called before any change of the state that the next version depends on; its errors end the step.
         hashed: False leaves the outcome's state hash empty; `publish` computes it while it copies. before_forward:
         called before the first forward pass, and possibly before later ones.
-        A batch that cannot be trained on gives an outcome with `failed`; the version still grows by one, with the old
-        bytes. ValueError when the manifest updates another version than the current one. TrainerError when a plugin
-        here differs from the manifest's (Law 4).
+        Attempts that cannot be trained on are left out (`batch.build`). A batch that cannot be trained on gives an
+        outcome with `failed`; the version still grows by one, with the old bytes. ValueError when the manifest updates
+        another version than the current one. TrainerError when a plugin here differs from the manifest's (Law 4).
         """
         if manifest.version != self.state.version:
             raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
@@ -206,12 +205,15 @@ class PolicyTrainer:
         self.state.updated_at = None
         begins = in_order(pause.end, self.state.copy, before_forward)
         work: Callable[[], Work] = Work
+        left_out: tuple[LeftOut, ...] = ()
         try:
             advantage = ADVANTAGES.get(self.config.algorithm.advantage)
             by_class = self.config.algorithm.baseline == "class"
-            made = batch.build(manifest.groups, trajectories, scores, advantage, by_class=by_class, built=built)
-            check_routes(self.state.model, made.segments)
             shape, exact = self.state.model.config, self.numerics.exact
+            made = batch.build(
+                manifest.groups, trajectories, scores, advantage, by_class=by_class, built=built, policy=shape
+            )
+            left_out = made.left_out
             work = self._beside.submit(work_of, self.config, shape, made, manifest.seed, exact).result
             if self.config.trainer.rescore:
                 begins()
@@ -235,8 +237,6 @@ class PolicyTrainer:
             outcome = msgspec.structs.replace(outcome, exact=exact and made.fingerprints <= {self.numerics.fingerprint})
         except BatchError as error:
             outcome = refuse(self.state, "bad_batch", str(error), hashed=hashed)
-        except RoutesMissing as error:
-            outcome = refuse(self.state, "routes_missing", str(error), hashed=hashed)
         except ScoringError as error:
             outcome = refuse(self.state, "cannot_rescore", str(error), hashed=hashed)
         except TooFar as error:
@@ -252,6 +252,7 @@ class PolicyTrainer:
             engines=measured.engines,
             gaps=measured.gaps,
             alarm=measured.alarm(self.config.numerics),
+            left_out=left_out,
             work=work(),
             between_s=pause.seconds,
             peak_flops=peak_flops(self.config, self.state.model.config, device),

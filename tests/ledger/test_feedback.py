@@ -9,7 +9,7 @@ from headrace.ledger.state import RunState
 from headrace.messages.ledger import ClosedSlot, GroupClosed, SlotIssued
 from headrace.messages.product import Feedback, FeedbackPurged, FeedbackSettled, PurgedFeedback
 from headrace.messages.tasks import TaskRef
-from headrace.messages.training import StepDone
+from headrace.messages.training import LeftOut, StepDone
 
 RUN, BRANCH = "r", "r-feedback"
 TASK = TaskRef("client", "t")
@@ -38,12 +38,27 @@ def place(branch: RunState, group: str, seq: int) -> None:
     branch.apply(closed, seq)
 
 
-def step(branch: RunState, number: int, groups: tuple[str, ...]) -> None:
+def step(branch: RunState, number: int, groups: tuple[str, ...], left_out: tuple[LeftOut, ...] = ()) -> None:
     done = StepDone(
         run=BRANCH, step=number, manifest_seq=0, groups=groups, staleness_bound=1, waited_s=0.0, version=number + 1,
-        state_hash="h",
+        state_hash="h", left_out=left_out,
     )  # fmt: skip
     branch.apply(done, 0)
+
+
+def test_a_rating_that_its_step_left_out_is_discarded() -> None:
+    book, branch = FeedbackBook(RUN), RunState(BRANCH)
+    groups = []
+    for seq in (1, 2):
+        message = rating(seq, f"u{seq}")
+        book.apply(message, seq, float(seq))
+        groups.append(message.trajectory.removesuffix("-0-0"))
+        place(branch, groups[-1], seq)
+        book.apply(settled(seq, "closed", groups[-1]), 0)
+    step(branch, 0, tuple(groups), (LeftOut(trajectory_seq=2, reason="bad_record", detail="d"),))
+    report, wrong = examine(book, {BRANCH: branch}, book)
+    assert wrong == [] and report.balanced
+    assert (report.ends["trained"], report.ends["discarded"], report.received) == (1, 1, 2)
 
 
 def test_ten_thousand_ratings_balance_at_every_moment() -> None:

@@ -14,8 +14,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.cli.main import main
 from headrace.config import Config
-from headrace.messages.base import Array
-from headrace.messages.rollout import Trajectory
+from headrace.messages.judging import Score
 from headrace.messages.subjects import STEP
 from headrace.messages.training import StepDone, StepFailed
 from tests.support.actors import living
@@ -37,16 +36,13 @@ class Finished(NamedTuple):
 class Poison(RunFeeder):
     """A recorded run in which some batches carry values that no engine would have written."""
 
-    spoil: Callable[[Array], Array] | None = None
-
-    async def poisoned(self, number: int, spoil: Callable[[Array], Array]) -> None:
-        """One batch whose log-probabilities went through `spoil`."""
+    async def poisoned(self, number: int, reward: float) -> None:
+        """One batch in which the attempts of each first slot have this reward."""
         publish = self.bus.publish
 
         async def spoilt(subject: str, message: msgspec.Struct, **options: object) -> int:
-            if isinstance(message, Trajectory):
-                turns = tuple(msgspec.structs.replace(t, logprobs=spoil(t.logprobs)) for t in message.turns)
-                message = msgspec.structs.replace(message, turns=turns)
+            if isinstance(message, Score) and message.slot == 0:
+                message = msgspec.structs.replace(message, reward=reward)
             return await publish(subject, message, **options)  # type: ignore[arg-type]
 
         self.bus.publish = spoilt  # type: ignore[method-assign]
@@ -72,12 +68,12 @@ async def _make(root: Path) -> Finished:
             await feeder.batch(0)
             await feeder.batch(1)
             await feeder.batch(2, spoilt=True)
-            await feeder.poisoned(3, lambda a: Array.of([float(x) for x in a.tolist()], "<f8"))
+            await feeder.poisoned(3, 1e300)  # no float32 holds it
             await feeder.version(4)
             kill(first)
             strict = config(root, algorithm={"max_grad_norm": 1e-9})
             async with living(Trainer, strict, successor, run):
-                await feeder.poisoned(4, lambda a: Array.of([float("nan")] * len(a), "<f4"))
+                await feeder.poisoned(4, 3e38)  # the sum of two of them is infinite
                 await feeder.batch(5)
                 await feeder.version(6)
             records = [r.message async for r in admin.history("HR_STEP", STEP.at(run=run))]

@@ -12,7 +12,7 @@ from headrace.messages.judging import Score
 from headrace.messages.ledger import GroupClosed, SlotIssued, StalenessBound
 from headrace.messages.rollout import Span
 from headrace.messages.subjects import CLOSE, LEDGER, SCORE, STEP, TRAJ
-from headrace.messages.training import RecordsPurged, StepDone, StepManifest
+from headrace.messages.training import LeftOut, RecordsPurged, StepDone, StepManifest
 from headrace.replay.audit import Attempts, AuditReport, LaneReport, Seen, audit, examine
 from headrace.replay.tokens import versions
 from tests.conftest import Connect
@@ -153,6 +153,38 @@ def test_a_failed_step_drops_its_slots_and_a_new_incarnation_counts_once() -> No
     again = run()
     again.step(1, incarnation=1)
     assert again.examine()[0] == run().examine()[0]
+
+
+def leave_out(streams: Streams, *sequences: int, trained: int) -> None:
+    """The outcome of step 1 leaves some trajectories out."""
+    left_out = tuple(LeftOut(trajectory_seq=seq, reason="bad_record", detail="d") for seq in sequences)
+    replace(streams.steps, 3, trained_slots=trained, left_out=left_out)
+
+
+def test_a_slot_that_its_step_left_out_is_dropped_for_that_reason() -> None:
+    streams = run()
+    streams.seen[6] = Seen("train", "g000002", 1, 0, (-1,))  # what is not trained may name any version
+    leave_out(streams, 5, 6, trained=2)
+    report, wrong = streams.examine()
+    assert wrong == []
+    assert (report.issued, report.trained, report.dropped, report.in_flight) == (
+        14,
+        6,
+        {"bad_record": 2, "infra": 2},
+        4,
+    )
+    assert report.lanes["train"] == LaneReport(issued=14, scored=8, dropped=4, in_flight=2)
+    assert report.attempts == run().examine()[0].attempts
+    assert report.dropped_by_length.tokens == (Bucket(up_to=3, slots=10, dropped={"bad_record": 2}),)
+
+
+def left_out_and_counted(streams: Streams) -> None:
+    """Its outcome trains on a slot that it leaves out."""
+    leave_out(streams, 5, trained=4)
+
+
+def left_out_of_another_batch(streams: Streams) -> None:
+    leave_out(streams, 1, trained=3)
 
 
 def test_a_dead_letter_names_why_an_attempt_was_lost() -> None:
@@ -361,6 +393,8 @@ def deleted_beyond_the_record(streams: Streams) -> None:
         forged_manifest,
         missing_step,
         miscounted_step,
+        left_out_and_counted,
+        left_out_of_another_batch,
         never_issued,
         issued_twice,
         dropped_after_training,

@@ -143,9 +143,8 @@ def kill(actor: Trainer) -> None:
     """As kill -9 would: nothing more is written, nothing is told."""
     for task in [*actor._tasks, *actor._open]:
         task.cancel()
-    if actor._turn is not None:
-        for promise in (actor._turn.base, actor._turn.announced):
-            promise.fail(RuntimeError("killed"))  # its thread does not wait for records that nobody writes any more
+    if actor._announcing is not None:
+        actor._announcing.cancel()  # its thread does not wait for a record that nobody writes any more
     actor._pool.shutdown(wait=True, cancel_futures=True)
 
 

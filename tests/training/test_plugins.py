@@ -35,8 +35,7 @@ def test_a_step_with_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         folder = tmp_path / str(number)
         trainer = PolicyTrainer.prepare(setting, folder, tokenizer_json=TOKENIZER, traces=tuple)
         made = batch(dict(trainer.versions), 0, [0, 0, 0, 0], setting)
-        plan = records.StepPlan(0, trainer.state.hash(), made[0].groups, trainer.numerics.fingerprint)
-        manifest = records.manifest(setting, "r", plan)
+        manifest = records.manifest(setting, "r", trainer, made[0].groups, None, ())
         outcomes.append(trainer.step(manifest, *made[1:]))
     assert outcomes[1].grad_norm == pytest.approx(2.0 * outcomes[0].grad_norm, rel=1e-5)
     assert [(plugin.seam, plugin.name) for plugin in manifest.plugins] == [

@@ -1,36 +1,37 @@
 """The trainer: makes batches from the closings, in their order, and a version from each batch.
 
 With P groups per step, batch k is the GroupClosed records kP to kP + P - 1 of the run. Its step turns version k into
-version k + 1. A manifest names everything that a step depends on. It is written before the step with an expected
-sequence, so the broker refuses a trainer that was replaced. A trainer that restarts runs published manifests again
-before it takes a new batch. Records are fetched while the previous step runs, and steps run in a worker thread.
+version k + 1 (`_step`). A manifest names everything that a step depends on. It is written before the update with an
+expected sequence, so the broker refuses a trainer that was replaced. A trainer that restarts takes the steps of
+published manifests again before it takes a new batch. Records are fetched while the previous step runs.
+
+HR_STEP holds the manifest and the outcome of step k, then those of step k + 1. The step itself runs in a worker thread.
+It computes its gradient while the version before it is still copied and hashed; its update waits until its manifest,
+which names that hash, is on the bus. So a kill at any moment loses only what a published manifest repeats.
 
 Files: <run>/snapshots/v<version>.safetensors, immutable, the newest bound + 1 of them; <run>/checkpoints/.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
 from headrace.actors.trainer import base_policy, initial_policy, old_weights, other_ranks, raised, records, resume
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
 from headrace.actors.trainer.closings import Batch, Closings, Ready
-from headrace.actors.trainer.records import StalenessWindow
-from headrace.actors.trainer.turn import Promise, Turn
 from headrace.bus.errors import Unrecoverable
 from headrace.bus.payloads import renderer_bundles
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
 from headrace.messages.ledger import Fence
-from headrace.messages.plugins import Plugin
 from headrace.messages.subjects import STEP
-from headrace.messages.training import BatchGroup, SnapshotReady, StepDone, StepFailed, StepManifest
+from headrace.messages.training import SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.policy.config import CheckpointError
 from headrace.registry import merged
 from headrace.rendering.base import RendererError
@@ -39,10 +40,9 @@ from headrace.replay.recipe import under
 from headrace.training import checkpoint, opening
 from headrace.training.data.base import DataError
 from headrace.training.device import TrainerError
-from headrace.training.gradient import nothing
 from headrace.training.mid_training import Progress
 from headrace.training.outcome import StepOutcome
-from headrace.training.parallel.interface import GivenUp, GroupError
+from headrace.training.parallel.interface import GivenUp, GroupError, StepRaised
 from headrace.training.served.publication import Publication
 from headrace.training.trainer import PolicyTrainer
 
@@ -51,6 +51,16 @@ T = TypeVar("T")
 
 class Stopped(GivenUp):
     """Ends mid-training, or the wait for other nodes, early; raised inside the worker thread."""
+
+
+class OnRecord(NamedTuple):
+    """What HR_STEP holds of a step."""
+
+    seq: int
+    """Of the manifest."""
+    manifest: StepManifest
+    outcome: StepDone | StepFailed | None = None
+    """Of this incarnation of the step."""
 
 
 class Trainer(Actor):
@@ -74,20 +84,29 @@ class Trainer(Actor):
         """Newest loss on held-out documents of mid-training, the mean over its sources."""
         self._stopping = False
         self.closings = Closings(self.bus, self.run, self.config.curriculum.groups_per_step)
-        self._raised = raised.Row()
-        self._turn: Turn | None = None
-        """The newest step that has begun."""
+        self._row = raised.Row()
+        self._updated = asyncio.Event()
+        """Set when no step computes."""
+        self._updated.set()
+        self._hash = ""
+        """State hash of the version whose outcome is the newest on the bus."""
+        self._recording = asyncio.Lock()
+        """Held from the manifest of a step until its outcome."""
+        self._saving = asyncio.Lock()
+        """Held while a version's file is made durable: at most one waits for the disk."""
+        self._announcing: Future[OnRecord] | None = None
+        """The manifest that the newest update waits for."""
         self._open: set[asyncio.Task[None]] = set()
         """The steps whose version is not yet announced."""
         self.spawn(self.until_superseded(self._live), "training")
         self.every(1.0, self._measure, "metrics")
 
     async def stop(self) -> None:
-        """Let the current step end and announce the version of a taken one; mid-training ends at its next report."""
+        """Announce the version of a taken step; a computing one is lost, and mid-training ends at its next report."""
         self._stopping = True
         try:
             several = self.config.trainer.ranks > 1
-            announces = not (several and self.failed.done()) and (self._turn is None or self._turn.updated.is_set())
+            announces = self._updated.is_set() and not (several and self.failed.done())
             if self._open and announces:  # a lost group can announce nothing
                 await asyncio.wait(self._open)
             if self.trainer is not None and several:
@@ -99,16 +118,7 @@ class Trainer(Actor):
         trainer = await self._prepare()
         if self.config.trainer.ranks > 1:
             self.spawn(other_ranks.watch(self, trainer), "ranks")
-        await self._catch_up(trainer)
-        self.spawn(self.closings.follow(trainer.version, trainer.expect), "collecting")
-        if self.config.weights.collect_chains:
-            self.spawn(old_weights.forget(self), "old weights")
-        try:
-            async with asyncio.TaskGroup() as steps:
-                while True:
-                    await self._next(trainer, steps)
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the first one ended the others
+        await self._train(trainer)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -175,194 +185,217 @@ class Trainer(Actor):
             self._held_out = sum(progress.held_out.values()) / len(progress.held_out)
         self._end_if_stopped()
 
-    async def _catch_up(self, trainer: PolicyTrainer) -> None:
-        """Repeat the steps that were published after the checkpoint, then publish the resulting version."""
-        manifests: dict[int, tuple[int, StepManifest]] = {}
-        outcomes: dict[int, StepDone | StepFailed] = {}
-        async for received in self.bus.history("HR_STEP", STEP.at(run=self.run)):
-            message = received.message
-            if isinstance(message, StepManifest):
-                manifests[message.step] = (received.seq, message)
-            elif isinstance(message, StepDone | StepFailed):
-                outcomes[message.step] = self._raised.seen(message)
+    async def _train(self, trainer: PolicyTrainer) -> None:
+        """Make a version of each batch, in order, without end."""
         self._hash = await self._in_thread(trainer.state.hash)
-        rate = 0.0
-        while trainer.version in manifests:
-            seq, manifest = manifests[trainer.version]
-            recorded = outcomes.get(manifest.step)
-            if recorded is not None and recorded.incarnation != manifest.incarnation:
-                recorded = None  # the newest manifest of this step has no outcome
-            rate = await self._again(trainer, seq, manifest, recorded)
-        with trainer.clock.spent("publish"):
-            publication = await self._in_thread(lambda: self.store.publish(self._hash))
-            await self._publish(trainer, publication, trainer.version, rate)
+        await self._publish(trainer, await self._in_thread(lambda: self.store.publish(self._hash)), trainer.version)
+        earlier = await self._on_record(trainer.version)
+        self.spawn(self.closings.follow(trainer.version + len(earlier), trainer.expect), "collecting")
+        if self.config.weights.collect_chains:
+            self.spawn(old_weights.forget(self), "old weights")
+        try:
+            async with asyncio.TaskGroup() as steps:
+                while True:
+                    on_record = earlier.pop(trainer.version, None)
+                    batch = await self._batch(trainer, on_record)
+                    self._updated = updated = asyncio.Event()
+                    name = f"{self.id}: step {trainer.version}"
+                    step = steps.create_task(self._step(trainer, batch, on_record, updated), name=name)
+                    self._open.add(step)
+                    step.add_done_callback(self._open.discard)
+                    await updated.wait()  # a step that fails cancels this wait
+                    await self._keep(trainer, batch)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the first one ended the others
 
-    async def _again(
-        self, trainer: PolicyTrainer, seq: int, manifest: StepManifest, recorded: StepDone | StepFailed | None
-    ) -> float:
-        """Repeat the step of a manifest. Returns its learning rate. recorded: the published outcome; a result with
-        other bits is published as a new incarnation of the step."""
-        fetched = await fetch(self.bus, manifest.groups)
-        if manifest.base_hash != self._hash or (recorded is None and manifest.layout != trainer.layout):
-            window = StalenessWindow.as_in(manifest)
-            plan = await self._plan(trainer, manifest.groups, window, fetched)
-            plan = plan._replace(base_hash=self._hash, incarnation=manifest.incarnation + 1)
-            manifest = records.manifest(self.config, self.run, plan)
-            seq, recorded = await self._write(manifest), None
-        if detail := raised.given_up(recorded):
-            trainer.config = under(self.config, manifest)
-            result = await self._in_thread(lambda: trainer.give_up(raised.REASON, detail))
-        else:
-            recorder = raised.Recorder(
-                self, self._write, Promise((seq, manifest)).wait, trainer.clock.lap, recorded is not None
-            )
-            result = await recorder.watched(self._take(trainer, manifest, fetched))
-        if recorded is not None and recorded.state_hash != result.state_hash:
-            text = f"step {manifest.step} gave {result.state_hash}, its published result was {recorded.state_hash}"
-            await self.event("new_incarnation", text, "warning", step=manifest.step)
-            plan = records.StepPlan(
-                manifest.step,
-                manifest.base_hash,
-                manifest.groups,
-                trainer.numerics.fingerprint,
-                StalenessWindow.as_in(manifest),
-                manifest.incarnation + 1,
-                await self._plugins_behind(fetched),
-                trainer.layout,
-            )
-            renewed = records.manifest(self.config, self.run, plan)
-            seq = await self._write(renewed)
-            manifest, recorded = renewed, None
-        if recorded is None:
-            lap = trainer.clock.lap()
-            await self._write(records.outcome(self.config, manifest, seq, result, lap, fetched[0].values()))
-        self._hash = result.state_hash
-        await self.event("step_again", f"step {manifest.step} after a restart", step=manifest.step)
-        return result.learning_rate
+    async def _on_record(self, first: int) -> dict[int, OnRecord]:
+        """The steps on record from number `first` on."""
+        steps: dict[int, OnRecord] = {}
+        async for received in self.bus.history("HR_STEP", STEP.at(run=self.run)):
+            match received.message:
+                case StepManifest() as manifest if manifest.step >= first:
+                    steps[manifest.step] = OnRecord(received.seq, manifest)
+                case StepDone() | StepFailed() as outcome:
+                    self._row.seen(outcome)
+                    if outcome.step in steps:
+                        steps[outcome.step] = steps[outcome.step]._replace(outcome=outcome)
+        return steps
 
-    async def _next(self, trainer: PolicyTrainer, steps: asyncio.TaskGroup) -> None:
-        """Wait for one batch and take its step. Its outcome and its version are written behind the next step."""
-        k = trainer.version
+    async def _batch(self, trainer: PolicyTrainer, on_record: OnRecord | None) -> Batch:
+        """The batch of a manifest on record, or of the next closings."""
+        k, groups, ready = trainer.version, self.closings.groups_per_step, list[Ready]()
+        if on_record is not None:
+            named, links = on_record.manifest.groups, list[tracing.Link]()
+            return Batch(named, await fetch(self.bus, named, links), links)
         self.status = f"waiting for batch {k}"
-        ready: list[Ready] = []
-        groups = self.closings.groups_per_step
-        told = self.waiting(lambda: f"batch {k}: {len(ready)} of {groups} groups are closed")
+        waits = self.waiting(lambda: f"batch {k}: {len(ready)} of {groups} groups are closed")
         self.closings.hold()
-        with told, trainer.clock.spent("batch"):
+        with waits, trainer.clock.spent("batch"):
             while len(ready) < groups or self._stopping:
                 ready.append(await self.closings.ready.get())
-        self.status = f"step {k}"
-        self._turn = turn = Turn(k, self._turn, self._hash)
-        batch = Batch.of(ready)
-        task = steps.create_task(self._step_batch(trainer, batch, turn, steps), name=f"{self.id}: step {k}")
-        self._open.add(task)
-        task.add_done_callback(self._open.discard)
-        await turn.updated.wait()  # a step that fails cancels this wait
-        await self._keep(trainer, turn, batch.groups[-1].close_seq)
+        return Batch.of(ready)
 
-    async def _step_batch(self, trainer: PolicyTrainer, batch: Batch, turn: Turn, steps: asyncio.TaskGroup) -> None:
-        """One step in a trace of its own, with a link to each trajectory's span."""
-        attributes: dict[str, str | int] = {"hr.run": self.run, "hr.step": turn.step}
-        try:
-            with tracing.span("train step", root=True, links=batch.links, attributes=attributes) as span:
-                await self._run_step(trainer, batch, turn, span, steps)
-        except BaseException as error:
-            turn.fail(error)
-            raise
-
-    async def _run_step(
-        self, trainer: PolicyTrainer, batch: Batch, turn: Turn, span: tracing.Span, steps: asyncio.TaskGroup
+    async def _step(
+        self, trainer: PolicyTrainer, batch: Batch, earlier: OnRecord | None, updated: asyncio.Event
     ) -> None:
-        """Take the step of a batch; publish its manifest, its outcome and its version."""
-        k, window = turn.step, self.closings.window(turn.step)
-        plan = await self._plan(trainer, batch.groups, window, batch.records)
-        steps.create_task(self._announce(turn, plan), name=f"{self.id}: manifest {k}")
-        manifest = records.manifest(self.config, self.run, plan)
-        recorder = raised.Recorder(self, self._write, turn.announced.wait, trainer.clock.lap)
-        result = await recorder.watched(self._take(trainer, manifest, batch.records, turn))
-        self.closings.resume()
-        publication = await self._in_thread(self.store.publish)
-        lap = trainer.clock.lap()
-        turn.updated.set()
-        seq, manifest = await turn.announced.wait()
-        state_hash = await self._of_publication(trainer, publication.hashed)
-        await turn.announced_before.wait()
-        result = msgspec.structs.replace(result, state_hash=state_hash)
-        span.set(**{"hr.version": result.version})
-        record = records.outcome(self.config, manifest, seq, result, lap, batch.records[0].values())
-        await self._write(record)
-        self._hash = state_hash
-        turn.recorded.set_result(state_hash)
-        trace = span.context.trace_id
-        if isinstance(record, StepFailed):
-            await self.event("step_failed", raised.sentence(record), "error", step=k, trace=trace)
-        for engine in result.engines:
-            span.event("engine_mismatch", step=k, **msgspec.structs.asdict(engine))
-        if result.alarm:
-            await self.event("mismatch", f"step {k}: {result.alarm}", "warning", step=k, trace=trace)
-        await self._publish(trainer, publication, result.version, result.learning_rate)
-        if gaps := records.token_gaps(manifest, result):
-            await self.publish_event(gaps, msg_id=f"{self.run}.gaps.{k}.{manifest.incarnation}")
-        turn.ended.set_result(True)
+        """Version k becomes version k + 1: manifest, update, outcome, version.
 
-    async def _announce(self, turn: Turn, plan: records.StepPlan) -> None:
-        """Write the manifest of a step, on top of the outcome of the step before."""
-        try:
-            manifest = records.manifest(self.config, self.run, plan._replace(base_hash=await turn.base.wait()))
-            turn.announced.set_result((await self._write(manifest), manifest))
-        except BaseException as error:
-            turn.fail(error)
-            raise
+        updated: set when the next step may begin; what follows runs beside it. earlier: what an earlier life has
+        recorded of the step; it is not written again.
+        """
+        k = trainer.version
+        self.status = f"step {k}"
+        attributes: dict[str, str | int] = {"hr.run": self.run, "hr.step": k}
+        with tracing.span("train step", root=True, links=batch.links, attributes=attributes) as span:
+            # The manifest names the hash of version k, which is still being copied: it is written beside the gradient.
+            manifest = await self._manifest(trainer, batch, earlier)
+            announce = self._announce(trainer, manifest, earlier)
+            self._announcing = announcing = asyncio.run_coroutine_threadsafe(announce, asyncio.get_running_loop())
+            try:
+                if earlier is not None:  # it may become a new incarnation, without an outcome
+                    earlier = await asyncio.wrap_future(announcing)
+                    manifest = earlier.manifest
+                gave_up = raised.given_up(earlier.outcome) if earlier is not None else ""
+                result = await self._compute(trainer, manifest, batch.records, announcing, gave_up)
+            except BaseException:
+                announcing.cancel()  # the thread does not wait for it any longer
+                raise
 
-    async def _plan(
-        self, trainer: PolicyTrainer, groups: Sequence[BatchGroup], window: StalenessWindow | None, fetched: Records
-    ) -> records.StepPlan:
-        """The plan of the next step, without the hash of the version that it updates."""
-        fingerprint, plugins = trainer.numerics.fingerprint, await self._plugins_behind(fetched)
-        return records.StepPlan(trainer.version, "", tuple(groups), fingerprint, window, 0, plugins, trainer.layout)
+            # The copy of version k + 1 begins, and with it the next step.
+            publication = await self._in_thread(self.store.publish)
+            lap = trainer.clock.lap()
+            updated.set()
 
-    async def _plugins_behind(self, fetched: Records) -> tuple[Plugin, ...]:
-        """The plugins that a batch's records name. Unrecoverable when one has another source hash than the run's."""
-        trajectories, scores = fetched
-        used = merged(
-            *(trajectory.plugins for trajectory in trajectories.values()), *(score.plugins for score in scores.values())
-        )
+            # The outcome names the hash of the copy.
+            state_hash = await self._of_publication(trainer, publication.hashed)
+            async with self._saving:
+                on_record = await asyncio.wrap_future(announcing)
+                if on_record.outcome is not None and on_record.outcome.state_hash != state_hash:
+                    text = f"step {k} gave {state_hash}, its published result was {on_record.outcome.state_hash}"
+                    await self.event("new_incarnation", text, "warning", step=k)
+                    manifest = records.renewed(on_record.manifest, self._hash, trainer)
+                    on_record = OnRecord(await self._write(manifest), manifest)
+                result = msgspec.structs.replace(result, state_hash=state_hash)
+                span.set(**{"hr.version": result.version})
+                if on_record.outcome is None:
+                    record = records.outcome(self.config, *on_record[:2], result, lap, batch.records[0].values())
+                    await self._write(record)
+                    await self._tell(record, result, span)
+                self._hash = state_hash
+                self._recording.release()
+                if earlier is not None:
+                    await self.event("step_again", f"step {k} after a restart", step=k)
+
+                # The version is announced when its file is durable.
+                await self._publish(trainer, publication, result.version, result.learning_rate)
+
+    async def _manifest(self, trainer: PolicyTrainer, batch: Batch, earlier: OnRecord | None) -> StepManifest:
+        """The manifest on record, or a new one without the hash of the version that it updates. Unrecoverable when a
+        plugin that a record of the batch names has another source hash than the run's."""
+        trajectories, scores = batch.records
+        used = merged(*(made.plugins for made in trajectories.values()), *(score.plugins for score in scores.values()))
         await agree(self.bus, self.run, [plugin for plugin in used if plugin not in self._agreed])
         self._agreed.update(used)
-        return used
+        if earlier is not None:
+            return earlier.manifest
+        window = self.closings.window(trainer.version)
+        return records.manifest(self.config, self.run, trainer, batch.groups, window, used)
+
+    async def _announce(self, trainer: PolicyTrainer, manifest: StepManifest, earlier: OnRecord | None) -> OnRecord:
+        """The manifest on the bus, behind the outcome of the step before. One on record is written again, as a new
+        incarnation, when it updates other bytes, or when it has no outcome and names other processes."""
+        await self._recording.acquire()
+        if earlier is None:
+            manifest = msgspec.structs.replace(manifest, base_hash=self._hash)
+        elif manifest.base_hash == self._hash and (earlier.outcome or manifest.layout == trainer.layout):
+            return earlier
+        else:
+            manifest = records.renewed(manifest, self._hash, trainer)
+        return OnRecord(await self._write(manifest), manifest)
+
+    async def _compute(
+        self,
+        trainer: PolicyTrainer,
+        manifest: StepManifest,
+        fetched: Records,
+        announcing: "Future[OnRecord]",
+        raised_before: str,
+    ) -> StepOutcome:
+        """Take a step in the worker thread; the outcome has no state hash. An exception becomes a failed step if the
+        weights still have the old bytes; so does `raised_before`, that of the recorded step."""
+        trainer.config = under(self.config, manifest)
+        reason, detail = raised.REASON, raised_before
+        if lost := resume.beyond(manifest.step, fetched[0].values()):
+            reason, detail = resume.REASON, lost
+
+        def announced() -> None:
+            with trainer.clock.spent("publish"):
+                announcing.result()
+
+        def work() -> StepOutcome:
+            if detail:
+                return trainer.give_up(reason, detail, hashed=False)
+            return trainer.step(manifest, *fetched, announced, False, self.closings.resume)
+
+        try:
+            with trainer.clock.spent("busy"):
+                return await self._in_thread(work)
+        except Exception as error:
+            on_record = await asyncio.wrap_future(announcing)  # its error comes first
+            if isinstance(error, TrainerError):  # this node may not take the step at all
+                raise Unrecoverable(f"TrainerError: {error}") from error
+            if isinstance(error, StepRaised):
+                await self._record_raised(trainer, on_record, error)
+            if isinstance(error, GroupError):
+                raise  # its group of processes has ended
+            old = on_record.manifest.base_hash
+            if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != old:
+                raise  # the step was interrupted halfway: only the checkpoint has the old bytes
+            self.log.exception("step_exception", text=(text := f"{type(error).__name__}: {error}"))
+            return await self._in_thread(lambda: trainer.give_up(raised.REASON, text, hashed=False))
+        finally:
+            self.closings.resume()
+
+    async def _record_raised(self, trainer: PolicyTrainer, on_record: OnRecord, error: StepRaised) -> None:
+        """Record the failure of a step that has ended its group, unless it was done before."""
+        seq, manifest = on_record.seq, on_record.manifest
+        if on_record.outcome is None:
+            failed = StepOutcome(
+                version=manifest.version + 1,
+                state_hash=manifest.base_hash,
+                failed=raised.REASON,
+                detail=error.raised,
+            )
+            record = records.outcome(self.config, seq, manifest, failed, trainer.clock.lap())
+            assert isinstance(record, StepFailed)
+            await self._write(record)
+            await self.event("step_failed", raised.sentence(record), "error", step=manifest.step)
 
     async def _write(self, record: StepManifest | StepDone | StepFailed) -> int:
         """Publish on top of the last record of the run's steps. Returns the sequence. WrongSequence when replaced,
         Unrecoverable when the step was one too many that raised."""
         name = f"{self.run}.{record.type_name}.{record.step}.{record.incarnation}"
         self._step_seq = await self.bus.publish(STEP.at(run=self.run), record, msg_id=name, expect=self._step_seq)
-        self._raised.check(record)
+        self._row.check(record)
         return self._step_seq
 
-    async def _take(
-        self, trainer: PolicyTrainer, manifest: StepManifest, fetched: Records, turn: Turn | None = None
-    ) -> StepOutcome:
-        """Take a step. An exception becomes a failed step if the weights still have the old bytes. turn: of a step
-        whose manifest is not yet on the bus; the outcome then has no state hash."""
-        if detail := resume.beyond(manifest.step, fetched[0].values()):
-            return await self._in_thread(lambda: trainer.give_up(resume.REASON, detail, hashed=turn is None))
-        trainer.config = under(self.config, manifest)
-        before_update = partial(turn.wait, trainer.clock) if turn is not None else nothing
-        try:
-            with trainer.clock.spent("busy"):
-                hashed, begun = turn is None, self.closings.resume
-                return await self._in_thread(lambda: trainer.step(manifest, *fetched, before_update, hashed, begun))
-        except Exception as error:
-            if turn is not None:
-                _, manifest = await turn.announced.wait()
-            if isinstance(error, TrainerError):  # this node may not take the step at all
-                raise Unrecoverable(f"TrainerError: {error}") from error
-            if isinstance(error, GroupError):
-                raise  # its group of processes has ended
-            if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != manifest.base_hash:
-                raise  # the step was interrupted halfway: only the checkpoint has the old bytes
-            self.log.exception("step_exception", text=(text := f"{type(error).__name__}: {error}"))
-            return await self._in_thread(lambda: trainer.give_up(raised.REASON, text, hashed=turn is None))
+    async def _tell(self, record: StepDone | StepFailed, result: StepOutcome, span: tracing.Span) -> None:
+        """The events of an outcome."""
+        k, trace = record.step, span.context.trace_id
+        if isinstance(record, StepFailed):
+            await self.event("step_failed", raised.sentence(record), "error", step=k, trace=trace)
+        elif left := result.left_out:
+            text = (
+                f"step {k}: {len(left)} of {len(left) + record.trained_slots} attempts are left out; {left[0].detail}"
+            )
+            reasons = Counter(each.reason for each in left)
+            await self.event("left_out", text, "warning", step=k, trace=trace, **reasons)
+        for engine in result.engines:
+            span.event("engine_mismatch", step=k, **msgspec.structs.asdict(engine))
+        if result.alarm:
+            await self.event("mismatch", f"step {k}: {result.alarm}", "warning", step=k, trace=trace)
+        if gaps := records.token_gaps(self.run, k, result):
+            await self.publish_event(gaps, msg_id=f"{self.run}.gaps.{k}.{record.incarnation}")
 
     async def _of_publication(self, trainer: PolicyTrainer, result: "Future[T]") -> T:
         """A result of a publication, or the error that explains why there is none."""
@@ -372,7 +405,7 @@ class Trainer(Actor):
             raise await asyncio.to_thread(trainer.explained, error) from error
 
     async def _publish(
-        self, trainer: PolicyTrainer, publication: Publication, version: int, learning_rate: float
+        self, trainer: PolicyTrainer, publication: Publication, version: int, learning_rate: float = 0.0
     ) -> None:
         """Announce a version to the sender when its file is durable."""
         path = await self._of_publication(trainer, publication.durable)
@@ -384,27 +417,30 @@ class Trainer(Actor):
             state_hash=state_hash,
             bytes=path.stat().st_size,
             learning_rate=learning_rate,
-            written_s=publication.seconds.get("durable", 0.0),
+            written_s=publication.durable_s,
         )
-        # Every life announces its newest version: the sender may have found the file gone, and the broker older.
+        # Every life announces its versions: the sender may have found a file gone, and the broker older.
         await self.publish_event(ready, msg_id=f"{self.run}.snapshot.{version}.{state_hash}.{self.id}")
         self.store.forget(version)
 
-    async def _keep(self, trainer: PolicyTrainer, turn: Turn, close_seq: int) -> None:
+    async def _keep(self, trainer: PolicyTrainer, batch: Batch) -> None:
         """At the checkpoint interval, write a checkpoint and purge records of steps that are not kept for replay."""
         last = trainer.version >= self.config.curriculum.steps
         if trainer.version % self.config.trainer.checkpoint_every and not last:
             return
         with trainer.clock.spent("publish"):
-            await turn.recorded.wait()
-        with trainer.clock.spent("checkpoint"):
-            position = {"close_seq": close_seq, "step_seq": self._step_seq}
-            await self._in_thread(lambda: self.store.checkpoint(position))
-        await self.event("checkpoint", f"version {trainer.version}", version=trainer.version)
-        if (old := await self.store.old_records(self.bus, self.run)) is not None:
-            self._step_seq = await self.bus.publish(STEP.at(run=self.run), old, expect=self._step_seq)
-            purged = await self.store.purge(self.bus, old)
-            await self.event("purged", f"{purged} messages of steps that are no longer kept", messages=purged)
+            await self._recording.acquire()
+        try:
+            with trainer.clock.spent("checkpoint"):
+                position = {"close_seq": batch.groups[-1].close_seq, "step_seq": self._step_seq}
+                await self._in_thread(lambda: self.store.checkpoint(position))
+            await self.event("checkpoint", f"version {trainer.version}", version=trainer.version)
+            if (old := await self.store.old_records(self.bus, self.run)) is not None:
+                self._step_seq = await self.bus.publish(STEP.at(run=self.run), old, expect=self._step_seq)
+                purged = await self.store.purge(self.bus, old)
+                await self.event("purged", f"{purged} messages of steps that are no longer kept", messages=purged)
+        finally:
+            self._recording.release()
 
     async def _measure(self) -> None:
         progress = self._progress

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.actors.trainer import unknown_peak
 from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.config.training import Data
@@ -23,11 +22,13 @@ from headrace.rendering.registry import Renderers
 from headrace.rendering.terse import Format
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks.generated import note_traces, notes, repositories, traces
+from headrace.training.batches.micro_batch import device_of
 from headrace.training.data import opening
 from headrace.training.data import registry as readers
 from headrace.training.data.base import DataError
 from headrace.training.data.mixture import Mixture
 from headrace.training.device import TrainerError
+from headrace.training.figures.peaks import why_unknown
 from headrace.training.mid_training import Progress
 from headrace.training.trainer import PolicyTrainer, plugins_of
 
@@ -170,7 +171,9 @@ async def tell(actor: Actor, folder: Path, trainer: PolicyTrainer) -> None:
     for source, losses in held_out(folder).items():
         told = ", ".join(f"{name} mid-training {loss:.4f}" for name, loss in losses.items())
         await actor.event("held_out_loss", f"{source}: {told} nats", "info", source=source, **losses)
-    await unknown_peak.tell(actor, trainer)
+    model = trainer.state.model
+    if why := why_unknown(actor.config, model.config, device_of(model)):
+        await actor.event("peak_unknown", why)
 
 
 def record(folder: Path, progress: Progress) -> None:

@@ -1,88 +1,63 @@
-"""Steps that raise: the record of one in a group of processes, and the end of a run in which every step raises.
+"""Steps that raise, and the end of a run in which every step raises or no batch can be trained on.
 
 One process keeps its weights when a step raises, so it records the failure and goes on. In a group the other processes
 wait in an exchange of that step, so the group ends. The failure is recorded before that: the version has the bytes of
 the one before it, whose hash the manifest names. The trainer's next life finds the record and gives the step up.
 
 A step that raises costs its batch. When one exception ends several steps in a row, it is not a batch's fault: the next
-step would raise it too, and the run would end after all its steps without a policy.
+step would raise it too, and the run would end after all its steps without a policy. The same holds for batches of which
+every attempt is left out.
 """
 
 import re
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
 
-from headrace.actors.trainer import records
 from headrace.bus.errors import Unrecoverable
-from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.supervisor import ALIKE
 from headrace.messages.training import StepDone, StepFailed, StepManifest
-from headrace.training.figures.clock import Cause
-from headrace.training.outcome import StepOutcome
-from headrace.training.parallel.interface import StepRaised
 
 REASON = "exception"
 """`StepFailed.reason` of a step that raised."""
+NOTHING_LEFT = "bad_batch"
+"""The same of a batch of which no attempt can be trained on."""
 Outcome = StepDone | StepFailed
 _RANK = re.compile(r"^rank \d+: ")
 """The rank that raised first, which may be another one in each step."""
 
 
-class Recorder(NamedTuple):
-    """Writes the failure of a step."""
-
-    actor: Actor
-    write: Callable[[Outcome], Awaitable[int]]
-    announced: Callable[[], Awaitable[tuple[int, StepManifest]]]
-    """The sequence and the manifest of the step, when it is on the bus."""
-    lap: Callable[[], tuple[float, dict[Cause, float]]]
-    """The step's time, `Clock.lap`."""
-    recorded: bool = False
-    """Whether the step has an outcome already: a step that was done before and raises now is no failed step."""
-
-    async def watched(self, step: Awaitable[StepOutcome]) -> StepOutcome:
-        """The outcome of a step. StepRaised when it ended its group; its StepFailed is then on the bus. Unrecoverable
-        as `Row.check`."""
-        try:
-            return await step
-        except StepRaised as error:
-            if self.recorded:
-                raise
-            seq, manifest = await self.announced()
-            failed = StepOutcome(
-                version=manifest.version + 1, state_hash=manifest.base_hash, failed=REASON, detail=error.raised
-            )
-            record = records.outcome(self.actor.config, manifest, seq, failed, self.lap())
-            assert isinstance(record, StepFailed)
-            await self.write(record)
-            await self.actor.event("step_failed", sentence(record), "error", step=manifest.step)
-            raise
-
-
 class Row:
-    """The latest steps in a row that one exception ended. `ALIKE` of them end the run, as for other failures."""
+    """The latest steps in a row that one exception ended, or whose batches held nothing to train on. `ALIKE` of them
+    end the run, as for other failures."""
 
     def __init__(self) -> None:
-        self._raised, self._count = "", 0
+        self._cause, self._count = "", 0
 
-    def seen(self, outcome: Outcome) -> Outcome:
+    def seen(self, outcome: Outcome) -> None:
         """Count an outcome that is on the bus."""
-        raised = _RANK.sub("", given_up(outcome))
-        self._count = self._count + 1 if raised and raised == self._raised else int(bool(raised))
-        self._raised = raised
-        return outcome
+        cause = ""
+        if isinstance(outcome, StepFailed) and outcome.reason in (REASON, NOTHING_LEFT):
+            cause = _RANK.sub("", outcome.detail) if outcome.reason == REASON else NOTHING_LEFT
+        self._count = self._count + 1 if cause and cause == self._cause else int(bool(cause))
+        self._cause = cause
 
     def check(self, record: StepManifest | Outcome) -> None:
         """Count a new record. Unrecoverable when its step was one too many."""
         if isinstance(record, StepManifest):
             return
         self.seen(record)
-        if self._count >= ALIKE:
+        if self._count < ALIKE:
+            return
+        if self._cause == NOTHING_LEFT:
+            assert isinstance(record, StepFailed)
             raise Unrecoverable(
-                f"{self._count} steps in a row raised {self._raised}, the last one is step {record.step}: correct the "
-                "recipe or its plugins (the trainer's log has the traceback), then resume the run; it continues with "
-                "the next batch"
+                f"{self._count} batches in a row could not be trained on, the last one in step {record.step}: "
+                f"{record.detail}; correct what samples (`headrace replay --step {record.step}` shows the batch), then "
+                "resume the run; it continues with the next batch"
             )
+        raise Unrecoverable(
+            f"{self._count} steps in a row raised {self._cause}, the last one is step {record.step}: correct the "
+            "recipe or its plugins (the trainer's log has the traceback), then resume the run; it continues with "
+            "the next batch"
+        )
 
 
 def sentence(record: StepFailed) -> str:

@@ -6,6 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 import headrace
 from headrace.algorithms.staleness import Bounds
 from headrace.bench.behaviour import behaviour_of
@@ -17,7 +19,6 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.training import (
     BatchGroup,
     Efficiency,
-    RankLayout,
     StepDone,
     StepFailed,
     StepFigures,
@@ -30,7 +31,7 @@ from headrace.replay.recipe import recipe
 from headrace.training.figures.clock import CAUSES, Cause
 from headrace.training.figures.work import Work
 from headrace.training.outcome import StepOutcome
-from headrace.training.trainer import plugins_of
+from headrace.training.trainer import PolicyTrainer, plugins_of
 
 
 class StalenessWindow(NamedTuple):
@@ -43,12 +44,6 @@ class StalenessWindow(NamedTuple):
     def of(cls, bounds: Bounds, step: int) -> "StalenessWindow":
         """The window of a step."""
         return cls(bounds.at(step), bounds.at(step + 1))
-
-    @classmethod
-    def as_in(cls, manifest: StepManifest) -> "StalenessWindow | None":
-        """The window of a manifest that is written again."""
-        bound = int(manifest.objective.get("staleness", -1))
-        return cls(bound, int(manifest.objective.get("keep_versions", bound))) if bound >= 0 else None
 
     def words(self) -> dict[str, float | int | str | bool]:
         """The entries of a manifest's objective."""
@@ -78,51 +73,53 @@ def batch_group(seq: int, closed: GroupClosed) -> BatchGroup:
     return BatchGroup(group=closed.group, close_seq=seq, slots=slots)
 
 
-class StepPlan(NamedTuple):
-    """The fields of a manifest that do not follow from the configuration."""
-
-    step: int
-    base_hash: str
-    groups: tuple[BatchGroup, ...]
-    fingerprint: str
-    """Fingerprint of the trainer's numerics."""
-    window: StalenessWindow | None = None
-    """None: the configured bound."""
-    incarnation: int = 0
-    plugins: tuple[Plugin, ...] = ()
-    """The plugins that the batch's records name."""
-    layout: RankLayout | None = None
-    """The processes of the trainer."""
-
-
-def manifest(config: Config, run: str, plan: StepPlan) -> StepManifest:
-    """The manifest of a step: everything that the step depends on."""
+def manifest(
+    config: Config,
+    run: str,
+    trainer: PolicyTrainer,
+    groups: tuple[BatchGroup, ...],
+    window: StalenessWindow | None,
+    plugins: tuple[Plugin, ...],
+) -> StepManifest:
+    """The manifest of the trainer's next step, without the hash of the version that it updates: everything else that
+    the step depends on. window: None for the configured bound. plugins: those that the batch's records name."""
     return StepManifest(
         run=run,
-        step=plan.step,
-        incarnation=plan.incarnation,
-        version=plan.step,
-        base_hash=plan.base_hash,
-        groups=plan.groups,
-        seed=seed_of(config.run.seed, "step", plan.step),
+        step=trainer.version,
+        version=trainer.version,
+        base_hash="",
+        groups=groups,
+        seed=seed_of(config.run.seed, "step", trainer.version),
         code=code(),
-        fingerprint=plan.fingerprint,
-        objective=recipe(config) | (plan.window.words() if plan.window is not None else {}),
-        layout=plan.layout,
-        plugins=merged(plugins_of(config.algorithm), plan.plugins),
+        fingerprint=trainer.numerics.fingerprint,
+        objective=recipe(config) | (window.words() if window is not None else {}),
+        layout=trainer.layout,
+        plugins=merged(plugins_of(config.algorithm), plugins),
     )
 
 
-def token_gaps(manifest: StepManifest, result: StepOutcome) -> TokenGaps | None:
+def renewed(manifest: StepManifest, base_hash: str, trainer: PolicyTrainer) -> StepManifest:
+    """The next incarnation of a step: the same batch and recipe, by this code and these processes."""
+    return msgspec.structs.replace(
+        manifest,
+        incarnation=manifest.incarnation + 1,
+        base_hash=base_hash,
+        code=code(),
+        fingerprint=trainer.numerics.fingerprint,
+        layout=trainer.layout,
+    )
+
+
+def token_gaps(run: str, step: int, result: StepOutcome) -> TokenGaps | None:
     """The record of the gaps of a step's re-scored trajectories; None where none is to be published."""
     of = tuple(gap for gap in result.gaps if "." not in gap.trajectory)  # users' groups have a dot in their names
-    return TokenGaps(run=manifest.run, step=manifest.step, of=of) if of else None
+    return TokenGaps(run=run, step=step, of=of) if of else None
 
 
 def outcome(
     config: Config,
-    manifest: StepManifest,
     manifest_seq: int,
+    manifest: StepManifest,
     result: StepOutcome,
     lap: tuple[float, Mapping[Cause, float]],
     trajectories: Iterable[Trajectory] = (),

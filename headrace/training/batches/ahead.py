@@ -3,7 +3,7 @@
 The idea: a batch of 64k tokens with routes takes longer to build than the pause between two steps may take, and its
 records arrive while the step before computes its gradient. The tensors of a trajectory depend on its record alone, so
 they are correct whatever happens to the state until their step: advantages, versions and staleness are taken from the
-manifest's records in the step itself. A record that cannot be read gives no tensors here, and the step refuses it.
+manifest's records in the step itself. A record that cannot be read gives no tensors here, and the step leaves it out.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from headrace.messages.rollout import Trajectory
-from headrace.policy.moe import RoutesMissing
 from headrace.training.batches.segment import BatchError, Segment, tensors_of
 
 
@@ -47,5 +46,5 @@ class Ahead:
 def _built(trajectory: Trajectory) -> list[Segment] | None:
     try:
         return tensors_of(trajectory)
-    except (BatchError, RoutesMissing):
+    except BatchError:
         return None

@@ -5,8 +5,10 @@ sampled, in all its segments (self-summarisation as in Composer 2). The reward o
 and of the turns before it (`advantages.to_go`).
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +16,9 @@ from headrace.algorithms.advantages import class_advantages, group_advantages, t
 from headrace.algorithms.registry import Advantage
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
-from headrace.messages.training import BatchGroup
-from headrace.training.batches.segment import BatchError, Segment, tensors_of, weighted
+from headrace.messages.training import BatchGroup, LeftOut
+from headrace.policy.config import PolicyConfig
+from headrace.training.batches.segment import BatchError, Segment, check, tensors_of, weighted
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Batch:
     fingerprints: frozenset[str]
     turn_rewards: tuple[float, ...] = ()
     """The rewards of turns, of the attempts that have such rewards."""
+    left_out: tuple[LeftOut, ...] = ()
+    """The slots of the manifest that are not among the trajectories."""
 
     @property
     def tokens(self) -> int:
@@ -49,6 +54,16 @@ class Batch:
         return {version: int(counts[version]) for version in counts.nonzero().view(-1).tolist()}
 
 
+class _Attempt(NamedTuple):
+    """A slot that can be trained on."""
+
+    made: Trajectory
+    score: Score
+    tensors: Sequence[Segment]
+    seq: int
+    """Of the Trajectory."""
+
+
 def build(
     groups: Sequence[BatchGroup],
     trajectories: Mapping[int, Trajectory],
@@ -57,52 +72,59 @@ def build(
     *,
     by_class: bool = False,
     built: Mapping[int, Sequence[Segment]] | None = None,
+    policy: PolicyConfig | None = None,
 ) -> Batch:
     """The batch of a manifest. `trajectories` and `scores` are keyed by stream sequence.
 
     advantage: the function from a group's rewards to its slots' advantages, as in `algorithms.registry`. by_class: it
     gets the rewards of all rollouts of a task class in the batch instead (`class_advantages`). An attempt whose Score
     has a baseline of its own is compared with that alone. built: `tensors_of` some of the trajectories, by sequence.
-    BatchError when a record is missing, belongs to another slot, or contradicts itself.
+    policy: the one to train; None checks the records alone.
+
+    An attempt is left out when a record is missing, belongs to another slot, contradicts itself or cannot be computed
+    by the policy. So is the rest of its group when fewer than two remain. BatchError when no attempt remains.
     """
     segments: list[Segment] = []
     rewards: list[float] = []
     fingerprints: set[str] = set()
     passed = 0
-    built = built or {}
-    grouped: list[list[tuple[Trajectory, Score]]] = []
+    grouped: list[list[_Attempt]] = []
+    left_out: list[LeftOut] = []
     for group in groups:
-        members: list[tuple[Trajectory, Score]] = []
-        for trajectory_seq, score_seq in group.slots:
-            if trajectory_seq not in trajectories or score_seq not in scores:
-                raise BatchError(f"group {group.group}: record {trajectory_seq} or {score_seq} is missing")
-            trajectory, score = trajectories[trajectory_seq], scores[score_seq]
-            slot = (trajectory.group, trajectory.slot, trajectory.attempt)
-            if slot != (score.group, score.slot, score.attempt) or trajectory.group != group.group:
-                raise BatchError(f"trajectory {trajectory.id}: its score belongs to another slot")
-            members.append((trajectory, score))
+        members: list[_Attempt] = []
+        lost: list[LeftOut] = []
+        for slot in group.slots:
+            try:
+                members.append(_attempt(group.group, slot, trajectories, scores, built or {}, policy))
+            except BatchError as error:
+                lost.append(LeftOut(trajectory_seq=slot[0], reason=error.reason, detail=str(error)))
+        if lost and len(members) < 2 and any(member.score.baseline is None for member in members):
+            why = f"group {group.group}: {len(members)} of {len(group.slots)} attempts can be trained on"
+            lost += [LeftOut(trajectory_seq=m.seq, reason="group_too_small", detail=why) for m in members]
+            members = []
         grouped.append(members)
+        left_out += lost
+    if not any(grouped):
+        raise BatchError(f"no attempt of the batch can be trained on: {left_out[0].detail}")
 
     def relative(rewards: Callable[[Score], Sequence[float]]) -> Iterator[float]:
         """The advantages of some rewards of all slots, in order."""
-        pools = [[(made.family, reward) for made, score in members for reward in rewards(score)] for members in grouped]
+        pools = [
+            [(each.made.family, reward) for each in members for reward in rewards(each.score)] for members in grouped
+        ]
         if by_class:
             return iter(class_advantages([pair for pool in pools for pair in pool], advantage))
         return (value for pool in pools if pool for value in advantage([reward for _, reward in pool]))
 
     finals = relative(lambda score: (score.final_reward,) if score.baseline is None else ())
     of_turns = relative(lambda score: score.turn_rewards)
-    for group, members in zip(groups, grouped, strict=True):
-        for (seq, _), (trajectory, score) in zip(group.slots, members, strict=True):
-            if score.by_turn is not None and len(score.by_turn.turns) != len(trajectory.turns):
-                raise BatchError(f"trajectory {trajectory.id}: its score has rewards for another number of turns")
-            value = next(finals) if score.baseline is None else score.final_reward - score.baseline
-            turns = to_go([next(of_turns) for _ in score.turn_rewards])
-            tensors = built[seq] if seq in built else tensors_of(trajectory)
-            segments.extend(weighted(tensors, trajectory, value, len(segments), turns))
-            fingerprints.add(trajectory.fingerprint)
-            rewards.append(score.reward)
-            passed += score.passed
+    for made, score, tensors, _ in itertools.chain.from_iterable(grouped):
+        value = next(finals) if score.baseline is None else score.final_reward - score.baseline
+        turns = to_go([next(of_turns) for _ in score.turn_rewards])
+        segments.extend(weighted(tensors, made, value, len(segments), turns))
+        fingerprints.add(made.fingerprint)
+        rewards.append(score.reward)
+        passed += score.passed
     return Batch(
         tuple(segments),
         len(rewards),
@@ -110,5 +132,30 @@ def build(
         passed,
         tuple(g.group for g in groups),
         frozenset(fingerprints),
-        tuple(reward for members in grouped for _, score in members for reward in score.turn_rewards),
+        tuple(reward for members in grouped for each in members for reward in each.score.turn_rewards),
+        tuple(left_out),
     )
+
+
+def _attempt(
+    group: str,
+    slot: tuple[int, int],
+    trajectories: Mapping[int, Trajectory],
+    scores: Mapping[int, Score],
+    built: Mapping[int, Sequence[Segment]],
+    policy: PolicyConfig | None,
+) -> _Attempt:
+    """One slot of a group. BatchError when it cannot be trained on."""
+    seq, score_seq = slot
+    if seq not in trajectories or score_seq not in scores:
+        raise BatchError(f"group {group}: record {seq} or {score_seq} is missing")
+    made, score = trajectories[seq], scores[score_seq]
+    if (made.group, made.slot, made.attempt) != (score.group, score.slot, score.attempt) or made.group != group:
+        raise BatchError(f"trajectory {made.id}: its score belongs to another slot")
+    if score.by_turn is not None and len(score.by_turn.turns) != len(made.turns):
+        raise BatchError(f"trajectory {made.id}: its score has rewards for another number of turns")
+    tensors = built[seq] if seq in built else tensors_of(made)
+    if policy is not None:
+        for segment in tensors:
+            check(segment, policy)
+    return _Attempt(made, score, tensors, seq)

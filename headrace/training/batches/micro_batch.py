@@ -22,7 +22,6 @@ from headrace.policy import moe
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout.sizes import forward_flops
 from headrace.policy.model import Model
-from headrace.policy.moe import RoutesMissing
 from headrace.training.batches.segment import Segment
 
 
@@ -119,30 +118,12 @@ def device_of(model: Model) -> torch.device:
     return model.device
 
 
-def check_routes(model: Model, segments: Iterable[Segment]) -> None:
-    """RoutesMissing when a segment of a mixture has no recorded routes, because routes computed here may differ from
-    the sampler's, or when its routes name an expert that the model does not have.
-
-    Call it for a whole batch: when several processes train, all of them must refuse it, including those that get other
-    segments.
-    """
-    count = model.config.experts
-    for segment in segments if count else ():
-        if segment.routed is None:
-            raise RoutesMissing(f"trajectory {segment.trajectory} carries no routed experts")
-        if segment.largest_expert >= count:
-            raise RoutesMissing(
-                f"trajectory {segment.trajectory} names expert {segment.largest_expert}, the policy has {count} in a "
-                "layer; its sampler serves another model"
-            )
-
-
 def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy float32 [M] of the sampled tokens, with the recorded routes (`check_routes`).
+    """Log-probability and entropy float32 [M] of the sampled tokens, with the recorded routes (`segment.check`: a
+    mixture without them computes its own).
 
     Where processes share the tokens, each computes its part, and all get the result of the whole.
     """
-    check_routes(model, micro.segments)
     processes = model.shared.size if model.shared is not None else 1
     if len(micro.ids) < processes:  # each needs a token
         micro = _padded(micro, processes)

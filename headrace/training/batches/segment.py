@@ -22,6 +22,7 @@ from torch import Tensor
 from headrace.messages.base import Array
 from headrace.messages.rollout import Span, Trajectory, Turn
 from headrace.policy import moe
+from headrace.policy.config import PolicyConfig
 
 _DTYPES = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
 
@@ -33,6 +34,11 @@ CUT_OFF = ("context", "max_tokens", "max_turns")
 
 class BatchError(ValueError):
     """A record cannot be trained on; the text names the trajectory and the fault."""
+
+    def __init__(self, text: str, reason: str = "bad_record") -> None:
+        """reason: as in `LeftOut`."""
+        super().__init__(text)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,9 @@ class Segment:
     index: int = 0
     """Index among the segments of the batch."""
     largest_expert: int = -1
-    """The largest that `routed` names; `micro_batch.check_routes` compares it with the model."""
+    """The largest that `routed` names; `check` compares it with the policy."""
+    largest_id: int = 0
+    """The largest token id of `ids` and `targets`."""
     cut_off: bool = False
     """Whether a limit of length ended the attempt (`cut_off`)."""
     turn_advantages: Tensor | None = None
@@ -99,8 +107,34 @@ def tensor(array: Array) -> Tensor:
 
 def tensors_of(trajectory: Trajectory) -> list[Segment]:
     """The segments of one trajectory that hold sampled tokens, in order, without advantages. BatchError."""
-    built = [_segment(trajectory, turns) for turns in _by_segment(trajectory)]
+    try:
+        built = [_segment(trajectory, turns) for turns in _by_segment(trajectory)]
+    except BatchError:
+        raise
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:  # of arrays that do not fit
+        raise BatchError(f"trajectory {trajectory.id}: {type(error).__name__}: {error}") from error
     return [segment for segment in built if segment is not None]
+
+
+def check(segment: Segment, policy: PolicyConfig) -> None:
+    """BatchError when the policy cannot compute a segment: ids that it does not have, or routes that are missing or
+    name other experts. Routes computed here may differ from the sampler's."""
+    name, experts = f"trajectory {segment.trajectory}", policy.experts
+    if segment.largest_id >= policy.vocab:
+        raise BatchError(f"{name} holds token id {segment.largest_id}, the policy has {policy.vocab}")
+    if not experts:
+        return
+    if segment.routed is None:
+        raise BatchError(f"{name} carries no routed experts", "routes_missing")
+    if (shape := tuple(segment.routed.shape[1:])) != (policy.sparse_layers, policy.top_k):
+        wanted = f"{policy.sparse_layers} layers and top {policy.top_k}"
+        raise BatchError(f"{name} has routes of shape {list(shape)}, expected {wanted}", "routes_missing")
+    if segment.largest_expert >= experts:
+        raise BatchError(
+            f"{name} names expert {segment.largest_expert}, the policy has {experts} in a layer; its sampler serves "
+            "another model",
+            "routes_missing",
+        )
 
 
 def weighted(
@@ -154,6 +188,11 @@ def _segment(trajectory: Trajectory, turns: Sequence[Turn]) -> Segment | None:
         return None
     at = torch.cat(positions)
     ids = torch.cat(parts).long()
+    behaviour = torch.cat([tensor(turn.logprobs) for turn in turns if len(turn.ids)]).float()
+    if not torch.isfinite(behaviour).all():
+        raise BatchError(f"trajectory {trajectory.id}: a log-probability is not finite", "logprobs_not_finite")
+    if int(ids.min()) < 0:
+        raise BatchError(f"trajectory {trajectory.id}: token id {int(ids.min())}")
     routed = _routed(trajectory, turns, covered)
     try:
         largest = -1 if routed is None else moe.largest(routed)
@@ -164,7 +203,7 @@ def _segment(trajectory: Trajectory, turns: Sequence[Turn]) -> Segment | None:
         ids=ids[:covered],
         positions=at,
         targets=ids[at + 1],
-        behaviour=torch.cat([tensor(turn.logprobs) for turn in turns if len(turn.ids)]).float(),
+        behaviour=behaviour,
         versions=torch.cat(versions),
         routed=routed,
         spans=tuple(_spans(turns, covered)),
@@ -172,6 +211,7 @@ def _segment(trajectory: Trajectory, turns: Sequence[Turn]) -> Segment | None:
         temperature=trajectory.sampling.temperature,
         largest_expert=largest,
         cut_off=cut_off(trajectory),
+        largest_id=int(ids.max()),
     )
 
 

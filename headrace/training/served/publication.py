@@ -60,9 +60,9 @@ class Publication:
         """Set when the copy may begin."""
         self.copied = threading.Event()
         """Set when this process's weights are not read again."""
-        self.started = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-        """Time from `started` to `copied`, `hashed` and `durable`."""
+        self.durable_s = 0.0
+        """Seconds until it was durable; 0 for a file that existed."""
+        self._started = time.perf_counter()
 
     @classmethod
     def existing(cls, path: Path, state_hash: str) -> "Publication":
@@ -73,9 +73,10 @@ class Publication:
         out.copied.set()
         return out
 
-    def note(self, what: str) -> None:
-        """Record the time of a stage."""
-        self.seconds[what] = time.perf_counter() - self.started
+    def saved(self, path: Path) -> None:
+        """The file is durable."""
+        self.durable_s = time.perf_counter() - self._started
+        self.durable.set_result(path)
 
 
 class Contents(NamedTuple):
@@ -135,7 +136,6 @@ class Publisher:
         finally:
             out.copied.set()
         path = path_of(folder, version, digest)
-        out.note("hashed")
         if draft is None:
             out.durable.set_result(path)
         else:
@@ -151,7 +151,6 @@ class Publisher:
         except (OSError, state.WeightError) as error:
             why = str(error)
         out.copied.set()
-        out.note("copied")
         told = peers.gathered((written, hashes, why), tuple[int, dict[int, bytes], str])
         if failed := [why for _, _, why in told if why]:
             raise OSError(failed[0])
@@ -172,11 +171,10 @@ class Publisher:
                 draft.describe({"state_hash": digest})
                 # One fsync covers what every process of this machine has written to the file.
                 draft.commit(path)
-            out.note("durable")
         except BaseException as error:
             out.durable.set_exception(error)
         else:
-            out.durable.set_result(path)
+            out.saved(path)
 
 
 def _draft(path: Path, described: Sequence[TensorInfo]) -> tuple[snapshot.Draft | None, str]:

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from headrace.actors.trainer.actor import Trainer
-from headrace.actors.trainer.turn import Turn
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone, Unrecoverable, WrongSequence
 from headrace.messages.plugins import Plugin
 from headrace.messages.subjects import CLOSE, EVENT, STEP
 from headrace.messages.training import Behaviour, RecordsPurged, StepDone, StepFailed, StepManifest
-from headrace.replay.fetching import Records
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
 from headrace.training.figures.layout import layout_of
@@ -164,12 +162,10 @@ class Hanging(Trainer):
 
     at = 2
 
-    async def _take(
-        self, trainer: PolicyTrainer, manifest: StepManifest, fetched: Records, turn: Turn | None = None
-    ) -> StepOutcome:
+    async def _compute(self, trainer: PolicyTrainer, manifest: StepManifest, *rest: Any) -> StepOutcome:
         if manifest.step == self.at:
             await asyncio.get_running_loop().create_future()
-        return await super()._take(trainer, manifest, fetched, turn)
+        return await super()._compute(trainer, manifest, *rest)
 
 
 async def test_a_published_manifest_is_executed_before_anything_new(
@@ -309,10 +305,8 @@ async def test_an_exception_fails_the_step_and_its_version_may_still_be_rescored
 class Foreign(Trainer):
     """As on a machine of other numerics: each step comes out a little different."""
 
-    async def _take(
-        self, trainer: PolicyTrainer, manifest: StepManifest, fetched: Records, turn: Turn | None = None
-    ) -> StepOutcome:
-        result = await super()._take(trainer, manifest, fetched, turn)
+    async def _compute(self, trainer: PolicyTrainer, manifest: StepManifest, *rest: Any) -> StepOutcome:
+        result = await super()._compute(trainer, manifest, *rest)
         with torch.no_grad():
             next(iter(trainer.state.model.parameters())).mul_(1.0 + 1e-6)
         return result

@@ -2,17 +2,16 @@
 
 import asyncio
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from headrace.actors.trainer.actor import Trainer
-from headrace.actors.trainer.turn import Turn
+from headrace.actors.trainer.actor import OnRecord, Trainer
 from headrace.messages.training import StepDone, StepFailed, StepManifest
 from headrace.replay.fetching import Records
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
-from headrace.training.figures.clock import Clock
 from headrace.training.outcome import StepOutcome
 from headrace.training.parallel.records import Records as Sent
 from headrace.training.trainer import PolicyTrainer
@@ -31,18 +30,23 @@ class Late(Trainer):
         self.computed = asyncio.Event()
         await super().start()
 
-    async def _take(
-        self, trainer: PolicyTrainer, manifest: StepManifest, fetched: Records, turn: Turn | None = None
+    async def _compute(
+        self,
+        trainer: PolicyTrainer,
+        manifest: StepManifest,
+        fetched: Records,
+        announcing: "Future[OnRecord]",
+        raised_before: str,
     ) -> StepOutcome:
-        if turn is not None and turn.step == 1:
-            loop, wait = asyncio.get_running_loop(), turn.wait
+        if manifest.step == 1:
+            loop, wait = asyncio.get_running_loop(), announcing.result
 
-            def computed(clock: Clock) -> None:
+            def computed(timeout: float | None = None) -> OnRecord:
                 loop.call_soon_threadsafe(self.computed.set)
-                wait(clock)
+                return wait(timeout)
 
-            turn.wait = computed  # type: ignore[method-assign]
-        return await super()._take(trainer, manifest, fetched, turn)
+            announcing.result = computed  # type: ignore[method-assign]
+        return await super()._compute(trainer, manifest, fetched, announcing, raised_before)
 
     async def _write(self, record: StepManifest | StepDone | StepFailed) -> int:
         if isinstance(record, StepDone) and record.step == 0:

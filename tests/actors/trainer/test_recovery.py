@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from headrace.actors.trainer.actor import Trainer
-from headrace.actors.trainer.turn import Turn
+from headrace.actors.trainer.closings import Batch
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.errors import WrongSequence
@@ -64,11 +64,12 @@ class Dying(Trainer):
             await self._stop_at(f"after its {name}")
         return seq
 
-    async def _keep(self, trainer: PolicyTrainer, turn: Turn, close_seq: int) -> None:
+    async def _keep(self, trainer: PolicyTrainer, batch: Batch) -> None:
         if trainer.version == 2:
-            await turn.recorded.wait()
+            async with self._recording:  # its outcome is on the bus
+                pass
             await self._stop_at("before its checkpoint")
-        await super()._keep(trainer, turn, close_seq)
+        await super()._keep(trainer, batch)
         if trainer.version == 2:
             await self._stop_at("after its checkpoint")
 

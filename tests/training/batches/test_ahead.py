@@ -62,14 +62,14 @@ def test_a_step_does_not_build_what_was_expected(tmp_path: Path, monkeypatch: py
     assert not outcome.failed and outcome.state_hash == state_hash and outcome.max_abs_dlp == 0.0
 
 
-def test_a_record_that_contradicts_itself_is_refused_in_its_step(tmp_path: Path) -> None:
+def test_a_record_that_contradicts_itself_is_left_out_in_its_step(tmp_path: Path) -> None:
     now = trainer(tmp_path)
     manifest, trajectories, scores = world.batch(dict(now.versions), 0, [0, 0, 0, 0])
     first = min(trajectories)
     spoilt = trajectories | {first: without_logprobs(trajectories[first])}
     now.expect(spoilt)
     outcome = now.step(manifest, spoilt, scores)
-    assert outcome.failed == "bad_batch" and "lacks log-probabilities" in outcome.detail
+    assert [(each.trajectory_seq, each.reason) for each in outcome.left_out] == [(first, "bad_record")]
 
 
 def test_routes_stay_as_small_as_in_the_record() -> None:
