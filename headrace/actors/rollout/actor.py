@@ -347,24 +347,21 @@ class Rollout(Actor):
 
     async def _wait_on(self, request: RolloutRequest, error: NoCapacity) -> None:
         """Hand back a request that got no sandbox, because a request behind it in the queue may own the capacity that
-        it waits for. The request fails once it has waited for `node_wait_s` or `room_wait_s`."""
-        before_s = 0.0 if error.answered else request.unanswered_s
-        again = msgspec.structs.replace(
-            request, waited_s=request.waited_s + error.waited_s, unanswered_s=before_s + error.unanswered_s
-        )
+        it waits for. The request fails once it has waited for `wait_s`, or for `node_wait_s` while no node answers."""
+        waited_s, silent_s = request.waited_s + error.waited_s, self._sandboxes.silent_s
         waits = self.config.rollout
-        if again.unanswered_s >= waits.node_wait_s:
+        if min(waited_s, silent_s) >= waits.node_wait_s:
             why: Exception = NoEnvironment(
-                f"no environment node of run {self.run} answered for {again.unanswered_s:.0f} s ([rollout] "
-                f"node_wait_s): start one with `headrace actor environment --run {self.run}`"
+                f"no environment node of run {self.run} answered for {silent_s:.0f} s ([rollout] node_wait_s): start "
+                f"one with `headrace actor environment --run {self.run}`"
             )
-        elif again.waited_s >= waits.room_wait_s:
+        elif waited_s >= waits.wait_s:
             why = NoFreeNode(
-                f"no environment node had capacity for {again.waited_s:.0f} s ([rollout] room_wait_s): add a node, "
-                "raise [environment] max_vms or lower [rollout] credit"
+                f"no environment node had capacity for {waited_s:.0f} s ([rollout] wait_s): add a node, raise "
+                "[environment] max_vms or lower [rollout] credit"
             )
         else:
-            await self._republish(again)
+            await self._republish(msgspec.structs.replace(request, waited_s=waited_s))
             return
         await self._fail(request, why)
 

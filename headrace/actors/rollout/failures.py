@@ -19,7 +19,7 @@ class NoEnvironment(Exception):
 
 
 class NoFreeNode(Exception):
-    """No environment node had free capacity within `[rollout] room_wait_s`."""
+    """No environment node had free capacity within `[rollout] wait_s`."""
 
 
 REASONS: tuple[tuple[type[Exception], str], ...] = (

@@ -72,10 +72,6 @@ class NoCapacity(Exception):
 
     waited_s = 0.0
     """How long the caller has waited."""
-    unanswered_s = 0.0
-    """The last part of that wait, in which no node has answered."""
-    answered = True
-    """Whether any node has answered at all."""
 
 
 class Sandbox(Protocol):
