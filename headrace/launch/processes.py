@@ -15,7 +15,7 @@ from headrace.launch.admission import require_own
 from headrace.launch.broker import Broker
 from headrace.launch.output import say
 from headrace.launch.runs import RunDir, RunError
-from headrace.launch.supervision.children import Child, ChildFailed, actor_command
+from headrace.launch.supervision.children import Child, ChildFailed, actor_command, keep_alive
 from headrace.launch.supervision.exporters import Exporters
 from headrace.launch.supervision.signals import Stopping
 from headrace.search.models import installed
@@ -121,7 +121,7 @@ class Run:
                 group.create_task(self._watch_disk())
                 group.create_task(self._exporters.watch(say))
                 for child in self.children:
-                    group.create_task(child.watch(self.on_restart))
+                    group.create_task(keep_alive(child, self.on_restart))
         except BaseExceptionGroup as failures:
             raise first_of(failures) from None
 
