@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
 import msgspec
 from nats.aio.msg import Msg
 
@@ -98,11 +99,8 @@ class Consumer:
     async def stop(self, timeout: float = 10.0) -> None:
         """Stop pulling, let handlers finish for `timeout` seconds, give the rest back to the broker."""
         await self.halt()
-        try:
-            async with asyncio.timeout(timeout):
-                await self._idle.wait()
-        except TimeoutError:
-            pass
+        with anyio.move_on_after(timeout):
+            await self._idle.wait()
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -177,12 +175,10 @@ class Consumer:
         loop = asyncio.get_running_loop()
         pause = 0.05
         while True:
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                if self._asked and loop.time() - self._heard > 2 * HEARTBEAT_S:
-                    await self._check_request()
+            with anyio.move_on_after(HEARTBEAT_S) as waited:
+                await self._wake.wait()
+            if waited.cancelled_caught and self._asked and loop.time() - self._heard > 2 * HEARTBEAT_S:
+                await self._check_request()
             self._wake.clear()
             try:
                 if self._paused:
@@ -257,9 +253,9 @@ class Consumer:
         ask = f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{self.durable}"
         try:
             await self.bus.connection.publish_request(ask, b"{", f"{self._inbox}.{_TAKEN}")
-            async with asyncio.timeout(HEARTBEAT_S):
+            with anyio.move_on_after(HEARTBEAT_S):
                 await self._taken.wait()
-        except (*TRANSIENT, BusError, TimeoutError):
+        except (*TRANSIENT, BusError):
             pass  # the broker is away, or the consumer has been deleted
 
     async def _on_message(self, raw: Msg) -> None:

@@ -174,6 +174,30 @@ async def test_parts_that_a_failed_start_never_made_are_no_failures_of_their_own
     assert "handler_failed" not in kinds and "actor_failed" in kinds
 
 
+class Interrupted(Lively):
+    undone = False
+
+    async def start(self) -> None:
+        await super().start()
+        try:
+            await self.news(asyncio.Event())
+        finally:
+            for _ in range(3):
+                await self.event("undoing")
+            type(self).undone = True
+
+
+async def test_a_start_that_is_interrupted_may_still_await_to_undo_its_work(server: Server) -> None:
+    Interrupted.lives = 0
+    life = supervisor(server, f"r{token_hex(4)}")
+    task = asyncio.create_task(life.run([(Interrupted, "j8")]))
+    while not Interrupted.lives:
+        await asyncio.sleep(0.01)
+    life.stop()
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
+    assert Interrupted.undone
+
+
 async def test_beats_presence_and_ping(server: Server, connect: Connect) -> None:
     run, operator = f"r{token_hex(4)}", await connect("operator")
     beats = asyncio.Queue[Heartbeat]()
