@@ -205,6 +205,8 @@ class Rollout(Actor):
             self._lanes = lanes
             self._open_lanes()
             await self._serve_clients()
+            for lane in taken:  # first, because this actor's own pull request would get what is handed back
+                await self._pulls[lane].withdrawn()
             self._hand_back(taken)
 
     async def _follow_admission(self) -> None:

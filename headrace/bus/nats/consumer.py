@@ -57,6 +57,8 @@ class Consumer:
         self._running: dict[asyncio.Task[None], Received[Any]] = {}
         self._wake = asyncio.Event()
         self._taken = asyncio.Event()
+        self._withdrawn = asyncio.Event()
+        self._withdrawn.set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._paused = self._stopping = False
@@ -81,6 +83,10 @@ class Consumer:
         """Take no new messages; what is in flight goes on. A delivery that is under way is still handled."""
         self._paused = True
         self._wake.set()
+
+    async def withdrawn(self) -> None:
+        """Return when a paused consumer has no pull request at the broker: no further message arrives."""
+        await self._withdrawn.wait()
 
     def resume(self) -> None:
         """Take messages again."""
@@ -213,6 +219,7 @@ class Consumer:
     async def _ask(self, count: int) -> None:
         await self.bus.connection.wait_connected(5.0)
         if self._subscription is None:
+            self._withdrawn.clear()
             self._inbox = self.bus.connection.inbox()
             self._subscription = await self.bus.connection.subscribe(
                 f"{self._inbox}.*", self._on_message, unbounded=True
@@ -238,6 +245,7 @@ class Consumer:
             await self._wait_until_pulls_are_taken()
             await self.bus.connection.unsubscribe(self._subscription)
             self._subscription = None
+        self._withdrawn.set()
 
     async def _wait_until_pulls_are_taken(self) -> None:
         """Return when the broker has read every pull request that was sent.
