@@ -47,6 +47,7 @@ from headrace.cli.vm import build, doctor, facts, fork, gc, import_image, pool, 
 from headrace.cli.vm import run as vm_run
 from headrace.cli.weights import collect, diff, export, log, regions, verify
 from headrace.cli.weights import show as weights_show
+from headrace.errors import MACHINE, WRONG_INPUT, HeadraceError
 from headrace.terminal_text import plain
 
 COMMANDS: tuple[ModuleType, ...] = (
@@ -115,7 +116,7 @@ GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
 """Commands with subcommands: name, help text, and the module of each subcommand."""
 
 
-class UsageError(Exception):
+class UsageError(HeadraceError, exit_status=WRONG_INPUT):
     """The arguments are wrong; the text is one sentence."""
 
 
@@ -147,12 +148,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Call the handler of the parsed command."""
-    from headrace.bus.errors import BusError
-    from headrace.config import ConfigError
     from headrace.launch.output import complain
-    from headrace.launch.runs import RunError
-    from headrace.registry import PluginError, admit
-    from headrace.vmhost.errors import VmhostError
+    from headrace.registry import admit
 
     try:
         if given := getattr(args, "plugins", None):
@@ -162,16 +159,10 @@ def run(args: argparse.Namespace) -> int:
                 admit(seam, [name])
         code: int = args.handler(args)
         return code
-    except (ConfigError, PluginError) as error:
-        text, code = str(error), 2
-    except VmhostError as error:
-        text, code = str(error), 3
-    except BusError as error:
-        text, code = str(error), 4
-    except RunError as error:
-        text, code = str(error), error.code
+    except HeadraceError as error:
+        text, code = str(error), error.exit_status
     except OSError as error:
-        text, code = f"{error.filename or 'this machine'}: {error.strerror or error}", 3
+        text, code = f"{error.filename or 'this machine'}: {error.strerror or error}", MACHINE
     complain(text)
     return code
 
@@ -190,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(parser().parse_args(argv))
     except UsageError as error:
         sys.stderr.write(f"headrace: {plain(str(error))}\n")
-        return 2
+        return error.exit_status
     except KeyboardInterrupt:
         sys.stderr.write("headrace: interrupted\n")
         return 130

@@ -10,6 +10,7 @@ import time
 from headrace.backoff import Backoff
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusTimeout, Disconnected, NoResponders
+from headrace.errors import HeadraceError
 from headrace.messages.base import Message
 from headrace.messages.sandbox import Exec, NoCapacity, Op, RunTests, SandboxLost
 
@@ -29,7 +30,7 @@ class NodeSilent(SandboxLost):
     """The node does not answer, so the state of its sandboxes is unknown."""
 
 
-class CannotCopy(Exception):
+class CannotCopy(HeadraceError):
     """A node cannot copy this sandbox, or cannot create one from a checkpoint. The sandbox itself is unchanged."""
 
 

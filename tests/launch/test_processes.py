@@ -38,7 +38,7 @@ async def test_a_run_whose_processes_cannot_be_started_ends_with_a_sentence(tmp_
         runs.RunError, match=r"^curriculum could not be started: its log .* \(Is a directory\)$"
     ) as failed:
         await run.start()
-    assert failed.value.code == 3
+    assert failed.value.exit_status == 3
     await run.close()
 
 

@@ -149,7 +149,7 @@ class Trainer(Actor):
             raise  # a restart opens the other one
         except (
             CheckpointError,
-            checkpoint.CheckpointError,
+            checkpoint.UnusableCheckpoint,
             DataError,
             RendererError,
             TrainerError,

@@ -32,6 +32,7 @@ from headrace.bus.payloads.shared_memory import SharedMemoryStore
 from headrace.bus.runtime import logging, tracing
 from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
+from headrace.errors import BROKER, FAILED, GAVE_UP_LACKING, MACHINE, WRONG_INPUT, exit_status
 from headrace.messages import subjects as s
 from headrace.messages.operations import Heartbeat
 from headrace.metrics import process as metrics
@@ -39,10 +40,12 @@ from headrace.metrics.machine_use import machine_use
 
 HEARTBEAT_S = 2.0
 DRAIN_S = 10.0
-EXIT_GAVE_UP = 1
-EXIT_FOR_GOOD = 3
+EXIT_GAVE_UP = FAILED
+EXIT_FOR_GOOD = MACHINE
 """A restart would fail in the same way; `headrace up` ends the run (launch/supervision/children.py)."""
-EXIT_NO_BROKER = 4
+EXIT_NO_BROKER = BROKER
+GAVE_UP = {BROKER: EXIT_NO_BROKER, MACHINE: GAVE_UP_LACKING}
+"""Exit status of an error to that of a process that gave up after too many of its kind; `EXIT_GAVE_UP` for others."""
 ALIKE = 3
 """Failures in a row with one text that mean that a restart would fail in the same way."""
 STEADY_S = 3600.0
@@ -130,9 +133,8 @@ class Supervisor:
                 return
             if life.outlook != "again":
                 self.log.error("gave_up", id=life.id, failures=len(self._failures), period=self.period)
-                no_broker = isinstance(error, BusError) and str(error).startswith("no broker")
                 for_good = life.outlook == "for good"
-                self._code = EXIT_NO_BROKER if no_broker else EXIT_FOR_GOOD if for_good else EXIT_GAVE_UP
+                self._code = EXIT_FOR_GOOD if for_good else GAVE_UP.get(exit_status(error), EXIT_GAVE_UP)
                 self._stop.set()
                 return
             metrics.restarted(life.cls.name())
@@ -142,15 +144,16 @@ class Supervisor:
     def _count(self, life: _Life, error: BaseException) -> None:
         """Count a failure once and decide what follows.
 
-        ``for good``: the actor says that a restart would fail in the same way, or `ALIKE` failures with one text took
-        longer than `period`. ``too often``: more than `restarts` failures within `period`. Otherwise ``again``.
+        ``for good``: the error is of wrong input or Unrecoverable, or `ALIKE` failures with one text took longer than
+        `period`. ``too often``: more than `restarts` failures within `period`. Otherwise ``again``.
         """
         now = time.monotonic()
         life.failed(error, now)
         self._failures.append(now)
         while self._failures[0] < now - self.period:
             self._failures.popleft()
-        if isinstance(error, Unrecoverable) or (len(life.alike) >= ALIKE and now - life.alike[0] > self.period):
+        final = isinstance(error, Unrecoverable) or exit_status(error) == WRONG_INPUT
+        if final or (len(life.alike) >= ALIKE and now - life.alike[0] > self.period):
             life.outlook = "for good"
         else:
             life.outlook = "too often" if len(self._failures) > self.restarts else "again"
@@ -294,7 +297,7 @@ async def run_actors(
     """Run actors until SIGTERM or SIGINT; the exit code. A class may come with its id, else one is made.
 
     0: told to stop. 1: gave up after too many failures. 3: a restart would fail in the same way. 4: gave up because
-    there was no broker.
+    of the broker. 6: gave up because this machine lacks something.
     """
     logging.configure(log_file)
     places: list[tuple[type[Actor], str]] = []

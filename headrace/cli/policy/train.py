@@ -30,7 +30,7 @@ def handle(args: argparse.Namespace) -> int:
     from headrace.launch.admission import own
     from headrace.policy.config import CheckpointError
     from headrace.rendering.base import RendererError
-    from headrace.training.checkpoint import CheckpointError as Damaged
+    from headrace.training.checkpoint import UnusableCheckpoint
     from headrace.training.data.base import DataError
     from headrace.training.device import TrainerError
     from headrace.training.mid_training import MidTrainingFailed
@@ -43,7 +43,7 @@ def handle(args: argparse.Namespace) -> int:
         raise RunError("[mid_training] tokens: expected at least 1, got 0", 2)
     try:
         train(config, target)
-    except (DataError, RendererError, CheckpointError, Damaged, TrainerError) as error:
+    except (DataError, RendererError, CheckpointError, UnusableCheckpoint, TrainerError) as error:
         raise RunError(str(error), 2) from None
     except (GroupError, MidTrainingFailed) as error:
         raise RunError(str(error), 1) from None

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from headrace.errors import HeadraceError
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.messages.product import ClientTool
 
@@ -11,7 +12,7 @@ Body = Mapping[str, Any]
 """A decoded JSON object."""
 
 
-class Unusable(Exception):
+class Unusable(HeadraceError):
     """A request cannot be used. The text says what is wrong and what was expected; `field` names the key."""
 
     def __init__(self, text: str, field: str = "") -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.judging.grading import tail
 from headrace.judging.machines import Machines
 from headrace.messages.plugins import Plugin
@@ -42,7 +43,7 @@ RETRY_S = 0.5
 """Pause before another sandbox is asked for, times the number of failures."""
 
 
-class NoSolution(Exception):
+class NoSolution(HeadraceError):
     """The known solution cannot be made; the text says why."""
 
     output = ""

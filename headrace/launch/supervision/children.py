@@ -25,18 +25,20 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace import process_stat
+from headrace.errors import BROKER, FAILED, GAVE_UP_LACKING, MACHINE, WRONG_INPUT, HeadraceError
 from headrace.launch.supervision.causes import cause, oom_kills
 from headrace.parent_death import die_with
 from headrace.process_stat import LOOK_S, STOPPED_S, Stops
 from headrace.python_modules import module_command
 
 
-class ChildFailed(Exception):
-    """A process could not be kept alive; the text is one sentence, `code` is the exit status."""
+class ChildFailed(HeadraceError):
+    """A process could not be kept alive; `exit_status` is that of the command."""
 
     def __init__(self, text: str, code: int) -> None:
+        """code: the exit status of the process, as of `subprocess`."""
         super().__init__(text)
-        self.code = code
+        self.exit_status = STATUS.get(code, FAILED)
 
 
 class NotStarted(ChildFailed):
@@ -44,7 +46,7 @@ class NotStarted(ChildFailed):
 
     def __init__(self, name: str, why: str, error: OSError) -> None:
         """why: the reason without the name of the process."""
-        super().__init__(f"{name} could not be started: {why}", CANNOT_START)
+        super().__init__(f"{name} could not be started: {why}", MACHINE)
         self.why = why
         self.passes = error.errno in _PASSING
         """Whether a later attempt may succeed."""
@@ -74,10 +76,10 @@ KILLED = (20, 120.0)
 BY_ITSELF = (2, 3600.0)
 OUT_OF_MEMORY = (2, 3600.0)
 """Of those that a signal ended: the kernel's kills for lack of memory."""
-FOR_GOOD = (2, 3)
+FOR_GOOD = (WRONG_INPUT, MACHINE)
 """Exit codes after which a restart would fail again: wrong arguments, a machine that lacks something."""
-CANNOT_START = 3
-"""The code of a process that cannot be started: the machine lacks something."""
+STATUS = {WRONG_INPUT: WRONG_INPUT, MACHINE: MACHINE, BROKER: BROKER, GAVE_UP_LACKING: MACHINE}
+"""Exit status of a process to that of the command; `FAILED` for all others."""
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
 """Errors of a start that may pass: processes, memory, file descriptors or space are lacking now."""
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.messages.base import Count, Finite, Integer, Message, Seconds, Seed, message
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox.operations import Op
@@ -54,7 +55,7 @@ class OpResult(msgspec.Struct, frozen=True, kw_only=True):
     the attempt, and no failure of the infrastructure."""
 
 
-class SandboxLost(Exception):
+class SandboxLost(HeadraceError):
     """The sandbox has ended (machine, lease or epoch): a failure of the infrastructure, never of the policy."""
 
 
@@ -67,7 +68,7 @@ class FilesRefused(SandboxRefused):
     other."""
 
 
-class NoCapacity(Exception):
+class NoCapacity(HeadraceError):
     """No node has capacity for another sandbox now: wait and acquire again."""
 
     waited_s = 0.0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headrace import timed_commands
 from headrace.archives.commits import GIT_S, environment
+from headrace.errors import HeadraceError
 from headrace.tasks.base import both_sides
 from headrace.tasks.generated.repositories import SEEDS
 from headrace.tasks.suites import open_suite
@@ -22,7 +23,7 @@ _AUTHOR = b"headrace <headrace@example.invalid>"
 _START, _STEP_S = 1_700_000_000, 60
 
 
-class HistoryError(Exception):
+class HistoryError(HeadraceError):
     """The repository cannot be written; the message says why."""
 
 

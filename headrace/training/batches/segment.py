@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headrace.errors import HeadraceError
 from headrace.messages.base import Array
 from headrace.messages.rollout import Span, Trajectory, Turn
 from headrace.policy import moe
@@ -26,7 +27,7 @@ from headrace.policy import moe
 _DTYPES = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
 
 
-class BatchError(ValueError):
+class BatchError(HeadraceError, ValueError):
     """A record cannot be trained on; the text names the trajectory and the fault."""
 
 

@@ -230,7 +230,7 @@ async def test_11_ack_sync_is_confirmed_before_the_next_step(connect: Connect) -
 async def test_a_refused_api_call_has_its_numbers(connect: Connect) -> None:
     with pytest.raises(ApiError) as caught:
         await (await connect()).connection.api("CONSUMER.INFO.HR_STEP.nothing")
-    assert (caught.value.code, caught.value.err_code) == (404, 10014)
+    assert (caught.value.status, caught.value.err_code) == (404, 10014)
 
 
 async def test_a_cancelled_task_ends_wherever_it_was(connect: Connect) -> None:

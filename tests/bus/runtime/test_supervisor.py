@@ -13,11 +13,14 @@ from headrace.bus.broker.server import Server
 from headrace.bus.errors import BusTimeout
 from headrace.bus.runtime import waits
 from headrace.bus.runtime.actor import Actor
-from headrace.bus.runtime.supervisor import EXIT_FOR_GOOD, EXIT_GAVE_UP, Supervisor
+from headrace.bus.runtime.supervisor import EXIT_FOR_GOOD, EXIT_GAVE_UP, EXIT_NO_BROKER, Supervisor
 from headrace.config import Config
+from headrace.errors import GAVE_UP_LACKING
 from headrace.messages import subjects as s
 from headrace.messages.operations import Heartbeat, Ping
 from headrace.metrics import machine_use
+from headrace.registry import PluginError
+from headrace.vmhost.errors import VmhostError
 from tests.conftest import Connect
 from tests.support.patience import PATIENCE_S
 
@@ -115,6 +118,28 @@ async def test_three_slow_failures_alike_end_the_process_for_good(server: Server
     assert FailsAlike.lives == 3
     kinds = [kind async for kind in until(events(connect, run), "actor_gave_up")]
     assert kinds == ["actor_failed", "actor_failed", "actor_gave_up"]
+
+
+async def test_an_error_of_wrong_input_ends_the_process_at_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FailsAlike.lives = 0
+    monkeypatch.setattr(FailsAlike, "error", PluginError("mine:tool is not installed"))
+    life = supervisor(server, f"r{token_hex(4)}")
+    assert await asyncio.wait_for(life.run([(FailsAlike, "j10")]), PATIENCE_S) == EXIT_FOR_GOOD
+    assert FailsAlike.lives == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(VmhostError("no /dev/kvm"), GAVE_UP_LACKING), (BusTimeout("no answer"), EXIT_NO_BROKER), (OSError(28, "x"), 6)],
+)
+async def test_the_kind_of_the_last_failure_is_the_code_of_a_process_that_gave_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    monkeypatch.setattr(FailsAlike, "error", error)
+    life = supervisor(server, f"r{token_hex(4)}", restarts=1)
+    assert await asyncio.wait_for(life.run([(FailsAlike, "j9")]), PATIENCE_S) == code
 
 
 async def test_a_broker_that_is_away_is_no_failure_alike(

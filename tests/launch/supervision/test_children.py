@@ -51,7 +51,19 @@ async def test_a_process_that_cannot_start_is_given_up_with_its_log(tmp_path: Pa
     restarts: list[tuple[str, str]] = []
     with pytest.raises(ChildFailed, match="no broker here") as failed:
         await keep_alive(worker, lambda *restart: restarts.append(restart))
-    assert restarts == [] and failed.value.code == 3
+    assert restarts == [] and failed.value.exit_status == 3
+
+
+@pytest.mark.parametrize(("code", "restarts", "status"), [(1, 2, 1), (2, 0, 2), (4, 2, 4), (6, 2, 3), (9, 2, 1)])
+async def test_the_code_of_a_process_decides_whether_it_is_started_again_and_how_the_command_ends(
+    tmp_path: Path, code: int, restarts: int, status: int
+) -> None:
+    """Its log decides nothing: the words of an error may stand in it for any reason."""
+    seen: list[tuple[str, str]] = []
+    worker = child(tmp_path, f"print('VmhostError: No space left; BusError: away'); raise SystemExit({code})")
+    with pytest.raises(ChildFailed) as failed:
+        await keep_alive(worker, lambda *restart: seen.append(restart))
+    assert (len(seen), failed.value.exit_status) == (restarts, status)
 
 
 async def test_a_process_that_has_finished_its_work_is_not_started_again(tmp_path: Path) -> None:
@@ -62,7 +74,7 @@ async def test_a_process_that_has_finished_its_work_is_not_started_again(tmp_pat
         await keep_alive(
             child(tmp_path, "raise SystemExit(1)"), lambda *restart: restarts.append(restart), finishes=True
         )
-    assert (len(restarts), failed.value.code) == (children.BY_ITSELF[0], 1)
+    assert (len(restarts), failed.value.exit_status) == (children.BY_ITSELF[0], 1)
 
 
 async def test_a_process_without_memory_is_given_up_at_its_third_end(tmp_path: Path) -> None:
@@ -174,7 +186,7 @@ async def test_a_process_that_cannot_be_started_is_one_sentence(tmp_path: Path) 
         ChildFailed, match=r"^worker could not be started: its log .*worker\.log cannot be opened"
     ) as failed:
         await keep_alive(child(tmp_path, ""), lambda *_: None)
-    assert failed.value.code == 3
+    assert failed.value.exit_status == 3
     absent = Child("worker", [str(tmp_path / "absent")], tmp_path / "log", dict(os.environ))
     with pytest.raises(NotStarted, match=r"absent: No such file or directory$"):
         await absent.start_or_wait()
