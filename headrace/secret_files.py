@@ -5,7 +5,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.errors import HeadraceError
+from headrace.errors import WRONG_INPUT, HeadraceError
 
 
 def read_or_make(path: Path, content: bytes) -> bytes:
@@ -24,7 +24,7 @@ def read_or_make(path: Path, content: bytes) -> bytes:
     return path.read_bytes()
 
 
-class SecretError(HeadraceError):
+class SecretError(HeadraceError, exit_status=WRONG_INPUT):
     """A file does not hold a secret; the text is one sentence."""
 
 

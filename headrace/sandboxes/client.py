@@ -18,7 +18,6 @@ from headrace.messages.sandbox import (
     EVERYWHERE,
     Acquire,
     Acquired,
-    FilesRefused,
     GroupKey,
     NoCapacity,
     ReleaseGroup,
@@ -26,7 +25,6 @@ from headrace.messages.sandbox import (
     SandboxKey,
     SandboxLost,
     SandboxRefused,
-    SandboxReply,
     acquire_method,
     holders,
 )
@@ -185,14 +183,11 @@ class Sandboxes:
         self._heard, self._silent_since = time.monotonic(), 0.0
         if isinstance(reply, Acquired):
             return RemoteSandbox(self._bus, reply, self._lease_s, request.group)
-        if isinstance(reply, SandboxReply) and reply.failure == "no_room":
+        other = SandboxRefused if getattr(reply, "failure", "") == "refused" else SandboxLost
+        error = refusal(reply, f"no sandbox for {request.group}", other)
+        if isinstance(error, NoCapacity):
             return None
-        detail = getattr(reply, "detail", type(reply).__name__)
-        if isinstance(reply, SandboxReply) and reply.failure == "superseded":
-            raise Superseded(f"{request.group}: {detail}")
-        kinds: dict[str, type[SandboxLost]] = {"files_refused": FilesRefused, "refused": SandboxRefused}
-        lost = kinds.get(reply.failure, SandboxLost) if isinstance(reply, SandboxReply) else SandboxLost
-        raise lost(f"no sandbox for {request.group}: {detail}")
+        raise error
 
     async def _ask_any(self, request: Acquire) -> Message:
         """Acquire at a node that holds the request's image; at any node where none does. A holder that is full is

@@ -18,13 +18,13 @@ import contextlib
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import anyio
 
+from headrace.backoff import Intensity
 from headrace.bus.broker.callers import PING, PINGING
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, CorruptPayload, Denied, StreamMissing, Unrecoverable
@@ -102,10 +102,10 @@ class Supervisor:
         connect_s: float = 5.0,
     ) -> None:
         self.config, self.run_id, self.url, self.credentials = config, run, url, credentials
-        self.restarts, self.period, self.drain_s, self.connect_s = restarts, period, drain_s, connect_s
+        self.drain_s, self.connect_s = drain_s, connect_s
         self.log = logging.get(actor="supervisor", run=run)
         self._stop = asyncio.Event()
-        self._failures: deque[float] = deque()
+        self._restarts = Intensity(restarts, period)
         self._code = 0
 
     def stop(self) -> None:
@@ -132,13 +132,13 @@ class Supervisor:
                 self._stop.set()
                 return
             if life.outlook != "again":
-                self.log.error("gave_up", id=life.id, failures=len(self._failures), period=self.period)
+                self.log.error("gave_up", id=life.id, outlook=life.outlook)
                 for_good = life.outlook == "for good"
                 self._code = EXIT_FOR_GOOD if for_good else GAVE_UP.get(exit_status(error), EXIT_GAVE_UP)
                 self._stop.set()
                 return
             metrics.restarted(life.cls.name())
-            with anyio.move_on_after(min(0.1 * 2 ** len(self._failures), 5.0)):
+            with anyio.move_on_after(self._restarts.pause_s()):
                 await self._stop.wait()
 
     def _count(self, life: _Life, error: BaseException) -> None:
@@ -149,14 +149,12 @@ class Supervisor:
         """
         now = time.monotonic()
         life.failed(error, now)
-        self._failures.append(now)
-        while self._failures[0] < now - self.period:
-            self._failures.popleft()
+        too_often = self._restarts.exceeded()
         final = isinstance(error, Unrecoverable) or exit_status(error) == WRONG_INPUT
-        if final or (len(life.alike) >= ALIKE and now - life.alike[0] > self.period):
+        if final or (len(life.alike) >= ALIKE and now - life.alike[0] > self._restarts.period_s):
             life.outlook = "for good"
         else:
-            life.outlook = "too often" if len(self._failures) > self.restarts else "again"
+            life.outlook = "too often" if too_often else "again"
 
     async def _once(self, life: _Life) -> BaseException | None:
         """From connecting to closing. The error that ended it, None when it was told to stop."""
@@ -168,15 +166,10 @@ class Supervisor:
         except BusError as refusal:
             self._count(life, refusal)
             return refusal
-        try:
-            bus.use_shared_memory(SharedMemoryStore.from_config(self.config.bus, self.run_id, bus.node))
-        except BusError as refusal:
-            self._count(life, refusal)
-            await bus.close()
-            return refusal
         actor: Actor | None = None
         error: BaseException | None = None
         try:
+            bus.use_shared_memory(SharedMemoryStore.from_config(self.config.bus, self.run_id, bus.node))
             actor = life.actor = life.cls(self.config, bus, self.run_id, life.id)
             actor.spawn(self._heartbeats(life, actor), "heartbeats")
             for caller in PINGING:

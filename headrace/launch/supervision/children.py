@@ -17,14 +17,13 @@ import errno
 import os
 import signal
 import subprocess
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from headrace import process_stat
+from headrace.backoff import Intensity
 from headrace.errors import BROKER, FAILED, GAVE_UP_LACKING, MACHINE, WRONG_INPUT, HeadraceError
 from headrace.launch.supervision.causes import cause, oom_kills
 from headrace.parent_death import die_with
@@ -50,26 +49,6 @@ class NotStarted(ChildFailed):
         self.why = why
         self.passes = error.errno in _PASSING
         """Whether a later attempt may succeed."""
-
-
-class Intensity:
-    """At most `most` restarts in `period_s`."""
-
-    def __init__(self, most: int, period_s: float) -> None:
-        self.most, self.period_s = most, period_s
-        self._moments: deque[float] = deque()
-
-    def exceeded(self) -> bool:
-        """Count a restart; True when there are too many."""
-        now = time.monotonic()
-        self._moments.append(now)
-        while now - self._moments[0] > self.period_s:
-            self._moments.popleft()
-        return len(self._moments) > self.most
-
-    def pause_s(self) -> float:
-        """Seconds to wait before the next start."""
-        return min(0.2 * len(self._moments), 2.0)
 
 
 KILLED = (20, 120.0)
