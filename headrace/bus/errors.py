@@ -1,5 +1,7 @@
 """The errors of the bus, each a type with a code that a caller can act on."""
 
+from typing import Literal
+
 from headrace.errors import BROKER, MACHINE, HeadraceError
 
 
@@ -29,6 +31,10 @@ class Disconnected(BusError):
 
 class Denied(BusError):
     """The broker does not allow this role that subject."""
+
+    def __init__(self, role: str, action: Literal["publish on", "subscribe to"], subject: str) -> None:
+        super().__init__(f"role {role!r} may not {action} {subject}")
+        self.role, self.action, self.subject = role, action, subject
 
 
 class WrongSequence(BusError):

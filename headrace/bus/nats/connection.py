@@ -271,7 +271,7 @@ class NatsConnection:
             self.client.forget(subscription)
             raise
         if self._denied.pop(f"subscription {subject.lower()}", None):
-            raise Denied(f"role {self.role!r} may not subscribe to {subject}")
+            raise Denied(self.role, "subscribe to", subject)
         return subscription
 
     async def unsubscribe(self, subscription: Subscription) -> None:
@@ -356,7 +356,7 @@ class NatsConnection:
             hit = False
             for future, waiting in list(self._waiting.values()):
                 if kind == "publish" and waiting.lower() == subject and not future.done():
-                    future.set_exception(Denied(f"role {self.role!r} may not publish on {waiting}"))
+                    future.set_exception(Denied(self.role, "publish on", waiting))
                     hit = True
             if not hit:
                 self._tell(f"role {self.role!r} may not {kind} {subject}")
