@@ -181,7 +181,7 @@ format: setup ## apply ruff's fixes and format
 size: setup ## lines of code by concern
 	@$(BIN)/python docs/size.py
 
-docs: setup ## regenerate subjects.md, permissions.md, modules.md, configuration.md, listeners.md, request_keys.md and the messages of wire.md; record new messages' bytes
+docs: setup ## regenerate subjects.md, permissions.md, modules.md, configuration.md, listeners.md, request_keys.md, errors.md and the messages of wire.md; record new messages' bytes
 	$(BIN)/headrace subjects > docs/subjects.md
 	$(BIN)/headrace bus permissions > docs/permissions.md
 	$(BIN)/headrace wire > docs/.messages && sed -i '/^## Messages/,$$d' docs/wire.md && cat docs/.messages >> docs/wire.md
@@ -191,6 +191,7 @@ docs: setup ## regenerate subjects.md, permissions.md, modules.md, configuration
 	$(BIN)/python docs/configuration.py
 	$(BIN)/python docs/listeners.py
 	$(BIN)/python docs/request_keys.py
+	$(BIN)/python docs/errors.py
 
 WEB := headrace/dashboard/live/web
 web: ## build the live page's bundle again (Node and npm are needed)

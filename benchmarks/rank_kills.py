@@ -35,7 +35,7 @@ from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.config import Config
-from headrace.launch.supervision.children import Child, actor_command
+from headrace.launch.supervision.children import Child, actor_command, keep_alive
 from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import EVENT, LEDGER
 from headrace.messages.training import StepDone
@@ -84,7 +84,7 @@ async def trainer(server: Server, made: Config, feeder: Feeder) -> AsyncIterator
     child = Child("trainer", argv, feeder.folder / "logs" / "trainer.log", env)
     causes: list[str] = []
     await child.start()
-    watching = asyncio.create_task(child.watch(lambda _, why: causes.append(why)))
+    watching = asyncio.create_task(keep_alive(child, lambda _, why: causes.append(why)))
     try:
         yield child, causes
         if watching.done():

@@ -6,6 +6,8 @@ callers that failed at the same moment; where a single caller retries, none is n
 
 import asyncio
 import random
+import time
+from collections import deque
 
 
 class Backoff:
@@ -35,3 +37,23 @@ class Backoff:
     async def sleep(self) -> None:
         """Wait for the next attempt."""
         await asyncio.sleep(self.next())
+
+
+class Intensity:
+    """The restarts of a supervisor, as in OTP: at most `most` in `period_s` seconds, after pauses that grow."""
+
+    def __init__(self, most: int, period_s: float) -> None:
+        self.most, self.period_s = most, period_s
+        self._moments: deque[float] = deque()
+
+    def exceeded(self) -> bool:
+        """Count a restart; True when there are too many."""
+        now = time.monotonic()
+        self._moments.append(now)
+        while now - self._moments[0] > self.period_s:
+            self._moments.popleft()
+        return len(self._moments) > self.most
+
+    def pause_s(self) -> float:
+        """Seconds to wait before the next start."""
+        return min(0.2 * len(self._moments), 2.0)

@@ -25,6 +25,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
+from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.messages.plugins import Plugin
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ _admitted: dict[str, set[str]] = {}
 """Seam to the names from the operator's own configuration."""
 
 
-class PluginError(Exception):
+class PluginError(HeadraceError, exit_status=WRONG_INPUT):
     """A name of a seam cannot be used; the text says which, what was expected and what there is."""
 
 

@@ -5,6 +5,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from headrace.errors import WRONG_INPUT, HeadraceError
+
 
 def read_or_make(path: Path, content: bytes) -> bytes:
     """The content of a file of mode 0600; made with `content` if there is none. A file that is there is complete, also
@@ -22,7 +24,7 @@ def read_or_make(path: Path, content: bytes) -> bytes:
     return path.read_bytes()
 
 
-class SecretError(Exception):
+class SecretError(HeadraceError, exit_status=WRONG_INPUT):
     """A file does not hold a secret; the text is one sentence."""
 
 

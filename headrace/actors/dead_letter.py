@@ -4,7 +4,7 @@ The broker's advisories and the copies of rejected work are in streams, so this 
 The dead-letter queue belongs to the broker, not to a run: several dead-letter actors share one consumer.
 
 A request that no rollout actor pulls gets no advisory. When the run has had no live rollout actor for `[rollout]
-rollout_wait_s`, its waiting requests become dead letters too, so that no issuer waits for them without end.
+wait_s`, its waiting requests become dead letters too, so that no issuer waits for them without end.
 """
 
 import time
@@ -50,12 +50,12 @@ class DeadLetter(Actor):
         )
         self._absences = Absences(self.bus, self.run)
         await self._absences.seconds("rollout")
-        wait_s = self.config.rollout.rollout_wait_s
+        wait_s = self.config.rollout.wait_s
         self.every(min(LOOK_S, wait_s / 4), self._end_unpulled, "requests that no rollout actor pulls")
 
     async def _end_unpulled(self) -> None:
-        """Make dead letters of the run's requests once it has had no live rollout actor for `rollout_wait_s`."""
-        wait_s = self.config.rollout.rollout_wait_s
+        """Make dead letters of the run's requests once it has had no live rollout actor for `wait_s`."""
+        wait_s = self.config.rollout.wait_s
         if await self._absences.seconds("rollout") < wait_s:
             return
         async for stored in dead_letters.queued(self.bus, self.run):

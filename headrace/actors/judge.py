@@ -55,7 +55,7 @@ class Judge(Actor):
         """Consume trajectories and follow the ends of groups. A user's own repository has no hidden tests, so the
         trajectories of the production lane, whose group names have two subject tokens, are not consumed."""
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
-        self._rewarder, self._rubrics = self._open_reward(), await asyncio.to_thread(self._open_rubrics)
+        self._rewarder, self._rubrics = Rewarder.of(self.config), await asyncio.to_thread(RubricJudge.of, self.config)
         judge = (self._rubrics.plugin,) if self._rubrics is not None else ()
         await agree(self.bus, self.run, (*self._rewarder.plugins, *self._suite_plugins(), *judge))
         suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
@@ -82,24 +82,9 @@ class Judge(Actor):
         if self._rubrics is not None:
             await self._rubrics.close()
 
-    def _open_reward(self) -> Rewarder:
-        try:
-            return Rewarder.of(self.config)
-        except PluginError as error:
-            raise Unrecoverable(f"PluginError: {error}") from error
-
-    def _open_rubrics(self) -> RubricJudge | None:
-        try:
-            return RubricJudge.of(self.config)
-        except (RubricError, EndpointRefused) as error:
-            raise Unrecoverable(f"{type(error).__name__}: {error}") from error
-
     def _suite_plugins(self) -> tuple[Plugin, ...]:
         tasks = self.config.tasks
-        try:
-            return suite_plugins((tasks.suite, tasks.heldout, tasks.unseen, *suites_during(self.config)))
-        except UnknownSuite as error:
-            raise Unrecoverable(f"UnknownSuite: {error}") from error
+        return suite_plugins((tasks.suite, tasks.heldout, tasks.unseen, *suites_during(self.config)))
 
     async def _measure(self) -> None:
         await self.metric(scored=self._scored, passed=self._passed, sandboxes=len(self._sandboxes))
@@ -131,7 +116,7 @@ class Judge(Actor):
             await self._leave_out(trajectory, error)
             return
         except PluginError as error:
-            self.fail(Unrecoverable(f"PluginError: {error}"))
+            self.fail(error)
             raise
         except Superseded as error:
             # Another judge examines this trajectory now and acknowledges its message.
@@ -147,7 +132,7 @@ class Judge(Actor):
             await self._fail(trajectory, str(error), "judge_endpoint")
             return
         except (RubricError, EndpointRefused) as error:
-            self.fail(Unrecoverable(f"{type(error).__name__}: {error}"))
+            self.fail(error)
             raise
         try:
             reward = await self._rewarder.reward(trajectory, verdict)

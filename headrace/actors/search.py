@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from headrace.bus.broker.callers import callers
-from headrace.bus.errors import Unrecoverable
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
 from headrace.messages.search import Mode, SearchReply, SearchRequest, search_method
@@ -30,17 +29,14 @@ class Search(Actor):
     role: ClassVar[str] = "search"
 
     async def start(self) -> None:
-        """Find the model without loading it, then serve requests. Unrecoverable without a usable model."""
+        """Find the model without loading it, then serve requests. SearchModelError without a usable one."""
         section = self.config.search
         self._answers = ThreadPoolExecutor(1, "answers")
         self._vectors = ThreadPoolExecutor(1, "vectors")
-        try:
-            model = find(section.model)
-        except SearchModelError as error:
-            raise Unrecoverable(f"SearchModelError: {error}") from error
+        model = find(section.model)
         if model is None:
-            raise Unrecoverable(
-                f"SearchModelError: the search actor has no model ([search] model = {section.model!r}): {INSTALL}, "
+            raise SearchModelError(
+                f"the search actor has no model ([search] model = {section.model!r}): {INSTALL}, "
                 "set [search] model to a folder, or leave the actor out of [processes] groups"
             )
         await agree(self.bus, self.run, [plugin(model, section.tokens)])
@@ -83,7 +79,7 @@ class Search(Actor):
             reply = await loop.run_in_executor(self._answers, find, index, request.query, request.limit, mode)
         except SearchModelError as error:
             self._unusable = str(error)
-            self.fail(Unrecoverable(f"SearchModelError: {error}"))
+            self.fail(error)
             return SearchReply(node=self._node, failure="not_ready", detail=self._unusable)
         self._searches += 1
         self._hybrid += mode == "hybrid"
@@ -123,7 +119,7 @@ class Search(Actor):
                 async with self._news:
                     self._unusable = str(error)
                     self._news.notify_all()
-                raise Unrecoverable(f"SearchModelError: {error}") from error
+                raise
 
     async def _measure(self) -> None:
         self.status = f"{self._searches} searches, {len(self._indexes.vectors)} vectors"

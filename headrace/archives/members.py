@@ -7,13 +7,15 @@ and a folder of one name. Every reader counts before it unpacks and refuses in o
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from headrace.errors import HeadraceError
+
 MAX_PATH = 1024
 """Bytes of a path."""
 MAX_NAME = 255
 """Bytes of one part of a path, the limit of Linux's file systems."""
 
 
-class ArchiveRefused(Exception):
+class ArchiveRefused(HeadraceError):
     """The archive is not read. The text begins with 'it' or with a member's name and gives the reason."""
 
 

@@ -14,6 +14,7 @@ from headrace.algorithms.paired import (
     silent_share,
 )
 from headrace.bench.attempts import Attempt, Failure, Measured
+from headrace.errors import HeadraceError
 from headrace.messages.judging import Agreement
 
 RESAMPLES = 1000
@@ -113,7 +114,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     calls_ratio: float | None
 
 
-class NotComparable(Exception):
+class NotComparable(HeadraceError):
     """Two reports cannot be compared; the text gives the reason."""
 
 

@@ -169,7 +169,9 @@ class Bus(Storing):
                     if reason:
                         raise UnreadableMessage(reason)
                 except UnreadableMessage as error:
-                    self.skip(Skipped("", next(self._unstored), raw.subject, str(error)))
+                    self.skip(
+                        Skipped("", next(self._unstored), raw.subject, str(error), isinstance(error, signatures.Forged))
+                    )
                     return
                 await handler(message)
 
@@ -216,7 +218,7 @@ class Bus(Storing):
         try:
             await self.connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": not erase})
         except ApiError as error:
-            if error.code in (400, 404) or "no message found" in str(error):
+            if error.status in (400, 404) or "no message found" in str(error):
                 return False
             raise
         return True

@@ -1,8 +1,20 @@
-"""The errors of the bus, each a type that a caller can act on."""
+"""The errors of the bus, each a type with a code that a caller can act on."""
+
+from typing import Literal
+
+from headrace.errors import BROKER, MACHINE, HeadraceError
 
 
-class BusError(Exception):
+class BusError(HeadraceError, exit_status=BROKER):
     """An operation of the bus failed; the text is one sentence for a person."""
+
+
+class NoBroker(BusError):
+    """No broker answers at the address, or none with which a TLS connection can be made."""
+
+
+class CredentialsRefused(BusError):
+    """The broker refuses the credentials of the role."""
 
 
 class BusTimeout(BusError):
@@ -19,6 +31,10 @@ class Disconnected(BusError):
 
 class Denied(BusError):
     """The broker does not allow this role that subject."""
+
+    def __init__(self, role: str, action: Literal["publish on", "subscribe to"], subject: str) -> None:
+        super().__init__(f"role {role!r} may not {action} {subject}")
+        self.role, self.action, self.subject = role, action, subject
 
 
 class WrongSequence(BusError):
@@ -44,14 +60,14 @@ class CorruptPayload(BusError):
 
 
 class ApiError(BusError):
-    """JetStream answered with an error. `code` is HTTP-like, `err_code` its own number."""
+    """JetStream answered with an error. `status` is HTTP-like, `err_code` its own number."""
 
-    def __init__(self, text: str, code: int = 0, err_code: int = 0) -> None:
+    def __init__(self, text: str, status: int = 0, err_code: int = 0) -> None:
         super().__init__(text)
-        self.code, self.err_code = code, err_code
+        self.status, self.err_code = status, err_code
 
 
-class Reject(Exception):
+class Reject(HeadraceError):
     """Raised by a handler: this message can never be handled. It becomes a dead letter with this reason."""
 
     def __init__(self, reason: str) -> None:
@@ -59,7 +75,7 @@ class Reject(Exception):
         self.reason = reason
 
 
-class Retry(Exception):
+class Retry(HeadraceError):
     """Raised by a handler that cannot handle the message now. It is delivered again after `delay` seconds."""
 
     def __init__(self, delay: float = 1.0, reason: str = "") -> None:
@@ -67,6 +83,6 @@ class Retry(Exception):
         self.delay, self.reason = delay, reason
 
 
-class Unrecoverable(Exception):
+class Unrecoverable(HeadraceError, exit_status=MACHINE):
     """Raised by an actor for an error that a restart would not remove: its supervisor gives up at once, which ends the
     run."""

@@ -174,7 +174,7 @@ class Storing(Records):
                     last = str(error).rpartition(" ")[2]
                     number = int(last) if last.isdigit() else -1
                     raise WrongSequence(f"{subject}: {error}", number) from None
-                if error.code != 503:
+                if error.status != 503:
                     raise BusError(f"the broker does not store {subject}: {error}") from error
                 trouble, budget = error, RETRY_S
                 if error.err_code == _FULL:

@@ -22,6 +22,7 @@ from typing import NoReturn
 from headrace import __version__
 from headrace.cli import bus, export, measure, observe, policy, product, replay, tasks, trainer, vm, weights
 from headrace.cli import run as running
+from headrace.errors import MACHINE, WRONG_INPUT, HeadraceError
 from headrace.terminal_text import plain
 
 MODULES: tuple[ModuleType, ...] = (
@@ -41,7 +42,7 @@ MODULES: tuple[ModuleType, ...] = (
 """The files of commands in the order in which `--help` lists them."""
 
 
-class UsageError(Exception):
+class UsageError(HeadraceError, exit_status=WRONG_INPUT):
     """The arguments are wrong; the text is one sentence."""
 
 
@@ -68,14 +69,9 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Call the handler of the parsed command."""
-    from headrace.bus.errors import BusError
-    from headrace.config import ConfigError
     from headrace.launch.output import complain
-    from headrace.launch.runs import RunError
     from headrace.launch.session import looped
-    from headrace.messages.sandbox import NoCapacity, SandboxLost
-    from headrace.registry import PluginError, admit
-    from headrace.vmhost.errors import VmhostError
+    from headrace.registry import admit
 
     try:
         if given := getattr(args, "plugins", None):
@@ -89,16 +85,10 @@ def run(args: argparse.Namespace) -> int:
             args.settings = own(args.config, args.set)
         done = args.handler(args)
         return looped(done) if isawaitable(done) else int(done)
-    except (ConfigError, PluginError) as error:
-        text, code = str(error), 2
-    except (VmhostError, SandboxLost, NoCapacity) as error:
-        text, code = str(error), 3
-    except BusError as error:
-        text, code = str(error), 4
-    except RunError as error:
-        text, code = str(error), error.code
+    except HeadraceError as error:
+        text, code = str(error), error.exit_status
     except OSError as error:
-        text, code = f"{error.filename or 'this machine'}: {error.strerror or error}", 3
+        text, code = f"{error.filename or 'this machine'}: {error.strerror or error}", MACHINE
     complain(text)
     return code
 
@@ -117,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(parser().parse_args(argv))
     except UsageError as error:
         sys.stderr.write(f"headrace: {plain(str(error))}\n")
-        return 2
+        return error.exit_status
     except KeyboardInterrupt:
         sys.stderr.write("headrace: interrupted\n")
         return 130

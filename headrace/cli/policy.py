@@ -81,7 +81,7 @@ def train_policy(args: argparse.Namespace) -> int:
     """Train, print progress, and write the folder."""
     from headrace.policy.config import CheckpointError
     from headrace.rendering.base import RendererError
-    from headrace.training.checkpoint import CheckpointError as Damaged
+    from headrace.training.checkpoint import UnusableCheckpoint
     from headrace.training.data.base import DataError
     from headrace.training.device import TrainerError
     from headrace.training.mid_training import MidTrainingFailed
@@ -94,7 +94,7 @@ def train_policy(args: argparse.Namespace) -> int:
         raise RunError("[mid_training] tokens: expected at least 1, got 0", 2)
     try:
         train(config, target)
-    except (DataError, RendererError, CheckpointError, Damaged, TrainerError) as error:
+    except (DataError, RendererError, CheckpointError, UnusableCheckpoint, TrainerError) as error:
         raise RunError(str(error), 2) from None
     except (GroupError, MidTrainingFailed) as error:
         raise RunError(str(error), 1) from None

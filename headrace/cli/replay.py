@@ -402,7 +402,7 @@ async def retrain(args: argparse.Namespace) -> int:
     from headrace.replay.objective import other
     from headrace.replay.recorded_run import ReplayError
     from headrace.replay.retrain import SecondTrainer
-    from headrace.training.checkpoint import CheckpointError
+    from headrace.training.checkpoint import UnusableCheckpoint
     from headrace.training.device import TrainerError
 
     folder = runs.find(args.run)
@@ -427,7 +427,7 @@ async def retrain(args: argparse.Namespace) -> int:
             finally:
                 if judging is not None:
                     judging.cancel()
-    except (ReplayError, TrainerError, CheckpointError) as error:
+    except (ReplayError, TrainerError, UnusableCheckpoint) as error:
         raise RunError(str(error), 1) from None
     return 0
 

@@ -9,8 +9,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from headrace.errors import WRONG_INPUT, HeadraceError
 
-class ConfigError(Exception):
+
+class ConfigError(HeadraceError, exit_status=WRONG_INPUT):
     """The configuration cannot be used; the text names the key, its line, the expected value and the actual one."""
 
 

@@ -150,16 +150,11 @@ class Rollout(Section, frozen=True, kw_only=True):
     lanes: tuple[Literal["train", "eval", "production"], ...] = ()
     """Lanes that a rollout actor without a lease pulls. Empty: with a product lane, the actors in [production] rollouts
     pull production and the others train and eval; without a product lane, every actor pulls all three."""
+    wait_s: Duration = 21_600.0
+    """How long an attempt waits for a live rollout actor, for a policy version, or for capacity of an environment node;
+    then it fails with dead_letter, no_policy or no_capacity. The first version is published after mid-training."""
     node_wait_s: Duration = 600.0
     """How long an attempt waits while no environment node answers; then it fails with no_environment."""
-    room_wait_s: Duration = 21_600.0
-    """How long an attempt waits while every environment node is full; then it fails with no_capacity."""
-    rollout_wait_s: Duration = 21_600.0
-    """How long requests wait while the run has no live rollout actor; then they become dead letters, and their attempts
-    fail with dead_letter."""
-    version_wait_s: Duration = 21_600.0
-    """How long an attempt waits for a policy version; then it fails with no_policy. The first version is published
-    after mid-training."""
 
 
 class Judge(Section, frozen=True, kw_only=True):

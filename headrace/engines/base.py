@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.errors import HeadraceError
 from headrace.messages.base import Array
 from headrace.messages.rollout import Lane, PolicyRef, Sampling, Span
 
@@ -82,7 +83,7 @@ class Swap(msgspec.Struct, frozen=True, kw_only=True):
     pause_ms: float
 
 
-class EngineError(Exception):
+class EngineError(HeadraceError):
     """The engine could not sample. This is an infrastructure failure and says nothing about the policy."""
 
 
@@ -91,7 +92,7 @@ class RefusedVersion(EngineError):
     model's. A repetition gives the same error; a caller tries again when the file was written again."""
 
 
-class UnusableEngine(Exception):
+class UnusableEngine(HeadraceError):
     """This machine cannot run the configured engine with these settings; the actor ends with this text."""
 
 

@@ -23,6 +23,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from headrace.bus.errors import BusError
+from headrace.errors import HeadraceError
 from headrace.gateway.dialects.base import Unusable
 from headrace.gateway.errors import error_of
 from headrace.gateway.tenants.limits import retry_after
@@ -53,13 +54,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Report = Callable[[Exception, str], Awaitable[None]]
 
 
-class HttpRefused(Exception):
+class HttpRefused(HeadraceError):
     """The request cannot be served; the text says why and what to send instead.
 
     retry_s: seconds after which the same request may be served; 0 when it never is.
     """
 
-    code = ""
+    api_code = ""
     """Of the agents API; empty: by the status."""
 
     def __init__(self, status: int, text: str, retry_s: float = 0.0) -> None:
@@ -134,7 +135,7 @@ def guarded(handler: Handler, report: Report) -> Handler:
         except Unusable as error:
             return failed(400, str(error), error.field)
         except HttpRefused as error:
-            return failed(error.status, str(error), code=error.code, retry_s=error.retry_s)
+            return failed(error.status, str(error), code=error.api_code, retry_s=error.retry_s)
         except web.HTTPException as error:  # no such route, or not by this method
             return failed(error.status, f"{request.method} {request.path}: {error.reason}")
         except ConnectionError:

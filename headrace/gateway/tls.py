@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from headrace.bus.errors import Unrecoverable
 from headrace.config import Production
+from headrace.errors import WRONG_INPUT, HeadraceError
 
 RENEW_S = 30.0
 """Seconds between two checks of a certificate's files."""
@@ -24,7 +24,7 @@ Every = Callable[[float, Callable[[], Awaitable[None]], str], object]
 """interval in seconds, function, name: calls the function at this interval (`Actor.every`)"""
 
 
-class CertificateError(Exception):
+class CertificateError(HeadraceError, exit_status=WRONG_INPUT):
     """Certificate and key cannot be used; one sentence says why."""
 
 
@@ -91,14 +91,14 @@ def client_context(certificate: str) -> ssl.SSLContext:
 def configured(production: Production, every: Every, event: Event) -> Certificate | None:
     """The certificate of `[production]`, None if none is configured. Its files are then checked every `RENEW_S`.
 
-    Unrecoverable if its files cannot be used: a gateway that is configured for HTTPS never serves HTTP instead.
+    CertificateError if its files cannot be used: a gateway that is configured for HTTPS never serves HTTP instead.
     """
     if not production.tls_certificate:
         return None
     try:
         certificate = Certificate(production.tls_certificate, production.tls_key)
     except CertificateError as error:
-        raise Unrecoverable(f"[production] tls_certificate: {error}") from error
+        raise CertificateError(f"[production] tls_certificate: {error}") from None
     every(RENEW_S, partial(renew, certificate, event), "certificate")
     return certificate
 

@@ -13,6 +13,7 @@ from errno import ENOENT
 from fnmatch import fnmatchcase
 from posixpath import basename, dirname
 
+from headrace.errors import HeadraceError
 from headrace.messages.sandbox import PullTar, PushTar, ReadFile, Sandbox
 from headrace.messages.tasks import Artifact
 
@@ -20,7 +21,7 @@ LARGEST = 32 << 20
 """Bytes of one artifact."""
 
 
-class NotCollected(Exception):
+class NotCollected(HeadraceError):
     """An artifact is too large or cannot be read: the candidate's own doing; one sentence says which."""
 
 

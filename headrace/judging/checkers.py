@@ -14,6 +14,7 @@ from decimal import Decimal, InvalidOperation
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.messages.plugins import Plugin
 from headrace.messages.tasks import Oracle
 from headrace.registry import Registry, plugins
@@ -47,7 +48,7 @@ _NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}|####\s*(\S.*)|(?i:answer)\s*(?:is|:|=)\s*(\S.*)")
 
 
-class CheckerError(Exception):
+class CheckerError(HeadraceError):
     """The checker gave no number; the text says why."""
 
 

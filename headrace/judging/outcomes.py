@@ -6,6 +6,7 @@ bounds below and refuses the others as the candidate's own output: reward 0, wit
 never an infrastructure failure, because a policy could otherwise remove its failed attempts from the baseline.
 """
 
+from headrace.errors import HeadraceError
 from headrace.messages.sandbox import OpResult, TestOutcome
 from headrace.vmhost.guest.testing.observing import LIMIT
 
@@ -17,7 +18,7 @@ MESSAGE = 2_000
 """Characters of a failure's message that are kept; an honest one may be longer, so the rest is cut."""
 
 
-class RefusedOutput(ValueError):
+class RefusedOutput(HeadraceError, ValueError):
     """The report of a candidate's process is outside the bounds; the text says which bound."""
 
 

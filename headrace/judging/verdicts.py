@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.judging import rules
 from headrace.messages.judging import RubricScore, Score, StepScore
 from headrace.messages.plugins import Plugin
@@ -79,7 +80,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return self.decision == "passed"
 
 
-class NoVerdict(Exception):
+class NoVerdict(HeadraceError):
     """Our own code failed on an attempt, so that it is left out of its group; no candidate can cause it.
 
     reason: ``judge_fault`` (the judge raised), ``reward_error`` (a checker or reward raised, or gave no number), or

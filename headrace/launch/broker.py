@@ -5,20 +5,14 @@ are in the store. Such a broker holds one run and its branch. Runs that share th
 account each, if `[bus] credentials` holds accounts.
 """
 
-import asyncio
-import os
-import signal
 from collections.abc import Callable, Sequence
 
-from headrace import process_stat
 from headrace.bus.broker import credentials
 from headrace.bus.broker.server import Server
 from headrace.bus.errors import BusError
 from headrace.config import Config
 from headrace.launch.runs import RunDir
-from headrace.launch.supervision import stopped
-from headrace.launch.supervision.causes import ending, oom_kills
-from headrace.launch.supervision.children import KILLED, Intensity
+from headrace.launch.supervision.children import ChildFailed, keep_alive
 
 
 class Broker:
@@ -57,28 +51,11 @@ class Broker:
 
     async def watch(self, on_restart: Callable[[str, str], None]) -> None:
         """Keep the own nats-server running for as long as this is awaited. BusError when it ends too often."""
-        if self._server is None:
-            return
-        intensity = Intensity(*KILLED)
-        while True:
-            oom_before = oom_kills()
-            frozen = asyncio.ensure_future(stopped.until_stopped_for_long(lambda: self.pid))
-            frozen.add_done_callback(self._kill_stopped)
+        if self._server is not None:
             try:
-                why = ending(await self._server.wait(), oom_before)
-                if frozen.done():
-                    why = process_stat.stopped_too_long(frozen.result())
-            finally:
-                frozen.cancel()
-            if intensity.exceeded():
-                raise BusError(f"nats-server ended too often, last with {why}; see {self._server.folder / 'log'}")
-            on_restart("nats-server", why)
-            await asyncio.sleep(intensity.pause_s())
-            await self._server.start()
-
-    def _kill_stopped(self, frozen: "asyncio.Future[int]") -> None:
-        if not frozen.cancelled() and frozen.result() == self.pid:
-            os.kill(self.pid, signal.SIGKILL)
+                await keep_alive(self._server, on_restart, for_good=())
+            except ChildFailed as failure:
+                raise BusError(str(failure)) from None
 
     async def stop(self) -> None:
         """Stop the own nats-server."""

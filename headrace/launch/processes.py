@@ -2,20 +2,18 @@
 
 import asyncio
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from headrace.bus.errors import BusError
 from headrace.config import Config, branch_config, branch_name
 from headrace.launch.admission import require_own
 from headrace.launch.broker import Broker
 from headrace.launch.output import say
 from headrace.launch.runs import RunDir, RunError
-from headrace.launch.supervision.children import Child, ChildFailed, actor_command
+from headrace.launch.supervision.children import Child, ChildFailed, actor_command, keep_alive
 from headrace.launch.supervision.exporters import Exporters
 from headrace.launch.supervision.signals import Stopping
 from headrace.search.models import installed
@@ -121,7 +119,7 @@ class Run:
                 group.create_task(self._watch_disk())
                 group.create_task(self._exporters.watch(say))
                 for child in self.children:
-                    group.create_task(child.watch(self.on_restart))
+                    group.create_task(keep_alive(child, self.on_restart))
         except BaseExceptionGroup as failures:
             raise first_of(failures) from None
 
@@ -155,16 +153,5 @@ def first_of(failures: BaseException) -> BaseException:
     while isinstance(failures, BaseExceptionGroup):
         failures = failures.exceptions[0]
     if isinstance(failures, ChildFailed):
-        return RunError(str(failures), exit_code(failures))
+        return RunError(str(failures), failures.exit_status)
     return failures
-
-
-def exit_code(failure: ChildFailed) -> int:
-    """The process's own code if that is 2 to 4; else 3 for an error of the machine, 4 of the broker, 1 otherwise."""
-    if failure.code in (2, 3, 4):
-        return failure.code
-    text = str(failure)
-    if re.search(r"\bVmhostError: ", text) or "No space left" in text:
-        return 3
-    kinds: list[type[BusError]] = [BusError, *BusError.__subclasses__()]
-    return 4 if re.search(rf"\b({'|'.join(kind.__name__ for kind in kinds)}): ", text) else 1

@@ -13,13 +13,15 @@ from typing import IO, NamedTuple
 
 import msgspec
 
+from headrace.errors import WRONG_INPUT, HeadraceError
 
-class RunError(Exception):
-    """The run cannot be found or started; `code` is the process's exit code."""
 
-    def __init__(self, text: str, code: int = 2) -> None:
+class RunError(HeadraceError, exit_status=WRONG_INPUT):
+    """The run cannot be found or started; `exit_status` is that of the process."""
+
+    def __init__(self, text: str, exit_status: int = WRONG_INPUT) -> None:
         super().__init__(text)
-        self.code = code
+        self.exit_status = exit_status
 
 
 class RunDir(NamedTuple):

@@ -15,22 +15,17 @@ from headrace.launch.supervision.notify import ready
 
 @contextmanager
 def measured(config: Config, name: str, run: str) -> Iterator[None]:
-    """Serve this process's metrics while the block runs, if [metrics] enables them. RunError when the port is taken."""
+    """Serve this process's metrics while the block runs, if [metrics] enables them. PortTaken, SecretError."""
     if not config.metrics.enabled:
         yield
         return
-    from headrace.metrics.exposition import Exposition, PortTaken, key_of
-    from headrace.secret_files import SecretError
+    from headrace.metrics.exposition import Exposition, key_of
 
     section, runs = config.metrics, Path(config.run.dir)
     targets = runs / run / "targets"
     try:
         key = key_of(section.key, runs)
         exposition = Exposition(section.host, section.port, key, targets, name, {"run": run})
-    except PortTaken as error:
-        raise RunError(str(error), 4) from None
-    except SecretError as error:
-        raise RunError(str(error)) from None
     except OSError as error:
         raise RunError(f"cannot write {targets}: {error.strerror}", 3) from None
     try:

@@ -13,6 +13,7 @@ from typing import TypeVar
 import lz4.frame
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.messages.base import OLDER, TYPES, Message
 
 TYPE_HEADER = "Hr-Type"
@@ -33,7 +34,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[msgspec.Struct]] = {}
 
 
-class UnreadableMessage(ValueError):
+class UnreadableMessage(HeadraceError, ValueError):
     """This reader cannot use the message: its type is unknown or newer, its content is damaged or oversized, or it does
     not belong on its subject. A work queue's consumer makes it a dead letter, other readers skip it."""
 

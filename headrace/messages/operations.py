@@ -146,3 +146,5 @@ class Ack(Message, frozen=True, kw_only=True):
 
     ok: bool = True
     detail: str = ""
+    code: str = ""
+    """Of the error that is the reason; empty: none, or not one of headrace's."""

@@ -102,7 +102,7 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
     waited_s: Seconds = 0.0
     """How long its rollout actors have waited for a sandbox."""
     unanswered_s: Seconds = 0.0
-    """The last part of that wait, in which no environment node has answered."""
+    """Of an older headrace: no actor reads it."""
     workspace: Workspace | None = None
     """The sandbox to work in and to hold afterwards; None: one of its own, released at the end."""
     wording: ToolWording | None = None

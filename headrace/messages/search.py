@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
+from headrace.errors import HeadraceError
 from headrace.messages.base import Count, Finite, Message, message
 
 Mode = Literal["keyword", "hybrid"]
@@ -78,7 +79,7 @@ class SearchReply(Message, frozen=True, kw_only=True):
         return Retrieved(root=self.root, model=self.model, mode=self.mode, chunks=chunks)
 
 
-class SearchLost(Exception):
+class SearchLost(HeadraceError):
     """No search actor answers: a failure of the infrastructure, never of the policy."""
 
 

@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import CollectorRegistry
 
 from headrace import secret_files
+from headrace.errors import BROKER, HeadraceError
 from headrace.metrics import process
 
 REFUSED = b"expected Authorization: Bearer and the key of metrics\n"
@@ -26,7 +27,7 @@ CLIENT_S = 10.0
 """Seconds for a request to arrive and for its answer to be read."""
 
 
-class PortTaken(Exception):
+class PortTaken(HeadraceError, exit_status=BROKER):
     """The configured port cannot be used; the text is one sentence."""
 
 

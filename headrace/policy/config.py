@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.policy.rope import RopeScaling
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ ALPHA = 1.702
 """Gain of the sigmoid in the SwiGLU of gpt-oss."""
 
 
-class CheckpointError(Exception):
+class CheckpointError(HeadraceError, exit_status=WRONG_INPUT):
     """A checkpoint that cannot be read, or asks for something this model does not compute."""
 
 

@@ -4,8 +4,10 @@ import contextlib
 
 import torch
 
+from headrace.errors import HeadraceError
 
-class DeviceError(Exception):
+
+class DeviceError(HeadraceError):
     """This machine does not have the configured device; the text says what it has."""
 
 

@@ -10,12 +10,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from headrace.errors import HeadraceError
 from headrace.kernels import operators
 from headrace.kernels.route import SOFTMAX, Rule
 from headrace.messages.base import Array
 
 
-class RoutesMissing(Exception):
+class RoutesMissing(HeadraceError):
     """Recorded routes are needed and missing, or do not fit the model."""
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from headrace.errors import HeadraceError
 from headrace.kernels.block_attention import BLOCK
 from headrace.messages.rollout import Span
 from headrace.policy.cache import KVCache
@@ -29,7 +30,7 @@ PIECE = 4096
 """Most positions of one forward pass: enough rows for a GPU, and for 64k tokens a sixteenth of their activations."""
 
 
-class ScoringError(Exception):
+class ScoringError(HeadraceError):
     """The record cannot be scored: a version is missing, or spans do not cover a target."""
 
 

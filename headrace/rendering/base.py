@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.messages.rollout import TokenKinds, ToolCall, ToolResult
 from headrace.rendering.tokenizer import Tokenizer
 
@@ -18,8 +19,12 @@ Call = tuple[str, dict[str, str]]
 """A call that a script makes: the tool's name and its arguments."""
 
 
-class RendererError(Exception):
+class RendererError(HeadraceError, exit_status=WRONG_INPUT):
     """This checkpoint's format cannot be used; the text names the missing part and the setting to change."""
+
+
+class NoStopToken(RendererError):
+    """The chat template ends a turn with none of the policy's stop tokens."""
 
 
 class Exchange(Protocol):

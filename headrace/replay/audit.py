@@ -14,7 +14,6 @@ import msgspec
 
 from headrace.algorithms.staleness import places, staleness
 from headrace.bus.connection import Bus
-from headrace.bus.signatures import FORGED
 from headrace.ledger import lost_attempts
 from headrace.ledger.drops import DropsByLength, Fate, by_length
 from headrace.ledger.feedback import FeedbackReport
@@ -119,13 +118,13 @@ async def prove(bus: Bus, run: str, gone_users: frozenset[str] = frozenset()) ->
         branches[name], faults = await prove(bus, name, users)
         wrong += [f"{name}: {fault}" for fault in faults]
     report = msgspec.structs.replace(report, balanced=not wrong, feedback=feedback, branches=branches)
-    records = sorted(bus.skipped.values(), key=lambda record: not record.reason.startswith(FORGED))
+    records = sorted(bus.skipped.values(), key=lambda record: not record.forged)
     skipped = [f"{record.stream} #{record.seq} on {record.subject}: {record.reason}" for record in records]
     report = msgspec.structs.replace(
         report,
         skipped=tuple(skipped[:SKIPPED_NAMED]),
         skipped_count=len(skipped),
-        forged=sum(record.reason.startswith(FORGED) for record in records),
+        forged=sum(record.forged for record in records),
         unsigned=len(bus.unsigned),
     )
     return report, wrong

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.bus.connection import Bus
 from headrace.config import Config
+from headrace.errors import HeadraceError
 from headrace.messages.subjects import STEP
 from headrace.messages.training import StepDone, StepFailed, StepManifest
 from headrace.replay.fetching import Records, fetch
@@ -17,7 +18,7 @@ from headrace.replay.fetching import Records, fetch
 Outcome = StepDone | StepFailed
 
 
-class ReplayError(Exception):
+class ReplayError(HeadraceError):
     """The step or run cannot be replayed; the text names the missing part."""
 
 

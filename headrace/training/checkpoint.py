@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from headrace.errors import HeadraceError
 from headrace.training.guard import Guard
 from headrace.training.state import TrainerState
 from headrace.weights import snapshot, tensor_state
@@ -28,11 +29,11 @@ FORMAT = 2
 """Of new files. Recorded runs have files of format 1, whose hash is that of the bits alone."""
 
 
-class CheckpointError(Exception):
+class UnusableCheckpoint(HeadraceError):
     """The checkpoint is damaged, or of another model."""
 
 
-class Damaged(CheckpointError):
+class Damaged(UnusableCheckpoint):
     """The file is not what was written."""
 
 
@@ -96,7 +97,7 @@ def digest(about: Mapping[str, str], bits: str) -> str:
 
 
 def load(path: str | Path, state: TrainerState) -> CheckpointContents:
-    """Restore `state` in place. FileNotFoundError without a file; CheckpointError when it is damaged or of another
+    """Restore `state` in place. FileNotFoundError without a file; UnusableCheckpoint when it is damaged or of another
     model."""
     file = opened(path)
     check(path, file.metadata, file.state_hash())
@@ -104,7 +105,7 @@ def load(path: str | Path, state: TrainerState) -> CheckpointContents:
     try:
         state.restore(tensors, version=int(file.metadata["version"]), step=int(file.metadata["step"]))
     except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} is of another model: {error}") from None
+        raise UnusableCheckpoint(f"{path} is of another model: {error}") from None
     mapped = contents(file.metadata, tensors, lambda _, value: value.clone())
     copies = {
         version: {name: value.clone() for name, value in weights.items()} for version, weights in mapped.kept.items()
@@ -121,10 +122,10 @@ def opened(path: str | Path) -> snapshot.Snapshot:
 
 
 def check(path: str | Path, about: Mapping[str, str], bits: str) -> None:
-    """CheckpointError when a file with this metadata is no checkpoint, Damaged when its hash is another one. bits: the
-    state hash of its bits."""
+    """UnusableCheckpoint when a file with this metadata is no checkpoint, Damaged when its hash is another one. bits:
+    the state hash of its bits."""
     if about.get("format") not in ("1", str(FORMAT)):
-        raise CheckpointError(f"{path} is not a trainer checkpoint of a format up to {FORMAT}")
+        raise UnusableCheckpoint(f"{path} is not a trainer checkpoint of a format up to {FORMAT}")
     if digest(about, bits) != about.get("hash"):
         raise Damaged(f"{path} is damaged: it gives hash {digest(about, bits)}, expected {about.get('hash')}")
 

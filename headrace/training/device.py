@@ -4,6 +4,7 @@ import torch
 
 from headrace import machine_memory
 from headrace.config import Config
+from headrace.errors import HeadraceError
 from headrace.policy import device
 from headrace.policy.config import PolicyConfig
 from headrace.policy.numerics import Numerics
@@ -11,7 +12,7 @@ from headrace.training import memory_plan
 from headrace.training.figures.layout import Layout, layout_of
 
 
-class TrainerError(Exception):
+class TrainerError(HeadraceError):
     """The trainer cannot start, or cannot take a step, as configured; the text says what is wrong."""
 
 

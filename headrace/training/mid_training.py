@@ -27,6 +27,7 @@ import torch
 
 from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import MidTraining
+from headrace.errors import HeadraceError
 from headrace.policy.model import Model
 from headrace.training import checkpoint
 from headrace.training.data.mixture import Mixture, phase
@@ -61,7 +62,7 @@ class Progress:
     """Loss in nats on held-out documents by source, at steps where it was measured."""
 
 
-class MidTrainingFailed(Exception):
+class MidTrainingFailed(HeadraceError):
     """The loss or the gradient of a step is not finite, or the saved file is of another recipe; the text says which."""
 
 

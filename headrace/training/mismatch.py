@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headrace.algorithms.mismatch import flipped, mismatch
 from headrace.config import Algorithm, Numerics
+from headrace.errors import HeadraceError
 from headrace.messages.base import Array
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import EngineMismatch, TokenGap
@@ -35,7 +36,7 @@ GAPS_KEPT = 4096
 """Tokens of a re-scored trajectory whose gaps are recorded one by one."""
 
 
-class TooFar(Exception):
+class TooFar(HeadraceError):
     """An engine exceeds a limit at which the step is refused; the text names the engine, the figure and the limit."""
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from headrace.errors import HeadraceError
 from headrace.messages.weights import TensorInfo
 
 BLOCK = 4 << 20
@@ -53,7 +54,7 @@ _UNSIGNED: dict[int, np.dtype[np.unsignedinteger]] = {
 }
 
 
-class WeightError(Exception):
+class WeightError(HeadraceError):
     """Weights cannot be read, or do not match their hashes or description; the text names them and the reason."""
 
 

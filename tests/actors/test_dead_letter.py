@@ -208,7 +208,7 @@ async def test_a_stream_that_is_kept_keeps_the_message(connect: Connect) -> None
 
 async def test_requests_end_when_no_rollout_actor_is_alive(connect: Connect) -> None:
     """A live one, also of no particular run, keeps them in the queue; another run's does not."""
-    admin, settings = await connect(), Config(rollout=RolloutSection(rollout_wait_s=0.4))
+    admin, settings = await connect(), Config(rollout=RolloutSection(wait_s=0.4))
     rollout = await connect("rollout")
     presence = await rollout.kv("HR_PRESENCE")
 

@@ -26,7 +26,7 @@ from headrace.search import client
 from headrace.search.client import SearchClient
 from headrace.search.index import Index
 from headrace.search.local import LocalSearcher
-from headrace.search.models import read
+from headrace.search.models import SearchModelError, read
 from headrace.search.service import open_indexes
 from headrace.search.tree import content_hash
 from tests.support import embedding_model
@@ -149,7 +149,7 @@ async def test_nodes_of_a_run_must_have_one_model(connect: Connect, folder: Path
     async with living(Search, config(folder, tmp_path), await connect("search"), f"{RUN}-4"):
         with pytest.raises(Unrecoverable, match=r"headrace\.search: model has source hash"):
             await Search(config(other, tmp_path), await connect("search"), f"{RUN}-4", "s2").start()
-    with pytest.raises(Unrecoverable, match="the search actor has no model"):
+    with pytest.raises(SearchModelError, match="the search actor has no model"):
         await Search(config("none", tmp_path), await connect("search"), f"{RUN}-5", "s3").start()
 
 
@@ -172,7 +172,7 @@ async def test_a_model_that_cannot_be_used_ends_the_actor_and_answers_those_that
         reply = await SearchClient(rollout, run).ask(request(run=run, mode="hybrid"))
         assert reply.failure == "not_ready" and "no tensor 'encoder.layer.1.output.LayerNorm.bias'" in reply.detail
         error = await actor.failed
-        assert isinstance(error, Unrecoverable) and str(error).startswith("SearchModelError: [search] model")
+        assert isinstance(error, SearchModelError)
     finally:
         await actor.shut(1.0)
 

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from headrace.actors.rollout.failures import REASONS
+from headrace.actors.rollout.failures import FAILURES
 from headrace.gateway.sessions import SENTENCES
 from headrace.ledger import lost_attempts
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-SAMPLED = {reason for _, reason in REASONS}
+SAMPLED = {kind.code for kind in FAILURES}
 JUDGED = {"judge_lost", "judge_endpoint"}
 
 

@@ -10,7 +10,6 @@ import pytest
 import trustme
 from aiohttp import web
 
-from headrace.bus.errors import Unrecoverable
 from headrace.config import Production
 from headrace.gateway import http
 from headrace.gateway.tenants.admission import Admission
@@ -133,5 +132,5 @@ async def test_a_gateway_never_starts_without_the_certificate_that_it_should_hav
     made = Production(tls_certificate=str(files.certificate), tls_key=str(files.key))
     assert configured(made, every, event) is not None and looked == [RENEW_S]
     files.issue(key=False)
-    with pytest.raises(Unrecoverable, match=r"\[production\] tls_certificate: .* cannot be used"):
+    with pytest.raises(CertificateError, match=r"\[production\] tls_certificate: .* cannot be used"):
         configured(made, every, event)

@@ -11,14 +11,14 @@ from headrace import process_stat
 from headrace.config import Bus, Config
 from headrace.launch import runs
 from headrace.launch.broker import Broker
-from headrace.launch.supervision import stopped
+from headrace.launch.supervision import children
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_a_stopped_broker_is_killed_and_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopped, "LOOK_S", 0.02)
-    monkeypatch.setattr(stopped, "STOPPED_S", 0.1)
+    monkeypatch.setattr(children, "LOOK_S", 0.02)
+    monkeypatch.setattr(children, "STOPPED_S", 0.1)
     broker, causes = Broker(Config(bus=Bus(port=0)), runs.create(tmp_path, "r1")), list[str]()
     await broker.start()
     restarted = asyncio.Event()

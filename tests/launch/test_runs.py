@@ -34,7 +34,7 @@ def test_only_one_run_is_active_and_a_dead_holder_frees_the_folder(tmp_path: Pat
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(RunError, match=f"pid {holder.pid}") as caught:
             runs.lock(tmp_path)
-        assert caught.value.code == 5
+        assert caught.value.exit_status == 5
         holder.kill()
         holder.wait()
     runs.lock(tmp_path).close()
@@ -45,14 +45,14 @@ def test_a_full_disk_is_refused(tmp_path: Path) -> None:
     runs.require_disk(tmp_path, free // 2)
     with pytest.raises(RunError, match=r"\d+ MiB free and a run needs") as caught:
         runs.require_disk(tmp_path, 2 * free)
-    assert caught.value.code == 3
+    assert caught.value.exit_status == 3
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot write to") as caught:
         runs.lock(tmp_path / "file")
-    assert caught.value.code == 3
+    assert caught.value.exit_status == 3
 
 
 def test_ids_are_legal_subject_tokens() -> None:

@@ -7,7 +7,7 @@ import torch
 from headrace.algorithms.adamw import OptimizerSettings
 from headrace.policy.model import Model
 from headrace.training import checkpoint
-from headrace.training.checkpoint import CheckpointError, Damaged
+from headrace.training.checkpoint import Damaged, UnusableCheckpoint
 from headrace.training.state import TrainerState
 from tests.support.world import NUMERICS, POLICY, model
 from tests.training.test_state import IDS, backward
@@ -116,10 +116,10 @@ def test_refuses_what_is_broken_or_foreign(tmp_path: Path) -> None:
         checkpoint.load(file, blank())
     checkpoint.save(file, moved())
     small = msgspec.structs.replace(POLICY, layers=1, vocab=300)
-    with pytest.raises(CheckpointError, match="another model"):
+    with pytest.raises(UnusableCheckpoint, match="another model"):
         checkpoint.load(file, TrainerState(Model(small, NUMERICS, seed=0)))
     from headrace.weights import tensor_state
 
     tensor_state.write(file, model().state())
-    with pytest.raises(CheckpointError, match="not a trainer checkpoint"):
+    with pytest.raises(UnusableCheckpoint, match="not a trainer checkpoint"):
         checkpoint.load(file, blank())

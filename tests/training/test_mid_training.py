@@ -10,7 +10,7 @@ import torch
 
 from headrace.config import MidTraining
 from headrace.training import mid_training
-from headrace.training.checkpoint import CheckpointError
+from headrace.training.checkpoint import UnusableCheckpoint
 from headrace.training.mid_training import MidTrainingFailed, Progress, batches, learning_rate, run
 from tests.support.world import model
 
@@ -86,7 +86,7 @@ def test_what_was_kept_under_another_recipe_or_damaged_is_refused(
     with pytest.raises(MidTrainingFailed, match=r"another \[mid_training\]"):
         run(model(), texts(), RECIPE, file=checkpoint_file)
     checkpoint_file.write_bytes(checkpoint_file.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with pytest.raises(UnusableCheckpoint, match="is damaged"):
         run(model(), texts(), RECIPE, file=checkpoint_file)
 
 

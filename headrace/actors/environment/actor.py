@@ -224,10 +224,8 @@ class Environment(Actor):
         """Renew a lease."""
         try:
             self._leases.authorise(caller, request.sandbox, request.secret, request.epoch).renew(request.lease_s)
-        except Unknown as error:
-            return Ack(ok=False, detail=f"lost: {error}")
-        except OwnershipRefused as error:
-            return Ack(ok=False, detail=f"refused: {error}")
+        except (Unknown, OwnershipRefused) as error:
+            return Ack(ok=False, detail=str(error), code=error.code)
         return Ack()
 
     async def _release(self, caller: str, request: Release) -> Ack:
@@ -237,7 +235,7 @@ class Environment(Actor):
         except Unknown:
             return Ack()
         except OwnershipRefused as error:
-            return Ack(ok=False, detail=f"refused: {error}")
+            return Ack(ok=False, detail=str(error), code=error.code)
         if self._leases.drop(lease):
             self._host.release(lease.sandbox.id)
         return Ack()
@@ -363,7 +361,12 @@ def _not_its_own(caller: str, role: str) -> str:
 
 def _failure(error: Exception) -> SandboxReply:
     """The reply that reports an error."""
-    kinds = {NoCapacity: "no_room", SandboxLost: "lost", Unknown: "lost", FilesRefused: "files_refused"}
+    kinds: dict[type[Exception], str] = {
+        NoCapacity: "no_room",
+        SandboxLost: "lost",
+        Unknown: "lost",
+        FilesRefused: "files_refused",
+    }
     return SandboxReply(failure=kinds.get(type(error), "refused"), detail=str(error))
 
 

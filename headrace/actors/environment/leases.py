@@ -9,15 +9,16 @@ import hmac
 import secrets
 import time
 
+from headrace.errors import HeadraceError
 from headrace.messages.sandbox import Acquire, SandboxKey
 from headrace.vmhost.node.host import VmSandbox
 
 
-class OwnershipRefused(Exception):
+class OwnershipRefused(HeadraceError):
     """The secret or the epoch is not the current owner's."""
 
 
-class Unknown(Exception):
+class Unknown(HeadraceError, code="lost"):
     """This node has no such sandbox: it was released, its lease lapsed, or its machine ended."""
 
 

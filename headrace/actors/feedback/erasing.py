@@ -128,7 +128,7 @@ class Eraser:
         try:
             reply = await self._bus.connection.api(f"CONSUMER.INFO.HR_TASK.{name}")
         except ApiError as error:
-            if error.code == 404:  # no rollout actor has served the lane yet
+            if error.status == 404:  # no rollout actor has served the lane yet
                 return 0
             raise
         return msgspec.json.decode(reply, type=_Consumer).delivered.stream_seq

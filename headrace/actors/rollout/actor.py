@@ -16,7 +16,7 @@ import msgspec
 from headrace.actors.rollout import spans
 from headrace.actors.rollout.client_turns import ClientTurns
 from headrace.actors.rollout.episode import Episode
-from headrace.actors.rollout.failures import CANCELLED, PURGED, Cancelled, NoEnvironment, NoFreeNode, failure
+from headrace.actors.rollout.failures import FAILURES, Cancelled, NoEnvironment, failure
 from headrace.actors.rollout.message import MessageEpisode
 from headrace.actors.rollout.pins import NoPolicy, Promoted
 from headrace.actors.rollout.policies import Policies
@@ -30,9 +30,7 @@ from headrace.bus.nats.received import Received
 from headrace.bus.runtime import ack_waits
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
-from headrace.engines.base import EngineError
 from headrace.engines.registry import ENGINES
-from headrace.harness.mcp.connection import McpError
 from headrace.harness.mcp.tools import open_servers
 from headrace.harness.tools.registry import TOOLS
 from headrace.harness.tools.toolbox import tools_of, with_linter, with_search, with_tools, with_web_search
@@ -42,8 +40,7 @@ from headrace.messages.ledger import Admission, admission_key
 from headrace.messages.plugins import Plugin
 from headrace.messages.product import AttemptControl, CapacityLease, Promotion, lease_key, promotion_key
 from headrace.messages.rollout import Lane, RolloutRequest, Trajectory
-from headrace.messages.sandbox import NoCapacity, SandboxLost
-from headrace.messages.search import SearchLost
+from headrace.messages.sandbox import NoCapacity
 from headrace.messages.subjects import FAIL, RPC, TASK, token
 from headrace.messages.tasks import Oracle, Task, TaskRef
 from headrace.messages.weights import WeightsSwapped
@@ -51,9 +48,8 @@ from headrace.registry import PluginError, plugins
 from headrace.rendering.registry import RENDERERS
 from headrace.sandboxes.client import Sandboxes, Superseded
 from headrace.search.client import SearchClient
-from headrace.search.models import SearchModelError, find, offers_search, plugin
+from headrace.search.models import find, offers_search, plugin
 from headrace.tasks import UnknownSuite, open_suite
-from headrace.tasks.diff import TreeTooLarge
 from headrace.tasks.suites import suite_plugins
 
 LANES: tuple[Lane, ...] = get_args(Lane)
@@ -65,31 +61,22 @@ class Rollout(Actor):
     role: ClassVar[str] = "rollout"
 
     async def start(self) -> None:
-        """Open plugins and MCP servers, follow weights and lease, then pull. Unrecoverable if a plugin, an MCP server
-        or the search model cannot be used."""
+        """Open plugins and MCP servers, follow weights and lease, then pull. PluginError, UnknownSuite, McpError,
+        SearchModelError."""
         self._policies = Policies(self.config, self.bus, self.run, self.id, self._on_swap, self._on_refused)
         self._promoted = Promoted(self._policies.holding, self._on_refused)
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
         tasks = self.config.tasks
-        try:
-            self._mcp = await open_servers(tasks.mcp, Path(self.config.run.dir) / self.run)
-        except McpError as error:
-            raise Unrecoverable(f"McpError: {error}") from error
-        try:
-            renderer = self.config.policy.renderer
-            tools = plugins((TOOLS, (*tasks.tools, *self._mcp.names)))
-            self._plugins = plugins(
-                (ENGINES, (self.config.engine.kind,)), (RENDERERS, () if renderer == "auto" else (renderer,))
-            )
-            suites = (tasks.suite, tasks.heldout, tasks.unseen, *suites_during(self.config))
-            used = (*tools, *self._plugins, *suite_plugins(suites))
-        except (PluginError, UnknownSuite) as error:
-            raise Unrecoverable(f"{type(error).__name__}: {error}") from error
+        self._mcp = await open_servers(tasks.mcp, Path(self.config.run.dir) / self.run)
+        renderer = self.config.policy.renderer
+        tools = plugins((TOOLS, (*tasks.tools, *self._mcp.names)))
+        self._plugins = plugins(
+            (ENGINES, (self.config.engine.kind,)), (RENDERERS, () if renderer == "auto" else (renderer,))
+        )
+        suites = (tasks.suite, tasks.heldout, tasks.unseen, *suites_during(self.config))
+        used = (*tools, *self._plugins, *suite_plugins(suites))
         self._searcher = SearchClient(self.bus, self.run) if offers_search(self.config) else None
-        try:
-            model = find(self.config.search.model) if self._searcher is not None else None
-        except SearchModelError as error:
-            raise Unrecoverable(f"SearchModelError: {error}") from error
+        model = find(self.config.search.model) if self._searcher is not None else None
         await agree(self.bus, self.run, (*used, plugin(model, self.config.search.tokens)))
         self._agreed = set(tools)
         self._suite = lru_cache(64)(partial(open_suite, root=tasks.dir))
@@ -102,8 +89,8 @@ class Rollout(Actor):
 
         self._task = lru_cache(64)(offered)
         self._running: dict[asyncio.Task[Trajectory | None], RolloutRequest] = {}
-        self._cancelled: dict[asyncio.Task[Trajectory | None], str] = {}
-        """Attempts that a user ended, with the reason: the turns of `CANCELLED` ones are published."""
+        self._cancelled: dict[asyncio.Task[Trajectory | None], Cancelled] = {}
+        """Attempts that a user ended: the turns are published unless their data is purged."""
         self._handing_back: set[asyncio.Task[Trajectory | None]] = set()
         self._pulls: dict[Lane, Consumer] = {}
         idle_s = self.config.production.idle_s
@@ -205,6 +192,8 @@ class Rollout(Actor):
             self._lanes = lanes
             self._open_lanes()
             await self._serve_clients()
+            for lane in taken:  # first, because this actor's own pull request would get what is handed back
+                await self._pulls[lane].withdrawn()
             self._hand_back(taken)
 
     async def _follow_admission(self) -> None:
@@ -236,7 +225,7 @@ class Rollout(Actor):
             trajectory = await asyncio.shield(work)
         except asyncio.CancelledError:
             if work in self._cancelled:
-                await self._fail(request, Cancelled(self._cancelled[work]))
+                await self._fail(request, self._cancelled[work])
             elif work in self._handing_back:
                 await self._republish(request)
             else:
@@ -249,7 +238,7 @@ class Rollout(Actor):
             await self.event("superseded", str(error), "warning", trajectory=request.trajectory)
         except NoCapacity as error:
             await self._wait_on(request, error)
-        except (SandboxLost, EngineError, SearchLost, NoPolicy, TreeTooLarge, Cancelled) as error:
+        except FAILURES as error:
             await self._fail(request, error)
         else:
             if trajectory is not None:
@@ -270,9 +259,8 @@ class Rollout(Actor):
                 wanted = request.group == message.group or request.group.partition(".")[0] == message.user
                 if wanted and request.lane == "production":
                     # A cancellation is sent until the run has ended, also while its turns are being published.
-                    why = PURGED if message.user else CANCELLED
-                    if why == PURGED or work not in self._cancelled:
-                        self._cancelled[work] = why
+                    if message.user or work not in self._cancelled:
+                        self._cancelled[work] = Cancelled(purged=bool(message.user))
                         work.cancel()
             if message.workspace:
                 await self._sandboxes.release_held(message.workspace)
@@ -308,11 +296,11 @@ class Rollout(Actor):
                     return await episode.run(resume, engine, renderer)
             except asyncio.CancelledError:
                 work = asyncio.current_task()
-                cancelled = work is not None and self._cancelled.get(work) == CANCELLED
-                if not cancelled or not isinstance(episode, Episode):
+                cancelled = self._cancelled.get(work) if work is not None else None
+                if cancelled is None or cancelled.purged or not isinstance(episode, Episode):
                     raise
                 if (trajectory := await episode.cancelled(renderer)) is None:
-                    raise Cancelled(CANCELLED) from None
+                    raise cancelled from None
                 return trajectory
 
     async def _plugins_of(self, task: Task) -> tuple[Plugin, ...]:
@@ -347,24 +335,21 @@ class Rollout(Actor):
 
     async def _wait_on(self, request: RolloutRequest, error: NoCapacity) -> None:
         """Hand back a request that got no sandbox, because a request behind it in the queue may own the capacity that
-        it waits for. The request fails once it has waited for `node_wait_s` or `room_wait_s`."""
-        before_s = 0.0 if error.answered else request.unanswered_s
-        again = msgspec.structs.replace(
-            request, waited_s=request.waited_s + error.waited_s, unanswered_s=before_s + error.unanswered_s
-        )
+        it waits for. The request fails once it has waited for `wait_s`, or for `node_wait_s` while no node answers."""
+        waited_s, silent_s = request.waited_s + error.waited_s, self._sandboxes.silent_s
         waits = self.config.rollout
-        if again.unanswered_s >= waits.node_wait_s:
+        if min(waited_s, silent_s) >= waits.node_wait_s:
             why: Exception = NoEnvironment(
-                f"no environment node of run {self.run} answered for {again.unanswered_s:.0f} s ([rollout] "
-                f"node_wait_s): start one with `headrace actor environment --run {self.run}`"
+                f"no environment node of run {self.run} answered for {silent_s:.0f} s ([rollout] node_wait_s): start "
+                f"one with `headrace actor environment --run {self.run}`"
             )
-        elif again.waited_s >= waits.room_wait_s:
-            why = NoFreeNode(
-                f"no environment node had capacity for {again.waited_s:.0f} s ([rollout] room_wait_s): add a node, "
-                "raise [environment] max_vms or lower [rollout] credit"
+        elif waited_s >= waits.wait_s:
+            why = NoCapacity(
+                f"no environment node had capacity for {waited_s:.0f} s ([rollout] wait_s): add a node, raise "
+                "[environment] max_vms or lower [rollout] credit"
             )
         else:
-            await self._republish(again)
+            await self._republish(msgspec.structs.replace(request, waited_s=waited_s))
             return
         await self._fail(request, why)
 

@@ -265,9 +265,8 @@ class Episode:
 
     def _patience_s(self, patience_s: float) -> float:
         """A wait in seconds, at most the time that the configuration's waits leave this request."""
-        request, waits = self._request, self._waits
-        left_s = min(waits.room_wait_s - request.waited_s, waits.node_wait_s - request.unanswered_s)
-        return max(min(patience_s, left_s), SHORTEST_WAIT_S)
+        waits = self._waits
+        return max(min(patience_s, waits.node_wait_s, waits.wait_s - self._request.waited_s), SHORTEST_WAIT_S)
 
     async def _enter(self, acquire: Acquire, workspace: Workspace, resume: ResumeState) -> RemoteSandbox:
         """The sandbox of a workspace: the held one, or a new one with the files of the request."""

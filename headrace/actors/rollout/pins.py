@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 
 from headrace.bus.errors import BusError
 from headrace.engines.base import Engine, EngineError
+from headrace.errors import HeadraceError
 from headrace.messages.rollout import PolicyRef
 from headrace.messages.weights import WeightsStaged
 
@@ -21,7 +22,7 @@ AGAIN_S = 30.0
 """Seconds after which a promoted version that could not be loaded is tried again."""
 
 
-class NoPolicy(Exception):
+class NoPolicy(HeadraceError):
     """This node cannot serve the policy that a request names: an infrastructure failure."""
 
 

@@ -193,9 +193,9 @@ class Policies:
                 self._news.notify_all()
 
     async def reached(self, version: int, within_s: float = math.inf) -> None:
-        """Wait until `latest` is at least this version. NoPolicy after `[rollout] version_wait_s` or `within_s`,
+        """Wait until `latest` is at least this version. NoPolicy after `[rollout] wait_s` or `within_s`,
         whichever is shorter."""
-        limit_s = min(self._config.rollout.version_wait_s, within_s)
+        limit_s = min(self._config.rollout.wait_s, within_s)
         try:
             async with asyncio.timeout(limit_s), self._news:
                 await self._news.wait_for(lambda: self.version >= version)

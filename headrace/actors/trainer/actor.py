@@ -159,7 +159,7 @@ class Trainer(Actor):
             raise  # a restart opens the other one
         except (
             CheckpointError,
-            checkpoint.CheckpointError,
+            checkpoint.UnusableCheckpoint,
             DataError,
             RendererError,
             TrainerError,

@@ -74,6 +74,8 @@ def running(folder: str | Path) -> Running | None:
 class Server:
     """One embedded broker with a user per role."""
 
+    name = "nats-server"
+
     def __init__(
         self,
         folder: str | Path,
@@ -88,6 +90,7 @@ class Server:
         """prepared: the folder has its nats.conf and credentials already, as `regions` and `cluster` make them.
         origins: of pages that may connect over WebSocket; it is not opened without any."""
         self.folder = Path(folder).resolve()
+        self.log = self.folder / "log"
         self.host, self.port, self.need_free = host, port, need_free
         self.credentials = self.folder / "credentials"
         """Folder of seed files, for `Bus.connect(credentials=...)`."""
@@ -119,7 +122,7 @@ class Server:
                 await self._ready(self.folder / "ports" / f"nats-server_{self.pid}.ports")
         except TimeoutError:
             await self.kill()
-            raise BusError(f"the broker did not come up within {timeout:g} s; see {self.folder / 'log'}") from None
+            raise BusError(f"the broker did not come up within {timeout:g} s; see {self.log}") from None
         self.url = f"nats://{self.host}:{self.port}"
         state = Running(self.pid, self.port, self.url, time.time())
         (self.folder / "server.json").write_bytes(msgspec.json.encode(state))
@@ -128,7 +131,7 @@ class Server:
     def _spawn(self) -> "subprocess.Popen[bytes]":
         argv = [find_binary(), "-c", str(self.folder / "nats.conf"), "-a", self.host, "-p", str(self.port or -1)]
         argv += ["-sd", str(self.folder / "store"), "--ports_file_dir", str(self.folder / "ports")]
-        argv += ["-l", str(self.folder / "log")]
+        argv += ["-l", str(self.log)]
         with open(self.folder / "boot", "wb") as boot:
             return subprocess.Popen(
                 ending_with_parent(argv) if self._die_with_parent else argv,
@@ -144,7 +147,7 @@ class Server:
             (self.folder / name).mkdir(exist_ok=True)
         for stale in (self.folder / "ports").iterdir():
             stale.unlink()
-        (self.folder / "log").unlink(missing_ok=True)
+        self.log.unlink(missing_ok=True)
         if not self._prepared:
             credentials.write(self.credentials)
             (self.folder / "nats.conf").write_text(CONF.read_text() + self._websocket_conf())
@@ -221,6 +224,9 @@ class Server:
         """Return when the server has ended, with its exit code."""
         assert self._process is not None
         return await _ended(self._process)
+
+    def sweep(self) -> None:
+        """Nothing: it starts no processes."""
 
     async def __aenter__(self) -> "Server":
         return self if self._process is not None else await self.start()

@@ -20,7 +20,16 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from headrace.bus.broker.keys import Key
-from headrace.bus.errors import ApiError, BusError, BusTimeout, Denied, Disconnected, NoResponders
+from headrace.bus.errors import (
+    ApiError,
+    BusError,
+    BusTimeout,
+    CredentialsRefused,
+    Denied,
+    Disconnected,
+    NoBroker,
+    NoResponders,
+)
 from headrace.bus.nats.client import NatsClient, NoTls
 
 _DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
@@ -140,10 +149,10 @@ class NatsConnection:
             await asyncio.gather(attempt, return_exceptions=True)
         await self._abandon()
         if "authorization" in reason.lower():
-            raise BusError(f"the broker at {self.url} refuses the credentials of role {self.role!r}")
+            raise CredentialsRefused(f"the broker at {self.url} refuses the credentials of role {self.role!r}")
         if self._untrusted:
-            raise BusError(f"there is no TLS connection to the broker at {self.url}: {self._untrusted}")
-        raise BusError(f"no broker answers at {self.url} ({reason})")
+            raise NoBroker(f"there is no TLS connection to the broker at {self.url}: {self._untrusted}")
+        raise NoBroker(f"no broker answers at {self.url} ({reason})")
 
     async def _abandon(self) -> None:
         try:
@@ -212,7 +221,7 @@ class NatsConnection:
             try:
                 return await what()
             except (*TRANSIENT, ApiError) as error:
-                if isinstance(error, ApiError) and error.code != 503:
+                if isinstance(error, ApiError) and error.status != 503:
                     raise
                 if self.closed.is_set() or loop.time() + pause > deadline:
                     raise
@@ -262,7 +271,7 @@ class NatsConnection:
             self.client.forget(subscription)
             raise
         if self._denied.pop(f"subscription {subject.lower()}", None):
-            raise Denied(f"role {self.role!r} may not subscribe to {subject}")
+            raise Denied(self.role, "subscribe to", subject)
         return subscription
 
     async def unsubscribe(self, subscription: Subscription) -> None:
@@ -347,7 +356,7 @@ class NatsConnection:
             hit = False
             for future, waiting in list(self._waiting.values()):
                 if kind == "publish" and waiting.lower() == subject and not future.done():
-                    future.set_exception(Denied(f"role {self.role!r} may not publish on {waiting}"))
+                    future.set_exception(Denied(self.role, "publish on", waiting))
                     hit = True
             if not hit:
                 self._tell(f"role {self.role!r} may not {kind} {subject}")

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
 import msgspec
 from nats.aio.msg import Msg
 
@@ -56,6 +57,8 @@ class Consumer:
         self._running: dict[asyncio.Task[None], Received[Any]] = {}
         self._wake = asyncio.Event()
         self._taken = asyncio.Event()
+        self._withdrawn = asyncio.Event()
+        self._withdrawn.set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._paused = self._stopping = False
@@ -81,6 +84,10 @@ class Consumer:
         self._paused = True
         self._wake.set()
 
+    async def withdrawn(self) -> None:
+        """Return when a paused consumer has no pull request at the broker: no further message arrives."""
+        await self._withdrawn.wait()
+
     def resume(self) -> None:
         """Take messages again."""
         self._paused = False
@@ -98,11 +105,8 @@ class Consumer:
     async def stop(self, timeout: float = 10.0) -> None:
         """Stop pulling, let handlers finish for `timeout` seconds, give the rest back to the broker."""
         await self.halt()
-        try:
-            async with asyncio.timeout(timeout):
-                await self._idle.wait()
-        except TimeoutError:
-            pass
+        with anyio.move_on_after(timeout):
+            await self._idle.wait()
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -177,12 +181,10 @@ class Consumer:
         loop = asyncio.get_running_loop()
         pause = 0.05
         while True:
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                if self._asked and loop.time() - self._heard > 2 * HEARTBEAT_S:
-                    await self._check_request()
+            with anyio.move_on_after(HEARTBEAT_S) as waited:
+                await self._wake.wait()
+            if waited.cancelled_caught and self._asked and loop.time() - self._heard > 2 * HEARTBEAT_S:
+                await self._check_request()
             self._wake.clear()
             try:
                 if self._paused:
@@ -217,6 +219,7 @@ class Consumer:
     async def _ask(self, count: int) -> None:
         await self.bus.connection.wait_connected(5.0)
         if self._subscription is None:
+            self._withdrawn.clear()
             self._inbox = self.bus.connection.inbox()
             self._subscription = await self.bus.connection.subscribe(
                 f"{self._inbox}.*", self._on_message, unbounded=True
@@ -242,6 +245,7 @@ class Consumer:
             await self._wait_until_pulls_are_taken()
             await self.bus.connection.unsubscribe(self._subscription)
             self._subscription = None
+        self._withdrawn.set()
 
     async def _wait_until_pulls_are_taken(self) -> None:
         """Return when the broker has read every pull request that was sent.
@@ -257,9 +261,9 @@ class Consumer:
         ask = f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{self.durable}"
         try:
             await self.bus.connection.publish_request(ask, b"{", f"{self._inbox}.{_TAKEN}")
-            async with asyncio.timeout(HEARTBEAT_S):
+            with anyio.move_on_after(HEARTBEAT_S):
                 await self._taken.wait()
-        except (*TRANSIENT, BusError, TimeoutError):
+        except (*TRANSIENT, BusError):
             pass  # the broker is away, or the consumer has been deleted
 
     async def _on_message(self, raw: Msg) -> None:

@@ -15,7 +15,7 @@ from headrace.bus.nats import ordered_reader
 from headrace.bus.nats.connection import NatsConnection
 from headrace.bus.nats.received import DeliveryInfo
 from headrace.bus.nats.records import Skipped
-from headrace.bus.signatures import HEADER, Trust, kind_of
+from headrace.bus.signatures import HEADER, Forged, Trust, kind_of
 from headrace.messages.base import Message
 from headrace.messages.codec import UnreadableMessage, decode, encode
 
@@ -132,7 +132,7 @@ class KeyValue:
         try:
             return decode(entry.data, entry.headers)
         except UnreadableMessage as error:
-            self._bus.skip(Skipped(self._stream, entry.seq, entry.subject, str(error)))
+            self._bus.skip(Skipped(self._stream, entry.seq, entry.subject, str(error), isinstance(error, Forged)))
             return None
 
     async def _signed(self, entry: ordered_reader.Stored) -> bool:
@@ -143,7 +143,7 @@ class KeyValue:
             kind = kind_of(entry.headers, entry.data)
             self._bus.trust.check(entry.subject, kind, entry.headers, entry.data, entry.time)
         except UnreadableMessage as error:
-            self._bus.skip(Skipped(self._stream, entry.seq, entry.subject, str(error)))
+            self._bus.skip(Skipped(self._stream, entry.seq, entry.subject, str(error), isinstance(error, Forged)))
             return False
         return True
 

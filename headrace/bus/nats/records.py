@@ -21,7 +21,7 @@ from headrace.bus.nats import ordered_reader
 from headrace.bus.nats.connection import NatsConnection
 from headrace.bus.nats.received import DeliveryInfo, Received
 from headrace.bus.payloads.shared_memory import SharedMemoryStore, fetch
-from headrace.bus.signatures import Trust
+from headrace.bus.signatures import Forged, Trust
 from headrace.messages.codec import ENCODING_HEADER, TYPE_HEADER, UnreadableMessage, decode
 from headrace.messages.operations import BlobRef
 
@@ -39,6 +39,8 @@ class Skipped(msgspec.Struct, frozen=True):
     seq: int
     subject: str
     reason: str
+    forged: bool
+    """Whether no writer of that subject has signed it."""
 
 
 class Records:
@@ -147,7 +149,7 @@ class Records:
         try:
             _ = received.message
         except UNREADABLE as error:
-            self.skip(Skipped(received.stream, received.seq, received.subject, str(error)))
+            self.skip(Skipped(received.stream, received.seq, received.subject, str(error), isinstance(error, Forged)))
             return False
         if received.unsigned:
             self.unsigned.add((received.stream, received.seq))
@@ -158,7 +160,7 @@ class Records:
         try:
             received.verify()
         except UnreadableMessage as error:
-            self.skip(Skipped(received.stream, received.seq, received.subject, str(error)))
+            self.skip(Skipped(received.stream, received.seq, received.subject, str(error), isinstance(error, Forged)))
             return False
         return True
 

@@ -22,6 +22,7 @@ from headrace.bus.runtime.delivery import DeliveryHandler, Handler
 from headrace.bus.runtime.utilization import Utilization
 from headrace.bus.runtime.waits import Waits, What
 from headrace.config import Config
+from headrace.errors import HeadraceError
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
 from headrace.messages.operations import Ack, Event, Metric
@@ -140,7 +141,11 @@ class Actor:
                     return await handler(message)
                 except Exception as error:
                     await self._report(error, f"answering {subject}")
-                    return Ack(ok=False, detail=f"{type(error).__name__}: {error}")
+                    return Ack(
+                        ok=False,
+                        detail=f"{type(error).__name__}: {error}",
+                        code=error.code if isinstance(error, HeadraceError) else "",
+                    )
 
         subscription = await self.bus.respond(subject, answer, queue=queue)
         self._subscriptions.append(subscription)

@@ -175,7 +175,7 @@ def unpulled(run: str, stored: Stored, wait_s: float) -> DeadLetter:
     """The letter for a request of HR_TASK while no rollout actor is alive."""
     consumer = f"rollout-{run}-{stored.subject.split('.')[3]}"
     reason = (
-        f"no rollout actor of run {run} was alive for {wait_s:g} s ([rollout] rollout_wait_s): start one with "
+        f"no rollout actor of run {run} was alive for {wait_s:g} s ([rollout] wait_s): start one with "
         f"`headrace actor rollout --run {run}`"
     )
     given_up = Advisory(

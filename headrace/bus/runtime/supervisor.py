@@ -6,6 +6,11 @@ failures in a row with one text that take longer than `period`, unless `STEADY_S
 with an attribute `alike` is compared by that instead of its text; an empty one is like no other. Then the supervisor
 gives up: it publishes an event, drains every actor of the process, and its exit code tells the parent of the
 process. SIGTERM and SIGINT drain; a second signal ends at once.
+
+The runtime's own waits are in anyio's task groups and cancel scopes; code of actors and calls of the broker are not. An
+actor's task is cancelled once, and may still await then, for example to give its message back: a cancel scope would
+interrupt each of these awaits. nats-py swallows cancellations, and a scope does not take the one that is raised in its
+place (nats/connection.py) for its own.
 """
 
 import asyncio
@@ -13,19 +18,21 @@ import contextlib
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import anyio
+
+from headrace.backoff import Intensity
 from headrace.bus.broker.callers import PING, PINGING
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, CorruptPayload, Denied, StreamMissing, Unrecoverable
-from headrace.bus.nats.kv import KeyValue
 from headrace.bus.payloads.shared_memory import SharedMemoryStore
 from headrace.bus.runtime import logging, tracing
 from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
+from headrace.errors import BROKER, FAILED, GAVE_UP_LACKING, MACHINE, WRONG_INPUT, exit_status
 from headrace.messages import subjects as s
 from headrace.messages.operations import Heartbeat
 from headrace.metrics import process as metrics
@@ -33,10 +40,12 @@ from headrace.metrics.machine_use import machine_use
 
 HEARTBEAT_S = 2.0
 DRAIN_S = 10.0
-EXIT_GAVE_UP = 1
-EXIT_FOR_GOOD = 3
+EXIT_GAVE_UP = FAILED
+EXIT_FOR_GOOD = MACHINE
 """A restart would fail in the same way; `headrace up` ends the run (launch/supervision/children.py)."""
-EXIT_NO_BROKER = 4
+EXIT_NO_BROKER = BROKER
+GAVE_UP = {BROKER: EXIT_NO_BROKER, MACHINE: GAVE_UP_LACKING}
+"""Exit status of an error to that of a process that gave up after too many of its kind; `EXIT_GAVE_UP` for others."""
 ALIKE = 3
 """Failures in a row with one text that mean that a restart would fail in the same way."""
 STEADY_S = 3600.0
@@ -93,10 +102,10 @@ class Supervisor:
         connect_s: float = 5.0,
     ) -> None:
         self.config, self.run_id, self.url, self.credentials = config, run, url, credentials
-        self.restarts, self.period, self.drain_s, self.connect_s = restarts, period, drain_s, connect_s
+        self.drain_s, self.connect_s = drain_s, connect_s
         self.log = logging.get(actor="supervisor", run=run)
         self._stop = asyncio.Event()
-        self._failures: deque[float] = deque()
+        self._restarts = Intensity(restarts, period)
         self._code = 0
 
     def stop(self) -> None:
@@ -106,9 +115,9 @@ class Supervisor:
     async def run(self, actors: Sequence[tuple[type[Actor], str]]) -> int:
         """Live until `stop`, a signal, or too many failures."""
         lives = [_Life(cls, id) for cls, id in actors]
-        async with asyncio.TaskGroup() as group:
+        async with anyio.create_task_group() as group:
             for life in lives:
-                group.create_task(self._live(life), name=life.id)
+                group.start_soon(self._live, life, name=life.id)
         return self._code
 
     async def _live(self, life: _Life) -> None:
@@ -123,32 +132,29 @@ class Supervisor:
                 self._stop.set()
                 return
             if life.outlook != "again":
-                self.log.error("gave_up", id=life.id, failures=len(self._failures), period=self.period)
-                no_broker = isinstance(error, BusError) and str(error).startswith("no broker")
+                self.log.error("gave_up", id=life.id, outlook=life.outlook)
                 for_good = life.outlook == "for good"
-                self._code = EXIT_NO_BROKER if no_broker else EXIT_FOR_GOOD if for_good else EXIT_GAVE_UP
+                self._code = EXIT_FOR_GOOD if for_good else GAVE_UP.get(exit_status(error), EXIT_GAVE_UP)
                 self._stop.set()
                 return
             metrics.restarted(life.cls.name())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(0.1 * 2 ** len(self._failures), 5.0)):
-                    await self._stop.wait()
+            with anyio.move_on_after(self._restarts.pause_s()):
+                await self._stop.wait()
 
     def _count(self, life: _Life, error: BaseException) -> None:
         """Count a failure once and decide what follows.
 
-        ``for good``: the actor says that a restart would fail in the same way, or `ALIKE` failures with one text took
-        longer than `period`. ``too often``: more than `restarts` failures within `period`. Otherwise ``again``.
+        ``for good``: the error is of wrong input or Unrecoverable, or `ALIKE` failures with one text took longer than
+        `period`. ``too often``: more than `restarts` failures within `period`. Otherwise ``again``.
         """
         now = time.monotonic()
         life.failed(error, now)
-        self._failures.append(now)
-        while self._failures[0] < now - self.period:
-            self._failures.popleft()
-        if isinstance(error, Unrecoverable) or (len(life.alike) >= ALIKE and now - life.alike[0] > self.period):
+        too_often = self._restarts.exceeded()
+        final = isinstance(error, Unrecoverable) or exit_status(error) == WRONG_INPUT
+        if final or (len(life.alike) >= ALIKE and now - life.alike[0] > self._restarts.period_s):
             life.outlook = "for good"
         else:
-            life.outlook = "too often" if len(self._failures) > self.restarts else "again"
+            life.outlook = "too often" if too_often else "again"
 
     async def _once(self, life: _Life) -> BaseException | None:
         """From connecting to closing. The error that ended it, None when it was told to stop."""
@@ -160,18 +166,12 @@ class Supervisor:
         except BusError as refusal:
             self._count(life, refusal)
             return refusal
-        try:
-            bus.use_shared_memory(SharedMemoryStore.from_config(self.config.bus, self.run_id, bus.node))
-        except BusError as refusal:
-            self._count(life, refusal)
-            await bus.close()
-            return refusal
         actor: Actor | None = None
-        beats: asyncio.Task[None] | None = None
         error: BaseException | None = None
         try:
+            bus.use_shared_memory(SharedMemoryStore.from_config(self.config.bus, self.run_id, bus.node))
             actor = life.actor = life.cls(self.config, bus, self.run_id, life.id)
-            beats = asyncio.create_task(self._heartbeats(life, actor))
+            actor.spawn(self._heartbeats(life, actor), "heartbeats")
             for caller in PINGING:
                 ping = s.RPC_NODE.at(service=actor.role, caller=caller, node=actor.id, method=PING)
                 await actor.serve(ping, self._ping(life, actor))
@@ -188,9 +188,6 @@ class Supervisor:
             if actor is not None:
                 await actor.shut(self.drain_s if error is None else min(1.0, self.drain_s), self.drain_s)
             life.state = "stopped"
-            if beats is not None:
-                beats.cancel()
-                await asyncio.gather(beats, return_exceptions=True)
             if actor is not None:
                 await self._send_last_heartbeat(life, actor)
             await bus.close()
@@ -198,29 +195,27 @@ class Supervisor:
 
     async def _until_end(self, life: _Life, actor: Actor) -> BaseException | None:
         """Start, then wait for a failure, the loss of the connection, or the order to stop."""
-        closed = asyncio.ensure_future(actor.bus.connection.closed.wait())
-        told = asyncio.ensure_future(self._stop.wait())
-        started: asyncio.Future[Any] = asyncio.ensure_future(actor.start())
-        ends: set[asyncio.Future[Any]] = {actor.failed, closed, told}
+        closed = actor.bus.connection.closed
+        started = asyncio.ensure_future(actor.start())
+        ends = (lambda: asyncio.wait({actor.failed}), closed.wait, self._stop.wait)
         try:
-            await asyncio.wait({started, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            await _first(lambda: asyncio.wait({started}), *ends)
             if started.done():
                 started.result()
                 actor.started = True
                 if not actor.failed.done():
                     life.state = "running"
                     await actor.event("started", f"process {os.getpid()} on {actor.bus.node}", pid=os.getpid())
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                await _first(*ends)
             if actor.failed.done():
                 failure: BaseException = actor.failed.result()
                 return failure
-            if closed.done() and not told.done():
+            if closed.is_set() and not self._stop.is_set():
                 return BusError("the broker closed the connection for good")
             return None
         finally:
-            for task in (closed, told, started):
-                task.cancel()
-            await asyncio.gather(closed, told, started, return_exceptions=True)
+            started.cancel()
+            await asyncio.gather(started, return_exceptions=True)
 
     def _describe(self, life: _Life, actor: Actor, busy: float) -> Heartbeat:
         use = machine_use().take()
@@ -240,37 +235,44 @@ class Supervisor:
 
     async def _heartbeats(self, life: _Life, actor: Actor) -> None:
         """Publish a heartbeat every `HEARTBEAT_S`, on core NATS and in HR_PRESENCE."""
-        presence = await actor.bus.kv("HR_PRESENCE")
         while True:
-            await self._send_heartbeat(self._describe(life, actor, actor.take_utilization()), actor, presence)
+            beat = self._describe(life, actor, actor.take_utilization())
+            try:
+                await actor.bus.emit(s.HEARTBEAT.at(actor=actor.role, id=actor.id), beat)
+                if actor.bus.connection.connected:
+                    await (await actor.bus.kv("HR_PRESENCE")).put(f"{actor.role}.{actor.id}", beat)
+            except BusError as error:
+                self.log.warning("heartbeat_lost", id=actor.id, error=str(error))
             await actor.report_waits()
             await asyncio.sleep(HEARTBEAT_S)
-
-    async def _send_heartbeat(self, beat: Heartbeat, actor: Actor, presence: KeyValue) -> None:
-        await actor.bus.emit(s.HEARTBEAT.at(actor=actor.role, id=actor.id), beat)
-        try:
-            if actor.bus.connection.connected:
-                await presence.put(f"{actor.role}.{actor.id}", beat)
-        except BusError as error:
-            self.log.warning("presence_not_written", id=actor.id, error=str(error))
 
     async def _send_last_heartbeat(self, life: _Life, actor: Actor) -> None:
         """Remove the actor's heartbeat while the broker is reachable."""
         if not actor.bus.connection.connected:
             return
         await actor.bus.emit(s.HEARTBEAT.at(actor=actor.role, id=actor.id), self._describe(life, actor, 0.0))
-        try:
+        with contextlib.suppress(BusError, TimeoutError):
             async with asyncio.timeout(2.0):
                 presence = await actor.bus.kv("HR_PRESENCE")
                 await presence.delete(f"{actor.role}.{actor.id}")
-        except (BusError, TimeoutError):
-            pass
 
     def _ping(self, life: _Life, actor: Actor) -> Callable[[Any], Awaitable[Heartbeat]]:
         async def answer(_: object) -> Heartbeat:
             return self._describe(life, actor, 0.0)
 
         return answer
+
+
+async def _first(*waits: Callable[[], Awaitable[Any]]) -> None:
+    """Return as soon as one of the waits returns, and cancel the others."""
+
+    async def end(wait: Callable[[], Awaitable[Any]]) -> None:
+        await wait()
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for wait in waits:
+            group.start_soon(end, wait)
 
 
 async def run_actors(
@@ -288,7 +290,7 @@ async def run_actors(
     """Run actors until SIGTERM or SIGINT; the exit code. A class may come with its id, else one is made.
 
     0: told to stop. 1: gave up after too many failures. 3: a restart would fail in the same way. 4: gave up because
-    there was no broker.
+    of the broker. 6: gave up because this machine lacks something.
     """
     logging.configure(log_file)
     places: list[tuple[type[Actor], str]] = []

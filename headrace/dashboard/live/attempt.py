@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone
 from headrace.bus.payloads import renderer_bundles
+from headrace.errors import HeadraceError
 from headrace.messages import subjects as s
 from headrace.messages.judging import Score
 from headrace.messages.rollout import ToolCall, ToolResult, Trajectory, Turn
@@ -21,7 +22,7 @@ Originals = Callable[[TaskRef], Mapping[str, bytes]]
 SHOWN_TOKENS = 4000
 
 
-class NoSuchAttempt(Exception):
+class NoSuchAttempt(HeadraceError):
     """There is no such trajectory, or the request may not read it; the text is one sentence."""
 
 

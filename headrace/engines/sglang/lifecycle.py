@@ -24,6 +24,7 @@ from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.policy.config import PolicyConfig
 
 POLL_S = 0.25
+OPENAPI = "/openapi.json"
 PROBE = SampleRequest(
     session="probe", ids=(0, 1), policy=PolicyRef(), sampling=Sampling(max_turn_tokens=2), stop_ids=(), seed=0
 )
@@ -256,11 +257,12 @@ class Life:
         after `start_s` seconds; IncompatibleServer without a description."""
         end = asyncio.get_running_loop().time() + self._start_s
         while True:
+            asked = ""
             try:
-                info = await self._wire.get("/server_info", 10.0)
-                return info, await self._wire.get("/openapi.json", 60.0)
+                info, asked = await self._wire.get("/server_info", 10.0), OPENAPI
+                return info, await self._wire.get(OPENAPI, 60.0)
             except ServerError as error:
-                if error.status in (404, 405) and "/openapi.json" in str(error):
+                if error.status in (404, 405) and asked == OPENAPI:
                     raise IncompatibleServer(
                         f"{self._wire.url} has no /openapi.json: start the server without DISABLE_OPENAPI_DOC"
                     ) from None

@@ -16,7 +16,7 @@ import acp
 from acp import schema
 
 from headrace import __version__
-from headrace.gateway.acp.api import AgentsApi, ApiError
+from headrace.gateway.acp.api import AgentsApi, AgentsApiError
 from headrace.gateway.acp.folder import FolderTooLarge, read_folder, tar_of, write_changes
 from headrace.gateway.agents.merging import merge
 
@@ -101,7 +101,7 @@ class Adapter:
             result = await self._follow(session_id, session)
             if result.get("status") == "FINISHED":
                 await self._offer(session_id, session, result)
-        except (ApiError, FolderTooLarge, ValueError) as error:
+        except (AgentsApiError, FolderTooLarge, ValueError) as error:
             raise acp.RequestError.internal_error({"details": str(error)}) from None
         finally:
             session.run = ""
@@ -125,7 +125,7 @@ class Adapter:
     async def _cancel(self, session: Session) -> None:
         try:
             await self._api.call("POST", f"/v1/agents/{session.agent}/runs/{session.run}/cancel")
-        except ApiError:
+        except AgentsApiError:
             if (await self._api.call("GET", f"/v1/agents/{session.agent}/runs/{session.run}"))["status"] == "RUNNING":
                 raise  # in any other state the run ended before the cancellation reached it
 
@@ -226,7 +226,7 @@ class Adapter:
             where = f"/v1/agents/{session.agent}/runs/{session.run}/feedback"
             try:
                 await self._api.call("POST", where, {"diff": "accepted" if accepted else "rejected"})
-            except ApiError as error:  # the changes are already merged, so only the rating is missing
+            except AgentsApiError as error:  # the changes are already merged, so only the rating is missing
                 await self._say(id, f"The gateway did not accept the rating: {error}\n")
         status: Any = "completed" if accepted else "failed"
         await self._editor.session_update(session_id=id, update=acp.update_tool_call(call_id, status=status))

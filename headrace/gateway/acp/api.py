@@ -8,12 +8,14 @@ from urllib.parse import quote
 
 import aiohttp
 
+from headrace.errors import HeadraceError
+
 RECONNECT_S = 1.0
 RECONNECTS = 30
-"""Failed connections without a new event after which `events` raises ApiError."""
+"""Failed connections without a new event after which `events` raises AgentsApiError."""
 
 
-class ApiError(Exception):
+class AgentsApiError(HeadraceError):
     """The gateway refused a request, or cannot be reached."""
 
 
@@ -46,33 +48,33 @@ class AgentsApi:
         return self._http
 
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request and return the JSON of its answer. ApiError for a refusal or an unreachable gateway."""
+        """Send a request and return the JSON of its answer. AgentsApiError for a refusal or an unreachable gateway."""
         try:
             async with self._open.request(method, self._url + path, json=body) as answer:
                 text = await answer.text()
                 if answer.status >= 300:
-                    raise ApiError(f"{method} {path}: {answer.status}: {_message(text)}")
+                    raise AgentsApiError(f"{method} {path}: {answer.status}: {_message(text)}")
                 content: dict[str, Any] = json.loads(text)
                 return content
         except (aiohttp.ClientError, OSError) as error:
-            raise ApiError(f"{self._url} cannot be reached: {error}") from None
+            raise AgentsApiError(f"{self._url} cannot be reached: {error}") from None
 
     async def content(self, agent: str, path: str) -> bytes | None:
-        """The content of a file in an agent's workspace; None if there is no such file. ApiError."""
+        """The content of a file in an agent's workspace; None if there is no such file. AgentsApiError."""
         url = f"{self._url}/v1/agents/{agent}/artifacts/{quote(path)}"
         try:
             async with self._open.get(url) as answer:
                 if answer.status == 404:
                     return None
                 if answer.status >= 300:
-                    raise ApiError(f"GET {path}: {answer.status}: {_message(await answer.text())}")
+                    raise AgentsApiError(f"GET {path}: {answer.status}: {_message(await answer.text())}")
                 return await answer.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise ApiError(f"{self._url} cannot be reached: {error}") from None
+            raise AgentsApiError(f"{self._url} cannot be reached: {error}") from None
 
     async def events(self, agent: str, run: str) -> AsyncIterator[RunEvent]:
         """The events of a run up to its end, each once. After a lost connection the stream resumes after the last
-        received event. ApiError."""
+        received event. AgentsApiError."""
         last, lost = "", 0
         url = f"{self._url}/v1/agents/{agent}/runs/{run}/stream"
         while True:
@@ -80,7 +82,7 @@ class AgentsApi:
             try:
                 async with self._open.get(url, headers=headers) as answer:
                     if answer.status >= 300:
-                        raise ApiError(f"the stream of {run}: {answer.status}: {_message(await answer.text())}")
+                        raise AgentsApiError(f"the stream of {run}: {answer.status}: {_message(await answer.text())}")
                     fields: dict[str, str] = {}
                     async for line in answer.content:
                         text = line.decode().rstrip("\n")
@@ -97,7 +99,7 @@ class AgentsApi:
             except (aiohttp.ClientError, OSError) as error:
                 lost += 1
                 if lost > RECONNECTS:
-                    raise ApiError(f"the stream of {run} was lost {lost} times: {error}") from None
+                    raise AgentsApiError(f"the stream of {run} was lost {lost} times: {error}") from None
             await asyncio.sleep(RECONNECT_S)
 
 

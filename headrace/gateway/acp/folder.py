@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace import timed_commands
 from headrace.archives import commits
+from headrace.errors import HeadraceError
 from headrace.gateway.agents.workspace import MOST_BYTES
 from headrace.gateway.requests import MAX_FILES
 
@@ -17,7 +18,7 @@ SKIPPED = frozenset({".git", "node_modules", "__pycache__", ".venv"})
 """Folders that are skipped if git cannot list the project's files."""
 
 
-class FolderTooLarge(Exception):
+class FolderTooLarge(HeadraceError):
     """The folder does not fit into a workspace."""
 
 

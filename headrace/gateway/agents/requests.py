@@ -17,7 +17,7 @@ class AgentRefused(HttpRefused):
 
     def __init__(self, status: int, code: str, text: str) -> None:
         super().__init__(status, text)
-        self.code = code
+        self.api_code = code
 
 
 class GitSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.messages.product import ClientTool
 
@@ -13,7 +14,7 @@ Body = Mapping[str, Any]
 """A decoded JSON object."""
 
 
-class Unusable(Exception):
+class Unusable(HeadraceError):
     """A request cannot be used. The text says what is wrong and what was expected; `field` names the key."""
 
     def __init__(self, text: str, field: str = "") -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.gateway.acp.api import AgentsApi, ApiError
+from headrace.errors import HeadraceError
+from headrace.gateway.acp.api import AgentsApi, AgentsApiError
 
 NOTES = "headrace-lines.json"
 MOMENTS = {"10m": 600.0, "24h": 86400.0}
@@ -23,7 +24,7 @@ HOOK = "post-merge"
 HOOK_LINE = "headrace lines --merged"
 
 
-class LinesError(Exception):
+class LinesError(HeadraceError):
     """The repository cannot be used; the text says what to do."""
 
 
@@ -102,7 +103,7 @@ class Repository:
                     changed = (await api.call("GET", where))["changed"]
                     files = {path: text for path in changed if (text := self._text(path)) is not None}
                     answers.append(await api.call("POST", f"{where}/lines", {"at": moment, "files": files}))
-                except ApiError as error:  # the other runs are reported; this one is tried again
+                except AgentsApiError as error:  # the other runs are reported; this one is tried again
                     answers.append({"id": noted.run, "at": moment, "error": str(error)})
                     continue
                 noted.reported.append(moment)

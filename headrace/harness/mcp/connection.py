@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import msgspec
 
+from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.secret_files import SecretError, token
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ CLOSE_S = 15.0
 """Seconds for a session to end in order, and as many after its cancellation. The SDK kills a command after 4 s."""
 
 
-class McpError(Exception):
+class McpError(HeadraceError, exit_status=WRONG_INPUT):
     """A server cannot be used or does not answer; the text gives the reason in one sentence."""
 
 

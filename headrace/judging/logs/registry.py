@@ -2,6 +2,7 @@
 
 import re
 
+from headrace.errors import HeadraceError
 from headrace.judging.logs import others, python
 from headrace.judging.logs.base import Outcomes, Parser
 
@@ -27,7 +28,7 @@ FAILURES = (">>>>> Patch Apply Failed", ">>>>> Reset Failed", ">>>>> Tests Error
 _CODE = re.compile(r">>>>> Test Exit Code:\s*(-?\d+)")
 
 
-class NotATestRun(ValueError):
+class NotATestRun(HeadraceError, ValueError):
     """The log is not that of a test run; the text says why."""
 
 

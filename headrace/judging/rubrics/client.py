@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from headrace.backoff import Backoff
+from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.secret_files import SecretError, token
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -21,11 +22,11 @@ SHOWN = 300
 """Characters of a reply that an error shows."""
 
 
-class EndpointFailed(Exception):
+class EndpointFailed(HeadraceError):
     """The endpoint gave no usable answer in time, which is an infrastructure failure. The text has its last answer."""
 
 
-class EndpointRefused(Exception):
+class EndpointRefused(HeadraceError, exit_status=WRONG_INPUT):
     """The endpoint refuses the request, the model or the key: the configuration is wrong."""
 
 

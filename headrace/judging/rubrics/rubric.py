@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
+from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.messages.judging import CriterionScore
 from headrace.messages.tasks import Criterion
 
 
-class RubricError(Exception):
+class RubricError(HeadraceError, exit_status=WRONG_INPUT):
     """A rubric, a card or a labels file cannot be used; the text says which, where, and what was expected."""
 
 

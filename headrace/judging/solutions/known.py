@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.judging.grading import tail
 from headrace.judging.machines import Machines
 from headrace.messages.plugins import Plugin
@@ -44,7 +45,7 @@ SHOWN = 5
 """Paths that a sentence about a solution names at most."""
 
 
-class NoSolution(Exception):
+class NoSolution(HeadraceError):
     """The known solution cannot be made; the text says why."""
 
     output = ""

@@ -138,26 +138,28 @@ async def in_image(
 ) -> Found:
     """Leaks in a fresh sandbox of an image. solution: the files that the known solution repairs. removed: paths that it
     deletes; a file that only gets another name is no leak."""
-    names = {content: f"is the hidden file {path}" for path, content in sorted(_decisive(oracle).items())}
+    hidden = {content: path for path, content in sorted(_decisive(oracle).items())}
     programs = (oracle.script, *(step.script for step in oracle.steps.tests)) if oracle.steps else (oracle.script,)
-    names |= {program.encode(): "is the solution's program" for program in programs}
+    names = {program.encode(): "is the solution's program" for program in programs}
     beside = [oracle.solution, *(step.solution or {} for step in (oracle.steps.tests if oracle.steps else ()))]
     for part in beside:
         inner = {path.removeprefix(HOST_FOLDER): data for path, data in part.items() if path.startswith(HOST_FOLDER)}
         names |= {content: f"is the solution's file {path}" for path, content in sorted(inner.items())}
     names |= {content: f"holds the solution of {path}" for path, content in sorted(solution.items())}
+    data = frozenset(content for content, path in hidden.items() if path.endswith(_DATA) and content not in names)
+    names = {content: f"is the hidden file {path}" for content, path in hidden.items()} | names
     texts = {content: name for content, name in names.items() if SHORTEST <= len(content.strip()) <= _LARGEST}
-    files, renamed = await _files(sandbox, texts, removed)
+    files, renamed = await _files(sandbox, texts, data, removed)
     changed = {path: content for path, content in solution.items() if content not in renamed}
     objects = await _objects(sandbox, oracle, changed)
     return Found((*files.leaks, *objects.leaks), (*files.notes, *objects.notes))
 
 
 async def _files(
-    sandbox: Sandbox, texts: Mapping[bytes, str], removed: Collection[str]
+    sandbox: Sandbox, texts: Mapping[bytes, str], data: Collection[bytes], removed: Collection[str]
 ) -> tuple[Found, frozenset[bytes]]:
-    """Files of the repository with one of these contents; and the contents of removed files, which are in the
-    repository by right."""
+    """Files of the repository with one of these contents, of which `data` give nothing away; and the contents
+    of removed files, which are in the repository by right."""
     sizes = sorted({len(content) for content in texts})
     if not sizes:
         return Found(), frozenset()
@@ -173,9 +175,9 @@ async def _files(
     lines = (line.lstrip("\\").split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
     places = [(path.removeprefix("./"), contents[digest]) for digest, path in lines if digest in contents]
     renamed = frozenset(content for path, content in places if path in removed)
-    copies = [f"{path} {texts[content]}" for path, content in places if content not in renamed]
-    data = tuple(copy for copy in copies if " is the hidden file " in copy and copy.endswith(_DATA))
-    return Found(tuple(copy for copy in copies if copy not in data), (*data, *notes)), renamed
+    copies = [(f"{path} {texts[content]}", content in data) for path, content in places if content not in renamed]
+    leaks = tuple(copy for copy, harmless in copies if not harmless)
+    return Found(leaks, (*(copy for copy, harmless in copies if harmless), *notes)), renamed
 
 
 async def _objects(sandbox: Sandbox, oracle: Oracle, solution: Mapping[str, bytes]) -> Found:

@@ -196,7 +196,7 @@ def main(words: list[str]) -> int:
                 return 2
     except RunError as error:
         complain(str(error))
-        return error.code
+        return error.exit_status
     return 0
 
 

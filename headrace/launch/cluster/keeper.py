@@ -6,6 +6,7 @@ process that ends, within the limits of `headrace up`; beyond them it ends all p
 
 import asyncio
 import os
+from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,7 @@ from headrace.launch.output import complain
 from headrace.launch.processes import DRAIN_S, first_of
 from headrace.launch.runs import RunError
 from headrace.launch.supervision.causes import last_words
-from headrace.launch.supervision.children import Child, ChildFailed, actor_command
+from headrace.launch.supervision.children import Child, ChildFailed, actor_command, keep_alive
 from headrace.launch.supervision.signals import Stopping, interruptible
 from headrace.python_modules import module_command
 
@@ -41,6 +42,7 @@ class Keeper:
         if order.page is not None:
             self._children[PAGE] = self._page()
         self._causes: dict[str, str] = {}
+        self._restarts = Counter[str]()
 
     def _child(self, process: Process) -> Child:
         name = name_of(process)
@@ -99,7 +101,7 @@ class Keeper:
         try:
             async with asyncio.TaskGroup() as group:
                 for name, child in self._children.items():
-                    group.create_task(self._watch_page(child) if name == PAGE else child.watch(self._restarted))
+                    group.create_task(self._watch_page(child) if name == PAGE else keep_alive(child, self._restarted))
         except BaseExceptionGroup as failures:
             raise first_of(failures) from None
         return 0
@@ -130,7 +132,7 @@ class Keeper:
     async def _watch_page(self, child: Child) -> None:
         """Keep the page alive; a page that cannot be kept alive ends no run."""
         try:
-            await child.watch(self._restarted)
+            await keep_alive(child, self._restarted)
         except ChildFailed as failure:
             self._causes[PAGE] = str(failure)
             complain(f"the run goes on without its live page: {failure}")
@@ -138,6 +140,7 @@ class Keeper:
 
     def _restarted(self, name: str, why: str) -> None:
         self._causes[name] = why
+        self._restarts[name] += 1
         complain(f"{name} died and is restarted: {why}")
         self._write("running")
 
@@ -150,8 +153,8 @@ class Keeper:
         self.state.processes = [
             Part(
                 name=name,
-                pid=child.process.pid if child.process is not None else 0,
-                restarts=child.restarts,
+                pid=child.pid,
+                restarts=self._restarts[name],
                 cause=self._causes.get(name, ""),
             )
             for name, child in self._children.items()

@@ -58,7 +58,7 @@ async def start(path: Path) -> int:
         try:
             answer = await call(cluster, host, _in_folder(host, f"start {sha256(archive).hexdigest()}"), archive)
         except HostError as error:
-            if error.code == BUSY:
+            if error.status == BUSY:
                 begun.remove(host)
             raise
         if answer.strip() == TAKEN:

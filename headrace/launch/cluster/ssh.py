@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from headrace.errors import HeadraceError
 from headrace.launch.cluster.file import Cluster, Node
 from headrace.launch.runs import RunError
 from headrace.parent_death import die_with
@@ -20,13 +21,13 @@ _LOST = 255
 """Exit code of ssh itself when it cannot connect."""
 
 
-class HostError(Exception):
+class HostError(HeadraceError):
     """A host could not do what it was asked; the text is one sentence without the host's name."""
 
-    def __init__(self, text: str, code: int = 0) -> None:
-        """code: the exit code of the command; 0 without one."""
+    def __init__(self, text: str, status: int = 0) -> None:
+        """status: the exit status of the command; 0 without one."""
         super().__init__(text)
-        self.code = code
+        self.status = status
 
 
 async def call(cluster: Cluster, host: Node, command: str, stdin: bytes = b"") -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.bench.attempts import measure
-from headrace.bench.report import Comparison, NotComparable, Report, compare, report
+from headrace.bench.report import Comparison, Report, compare, report
 from headrace.bench.requests import requests, shares, trial_id
 from headrace.bus.errors import MessageGone
 from headrace.config import Config, load
@@ -158,10 +158,7 @@ def _with_defaults(data: bytes) -> bytes:
 def _compared(reports: Sequence[Report]) -> Comparison | None:
     if len(reports) < 2:
         return None
-    try:
-        return compare(reports[0], reports[1])
-    except NotComparable as error:
-        raise RunError(str(error), 1) from None
+    return compare(reports[0], reports[1])
 
 
 async def _trials(bus: "Bus", run: str, id: str) -> tuple[list[EvalRequest], list[EvalResult]]:

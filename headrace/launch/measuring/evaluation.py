@@ -84,14 +84,11 @@ def policy_of(text: str) -> Measurable:
 
 
 def require_suite(config: Config, suite: str) -> None:
-    """RunError when there is no such suite, or when it cannot make its first task."""
+    """UnknownSuite when there is no such suite, or when it cannot make its first task."""
     from headrace.tasks import open_suite
-    from headrace.tasks.base import UnknownSuite, try_first
+    from headrace.tasks.base import try_first
 
-    try:
-        try_first(open_suite(suite, config.tasks.dir))
-    except UnknownSuite as error:
-        raise RunError(str(error)) from None
+    try_first(open_suite(suite, config.tasks.dir))
 
 
 async def evaluate(config: Config, wanted: Measurement) -> int:
@@ -247,7 +244,6 @@ async def ensure_bundle(run: Run) -> None:
     from headrace.actors.trainer import initial_policy
     from headrace.bus.connection import Bus
     from headrace.bus.payloads import renderer_bundles
-    from headrace.rendering.base import RendererError
 
     folder = run.folder
     async with await Bus.connect(run.broker.url, role="trainer", credentials=run.broker.credentials) as bus:
@@ -258,10 +254,7 @@ async def ensure_bundle(run: Run) -> None:
                 f"run {folder.id} has no renderer bundle on its broker, and {folder.path} has neither "
                 f"{initial_policy.BUNDLE} nor tokenizer.json: its policy cannot be evaluated without its tokenizer"
             )
-        try:
-            bundle = await asyncio.to_thread(initial_policy.bundle, run.config, folder.path)
-        except RendererError as error:
-            raise RunError(str(error)) from None
+        bundle = await asyncio.to_thread(initial_policy.bundle, run.config, folder.path)
         await renderer_bundles.publish(bus, folder.id, bundle)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
+from headrace.errors import HeadraceError
 from headrace.gateway.tls import client_context
 from headrace.launch.product.gateway_key import place
 from headrace.messages.tasks import Oracle
@@ -89,7 +90,7 @@ async def session(product: "Product", suite: str, task: str, user: str, oracle: 
         return  # the user gives up
 
 
-class Away(Exception):
+class Away(HeadraceError):
     """The gateway did not answer within the time that a user waits."""
 
 

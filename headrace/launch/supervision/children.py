@@ -1,12 +1,15 @@
 """Operating-system processes of a run: started, watched, restarted within limits, never orphaned.
 
 A child gets a session of its own, so that Ctrl-C in the terminal reaches only `headrace up`. The kernel kills it
-when its parent ends, also on kill -9: the run's broker ends with `up`, so a child could not drain. A child that ends by
-itself is started again, within a restart intensity as in OTP: `KILLED` is for processes that a signal ended,
-`OUT_OF_MEMORY` for those of them that the kernel ended for lack of memory, `BY_ITSELF` for processes that exited with
-an error, because such a process has already restarted its actors several times. Beyond the limit the run ends with the
-cause. A process that a signal stops and nobody continues is killed and restarted, too (stopped.py). A start that fails
-for lack of space, memory or file descriptors is tried again within `KILLED`.
+when its parent ends, also on kill -9: the run's broker ends with `up`, so a child could not drain.
+
+`keep_alive` is the one supervisor of processes: of actors, of the broker, of exporters. A process that ends by itself
+is started again, within a restart intensity as in OTP: `KILLED` is for processes that a signal ended, `OUT_OF_MEMORY`
+for those of them that the kernel ended for lack of memory, `BY_ITSELF` for processes that exited with an error, because
+such a process has already restarted its actors several times. Beyond the limit it fails with the cause. A process that
+SIGSTOP or SIGTSTP stops and nobody continues is killed and restarted, too; one that a debugger holds is left alone.
+`headrace chaos` stops processes for up to 45 s. A start that fails for lack of space, memory or file descriptors is
+tried again within `KILLED`.
 """
 
 import asyncio
@@ -14,25 +17,27 @@ import errno
 import os
 import signal
 import subprocess
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from headrace import process_stat
-from headrace.launch.supervision import stopped
+from headrace.backoff import Intensity
+from headrace.errors import BROKER, FAILED, GAVE_UP_LACKING, MACHINE, WRONG_INPUT, HeadraceError
 from headrace.launch.supervision.causes import cause, oom_kills
 from headrace.parent_death import die_with
+from headrace.process_stat import LOOK_S, STOPPED_S, Stops
 from headrace.python_modules import module_command
 
 
-class ChildFailed(Exception):
-    """A process could not be kept alive; the text is one sentence, `code` is the exit status."""
+class ChildFailed(HeadraceError):
+    """A process could not be kept alive; `exit_status` is that of the command."""
 
     def __init__(self, text: str, code: int) -> None:
+        """code: the exit status of the process, as of `subprocess`."""
         super().__init__(text)
-        self.code = code
+        self.exit_status = STATUS.get(code, FAILED)
 
 
 class NotStarted(ChildFailed):
@@ -40,40 +45,20 @@ class NotStarted(ChildFailed):
 
     def __init__(self, name: str, why: str, error: OSError) -> None:
         """why: the reason without the name of the process."""
-        super().__init__(f"{name} could not be started: {why}", CANNOT_START)
+        super().__init__(f"{name} could not be started: {why}", MACHINE)
         self.why = why
         self.passes = error.errno in _PASSING
         """Whether a later attempt may succeed."""
-
-
-class Intensity:
-    """At most `most` restarts in `period_s`."""
-
-    def __init__(self, most: int, period_s: float) -> None:
-        self.most, self.period_s = most, period_s
-        self._moments: deque[float] = deque()
-
-    def exceeded(self) -> bool:
-        """Count a restart; True when there are too many."""
-        now = time.monotonic()
-        self._moments.append(now)
-        while now - self._moments[0] > self.period_s:
-            self._moments.popleft()
-        return len(self._moments) > self.most
-
-    def pause_s(self) -> float:
-        """Seconds to wait before the next start."""
-        return min(0.2 * len(self._moments), 2.0)
 
 
 KILLED = (20, 120.0)
 BY_ITSELF = (2, 3600.0)
 OUT_OF_MEMORY = (2, 3600.0)
 """Of those that a signal ended: the kernel's kills for lack of memory."""
-FOR_GOOD = (2, 3)
+FOR_GOOD = (WRONG_INPUT, MACHINE)
 """Exit codes after which a restart would fail again: wrong arguments, a machine that lacks something."""
-CANNOT_START = 3
-"""The code of a process that cannot be started: the machine lacks something."""
+STATUS = {WRONG_INPUT: WRONG_INPUT, MACHINE: MACHINE, BROKER: BROKER, GAVE_UP_LACKING: MACHINE}
+"""Exit status of a process to that of the command; `FAILED` for all others."""
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
 """Errors of a start that may pass: processes, memory, file descriptors or space are lacking now."""
 
@@ -83,8 +68,6 @@ LOGS = "HEADRACE_LOGS"
 LOG_BYTES = 64 << 20
 """A log that is larger is rotated, so a process has at most about three times as much, unless it writes more within
 `LOOK_S`."""
-LOOK_S = 5.0
-"""Seconds between two looks at the size of a log."""
 
 
 def rotate(log: Path) -> None:
@@ -104,6 +87,83 @@ def rotate(log: Path) -> None:
             os.truncate(log, 0)
 
 
+class Process(Protocol):
+    """What `keep_alive` starts and watches."""
+
+    name: str
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before the first start."""
+
+    async def start(self) -> object:
+        """Start it. NotStarted when this machine refuses."""
+
+    async def wait(self) -> int:
+        """Its exit code, as of `subprocess`, once it has ended."""
+
+    def sweep(self) -> None:
+        """Kill the processes that it left behind."""
+
+
+async def keep_alive(
+    process: Process,
+    on_restart: Callable[[str, str], None],
+    *,
+    for_good: Sequence[int] = FOR_GOOD,
+    finishes: bool = False,
+) -> None:
+    """Keep a process running for as long as this is awaited. ChildFailed when it ends too often, or for good.
+
+    on_restart: called with the name and the cause before each restart. for_good: exit codes after which it is not
+    started again. finishes: code 0 means that its work is done; this then returns.
+    """
+    killed, by_itself, out_of_memory = Intensity(*KILLED), Intensity(*BY_ITSELF), Intensity(*OUT_OF_MEMORY)
+    running = process.pid != 0
+    while True:
+        oom_before = oom_kills()
+        if not running:
+            try:
+                await process.start()
+            except NotStarted as failure:
+                if not failure.passes or killed.exceeded():
+                    raise
+                on_restart(process.name, failure.why)
+                await asyncio.sleep(killed.pause_s())
+                continue
+        code, frozen = await _ended(process)
+        running = False
+        process.sweep()
+        if finishes and code == 0:
+            return
+        starved = not frozen and code == -signal.SIGKILL and oom_kills() > oom_before
+        kind = by_itself if code > 0 else out_of_memory if starved else killed
+        why = process_stat.stopped_too_long(frozen) if frozen else cause(code, process.log, oom_before)
+        if code in for_good or kind.exceeded():
+            raise ChildFailed(f"{process.name} could not be kept alive: {why} (log: {process.log})", code)
+        on_restart(process.name, why)
+        await asyncio.sleep(kind.pause_s())
+
+
+async def _ended(process: Process) -> tuple[int, int]:
+    """The exit code of the process, and its id when it was killed here because it had been stopped for long; until then
+    its log is kept small."""
+    ended, stops = asyncio.ensure_future(process.wait()), Stops()
+    try:
+        while not ended.done():
+            await asyncio.wait({ended}, timeout=LOOK_S)
+            if ended.done():
+                break
+            if stops.seconds(process.pid, LOOK_S) >= STOPPED_S:
+                os.kill(process.pid, signal.SIGKILL)
+                return await ended, process.pid
+            await asyncio.to_thread(rotate, process.log)
+    finally:
+        ended.cancel()
+    return ended.result(), 0
+
+
 class Child:
     """One process of the run and its log file."""
 
@@ -112,18 +172,18 @@ class Child:
         self.argv = list(argv)
         self.log = log
         self.env = env
-        self.restarts = 0
         self.process: asyncio.subprocess.Process | None = None
-        self._oom_before = 0
         self._terminated = False
-        self._killed, self._by_itself = Intensity(*KILLED), Intensity(*BY_ITSELF)
-        self._out_of_memory = Intensity(*OUT_OF_MEMORY)
+
+    @property
+    def pid(self) -> int:
+        """Process id of its latest start; 0 before the first."""
+        return self.process.pid if self.process is not None else 0
 
     async def start(self) -> None:
-        """Start it, appending to its log. NotStarted when this machine refuses; `watch` tries again where that may
-        pass."""
+        """Start it, appending to its log. NotStarted when this machine refuses; `keep_alive` tries again where that
+        may pass."""
         parent = os.getpid()
-        self._oom_before = oom_kills()
         try:
             sink = self.log.open("ab")
         except OSError as error:
@@ -143,57 +203,17 @@ class Child:
                 raise NotStarted(self.name, f"{self.argv[0]}: {error.strerror}", error) from None
 
     async def start_or_wait(self) -> None:
-        """`start`, at which a failure that may pass is left to `watch`. ChildFailed."""
+        """`start`, at which a failure that may pass is left to `keep_alive`. ChildFailed."""
         try:
             await self.start()
         except NotStarted as failure:
             if not failure.passes:
                 raise
 
-    async def watch(self, on_restart: Callable[[str, str], None]) -> None:
-        """Keep it running for as long as this is awaited. ChildFailed when it ends too often, or for good.
-
-        on_restart: called with the name and the cause before each restart.
-        """
-        while True:
-            if self.process is None:
-                try:
-                    await self.start()
-                except NotStarted as failure:
-                    if not failure.passes or self._killed.exceeded():
-                        raise
-                    on_restart(self.name, failure.why)
-                    await asyncio.sleep(self._killed.pause_s())
-                    continue
-            assert self.process is not None
-            code, frozen = await self._ended(self.process)
-            self._sweep()
-            starved = not frozen and code == -signal.SIGKILL and oom_kills() > self._oom_before
-            kind = self._by_itself if code > 0 else self._out_of_memory if starved else self._killed
-            why = process_stat.stopped_too_long(frozen) if frozen else cause(code, self.log, self._oom_before)
-            if code in FOR_GOOD or kind.exceeded():
-                raise ChildFailed(f"{self.name} could not be kept alive: {why} (log: {self.log})", code)
-            self.restarts += 1
-            on_restart(self.name, why)
-            await asyncio.sleep(kind.pause_s())
-            self.process = None
-
-    async def _ended(self, process: asyncio.subprocess.Process) -> tuple[int, int]:
-        """The exit code of the process, and its id when it was killed here because it had been stopped for long; until
-        then its log is kept small."""
-        ended = asyncio.ensure_future(process.wait())
-        frozen = asyncio.ensure_future(stopped.until_stopped_for_long(lambda: process.pid))
-        try:
-            while not ended.done():
-                await asyncio.wait({ended, frozen}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                if frozen.done() and not ended.done():
-                    process.kill()
-                    return await ended, process.pid
-                await asyncio.to_thread(rotate, self.log)
-        finally:
-            ended.cancel()
-            frozen.cancel()
-        return ended.result(), 0
+    async def wait(self) -> int:
+        """Its exit code once it has ended."""
+        assert self.process is not None
+        return await self.process.wait()
 
     async def stop(self, patience_s: float, now: asyncio.Event | None = None) -> None:
         """SIGTERM once; SIGKILL to its whole session after `patience_s`, or as soon as `now` is set."""
@@ -207,10 +227,10 @@ class Child:
         at_once = asyncio.ensure_future((now or asyncio.Event()).wait())
         await asyncio.wait({ended, at_once}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         at_once.cancel()
-        self._sweep()
+        self.sweep()
         await ended
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Kill the rest of its session: the process itself and children that it left behind, in whatever group."""
         if self.process is not None:
             with suppress(ProcessLookupError):

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from headrace.config import Config
 from headrace.dashboard.exporters.writers import wanted
 from headrace.launch.runs import RunDir
-from headrace.launch.supervision.causes import cause
-from headrace.launch.supervision.children import Child, ChildFailed
+from headrace.launch.supervision.children import Child, ChildFailed, keep_alive
 from headrace.python_modules import module_command
 
-STARTS = 3
 FINISH_S = 20.0
 """Seconds for which it may write after the run has ended."""
 
@@ -27,22 +25,14 @@ class Exporters:
             self._child = Child("exporters", argv, folder.logs / "exporters.log", dict(os.environ))
 
     async def watch(self, say: Callable[[str], None]) -> None:
-        """Keep it running; after `STARTS` failures report that and continue without it."""
-        for attempt in range(STARTS if self._child else 0):
-            assert self._child is not None
+        """Keep it running until everything is written; a process that cannot be kept alive ends no run."""
+        if self._child is not None:
             try:
-                await self._child.start()
+                await keep_alive(
+                    self._child, lambda name, why: say(f"{name} ended and is restarted: {why}"), finishes=True
+                )
             except ChildFailed as failure:
-                say(str(failure))
-                await asyncio.sleep(1.0)
-                continue
-            assert self._child.process is not None
-            code = await self._child.process.wait()
-            if code == 0:
-                return
-            again = "is started again" if attempt + 1 < STARTS else "stays down; `headrace export --as metrics` goes on"
-            say(f"exporters ended and {again}: {cause(code, self._child.log, 0)} (log: {self._child.log})")
-            await asyncio.sleep(1.0)
+                say(f"the run goes on without exporters, and `headrace export --as metrics` continues them: {failure}")
 
     async def stop(self, *, finished: bool) -> None:
         """End it. finished: the run's last event is stored, so it ends by itself once everything is written."""

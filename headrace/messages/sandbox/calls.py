@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.messages.base import Count, Finite, Integer, Message, Seconds, Seed, message
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox.operations import Op
@@ -54,7 +55,7 @@ class OpResult(msgspec.Struct, frozen=True, kw_only=True):
     the attempt, and no failure of the infrastructure."""
 
 
-class SandboxLost(Exception):
+class SandboxLost(HeadraceError):
     """The sandbox has ended (machine, lease or epoch): a failure of the infrastructure, never of the policy."""
 
 
@@ -67,15 +68,11 @@ class FilesRefused(SandboxRefused):
     other."""
 
 
-class NoCapacity(Exception):
+class NoCapacity(HeadraceError):
     """No node has capacity for another sandbox now: wait and acquire again."""
 
     waited_s = 0.0
     """How long the caller has waited."""
-    unanswered_s = 0.0
-    """The last part of that wait, in which no node has answered."""
-    answered = True
-    """Whether any node has answered at all."""
 
 
 class Sandbox(Protocol):

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool, results_in_order
 from headrace.messages.rollout import TokenKinds
 from headrace.rendering.base import RendererError
@@ -26,7 +27,7 @@ from headrace.rendering.parsers.base import Completion, WrittenCall
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
-class UnusableConversation(Exception):
+class UnusableConversation(HeadraceError):
     """The policy's format cannot render this conversation; the text is for the client."""
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.messages.rollout import RendererBundle
 from headrace.rendering import schemas
-from headrace.rendering.base import RendererError
+from headrace.rendering.base import NoStopToken, RendererError
 from headrace.rendering.native import checks
 from headrace.rendering.native.conversation import Conversation
 from headrace.rendering.native.renderer import NativeRenderer
@@ -26,16 +26,16 @@ def build(bundle: RendererBundle, tokenizer: Tokenizer, tools: Sequence[ToolSche
 
 def detect(bundle: RendererBundle, tokenizer: Tokenizer, tools: Sequence[ToolSchema]) -> str:
     """The name of the syntax in which the bundle's template writes calls. RendererError when headrace reads none."""
-    reasons: dict[str, str] = {}
+    reasons: dict[str, tuple[bool, str]] = {}
     for name in SYNTAXES:
         try:
             _checked(msgspec.structs.replace(bundle, renderer=name), tokenizer, tools)
         except RendererError as error:
-            reasons.setdefault(str(error), name)
+            reasons.setdefault(str(error), (isinstance(error, NoStopToken), name))
         else:
             return name
-    nearest = sorted(reasons, key=lambda reason: "stop tokens" in reason)[:2]
-    tried = "; ".join(f"{reasons[reason]}: {reason}" for reason in nearest)
+    nearest = sorted(reasons, key=lambda reason: reasons[reason][0])[:2]
+    tried = "; ".join(f"{reasons[reason][1]}: {reason}" for reason in nearest)
     raise RendererError(
         f"the chat template fits none of the syntaxes {', '.join(SYNTAXES)} ({tried}); set [policy] chat_template to "
         "a template of one of them, or [policy] renderer to a renderer of your own"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from headrace.messages.rollout import ToolCall
-from headrace.rendering.base import Call, Exchange, Parsed, RendererError
+from headrace.rendering.base import Call, Exchange, NoStopToken, Parsed, RendererError
 from headrace.rendering.kinds import token_kinds
 from headrace.rendering.native.conversation import Conversation, Traits, answered
 from headrace.rendering.native.slots import Change, Kind, Slots
@@ -96,7 +96,7 @@ class NativeRenderer:
         _, separator, tail = text.rpartition(anchor)
         end = self._closers.search(tail) if separator else None
         if end is None:
-            raise RendererError(
+            raise NoStopToken(
                 f"the chat template writes none of the stop tokens {', '.join(sorted(self._ends))} after a turn "
                 "(eos_token_id of generation_config.json adds to them)"
             )

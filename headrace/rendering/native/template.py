@@ -17,11 +17,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from headrace.errors import HeadraceError
+
 Message = dict[str, Any]
 """A message as chat templates read it: role, content, tool_calls ..."""
 
 
-class TemplateRefused(Exception):
+class TemplateRefused(HeadraceError):
     """The template cannot render these messages; the text is the template's error."""
 
 

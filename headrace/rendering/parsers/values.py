@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.errors import HeadraceError
+
 MOST_DEPTH = 64
 """Lists and objects inside each other in one argument."""
 _LONGEST = 500
@@ -18,7 +20,7 @@ _LONGEST = 500
 _HALF = re.compile("[\ud800-\udfff]")
 
 
-class Malformed(Exception):
+class Malformed(HeadraceError):
     """The text is not a call of the syntax; the message is what the policy reads."""
 
 

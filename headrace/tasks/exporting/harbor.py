@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.messages.tasks import HOST_FOLDER, Change, Oracle, Task, interpreter
 from headrace.tasks.base import Suite
 from headrace.tasks.diff import Tree
@@ -28,7 +29,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     """Task id to the reason."""
 
 
-class ExportRefused(Exception):
+class ExportRefused(HeadraceError):
     """A task has no form in the other format; the text says why."""
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.errors import HeadraceError
 from headrace.messages.tasks import LONGEST_TEST_S, Oracle, SandboxLimits, Task, TaskRef
 
 LARGEST_TREE = 32 << 20
@@ -21,11 +22,11 @@ FORM = "3"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
-class ImportRefused(Exception):
+class ImportRefused(HeadraceError):
     """One entry makes no task; the text says why, and what would help."""
 
 
-class SourceError(Exception):
+class SourceError(HeadraceError):
     """The source cannot be read at all; one sentence says why."""
 
 

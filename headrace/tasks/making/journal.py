@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.messages.judging import Certificate
 from headrace.messages.tasks import Oracle, Task
 from headrace.tasks import certificates
@@ -12,7 +13,7 @@ from headrace.tasks.suites import FolderSuite, write_index, write_task
 FILE = "made.jsonl"
 
 
-class NoTask(Exception):
+class NoTask(HeadraceError):
     """A candidate makes no task; the text says why."""
 
 

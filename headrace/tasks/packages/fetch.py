@@ -13,6 +13,7 @@ import msgspec
 from headrace import timed_commands
 from headrace.archives import tars, zips
 from headrace.archives.members import ArchiveRefused, Limits, files_of
+from headrace.errors import HeadraceError
 from headrace.python_modules import module_command
 from headrace.tasks.packages.requirements import PIP_S, named
 
@@ -26,7 +27,7 @@ _UNPACKED_LIMIT = 512 << 20
 _MOST_FILES = 100_000
 
 
-class PackageError(Exception):
+class PackageError(HeadraceError):
     """The package cannot be fetched or has no tests; one sentence says why."""
 
 

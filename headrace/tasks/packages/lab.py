@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.messages.sandbox import Acquire, NoCapacity, OpResult, RunTests, Sandbox, SandboxLost
 from headrace.messages.tasks import TestPlan
 from headrace.tasks import sealing
@@ -24,7 +25,7 @@ CAPACITY_S = 300.0
 """Seconds to wait for a sandbox while this lab holds none: nothing that it does would free capacity."""
 
 
-class SuiteError(Exception):
+class SuiteError(HeadraceError):
     """No suite can be made of this package; one sentence says why."""
 
 

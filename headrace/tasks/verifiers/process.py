@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.messages.base import Finite
 from headrace.parent_death import die_with
 
@@ -32,7 +33,7 @@ _END_S = 5.0
 """How long a worker that has closed its output may take to end."""
 
 
-class VerifiersError(Exception):
+class VerifiersError(HeadraceError):
     """The worker cannot start or answer; the text says why."""
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headrace.errors import HeadraceError
 from headrace.messages.base import Array
 from headrace.messages.rollout import Span, Trajectory, Turn
 from headrace.policy import moe
@@ -32,7 +33,7 @@ CUT_OFF = ("context", "max_tokens", "max_turns")
 `sandbox_limit` end what is slow or large, `cancelled` is a user's choice."""
 
 
-class BatchError(ValueError):
+class BatchError(HeadraceError, ValueError):
     """A record cannot be trained on; the text names the trajectory and the fault."""
 
     def __init__(self, text: str, reason: str = "bad_record") -> None:

@@ -6,11 +6,13 @@ from typing import BinaryIO, NamedTuple, Protocol
 
 import msgspec
 
+from headrace.errors import WRONG_INPUT, HeadraceError
+
 LINE_BYTES = 64 << 20
 """Longest line of a JSONL file."""
 
 
-class DataError(Exception):
+class DataError(HeadraceError, exit_status=WRONG_INPUT):
     """Data cannot be used: file, line, what was expected, what was found, in one sentence."""
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
+from headrace.errors import HeadraceError
+
 T = TypeVar("T")
 
 
@@ -16,7 +18,7 @@ class Loss(NamedTuple):
     """The exception of a step that ended it, `ValueError: text`; empty for another end."""
 
 
-class GroupError(Exception):
+class GroupError(HeadraceError):
     """The group of processes has ended; the text says why."""
 
     def __init__(self, text: str, alike: str | None = None) -> None:
@@ -39,7 +41,7 @@ class StepRaised(GroupError):
         self.raised = raised
 
 
-class GivenUp(Exception):
+class GivenUp(HeadraceError):
     """Ends the wait for a group because its trainer is being stopped."""
 
 

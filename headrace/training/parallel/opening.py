@@ -178,7 +178,7 @@ def open_ranks(
         others.wait(waiting)
         with others.silence.order("the opening of its ranks"):
             trainer = joined(config, folder, 0, others.store, begin, learn, others.silence)
-    except (TrainerError, CheckpointError, checkpoint.CheckpointError, MidTrainingFailed, DataError, RendererError):
+    except (TrainerError, CheckpointError, checkpoint.UnusableCheckpoint, MidTrainingFailed, DataError, RendererError):
         others.end()
         raise
     except GivenUp:

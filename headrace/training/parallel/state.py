@@ -228,7 +228,7 @@ class ShardedState(TrainerState):
             about, plain = self.world.copied(mine, dict[str, str])
             self.restore(plain, version=int(about["version"]), step=int(about["step"]))
         except (KeyError, ValueError) as error:
-            raise checkpoint.CheckpointError(f"{file} is of another model: {error}") from None
+            raise checkpoint.UnusableCheckpoint(f"{file} is of another model: {error}") from None
         return about
 
     def rows_of(self, name: str) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from headrace.errors import HeadraceError
 from headrace.messages.sandbox import PullTree, ReadFile, ReplaceLines, RunTests, SandboxLost, Search
 from headrace.messages.tasks import SandboxLimits, TestPlan
 from headrace.vmhost import agent_files, protocol
@@ -138,7 +139,7 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
         return self.manifest.push_mb or SIZE_MB.get(self.manifest.name, IMAGE_MB)
 
 
-class UnusableTemplate(Exception):
+class UnusableTemplate(HeadraceError):
     """A template on disk cannot be used; it is built again."""
 
 

@@ -103,7 +103,7 @@ async def test_a_request_that_never_gets_a_sandbox_fails_with_what_to_do(
     run = f"never{int(node)}"
     observer = await connect("admin")
     section = Section(backend="process", lease_s=100.0, max_vms=1, judge_share=0, slots_per_vm=1)
-    waits = Credit(node_wait_s=1.5, room_wait_s=5.0 if node else 1e6)  # a try may take two seconds
+    waits = Credit(node_wait_s=1.5, wait_s=5.0 if node else 1e6)  # a try may take two seconds
     narrow = msgspec.structs.replace(config(tmp_path), environment=section, rollout=waits)
     async with AsyncExitStack() as actors:
         if node:
@@ -130,6 +130,28 @@ async def test_a_request_that_never_gets_a_sandbox_fails_with_what_to_do(
     assert ("[environment] max_vms" if node else f"headrace actor environment --run {run}") in failed.detail
     backs = [m for m in await everything(observer, "HR_EVENT", EVENT.where(run=run)) if m.kind == "handed_back"]
     assert backs, "it ended without a hand-over"
+
+
+async def test_a_short_silence_of_all_nodes_fails_no_request_that_waited_long_for_capacity(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes that start again answer nothing for seconds; the time that a request waited before does not count."""
+    monkeypatch.setattr(episode, "CAPACITY_WAIT_S", 0.1)
+    observer = await connect("admin")
+    settings = msgspec.structs.replace(
+        config(tmp_path), environment=Section(backend="process", lease_s=100.0), rollout=Credit(node_wait_s=60.0)
+    )
+    async with living(Rollout, settings, await connect("rollout"), "short", "r1"):
+        waited = msgspec.structs.replace(request("short", "g1", policy="idle"), waited_s=100.0)
+        await issue(observer, waited)
+        async with asyncio.timeout(PATIENCE_S):
+            async for received in observer.follow("HR_EVENT", EVENT.where(run="short", actor="rollout")):
+                if getattr(received.message, "kind", "") == "handed_back":
+                    break
+        async with living(Environment, settings, await connect("environment", node="n1"), ANY_RUN):
+            async with asyncio.timeout(PATIENCE_S):
+                await first(observer, "HR_TRAJ", TRAJ.at(run="short", group="g1"), Trajectory)
+    assert await everything(observer, "HR_LEDGER", FAIL.where(run="short")) == []
 
 
 async def test_a_rollout_pulls_the_configured_lanes_and_leaves_the_others(connect: Connect, tmp_path: Path) -> None:

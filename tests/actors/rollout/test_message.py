@@ -16,6 +16,7 @@ from headrace.messages import tasks
 from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Trajectory
 from headrace.messages.subjects import SCORE, TASK, TRAJ, token
 from headrace.messages.tasks import ANSWER, Grading, Oracle, Task, TaskRef
+from headrace.registry import PluginError
 from headrace.tasks.suites import write_suite
 from tests.conftest import Connect
 from tests.support.actors import living
@@ -94,7 +95,7 @@ async def test_a_checker_that_is_not_there_ends_the_judge_with_its_name(connect:
         error = await judge.failed
     finally:
         await judge.shut(1.0)
-    assert isinstance(error, Unrecoverable) and "expected one of exact, number, pattern" in str(error)
+    assert isinstance(error, PluginError) and "no_such" in str(error)
 
 
 async def test_a_suite_judged_by_logs_is_not_trained_on_without_a_word(connect: Connect, tmp_path: Path) -> None:

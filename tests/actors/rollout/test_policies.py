@@ -180,7 +180,7 @@ async def test_an_attempt_that_waits_for_a_first_version_fails_with_what_to_look
     await prepare(connect, run)
     if of:
         await prepare(connect, owner)
-    short = msgspec.structs.replace(config(tmp_path), rollout=RolloutSection(version_wait_s=0.2))
+    short = msgspec.structs.replace(config(tmp_path), rollout=RolloutSection(wait_s=0.2))
     named = PolicyRef(run=owner if of else "")
     async with living(Rollout, short, await connect("rollout", node="here"), run, "roll"):
         await issue(observer, run, "early", policy=named)

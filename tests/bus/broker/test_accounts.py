@@ -8,7 +8,7 @@ import pytest
 from headrace.bus.broker import credentials
 from headrace.bus.broker.server import CONF, Server
 from headrace.bus.connection import Bus
-from headrace.bus.errors import ApiError, BusError
+from headrace.bus.errors import ApiError, CredentialsRefused
 from headrace.bus.nats.streams import declare
 from headrace.messages import subjects as s
 from headrace.messages.operations import Event
@@ -91,6 +91,6 @@ def test_a_run_is_added_and_a_wrong_one_refused(tmp_path: Path) -> None:
 
 
 async def test_a_key_of_one_run_signs_in_to_it_alone(shared: Server, tmp_path: Path) -> None:
-    with pytest.raises(BusError, match="refuses the credentials"):
+    with pytest.raises(CredentialsRefused):
         stranger = credentials.write_accounts(tmp_path / "elsewhere", ["r1"])
         await Bus.connect(shared.url, role="judge", credentials=stranger / "r1", timeout=60.0)

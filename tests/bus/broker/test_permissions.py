@@ -59,8 +59,9 @@ async def test_each_role_publishes_its_row_and_nothing_else(connect: Connect, ro
             if role in subject.publishers and own_lane(role, subject, lane, group):
                 assert await bus.publish(where, event()) > 0
             else:
-                with pytest.raises(Denied, match=f"role '{role}' may not publish on {where}"):
+                with pytest.raises(Denied) as denied:
                     await bus.publish(where, event())
+                assert (denied.value.role, denied.value.action, denied.value.subject) == (role, "publish on", where)
     with pytest.raises(Denied):
         await bus.publish(concrete(s.ADVISORY), event())
     other = "trainer" if role != "trainer" else "judge"
@@ -160,7 +161,7 @@ async def test_nobody_hears_what_is_not_for_him(connect: Connect) -> None:
         raise AssertionError
 
     for subject in ("_INBOX.trainer.>", "hr.rpc.environment.>", ">", "hr.traffic.>", "$KV.>"):
-        with pytest.raises(Denied, match="may not subscribe"):
+        with pytest.raises(Denied):
             await judge.connection.subscribe(subject, hear)
 
 
@@ -169,7 +170,7 @@ async def test_no_sibling_answers_for_an_environment(connect: Connect, role: str
     """An observation is a node's answer: other roles neither take its calls nor write into the caller's inbox."""
     bus = await connect(role)
     for asker in ("rollout", "judge", role):
-        with pytest.raises(Denied, match="may not publish on _INBOX"):
+        with pytest.raises(Denied):
             await bus.publish(f"_INBOX.{asker}.x.1", event())
     if role != "environment":
 
@@ -177,7 +178,7 @@ async def test_no_sibling_answers_for_an_environment(connect: Connect, role: str
             raise AssertionError
 
         for subject in ("hr.rpc.environment.n1.call", "hr.rpc.environment.acquire-r1", "hr.rpc.environment.>"):
-            with pytest.raises(Denied, match="may not subscribe"):
+            with pytest.raises(Denied):
                 await bus.connection.subscribe(subject, take)
 
 

@@ -9,7 +9,15 @@ import pytest
 
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.errors import BusError, BusTimeout, MessageGone, NoResponders, WrongSequence
+from headrace.bus.errors import (
+    BusError,
+    BusTimeout,
+    CredentialsRefused,
+    MessageGone,
+    NoBroker,
+    NoResponders,
+    WrongSequence,
+)
 from headrace.bus.payloads import claim_checks, retention
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
@@ -224,9 +232,9 @@ async def test_request_reply_and_its_errors(connect: Connect) -> None:
 
 
 async def test_a_broker_that_is_down_or_refuses_is_one_sentence(server: Server) -> None:
-    with pytest.raises(BusError, match=r"^no broker answers at nats://127.0.0.1:1 .*"):
+    with pytest.raises(NoBroker, match=r"^no broker answers at nats://127.0.0.1:1 .*"):
         await Bus.connect("nats://127.0.0.1:1", role="judge", timeout=0.3)
-    with pytest.raises(BusError, match="refuses the credentials of role 'judge'"):
+    with pytest.raises(CredentialsRefused, match="role 'judge'"):
         await Bus.connect(server.url, role="judge", credentials=None)
     with pytest.raises(BusError, match="no credentials for role 'nobody'"):
         await Bus.connect(server.url, role="nobody", credentials=server.credentials)

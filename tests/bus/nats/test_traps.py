@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.bus.connection import Bus
-from headrace.bus.errors import ApiError, BusError, Denied
+from headrace.bus.errors import ApiError, BusError, Denied, NoBroker
 from headrace.bus.nats import consumer as consumers
 from headrace.bus.nats.ordered_reader import OrderedReader
 from headrace.bus.nats.received import Received
@@ -136,8 +136,9 @@ async def test_4_a_full_stream_is_back_pressure(connect: Connect, monkeypatch: p
 async def test_5_a_forbidden_publish_fails_at_once(connect: Connect) -> None:
     bus = await connect("judge")
     async with asyncio.timeout(PATIENCE_S):  # nats-py alone ends in a timeout of its own, which is another error
-        with pytest.raises(Denied, match=r"^role 'judge' may not publish on hr.step.r1$"):
+        with pytest.raises(Denied) as denied:
             await bus.publish("hr.step.r1", event())
+        assert str(denied.value) == "role 'judge' may not publish on hr.step.r1"
 
 
 async def test_6_connect_is_bounded_also_when_nobody_speaks() -> None:
@@ -150,7 +151,7 @@ async def test_6_connect_is_bounded_also_when_nobody_speaks() -> None:
     listener = await asyncio.start_server(silent, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
     async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(BusError, match="no broker answers"):
+        with pytest.raises(NoBroker):
             await Bus.connect(f"nats://127.0.0.1:{port}", role="judge", timeout=0.3)
     listener.close()
 
@@ -230,7 +231,7 @@ async def test_11_ack_sync_is_confirmed_before_the_next_step(connect: Connect) -
 async def test_a_refused_api_call_has_its_numbers(connect: Connect) -> None:
     with pytest.raises(ApiError) as caught:
         await (await connect()).connection.api("CONSUMER.INFO.HR_STEP.nothing")
-    assert (caught.value.code, caught.value.err_code) == (404, 10014)
+    assert (caught.value.status, caught.value.err_code) == (404, 10014)
 
 
 async def test_a_cancelled_task_ends_wherever_it_was(connect: Connect) -> None:

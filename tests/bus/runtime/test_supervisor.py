@@ -13,11 +13,14 @@ from headrace.bus.broker.server import Server
 from headrace.bus.errors import BusTimeout
 from headrace.bus.runtime import waits
 from headrace.bus.runtime.actor import Actor
-from headrace.bus.runtime.supervisor import EXIT_FOR_GOOD, EXIT_GAVE_UP, Supervisor
+from headrace.bus.runtime.supervisor import EXIT_FOR_GOOD, EXIT_GAVE_UP, EXIT_NO_BROKER, Supervisor
 from headrace.config import Config
+from headrace.errors import GAVE_UP_LACKING
 from headrace.messages import subjects as s
 from headrace.messages.operations import Heartbeat, Ping
 from headrace.metrics import machine_use
+from headrace.registry import PluginError
+from headrace.vmhost.errors import VmhostError
 from tests.conftest import Connect
 from tests.support.patience import PATIENCE_S
 
@@ -117,6 +120,28 @@ async def test_three_slow_failures_alike_end_the_process_for_good(server: Server
     assert kinds == ["actor_failed", "actor_failed", "actor_gave_up"]
 
 
+async def test_an_error_of_wrong_input_ends_the_process_at_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FailsAlike.lives = 0
+    monkeypatch.setattr(FailsAlike, "error", PluginError("mine:tool is not installed"))
+    life = supervisor(server, f"r{token_hex(4)}")
+    assert await asyncio.wait_for(life.run([(FailsAlike, "j10")]), PATIENCE_S) == EXIT_FOR_GOOD
+    assert FailsAlike.lives == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(VmhostError("no /dev/kvm"), GAVE_UP_LACKING), (BusTimeout("no answer"), EXIT_NO_BROKER), (OSError(28, "x"), 6)],
+)
+async def test_the_kind_of_the_last_failure_is_the_code_of_a_process_that_gave_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    monkeypatch.setattr(FailsAlike, "error", error)
+    life = supervisor(server, f"r{token_hex(4)}", restarts=1)
+    assert await asyncio.wait_for(life.run([(FailsAlike, "j9")]), PATIENCE_S) == code
+
+
 async def test_a_broker_that_is_away_is_no_failure_alike(
     server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +197,30 @@ async def test_parts_that_a_failed_start_never_made_are_no_failures_of_their_own
             if kind == "actor_gave_up":
                 break
     assert "handler_failed" not in kinds and "actor_failed" in kinds
+
+
+class Interrupted(Lively):
+    undone = False
+
+    async def start(self) -> None:
+        await super().start()
+        try:
+            await self.news(asyncio.Event())
+        finally:
+            for _ in range(3):
+                await self.event("undoing")
+            type(self).undone = True
+
+
+async def test_a_start_that_is_interrupted_may_still_await_to_undo_its_work(server: Server) -> None:
+    Interrupted.lives = 0
+    life = supervisor(server, f"r{token_hex(4)}")
+    task = asyncio.create_task(life.run([(Interrupted, "j8")]))
+    while not Interrupted.lives:
+        await asyncio.sleep(0.01)
+    life.stop()
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
+    assert Interrupted.undone
 
 
 async def test_beats_presence_and_ping(server: Server, connect: Connect) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from headrace import process_stat
-from headrace.launch.supervision import children, stopped
-from headrace.launch.supervision.children import Child, ChildFailed, NotStarted
+from headrace.launch.supervision import children
+from headrace.launch.supervision.children import Child, ChildFailed, NotStarted, keep_alive
 from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost import cgroups
 
@@ -33,7 +33,7 @@ def sleeping(tmp_path: Path) -> tuple[Child, Path, list[str]]:
 
 async def test_a_killed_process_comes_back(tmp_path: Path) -> None:
     worker, lives, causes = sleeping(tmp_path)
-    watching = asyncio.create_task(worker.watch(lambda _, why: causes.append(why)))
+    watching = asyncio.create_task(keep_alive(worker, lambda _, why: causes.append(why)))
     await asyncio.to_thread(lives.read_text)
     assert worker.process is not None
     first = worker.process.pid
@@ -48,9 +48,33 @@ async def test_a_killed_process_comes_back(tmp_path: Path) -> None:
 
 async def test_a_process_that_cannot_start_is_given_up_with_its_log(tmp_path: Path) -> None:
     worker = child(tmp_path, "import sys; print('no broker here', flush=True); sys.exit(3)")
+    restarts: list[tuple[str, str]] = []
     with pytest.raises(ChildFailed, match="no broker here") as failed:
-        await worker.watch(lambda *_: None)
-    assert worker.restarts == 0 and failed.value.code == 3
+        await keep_alive(worker, lambda *restart: restarts.append(restart))
+    assert restarts == [] and failed.value.exit_status == 3
+
+
+@pytest.mark.parametrize(("code", "restarts", "status"), [(1, 2, 1), (2, 0, 2), (4, 2, 4), (6, 2, 3), (9, 2, 1)])
+async def test_the_code_of_a_process_decides_whether_it_is_started_again_and_how_the_command_ends(
+    tmp_path: Path, code: int, restarts: int, status: int
+) -> None:
+    """Its log decides nothing: the words of an error may stand in it for any reason."""
+    seen: list[tuple[str, str]] = []
+    worker = child(tmp_path, f"print('VmhostError: No space left; BusError: away'); raise SystemExit({code})")
+    with pytest.raises(ChildFailed) as failed:
+        await keep_alive(worker, lambda *restart: seen.append(restart))
+    assert (len(seen), failed.value.exit_status) == (restarts, status)
+
+
+async def test_a_process_that_has_finished_its_work_is_not_started_again(tmp_path: Path) -> None:
+    restarts: list[tuple[str, str]] = []
+    await keep_alive(child(tmp_path, ""), lambda *restart: restarts.append(restart), finishes=True)
+    assert restarts == []
+    with pytest.raises(ChildFailed) as failed:
+        await keep_alive(
+            child(tmp_path, "raise SystemExit(1)"), lambda *restart: restarts.append(restart), finishes=True
+        )
+    assert (len(restarts), failed.value.exit_status) == (children.BY_ITSELF[0], 1)
 
 
 async def test_a_process_without_memory_is_given_up_at_its_third_end(tmp_path: Path) -> None:
@@ -61,12 +85,13 @@ async def test_a_process_without_memory_is_given_up_at_its_third_end(tmp_path: P
     assert group is not None and not group.refused
     enter = f"[open(file, 'w').write('0') for file in {group.join!r}]"
     worker = child(tmp_path, f"{enter}; b'x' * (1 << 30)")
+    restarts: list[tuple[str, str]] = []
     try:
         with pytest.raises(ChildFailed, match=r"SIGKILL\), probably out of memory"):
-            await worker.watch(lambda *_: None)
+            await keep_alive(worker, lambda *restart: restarts.append(restart))
     finally:
         group.close()
-    assert worker.restarts == 2
+    assert len(restarts) == 2
 
 
 async def test_a_process_that_ignores_the_term_signal_is_killed(tmp_path: Path) -> None:
@@ -121,7 +146,7 @@ print("the end", flush=True)
 open({str(done)!r}, "w").write("x")
 """
     worker = child(tmp_path, code)
-    watching = asyncio.create_task(worker.watch(lambda *_: None))
+    watching = asyncio.create_task(keep_alive(worker, lambda *_: None))
     await asyncio.to_thread(done.read_text)
     watching.cancel()
     await worker.stop(5.0)
@@ -160,8 +185,8 @@ async def test_a_process_that_cannot_be_started_is_one_sentence(tmp_path: Path) 
     with pytest.raises(
         ChildFailed, match=r"^worker could not be started: its log .*worker\.log cannot be opened"
     ) as failed:
-        await child(tmp_path, "").watch(lambda *_: None)
-    assert failed.value.code == 3
+        await keep_alive(child(tmp_path, ""), lambda *_: None)
+    assert failed.value.exit_status == 3
     absent = Child("worker", [str(tmp_path / "absent")], tmp_path / "log", dict(os.environ))
     with pytest.raises(NotStarted, match=r"absent: No such file or directory$"):
         await absent.start_or_wait()
@@ -181,7 +206,7 @@ async def test_a_start_without_file_descriptors_is_tried_again(tmp_path: Path) -
     try:
         await worker.start_or_wait()
         assert worker.process is None
-        watching = asyncio.create_task(worker.watch(restarted))
+        watching = asyncio.create_task(keep_alive(worker, restarted))
         await asyncio.wait({watching, asyncio.ensure_future(refused.wait())}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
@@ -200,10 +225,10 @@ async def test_a_process_knows_the_folder_of_its_log(tmp_path: Path) -> None:
 
 
 async def test_a_stopped_process_is_killed_and_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopped, "LOOK_S", 0.02)
-    monkeypatch.setattr(stopped, "STOPPED_S", 0.1)
+    monkeypatch.setattr(children, "LOOK_S", 0.02)
+    monkeypatch.setattr(children, "STOPPED_S", 0.1)
     worker, lives, causes = sleeping(tmp_path)
-    watching = asyncio.create_task(worker.watch(lambda _, why: causes.append(why)))
+    watching = asyncio.create_task(keep_alive(worker, lambda _, why: causes.append(why)))
     await asyncio.to_thread(lives.read_text)
     assert worker.process is not None
     first = worker.process.pid
@@ -215,9 +240,7 @@ async def test_a_stopped_process_is_killed_and_restarted(tmp_path: Path, monkeyp
     await worker.stop(5.0)
 
 
-def test_a_process_that_a_debugger_holds_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopped, "LOOK_S", 0.01)
-    monkeypatch.setattr(stopped, "STOPPED_S", 0.02)
+def test_a_process_that_a_debugger_holds_is_left_alone() -> None:
     # The inner process asks to be traced by its parent and stops itself; the parent never continues it.
     traced = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)"
     outer = (
@@ -225,16 +248,12 @@ def test_a_process_that_a_debugger_holds_is_left_alone(monkeypatch: pytest.Monke
         "os.waitpid(pid, os.WUNTRACED)\nprint(pid, flush=True)\nsys.stdin.read()"
     )
 
-    async def look(pid: int) -> None:
-        async with asyncio.timeout(0.2):
-            await stopped.until_stopped_for_long(lambda: pid)
-
     with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as debugger:
         assert debugger.stdout is not None
         held = int(debugger.stdout.readline())
         stat = process_stat.read(held)
         assert stat is not None and stat.state == "t"
-        with pytest.raises(TimeoutError):
-            asyncio.run(look(held))
+        stops = process_stat.Stops()
+        assert [stops.seconds(held, 1.0) for _ in range(3)] == [0.0, 0.0, 0.0]
         os.kill(held, signal.SIGKILL)
         debugger.kill()

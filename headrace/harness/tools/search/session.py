@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from hashlib import blake2b
 
+from headrace.errors import HeadraceError
 from headrace.messages.sandbox import OpResult, PullTree
 from headrace.messages.search import Retrieved, Searcher, SearchLost, SearchReply, SearchRequest
 from headrace.messages.tasks import Task
@@ -19,7 +20,7 @@ MOST_NAMES = 200_000
 """Most names of files and of the folders around each; the hash tree of a workspace costs time for each."""
 
 
-class UnsearchableWorkspace(Exception):
+class UnsearchableWorkspace(HeadraceError):
     """The workspace is too large or cannot be read; the tool returns the text to the policy."""
 
 
