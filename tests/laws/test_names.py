@@ -82,6 +82,7 @@ BODIES: dict[str, type[msgspec.Struct] | None] = {
     "POST /v1/client/sessions/{session}/reward": bodies.NewRating,
     "DELETE /v1/client/sessions/{session}": None,
     "GET /v1/models": None,
+    "GET /v1/models/{name}": None,
 }
 """Routes of the gateway to their JSON bodies. Those of `DIALECTS` name one thing, the model."""
 DIALECTS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")

@@ -49,6 +49,6 @@ def test_good_attempts_become_the_recorded_ids(
     assert taught == [place for begin, end in made[0].sampled for place in range(begin, end)] and taught
     with pytest.raises(ValueError, match="expected ids of the tokenizer"):
         TrajectoryReader(text + " ", 1000).check(lines[0], file)
-    code, _, error = headrace("export", run, str(tmp_path / "none.jsonl"), "--as", "data", "--reward", "99")
+    code, _, error = headrace("export", run, str(tmp_path / "none.jsonl"), "--as", "data", "--reward", "1e301")
     assert code == 1 and "lower --reward" in error and not list(tmp_path.glob("*none*"))
     assert headrace("export", run, str(file), "--as", "data")[0] == 2

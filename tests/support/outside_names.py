@@ -23,7 +23,7 @@ Rejected: stream consumer subject reason headers
 Advisory: stream consumer reason
 BlobRef: sha256=blob type encoding node=node check expiry
 Ping: note
-Ack: detail
+Ack: detail code
 Plugin: seam=plugin name=plugin version source
 TaskRef: suite=suite task=task
 Task: family prompt files=inside allowed=inside network=place template=image image=image repository=inside
@@ -136,6 +136,7 @@ StepDone: state_hash staleness alarm run groups
 EngineMismatch: engine fingerprint
 Efficiency: seconds
 StepFailed: run state_hash groups reason detail command
+LeftOut: reason detail
 SnapshotReady: run path=path state_hash=hash
 WeightChunk: run
 WeightManifest: run state_hash=hash base_hash parent precision source_hash signer
