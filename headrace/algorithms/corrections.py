@@ -88,7 +88,7 @@ class Corrected(NamedTuple):
     terms: Tensor
     cut: Tensor
     dual: Tensor | None = None
-    """bool [M]: those of `cut` that dual clip bounds; None without it."""
+    """bool [M]: the tokens in `cut` that dual clip bounds; None without it."""
 
 
 Loss = Callable[[SampledTokens, Correction], Corrected]

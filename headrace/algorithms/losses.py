@@ -29,8 +29,8 @@ from headrace.algorithms.registry import LOSSES
 
 
 class TokenLoss(NamedTuple):
-    """The objective of some tokens: `loss` (0-dim) has the gradient; `clipped` and `dual_clipped` (0-dim) count tokens
-    that were cut, and those of them that dual clip bounds."""
+    """The objective of some tokens: `loss` (0-dim) has the gradient; `clipped` (0-dim) counts the tokens that were
+    cut, `dual_clipped` (0-dim) the ones that dual clip bounds."""
 
     loss: Tensor
     clipped: Tensor

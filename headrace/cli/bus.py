@@ -205,7 +205,7 @@ def _add_dlq(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("dlq", help="dead letters, messages that no actor could handle: list, show, settle")
     add_run(parser)
-    parser.add_argument("--all", action="store_true", help="list settled entries and those of other runs, too")
+    parser.add_argument("--all", action="store_true", help="list settled entries and other runs' entries too")
     letters = parser.add_mutually_exclusive_group()
     for name, text in (
         ("show", f"print everything about each LETTER ({LETTER_HELP}) as JSON"),

@@ -191,7 +191,7 @@ def actor(args: argparse.Namespace) -> int:
 
 def _add_chaos(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("chaos", help="start a run as `up` does, and inject faults into all of its processes")
+    parser = commands.add_parser("chaos", help="start a run like `up`, and inject faults into its processes")
     add_config_file(parser, "configuration, such as deploy/demo.toml")
     parser.add_argument(
         "--kills", type=integer(1), default=200, help="number of faults; a run that is too short for them is lengthened"

@@ -88,8 +88,8 @@ class EngineError(HeadraceError):
 
 
 class RefusedVersion(EngineError):
-    """A file that this engine will never serve: its bits are not those of its state hash, or its tensors are not this
-    model's. A repetition gives the same error; a caller tries again when the file was written again."""
+    """A file that this engine will never serve: its bits have another hash than announced, or its tensors are of
+    another model. A repetition gives the same error; a caller tries again when the file was written again."""
 
 
 class UnusableEngine(HeadraceError):

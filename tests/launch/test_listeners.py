@@ -123,8 +123,12 @@ def files_of(started: Up) -> set[str]:
     paths = {str(path) for path in run.rglob("*")} | {str(run), *(str(run.parent / name) for name in KEYS)}
     for process in started.family():
         here = Path(f"/proc/{process.pid}")
+        try:
+            opened = list((here / "fd").iterdir())
+        except FileNotFoundError:
+            continue  # the process has ended
         paths |= {str(here / name) for name in ("environ", "mem", "fd", "io", "maps")}
-        for entry in (here / "fd").iterdir():
+        for entry in opened:
             try:
                 target = os.readlink(entry)
                 mode = os.stat(entry).st_mode

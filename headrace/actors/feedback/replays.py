@@ -21,9 +21,9 @@ from headrace.messages.product import CLIENT_SUITE
 from headrace.messages.rollout import Trajectory
 from headrace.tasks.workspace import WORKSPACE
 
-PREFIX = "replay-"
 REPLAY_S = 1800.0
 """Seconds for which a rating waits for its replays."""
+PREFIX = "replay-"
 """Of the ids of these evaluations. The rest is a digest of the session's name, which holds its user's hash."""
 
 

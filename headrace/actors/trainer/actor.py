@@ -5,7 +5,7 @@ version k + 1 (`_step`). A manifest names everything that a step depends on. It 
 expected sequence, so the broker refuses a trainer that was replaced. A trainer that restarts takes the steps of
 published manifests again before it takes a new batch. Records are fetched while the previous step runs.
 
-HR_STEP holds the manifest and the outcome of step k, then those of step k + 1. The step itself runs in a worker thread.
+In HR_STEP the outcome of step k precedes the manifest of step k + 1. The step itself runs in a worker thread.
 It computes its gradient while the version before it is still copied and hashed; its update waits until its manifest,
 which names that hash, is on the bus. So a kill at any moment loses only what a published manifest repeats.
 

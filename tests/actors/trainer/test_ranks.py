@@ -287,3 +287,17 @@ async def test_killed_between_an_update_and_its_outcome_it_makes_the_same_versio
         (kind, step, 0) for step in range(3) for kind in ("StepManifest", "StepDone")
     ]
     assert not list((feeder.folder / "snapshots").glob(".*.part")), "the killed process's unfinished file is deleted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", range(3))
+async def test_a_rank_that_ends_as_its_trainer_stops_leaves_none_behind(
+    connect: Connect, server: Server, tmp_path: Path, which: int
+) -> None:
+    """The others may never hear the order to stop: the one that ended would have passed it on."""
+    feeder = Uneven(await connect(), new_run(), tmp_path)
+    async with living(Trainer, several(tmp_path, 4), await connect("trainer"), feeder.run):
+        await feeder.batch(0)
+        await feeder.version(1)
+        os.kill(sorted(ranks_of())[which], signal.SIGKILL)
+    assert not ranks_of()

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,8 +28,9 @@ from headrace.training.device import TrainerError
 from headrace.training.parallel.interface import Loss
 from headrace.training.parallel.nodes.logs import RankLog
 
-STOP_S = 20.0
-"""Seconds that a process may take to end after the order to stop."""
+STOP_S = 6.0
+"""Seconds that the processes may take to end after the order to stop: less than the 10 s of an actor's stop."""
+POLL_S = 0.05
 RAISED = 4
 """Exit code of a rank in which a step raised. The last line of its log is the exception."""
 DUMP = signal.SIGUSR1
@@ -161,13 +163,17 @@ class LocalRanks:
             process.kill()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return when all processes have ended. seconds: kill those that take longer."""
+        """Return when all processes have ended. seconds: the time after an order to stop. They are killed after it, and
+        as soon as one ends otherwise than in order: the others may wait for it, and never hear the order."""
+        if seconds is not None:
+            deadline = time.monotonic() + seconds
+            while None in (codes := [process.poll() for process in self.processes]):
+                if any(codes) or time.monotonic() > deadline:
+                    self.kill()
+                    break
+                time.sleep(POLL_S)
         for process in self.processes:
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait()
 
     def close(self) -> None:
         """Free threads and files, after `wait`."""

@@ -20,14 +20,13 @@ from headrace.config import Config
 from headrace.training.parallel import group
 from headrace.training.parallel.interface import GroupError, Loss, StepRaised
 from headrace.training.parallel.nodes import wire
-from headrace.training.parallel.nodes.local import STOP_S, Ending, Hello, LocalRanks, Store
+from headrace.training.parallel.nodes.local import POLL_S, STOP_S, Ending, Hello, LocalRanks, Store
 from headrace.training.parallel.nodes.logs import folder_of
 from headrace.training.parallel.nodes.rendezvous import Rendezvous, listening
 from headrace.training.parallel.nodes.silence import Silence
 
 GRACE_S = 5.0
 """Seconds to wait after a broken connection until a process ends, because that end is the cause to report."""
-POLL_S = 0.05
 DUMP_S = 1.0
 """Seconds for ranks to write their stacks to their logs."""
 
