@@ -86,7 +86,6 @@ async def hugging_face_folder(chain: "Chain", args: argparse.Namespace) -> int:
     from headrace.config import Config, load
     from headrace.launch.admission import own
     from headrace.policy.adapters import peft
-    from headrace.policy.config import CheckpointError
     from headrace.policy.layout.export import Export
     from headrace.policy.layout.export import export as write
     from headrace.weights import chain as chains
@@ -105,17 +104,13 @@ async def hugging_face_folder(chain: "Chain", args: argparse.Namespace) -> int:
         await chains.obtain(
             chain.bus, head, weights, lambda version, state_hash: None, trust=chain.trust, fetch=chain.snapshots.fetch
         )
-        try:
-            # Weights in eight bits become bfloat16, which holds them exactly and every reader supports.
-            shape, tensors = shape_of(folder, config), precision.restore(tensor_state.read(weights))
-            text = card(folder, config, head)
-            if args.format == "adapter":
-                size = peft.export(shape, tensors, base_of(config), text, target)
-                say(f"adapter of version {head.version} of run {folder.id} in {target}: {size:,} bytes")
-                return 0
-            shape = write(Export(config=shape, tensors=tensors, bundle=bundle, card=text), target)
-        except CheckpointError as error:
-            raise RunError(str(error)) from None
+        shape, tensors = shape_of(folder, config), precision.restore(tensor_state.read(weights))
+        text = card(folder, config, head)
+        if args.format == "adapter":
+            size = peft.export(shape, tensors, base_of(config), text, target)
+            say(f"adapter of version {head.version} of run {folder.id} in {target}: {size:,} bytes")
+            return 0
+        shape = write(Export(config=shape, tensors=tensors, bundle=bundle, card=text), target)
     say(f"version {head.version} of run {folder.id} in {target}: {shape.dtype}, state {head.state_hash}")
     return 0
 
@@ -217,16 +212,12 @@ async def atif(args: argparse.Namespace) -> int:
 async def _write(bus: "Bus", folder: "RunDir", target: Path, row: Callable[["Attempt"], object], kind: str) -> int:
     """Write the row of every attempt as a line of JSON; 1 if no attempt is stored. RunError."""
     from headrace.config import load
-    from headrace.tasks import UnknownSuite
 
     count = 0
     with target.open("w", encoding="utf-8") as file:
-        try:
-            async for attempt in attempts(bus, folder.id, load(folder.config).tasks.dir):
-                file.write(json.dumps(row(attempt)) + "\n")
-                count += 1
-        except UnknownSuite as error:
-            raise RunError(str(error)) from None
+        async for attempt in attempts(bus, folder.id, load(folder.config).tasks.dir):
+            file.write(json.dumps(row(attempt)) + "\n")
+            count += 1
     say(f"{count} {kind} in {target}")
     return 0 if count else 1
 

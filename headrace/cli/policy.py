@@ -43,7 +43,6 @@ def _add_from_gguf(commands: "Commands") -> None:
 
 def from_gguf(args: argparse.Namespace) -> int:
     """Convert the file and print what was written."""
-    from headrace.policy.config import CheckpointError
     from headrace.policy.gguf.convert import convert
     from headrace.policy.gguf.source import locate
 
@@ -52,8 +51,6 @@ def from_gguf(args: argparse.Namespace) -> int:
         file = locate(args.source, Path(args.cache))
         dtype = fast_dtype() if args.dtype == "auto" else args.dtype
         done = convert(file, args.dir, dtype, template)
-    except CheckpointError as error:
-        raise RunError(str(error)) from None
     except OSError as error:
         raise RunError(f"--chat-template {args.chat_template} cannot be read: {error.strerror}") from None
     if args.dtype == "auto" and dtype == "float32":
@@ -79,13 +76,8 @@ def _add_train(commands: "Commands") -> None:
 
 def train_policy(args: argparse.Namespace) -> int:
     """Train, print progress, and write the folder."""
-    from headrace.policy.config import CheckpointError
-    from headrace.rendering.base import RendererError
     from headrace.training.checkpoint import UnusableCheckpoint
-    from headrace.training.data.base import DataError
     from headrace.training.device import TrainerError
-    from headrace.training.mid_training import MidTrainingFailed
-    from headrace.training.parallel.interface import GroupError
 
     config, target = args.settings, Path(args.dir)
     if target.exists():
@@ -94,10 +86,8 @@ def train_policy(args: argparse.Namespace) -> int:
         raise RunError("[mid_training] tokens: expected at least 1, got 0", 2)
     try:
         train(config, target)
-    except (DataError, RendererError, CheckpointError, UnusableCheckpoint, TrainerError) as error:
+    except (UnusableCheckpoint, TrainerError) as error:
         raise RunError(str(error), 2) from None
-    except (GroupError, MidTrainingFailed) as error:
-        raise RunError(str(error), 1) from None
     return 0
 
 

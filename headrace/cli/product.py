@@ -252,9 +252,8 @@ def _add_keys(commands: "Commands") -> None:
 
 def keys(args: argparse.Namespace) -> int:
     """Make or end a key; otherwise print a line per key: id, tenant, rate, opt-in to training, scopes."""
-    from headrace.gateway.tenants.keys import USUAL, ApiKeys, KeyFileError, key_file
+    from headrace.gateway.tenants.keys import USUAL, ApiKeys, key_file
     from headrace.launch.output import say
-    from headrace.launch.runs import RunError
 
     known = ApiKeys(key_file(args.settings))
     if args.add is not None:
@@ -262,10 +261,7 @@ def keys(args: argparse.Namespace) -> int:
         say(known.add(args.add, training=args.training, requests_per_minute=args.rate, scopes=scopes))
         return 0
     if args.revoke is not None:
-        try:
-            entry = known.revoke(args.revoke)
-        except KeyFileError as error:
-            raise RunError(str(error)) from None
+        entry = known.revoke(args.revoke)
         say(f"key {entry.id} of {entry.tenant} is revoked")
         return 0
     for entry in known.entries():
@@ -303,16 +299,13 @@ def watch(args: argparse.Namespace) -> int:
     """Note the run, and make the hook."""
     import time
 
-    from headrace.gateway.signals.reporting import LinesError, Noted, Repository
+    from headrace.gateway.signals.reporting import Noted, Repository
 
-    try:
-        repository = Repository(Path.cwd())
-        if args.hook:
-            repository.install_hook()
-        url = args.url.rstrip("/")
-        repository.note(Noted(url=url, agent=args.watch[0], run=args.watch[1], since=time.time()))
-    except LinesError as error:
-        raise RunError(str(error)) from None
+    repository = Repository(Path.cwd())
+    if args.hook:
+        repository.install_hook()
+    url = args.url.rstrip("/")
+    repository.note(Noted(url=url, agent=args.watch[0], run=args.watch[1], since=time.time()))
     say("`headrace lines` reports what is due after 10 minutes and after 24 hours: call it from cron")
     return 0
 
@@ -320,7 +313,7 @@ def watch(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace) -> int:
     """Report to every gateway of a watched run. Exit code 1 when a report failed."""
     from headrace.gateway.acp.api import AgentsApi
-    from headrace.gateway.signals.reporting import LinesError, Repository
+    from headrace.gateway.signals.reporting import Repository
 
     async def body(repository: Repository) -> bool:
         failed = False
@@ -331,10 +324,7 @@ def report(args: argparse.Namespace) -> int:
                     print(json.dumps(answer))
         return failed
 
-    try:
-        return int(asyncio.run(body(Repository(Path.cwd()))))
-    except LinesError as error:
-        raise RunError(str(error)) from None
+    return int(asyncio.run(body(Repository(Path.cwd()))))
 
 
 def _add_acp(commands: "Commands") -> None:

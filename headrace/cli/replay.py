@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
     from headrace.config import Config
     from headrace.judging.rubrics.judge import RubricJudge
-    from headrace.judging.scoring import Rewarder
     from headrace.messages.judging import Score
     from headrace.messages.rollout import Trajectory
     from headrace.messages.training import StepManifest
@@ -63,21 +62,16 @@ def replay(args: argparse.Namespace) -> int:
     """Check the combination of options, then run the mode they choose."""
     from headrace.launch.admission import changes
     from headrace.launch.session import looped
-    from headrace.replay.recorded_run import ReplayError
-    from headrace.training.device import TrainerError
 
     _check(args)
     changes(args.changes)
-    try:
-        if args.trajectory is not None:
-            return looped(_trajectory(args))
-        if args.steps is not None:
-            return looped(_steps(args))
-        if args.debug:
-            return _debug(args)
-        return looped(_step(args))
-    except (ReplayError, TrainerError) as error:
-        raise RunError(str(error), 1) from None
+    if args.trajectory is not None:
+        return looped(_trajectory(args))
+    if args.steps is not None:
+        return looped(_steps(args))
+    if args.debug:
+        return _debug(args)
+    return looped(_step(args))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -231,14 +225,12 @@ def _add_rejudge(commands: "Commands") -> None:
 async def rejudge(args: argparse.Namespace) -> int:
     """Judge the closed groups again; print one JSON line, and with --follow one per group."""
     from headrace.config import load
-    from headrace.judging.rubrics.client import EndpointFailed, EndpointRefused
-    from headrace.judging.rubrics.rubric import RubricError
+    from headrace.judging.rubrics.judge import RubricJudge
     from headrace.launch import runs
     from headrace.launch.guests import prepare_host
     from headrace.launch.session import bus_of
     from headrace.messages import subjects
     from headrace.replay import rejudge as rejudging
-    from headrace.replay.recorded_run import ReplayError
 
     if subjects.token(args.judge) != args.judge:
         raise RunError(f"expected a judge version of lower case letters, digits, '-' and '_', got {args.judge!r}")
@@ -253,19 +245,16 @@ async def rejudge(args: argparse.Namespace) -> int:
             await prepare_host(config)
             host = await Host.open(config.environment, limits=config.sandboxes)
             stack.push_async_callback(host.close)
-        rubrics = _rubrics(config) if any(entry.strip().startswith("judge.") for entry in args.changes) else None
+        rubrics = RubricJudge.of(config) if any(entry.strip().startswith("judge.") for entry in args.changes) else None
         if rubrics is not None:
             stack.push_async_callback(rubrics.close)
         judge = verdicts(config, host, rubrics)
-        try:
-            if args.follow:
-                async for group in rejudging.ending(bus, folder.id):
-                    group_report = await rejudging.rejudge(bus, folder.id, args.judge, judge, [group])
-                    say(msgspec.json.encode(group_report).decode())
-            groups = await rejudging.closings(bus, folder.id)
-            report = await rejudging.rejudge(bus, folder.id, args.judge, judge, groups[: args.groups or None])
-        except (ReplayError, RubricError, EndpointFailed, EndpointRefused) as error:
-            raise RunError(str(error), 1) from None
+        if args.follow:
+            async for group in rejudging.ending(bus, folder.id):
+                group_report = await rejudging.rejudge(bus, folder.id, args.judge, judge, [group])
+                say(msgspec.json.encode(group_report).decode())
+        groups = await rejudging.closings(bus, folder.id)
+        report = await rejudging.rejudge(bus, folder.id, args.judge, judge, groups[: args.groups or None])
     say(msgspec.json.encode(report).decode())
     return 0
 
@@ -301,42 +290,20 @@ def with_rewards(config: "Config", entries: list[str]) -> "Config":
     return config
 
 
-def rewarder(config: "Config") -> "Rewarder":
-    """The reward of a configuration. RunError when there is none of that name."""
-    from headrace.judging.scoring import Rewarder
-    from headrace.registry import PluginError
-
-    try:
-        return Rewarder.of(config)
-    except PluginError as error:
-        raise RunError(str(error)) from None
-
-
-def _rubrics(config: "Config") -> "RubricJudge | None":
-    """The rubric judge of a configuration. RunError when it cannot be used."""
-    from headrace.judging.rubrics.client import EndpointRefused
-    from headrace.judging.rubrics.judge import RubricError, RubricJudge
-
-    try:
-        return RubricJudge.of(config)
-    except (RubricError, EndpointRefused) as error:
-        raise RunError(str(error)) from None
-
-
 def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None" = None) -> "Verdicts":
     """A function that judges a trajectory with the rules of this version. Hidden tests run in a sandbox of `host`;
     without `host` it uses the recorded outcomes. Without `rubrics` it uses the rubric judge's recorded answers."""
     from headrace.judging.candidates import Candidate
     from headrace.judging.examination import Options, examine
     from headrace.judging.machines import HostMachines
-    from headrace.judging.scoring import scored_again
+    from headrace.judging.scoring import Rewarder, scored_again
     from headrace.judging.steps import suspicions
     from headrace.judging.verdicts import NoVerdict, conclude, recorded
     from headrace.messages.sandbox import SandboxLost
     from headrace.replay.recorded_run import ReplayError
     from headrace.tasks import UnknownSuite, open_suite
 
-    reward = rewarder(config)
+    reward = Rewarder.of(config)
     machines = HostMachines(host) if host is not None else None
 
     async def report(kind: str, text: str = "", level: str = "info", /, **data: object) -> None:
@@ -400,35 +367,29 @@ async def retrain(args: argparse.Namespace) -> int:
     from headrace.replay import recorded_run
     from headrace.replay import rejudge as rejudging
     from headrace.replay.objective import other
-    from headrace.replay.recorded_run import ReplayError
     from headrace.replay.retrain import SecondTrainer
-    from headrace.training.checkpoint import UnusableCheckpoint
-    from headrace.training.device import TrainerError
 
     folder = runs.find(args.run)
     run_config = load(folder.config)
     changes(args.changes)
-    try:
-        config = other(run_config, args.changes)[0] if args.changes else run_config
-        async with bus_of(folder, "replay") as bus:
-            run = await recorded_run.of_run(bus, run_config, folder.path, folder.id)
-            judging: asyncio.Task[None] | None = None
-            if args.judge and args.follow:
-                live = rejudging.LiveScores()
-                judging = asyncio.create_task(live.follow(bus, folder.id, args.judge))
-                second = SecondTrainer(run, config, Path(args.to), live.found, live.more)
-            else:
-                scores = await rejudging.scores_of(bus, folder.id, args.judge) if args.judge else None
-                second = SecondTrainer(run, config, Path(args.to), scores)
-            source = follow(bus, folder.id) if args.follow else recorded(run)
-            try:
-                async for line in second.steps(source, args.steps):
-                    say(msgspec.json.encode(line).decode())
-            finally:
-                if judging is not None:
-                    judging.cancel()
-    except (ReplayError, TrainerError, UnusableCheckpoint) as error:
-        raise RunError(str(error), 1) from None
+    config = other(run_config, args.changes)[0] if args.changes else run_config
+    async with bus_of(folder, "replay") as bus:
+        run = await recorded_run.of_run(bus, run_config, folder.path, folder.id)
+        judging: asyncio.Task[None] | None = None
+        if args.judge and args.follow:
+            live = rejudging.LiveScores()
+            judging = asyncio.create_task(live.follow(bus, folder.id, args.judge))
+            second = SecondTrainer(run, config, Path(args.to), live.found, live.more)
+        else:
+            scores = await rejudging.scores_of(bus, folder.id, args.judge) if args.judge else None
+            second = SecondTrainer(run, config, Path(args.to), scores)
+        source = follow(bus, folder.id) if args.follow else recorded(run)
+        try:
+            async for line in second.steps(source, args.steps):
+                say(msgspec.json.encode(line).decode())
+        finally:
+            if judging is not None:
+                judging.cancel()
     return 0
 
 

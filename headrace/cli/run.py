@@ -39,18 +39,12 @@ def up(args: argparse.Namespace) -> int:
 
 
 def refuse_data(config: "Config") -> None:
-    """Refuse data of mid-training that is not right. RunError with exit code 2."""
+    """Refuse data of mid-training that is not right. DataError, RendererError."""
     if not config.mid_training.data or not config.mid_training.tokens:
         return
     from headrace.actors.trainer import initial_policy
-    from headrace.launch.runs import RunError
-    from headrace.rendering.base import RendererError
-    from headrace.training.data.base import DataError
 
-    try:
-        initial_policy.check_data(config)
-    except (DataError, RendererError) as error:
-        raise RunError(str(error), 2) from None
+    initial_policy.check_data(config)
 
 
 def _add_check(commands: "Commands") -> None:

@@ -62,9 +62,8 @@ def _add_import(commands: "Commands") -> None:
 
 def import_tasks(args: argparse.Namespace) -> int:
     """Import the tasks that are not imported yet; 1 when the suite has no task afterwards."""
-    from headrace.tasks.base import UnknownSuite
     from headrace.tasks.importing import harbor, jsonl, swebench, swesmith, verifiers
-    from headrace.tasks.importing.base import ImportOptions, SourceError
+    from headrace.tasks.importing.base import ImportOptions
     from headrace.tasks.importing.writing import REPORT, import_suite
     from headrace.tasks.verifiers.process import python_of
 
@@ -92,10 +91,7 @@ def import_tasks(args: argparse.Namespace) -> int:
     )
     _check_tools(options.tools)
     folder = Path(args.settings.tasks.dir) / name
-    try:
-        report = import_suite(name, folder, f"{args.format} {args.source}", modules[args.format].read(options))
-    except (SourceError, UnknownSuite) as error:
-        raise RunError(str(error)) from None
+    report = import_suite(name, folder, f"{args.format} {args.source}", modules[args.format].read(options))
     for refusal in report.refused[:SHOWN]:
         say(f"refused {refusal.id}: {refusal.reason}")
     if len(report.refused) > SHOWN:
@@ -301,7 +297,7 @@ async def _certify(task: "Task", oracle: "Oracle", source: str, journal: "Journa
 async def _mutations(args: argparse.Namespace) -> int:
     """Make the suite of mutations that a package's own tests detect; each is verified in a sandbox."""
     from headrace.launch.guests import prepare_host
-    from headrace.tasks.packages import lab, sdist
+    from headrace.tasks.packages import sdist
     from headrace.vmhost.node.host import Host
 
     config, (source,) = args.settings, args.sources
@@ -319,8 +315,6 @@ async def _mutations(args: argparse.Namespace) -> int:
             root=Path(config.tasks.dir),
         )
         suite = await sdist.build(request, host, say)
-    except lab.SuiteError as error:
-        raise RunError(str(error), 1) from None
     finally:
         await host.close()
     say(f"{len(suite.ids())} tasks in {config.tasks.dir}/{suite.name}")
@@ -372,11 +366,8 @@ async def examine(args: argparse.Namespace) -> int:
     from headrace.vmhost.node.host import Host
 
     config = args.settings
-    try:
-        suite = open_suite(admission.suite(args.suite), config.tasks.dir)
-        ids = list(sample_of(suite))
-    except UnknownSuite as error:
-        raise RunError(str(error)) from None
+    suite = open_suite(admission.suite(args.suite), config.tasks.dir)
+    ids = list(sample_of(suite))
     if args.bundled and (args.out or not source_of(suite)):
         raise RunError("--bundled expects a generated suite and no --out: it writes the certificates into the package")
     await prepare_host(config)
@@ -479,14 +470,11 @@ def show(args: argparse.Namespace) -> int:
     """Print prompt and files of the task, or certificates. Hidden tests are never shown."""
     from headrace.launch import admission
     from headrace.tasks import open_suite
-    from headrace.tasks.base import UnknownSuite, both_sides
+    from headrace.tasks.base import both_sides
 
     if args.certificate or not args.task:
         return certificates(args)
-    try:
-        task, _ = both_sides(open_suite(admission.suite(args.suite), args.settings.tasks.dir), args.task)
-    except UnknownSuite as error:
-        raise RunError(str(error)) from None
+    task, _ = both_sides(open_suite(admission.suite(args.suite), args.settings.tasks.dir), args.task)
     say(f"{task.ref.suite} {task.ref.task} ({task.family})\n{task.prompt}\n")
     for path, data in sorted(task.files.items()):
         if len(task.files) < 20:
@@ -540,16 +528,12 @@ def export(args: argparse.Namespace) -> int:
     """Write the folders; 1 when no task could be written."""
     from headrace.launch import admission
     from headrace.tasks import open_suite
-    from headrace.tasks.base import UnknownSuite
     from headrace.tasks.exporting.harbor import export
 
     if args.dir.exists() and any(args.dir.iterdir()):
         raise RunError(f"{args.dir} is not empty; name a new folder")
-    try:
-        suite = open_suite(admission.suite(args.suite), args.settings.tasks.dir)
-        done = export(suite, suite.ids()[: args.tasks], args.dir, args.organisation)
-    except UnknownSuite as error:
-        raise RunError(str(error)) from None
+    suite = open_suite(admission.suite(args.suite), args.settings.tasks.dir)
+    done = export(suite, suite.ids()[: args.tasks], args.dir, args.organisation)
     for id, reason in list(done.refused.items())[:10]:
         say(f"refused {id}: {reason}")
     say(f"{done.tasks} tasks in {args.dir}, {len(done.refused)} refused")

@@ -202,13 +202,9 @@ def join(args: argparse.Namespace) -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         raise RunError("expected one process of a machine, which starts its ranks itself: torchrun --nproc-per-node 1")
 
-    from headrace.training.device import TrainerError
     from headrace.training.parallel.nodes import join as joining
 
-    try:
-        joining.join(config, node, address, say, wait_s=args.wait or 0.0, once=args.once)
-    except TrainerError as error:
-        raise RunError(str(error), 1) from None
+    joining.join(config, node, address, say, wait_s=args.wait or 0.0, once=args.once)
     return 0
 
 

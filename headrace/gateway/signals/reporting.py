@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import HeadraceError
+from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.gateway.acp.api import AgentsApi, AgentsApiError
 
 NOTES = "headrace-lines.json"
@@ -24,7 +24,7 @@ HOOK = "post-merge"
 HOOK_LINE = "headrace lines --merged"
 
 
-class LinesError(HeadraceError):
+class LinesError(HeadraceError, exit_status=WRONG_INPUT):
     """The repository cannot be used; the text says what to do."""
 
 

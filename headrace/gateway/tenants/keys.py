@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import msgspec
 
 from headrace.config import Config
-from headrace.errors import HeadraceError
+from headrace.errors import WRONG_INPUT, HeadraceError
 
 PREFIX = "hr-"
 Scope = Literal["turns", "agents", "feedback", "purge"]
@@ -47,7 +47,7 @@ def key_file(config: Config) -> Path:
     return Path(config.production.keys or Path(config.run.dir) / "keys.json")
 
 
-class KeyFileError(HeadraceError):
+class KeyFileError(HeadraceError, exit_status=WRONG_INPUT):
     """The key file cannot be used; the text says why."""
 
 

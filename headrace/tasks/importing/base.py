@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.errors import HeadraceError
+from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.messages.tasks import LONGEST_TEST_S, Oracle, SandboxLimits, Task, TaskRef
 
 LARGEST_TREE = 32 << 20
@@ -26,7 +26,7 @@ class ImportRefused(HeadraceError):
     """One entry makes no task; the text says why, and what would help."""
 
 
-class SourceError(HeadraceError):
+class SourceError(HeadraceError, exit_status=WRONG_INPUT):
     """The source cannot be read at all; one sentence says why."""
 
 
