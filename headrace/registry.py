@@ -13,17 +13,24 @@ Whatever is no built-in is a plugin: `Registry.plugin` gives its version and the
 on it carry both, and a node with another hash refuses (Law 4). The hash covers the file of a single module, and every
 Python file of the top-level package otherwise: a helper beside the plugin's own file changes what it does as well.
 
+A part may take options of the configuration: it has a parameter `options` whose annotation is a msgspec.Struct of its
+own. `Registry.bound` makes that struct from the table, so a plugin's options have types, defaults and errors.
+
 Trade-off: libraries that a plugin imports are not hashed; their versions belong to the environment, as torch's does.
 """
 
+import functools
 import importlib
 import importlib.metadata
+import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
+
+import msgspec
 
 from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.messages.plugins import Plugin
@@ -100,6 +107,27 @@ class Registry(Generic[T]):
                 f"headrace.{self.seam}: {name!r} has no {', '.join(missing)}; docs/extending.md shows one"
             )
         return cast(T, part)
+
+    def bound(self, name: str, options: Mapping[str, object], where: str) -> T:
+        """The part with its options, for a seam whose parts are functions. where: the configuration's table.
+
+        PluginError as in `get`, for an option that the part does not have and for a value of another type.
+        """
+        part: Any = self.get(name)
+        kind = _options_of(part)
+        if kind is None:
+            if options:
+                raise PluginError(f"{where}: {self.seam} {name!r} takes no options, got {', '.join(options)}")
+            return cast(T, part)
+        if unknown := sorted(options.keys() - set(kind.__struct_fields__)):
+            expected = ", ".join(kind.__struct_fields__)
+            raise PluginError(
+                f"{where}.{unknown[0]}: {self.seam} {name!r} has no such option; expected one of {expected}"
+            )
+        try:
+            return cast(T, functools.partial(part, options=msgspec.convert(options, kind)))
+        except msgspec.ValidationError as error:
+            raise PluginError(f"{where}: {self.seam} {name!r}: {error}") from None
 
     def plugin(self, name: str) -> Plugin | None:
         """Version and source hash of a part from outside; None for a built-in. PluginError as in `get`."""
@@ -190,6 +218,17 @@ def _entry_points(seam: str) -> dict[str, importlib.metadata.EntryPoint]:
             )
         points[entry.name] = entry
     return points
+
+
+def _options_of(part: Any) -> type[msgspec.Struct] | None:
+    """The type of a function's parameter `options`; None for a function without one. PluginError for another type."""
+    parameter = inspect.signature(part, eval_str=True).parameters.get("options")
+    if parameter is None:
+        return None
+    kind = parameter.annotation
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        raise PluginError(f"{part!r}: its parameter `options` needs the annotation of a msgspec.Struct, got {kind!r}")
+    return kind
 
 
 def _load(seam: str, name: str, target: str) -> object:

@@ -135,8 +135,8 @@ def test_every_key_refuses_something(section: str, key: str, default: Any) -> No
             parse(f"[{section}]\n{key} = {value}\n", "x.toml")
 
 
-OWNED = ("template_kwargs", "reward_options")
-"""Tables whose keys and values belong to the user's own template or reward."""
+OWNED = ("template_kwargs", "options")
+"""Tables whose keys and values belong to the user's own template or plugins."""
 
 
 def open_ended(kind: inspect.Type) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from headrace.algorithms.advantages import Attempt
 from headrace.algorithms.registry import ADVANTAGES, LOSSES
 from headrace.algorithms.rewards import REWARDS, Judged
 from headrace.cli.main import UsageError, main, parser
@@ -29,6 +30,7 @@ from headrace.harness.tools.registry import TOOLS
 from headrace.judging.checkers import CHECKERS, Message
 from headrace.judging.rubrics.rubric import check
 from headrace.messages.golden import examples
+from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.tasks import Criterion
 from headrace.registry import SEAMS, Registry, admit
@@ -296,12 +298,13 @@ def test_parts_of_the_page_on_extending_are_loaded_and_work(
             tokens=1,
             calls=1,
             turns=1,
-            options={"share": 0.5},
+            prices={},
         )
-        assert parts["my_rewards"](judged) == 0.5
+        assert parts["my_rewards"](judged, parts["my_rewards"].__globals__["Half"]()) == 0.5
         pairs = parts["my_readers"](terse_bundle(Tokenizer.train((), 300).dump()))
         assert pairs.encode(b'["1+1", "2"]', tmp_path).weights == [0.0, 0.0, 0.0, 1.0]
-        assert parts["my_advantages"]([0.0, 1.0, 1.0]) == [0.0, 1.0, 1.0]
+        attempts = [Attempt(reward, judged.trajectory, examples(Score)[0]) for reward in (0.0, 1.0, 1.0)]  # type: ignore[arg-type]
+        assert parts["my_advantages"](attempts) == [0.0, 1.0, 1.0]
         assert parts["my_checkers"](Message(text="abc", prompt="", reference={"length": "6"})) == 0.5
         assert main(["tasks", "show", "my_suites:open_mine/easy", "0"]) == 0
         assert "fix add()" in capsys.readouterr().out

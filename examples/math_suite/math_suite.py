@@ -4,12 +4,14 @@
     headrace eval --policy scripted:oracle --suite sums/easy --tasks 8
 
 In a run: `[tasks] suite = "sums/easy"`, and `[algorithm] reward = "priced_tests"` with
-`reward_options = { tests = 0.25, free = 200, price = 0.001 }`.
+`options.reward = { tests = 0.25, free = 200, price = 0.001 }`.
 """
 
 import random
 from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from headrace.algorithms.rewards import Judged
 from headrace.judging.checkers import Message, number
@@ -80,14 +82,21 @@ def worked(message: Message) -> float:
     return 0.1 if "answer:" in message.text.lower() else 0.0
 
 
-def priced_tests(judged: Judged) -> float:
-    """A pass, plus a share for single tests, minus a price for tokens beyond the free ones.
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """`[algorithm.options.reward]`."""
 
-    Options: tests (share of the passed tests), free (tokens without a price), price (per token)."""
+    tests: float = 0.0
+    """Share of the passed tests."""
+    free: int = 0
+    """Tokens without a price."""
+    price: float = 0.0
+    """Of each token beyond them."""
+
+
+def priced_tests(judged: Judged, options: Prices) -> float:
+    """A pass, plus a share for single tests, minus a price for tokens beyond the free ones."""
     if judged.verdict == "cheating":
         return 0.0
-    options = judged.options
     passed = sum(test.outcome == "passed" for test in judged.tests) / max(1, len(judged.tests))
     earned = judged.value if judged.value is not None else float(judged.passed)
-    beyond = max(0.0, judged.tokens - float(options.get("free", 0)))
-    return earned + float(options.get("tests", 0.0)) * passed - float(options.get("price", 0.0)) * beyond
+    return earned + options.tests * passed - options.price * max(0, judged.tokens - options.free)

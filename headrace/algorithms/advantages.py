@@ -3,7 +3,7 @@
 The idea: the mean reward of a group of attempts at one task is the baseline. By default nothing is divided by the
 group's standard deviation: the division enlarges tiny differences where all attempts are about equally right, and gives
 very easy and very hard tasks more weight. Trade-off: easy and hard groups give smaller gradients than medium ones.
-`normalised_advantages` divides, as GRPO does; `leave_one_out_advantages` is RLOO.
+`normalised` divides (GRPO); `leave_one_out` is RLOO.
 
 A group closes with its survivors when infrastructure lost some of its slots: the baseline is then that of the
 survivors, and a lost attempt never counts as reward 0. Groups may have any size from 2 on.
@@ -12,9 +12,42 @@ survivors, and a lost attempt never counts as reward 0. Groups may have any size
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from headrace.messages.judging import Score
+from headrace.messages.rollout import Trajectory
 
 EPSILON = 1e-6
 """Added to a group's standard deviation."""
+
+
+class Attempt(NamedTuple):
+    """One attempt of a group with the reward that is compared: its final reward, or that of one of its turns."""
+
+    reward: float
+    trajectory: Trajectory
+    score: Score
+    turn: int | None = None
+    """The turn whose reward it is; None for the final reward."""
+
+
+Advantage = Callable[[Sequence[Attempt]], list[float]]
+"""What `registry.ADVANTAGES` holds: one number for each attempt of a group; 0.0 means that it has no gradient."""
+
+
+def mean(group: Sequence[Attempt]) -> list[float]:
+    """Dr. GRPO: the reward minus the group's mean."""
+    return group_advantages([attempt.reward for attempt in group])
+
+
+def normalised(group: Sequence[Attempt]) -> list[float]:
+    """GRPO (arXiv 2402.03300): divided by the group's standard deviation."""
+    return normalised_advantages([attempt.reward for attempt in group])
+
+
+def leave_one_out(group: Sequence[Attempt]) -> list[float]:
+    """RLOO (arXiv 2402.14740): the reward minus the mean of the others."""
+    return leave_one_out_advantages([attempt.reward for attempt in group])
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
@@ -35,14 +68,14 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def normalised_advantages(rewards: Sequence[float]) -> list[float]:
-    """`group_advantages` divided by the group's standard deviation (GRPO, arXiv 2402.03300). ValueError as there."""
+    """`group_advantages` divided by the group's standard deviation. ValueError as there."""
     centred = group_advantages(rewards)
     deviation = math.sqrt(math.fsum(value * value for value in centred) / len(centred))
     return [value / (deviation + EPSILON) for value in centred]
 
 
 def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
-    """Reward minus the mean of the others (RLOO, arXiv 2402.14740). ValueError as in `group_advantages`."""
+    """Reward minus the mean of the others. ValueError as in `group_advantages`."""
     centred = group_advantages(rewards)
     scale = len(centred) / (len(centred) - 1) if len(centred) > 1 else 1.0
     return [value * scale for value in centred]
@@ -53,7 +86,7 @@ def to_go(advantages: Sequence[float]) -> list[float]:
 
     DeepSeekMath's process supervision (arXiv 2402.03300, section 4.1.3): the rewards of all turns of a group are one
     pool with one baseline, and a token's advantage is the sum over its own and the following turns. With
-    `normalised_advantages` it is that formula exactly; the default does not divide by the deviation, for the reason
+    `normalised` it is that formula exactly; the default does not divide by the deviation, for the reason
     above. The advantage of the final reward is added to every token, as MT-GRPO adds the two (arXiv 2505.11821).
     """
     sums: list[float] = []
@@ -62,19 +95,18 @@ def to_go(advantages: Sequence[float]) -> list[float]:
     return sums[::-1]
 
 
-def class_advantages(
-    judged: Sequence[tuple[str, float]], advantage: Callable[[Sequence[float]], list[float]] = group_advantages
-) -> list[float]:
+def class_advantages(attempts: Sequence[Attempt], advantage: Advantage = mean) -> list[float]:
     """Advantages where every prompt has one rollout: the baseline is the batch's other rollouts of the same task class.
 
-    judged: (task class, reward) of every rollout. All classes with a single rollout share one baseline.
+    All classes with a single rollout share one baseline.
     """
-    sizes = Counter(name for name, _ in judged)
+    sizes = Counter(attempt.trajectory.family for attempt in attempts)
     pools: dict[str, list[int]] = {}
-    for place, (name, _) in enumerate(judged):
-        pools.setdefault(name if sizes[name] > 1 else "", []).append(place)
-    values = [0.0] * len(judged)
+    for place, attempt in enumerate(attempts):
+        family = attempt.trajectory.family
+        pools.setdefault(family if sizes[family] > 1 else "", []).append(place)
+    values = [0.0] * len(attempts)
     for members in pools.values():
-        for place, value in zip(members, advantage([judged[member][1] for member in members]), strict=True):
+        for place, value in zip(members, advantage([attempts[member] for member in members]), strict=True):
             values[place] = value
     return values

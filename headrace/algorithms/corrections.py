@@ -34,7 +34,7 @@ included. A sequence is one context of the model, a segment: a trajectory with s
 Layout: flat vectors over M sampled tokens, float32, all on one device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ class Band(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """The settings of a correction. `weighting` is its name in `registry.LOSSES`."""
+    """The settings of a correction. `weighting` is its name in `registry.LOSSES`, `options` are those of a plugin."""
 
     weighting: str = "truncated"
     clip: float = 2.0
@@ -63,6 +63,7 @@ class Correction(NamedTuple):
     band: Band = Band()
     dual: float = 0.0
     """c of dual clip, above `band.high`; 0: none."""
+    options: Mapping[str, object] = {}
 
 
 class SampledTokens(NamedTuple):
@@ -89,10 +90,13 @@ class Corrected(NamedTuple):
     cut: Tensor
     dual: Tensor | None = None
     """bool [M]: the tokens in `cut` that dual clip bounds; None without it."""
+    metrics: Mapping[str, Tensor] = {}
+    """Figures of the loss's own, [M] each, by a name of lower-case letters, digits and _. The step reports the mean of
+    each over the batch's tokens with a gradient: `StepDone.metrics`, the live page, every exporter."""
 
 
 Loss = Callable[[SampledTokens, Correction], Corrected]
-"""What `registry.LOSSES` holds: the terms [M] whose sum is to be raised."""
+"""What `registry.LOSSES` holds: the terms [M] whose sum is to be raised. A plugin may take `options` too."""
 
 
 def importance_weights(tokens: SampledTokens, clip: float, low: float | None = None) -> tuple[Tensor, Tensor]:

@@ -19,22 +19,30 @@ of GRPO (arXiv 2402.03300): exp(d) - 1 - d with d = log p_reference - log p, dif
 Layout: flat vectors over the M sampled tokens of a micro-batch; everything in float32.
 """
 
+import re
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.algorithms.corrections import Correction, SampledTokens
+from headrace.algorithms.corrections import Corrected, Correction, SampledTokens
 from headrace.algorithms.registry import LOSSES
+from headrace.registry import PluginError
+
+OPTIONS = "algorithm.options.loss"
+_METRIC = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 class TokenLoss(NamedTuple):
     """The objective of some tokens: `loss` (0-dim) has the gradient; `clipped` (0-dim) counts the tokens that were
-    cut, `dual_clipped` (0-dim) the ones that dual clip bounds."""
+    cut, `dual_clipped` (0-dim) the ones that dual clip bounds; `metrics` (float64, 0-dim each) are the loss's own,
+    summed over the tokens."""
 
     loss: Tensor
     clipped: Tensor
     dual_clipped: Tensor
+    metrics: Mapping[str, Tensor] = {}
 
 
 class Objective(NamedTuple):
@@ -53,7 +61,7 @@ def policy_gradient(tokens: SampledTokens, objective: Objective) -> TokenLoss:
     """-sum of the corrected terms / divisor over M sampled tokens; minimising it raises the reward.
 
     ValueError when kl_weight > 0 and `tokens` has no `reference`, and for a mean over sequences without their lengths.
-    PluginError for an unknown weighting.
+    PluginError for an unknown weighting, and for terms or metrics that are not one number for each token.
     """
     penalty = None
     if objective.kl_weight > 0.0:
@@ -67,7 +75,10 @@ def policy_gradient(tokens: SampledTokens, objective: Objective) -> TokenLoss:
         else:
             cost = objective.kl_weight * (tokens.logp.detach() - tokens.reference)
             tokens = tokens._replace(advantage=tokens.advantage - cost)
-    terms, cut, dual = LOSSES.get(objective.correction.weighting)(tokens, objective.correction)
+    correction = objective.correction
+    corrected = LOSSES.bound(correction.weighting, correction.options, OPTIONS)(tokens, correction)
+    _check(corrected, tokens, correction.weighting)
+    terms, cut, dual, figures = corrected
     if penalty is not None:
         terms = terms - penalty
     if objective.sequence_mean:
@@ -75,7 +86,21 @@ def policy_gradient(tokens: SampledTokens, objective: Objective) -> TokenLoss:
             raise ValueError(f"a mean over sequences needs lengths of {len(terms)} tokens in all, got {tokens.lengths}")
         counts = torch.tensor(tokens.lengths, device=terms.device)
         terms = terms / counts.repeat_interleave(counts)
-    return TokenLoss(-terms.sum() / objective.divisor, cut.sum(), cut.new_zeros(()) if dual is None else dual.sum())
+    metrics = {name: values.detach().double().sum() for name, values in figures.items()}
+    bounded = cut.new_zeros(()) if dual is None else dual.sum()
+    return TokenLoss(-terms.sum() / objective.divisor, cut.sum(), bounded, metrics)
+
+
+def _check(made: Corrected, tokens: SampledTokens, name: str) -> None:
+    """PluginError unless a loss gives its terms and metrics for each token."""
+    for metric in made.metrics:
+        if not _METRIC.fullmatch(metric):
+            raise PluginError(
+                f"loss {name!r}: a metric's name has lower-case letters, digits and _, got {metric!r:.100}"
+            )
+    for part, values in (("terms", made.terms), *made.metrics.items()):
+        if values.shape != tokens.logp.shape:
+            raise PluginError(f"loss {name!r}: {part} has shape {list(values.shape)}, not one number for each token")
 
 
 def batch_divisor(sequences: int, constant_tokens: int, tokens: int) -> float:

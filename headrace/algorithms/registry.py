@@ -1,23 +1,20 @@
 """Advantages and losses by name: the built-in ones and those that users register (`headrace.registry`).
 
-An advantage maps the rewards of one group to one number each: ``(rewards: Sequence[float]) -> list[float]``; 0.0 means
-that the slot has no gradient. A loss maps sampled tokens to the terms whose sum is raised: `corrections.Loss`.
-`[algorithm] advantage` and `[algorithm] weighting` name them in the TOML.
+An advantage maps the attempts of one group to one number each (`advantages.Advantage`), a loss sampled tokens to the
+terms whose sum is raised (`corrections.Loss`). `[algorithm] advantage` and `[algorithm] weighting` name them in the
+TOML, `[algorithm.options.advantage]` and `[algorithm.options.loss]` have their options.
 """
 
-from collections.abc import Callable, Sequence
-
+from headrace.algorithms.advantages import Advantage
 from headrace.algorithms.corrections import Loss
 from headrace.registry import Registry
-
-Advantage = Callable[[Sequence[float]], list[float]]
 
 ADVANTAGES: Registry[Advantage] = Registry(
     "advantages",
     {
-        "mean": "headrace.algorithms.advantages:group_advantages",
-        "normalised": "headrace.algorithms.advantages:normalised_advantages",
-        "leave_one_out": "headrace.algorithms.advantages:leave_one_out_advantages",
+        "mean": "headrace.algorithms.advantages:mean",
+        "normalised": "headrace.algorithms.advantages:normalised",
+        "leave_one_out": "headrace.algorithms.advantages:leave_one_out",
     },
 )
 LOSSES: Registry[Loss] = Registry(

@@ -20,13 +20,12 @@ from headrace.messages.rollout import TokenKinds, Trajectory
 from headrace.messages.sandbox import TestOutcome
 from headrace.registry import Registry
 
-Option = float | int | str | bool
 REFUSED = 1.0
 """The penalty for output that the judge refuses to read, so that no attempt prefers it to an honest failure."""
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of a reward: the attempt, its verdict, and the options of the configuration."""
+    """The input of a reward: the attempt, its verdict, and the prices of the configuration."""
 
     trajectory: Trajectory
     verdict: str
@@ -50,18 +49,18 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """The sampled tokens of all turns by kind; None where a turn has no count, as in older records."""
     calls: int
     turns: int
-    options: Mapping[str, Option]
-    """`[algorithm] reward_options`, and length_penalty, length_k, length_q, the five weights of effort
-    (length_thinking_tokens, length_call_tokens, length_text_tokens, length_calls, length_turns), rubric_weight,
-    overlong_penalty, overlong_tokens, max_tokens, todo_penalty and broken_call_penalty."""
+    prices: Mapping[str, float]
+    """length_penalty, length_k, length_q, the five weights of effort (length_thinking_tokens, length_call_tokens,
+    length_text_tokens, length_calls, length_turns), rubric_weight, overlong_penalty, overlong_tokens, max_tokens,
+    todo_penalty and broken_call_penalty."""
 
 
 Given = float | TurnRewards
 """A finite number for one attempt, or one for the attempt and one for each of its turns."""
 
 Reward = Callable[[Judged], Given | Awaitable[Given | None] | None]
-"""The reward of one attempt; None leaves the attempt out of its group. An exception, a time limit or another value
-leaves it out too, as `reward_error`."""
+"""The reward of one attempt; a plugin may take `options` too. None leaves the attempt out of its group. An exception, a
+time limit or another value leaves it out too, as `reward_error`."""
 
 REWARDS: Registry[Reward] = Registry("rewards", {"shaped": "headrace.algorithms.rewards:shaped"}, needs=("__call__",))
 
@@ -78,25 +77,25 @@ def shaped(judged: Judged) -> float:
 def shaped_parts(judged: Judged) -> dict[str, float]:
     """The parts of the built-in reward by name; each step of a task with steps is one. The rubric takes from every
     attempt and gives to honest ones alone."""
-    options = judged.options
+    prices = judged.prices
     verdict = earned(judged)
     parts = {"verdict": verdict}
     if judged.steps and judged.verdict in ("passed", "failed"):
         parts = {f"step {step.name}": step.share for step in judged.steps}
-    if price := float(options["length_penalty"]):
-        priced = verdict - price * concave(effort(judged), float(options["length_k"]), float(options["length_q"]))
+    if price := float(prices["length_penalty"]):
+        priced = verdict - price * concave(effort(judged), float(prices["length_k"]), float(prices["length_q"]))
         if priced != verdict:
             parts["effort"] = priced - verdict
-    over = overlong(judged.tokens, int(options.get("max_tokens", 0)), int(options.get("overlong_tokens", 0)))
-    if over and options.get("overlong_penalty"):
-        parts["overlong"] = -float(options["overlong_penalty"]) * over
+    over = overlong(judged.tokens, int(prices.get("max_tokens", 0)), int(prices.get("overlong_tokens", 0)))
+    if over and prices.get("overlong_penalty"):
+        parts["overlong"] = -float(prices["overlong_penalty"]) * over
     for name, share in (("todo", open_todos(judged.trajectory)), ("broken_call", broken_calls(judged.trajectory))):
-        if share and options.get(f"{name}_penalty"):
-            parts[name] = -float(options[f"{name}_penalty"]) * share
+        if share and prices.get(f"{name}_penalty"):
+            parts[name] = -float(prices[f"{name}_penalty"]) * share
     if judged.refused:
         parts["refused"] = -REFUSED
     honest = judged.verdict in ("passed", "failed") and not judged.refused
-    weight = float(options.get("rubric_weight", 0.0))
+    weight = float(prices.get("rubric_weight", 0.0))
     if weight and judged.rubric is not None:
         gain = weight * judged.rubric.value
         parts["rubric"] = gain if honest else min(0.0, gain)
@@ -149,8 +148,8 @@ def effort(judged: Judged) -> float:
 
     ValueError where the kinds of tokens have different weights and the record does not count them.
     """
-    options, kinds = judged.options, judged.kinds
-    thinking, calls, text = (float(options[f"length_{kind}_tokens"]) for kind in ("thinking", "call", "text"))
+    prices, kinds = judged.prices, judged.kinds
+    thinking, calls, text = (float(prices[f"length_{kind}_tokens"]) for kind in ("thinking", "call", "text"))
     if kinds is not None:
         tokens = thinking * kinds.thinking + calls * kinds.calls + text * (judged.tokens - kinds.thinking - kinds.calls)
     elif thinking == calls == text:
@@ -160,4 +159,4 @@ def effort(judged: Judged) -> float:
             f"{judged.trajectory.id} does not count its tokens by kind; set length_thinking_tokens, length_call_tokens "
             "and length_text_tokens to one value"
         )
-    return tokens + float(options["length_calls"]) * judged.calls + float(options["length_turns"]) * judged.turns
+    return tokens + float(prices["length_calls"]) * judged.calls + float(prices["length_turns"]) * judged.turns

@@ -259,7 +259,7 @@ async def rejudge(args: argparse.Namespace) -> int:
     return 0
 
 
-CHANGED = {"algorithm": ("length_", "reward", "todo_", "broken_call_"), "judge": ("rubric", "model")}
+CHANGED = {"algorithm": ("length_", "reward", "options", "todo_", "broken_call_"), "judge": ("rubric", "model")}
 
 """Section to the prefixes of the keys that `--with` accepts."""
 
@@ -282,7 +282,7 @@ def with_rewards(config: "Config", entries: list[str]) -> "Config":
         section, _, key = entry.partition("=")[0].strip().partition(".")
         if not key.startswith(CHANGED.get(section, ("no key",))):
             raise RunError(
-                f"{section}.{key} does not change a reward; expected algorithm.reward, .reward_options, .length_*, "
+                f"{section}.{key} does not change a reward; expected algorithm.reward, .options, .length_*, "
                 ".todo_penalty or .broken_call_penalty, or a key of judge.rubric or judge.model"
             )
         changed = msgspec.structs.replace(getattr(config, section), **{key: getattr(getattr(parsed, section), key)})

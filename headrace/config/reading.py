@@ -203,6 +203,9 @@ def _move(raw: dict[str, Any], *, recorded: bool = False) -> None:
         if isinstance(keys, dict) and key in keys and isinstance(moved := raw.setdefault(target, {}), dict):
             moved.setdefault(name, keys[key])
             del keys[key]
+    algorithm = raw.get("algorithm")
+    if isinstance(algorithm, dict) and (former := algorithm.pop("reward_options", None)):
+        algorithm.setdefault("options", {}).setdefault("reward", former)
     tasks = raw.get("tasks")
     servers = tasks.get("mcp") if isinstance(tasks, dict) else None
     for server in servers.values() if isinstance(servers, dict) else ():

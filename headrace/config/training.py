@@ -25,6 +25,8 @@ Sequence = Annotated[int, Meta(ge=2, le=1 << 24)]
 """Number of tokens of a sequence; the first one is not a target."""
 
 
+Option = float | int | str | bool
+"""Value of a plugin's option."""
 Factor = Annotated[float, Meta(ge=0.0, le=1e6)]
 """Weight of one kind of effort."""
 
@@ -106,6 +108,17 @@ class MidTraining(Section, frozen=True, kw_only=True):
     """Most tokens of a source that a measurement of the loss on held-out documents reads."""
 
 
+class Options(Section, frozen=True, kw_only=True):
+    """Options of plugins, a table for each seam."""
+
+    advantage: dict[str, Option | list[Option]] = {}
+    """Options of the function that `advantage` names."""
+    loss: dict[str, Option | list[Option]] = {}
+    """Options of the function that `weighting` names."""
+    reward: dict[str, Option | list[Option]] = {}
+    """Options of the function that `reward` names."""
+
+
 class Algorithm(Section, frozen=True, kw_only=True):
     """The objective (Dr. GRPO, changed part by part by these keys), its corrections, and the guard against a
     collapse."""
@@ -184,8 +197,8 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Factor by which each rollback multiplies the learning rate."""
     reward: Reference = "shaped"
     """A reward of the registry: shaped, an installed entry point of `headrace.rewards`, or module:attribute."""
-    reward_options: dict[str, float | int | str | bool] = {}
-    """Options that a reward from outside the package reads."""
+    options: Options = Options()
+    """Tables advantage, loss and reward: the options that a plugin reads in a type of its own (docs/extending.md)."""
     length_penalty: Amount = 0.0
     """Weight of the concave penalty for effort, a weighted sum of tokens by kind, calls and turns."""
     length_k: Amount = 0.01

@@ -169,6 +169,13 @@ class RunMetrics(Collector):
         for name, (text, value) in figures.items():
             if math.isfinite(value):
                 yield GaugeMetricFamily(name, text, value=value)
+        of_loss = GaugeMetricFamily(
+            "headrace_loss_metric", "A figure of the run's loss, by its name.", labels=["metric"]
+        )
+        for name, value in last.metrics.items():
+            if math.isfinite(value):
+                of_loss.add_metric([name], value)
+        yield of_loss
 
     def _of_efficiency(self, efficiency: Efficiency) -> Iterable[Metric]:
         """Of the newest step, also of one that failed."""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from headrace.algorithms.rewards import REFUSED, REWARDS, Given, Judged, Option, shaped_parts
+from headrace.algorithms.rewards import REFUSED, REWARDS, Given, Judged, shaped_parts
 from headrace.config import Config
 from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
@@ -32,17 +32,19 @@ REWARD_S = 30.0
 class Rewarder:
     """The reward function of a run."""
 
-    def __init__(self, name: str, options: Mapping[str, Option], timeout_s: float) -> None:
-        """PluginError when there is no such reward."""
-        self.name, self._options, self._timeout_s = name, dict(options), timeout_s
-        self._reward = REWARDS.get(name)
+    def __init__(
+        self, name: str, prices: Mapping[str, float], timeout_s: float, options: Mapping[str, object] | None = None
+    ) -> None:
+        """PluginError when there is no such reward, or not with these options."""
+        self.name, self._prices, self._timeout_s = name, dict(prices), timeout_s
+        self._reward = REWARDS.bound(name, options or {}, "algorithm.options.reward")
         self.plugins: tuple[Plugin, ...] = plugins((REWARDS, [name]))
 
     @classmethod
     def of(cls, config: Config) -> "Rewarder":
         """The reward of a configuration. PluginError as above."""
         algorithm = config.algorithm
-        options = algorithm.reward_options | {
+        prices = {
             "length_penalty": algorithm.length_penalty,
             "length_k": algorithm.length_k,
             "length_q": algorithm.length_q,
@@ -58,7 +60,7 @@ class Rewarder:
             "max_tokens": config.limits.max_tokens,
             "rubric_weight": config.judge.rubric_weight,
         }
-        return cls(algorithm.reward, options, REWARD_S)
+        return cls(algorithm.reward, prices, REWARD_S, algorithm.options.reward)
 
     async def reward(self, trajectory: Trajectory, verdict: Verdict) -> Given:
         """The reward of one attempt: finite numbers. NoVerdict where the function gives none; its text holds the
@@ -103,7 +105,7 @@ class Rewarder:
             kinds=kinds_of(trajectory.turns),
             calls=sum(len(turn.calls) for turn in trajectory.turns),
             turns=len(trajectory.turns),
-            options=self._options,
+            prices=self._prices,
         )
 
     async def _call(self, judged: Judged) -> Given | None:

@@ -157,6 +157,8 @@ class StepFigures(Message, frozen=True, kw_only=True):
     """Share of computed tokens whose importance weight was cut."""
     dual_clipped: Share = 0.0
     """Share of computed tokens that `[algorithm] dual_clip` bounds, a part of `clipped`."""
+    metrics: dict[str, float] = {}
+    """The loss's own figures, means over the computed tokens."""
     seconds: Finite = 0.0
     engines: tuple[EngineMismatch, ...] = ()
     alarm: str = ""

@@ -89,6 +89,8 @@ class Gradient(NamedTuple):
     entropy: float
     clipped: int
     dual_clipped: int
+    metrics: Mapping[str, float] = {}
+    """The loss's own."""
 
 
 class _Sums(NamedTuple):
@@ -100,6 +102,7 @@ class _Sums(NamedTuple):
     entropy: Tensor
     clipped: Tensor
     dual_clipped: Tensor
+    metrics: dict[str, Tensor]
 
 
 def in_loss(batch: Batch, algorithm: Algorithm) -> list[Segment]:
@@ -173,8 +176,9 @@ def _objective(algorithm: Algorithm, batch: Batch, parts: int) -> Objective:
         masked = {s.trajectory for s in batch.segments} - {s.trajectory for s in counted}
         tokens = sum(len(segment.targets) for segment in counted)
         divisor = batch_divisor(max(1, batch.trajectories - len(masked)), algorithm.constant_tokens, tokens)
+    options = algorithm.options.loss
     return Objective(
-        Correction(algorithm.weighting, algorithm.tis_clip, algorithm.mask_low, band, algorithm.dual_clip),
+        Correction(algorithm.weighting, algorithm.tis_clip, algorithm.mask_low, band, algorithm.dual_clip, options),
         algorithm.kl_weight,
         algorithm.kl,
         algorithm.sequence_mean,
@@ -198,8 +202,8 @@ def _backward(
     token_loss = policy_gradient(tokens, objective)
     torch.autograd.backward(token_loss.loss)
     total = entropy.detach().double().sum()
-    cut = token_loss.clipped, token_loss.dual_clipped
-    return _Sums(token_loss.loss.detach(), logp.detach(), micro.behaviour, total, *cut)
+    sums = token_loss.clipped, token_loss.dual_clipped, dict(token_loss.metrics)
+    return _Sums(token_loss.loss.detach(), logp.detach(), micro.behaviour, total, *sums)
 
 
 def _total(parts: Sequence[_Sums]) -> Gradient:
@@ -208,7 +212,10 @@ def _total(parts: Sequence[_Sums]) -> Gradient:
         return Gradient(0.0, torch.empty(0), torch.empty(0), 0.0, 0, 0)
     names = ("loss", "entropy", "clipped", "dual_clipped")
     columns = [torch.stack([getattr(sums, name).double() for sums in parts]) for name in names]
-    losses, entropies, clipped, dual_clipped = torch.stack(columns).cpu().tolist()
+    names_of_loss = list(dict.fromkeys(name for sums in parts for name in sums.metrics))
+    absent = columns[0].new_zeros(())
+    columns += [torch.stack([sums.metrics.get(name, absent) for sums in parts]) for name in names_of_loss]
+    losses, entropies, clipped, dual_clipped, *metrics = torch.stack(columns).cpu().tolist()
     return Gradient(
         sum(losses, 0.0),
         torch.cat([sums.trainer for sums in parts]).cpu(),
@@ -216,4 +223,5 @@ def _total(parts: Sequence[_Sums]) -> Gradient:
         sum(entropies, 0.0),
         int(sum(clipped)),
         int(sum(dual_clipped)),
+        {name: sum(values) for name, values in zip(names_of_loss, metrics, strict=True)},
     )

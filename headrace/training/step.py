@@ -102,6 +102,10 @@ def take(
         entropy=sum(update.gradient.entropy for update in updates) / tokens,
         clipped=sum(update.gradient.clipped for update in updates) / tokens,
         dual_clipped=sum(update.gradient.dual_clipped for update in updates) / tokens,
+        metrics={
+            name: sum(update.gradient.metrics.get(name, 0.0) for update in updates) / tokens
+            for name in dict.fromkeys(name for update in updates for name in update.gradient.metrics)
+        },
         seconds=time.perf_counter() - started - step.waited_s,
     )
 

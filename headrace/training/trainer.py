@@ -18,6 +18,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from headrace.algorithms import losses
+from headrace.algorithms.advantages import Advantage
 from headrace.algorithms.registry import ADVANTAGES, LOSSES
 from headrace.config import Algorithm, Config
 from headrace.messages.judging import Score
@@ -207,7 +209,7 @@ class PolicyTrainer:
         work: Callable[[], Work] = Work
         left_out: tuple[LeftOut, ...] = ()
         try:
-            advantage = ADVANTAGES.get(self.config.algorithm.advantage)
+            advantage = advantage_of(self.config.algorithm)
             by_class = self.config.algorithm.baseline == "class"
             shape, exact = self.state.model.config, self.numerics.exact
             made = batch.build(
@@ -338,9 +340,17 @@ STEP_SEAMS = (ADVANTAGES.seam, LOSSES.seam)
 """The seams whose plugins a step executes."""
 
 
+def advantage_of(algorithm: Algorithm) -> Advantage:
+    """The advantage with its options. PluginError."""
+    return ADVANTAGES.bound(algorithm.advantage, algorithm.options.advantage, "algorithm.options.advantage")
+
+
 def plugins_of(algorithm: Algorithm) -> tuple[Plugin, ...]:
-    """The plugins that a step uses; built-ins are left out. TrainerError for a name that no registry has."""
+    """The plugins that a step uses; built-ins are left out. TrainerError for a name that no registry has, and for
+    options that such a part does not take."""
     try:
+        advantage_of(algorithm)
+        LOSSES.bound(algorithm.weighting, algorithm.options.loss, losses.OPTIONS)
         return plugins((ADVANTAGES, [algorithm.advantage]), (LOSSES, [algorithm.weighting]))
     except PluginError as error:
         raise TrainerError(str(error)) from None

@@ -1,13 +1,18 @@
 import math
 
+import msgspec
 import pytest
 
 from headrace.algorithms.advantages import (
+    Attempt,
     class_advantages,
     group_advantages,
     leave_one_out_advantages,
     normalised_advantages,
 )
+from headrace.messages.golden import examples
+from headrace.messages.judging import Score
+from headrace.messages.rollout import Trajectory
 
 
 def test_only_the_mean_is_taken_off() -> None:
@@ -54,6 +59,11 @@ def test_a_group_of_128() -> None:
 
 
 def test_a_class_is_the_baseline_where_every_prompt_has_one_rollout() -> None:
-    judged = [("chat", 1.0), ("tests", 1.0), ("chat", 0.0), ("docs", 0.0)]
+    judged = [attempt("chat", 1.0), attempt("tests", 1.0), attempt("chat", 0.0), attempt("docs", 0.0)]
     assert class_advantages(judged) == [0.5, 0.5, -0.5, -0.5], "classes with one rollout share a baseline"
-    assert class_advantages([("chat", 1.0)]) == [0.0]
+    assert class_advantages([attempt("chat", 1.0)]) == [0.0]
+
+
+def attempt(family: str, reward: float) -> Attempt:
+    made = msgspec.structs.replace(examples(Trajectory)[0], family=family)
+    return Attempt(reward, made, examples(Score)[0])  # type: ignore[arg-type]

@@ -42,11 +42,11 @@ def test_increasing_and_concave(q: float) -> None:
     assert all(later < earlier for earlier, later in itertools.pairwise(steps))
 
 
-def spent(tokens: int, calls: int, turns: int, kinds: TokenKinds | None = None, **options: float) -> Judged:
+def spent(tokens: int, calls: int, turns: int, kinds: TokenKinds | None = None, **prices: float) -> Judged:
     """A passed attempt with this effort."""
     made = attempt()
     return msgspec.structs.replace(
-        made, tokens=tokens, calls=calls, turns=turns, kinds=kinds, options={**made.options, **options}
+        made, tokens=tokens, calls=calls, turns=turns, kinds=kinds, prices={**made.prices, **prices}
     )
 
 
@@ -119,7 +119,7 @@ def attempt(*turns: tuple[ToolCall, ...], refused: frozenset[str] = frozenset())
         turns=tuple(made),
         diff={},
     )
-    options = {
+    prices = {
         "length_penalty": 0.0,
         "length_k": 0.01,
         "length_q": 0.5,
@@ -140,7 +140,7 @@ def attempt(*turns: tuple[ToolCall, ...], refused: frozenset[str] = frozenset())
         tokens=0,
         calls=sum(map(len, turns)),
         turns=len(turns),
-        options=options,
+        prices=prices,
     )
 
 
@@ -190,10 +190,8 @@ def test_no_end_but_success_is_worth_more_than_an_honest_failure(
         rubric="r", digest="", model="", value=rubric, criteria=(), calls=0, cached=0, prompt_tokens=0,
         completion_tokens=0, cost=0.0,
     )  # fmt: skip
-    options = {**attempt().options, **penalties, "rubric_weight": weight, "max_tokens": 100_000, "overlong_tokens": 9}
-    common = msgspec.structs.replace(
-        attempt(), passed=False, tokens=tokens, rubric=scored, options=options, lowest=least
-    )
+    prices = {**attempt().prices, **penalties, "rubric_weight": weight, "max_tokens": 100_000, "overlong_tokens": 9}
+    common = msgspec.structs.replace(attempt(), passed=False, tokens=tokens, rubric=scored, prices=prices, lowest=least)
     shares = tuple(StepScore(name=str(number), value=share, share=share) for number, share in enumerate(steps))
     given_value = None if value is None else max(value, least)
     honest = msgspec.structs.replace(common, verdict="failed", value=given_value, steps=shares)

@@ -17,6 +17,7 @@ from headrace.actors.environment.actor import Environment as EnvironmentActor
 from headrace.actors.judge import Judge
 from headrace.actors.rollout.actor import Rollout
 from headrace.actors.trainer.actor import Trainer
+from headrace.algorithms.advantages import Attempt
 from headrace.algorithms.corrections import Correction, SampledTokens
 from headrace.algorithms.registry import ADVANTAGES, LOSSES
 from headrace.algorithms.rewards import REWARDS
@@ -121,7 +122,7 @@ async def test_an_episode_with_a_plugin_in_each_seam(host: Host) -> None:
     async def report(*event: object, **data: object) -> None: ...
 
     verdict = await examine(candidate, HostMachines(host), report, Options())
-    rewarder = Rewarder("half", {"share": 0.25}, 5.0)
+    rewarder = Rewarder("half", {}, 5.0, {"share": 0.25})
     reward = await rewarder.reward(candidate.trajectory, verdict)
     score = score_of(candidate, 7, verdict, reward, by=rewarder, wall_s=0.0)
     assert (score.verdict, score.reward) == ("passed", 0.75)
@@ -136,7 +137,8 @@ async def test_an_episode_with_a_plugin_in_each_seam(host: Host) -> None:
     )
     assert [(plugin.seam, plugin.name) for plugin in again.plugins] == behind
 
-    advantages = ADVANTAGES.get("best_of")([score.reward, 0.0])
+    attempts = [Attempt(reward, candidate.trajectory, score) for reward in (score.reward, 0.0)]
+    advantages = ADVANTAGES.get("best_of")(attempts)
     assert advantages == [1.0, 0.0]
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
     loss = LOSSES.get("plain")(SampledTokens(logp, logp.detach(), torch.tensor(advantages)), Correction())
@@ -311,8 +313,8 @@ def test_a_reader_of_training_data_and_the_faults_of_one(tmp_path: Path) -> None
     ):
         opened("no")
     file.write_text('{"question": "1 + 1 is", "answer": "2"}\n' * 2)
-    registry.admit("readers", ["acme.rewards:half"])
-    with pytest.raises(DataError, match=r"the reader 'acme\.rewards:half' raised AttributeError"):
-        opened("acme.rewards:half")
+    registry.admit("readers", ["acme.rewards:broken"])
+    with pytest.raises(DataError, match=r"the reader 'acme\.rewards:broken' raised AttributeError"):
+        opened("acme.rewards:broken")
     document = next(iter(opened("pairs")))
     assert document.teaches and document.weights.count(1.0) == 1

@@ -57,7 +57,7 @@ async def test_sums_are_graded_without_a_sandbox() -> None:
     assert [(verdict.decision, verdict.value) for verdict in (right, wrong)] == [("passed", 1.0), ("failed", 0.0)]
     made = trajectory("r", "g", {}, task=suite.task("3").ref)
     candidate = Candidate(trajectory=made, task=suite.task("3"), oracle=suite.oracle("3"))
-    rewarder = Rewarder("priced_tests", {"free": 2, "price": 0.1}, 5.0)
+    rewarder = Rewarder("priced_tests", {}, 5.0, {"free": 2, "price": 0.1})
     reward = await rewarder.reward(made, right)
     assert reward == pytest.approx(0.9), "three tokens, two of them free"
     score = score_of(candidate, 1, right, reward, by=rewarder, wall_s=0.0)
@@ -67,8 +67,7 @@ async def test_sums_are_graded_without_a_sandbox() -> None:
 async def test_the_reward_counts_single_tests() -> None:
     tests = (Outcome("a", "passed"), Outcome("b", "failed"))
     verdict = Verdict(decision="failed", tests=tests)
-    assert (
-        await Rewarder("priced_tests", {"tests": 0.5, "free": 9}, 5.0).reward(trajectory("r", "g", {}), verdict) == 0.25
-    )
+    rewarder = Rewarder("priced_tests", {}, 5.0, {"tests": 0.5, "free": 9})
+    assert await rewarder.reward(trajectory("r", "g", {}), verdict) == 0.25
     cheat = Verdict(decision="cheating", tests=tests)
-    assert await Rewarder("priced_tests", {"tests": 0.5}, 5.0).reward(trajectory("r", "g", {}), cheat) == 0.0
+    assert await rewarder.reward(trajectory("r", "g", {}), cheat) == 0.0

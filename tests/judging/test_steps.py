@@ -136,7 +136,6 @@ def test_a_crash_and_a_cheat_in_one_step_are_those_of_the_attempt() -> None:
 def test_the_parts_of_the_reward_are_the_steps_and_a_recorded_score_gives_the_same() -> None:
     attempt = candidate(reached=2)
     verdict = combined(attempt, [PASSED, PASSED])
-    options = {"length_penalty": 0.0}
     fields: dict[str, Any] = {"trajectory": attempt.trajectory, "tests": (), "suspicions": (), "tokens": 0}
     judged = Judged(
         **fields,
@@ -146,7 +145,7 @@ def test_the_parts_of_the_reward_are_the_steps_and_a_recorded_score_gives_the_sa
         steps=verdict.steps,
         calls=0,
         turns=0,
-        options=options,
+        prices={"length_penalty": 0.0},
     )
     made = shaped_parts(judged)
     assert list(made) == ["step a", "step b", "step c"] and sum(made.values()) == verdict.value == 2 / 3

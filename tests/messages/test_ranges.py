@@ -26,6 +26,8 @@ FIGURES = {
         for struct in ("StepDone", "StepFigures")
         for name in ("loss grad_norm reward_mean turn_reward_mean pass_rate k1 k3 max_abs_dlp entropy clipped".split())
     ),
+    "StepDone.metrics",
+    "StepFigures.metrics",
     *(f"EngineMismatch.{name}" for name in "k1 k3 max_abs_dlp differ flips".split()),
     "Event.data",
     "Metric.values",

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from headrace.algorithms.advantages import normalised_advantages, to_go
+from headrace.algorithms.advantages import normalised, to_go
 from headrace.algorithms.rewards import Judged
 from headrace.judging.candidates import Candidate
 from headrace.judging.scoring import Rewarder, score_of
@@ -23,15 +23,22 @@ from tests.support import world
 from tests.training.test_trainer import models, prepare
 
 
-def parity(judged: Judged) -> TurnRewards:
+class More(msgspec.Struct):
+    """Options of `parity`."""
+
+    more: int = 0
+    """Rewards for turns that do not exist."""
+
+
+def parity(judged: Judged, options: More) -> TurnRewards:
     """For each turn the share of its even ids, and one point for a pass."""
     shares = [sum(id % 2 == 0 for id in turn.ids.tolist()) / len(turn.ids) for turn in judged.trajectory.turns]
-    return TurnRewards(final=float(judged.passed), turns=(*shares, *[0.0] * int(judged.options.get("more", 0))))
+    return TurnRewards(final=float(judged.passed), turns=(*shares, *[0.0] * options.more))
 
 
 async def scored(made: Trajectory, passed: bool, **options: int) -> Score:
     admit("rewards", [name := f"{__name__}:parity"])
-    rewarder = Rewarder(name, options, 30.0)
+    rewarder = Rewarder(name, {}, 30.0, options)
     verdict = Verdict(decision="passed" if passed else "failed")
     task = Task(ref=made.task, family="even", prompt="", files={}, allowed=(), tests=Plan())
     oracle = Oracle(ref=made.task, hidden={}, tests=Plan(), expected=(), solution={})
@@ -81,7 +88,7 @@ async def test_deepseekmath_s_formula_and_what_contradicts_itself(tmp_path: Path
     with pytest.raises(NoVerdict, match="expected TurnRewards with one reward for each of 2 turns, got 3"):
         await scored(next(iter(trajectories.values())), True, more=1)
     for by_class in (False, True):  # one class: the pool is the batch
-        made = build(manifest.groups, trajectories, scores, normalised_advantages, by_class=by_class)
+        made = build(manifest.groups, trajectories, scores, normalised, by_class=by_class)
         some = manifest.groups if by_class else manifest.groups[:1]
         pool = [
             reward for group in some for _, by in group.slots for reward in (scores[by].by_turn or score.by_turn).turns

@@ -23,6 +23,7 @@ def figures(message: Message, steps: int) -> tuple[int, dict[str, float]] | None
     """
     if isinstance(message, StepDone):
         values = {f"train/{name}": float(getattr(message, name)) for name in _OF_STEPS}
+        values |= {f"loss/{name}": value for name, value in message.metrics.items()}
         if message.turn_reward_mean is not None:
             values["train/turn_reward_mean"] = message.turn_reward_mean
         if message.behaviour is not None:

@@ -5,19 +5,21 @@ sampled, in all its segments (self-summarisation as in Composer 2). The reward o
 and of the turns before it (`advantages.to_go`).
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from headrace.algorithms.advantages import class_advantages, group_advantages, to_go
-from headrace.algorithms.registry import Advantage
+from headrace.algorithms.advantages import Advantage, Attempt, class_advantages, mean, to_go
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import BatchGroup, LeftOut
 from headrace.policy.config import PolicyConfig
+from headrace.registry import PluginError
 from headrace.training.batches.segment import BatchError, Segment, check, tensors_of, weighted
 
 
@@ -54,7 +56,7 @@ class Batch:
         return {version: int(counts[version]) for version in counts.nonzero().view(-1).tolist()}
 
 
-class _Attempt(NamedTuple):
+class _Slot(NamedTuple):
     """A slot that can be trained on."""
 
     made: Trajectory
@@ -68,7 +70,7 @@ def build(
     groups: Sequence[BatchGroup],
     trajectories: Mapping[int, Trajectory],
     scores: Mapping[int, Score],
-    advantage: Advantage = group_advantages,
+    advantage: Advantage = mean,
     *,
     by_class: bool = False,
     built: Mapping[int, Sequence[Segment]] | None = None,
@@ -76,10 +78,10 @@ def build(
 ) -> Batch:
     """The batch of a manifest. `trajectories` and `scores` are keyed by stream sequence.
 
-    advantage: the function from a group's rewards to its slots' advantages, as in `algorithms.registry`. by_class: it
-    gets the rewards of all rollouts of a task class in the batch instead (`class_advantages`). An attempt whose Score
-    has a baseline of its own is compared with that alone. built: `tensors_of` some of the trajectories, by sequence.
-    policy: the one to train; None checks the records alone.
+    advantage: from the attempts of a group to one number each, as in `algorithms.registry`; the rewards of turns are
+    compared in a call of their own. by_class: it gets all rollouts of a task class in the batch instead
+    (`class_advantages`). An attempt whose Score has a baseline of its own is compared with that alone. built:
+    `tensors_of` some of the trajectories, by sequence. policy: the one to train; None checks the records alone.
 
     An attempt is left out when a record is missing, belongs to another slot, contradicts itself or cannot be computed
     by the policy. So is the rest of its group when fewer than two remain. BatchError when no attempt remains.
@@ -88,10 +90,10 @@ def build(
     rewards: list[float] = []
     fingerprints: set[str] = set()
     passed = 0
-    grouped: list[list[_Attempt]] = []
+    grouped: list[list[_Slot]] = []
     left_out: list[LeftOut] = []
     for group in groups:
-        members: list[_Attempt] = []
+        members: list[_Slot] = []
         lost: list[LeftOut] = []
         for slot in group.slots:
             try:
@@ -107,17 +109,20 @@ def build(
     if not any(grouped):
         raise BatchError(f"no attempt of the batch can be trained on: {left_out[0].detail}")
 
-    def relative(rewards: Callable[[Score], Sequence[float]]) -> Iterator[float]:
-        """The advantages of some rewards of all slots, in order."""
-        pools = [
-            [(each.made.family, reward) for each in members for reward in rewards(each.score)] for members in grouped
-        ]
-        if by_class:
-            return iter(class_advantages([pair for pool in pools for pair in pool], advantage))
-        return (value for pool in pools if pool for value in advantage([reward for _, reward in pool]))
+    compare = functools.partial(_compared, advantage)
 
-    finals = relative(lambda score: (score.final_reward,) if score.baseline is None else ())
-    of_turns = relative(lambda score: score.turn_rewards)
+    def relative(pools: Sequence[list[Attempt]]) -> Iterator[float]:
+        """The advantages of all attempts, in order."""
+        if by_class:
+            return iter(class_advantages(list(itertools.chain.from_iterable(pools)), compare))
+        return (value for pool in pools if pool for value in compare(pool))
+
+    finals = relative(
+        [[Attempt(m.score.final_reward, m.made, m.score) for m in ms if m.score.baseline is None] for ms in grouped]
+    )
+    of_turns = relative(
+        [[Attempt(r, m.made, m.score, t) for m in ms for t, r in enumerate(m.score.turn_rewards)] for ms in grouped]
+    )
     for made, score, tensors, _ in itertools.chain.from_iterable(grouped):
         value = next(finals) if score.baseline is None else score.final_reward - score.baseline
         turns = to_go([next(of_turns) for _ in score.turn_rewards])
@@ -137,6 +142,16 @@ def build(
     )
 
 
+def _compared(advantage: Advantage, group: Sequence[Attempt]) -> list[float]:
+    """The advantages of a group. PluginError unless they are one finite number for each attempt."""
+    values = advantage(group)
+    if len(values) != len(group) or not all(map(math.isfinite, values)):
+        raise PluginError(
+            f"an advantage gives one finite number for each of {len(group)} attempts, got {values!r:.200}"
+        )
+    return values
+
+
 def _attempt(
     group: str,
     slot: tuple[int, int],
@@ -144,7 +159,7 @@ def _attempt(
     scores: Mapping[int, Score],
     built: Mapping[int, Sequence[Segment]],
     policy: PolicyConfig | None,
-) -> _Attempt:
+) -> _Slot:
     """One slot of a group. BatchError when it cannot be trained on."""
     seq, score_seq = slot
     if seq not in trajectories or score_seq not in scores:
@@ -158,4 +173,4 @@ def _attempt(
     if policy is not None:
         for segment in tensors:
             check(segment, policy)
-    return _Attempt(made, score, tensors, seq)
+    return _Slot(made, score, tensors, seq)

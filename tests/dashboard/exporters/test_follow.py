@@ -1,19 +1,22 @@
 """Exporters write every step and evaluation once, also when they are started again, and say what is missing."""
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from secrets import token_hex
 
+import msgspec
 import pytest
 
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
-from headrace.config import Metrics
+from headrace.config import Config, Metrics
 from headrace.dashboard.exporters import writers
 from headrace.dashboard.exporters.figures import figures
 from headrace.dashboard.exporters.follow import follow
-from headrace.dashboard.watch import FINISHED
+from headrace.dashboard.run_metrics import RunMetrics
+from headrace.dashboard.watch import FINISHED, Watch
 from headrace.messages import subjects as s
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.operations import Event
@@ -93,6 +96,23 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     assert (logged[1]["efficiency/trained_tokens_per_s"], logged[1]["efficiency/busy_s"]) == (25.0, 3.0)
     assert "efficiency/mfu" not in logged[1], "no peak is known"
     assert (logged[1]["behaviour/calls_per_turn"], logged[1]["behaviour/asked"]) == (1.5, 0.25)
+
+
+async def test_a_figure_of_the_loss_reaches_every_exporter_by_its_name(connect: Connect, tmp_path: Path) -> None:
+    done = msgspec.structs.replace(step("r1", 3), metrics={"ratio": 1.25, "gone": math.nan})
+    logged = figures(done, 4)
+    assert logged is not None
+    assert {name: value for name, value in logged[1].items() if name.startswith("loss/")} == {"loss/ratio": 1.25}
+    bus = await connect("dashboard")
+    watch = Watch(bus, "r1", Config(), 0.0)
+    watch.steps.append(done)
+    found = {
+        sample.labels["metric"]: sample.value
+        for family in RunMetrics(watch, bus, tmp_path).collect()
+        for sample in family.samples
+        if sample.name == "headrace_loss_metric"
+    }
+    assert found["ratio"] == 1.25
 
 
 def test_evaluations_while_training_goes_on_are_a_curve_over_versions() -> None:

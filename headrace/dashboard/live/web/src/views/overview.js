@@ -24,6 +24,8 @@ export function overview(view) {
     const acts = (name) => steps.map((s) => s.behaviour?.[name] ?? null);
     plots.draw("acts", "Behaviour of attempts, means", xs, [{ name: "calls by turn", stroke: "--a", values: acts("calls_per_turn") }, { name: "reads before the first edit", stroke: "--b", values: acts("reads_before_edit") }, { name: "lint errors fixed", stroke: "--c", values: acts("lint_fixed") }]);
     plots.draw("shares", "Share of attempts", xs, [{ name: "tested after the last edit", stroke: "--a", values: acts("tested") }, { name: "asked the user", stroke: "--b", values: acts("asked") }]);
+    const own = [...new Set(steps.flatMap((s) => Object.keys(s.metrics ?? {})))];
+    for (const name of own) plots.draw(`metric-${name}`, `${name.replaceAll("_", " ")} (figure of the loss)`, xs, [{ name, stroke: "--a", values: steps.map((s) => s.metrics?.[name] ?? null) }]);
     plots.draw("norm", "Gradient norm", xs, [{ name: "norm", stroke: "--a", values: of("grad_norm") }]);
   }
   const last = steps.at(-1), sums = new Map();
