@@ -1,9 +1,9 @@
 """Commands about a trainer: the memory that it needs, and its ranks on another machine.
 
-`trainer plan` works in closed form, without torch. CONFIG is a run's TOML, or a Hugging Face folder (or its
-config.json). Of a folder only the shape is read; the rest is the default configuration with a learning rate of 1e-6 and
-sequences as long as a micro-batch. With `--offload optimizer` it also prints the bytes of the host's memory, of all
-processes of a node together.
+`trainer plan` prints the bytes per device by cause, and whether they fit. CONFIG is a run's TOML, or a Hugging Face
+folder (or its config.json). Of a folder only the shape is read; the rest is the default configuration with a learning
+rate of 1e-6 and sequences as long as a micro-batch. With `--offload optimizer` it also prints the bytes of the host's
+memory, of all processes of a node together.
 
 `trainer join` runs on every machine but the actor's, which is node 0. A node's number and the address of node 0 may
 come from the variables of torchrun and of Slurm: NODE_RANK, GROUP_RANK or SLURM_NODEID, and MASTER_ADDR with
@@ -116,9 +116,8 @@ def plan(args: argparse.Namespace) -> int:
         raise RunError(str(error), 2) from None
     count = sizes.parameters(policy)
     say(f"{count.total / 1e9:.2f} G parameters, {count.experts / 1e9:.2f} G of them in experts; {words(layout)}")
-    attention, why = memory_plan.attention_of(policy, layout)
     if not layout.exact:
-        say(f"ordinary mode, attention {attention}: {why or 'by varlen_attn'}")
+        say(f"ordinary mode, attention: {memory_plan.attention_refusal(policy, layout) or 'by varlen_attn'}")
     alone = ": the longest sequence, by limits.context_tokens" if layout.longest > layout.tokens else ""
     say(f"micro-batches of up to {layout.inputs} inputs{alone}")
     for line in table(memory):

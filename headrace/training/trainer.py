@@ -83,6 +83,9 @@ class PolicyTrainer:
         self.others: Others | None = None
         """The other processes of this trainer, in the first of several while they run."""
         self.clock = Clock()
+        policy, device = state.model.config, device_of(state.model)
+        self.planned_bytes = memory_plan.plan(policy, layout_on(config, device)).total
+        """Of this process's device."""
         self.ahead = Ahead(config.trainer.threads)
         self._beside = thread(config.trainer.threads)
 
@@ -257,7 +260,7 @@ class PolicyTrainer:
             between_s=pause.seconds,
             peak_flops=peak_flops(self.config, self.state.model.config, device),
             peak_bytes=peak.bytes,
-            planned_bytes=memory_plan.plan(self.state.model.config, layout_on(self.config, device)).total,
+            planned_bytes=self.planned_bytes,
         )
 
     def expect(self, trajectories: Mapping[int, Trajectory]) -> None:

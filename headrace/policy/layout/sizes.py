@@ -18,9 +18,6 @@ class Parameters(NamedTuple):
     """Without gradient and master: corrections of routers; with an adapter, everything else."""
     experts: int
     """In mixtures, without shared experts."""
-    largest_layer: int
-    largest_rest: int
-    """Of a layer, without its experts."""
 
 
 @cache
@@ -31,10 +28,7 @@ def parameters(config: PolicyConfig) -> Parameters:
     frozen = config.experts * config.sparse_layers if config.scores == "sigmoid" else 0
     experts = layer_experts(config) * config.sparse_layers
     whole, adapter = sum(layers) + outside, shape.parameters(config)
-    rest = [count - layer_experts(config) * config.sparse(index) for index, count in enumerate(layers)]
-    return Parameters(
-        whole + adapter, whole if adapter else frozen, experts, max(layers, default=0), max(rest, default=0)
-    )
+    return Parameters(whole + adapter, whole if adapter else frozen, experts)
 
 
 def layer_experts(config: PolicyConfig) -> int:
@@ -76,16 +70,6 @@ def _vectors(c: PolicyConfig, index: int) -> int:
     if c.gpt_oss:
         count += c.heads + c.experts  # sinks, the router's bias
     return count + (c.experts if c.sparse(index) and c.scores == "sigmoid" else 0)
-
-
-def trained_matrices(c: PolicyConfig) -> list[tuple[int, int]]:
-    """As `_matrices`, of all parameters that are trained."""
-    if c.adapter:
-        rank = c.adapter.rank
-        modules = [module for index in range(c.layers) for module in shape.targeted(c, index)]
-        return [pair for module in modules for pair in ((rank, module.inputs), (module.outputs, rank))]
-    outside = [(c.vocab, c.dim)] * (1 if c.tied else 2)
-    return [pair for index in range(c.layers) for pair in _matrices(c, index)] + outside
 
 
 def forward_flops(policy: PolicyConfig, inputs: int, sampled: int) -> float:

@@ -13,9 +13,9 @@ from headrace.policy.device import select
 from headrace.policy.layout import hugging_face
 from headrace.policy.numerics_probe import probe
 from headrace.rendering.base import RendererError
-from headrace.training import checkpoint
+from headrace.training import checkpoint, memory_plan
 from headrace.training.data.base import DataError
-from headrace.training.device import TrainerError, check_device, check_exact, device_named
+from headrace.training.device import TrainerError, check_device, check_exact, device_named, layout_on
 from headrace.training.figures.memory import without_policy
 from headrace.training.mid_training import FILE, MidTrainingFailed, Progress, Trace
 from headrace.training.parallel import group, sharding
@@ -57,11 +57,14 @@ def joined(
     section = config.trainer
     device = ranks.device_of(device_named(section.device), rank % section.machine_ranks)
     select(device)
+    policy = hugging_face.from_section(config.policy)
+    # A plan cannot be measured in a process that is in a group; `_check_memory` takes these.
+    for planned in (config, _learning(config)) if config.mid_training.tokens else (config,):
+        memory_plan.plan(policy, layout_on(planned, device))
     group.join(device, rank, section.ranks, store)
     world = ProcessGroup(device, section.expert_ranks, section.context_ranks, section.nodes)
     if silence is not None:
         world.watched(silence.mark)
-    policy = hugging_face.from_section(config.policy)
     numerics = probe(policy, exact=config.engine.exact, device=device)
     marks = world.gathered(numerics.fingerprint, str)
     if len(set(marks)) > 1:

@@ -1,0 +1,310 @@
+"""The bytes of one process of a trainer, measured on its own code: state, re-scoring, a micro-batch's gradient, update.
+
+The model, the state over one process or FSDP's shards, the cached forward and the update are those of the trainer, and
+run in `Shadow`. The other processes are PyTorch's fake group, whose collectives transfer nothing.
+
+Layers of one kind add the same bytes, so a deep policy is measured at two depths and continued from there. Bytes are
+noted where the pass stands: at the first and last layers of forward and backward, at the head, and behind the layers.
+Each of these numbers grows with the depth by a constant; the largest of all of them need not, because another place may
+become the largest. So each of them is continued, and the largest is taken afterwards.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headrace.algorithms.adamw import OptimizerSettings
+from headrace.messages.rollout import Span
+from headrace.policy import scoring
+from headrace.policy.adapters import low_rank
+from headrace.policy.config import PolicyConfig
+from headrace.policy.model import Model
+from headrace.policy.numerics import Numerics
+from headrace.training.figures.layout import Layout
+from headrace.training.guard import StateSnapshot
+from headrace.training.planned.shadow import Shadow
+from headrace.training.state import TrainerState
+
+ENDS = 2
+"""Layers at each end of a pass that are noted one by one."""
+MOST = 1 << 17
+"""Tokens of a micro-batch of several sequences that is measured as it is."""
+BETWEEN = "between"
+"""The others: each holds less than one of those beside it."""
+_PAD = 8
+"""Row padding of exact mode; which one a CPU needs changes few bytes."""
+_MOMENTS = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
+
+
+class State(NamedTuple):
+    """Bytes of what a process holds from step to step, and of an update."""
+
+    weights: int
+    masters: int
+    """Where they are not the weights themselves."""
+    moments: int
+    reference: int
+    snapshot: int
+    """One copy of masters and moments."""
+    update: int
+    """The gradients, and what an update adds to them at its peak."""
+    largest: int
+    """A float32 gradient of the largest parameter."""
+    trained: int
+    """Elements with a gradient, of this process's rows."""
+    elements: int
+    """Of all parameters, of this process's rows."""
+
+
+class Passes(NamedTuple):
+    """Bytes besides the state."""
+
+    gradients: int
+    """That are held between micro-batches."""
+    scoring: int
+    """At the peak of scoring the longest sequence again."""
+    backward: dict[str, int]
+    """The peak of each place in a micro-batch's passes, with the gradients of the micro-batch before."""
+
+
+Bytes = TypeVar("Bytes", State, Passes)
+
+
+def state(config: PolicyConfig, layout: Layout) -> State:
+    """The bytes of the state under a layout. Not twice at once in one process, and not in a process that is in a
+    trainer's group."""
+    return _deep(State, config, layout, lambda process: process.state())
+
+
+def passes(config: PolicyConfig, layout: Layout) -> Passes:
+    """The bytes of re-scoring and of a gradient, as `state`. A micro-batch of very many sequences is continued from two
+    smaller ones: routes and positions are real."""
+
+    def of(tokens: int) -> Passes:
+        return _deep(Passes, config, layout._replace(tokens=tokens), lambda process: process.passes())
+
+    each = layout.longest or MOST
+    near = max(1, MOST // 2 // each) * each
+    if layout.tokens <= 2 * near or not layout.longest:
+        return of(layout.tokens)
+    low, high, times = of(near), of(2 * near), layout.tokens / near - 1
+
+    def on(first: int, second: int) -> int:
+        return int(first + (second - first) * times)
+
+    places = {key: on(value, high.backward[key]) for key, value in low.backward.items()}
+    return Passes(on(low.gradients, high.gradients), high.scoring, places)
+
+
+def _deep(kind: type[Bytes], config: PolicyConfig, layout: Layout, measured: Callable[["_Process"], Bytes]) -> Bytes:
+    """What is measured of a policy, from two depths where it is deep."""
+
+    def of(layers: int) -> Bytes:
+        shallow = msgspec.structs.replace(config, layers=layers)
+        with _world(layout) as world:
+            shadow = Shadow(gpu=not layout.cpu)
+            with shadow.running():
+                return measured(_Process(shallow, layout, shadow, world))
+
+    period = 2 if config.gpt_oss else 1  # its layers have a window in turns
+    first = config.dense_layers + 2 * ENDS
+    first += (config.layers - first) % period
+    if config.layers <= first + period:
+        return of(config.layers)
+    near, far, times = of(first), of(first + period), (config.layers - first) // period
+
+    def on(low: Any, high: Any) -> Any:
+        if isinstance(low, dict):
+            return {key: on(low[key], high[key]) for key in low if key in high and key != BETWEEN}
+        return low + (high - low) * times
+
+    return kind(*map(on, near, far))
+
+
+@contextmanager
+def _world(layout: Layout) -> Iterator[Any]:
+    """The group of a trainer of several processes, of which this is the first; None for one."""
+    if not layout.sharded:
+        yield None
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from headrace.training.parallel.group import ProcessGroup
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.devices * layout.nodes)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Set timeout is now only supported")
+            group = ProcessGroup(torch.device("cpu"), layout.expert_ranks, layout.context, layout.nodes)
+        yield group
+        del group
+    finally:
+        dist.destroy_process_group()
+
+
+class _Process:
+    """One process of a trainer."""
+
+    def __init__(self, config: PolicyConfig, layout: Layout, shadow: Shadow, world: Any) -> None:
+        self.config, self.layout, self.shadow, self.world = config, layout, shadow, world
+        self.numerics = Numerics(
+            exact=layout.exact, row_pad=_PAD if layout.exact else 1, reason="", fingerprint="planned"
+        )
+        self.backward = False
+
+    def state(self) -> State:
+        """Hold a state, and update it."""
+        shadow, layout = self.shadow, self.layout
+        state = self._state(OptimizerSettings(moments=_MOMENTS[layout.moment_bytes]))
+        parameters = state.parameters()
+        held = {each.untyped_storage()._cdata for each in parameters.values()}
+        apart = [each for each in state.master.values() if each.untyped_storage()._cdata not in held]
+        masters = sum(each.numel() * each.element_size() for each in apart)
+        weights, began = shadow.live - masters, shadow.live
+        state.apply(0.0)  # an update without gradients makes the moments
+        moments, began = shadow.live - began, shadow.live
+        reference = self._reference()
+        taken, began = shadow.live - began, shadow.live
+        copy = StateSnapshot.of(state)
+        snapshot = shadow.live - began
+        del copy
+        self._micro_batch(state, reference, layout._replace(tokens=layout.context, longest=0))
+        shadow.begin("update")
+        state.gradient_norm()
+        state.apply(1e-6, 0.5)
+        trained = [parameters[name].numel() for name in state.master]
+        return State(
+            weights, masters, moments, taken, snapshot, shadow.peaks["update"] - began, 4 * max(trained),
+            sum(trained), sum(each.numel() for each in parameters.values()),
+        )  # fmt: skip
+
+    def passes(self) -> Passes:
+        """Score a sequence, and add the gradients of two micro-batches."""
+        shadow, layout = self.shadow, self.layout
+        state, reference = self._state(OptimizerSettings()), self._reference()
+        began = shadow.live
+        self._score(state.model)
+        scoring = shadow.peaks["scoring"] - began
+        self._micro_batch(state, reference, layout)
+        gradients = shadow.live - began
+        shadow.peaks.clear()
+        self._mark(state.model)
+        self._micro_batch(state, reference, layout)
+        return Passes(gradients, scoring, {label: value - began for label, value in shadow.peaks.items()})
+
+    def _model(self) -> Model:
+        model = Model(self.config, self.numerics, seed=None)
+        for name, parameter in model.named_parameters() if self.config.adapter else ():
+            parameter.requires_grad_(low_rank.is_adapter(name))
+        return model
+
+    def _state(self, settings: OptimizerSettings) -> TrainerState:
+        if self.world is None:
+            model = self._model()
+            model.served_dtype = torch.bfloat16 if self.layout.rounded and self.config.dtype == "float32" else None
+            state = TrainerState(model, settings=settings)
+        else:
+            from headrace.training.parallel import sharding
+            from headrace.training.parallel.state import ShardedState
+
+            sharded = sharding.build(self.config, self.numerics, self.world)
+            self.shadow.track(list(sharded.local.values()))
+            state = ShardedState(sharded, self.world, settings=settings)
+        state.model.recompute = self.layout.recompute
+        return state
+
+    def _reference(self) -> Model | None:
+        if not self.layout.reference:
+            return None
+        if self.world is None:
+            return self._model()
+        from headrace.training.parallel import sharding
+
+        return sharding.build(self.config, self.numerics, self.world, fixed=True).model
+
+    def _routes(self, tokens: int) -> Tensor | None:
+        """[N, layers, k]. The first `skew - 1` of the rows beyond the balanced ones are all of expert 0."""
+        c, layout = self.config, self.layout
+        if not c.experts:
+            return None
+        at = torch.arange(tokens)[:, None] * c.top_k + torch.arange(c.top_k)
+        rows = at % c.experts
+        if layout.skew > 1.0:
+            hot = int(tokens * min(1.0, layout.skew * c.top_k / c.experts))
+            rows[:hot] = torch.arange(c.top_k)
+        return (
+            rows[:, None].expand(tokens, c.sparse_layers, c.top_k).to(torch.uint8 if c.experts < 255 else torch.uint16)
+        )
+
+    def _micro_batch(self, state: TrainerState, reference: Model | None, layout: Layout) -> None:
+        """Add the gradient of one micro-batch, all of whose tokens are sampled."""
+        model = state.model
+        tokens, each = layout.inputs, layout.longest or layout.inputs
+        lengths = [min(each, tokens - start) for start in range(0, tokens, each)]
+        ids, advantage = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens)
+        routes = self._routes(tokens)
+        if routes is not None:
+            routes = routes.to(torch.int64)
+        rows = torch.arange(tokens)
+
+        def forward(which: Model) -> Tensor:
+            return which.sampled_logprobs(ids, lengths, routes, rows, ids, 1.0, lambda cuts: list(cuts))[0]
+
+        self.backward = False
+        self.shadow.begin("before the layers")
+        logp = forward(model)
+        if reference is not None:
+            with torch.no_grad():
+                advantage = advantage + forward(reference)
+        torch.autograd.backward(-(logp * advantage).sum())
+        self.backward = True
+        state.collect_gradients()
+
+    def _mark(self, model: Model) -> None:
+        """Begin a new place of the pass at the layers at its ends."""
+        count, shadow = len(model.layers), self.shadow
+        first = self.config.dense_layers + ENDS
+
+        def place(index: int) -> str:
+            return str(index) if index < first else str(index - count) if index >= count - ENDS else BETWEEN
+
+        for index, layer in enumerate(model.layers):
+            name = place(index)
+
+            def enter(*_: Any, name: str = name) -> None:
+                if not self.backward:
+                    shadow.begin(f"forward {name}" if name != BETWEEN else name)
+
+            def leave(
+                module: Any, arguments: Any, out: Tensor, name: str = name, last: bool = index == count - 1
+            ) -> None:
+                if self.backward:
+                    return
+                if last:
+                    shadow.begin("head")
+
+                def back(gradient: Tensor) -> None:
+                    self.backward = True
+                    shadow.begin(f"backward {name}" if name != BETWEEN else name)
+
+                if out.requires_grad:
+                    out.register_hook(back)  # type: ignore[no-untyped-call]
+
+            layer.register_forward_pre_hook(enter)
+            layer.register_forward_hook(leave)
+
+    def _score(self, model: Model) -> None:
+        """Score the longest sequence again."""
+        tokens = self.layout.longest or self.layout.tokens
+        self.shadow.begin("scoring")
+        routed = self._routes(tokens)
+        spans = [Span(0, tokens, 0)]
+        recorder: list[Tensor] = []
+        targets: Sequence[int] = range(1, tokens)
+        scoring.score({0: model}, torch.zeros(tokens, dtype=torch.int64), spans, targets, 1.0, routed, recorder)
