@@ -1,8 +1,8 @@
 """Bytes that a trainer needs per device, by cause: measured on the trainer's own code, with tensors without values.
 
 `training.planned` runs a step of the configuration's layout in this process, as the first of its ranks, on fake
-tensors: seconds for any size. The trainer actor refuses to start when its plan is larger than the device's memory, instead of
-failing hours later.
+tensors. The trainer actor refuses to start when its plan is larger than the device's memory, instead of failing hours
+later.
 
 The plan is the largest of three phases: re-scoring, with rebuilt versions, the cache of the longest sequence and
 without gradients; the passes of a micro-batch, with the gradients of those before; and the update.

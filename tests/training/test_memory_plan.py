@@ -169,7 +169,8 @@ def test_offloading_moves_masters_and_moments_to_the_host() -> None:
         layout = Layout(devices=devices, tokens=4096, snapshots=1)
         here, there = plan(QWEN["4B"], layout), plan(QWEN["4B"], layout._replace(offload=True))
         assert there.masters + there.moments + there.snapshots + there.update == 0
-        assert there.host.moments == here.moments and there.host.snapshots == here.snapshots
+        assert there.host.moments == here.moments
+        assert there.host.snapshots == pytest.approx(here.snapshots, rel=1e-4), "a GPU rounds each up"
         assert there.host.masters == pytest.approx(4 * parameters(QWEN["4B"]).total / devices, rel=1e-6)
         assert here.total - there.total >= here.masters + here.moments
         assert here.host.total == 0
