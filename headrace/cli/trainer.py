@@ -70,6 +70,9 @@ def _add_plan(commands: "Commands") -> None:
     parser.add_argument(
         "--recompute", action="store_true", help="compute activations again in backward (numerics.recompute)"
     )
+    parser.add_argument(
+        "--skew", type=number(1), default=1.0, metavar="TIMES", help="rows of the busiest experts, in balanced ones"
+    )
     add_set(parser)
     parser.set_defaults(handler=plan)
 
@@ -102,6 +105,7 @@ def plan(args: argparse.Namespace) -> int:
             tokens=args.tokens or layout.tokens,
             recompute=args.recompute or layout.recompute,
             longest=0 if shape else layout.longest,
+            skew=args.skew,
         )
         if policy.gpt_oss and (layout.devices > 1 or layout.context > 1):
             raise RunError(
@@ -111,7 +115,9 @@ def plan(args: argparse.Namespace) -> int:
             )
         memory = memory_plan.plan(policy, layout)
         available = int(args.gpu_gib * memory_plan.GIB)
-        other = memory_plan.fitting(policy, layout, available, SPARE)
+        limit = (1.0 - SPARE) * available
+        fits = memory.total <= limit
+        other = None if fits else memory_plan.fitting(policy, layout, available, SPARE)
     except (CheckpointError, ValueError) as error:
         raise RunError(str(error), 2) from None
     count = sizes.parameters(policy)
@@ -127,8 +133,6 @@ def plan(args: argparse.Namespace) -> int:
         say(f"in the host's memory {hosts(memory, devices)} for {devices} processes, each with")
         for line in rows({**memory.host._asdict(), "total": memory.host.total}):
             say(line)
-    limit = (1.0 - SPARE) * available
-    fits = memory.total <= limit
     verdict = "fits" if fits else "does not fit"
     nodes = f"{layout.nodes} nodes of " if layout.nodes > 1 else ""
     spare = f"with {SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)"

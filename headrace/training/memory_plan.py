@@ -26,7 +26,7 @@ from headrace.policy.layout.sizes import element_bytes
 from headrace.training.figures.layout import MOMENTS, Layout, changed_share, layout_of, settings
 
 if TYPE_CHECKING:
-    from headrace.training.planned.measured import Passes, State
+    from headrace.training.planned.measured import Passes, Scoring, State
 
 __all__ = ["GIB", "HostMemory", "Layout", "MemoryPlan", "attention_refusal", "fitting", "freed", "layout_of", "plan",
            "settings"]  # fmt: skip
@@ -127,6 +127,13 @@ def _state(config: PolicyConfig, layout: Layout) -> "State":
 
 
 @functools.cache
+def _scoring(config: PolicyConfig, layout: Layout) -> "Scoring":
+    from headrace.training.planned import measured
+
+    return measured.scoring(config, layout)
+
+
+@functools.cache
 def _passes(config: PolicyConfig, layout: Layout) -> "Passes":
     from headrace.training.planned import measured
 
@@ -151,7 +158,9 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     # What changes no measured byte, so that layouts share their measurements.
     same = layout._replace(offload=False, versions=0, learning_rate=0.0, minibatches=1, snapshots=0)
     held = _state(config, same._replace(tokens=0, longest=0, recompute=False, skew=1.0))
-    moved = _passes(config, same._replace(moment_bytes=4))
+    same = same._replace(moment_bytes=4, longest=layout.longest or layout.tokens)
+    again = _scoring(config, same._replace(tokens=0, recompute=False, reference=False))
+    moved = _passes(config, same)
     size, changed = element_bytes(config), changed_share(config, layout.learning_rate)
     entry = size * held.trained if changed > _SPARSE else int((size + 4) * changed * held.trained * layout.minibatches)
     # Whole entries are a version's tensors. With sparse ones a process shares the tensors that did not change with the
@@ -166,7 +175,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         snapshots=layout.snapshots * held.snapshot,
         undo=(layout.versions + (layout.minibatches > 1)) * entry,
         versions=layout.versions * version + aside,
-        scoring=moved.scoring,
+        scoring=again.peak,
         gradients=moved.gradients,
         passes=max(moved.backward.values()) - moved.gradients,
         update=max(0, held.update - moved.gradients),

@@ -37,6 +37,7 @@ QWEN = {
         dtype="bfloat16",
     ),
 }  # fmt: skip
+SHALLOW = msgspec.structs.replace(QWEN["30B-A3B"], layers=3)
 ADAPTED = msgspec.structs.replace(QWEN["0.6B"], adapter=shape.resolved(QWEN["0.6B"], 64, 32.0, ()))
 
 
@@ -60,7 +61,9 @@ def test_gpt_oss_20b_is_planned_from_its_config_alone(tmp_path: Path, capsys: py
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
     config = hugging_face.read(tmp_path)
     assert config.dtype == "bfloat16" and parameters(config).total == pytest.approx(20.9e9, rel=0.005)
-    assert main(["trainer", "plan", str(tmp_path), "--gpu-gib", "1024", "--tokens", "256"]) == 0
+    began = time.process_time()
+    assert main(["trainer", "plan", str(tmp_path), "--gpu-gib", "2048", "--tokens", "8192"]) == 0
+    assert time.process_time() - began < 60.0, "of this process: others may use the machine"
     assert "20.91 G parameters" in capsys.readouterr().out
     assert main(["trainer", "plan", str(tmp_path), "--gpus", "8"]) == 2
     assert "gpt_oss is trained on a CPU by one process" in capsys.readouterr().err
@@ -91,17 +94,18 @@ def test_ranks_that_share_tokens_hold_their_part_of_the_activations() -> None:
 
 def test_the_trainer_refuses_a_plan_that_does_not_fit() -> None:
     layout = layout_of(CONFIG)
-    check_memory(POLICY, layout, 1 * GIB, 0)
-    with pytest.raises(TrainerError, match=r"needs .* GiB and its device has 16.0 GiB free"):
-        check_memory(QWEN["4B"], layout, 16 * GIB, 0)
+    needed = plan(POLICY, layout)
+    check_memory(needed, layout, 1 * GIB, 0)
+    with pytest.raises(TrainerError, match=r"needs 17.0 GiB and its device has 16.0 GiB free"):
+        check_memory(needed._replace(weights=17 * GIB), layout, 16 * GIB, 0)
 
 
 @pytest.mark.slow
 def test_owned_experts_are_not_gathered() -> None:
     layout = Layout(devices=8, context=4, tokens=65536, recompute=True)
-    sharded, owned = (plan(QWEN["30B-A3B"], layout._replace(expert_ranks=ranks)) for ranks in (1, 8))
+    sharded, owned = (plan(SHALLOW, layout._replace(expert_ranks=ranks)) for ranks in (1, 8))
     assert owned.weights == sharded.weights and owned.scoring < sharded.scoring
-    for config, ranks, said in ((QWEN["4B"], 8, "experts"), (QWEN["30B-A3B"], 3, "do not divide 8 devices")):
+    for config, ranks, said in ((QWEN["4B"], 8, "experts"), (SHALLOW, 3, "do not divide 8 devices")):
         with pytest.raises(ValueError, match=said):
             plan(config, Layout(devices=8, expert_ranks=ranks))
 
@@ -109,8 +113,12 @@ def test_owned_experts_are_not_gathered() -> None:
 @pytest.mark.slow
 def test_uneven_routing_fills_the_owner_of_a_popular_expert() -> None:
     layout = Layout(devices=8, tokens=8192, expert_ranks=8)
-    even, uneven = (plan(QWEN["30B-A3B"], layout._replace(skew=skew)) for skew in (1.0, 8.0))
+    even, uneven = (plan(SHALLOW, layout._replace(skew=skew)) for skew in (1.0, 8.0))
     assert uneven.passes > 1.5 * even.passes
+    routes = measured.routes(SHALLOW, 8192, 4.0)
+    assert routes is not None and routes.shape == (8192, 3, 8)
+    rows = routes[:, 0].flatten().to(torch.int64).bincount(minlength=128)
+    assert rows.max() == pytest.approx(4 * rows.sum() / 128, rel=0.01) and rows.sum() == 8192 * 8
 
 
 DEEP = {
@@ -136,8 +144,25 @@ def test_a_policy_continued_from_two_depths_has_the_bytes_of_all_its_layers(
     continued = measured.passes(DEEP[name], layout), measured.state(DEEP[name], layout)
     monkeypatch.setattr(measured, "ENDS", 5)  # then nine layers are measured as they are
     whole = measured.passes(DEEP[name], layout), measured.state(DEEP[name], layout)
-    assert continued[1] == whole[1] and continued[0][:2] == whole[0][:2]
+    assert continued[1] == whole[1] and continued[0].gradients == whole[0].gradients
     assert max(continued[0].backward.values()) == max(whole[0].backward.values())
+
+
+@pytest.mark.slow
+def test_long_sequences_of_gpt_oss_are_continued_from_short_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+             "vocab_size": 340, "layer_types": GPT_OSS_20B["layer_types"][:2]}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B | small))
+    config = hugging_face.read(tmp_path)
+    layout = Layout(tokens=3072, longest=1536, cpu=True, exact=False)
+    continued = measured.passes(config, layout)
+    monkeypatch.setattr(measured, "SHORT", ((1, layout.longest),))  # then it is measured as it is
+    whole = measured.passes(config, layout)
+    assert continued.gradients == whole.gradients
+    assert max(continued.backward.values()) == pytest.approx(max(whole.backward.values()), rel=0.01)
 
 
 @pytest.mark.slow
@@ -165,13 +190,14 @@ def test_the_plan_is_within_five_percent_of_what_a_gpu_allocates(tmp_path: Path)
 
 
 def test_offloading_moves_masters_and_moments_to_the_host() -> None:
+    policy = msgspec.structs.replace(QWEN["4B"], layers=2)
     for devices in (1, 8):
         layout = Layout(devices=devices, tokens=4096, snapshots=1)
-        here, there = plan(QWEN["4B"], layout), plan(QWEN["4B"], layout._replace(offload=True))
+        here, there = plan(policy, layout), plan(policy, layout._replace(offload=True))
         assert there.masters + there.moments + there.snapshots + there.update == 0
         assert there.host.moments == here.moments
         assert there.host.snapshots == pytest.approx(here.snapshots, rel=1e-4), "a GPU rounds each up"
-        assert there.host.masters == pytest.approx(4 * parameters(QWEN["4B"]).total / devices, rel=1e-6)
+        assert there.host.masters == pytest.approx(4 * parameters(policy).total / devices, rel=1e-6)
         assert here.total - there.total >= here.masters + here.moments
         assert here.host.total == 0
     section = msgspec.structs.replace(CONFIG.trainer, offload="optimizer")
@@ -179,10 +205,9 @@ def test_offloading_moves_masters_and_moments_to_the_host() -> None:
     assert layout_of(config).offload
     assert not layout_on(config, torch.device("cpu")).offload, "its memory is the host's"
     layout = layout_on(config, torch.device("cuda"))
-    needed = plan(QWEN["4B"], layout)
-    check_memory(QWEN["4B"], layout, needed.total, needed.host.total)
-    with pytest.raises(TrainerError, match=r"\[trainer\] offload: .* of the host's memory .* 16.0 GiB are free"):
-        check_memory(QWEN["4B"], layout, needed.total, 16 * GIB)
+    check_memory(there, layout, there.total, there.host.total)
+    with pytest.raises(TrainerError, match=r"\[trainer\] offload: .* of the host's memory .* 0.2 GiB are free"):
+        check_memory(there, layout, there.total, GIB // 4)
 
 
 def test_the_command_prints_the_hosts_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,8 +250,8 @@ def test_the_command_says_how_ordinary_mode_attends(tmp_path: Path, capsys: pyte
 
 @pytest.mark.slow
 def test_nodes_hold_copies() -> None:
-    policy, layout = QWEN["30B-A3B"], Layout(devices=8, context=4, tokens=65536, recompute=True)
-    assert plan(policy, layout._replace(nodes=2)) == plan(policy, layout), "another node makes no shard smaller"
+    layout = Layout(devices=8, context=4, tokens=65536, recompute=True)
+    assert plan(SHALLOW, layout._replace(nodes=2)) == plan(SHALLOW, layout), "another node makes no shard smaller"
     keys = settings(layout._replace(nodes=2))
     assert (keys["trainer.ranks"], keys["trainer.nodes"]) == (16, 2)
     section = msgspec.structs.replace(CONFIG.trainer, ranks=16, nodes=2, rendezvous="node0:29500")

@@ -6,7 +6,8 @@ run in `Shadow`. The other processes are PyTorch's fake group, whose collectives
 Layers of one kind add the same bytes, so a deep policy is measured at two depths and continued from there. Bytes are
 noted where the pass stands: at the first and last layers of forward and backward, at the head, and behind the layers.
 Each of these numbers grows with the depth by a constant; the largest of all of them need not, because another place may
-become the largest. So each of them is continued, and the largest is taken afterwards.
+become the largest. So each of them is continued, and the largest is taken afterwards. Large micro-batches are continued
+from smaller ones in the same way.
 """
 
 import warnings
@@ -15,13 +16,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from headrace.algorithms.adamw import OptimizerSettings
 from headrace.messages.rollout import Span
-from headrace.policy import scoring
+from headrace.policy import scoring as rescoring
 from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 from headrace.policy.model import Model
@@ -35,6 +37,9 @@ ENDS = 2
 """Layers at each end of a pass that are noted one by one."""
 MOST = 1 << 17
 """Tokens of a micro-batch of several sequences that is measured as it is."""
+SHORT = ((8, 256), (16, 256), (8, 512), (8, 384))
+"""Sequences and their tokens in the micro-batches from which one of gpt_oss is continued: each has several chunks of
+logits, and its sequences are longer than the window."""
 BETWEEN = "between"
 """The others: each holds less than one of those beside it."""
 _PAD = 8
@@ -62,18 +67,22 @@ class State(NamedTuple):
     """Of all parameters, of this process's rows."""
 
 
+class Scoring(NamedTuple):
+    """Bytes besides the state while the longest sequence is scored again."""
+
+    peak: int
+
+
 class Passes(NamedTuple):
-    """Bytes besides the state."""
+    """Bytes besides the state in the passes of a micro-batch."""
 
     gradients: int
     """That are held between micro-batches."""
-    scoring: int
-    """At the peak of scoring the longest sequence again."""
     backward: dict[str, int]
-    """The peak of each place in a micro-batch's passes, with the gradients of the micro-batch before."""
+    """The peak of each place, with the gradients of the micro-batch before."""
 
 
-Bytes = TypeVar("Bytes", State, Passes)
+Bytes = TypeVar("Bytes", State, Scoring, Passes)
 
 
 def state(config: PolicyConfig, layout: Layout) -> State:
@@ -82,24 +91,43 @@ def state(config: PolicyConfig, layout: Layout) -> State:
     return _deep(State, config, layout, lambda process: process.state())
 
 
+def scoring(config: PolicyConfig, layout: Layout) -> Scoring:
+    """The bytes of re-scoring, as `state`."""
+    return _deep(Scoring, config, layout, lambda process: process.scoring())
+
+
 def passes(config: PolicyConfig, layout: Layout) -> Passes:
-    """The bytes of re-scoring and of a gradient, as `state`. A micro-batch of very many sequences is continued from two
-    smaller ones: routes and positions are real."""
+    """The bytes of a gradient, as `state`.
 
-    def of(tokens: int) -> Passes:
-        return _deep(Passes, config, layout._replace(tokens=tokens), lambda process: process.passes())
+    Routes and positions are real, so a micro-batch of very many sequences would take long: each adds the same. gpt_oss
+    works off each pair of blocks of a sequence and keeps its scores: a sequence of l tokens adds d + b l + c l^2.
+    """
 
-    each = layout.longest or MOST
-    near = max(1, MOST // 2 // each) * each
-    if layout.tokens <= 2 * near or not layout.longest:
-        return of(layout.tokens)
-    low, high, times = of(near), of(2 * near), layout.tokens / near - 1
+    def of(part: Layout) -> Passes:
+        return _deep(Passes, config, part, lambda process: process.passes())
 
-    def on(first: int, second: int) -> int:
-        return int(first + (second - first) * times)
+    longest = layout.longest or layout.inputs
+    near = max(1, MOST // 2 // longest)
+    if config.gpt_oss and longest > max(length for _, length in SHORT):
+        batches: Sequence[tuple[int, int]] = SHORT
+        powers = range(3)
+    elif layout.tokens > 2 * near * longest:
+        batches, powers = ((near, longest), (2 * near, longest)), range(1)
+    else:
+        return of(layout)
 
-    places = {key: on(value, high.backward[key]) for key, value in low.backward.items()}
-    return Passes(on(low.gradients, high.gradients), high.scoring, places)
+    def terms(sequences: float, length: int) -> list[float]:
+        return [1.0, *(sequences * float(length) ** power for power in powers)]
+
+    whole = max(1.0, layout.tokens / longest)
+    shares = np.linalg.solve(np.array([terms(*batch) for batch in batches]).T, terms(whole, longest))
+    found = [of(layout._replace(tokens=count * length, longest=length)) for count, length in batches]
+
+    def on(values: Sequence[int]) -> int:
+        return round(float(shares @ np.array(values, float)))
+
+    places = {key: on([each.backward[key] for each in found]) for key in found[0].backward}
+    return Passes(on([each.gradients for each in found]), places)
 
 
 def _deep(kind: type[Bytes], config: PolicyConfig, layout: Layout, measured: Callable[["_Process"], Bytes]) -> Bytes:
@@ -125,6 +153,20 @@ def _deep(kind: type[Bytes], config: PolicyConfig, layout: Layout, measured: Cal
         return low + (high - low) * times
 
     return kind(*map(on, near, far))
+
+
+def routes(config: PolicyConfig, tokens: int, skew: float) -> Tensor | None:
+    """[N, layers, k], balanced but for the first tokens: they take the first k experts, which so get `skew` times the
+    rows of balanced routing. None without experts."""
+    c = config
+    if not c.experts:
+        return None
+    chosen = torch.arange(c.top_k)
+    rows, share = (torch.arange(tokens)[:, None] * c.top_k + chosen) % c.experts, c.top_k / c.experts
+    if share < 1.0:
+        rows[: int(tokens * min(1.0, (skew - 1.0) * share / (1.0 - share)))] = chosen
+    routed = rows[:, None].expand(tokens, c.sparse_layers, c.top_k)
+    return routed.to(torch.uint8 if c.experts < 255 else torch.uint16)
 
 
 @contextmanager
@@ -184,19 +226,28 @@ class _Process:
             sum(trained), sum(each.numel() for each in parameters.values()),
         )  # fmt: skip
 
+    def scoring(self) -> Scoring:
+        """Score the longest sequence again."""
+        model, tokens = self._state(OptimizerSettings()).model, self.layout.longest
+        began = self.shadow.live
+        self.shadow.begin("scoring")
+        ids, recorder = torch.zeros(tokens, dtype=torch.int64), list[Tensor]()
+        spans, targets = [Span(0, tokens, 0)], range(1, tokens)
+        routed = routes(self.config, tokens, self.layout.skew)
+        rescoring.score({0: model}, ids, spans, targets, 1.0, routed, recorder)
+        return Scoring(self.shadow.peaks["scoring"] - began)
+
     def passes(self) -> Passes:
-        """Score a sequence, and add the gradients of two micro-batches."""
+        """Add the gradient of a micro-batch to that of a small one."""
         shadow, layout = self.shadow, self.layout
         state, reference = self._state(OptimizerSettings()), self._reference()
         began = shadow.live
-        self._score(state.model)
-        scoring = shadow.peaks["scoring"] - began
-        self._micro_batch(state, reference, layout)
+        self._micro_batch(state, reference, layout._replace(tokens=layout.context, longest=0))
         gradients = shadow.live - began
         shadow.peaks.clear()
         self._mark(state.model)
         self._micro_batch(state, reference, layout)
-        return Passes(gradients, scoring, {label: value - began for label, value in shadow.peaks.items()})
+        return Passes(gradients, {label: value - began for label, value in shadow.peaks.items()})
 
     def _model(self) -> Model:
         model = Model(self.config, self.numerics, seed=None)
@@ -228,33 +279,19 @@ class _Process:
 
         return sharding.build(self.config, self.numerics, self.world, fixed=True).model
 
-    def _routes(self, tokens: int) -> Tensor | None:
-        """[N, layers, k]. The first `skew - 1` of the rows beyond the balanced ones are all of expert 0."""
-        c, layout = self.config, self.layout
-        if not c.experts:
-            return None
-        at = torch.arange(tokens)[:, None] * c.top_k + torch.arange(c.top_k)
-        rows = at % c.experts
-        if layout.skew > 1.0:
-            hot = int(tokens * min(1.0, layout.skew * c.top_k / c.experts))
-            rows[:hot] = torch.arange(c.top_k)
-        return (
-            rows[:, None].expand(tokens, c.sparse_layers, c.top_k).to(torch.uint8 if c.experts < 255 else torch.uint16)
-        )
-
     def _micro_batch(self, state: TrainerState, reference: Model | None, layout: Layout) -> None:
         """Add the gradient of one micro-batch, all of whose tokens are sampled."""
         model = state.model
         tokens, each = layout.inputs, layout.longest or layout.inputs
         lengths = [min(each, tokens - start) for start in range(0, tokens, each)]
         ids, advantage = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens)
-        routes = self._routes(tokens)
-        if routes is not None:
-            routes = routes.to(torch.int64)
+        routed = routes(self.config, tokens, layout.skew)
+        if routed is not None:
+            routed = routed.to(torch.int64)
         rows = torch.arange(tokens)
 
         def forward(which: Model) -> Tensor:
-            return which.sampled_logprobs(ids, lengths, routes, rows, ids, 1.0, lambda cuts: list(cuts))[0]
+            return which.sampled_logprobs(ids, lengths, routed, rows, ids, 1.0, lambda cuts: list(cuts))[0]
 
         self.backward = False
         self.shadow.begin("before the layers")
@@ -298,13 +335,3 @@ class _Process:
 
             layer.register_forward_pre_hook(enter)
             layer.register_forward_hook(leave)
-
-    def _score(self, model: Model) -> None:
-        """Score the longest sequence again."""
-        tokens = self.layout.longest or self.layout.tokens
-        self.shadow.begin("scoring")
-        routed = self._routes(tokens)
-        spans = [Span(0, tokens, 0)]
-        recorder: list[Tensor] = []
-        targets: Sequence[int] = range(1, tokens)
-        scoring.score({0: model}, torch.zeros(tokens, dtype=torch.int64), spans, targets, 1.0, routed, recorder)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.kernels import dispatch
 
+_DEVICE = torch.ops.prim.device.default
 _BLOCK = 512
 """Bytes that CUDA's caching allocator rounds to."""
 
@@ -127,6 +128,8 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # otherwise every operation passes torch's compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks before every operation
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented

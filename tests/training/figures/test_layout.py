@@ -32,7 +32,7 @@ def test_a_sequence_longer_than_a_micro_batch_is_planned_and_refused() -> None:
     needed = plan(POLICY, long)
     assert needed.passes > 20 * plan(POLICY, short).passes
     with pytest.raises(TrainerError, match="with micro-batches of up to 65536 tokens"):
-        check_memory(POLICY, long, needed.total - 1, 0)
-    check_memory(POLICY, long, needed.total, 0)
+        check_memory(needed, long, needed.total - 1, 0)
+    check_memory(needed, long, needed.total, 0)
     base = msgspec.structs.replace(config.feedback, base="r")
     assert layout_of(msgspec.structs.replace(config, feedback=base)).longest == 32768 + 2 * 4096, "users' sessions"
