@@ -44,7 +44,7 @@ if AVAILABLE and not INTERPRETED:
 
 
 class _Standing(threading.local):
-    """What tensors stand for in this thread."""
+    """The meaning of tensors in this thread."""
 
     gpu = False
     """Tensors on the CPU stand for those of a GPU."""
@@ -84,7 +84,8 @@ Step = TypeVar("Step")
 
 
 def repeated(steps: Sequence[Step]) -> Sequence[Step]:
-    """The steps of a loop that allocate no more than its first two; those two and the last where bytes are counted."""
+    """The steps of a loop whose later ones allocate no more than its first two. Where bytes are counted, those two and
+    the last."""
     return [*steps[:2], steps[-1]] if STANDING.counted and len(steps) > 2 else steps
 
 

@@ -15,7 +15,6 @@ Not counted: buffers of the communication library, fragmentation, the CUDA conte
 them.
 """
 
-import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +25,7 @@ from headrace.policy.layout.sizes import element_bytes
 from headrace.training.figures.layout import MOMENTS, Layout, changed_share, layout_of, settings
 
 if TYPE_CHECKING:
-    from headrace.training.planned.measured import Passes, Scoring, State
+    from headrace.training.planned.measured import State
 
 __all__ = ["GIB", "HostMemory", "Layout", "MemoryPlan", "attention_refusal", "fitting", "freed", "layout_of", "plan",
            "settings"]  # fmt: skip
@@ -76,9 +75,9 @@ class MemoryPlan(NamedTuple):
     gradients: int
     """Sums of the micro-batches before."""
     passes: int
-    """What the passes of a micro-batch add at their peak: activations, gathered layers, its own gradients."""
+    """Added by the passes of a micro-batch at their peak: activations, gathered layers, its own gradients."""
     update: int
-    """What an update adds to the gradients at its peak."""
+    """Added by an update to the gradients at its peak."""
     host: HostMemory
     """Not on the device: what `Layout.offload` moves."""
 
@@ -119,27 +118,6 @@ def attention_refusal(config: PolicyConfig, layout: Layout) -> str:
     return "" if layout.exact else library.attention_refusal(device, config.dtype, head, head, config.gpt_oss)
 
 
-@functools.cache
-def _state(config: PolicyConfig, layout: Layout) -> "State":
-    from headrace.training.planned import measured  # it imports torch
-
-    return measured.state(config, layout)
-
-
-@functools.cache
-def _scoring(config: PolicyConfig, layout: Layout) -> "Scoring":
-    from headrace.training.planned import measured
-
-    return measured.scoring(config, layout)
-
-
-@functools.cache
-def _passes(config: PolicyConfig, layout: Layout) -> "Passes":
-    from headrace.training.planned import measured
-
-    return measured.passes(config, layout)
-
-
 def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     """The plan of one device. The first of a layout takes seconds and may not run in a process that is in a trainer's
     group.
@@ -155,12 +133,14 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         raise ValueError(f"{layout.expert_ranks} expert ranks do not divide {layout.devices} devices")
     if layout.expert_ranks > 1 and (not config.experts or config.experts % layout.devices):
         raise ValueError(f"{layout.devices} devices with expert ranks do not divide {config.experts} experts")
-    # What changes no measured byte, so that layouts share their measurements.
+    from headrace.training.planned import measured  # it imports torch
+
+    # Without what changes no measured byte, so that layouts share their measurements.
     same = layout._replace(offload=False, versions=0, learning_rate=0.0, minibatches=1, snapshots=0)
-    held = _state(config, same._replace(tokens=0, longest=0, recompute=False, skew=1.0))
+    held = measured.state(config, same._replace(tokens=0, longest=0, recompute=False, skew=1.0))
     same = same._replace(moment_bytes=4, longest=layout.longest or layout.tokens)
-    again = _scoring(config, same._replace(tokens=0, recompute=False, reference=False))
-    moved = _passes(config, same)
+    again = measured.scoring(config, same._replace(tokens=0, recompute=False, reference=False))
+    moved = measured.passes(config, same)
     size, changed = element_bytes(config), changed_share(config, layout.learning_rate)
     entry = size * held.trained if changed > _SPARSE else int((size + 4) * changed * held.trained * layout.minibatches)
     # Whole entries are a version's tensors. With sparse ones a process shares the tensors that did not change with the

@@ -10,6 +10,7 @@ become the largest. So each of them is continued, and the largest is taken after
 from smaller ones in the same way.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ ENDS = 2
 """Layers at each end of a pass that are noted one by one."""
 MOST = 1 << 17
 """Tokens of a micro-batch of several sequences that is measured as it is."""
-SHORT = ((8, 256), (16, 256), (8, 512), (8, 384))
+SHORT = ((4, 512), (4, 640), (4, 768))
 """Sequences and their tokens in the micro-batches from which one of gpt_oss is continued: each has several chunks of
 logits, and its sequences are longer than the window."""
 BETWEEN = "between"
@@ -85,22 +86,25 @@ class Passes(NamedTuple):
 Bytes = TypeVar("Bytes", State, Scoring, Passes)
 
 
+@functools.cache
 def state(config: PolicyConfig, layout: Layout) -> State:
     """The bytes of the state under a layout. Not twice at once in one process, and not in a process that is in a
     trainer's group."""
     return _deep(State, config, layout, lambda process: process.state())
 
 
+@functools.cache
 def scoring(config: PolicyConfig, layout: Layout) -> Scoring:
     """The bytes of re-scoring, as `state`."""
     return _deep(Scoring, config, layout, lambda process: process.scoring())
 
 
+@functools.cache
 def passes(config: PolicyConfig, layout: Layout) -> Passes:
     """The bytes of a gradient, as `state`.
 
     Routes and positions are real, so a micro-batch of very many sequences would take long: each adds the same. gpt_oss
-    works off each pair of blocks of a sequence and keeps its scores: a sequence of l tokens adds d + b l + c l^2.
+    works off each pair of blocks of a sequence and keeps its scores: a sequence of l tokens adds b l + c l^2.
     """
 
     def of(part: Layout) -> Passes:
@@ -110,9 +114,9 @@ def passes(config: PolicyConfig, layout: Layout) -> Passes:
     near = max(1, MOST // 2 // longest)
     if config.gpt_oss and longest > max(length for _, length in SHORT):
         batches: Sequence[tuple[int, int]] = SHORT
-        powers = range(3)
+        powers: Sequence[int] = (1, 2)
     elif layout.tokens > 2 * near * longest:
-        batches, powers = ((near, longest), (2 * near, longest)), range(1)
+        batches, powers = ((near, longest), (2 * near, longest)), (1,)
     else:
         return of(layout)
 
@@ -121,17 +125,17 @@ def passes(config: PolicyConfig, layout: Layout) -> Passes:
 
     whole = max(1.0, layout.tokens / longest)
     shares = np.linalg.solve(np.array([terms(*batch) for batch in batches]).T, terms(whole, longest))
-    found = [of(layout._replace(tokens=count * length, longest=length)) for count, length in batches]
+    smaller = [of(layout._replace(tokens=count * length, longest=length)) for count, length in batches]
 
     def on(values: Sequence[int]) -> int:
         return round(float(shares @ np.array(values, float)))
 
-    places = {key: on([each.backward[key] for each in found]) for key in found[0].backward}
-    return Passes(on([each.gradients for each in found]), places)
+    places = {key: on([each.backward[key] for each in smaller]) for key in smaller[0].backward}
+    return Passes(on([each.gradients for each in smaller]), places)
 
 
 def _deep(kind: type[Bytes], config: PolicyConfig, layout: Layout, measured: Callable[["_Process"], Bytes]) -> Bytes:
-    """What is measured of a policy, from two depths where it is deep."""
+    """Measure a policy, at two depths where it is deep."""
 
     def of(layers: int) -> Bytes:
         shallow = msgspec.structs.replace(config, layers=layers)

@@ -7,7 +7,7 @@ them: routes, positions, the rows of each expert. A number that is read from a f
 `torch.distributed._tools.MemTracker` counts in the same way. It is not used: it has no peak between two marks, which
 the extrapolation over layers needs, integers are fake under it, and it does not see the allocations inside operators
 of `headrace.kernels`. Those run here as Python: on the CPU the twins, on a GPU the functions that launch Triton
-(`dispatch.STANDING`), whose launches do nothing. What one operator of PyTorch allocates inside is in `_INSIDE`.
+(`dispatch.STANDING`), whose launches do nothing. `_INSIDE` has the temporary tensors of PyTorch's own operators.
 """
 
 import weakref
@@ -152,7 +152,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute with values. What a GPU's kernel would fill with integers is 0."""
+        """Compute with values. Integers that a GPU's kernel would write are 0."""
         with unset_fake_temporarily():
             out = func(*args, **kwargs)
             if "empty" in func._schema.name:
