@@ -89,7 +89,7 @@ REGISTRY_IMPORTS = {"errors", "messages"}
 PARTS: dict[tuple[str, str], set[str]] = {
     ("launch", "engines"): {"registry"},
     ("launch", "policy"): {"config", "layout"},  # the shape of a checkpoint
-    ("launch", "training"): {"memory_plan"},  # formulas, without torch
+    ("launch", "training"): {"memory_plan"},  # whether the trainer fits
     ("launch", "weights"): {"full"},  # whether the location of full snapshots can be opened
     ("harness", "engines"): {"base"},
     ("harness", "vmhost"): {"guest"},  # what a line and a path are

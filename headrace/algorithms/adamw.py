@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 
 from headrace.algorithms import eight_bit
 from headrace.algorithms.eight_bit import Levels
+from headrace.kernels import dispatch
 
 PIECE = 1 << 22
 """Elements whose moments are widened at once; a multiple of every vector width, so pieces change no bit."""
@@ -138,7 +139,7 @@ class AdamW:
         width = held.exp_avg.shape[-1]
         weights, gradient = parameter.detach().view(-1, width), parameter.grad.reshape(-1, width)
         count = max(_ROWS, PIECE // width // _ROWS * _ROWS)
-        for start in range(0, len(weights), count):
+        for start in dispatch.repeated(range(0, len(weights), count)):
             narrow = held.part(start, count)
             piece = weights[start : start + count]
             piece.grad = gradient[start : start + count]

@@ -1,9 +1,9 @@
 """Commands about a trainer: the memory that it needs, and its ranks on another machine.
 
-`trainer plan` works in closed form, without torch. CONFIG is a run's TOML, or a Hugging Face folder (or its
-config.json). Of a folder only the shape is read; the rest is the default configuration with a learning rate of 1e-6 and
-sequences as long as a micro-batch. With `--offload optimizer` it also prints the bytes of the host's memory, of all
-processes of a node together.
+`trainer plan` prints the bytes per device by cause, and whether they fit. CONFIG is a run's TOML, or a Hugging Face
+folder (or its config.json). Of a folder only the shape is read; the rest is the default configuration with a learning
+rate of 1e-6 and sequences as long as a micro-batch. With `--offload optimizer` it also prints the bytes of the host's
+memory, of all processes of a node together.
 
 `trainer join` runs on every machine but the actor's, which is node 0. A node's number and the address of node 0 may
 come from the variables of torchrun and of Slurm: NODE_RANK, GROUP_RANK or SLURM_NODEID, and MASTER_ADDR with
@@ -70,6 +70,9 @@ def _add_plan(commands: "Commands") -> None:
     parser.add_argument(
         "--recompute", action="store_true", help="compute activations again in backward (numerics.recompute)"
     )
+    parser.add_argument(
+        "--skew", type=number(1), default=1.0, metavar="TIMES", help="rows of the busiest experts, in balanced ones"
+    )
     add_set(parser)
     parser.set_defaults(handler=plan)
 
@@ -102,6 +105,7 @@ def plan(args: argparse.Namespace) -> int:
             tokens=args.tokens or layout.tokens,
             recompute=args.recompute or layout.recompute,
             longest=0 if shape else layout.longest,
+            skew=args.skew,
         )
         if policy.gpt_oss and (layout.devices > 1 or layout.context > 1):
             raise RunError(
@@ -111,14 +115,15 @@ def plan(args: argparse.Namespace) -> int:
             )
         memory = memory_plan.plan(policy, layout)
         available = int(args.gpu_gib * memory_plan.GIB)
-        other = memory_plan.fitting(policy, layout, available, SPARE)
+        limit = (1.0 - SPARE) * available
+        fits = memory.total <= limit
+        other = None if fits else memory_plan.fitting(policy, layout, available, SPARE)
     except (CheckpointError, ValueError) as error:
         raise RunError(str(error), 2) from None
     count = sizes.parameters(policy)
     say(f"{count.total / 1e9:.2f} G parameters, {count.experts / 1e9:.2f} G of them in experts; {words(layout)}")
-    attention, why = memory_plan.attention_of(policy, layout)
     if not layout.exact:
-        say(f"ordinary mode, attention {attention}: {why or 'by varlen_attn'}")
+        say(f"ordinary mode, attention: {memory_plan.attention_refusal(policy, layout) or 'by varlen_attn'}")
     alone = ": the longest sequence, by limits.context_tokens" if layout.longest > layout.tokens else ""
     say(f"micro-batches of up to {layout.inputs} inputs{alone}")
     for line in table(memory):
@@ -128,8 +133,6 @@ def plan(args: argparse.Namespace) -> int:
         say(f"in the host's memory {hosts(memory, devices)} for {devices} processes, each with")
         for line in rows({**memory.host._asdict(), "total": memory.host.total}):
             say(line)
-    limit = (1.0 - SPARE) * available
-    fits = memory.total <= limit
     verdict = "fits" if fits else "does not fit"
     nodes = f"{layout.nodes} nodes of " if layout.nodes > 1 else ""
     spare = f"with {SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)"

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import batch_invariant
+from headrace.kernels import batch_invariant, dispatch
 from headrace.kernels.attention.paged_product import paged_product
 
 BLOCK = 64
@@ -112,7 +112,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, group: int) -> tuple[
     out = q.new_zeros(batch, rows, dim, dtype=torch.float32)
     total = q.new_zeros(batch, rows, dtype=torch.float32)
     peak = torch.full_like(total, -torch.inf)
-    for start in range(0, k.shape[1], BLOCK):
+    for start in dispatch.repeated(range(0, k.shape[1], BLOCK)):
         at = start * group  # queries before this block see none of its keys
         s = torch.bmm(q[:, at:], k[:, start : start + BLOCK].transpose(1, 2)).float().mul_(scale)
         s[:, : BLOCK * group].masked_fill_(future[: rows - at], -torch.inf)
@@ -155,7 +155,7 @@ def packed_backward(
         ks, vs = (spread(x, bucket, heads, bucket.keys, bucket.key_places) for x in (k, v))
         b_q = torch.zeros_like(qs, dtype=torch.float32)
         b_k, b_v = torch.empty_like(ks), torch.empty_like(vs)
-        for start in range(0, ks.shape[1], BLOCK):
+        for start in dispatch.repeated(range(0, ks.shape[1], BLOCK)):
             at = start * group
             kj, vj = ks[:, start : start + BLOCK], vs[:, start : start + BLOCK]
             s = torch.bmm(qs[:, at:], kj.transpose(1, 2)).float().mul_(scale)
@@ -308,7 +308,7 @@ def _one_by_one(rows: Tensor, keys: Tensor, values: Tensor, pages: Paging, scale
     batch, heads, height, dim = rows.shape
     query, table = rows.reshape(-1, height, dim), pages.table.view(batch, pages.blocks)
     peak = total = out = None
-    for block, (at, end) in enumerate(pages.parts):
+    for block, (at, end) in dispatch.repeated([*enumerate(pages.parts)]):
         ks, vs = (x.index_select(0, table[:, block]).view(-1, BLOCK, dim) for x in (keys, values))
         s = torch.bmm(query[:, at:], ks.transpose(1, 2)).float().mul_(scale).view(batch, heads, height - at, BLOCK)
         if end > at:

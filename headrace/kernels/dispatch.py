@@ -9,8 +9,9 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ if AVAILABLE and not INTERPRETED:
         is the first GPU in a thread that has chosen none."""
 
         def run(self, *args: Any, **options: Any) -> Any:
+            if STANDING.gpu:
+                return None
             device = next((x.device for x in args if isinstance(x, Tensor)), None)
             if device is None or device.type != "cuda":
                 return super().run(*args, **options)
@@ -40,16 +43,55 @@ if AVAILABLE and not INTERPRETED:
                 return super().run(*args, **options)
 
 
+class _Standing(threading.local):
+    """The meaning of tensors in this thread."""
+
+    gpu = False
+    """Tensors on the CPU stand for those of a GPU."""
+    counted = False
+    """Tensors have no values: `training.planned` counts their bytes."""
+
+
+STANDING = _Standing()
+
+
+class _Absent:
+    """A kernel where Triton cannot run."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.fn = function
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """The launch, which does nothing where memory is counted."""
+        if not STANDING.gpu:
+            raise RuntimeError("Triton is not there: a CUDA device, or TRITON_INTERPRET=1, is needed")
+        return lambda *_, **__: None
+
+
 def jit(function: Callable[..., None]) -> Any:
-    """`triton.jit` where Triton can run, launched on its operands' device; elsewhere the function itself, which cannot
-    be launched."""
+    """`triton.jit` where Triton can run, launched on its operands' device; elsewhere a kernel that
+    cannot be launched."""
     if not AVAILABLE:
-        return function
+        return _Absent(function)
     return triton.jit(function) if INTERPRETED else _Kernel(function)
 
 
 OPERATORS_ON_CPU = False
 """Send CPU tensors through `torch.ops` as well: tests/kernels/test_operators.py compares the bits of both ways."""
+
+
+Step = TypeVar("Step")
+
+
+def repeated(steps: Sequence[Step]) -> Sequence[Step]:
+    """The steps of a loop whose later ones allocate no more than its first two. Where bytes are counted, those two and
+    the last."""
+    return [*steps[:2], steps[-1]] if STANDING.counted and len(steps) > 2 else steps
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether an operation on x is that of a GPU."""
+    return x.is_cuda or STANDING.gpu
 
 
 def twin(x: Tensor) -> bool:
@@ -58,7 +100,7 @@ def twin(x: Tensor) -> bool:
     On a CPU the dispatcher would lead to the same function, and a decode step of a small model makes a hundred calls:
     docs/kernels.md has the cost.
     """
-    return x.is_cpu and not OPERATORS_ON_CPU
+    return x.is_cpu and not (OPERATORS_ON_CPU or STANDING.gpu)
 
 
 class Chip(NamedTuple):

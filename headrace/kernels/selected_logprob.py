@@ -94,7 +94,7 @@ def selected_backward(
     if isinstance(heat, Tensor) or heat not in (0, 1):
         warm = torch.as_tensor(heat, dtype=torch.float32, device=hidden.device)
         slopes = grad / torch.where(warm == 0, torch.ones_like(warm), warm)
-    for at in range(0, len(targets), CHUNK):
+    for at in dispatch.repeated(range(0, len(targets), CHUNK)):
         part = slice(at, at + CHUNK)
         rows = hidden[part]
         slope = scaled(torch.mm(rows, weight.T), _part(heat, part))
@@ -118,7 +118,7 @@ def selected_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probability, entropy, log-sum-exp), float32 [M]."""
     logp, entropy, lse = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
-    for at in range(0, len(targets), CHUNK):
+    for at in dispatch.repeated(range(0, len(targets), CHUNK)):
         part = slice(at, at + CHUNK)
         logits = scaled(linear(hidden[part], weight, pad), _part(temperature, part))
         logp[part], entropy[part], lse[part] = from_logits(logits, targets[part])
@@ -290,7 +290,7 @@ def selected_logprob_backward_triton(
             num_stages=2 if full else SLOPE_STAGES,
         )  # fmt: skip
         part = weight[first : first + count]
-        if slopes.is_cuda and not full:
+        if dispatch.on_gpu(slopes) and not full:
             g_hidden = torch.addmm(g_hidden, slopes, part, out_dtype=torch.float32)
         else:
             g_hidden += torch.mm(slopes, part)

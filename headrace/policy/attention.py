@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import operators
+from headrace.kernels import dispatch, operators
 from headrace.kernels.block_attention import BLOCK, Bucket, Packing
 from headrace.policy.cache import Context, KVCache, Step
 from headrace.policy.grouped_attention import grouped_attention, mask_of, paged_grouped_attention
@@ -81,7 +81,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, exac
     heads = k.shape[1]
     parts = []
     for bucket in packing.buckets:
-        short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and bucket.keys <= _SHORT
+        short = not dispatch.on_gpu(q) and q.dtype == torch.bfloat16 and bucket.keys <= _SHORT
         attend = _short if short and torch.is_grad_enabled() else _fused
         part = attend(q, k, v, bucket, scale)
         part = part.view(bucket.sequences, heads, bucket.keys, -1, q.shape[2])
@@ -165,7 +165,7 @@ def cached(
     heads, dim = k.shape[1:]
     keys.view(-1, dim).index_copy_(0, step.places, k.reshape(-1, dim))
     values.view(-1, dim).index_copy_(0, step.places, v.reshape(-1, dim))
-    if exact or q.is_cuda:
+    if exact or dispatch.on_gpu(q):
         return operators.cached_attention(q, keys, values, step, scale, pad)
     query = step.spread(q)
     group = q.shape[1] // heads

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import block_attention, expert_mlp
+from headrace.kernels import block_attention, dispatch, expert_mlp
 from headrace.kernels.block_attention import BLOCK, Packing
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import ALPHA
@@ -96,7 +96,8 @@ def cached(
     rows = F.pad(rows, (0, 0, 0, extra))
     start = sinks.float().view(1, heads, 1, group).expand(batch, heads, steps, group).reshape(batch * heads, -1)
     state = _start(F.pad(start, (0, extra)), dim)
-    for block in range(max(0, step.pages.lowest - window + 1) // BLOCK if window else 0, step.pages.blocks):
+    first = max(0, step.pages.lowest - window + 1) // BLOCK if window else 0
+    for block in dispatch.repeated(range(first, step.pages.blocks)):
         chosen = step.table[:, block]
         ks, vs = (x.index_select(0, chosen).view(-1, BLOCK, dim) for x in (keys, values))
         hidden = _hidden(limit, block, window).repeat_interleave(heads, 0)

@@ -10,6 +10,7 @@ from headrace.policy.config import PolicyConfig
 from headrace.policy.numerics import Numerics
 from headrace.training import memory_plan
 from headrace.training.figures.layout import Layout, layout_of
+from headrace.training.memory_plan import MemoryPlan
 
 
 class TrainerError(HeadraceError):
@@ -48,23 +49,27 @@ def layout_on(config: Config, where: torch.device) -> Layout:
     return layout._replace(offload=layout.offload and not cpu, cpu=cpu)
 
 
-def check_device(config: Config, policy: PolicyConfig, where: torch.device) -> None:
+def planned(config: Config, policy: PolicyConfig, where: torch.device) -> MemoryPlan:
+    """The memory plan of a trainer on a device, as `memory_plan.plan`."""
+    return memory_plan.plan(policy, layout_on(config, where))
+
+
+def check_device(config: Config, needed: MemoryPlan, where: torch.device) -> None:
     """TrainerError when the memory plan is larger than the free memory of this process's device, or its share of the
     host's. A trainer that was killed before this one may take some seconds to free it."""
     layout = layout_on(config, where)
-    needed, local = memory_plan.plan(policy, layout), layout.devices
-    share, cpu = 1 if where.type == "cuda" else local, torch.device("cpu")
+    local, cpu = layout.devices, torch.device("cpu")
+    share = 1 if where.type == "cuda" else local
     free = memory_plan.freed(needed.total, lambda: available_bytes(where) // share)
     host = memory_plan.freed(needed.host.total, lambda: available_bytes(cpu) // local)
-    check_memory(policy, layout, free, host)
+    check_memory(needed, layout, free, host)
 
 
-def check_memory(policy: PolicyConfig, layout: Layout, available: int, host: int) -> None:
+def check_memory(needed: MemoryPlan, layout: Layout, available: int, host: int) -> None:
     """TrainerError when the memory plan of a trainer is larger than the available bytes.
 
     available: of its device; host: of the host's memory, for each process.
     """
-    needed = memory_plan.plan(policy, layout)
     if needed.total > available:
         raise TrainerError(
             f"the trainer needs {needed.total / memory_plan.GIB:.1f} GiB and its device has "

@@ -37,12 +37,12 @@ from headrace.policy.numerics_probe import probe
 from headrace.policy.scoring import ScoringError
 from headrace.registry import PluginError, differing, plugins
 from headrace.rendering.tokenizer import Tokenizer
-from headrace.training import checkpoint, memory_plan, mid_training
+from headrace.training import checkpoint, mid_training
 from headrace.training.batches import batch
 from headrace.training.batches.ahead import Ahead
 from headrace.training.batches.micro_batch import device_of
 from headrace.training.batches.segment import BatchError
-from headrace.training.device import TrainerError, check_device, check_exact, device_named, layout_on
+from headrace.training.device import TrainerError, check_device, check_exact, device_named, planned
 from headrace.training.figures.clock import Clock, Pause
 from headrace.training.figures.memory import Peak, without_policy
 from headrace.training.figures.peaks import peak_flops
@@ -85,6 +85,8 @@ class PolicyTrainer:
         self.others: Others | None = None
         """The other processes of this trainer, in the first of several while they run."""
         self.clock = Clock()
+        self.planned_bytes = 0
+        """The memory plan of this process's device."""
         self.ahead = Ahead(config.trainer.threads)
         self._beside = thread(config.trainer.threads)
 
@@ -118,6 +120,7 @@ class PolicyTrainer:
                 config, _freeze(Model(policy, numerics, seed=None), config.trainer.frozen).to(device)
             )
             trainer = cls(config, folder, TrainerState(model, settings=settings, offload=offload), numerics)
+            trainer.planned_bytes = planned(config, policy, device).total
             trainer._load(file)
             return trainer
         model = Model(policy, numerics, seed=config.run.seed)
@@ -133,6 +136,7 @@ class PolicyTrainer:
             model.numerics = numerics
         state = TrainerState(precision.served_as(config, model), settings=settings, offload=offload)
         trainer = cls(config, folder, state, numerics)
+        trainer.planned_bytes = planned(config, policy, device).total
         trainer._hold_reference()
         trainer.save({})
         (folder / mid_training.FILE).unlink(missing_ok=True)
@@ -145,7 +149,7 @@ class PolicyTrainer:
         plugins_of(config.algorithm)
         policy, device = _policy(config, folder, tokenizer_json), device_named(config.trainer.device)
         hugging_face.check_device(policy, device.type)
-        check_device(config, policy, device)
+        check_device(config, planned(config, policy, device), device)
         return policy
 
     def close(self) -> None:
@@ -259,7 +263,7 @@ class PolicyTrainer:
             between_s=pause.seconds,
             peak_flops=peak_flops(self.config, self.state.model.config, device),
             peak_bytes=peak.bytes,
-            planned_bytes=memory_plan.plan(self.state.model.config, layout_on(self.config, device)).total,
+            planned_bytes=self.planned_bytes,
         )
 
     def expect(self, trajectories: Mapping[int, Trajectory]) -> None:

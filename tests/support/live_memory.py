@@ -1,11 +1,11 @@
-"""Live tensor bytes of a trainer's steps, phase by phase, as torch's profiler counts them; and batches of long records.
+"""Bytes of torch's CPU allocator in a trainer's steps, phase by phase; and batches of long records.
 
 Run as a program it is a rank of a trainer's group: `python -m tests.support.live_memory`, with torchrun's environment
 variables and a `Hello` as its first line of input. It prints its phases as JSON.
 """
 
+import ctypes
 import gc
-import itertools
 import json
 import os
 import sys
@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from headrace.config import Config
@@ -40,31 +39,16 @@ PHASES = ("rescore", "backward", "update")
 Records = tuple[StepManifest, dict[int, Trajectory], dict[int, Score]]
 
 
-def live_bytes(work: Callable[[], object]) -> int:
-    """The largest number of bytes of tensors that are alive at once, above those before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        work()
-    assert watched.profiler is not None
-    events = watched.profiler.kineto_results.events()
-    sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
-    return int(max(itertools.accumulate(sizes)))
+_ALL_THREADS = ctypes.c_bool.in_dll(
+    ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "FLAGS_caffe2_report_cpu_memory_usage"
+)
+"""With it the allocator counts the bytes of all threads: those of gloo free tensors unseen by the profiler."""
 
 
 def mark(name: str) -> None:
-    """A phase begins here, with so many bytes of tensors."""
-    with record_function(f"{MARK}{name}: {counted()}"):
+    """A phase begins here."""
+    with record_function(f"{MARK}{name}"):
         pass
-
-
-def counted() -> int:
-    """Bytes of all tensors that Python knows. Between two phases no others are alive; threads of gloo free some of the
-    phase before, which the profiler does not see."""
-    storages = {}
-    for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and each.device.type == "cpu":
-            local = each.to_local() if isinstance(each, DTensor) else each
-            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return sum(storages.values())
 
 
 class Watch:
@@ -76,20 +60,44 @@ class Watch:
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Count tensors of this thread from here on; a phase ends where the next one begins."""
+    """Count what torch's CPU allocator holds beyond what it held before; a phase ends where the next one begins."""
     watch = Watch()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        yield watch
+    _ALL_THREADS.value = True
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            first = torch.empty(64)
+            yield watch
+            del first
+    finally:
+        _ALL_THREADS.value = False
     assert seen.profiler is not None
-    live, phase = 0, ""
-    for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name().startswith(MARK):
-            phase, _, begin = event.name().removeprefix(MARK).partition(": ")
-            watch.peaks[phase] = live = int(begin)
-        elif event.name() == "[memory]":
-            live += event.nbytes()
+    events = list(_events(seen.profiler.kineto_results.experimental_event_tree()))
+    before, live, phase = 0, -1, ""
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        if event.name.startswith(MARK):
+            phase = event.name.removeprefix(MARK)
+            watch.peaks[phase] = live
+        elif event.name == "[memory]":
+            if live < 0:
+                before = event.extra_fields.total_allocated - event.extra_fields.alloc_size
+            live = event.extra_fields.total_allocated - before
             if phase:
                 watch.peaks[phase] = max(watch.peaks[phase], live)
+
+
+def _events(tree: Any) -> Iterator[Any]:
+    for event in tree:
+        yield event
+        yield from _events(event.children)
+
+
+def live_bytes(work: Callable[[], object]) -> int:
+    """The most bytes that the allocator holds at once, above those before."""
+    with watched() as watch:
+        mark("before")
+        mark("work")
+        work()
+    return watch.peaks["work"] - watch.peaks["before"]
 
 
 class Hooks:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import grouped_mm, library
+from headrace.kernels import dispatch, grouped_mm, library
 from headrace.kernels.block_attention import Packing
 from headrace.kernels.grouped_mm import Ends
 
@@ -21,6 +21,11 @@ from headrace.kernels.grouped_mm import Ends
 def capability(device: torch.device) -> int:
     """The major compute capability of a CUDA device; 0 for other devices."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def _chip(x: Tensor) -> tuple[str, int]:
+    """Type and compute capability of a tensor's device; of a tensor that stands for a GPU's, those of Hopper."""
+    return ("cuda", library.HOPPER) if dispatch.STANDING.gpu else (x.device.type, capability(x.device))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -36,6 +41,8 @@ def _varlen_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, val
 
 def varlen_refusal(q: Tensor, v: Tensor) -> str:
     """Why packed attention in ordinary mode is not `varlen_attention` here; empty where it is."""
+    if dispatch.STANDING.gpu:
+        return library.attention_refusal("cuda", _name(q.dtype), q.shape[2], v.shape[2])
     return _varlen_refusal(q.device, q.dtype, q.shape[2], v.shape[2], False)
 
 
@@ -104,8 +111,8 @@ TRITON = Products(grouped_mm.grouped_mm_triton, grouped_mm.grouped_dgrad_triton,
 def experts_refusal(x: Tensor, experts: int, inner: int, rows: int, pad: int) -> str:
     """Why the products of these experts are not `F.grouped_mm`. x [N, D]; inner: the experts' width I; rows: P."""
     many = rows >= grouped_mm.MANY_ROWS * experts
-    chip = capability(x.device)
-    return library.experts_refusal(x.device.type, _name(x.dtype), pad, (x.shape[1], inner), chip, many)
+    device, chip = _chip(x)
+    return library.experts_refusal(device, _name(x.dtype), pad, (x.shape[1], inner), chip, many)
 
 
 def products(x: Tensor, down: Tensor, rows: int, pad: int) -> Products:

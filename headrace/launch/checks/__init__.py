@@ -1,1 +1,1 @@
-"""`headrace check`: finds problems that would prevent a run from starting, without starting a part or loading torch."""
+"""`headrace check`: finds problems that would prevent a run from starting, without starting a part."""

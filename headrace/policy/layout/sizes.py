@@ -1,4 +1,4 @@
-"""Shapes and counts of the parameters of `policy.model.Model`, and operations, in closed form: no allocation, no import
+"""Counts of the parameters of `policy.model.Model`, and operations, in closed form: no allocation, no import
 of torch."""
 
 from functools import cache
@@ -14,78 +14,37 @@ class Parameters(NamedTuple):
     """Counts of elements."""
 
     total: int
-    frozen: int
-    """Without gradient and master: corrections of routers; with an adapter, everything else."""
     experts: int
     """In mixtures, without shared experts."""
-    largest_layer: int
-    largest_rest: int
-    """Of a layer, without its experts."""
 
 
 @cache
 def parameters(config: PolicyConfig) -> Parameters:
     """Numbers of elements of the parameters of `policy.model.Model`."""
-    layers = [_layer(config, index) for index in range(config.layers)]
+    layers = sum(_layer(config, index) for index in range(config.layers))
     outside = config.vocab * config.dim * (1 if config.tied else 2) + config.dim
-    frozen = config.experts * config.sparse_layers if config.scores == "sigmoid" else 0
-    experts = layer_experts(config) * config.sparse_layers
-    whole, adapter = sum(layers) + outside, shape.parameters(config)
-    rest = [count - layer_experts(config) * config.sparse(index) for index, count in enumerate(layers)]
-    return Parameters(
-        whole + adapter, whole if adapter else frozen, experts, max(layers, default=0), max(rest, default=0)
-    )
-
-
-def layer_experts(config: PolicyConfig) -> int:
-    """Number of elements of the experts of one mixture."""
-    return 3 * config.experts * config.expert_dim * config.dim
+    experts = 3 * config.experts * config.expert_dim * config.dim * config.sparse_layers
+    return Parameters(layers + outside + shape.parameters(config), experts)
 
 
 def _layer(c: PolicyConfig, index: int) -> int:
-    return sum(rows * width for rows, width in _matrices(c, index)) + _vectors(c, index)
-
-
-def _matrices(c: PolicyConfig, index: int) -> list[tuple[int, int]]:
-    """Rows and length of the last dimension of a layer's parameters with two or three dimensions."""
+    """Number of elements of a layer's parameters."""
+    count = 2 * c.dim  # norms
     if c.latent:
         low, width = c.latent, c.heads * (c.latent.nope_dim + c.latent.rope_dim)
-        out = [(low.q_rank, c.dim), (width, low.q_rank)] if low.q_rank else [(width, c.dim)]
-        out += [(low.kv_rank + low.rope_dim, c.dim), (c.heads * (low.nope_dim + low.value_dim), low.kv_rank)]
-        out.append((c.dim, c.heads * low.value_dim))
+        count += low.q_rank * (c.dim + width + 1) if low.q_rank else width * c.dim
+        count += (low.kv_rank + low.rope_dim) * c.dim + low.kv_rank
+        count += c.heads * (low.nope_dim + low.value_dim) * low.kv_rank + c.dim * c.heads * low.value_dim
     else:
-        out = [((c.heads + 2 * c.kv_heads) * c.head_dim, c.dim), (c.dim, c.heads * c.head_dim)]
-    if c.gpt_oss:
-        out += [(c.experts, 2 * c.expert_dim), (c.experts, c.dim)]  # biases of experts
-    if not c.sparse(index):
-        inner = c.dense_dim or c.expert_dim
-        return [*out, (2 * inner, c.dim), (c.dim, inner)]
-    out += [(c.experts, c.dim), (c.experts * 2 * c.expert_dim, c.dim), (c.experts * c.dim, c.expert_dim)]
-    shared = c.shared_experts * c.expert_dim
-    return out + ([(2 * shared, c.dim), (c.dim, shared)] if shared else [])
-
-
-def _vectors(c: PolicyConfig, index: int) -> int:
-    """Number of elements of a layer's parameters with one dimension."""
-    count = 2 * c.dim
-    if c.latent:
-        count += c.latent.q_rank + c.latent.kv_rank
-    else:
+        count += (2 * c.heads + 2 * c.kv_heads) * c.head_dim * c.dim
         count += (2 * c.head_dim if c.qk_norm else 0) + (c.dim if c.out_bias else 0)
         count += (c.heads + 2 * c.kv_heads) * c.head_dim if c.qkv_bias else 0
-    if c.gpt_oss:
-        count += c.heads + c.experts  # sinks, the router's bias
-    return count + (c.experts if c.sparse(index) and c.scores == "sigmoid" else 0)
-
-
-def trained_matrices(c: PolicyConfig) -> list[tuple[int, int]]:
-    """As `_matrices`, of all parameters that are trained."""
-    if c.adapter:
-        rank = c.adapter.rank
-        modules = [module for index in range(c.layers) for module in shape.targeted(c, index)]
-        return [pair for module in modules for pair in ((rank, module.inputs), (module.outputs, rank))]
-    outside = [(c.vocab, c.dim)] * (1 if c.tied else 2)
-    return [pair for index in range(c.layers) for pair in _matrices(c, index)] + outside
+    if not c.sparse(index):
+        return count + 3 * (c.dense_dim or c.expert_dim) * c.dim
+    count += c.experts * c.dim + 3 * (c.experts + c.shared_experts) * c.expert_dim * c.dim
+    if c.gpt_oss:  # sinks; biases of the router and of experts
+        count += c.heads + c.experts * (1 + 2 * c.expert_dim + c.dim)
+    return count + (c.experts if c.scores == "sigmoid" else 0)
 
 
 def forward_flops(policy: PolicyConfig, inputs: int, sampled: int) -> float:

@@ -52,6 +52,9 @@ class Layout(NamedTuple):
     nodes: int = 1
     """Nodes with `devices` each, which hold a copy of all parameters, masters and moments each (HSDP)."""
 
+    skew: float = 1.0
+    """Rows of the expert that gets most, as a multiple of the rows of balanced routing."""
+
     @property
     def inputs(self) -> int:
         """Inputs of the largest micro-batch."""

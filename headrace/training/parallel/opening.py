@@ -15,8 +15,9 @@ from headrace.policy.numerics_probe import probe
 from headrace.rendering.base import RendererError
 from headrace.training import checkpoint
 from headrace.training.data.base import DataError
-from headrace.training.device import TrainerError, check_device, check_exact, device_named
+from headrace.training.device import TrainerError, check_device, check_exact, device_named, planned
 from headrace.training.figures.memory import without_policy
+from headrace.training.memory_plan import MemoryPlan
 from headrace.training.mid_training import FILE, MidTrainingFailed, Progress, Trace
 from headrace.training.parallel import group, sharding
 from headrace.training.parallel.group import ProcessGroup
@@ -57,11 +58,14 @@ def joined(
     section = config.trainer
     device = ranks.device_of(device_named(section.device), rank % section.machine_ranks)
     select(device)
+    policy = hugging_face.from_section(config.policy)
+    # The first process measures before it joins: none can while it is in a group, and the plan is that of all.
+    phases = [config, *([_learning(config)] if begin is not None and begin.learns else [])] if rank == 0 else []
+    plans = [planned(phase, policy, device) for phase in phases]
     group.join(device, rank, section.ranks, store)
     world = ProcessGroup(device, section.expert_ranks, section.context_ranks, section.nodes)
     if silence is not None:
         world.watched(silence.mark)
-    policy = hugging_face.from_section(config.policy)
     numerics = probe(policy, exact=config.engine.exact, device=device)
     marks = world.gathered(numerics.fingerprint, str)
     if len(set(marks)) > 1:
@@ -69,12 +73,13 @@ def joined(
     check_exact(config, numerics)
     told = world.gathered((begin,) if begin is not None else (), tuple[Beginning, ...])[0]
     first = told[0] if told else None
-    _check_memory(config, policy, world)
-    if first is not None and first.learns:
-        _check_memory(_learning(config), policy, world)
+    plans = world.gathered(plans, list[MemoryPlan])[0]
+    for phase, needed in zip((config, _learning(config)), plans, strict=False):
+        _check_memory(phase, needed, world)
     sharded = sharding.build(policy, numerics, world, offload=section.offload == "optimizer")
     settings = optimizer_settings(config.algorithm)
     trainer = ShardedTrainer(config, folder, ShardedState(sharded, world, settings=settings), numerics)
+    trainer.planned_bytes = plans[0].total
     if first is None:
         trainer.load(folder / "checkpoint.safetensors")
         return trainer
@@ -100,14 +105,14 @@ def _learning(config: Config) -> Config:
     )
 
 
-def _check_memory(config: Config, policy: PolicyConfig, world: ProcessGroup) -> None:
+def _check_memory(config: Config, needed: MemoryPlan, world: ProcessGroup) -> None:
     """TrainerError in every process, with the first rank whose device has less memory than the plan: ranks may have
     unequal devices, and those of other nodes are seen by nobody else."""
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     why = ""
     try:
-        check_device(config, policy, world.device)
+        check_device(config, needed, world.device)
     except TrainerError as error:
         why = f"rank {world.rank}: {error}"
     if refused := [text for text in world.gathered(why, str) if text]:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from headrace.kernels import operators
+from headrace.kernels import dispatch, operators
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layer import Layer
 from headrace.policy.model import Model
@@ -72,7 +72,7 @@ class TimedGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         """As `torch.distributed.fsdp` calls it."""
-        later = async_op and output_tensor.device.type != "cpu"
+        later = async_op and dispatch.on_gpu(output_tensor)
         with self.world.clock.transfer():
             return gather(output_tensor, input_tensor, group, later=later)
 

@@ -35,10 +35,11 @@ def test_a_runs_own_ranks_nodes_and_device_are_planned(tmp_path: Path, capsys: p
     assert "fits 2 nodes of 8 x 80 GiB" in planned(capsys, file)[1]
     file = run_toml(tmp_path, '[trainer]\ndevice = "cpu"\noffload = "optimizer"\n[engine]\nexact = false\n')
     _, shown = planned(capsys, file)
-    assert "attention padded: varlen_attn runs on CUDA" in shown or "on cpu" in shown, shown
+    assert "attention: varlen_attn runs on CUDA" in shown, shown
     assert "in the host's memory" not in shown, "a CPU's memory is the host's"
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_decides_where_it_is_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = run_toml(tmp_path, "")
     short, long = (
@@ -51,36 +52,35 @@ def test_the_longest_sequence_decides_where_it_is_longer(tmp_path: Path, capsys:
 
 
 ONE_EACH = "trainer.context_ranks = 1, numerics.recompute = true, algorithm.moments = float32"
-TWO_EACH = "trainer.context_ranks = 2, numerics.recompute = true, algorithm.moments = bfloat16"
+FOUR_EACH = "trainer.context_ranks = 4, numerics.recompute = true, algorithm.moments = bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "count", "before", "recipe", "gib"),
-    [
-        ("Qwen3-0.6B", "0.60 G", 84.92, ONE_EACH, 10.52),
-        ("Qwen3-4B", "4.02 G", 260.49, ONE_EACH, 32.67),
-        ("Qwen3-30B-A3B", "30.53 G", 276.49, TWO_EACH, 61.71),
-    ],
+    ("name", "count", "recipe"),
+    [("Qwen3-0.6B", "0.60 G", ONE_EACH), ("Qwen3-4B", "4.02 G", ONE_EACH), ("Qwen3-30B-A3B", "30.53 G", FOUR_EACH)],
 )
 def test_three_published_policies_fit_eight_gpus_at_64k(
-    name: str, count: str, before: float, recipe: str, gib: float, capsys: pytest.CaptureFixture[str]
+    name: str, count: str, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The totals are those of docs/kernels.md, up to what another release of torch allocates."""
     arguments = [str(SHAPES / name), "--gpus", "8", "--gpu-gib", "80", "--tokens", "65536"]
     documented = (ROOT / "docs" / "kernels.md").read_text()
     (line,) = [line for line in documented.splitlines() if line.startswith(f"| {name} |")]
-    assert [cell.strip() for cell in line.split("|")[2:5:2]] == [f"{before}", f"{gib}"]
+    before, gib = (float(cell) for cell in line.split("|")[2:5:2])
     code, shown = planned(capsys, *arguments)
     assert code == 1 and shown.startswith(f"{count} parameters") and "does not fit 8 x 80 GiB" in shown
-    assert total(shown) == before
+    assert total(shown) == pytest.approx(before, rel=0.01)
     (fix,) = [line for line in shown.splitlines() if line.startswith("fits with")]
     assert recipe in fix and "trainer.offload = none" in fix
     keys = dict(pair.split(" = ") for pair in recipe.split(", "))
     arguments += ["--context", keys["trainer.context_ranks"], "--moments", keys["algorithm.moments"], "--recompute"]
     code, shown = planned(capsys, *arguments)
     assert code == 0 and "fits 8 x 80 GiB with 20% to spare (64.0 GiB)" in shown
-    assert total(shown) == gib and f"{gib:.1f} GiB of each device" in fix
+    assert total(shown) == pytest.approx(gib, rel=0.01) and f"{total(shown):.1f} GiB of each device" in fix
 
 
+@pytest.mark.slow
 def test_four_gpus_hold_30b_with_the_optimizer_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     code, shown = planned(capsys, str(SHAPES / "Qwen3-30B-A3B"), "--gpus", "4", "--tokens", "65536")
     (fix,) = [line for line in shown.splitlines() if line.startswith("fits with")]
@@ -89,6 +89,7 @@ def test_four_gpus_hold_30b_with_the_optimizer_on_the_host(capsys: pytest.Captur
     assert code == 1 and "no setting makes it fit: use more devices" in shown
 
 
+@pytest.mark.slow
 def test_a_shape_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(SHAPES / "Qwen3-30B-A3B"), "--gpus", "8", "--tokens", "65536", "--context", "4", "--recompute"]
     _, plain = planned(capsys, *arguments)

@@ -1,0 +1,1 @@
+"""A trainer's step without values: its tensors have shapes and bytes, and no memory."""
