@@ -1,25 +1,29 @@
 """The judge: publishes one Score for every Trajectory, by hidden tests in new sandboxes.
 
 The examination itself is `judging.examination.examine`. This actor gives it the trajectory and the sandboxes, computes
-the reward, publishes the Score, and ends a group's shared machine once the group is closed or dropped. A trajectory
-gets a SlotFailed instead of a Score only when infrastructure failed: a sandbox in which no candidate's code ran, or the
-rubric's model endpoint.
+the reward, publishes the Score, and ends a group's shared machine once the group is closed or dropped. Content that
+has a verdict already is not examined again (judging/reuse.py).
+
+A trajectory gets a SlotFailed instead of a Score only when infrastructure failed: a sandbox in which no candidate's
+code ran, or the rubric's model endpoint.
 """
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
+from weakref import WeakValueDictionary
 
 import msgspec
 
-from headrace.algorithms.rewards import Given
 from headrace.bus.errors import Reject, Unrecoverable
 from headrace.bus.nats.received import Received
+from headrace.bus.nats.records import UNREADABLE
 from headrace.bus.runtime import ack_waits
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
-from headrace.judging import checkers, rules
+from headrace.judging import checkers, reuse, rules
 from headrace.judging.candidates import Candidate
 from headrace.judging.examination import Options, examine
 from headrace.judging.rubrics.client import EndpointFailed, EndpointRefused
@@ -28,16 +32,18 @@ from headrace.judging.scoring import Rewarder, score_of
 from headrace.judging.verdicts import NoVerdict, Verdict
 from headrace.ledger.seeds import seed_of
 from headrace.ledger.training import suites_during
-from headrace.messages.judging import Score
+from headrace.messages.base import Message
+from headrace.messages.judging import Certificate, Score
 from headrace.messages.ledger import GroupClosed, GroupDropped
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import SlotFailed, Trajectory
 from headrace.messages.sandbox import GroupKey, NoCapacity, SandboxLost
-from headrace.messages.subjects import CLOSE, FAIL, SCORE, TRAJ
-from headrace.messages.tasks import Oracle, Task
+from headrace.messages.subjects import CLOSE, EVENT, FAIL, SCORE, TRAJ
+from headrace.messages.tasks import Oracle, SandboxLimits, Task, TaskRef
 from headrace.registry import PluginError
 from headrace.sandboxes.client import Sandboxes, Superseded
 from headrace.tasks import UnknownSuite, open_suite
+from headrace.tasks.certificates import AtIssue, task_hash
 from headrace.tasks.suites import suite_plugins
 
 _ONCE = frozenset({"machines_not_checked", "rubric_not_judged"})
@@ -62,10 +68,25 @@ class Judge(Actor):
         # A small cache is enough, because the slots of a group arrive one after another.
         self._sides = lru_cache(64)(lambda ref: (suite(ref.suite).task(ref.task), suite(ref.suite).oracle(ref.task)))
         self._reported: set[str] = set()
-        self._scored = self._faults = 0
+        self._news = asyncio.Event()
+        self._scored = self._reused = self._faults = 0
         self._passed = 0
         self.every(self.config.environment.lease_s / 3, self._sandboxes.renew, "lease renewal")
         self.every(2.0, self._measure, "metrics")
+        self._at_issue = lru_cache(64)(lambda name: AtIssue(suite(name), self.config.tasks.dir))
+        self._known, self._steady = reuse.Known(self.run), lru_cache(4096)(self._certified)
+        self._limits = SandboxLimits(**msgspec.structs.asdict(self.config.sandboxes))
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """The lock of each content that is being judged: equal attempts wait for the first one's verdict."""
+        self._live = False
+        scores = SCORE.where(run=self.run, judge=rules.VERSION)
+        rejudged = SCORE.where(run=f"{self.run}-{rules.VERSION}", judge=rules.VERSION)
+        certificates = EVENT.where(run=self.run, actor="certifier", type=Certificate.type_name)
+        self._made: dict[str, Certificate] = {}
+        await self.recover_and_follow(
+            {"HR_SCORE": (scores, rejudged), "HR_EVENT": (certificates,)}, self._learn, self._news
+        )
+        self._live = True
         self.spawn(self._release_groups(await self.bus.last_seq("HR_SCORE") + 1), "ends of groups")
         await self.consume(
             TRAJ,
@@ -87,7 +108,60 @@ class Judge(Actor):
         return suite_plugins((tasks.suite, tasks.heldout, tasks.unseen, *suites_during(self.config)))
 
     async def _measure(self) -> None:
-        await self.metric(scored=self._scored, passed=self._passed, sandboxes=len(self._sandboxes))
+        await self.metric(scored=self._scored, reused=self._reused, passed=self._passed, sandboxes=len(self._sandboxes))
+
+    def _learn(self, received: Received[Message]) -> bool:
+        """Note a Score's content, or a certificate of this run."""
+        match received.message:
+            case Certificate() as made:
+                self._made[made.task_hash] = made
+            case Score() as score:
+                self._note(received.seq, score)
+        return False
+
+    def _note(self, seq: int, score: Score) -> None:
+        if self._known.note(seq, score) and self._live:
+            text = f"two examinations of one content of {score.task.task} differ: its verdict counts no more"
+            data = {"content": score.content, "group": score.group, "slot": score.slot, "score_seq": seq}
+            self.spawn(self.event("verdicts_differ", text, "error", **data), "an event")
+
+    def _content(self, candidate: Candidate) -> str:
+        """The content's name; empty where no verdict may count again: no certificate shows that the task's known
+        solution passes every time."""
+        try:
+            content = reuse.content_of(candidate, self._limits)
+        except Exception:  # the examination reports what our own code cannot process
+            return ""
+        return content if content and self._steady(candidate.trajectory.task) else ""
+
+    def _certified(self, ref: TaskRef) -> bool:
+        made = self._made.get(task_hash(*self._sides(ref)))
+        if made is not None:
+            return made.verdict == "certified"
+        try:
+            return not self._at_issue(ref.suite).refusal(ref.task)
+        except ValueError:  # a damaged file certifies nothing; the curriculum refuses it at the start
+            return False
+
+    async def _recorded(self, content: str, candidate: Candidate) -> tuple[int, Verdict] | None:
+        """The verdict on a content, and the sequence of the Score that records it; None where it is to be examined."""
+        seq = self._known.find(content)
+        if not seq:
+            return None
+        try:
+            score = (await self.bus.get("HR_SCORE", seq)).message
+        except UNREADABLE:  # the trainer purged it
+            self._known.forget(content)
+            return None
+        verdict = reuse.from_record(score, candidate)
+        if verdict is None:
+            self._known.bar(content)
+            return None
+        return seq, verdict
+
+    def _checked(self, trajectory: Trajectory) -> bool:
+        """Whether this trajectory is examined although its content has a verdict; every judge draws the same ones."""
+        return seed_of(self.config.run.seed, "check a verdict", trajectory.id) < reuse.CHECKED * 2**62
 
     async def _release_groups(self, start: int) -> None:
         """End a group's shared machine once the group is closed or dropped, instead of after the idle time. Every judge
@@ -107,11 +181,46 @@ class Judge(Actor):
             self.fail(Unrecoverable(f"{text}; set [tasks] at_risk = true to train on it nevertheless"))
             raise Reject(text)
         candidate = Candidate(trajectory=trajectory, task=task, oracle=oracle)
+        async with AsyncExitStack() as turn:
+            content, earlier, alone = self._content(candidate), None, False
+            if content:
+                await turn.enter_async_context(self._turns.setdefault(content, asyncio.Lock()))
+                earlier = await self._recorded(content, candidate)
+                if earlier is not None and self._checked(trajectory):
+                    earlier, alone = None, True
+                if earlier is not None or alone or self._known.barred(content):
+                    await turn.aclose()
+            await self._score(received, candidate, content, earlier, alone)
+            if content and not self._known.find(content):
+                self._known.bar(content)  # no verdict counts: those that wait are examined at once
+
+    async def _score(
+        self,
+        received: Received[Trajectory],
+        candidate: Candidate,
+        content: str,
+        earlier: tuple[int, Verdict] | None,
+        alone: bool,
+    ) -> None:
+        """Publish the Score of a candidate, or say why it has none.
+
+        earlier: the verdict on its content and the sequence of the Score that it is from; None to examine it. alone: in
+        a machine of its own, whatever the run says.
+        """
+        trajectory, oracle = candidate.trajectory, candidate.oracle
         options = Options(again=self._drawn(trajectory), lease_s=self.config.environment.lease_s)
         started = time.monotonic()
         try:
             checkers.used(oracle)
-            verdict = await examine(candidate, self._sandboxes, self._examination_event, options)
+            if earlier is None:
+                examined = candidate
+                if alone:
+                    apart = msgspec.structs.replace(trajectory, isolation="episode")
+                    examined = msgspec.structs.replace(candidate, trajectory=apart)
+                verdict = await examine(examined, self._sandboxes, self._examination_event, options)
+                content = content if reuse.comparable(candidate, verdict) else ""
+            else:
+                _, verdict = earlier
         except NoVerdict as error:
             await self._leave_out(trajectory, error)
             return
@@ -140,7 +249,17 @@ class Judge(Actor):
             await self._leave_out(trajectory, error)
             return
         self._faults = 0
-        await self._publish(received.seq, candidate, verdict, reward, time.monotonic() - started)
+        score = score_of(
+            candidate,
+            received.seq,
+            verdict,
+            reward,
+            by=self._rewarder,
+            wall_s=time.monotonic() - started,
+            content=content,
+            same_as=earlier[0] if earlier is not None else 0,
+        )
+        await self._publish(score)
 
     async def _with_rubric(self, candidate: Candidate, verdict: Verdict) -> Verdict:
         """The verdict with the rubric judge's result, if the task has a rubric and the verdict has no reason."""
@@ -174,15 +293,15 @@ class Judge(Actor):
         except UnknownSuite as error:
             raise Reject(f"unknown task: {error}") from None
 
-    async def _publish(self, seq: int, candidate: Candidate, verdict: Verdict, reward: Given, wall_s: float) -> None:
-        trajectory = candidate.trajectory
-        score = score_of(candidate, seq, verdict, reward, by=self._rewarder, wall_s=wall_s)
-        await self.bus.publish(
-            SCORE.at(run=trajectory.run, judge=rules.VERSION, group=trajectory.group),
+    async def _publish(self, score: Score) -> None:
+        seq = await self.bus.publish(
+            SCORE.at(run=score.run, judge=rules.VERSION, group=score.group),
             score,
-            msg_id=f"{trajectory.run}.{seq}.{rules.VERSION}",
+            msg_id=f"{score.run}.{score.trajectory_seq}.{rules.VERSION}",
         )
+        self._note(seq, score)  # equal attempts wait for it
         self._scored += 1
+        self._reused += bool(score.same_as)
         self._passed += score.passed
 
     async def _is_scored(self, trajectory: Trajectory, seq: int) -> bool:

@@ -91,7 +91,9 @@ async def examine(candidate: Candidate, machines: Machines[S], report: Report, o
     for part in steps.parts(candidate):
         examiner = _Examiner(part, candidate, machines, report, options)
         verdict = await examiner.verdict()
-        verdicts.append(msgspec.structs.replace(verdict, plugins=tuple(examiner.plugins)))
+        verdicts.append(
+            msgspec.structs.replace(verdict, plugins=tuple(examiner.plugins), machines=tuple(examiner.made_of))
+        )
         if steps.ends(candidate, verdicts):
             break
     return steps.combined(candidate, verdicts)
@@ -116,6 +118,8 @@ class _Examiner:
         self.candidate, self.machines, self.report, self.options = candidate, machines, report, options
         self.plugins: dict[Plugin, None] = {}
         """Backends from outside of headrace that made its sandboxes, in their order."""
+        self.made_of: dict[tuple[str, str], None] = {}
+        """Backend and content address of its machines, in their order."""
         self.where = {"group": candidate.trajectory.group, "slot": candidate.trajectory.slot}
 
     async def verdict(self) -> Verdict:
@@ -193,6 +197,7 @@ class _Examiner:
         examiner = _Examiner(candidate, self.whole, self.machines, self.report, self.options)
         examination = await examiner._examination(files, trajectory.isolation, thorough=False)
         self.plugins.update(examiner.plugins)
+        self.made_of.update(examiner.made_of)
         return examination
 
     async def _checked(self, suspicions: tuple[str, ...]) -> Verdict:
@@ -295,6 +300,7 @@ class _Examiner:
         except FilesRefused as error:
             raise _NotApplied(str(error)) from None
         self.plugins.update(dict.fromkeys(sandbox.plugins))
+        self.made_of[sandbox.backend, sandbox.machine] = None
         try:
             if verifier:
                 await self._place(sandbox, archives, f"{trajectory.id}-place{number}")

@@ -39,7 +39,9 @@ def examined(
         tests = parsed(oracle, result, written)
     tests = compare_answers(tests, oracle.answers)
     ok = passes(oracle, tests, value)
-    return Examination(ok=ok, tests=tests, value=value, rewards=rewards, touched=touched, alone=alone)
+    return Examination(
+        ok=ok, tests=tests, value=value, rewards=rewards, touched=touched, alone=alone, timed_out=result.timed_out
+    )
 
 
 def tail(result: OpResult, log: bytes | None = None) -> str:

@@ -10,6 +10,14 @@ class Examined(Sandbox, Protocol):
     """A sandbox that names its backend where that comes from outside of headrace."""
 
     @property
+    def backend(self) -> str:
+        """The backend's name."""
+
+    @property
+    def machine(self) -> str:
+        """Content address of what its machine was made of; empty where the backend cannot tell."""
+
+    @property
     def plugins(self) -> tuple[Plugin, ...]:
         """That backend; empty for headrace's own."""
 

@@ -147,8 +147,19 @@ def _fields(reward: Given) -> dict[str, Any]:
     return {"reward": reward, "by_turn": None}
 
 
-def score_of(candidate: Candidate, seq: int, verdict: Verdict, reward: Given, *, by: Rewarder, wall_s: float) -> Score:
-    """The Score of a trajectory that lies at sequence `seq`."""
+def score_of(
+    candidate: Candidate,
+    seq: int,
+    verdict: Verdict,
+    reward: Given,
+    *,
+    by: Rewarder,
+    wall_s: float,
+    content: str = "",
+    same_as: int = 0,
+) -> Score:
+    """The Score of a trajectory that lies at sequence `seq`. content: as in `Score`, where the verdict may count again.
+    same_as: the sequence of the Score that the verdict is from."""
     trajectory = candidate.trajectory
     return Score(
         run=trajectory.run,
@@ -178,6 +189,8 @@ def score_of(candidate: Candidate, seq: int, verdict: Verdict, reward: Given, *,
             trajectory.plugins,
             verdict.plugins,
         ),
+        content=content or UNSET,
+        same_as=same_as or UNSET,
         oldest_version=trajectory.oldest_version,
         sampled_tokens=sum(len(turn.ids) for turn in trajectory.turns),
         turns=len(trajectory.turns),
@@ -200,6 +213,7 @@ def scored_again(old: Score, trajectory: Trajectory, verdict: Verdict, reward: G
         reason=verdict.reason,
         parts=by.parts(trajectory, verdict, reward),
         rubric=verdict.rubric,
+        same_as=UNSET,
         plugins=merged(
             by.plugins,
             [plugin for plugin in old.plugins if plugin.seam not in {"rewards", "sandboxes"}],

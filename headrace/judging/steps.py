@@ -110,6 +110,7 @@ def combined(candidate: Candidate, verdicts: Sequence[Verdict]) -> Verdict:
         value=value,
         steps=scores,
         crashed=any(verdict.decision == "candidate_crash" for verdict in verdicts),
+        timed_out=any(verdict.timed_out for verdict in verdicts),
     )
     matched = dict.fromkeys(entry for verdict in verdicts for entry in verdict.suspicions)
     seconds = {verdict.again for verdict in verdicts}
@@ -122,7 +123,8 @@ def combined(candidate: Candidate, verdicts: Sequence[Verdict]) -> Verdict:
     refused = next((verdict.reason for verdict in verdicts if verdict.reason), "")
     output = next((verdict.output for verdict in verdicts if not verdict.passed), "")
     plugins = merged(*(verdict.plugins for verdict in verdicts))
-    return msgspec.structs.replace(verdict, reason=refused, plugins=plugins, output=output)
+    machines = tuple(dict.fromkeys(machine for verdict in verdicts for machine in verdict.machines))
+    return msgspec.structs.replace(verdict, reason=refused, plugins=plugins, machines=machines, output=output)
 
 
 def _scores(candidate: Candidate, verdicts: Sequence[Verdict]) -> tuple[StepScore, ...]:

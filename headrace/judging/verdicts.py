@@ -37,6 +37,8 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """The verdicts on the steps of a task with steps, whose examinations it stands for."""
     crashed: bool = False
     """Whether the machine died twice under the candidate."""
+    timed_out: bool = False
+    """Whether a command ran past its time limit."""
     refused: str = ""
     """Why the report of the candidate's process was not read (judging/outcomes.py)."""
     touched: tuple[str, ...] = ()
@@ -69,6 +71,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Of a rubric judge, beside the tests; it decides nothing here."""
     reason: str = ""
     """``refused_output``, a colon and one sentence, where the judge did not read the output of the tests."""
+    timed_out: bool = False
+    """Whether a command of an examination ran past its time limit."""
+    machines: tuple[tuple[str, str], ...] = ()
+    """Backend and content address of the machines of its examinations, each once."""
     plugins: tuple[Plugin, ...] = ()
     """Sandbox backends of its examinations that come from outside of headrace."""
     output: str = ""
@@ -181,6 +187,7 @@ def conclude(
         steps=examination.steps,
         suspicions=tuple(matched),
         again=again,
+        timed_out=examination.timed_out,
         output=examination.output,
         reason=f"refused_output: {examination.refused}" if examination.refused else "",
     )

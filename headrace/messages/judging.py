@@ -126,6 +126,12 @@ class Score(Message, frozen=True, kw_only=True):
     plugins: tuple[Plugin, ...] = ()
     """The plugins that the reward depends on: the reward, the suite, the checker, the judge's sandbox backend, and the
     plugins of the Trajectory."""
+    content: str | UnsetType = UNSET
+    """The name of everything that decided the verdict (judging/reuse.py). Unset, and then not encoded, where the
+    verdict counts for no other attempt."""
+    same_as: Count | UnsetType = UNSET
+    """The sequence of the Score whose verdict this one repeats: an examination of the same content. Unset, and then not
+    encoded, where this attempt itself was examined."""
     oldest_version: Version = -1
     sampled_tokens: Count = 0
     turns: Count = 0

@@ -308,6 +308,9 @@ class Trajectory(Message, frozen=True, kw_only=True):
     wording: ToolWording | None = None
     """Of an older headrace; no replay renders these prompts."""
     backend: str = ""
+    machine: str | UnsetType = UNSET
+    """Content address of the template or image that its sandbox was made of; unset, and then not encoded, where the
+    backend cannot tell."""
     isolation: Isolation = "group"
     wall_s: Finite = 0.0
     malformed_calls: Count = 0
@@ -325,6 +328,14 @@ class Trajectory(Message, frozen=True, kw_only=True):
     def oldest_version(self) -> int:
         """The oldest version that wrote a sampled token; -1 when none did."""
         return min((span.version for turn in self.turns for span in turn.spans if len(turn.ids)), default=-1)
+
+
+def changes_digest(trajectory: Trajectory) -> bytes:
+    """sha256 of all that an attempt changed: contents, deletions, modes and links, paths outside the allowed ones, what
+    changed files held before, and the changes at the end of every earlier step. Each part has its type and length."""
+    fields = ("diff", "deleted", "changes", "touched", "originals", "earlier")
+    parts = {name: getattr(trajectory, name) or () for name in fields}
+    return hashlib.sha256(msgspec.msgpack.encode(parts, order="deterministic")).digest()
 
 
 LEFT_OUT = ("judge_fault", "reward_error", "no_verdict")

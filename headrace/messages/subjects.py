@@ -119,7 +119,7 @@ SCORE = Subject(
     template="hr.score.{run}.{judge}.{group}",
     types=("score",),
     publishers=("judge", "feedback"),
-    readers=("trainer", "curriculum", "evaluator", "audit"),
+    readers=("judge", "trainer", "curriculum", "evaluator", "audit"),
 )
 CLOSE = Subject(
     template="hr.close.{run}.{group}",

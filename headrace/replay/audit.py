@@ -4,7 +4,8 @@ Each slot is counted where it ends, not by subtraction. A trained slot is named 
 outcome of a step. A dropped slot is named by a record that gives it up. A slot in flight belongs to a group that is
 open or waits for its step. A slot that ends nowhere, or twice, makes the sums differ. Streams are read from effect to
 cause (steps, closings, ledger), so that every effect has its cause also while the run goes on. Every record that is
-counted has its writer's signature, those of before headrace signed them aside, which the report counts.
+counted has its writer's signature, those of before headrace signed them aside, which the report counts. A Score that
+repeats a verdict has to name an earlier examination of the same content; that record may have been purged since.
 """
 
 from collections import Counter
@@ -20,9 +21,10 @@ from headrace.ledger.feedback import FeedbackReport
 from headrace.ledger.speculation import Speculation, speculation
 from headrace.ledger.state import Attempt, Group, RunState
 from headrace.messages.base import Message
+from headrace.messages.judging import Score
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.operations import DeadLetter
-from headrace.messages.rollout import Trajectory
+from headrace.messages.rollout import Trajectory, changes_digest
 from headrace.messages.subjects import CLOSE, DLQ, FAIL, LEDGER, SCORE, STEP, TRAJ
 from headrace.messages.training import StepDone
 from headrace.replay.feedback import feedback_books, purged_users
@@ -73,6 +75,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     unsigned: int = 0
     """Records of before headrace signed them. They are counted as they are: nothing shows who wrote them."""
     dropped_by_length: DropsByLength = DropsByLength()
+    reused: int = 0
+    """Scores that repeat the verdict of an earlier examination of the same content, of all lanes."""
     speculation: Speculation | None = None
     """None while no slot has a speculative attempt."""
     feedback: FeedbackReport | None = None
@@ -90,6 +94,8 @@ class Seen(msgspec.Struct, frozen=True):
     attempt: int
     versions: tuple[int, ...]
     wall_s: float | None = None
+    changes: bytes = b""
+    """`messages.rollout.changes_digest`."""
 
 
 async def audit(bus: Bus, run: str) -> AuditReport:
@@ -107,7 +113,9 @@ async def prove(bus: Bus, run: str, gone_users: frozenset[str] = frozenset()) ->
         made = received.message
         if isinstance(made, Trajectory):
             written = tuple(versions(made)) if made.lane == "train" else ()
-            seen[received.seq] = Seen(made.lane, made.group, made.slot, made.attempt, written, made.wall_s)
+            seen[received.seq] = Seen(
+                made.lane, made.group, made.slot, made.attempt, written, made.wall_s, changes_digest(made)
+            )
     ledger = await _read(bus, "HR_LEDGER", LEDGER.where(run=run), FAIL.where(run=run))
     users = gone_users | await purged_users(bus, run)
     report, wrong = examine(run, [*ledger, *scores, *steps], [message for _, message in dead], seen, users)
@@ -153,7 +161,7 @@ def examine(
     wrong = list(state.problems)
     train = [group for group in state.groups.values() if group.first.lane == "train"]
     wrong += _check_closings(state, seen, gone_users) + _check_steps(state)
-    wrong += _check_bounds(state)
+    wrong += _check_bounds(state) + _check_reuse(state, seen)
     oldest, bound, stale = _staleness(state, seen)
     wrong += stale
     issued = sum(len(group.slots) for group in train)
@@ -182,6 +190,7 @@ def examine(
         staleness_bound=bound,
         duplicates=duplicates,
         dropped_by_length=by_length(list(_fates(state, train, seen))),
+        reused=sum(bool(score.same_as) for score in state.scores.values()),
         speculation=speculation(train, {seq: made.wall_s for seq, made in seen.items()}),
     )
     return report, wrong
@@ -298,6 +307,36 @@ def _check_closings(state: RunState, seen: Mapping[int, Seen], gone_users: froze
                     f"{where}: score {slot.score_seq} has another trajectory or reward than the GroupClosed record"
                 )
     return wrong
+
+
+def _check_reuse(state: RunState, seen: Mapping[int, Seen]) -> list[str]:
+    """Every Score that repeats a verdict names an earlier Score of the run that was itself examined, has the same
+    content and found the same. The trajectories show the same changes, whatever the judge wrote about them."""
+    wrong = []
+    kept = state.purged.score_seq if state.purged is not None else 0
+    for seq, score in state.scores.items():
+        if not score.same_as:
+            continue
+        where = f"{score.group} slot {score.slot}: score {seq} repeats the verdict of score {score.same_as}"
+        source = state.scores.get(score.same_as)
+        if source is None:
+            if score.same_as >= min(seq, kept):
+                wrong.append(f"{where}, which is not in the stream or cannot be read")
+            continue
+        ours, theirs = (seen.get(each.trajectory_seq) for each in (score, source))
+        if score.same_as >= seq or source.same_as:
+            wrong.append(f"{where}, which is no earlier examination")
+        elif not score.content or (score.content, score.task) != (source.content, source.task):
+            wrong.append(f"{where}, which is of another content")
+        elif ours is not None and theirs is not None and ours.changes != theirs.changes:
+            wrong.append(f"{where}, whose trajectory has other changes")
+        elif _found(score) != _found(source):
+            wrong.append(f"{where}, which found something else")
+    return wrong
+
+
+def _found(score: Score) -> tuple[object, ...]:
+    return score.judge_version, score.verdict, score.value, score.tests, score.steps, score.reason
 
 
 def _check_steps(state: RunState) -> list[str]:

@@ -42,6 +42,8 @@ class RemoteSandbox:
         self._acquired = acquired
         self._lease_s = lease_s
         self.id, self.node, self.backend = acquired.sandbox, acquired.node, acquired.backend
+        self.machine = acquired.machine
+        """Content address of what its machine was made of; empty where the backend cannot tell."""
         self.capabilities = frozenset(acquired.capabilities)
         """Names of what its backend can do (vmhost/backend.py)."""
         self.plugins = acquired.plugins

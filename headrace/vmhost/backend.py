@@ -107,6 +107,14 @@ class Machine(Protocol):
         """End the machine now. Idempotent."""
 
 
+@runtime_checkable
+class Described(Protocol):
+    """A machine that can tell what it was made of. Without it no verdict of one attempt counts for another."""
+
+    made_of: str
+    """Content address of all that its programs can read when it starts: the template or image, and the agent."""
+
+
 MakeMachine = Callable[[], Awaitable[Machine]]
 
 

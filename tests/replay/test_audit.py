@@ -120,6 +120,7 @@ def test_the_line_has_the_keys_that_are_promised() -> None:
         "forged",
         "unsigned",
         "dropped_by_length",
+        "reused",
         "speculation",
         "feedback",
         "branches",
@@ -481,3 +482,43 @@ async def test_the_streams_of_a_real_broker_are_read(connect: Connect) -> None:
     assert by_time == (Bucket(up_to=0.0, slots=10, dropped={}),)
     told = msgspec.structs.replace(balance.dropped_by_length, wall_s=())
     assert msgspec.structs.replace(balance, dropped_by_length=told) == run().examine()[0]
+
+
+def repeating(streams: Streams, **changes: object) -> None:
+    """Group g000000's second score repeats the verdict of the first."""
+    same = {"content": "c", "tests": (), "verdict": "passed", "passed": True}
+    replace(streams.scores, 0, **same)
+    replace(streams.scores, 1, **(same | {"same_as": 1} | changes))
+
+
+def test_a_verdict_may_be_repeated() -> None:
+    streams = run()
+    repeating(streams)
+    report, wrong = streams.examine()
+    assert (wrong, report.reused) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"content": "d"}, "is of another content"),
+        ({"content": ""}, "is of another content"),
+        ({"same_as": 2}, "is no earlier examination"),
+        ({"same_as": 3}, "is not in the stream"),
+        ({"verdict": "failed"}, "found something else"),
+        ({"value": 0.5}, "found something else"),
+    ],
+)
+def test_a_repeated_verdict_names_an_examination_of_its_content(changes: dict[str, object], reason: str) -> None:
+    streams = run()
+    repeating(streams, **changes)
+    _, wrong = streams.examine()
+    assert [reason in sentence for sentence in wrong] == [True], wrong
+
+
+def test_a_repeated_verdict_needs_a_trajectory_with_the_same_changes() -> None:
+    streams = run()
+    repeating(streams)
+    streams.seen[2] = msgspec.structs.replace(streams.seen[2], changes=b"other")
+    _, wrong = streams.examine()
+    assert [sentence.partition(", whose ")[2] for sentence in wrong] == ["trajectory has other changes"]

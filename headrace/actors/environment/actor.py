@@ -188,6 +188,7 @@ class Environment(Actor):
             secret=lease.secret,
             epoch=lease.epoch,
             backend=self._host.backend,
+            machine=sandbox.machine,
             capabilities=self._host.capabilities.names(),
             plugins=self._host.plugins,
         )

@@ -207,6 +207,7 @@ class Episode:
             digest_before=await self._digest if self._digest is not None else "",
             digest_after=digest,
             backend=sandbox.backend,
+            machine=sandbox.machine or UNSET,
             earlier=tuple(self._steps) if task.later else UNSET,
             **msgspec.structs.asdict(changes),
         )

@@ -70,6 +70,7 @@ NARROWER: dict[str, dict[str, tuple[str, ...]]] = {
     "feedback": {  # sessions of users alone: the groups of training have one token
         s.LEDGER.template: ("hr.ledger.*.*.*",),
         s.TRAJ.template: ("hr.traj.*.*.*",),
+        s.SCORE.template: ("hr.score.*.*.*.*",),
         s.CLOSE.template: ("hr.close.*.*.*",),
         s.FAIL.template: ("hr.fail.*.*.*",),
     },

@@ -174,6 +174,9 @@ class Acquired(Message, frozen=True, kw_only=True):
     secret: str
     epoch: Count
     backend: str
+    machine: str = ""
+    """Content address of what the machine was made of: its template, or its image. Empty where the backend cannot tell.
+    """
     capabilities: tuple[str, ...] = ()
     """Names of what the backend can do (vmhost/backend.py)."""
     plugins: tuple[Plugin, ...] = ()

@@ -42,6 +42,7 @@ class ProcessMachine:
 
     def __init__(self, backend: "ProcessBackend", slots: int, limits: SandboxLimits) -> None:
         self.slots, self.limits = slots, limits
+        self.made_of = agent_files.digest(sys.version)
         self.limit_bytes = LIMIT
         self._backend = backend
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -27,7 +27,7 @@ from headrace.messages.sandbox import (
     WriteFiles,
 )
 from headrace.vmhost import protocol
-from headrace.vmhost.backend import Machine, OnEvent
+from headrace.vmhost.backend import Described, Machine, OnEvent
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.frames import Garbage
@@ -107,6 +107,11 @@ class VmSandbox:
     def knows(self, call_id: str) -> bool:
         """Whether a call with this id was made before: a repeat gets its answer, also while it runs."""
         return call_id in self._answers
+
+    @property
+    def machine(self) -> str:
+        """Content address of what its machine was made of; empty where the backend cannot tell."""
+        return self._machine.made_of if isinstance(self._machine, Described) else ""
 
     @property
     def has_network(self) -> bool:

@@ -64,6 +64,7 @@ class Clone:
         self.slots = template.manifest.slots
         self.limit_bytes = template.push_mb << 20
         self.template = template
+        self.made_of = template.key
         self._owner = owner
         self._begin = begin
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -39,7 +39,7 @@ def own_lane(role: str, subject: s.Subject, lane: str, group: str) -> bool:
     """Whether requests of this lane, or ledger entries of this group, are this role's."""
     if subject is s.TASK:
         return LANE_OF.get(role, lane) == lane
-    sessions = {"gateway": (s.LEDGER,), "feedback": (s.LEDGER, s.TRAJ, s.CLOSE, s.FAIL)}
+    sessions = {"gateway": (s.LEDGER,), "feedback": (s.LEDGER, s.TRAJ, s.SCORE, s.CLOSE, s.FAIL)}
     return subject not in sessions.get(role, ()) or "." in group
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from headrace.policy.numerics_probe import probe
 from headrace.training import checkpoint
 from headrace.training.mid_training import FILE, Progress, Trace, learn, processes, settings
-from headrace.training.parallel.mid_training.shards import Share, negative_logp, shares
+from headrace.training.parallel.mid_training.shards import Share, first_share, negative_logp, shares
 from headrace.training.parallel.trainer import ShardedTrainer
 from headrace.training.schedule import optimizer_settings
 
@@ -225,7 +225,7 @@ class Ranks:
         assert self._texts is not None, "call it within `working`"
         made = self._texts.submit(meanwhile)
         count = processes(self._trainer.config.mid_training, self._trainer.world.device)
-        loss, norm = self._watched(Gradient(shares(texts, count)))
+        loss, norm = self._watched(Gradient(shares(texts, count, first_share(self._trainer.state.model.config))))
         made.result()  # not a part of the order: the group does not wait for itself
         return loss, norm
 

@@ -28,13 +28,20 @@ import torch
 from torch import Tensor
 
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout.sizes import forward_flops
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 from headrace.python_modules import module_command
 
-LEAD = 0.85
-"""The parent's share of a batch as a fraction of an equal share: the parent also generates traces and runs the
-optimizer."""
+TEXT_FLOPS = 150_000.0
+"""The parent's work besides gradients for each token of a batch, in operations of a forward pass that take as long:
+it makes the texts of the next batch (14 us a token) and gathers the tensors of its share."""
+
+
+def first_share(policy: PolicyConfig) -> float:
+    """The parent's share of a batch as a fraction of an equal share, so that its helpers end when it ends. A function
+    of the policy alone, because the shares decide the order of sums."""
+    return max(0.25, 1.0 - TEXT_FLOPS / forward_flops(policy, 1, 1))
 
 
 class Text(Protocol):
@@ -69,12 +76,13 @@ class _Hello(msgspec.Struct, frozen=True):
     """Parameters without a gradient."""
 
 
-def shares(texts: Sequence[Text], count: int) -> list[Share]:
-    """Cut a batch into `count` shares of about equal work, in order; the last shares may be empty."""
+def shares(texts: Sequence[Text], count: int, lead: float = 1.0) -> list[Share]:
+    """Cut a batch into `count` shares, in order; the last shares may be empty. lead: the first share as a fraction of
+    an equal one; the others are about equal."""
     divisor = sum(weight for text in texts for weight in text.weights[1:])
     total = sum(len(text.ids) for text in texts)
-    lead = LEAD / count if count > 1 else 1.0
-    cuts = [lead + (1.0 - lead) * number / max(1, count - 1) for number in range(count)]
+    first = lead / count if count > 1 else 1.0
+    cuts = [first + (1.0 - first) * number / max(1, count - 1) for number in range(count)]
     out = [Share([], [], [], divisor) for _ in cuts]
     done, number = 0, 0
     for text in texts:
@@ -216,7 +224,7 @@ class Shards:
     def backward(self, texts: Sequence[Text], meanwhile: Callable[[], None] = lambda: None) -> float:
         """Add the batch's gradient to the model's; returns its weighted mean loss, in nats. `meanwhile` runs while
         helpers compute."""
-        parts = shares(texts, self._processes)
+        parts = shares(texts, self._processes, first_share(self._model.config))
         for helper, part in zip(self._helpers, parts[1:], strict=True):
             if helper.alive and not helper.send(msgspec.msgpack.encode(part)):
                 self._lose(helper)

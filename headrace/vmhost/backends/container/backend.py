@@ -21,7 +21,7 @@ from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
 from headrace.messages.tasks import SandboxLimits
 from headrace.python_modules import module_command
-from headrace.vmhost import cgroups
+from headrace.vmhost import agent_files, cgroups
 from headrace.vmhost.backend import Capabilities, OnEvent, Requirement
 from headrace.vmhost.backends.lacking import WithoutCopies, lacks
 from headrace.vmhost.cgroups import Group
@@ -62,6 +62,7 @@ class ContainerMachine:
     ) -> None:
         self.image, self.memory_mb, self.group, self.disk = image, memory_mb, group, disk
         self._backend, self._control, self._slot = backend, control, slot
+        self.made_of = agent_files.digest(image.digest)
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._ended_here = False
         """Whether the host ended it."""

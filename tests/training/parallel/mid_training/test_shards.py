@@ -4,10 +4,14 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 
-from headrace.training.parallel.mid_training.shards import Shards, backward, shares
+from headrace.config import load
+from headrace.policy.layout.hugging_face import of_run
+from headrace.training.parallel.mid_training.shards import Shards, Share, backward, first_share, shares
+from tests.support.paths import ROOT
 from tests.support.world import model
 from tests.training.test_mid_training import Text
 
@@ -38,6 +42,21 @@ def test_shares_are_in_order_and_about_equal() -> None:
     assert (len(first.lengths), len(second.lengths)) == (6, 6)
     assert first.divisor == second.divisor == 120.0
     assert [len(share.lengths) for share in shares(TEXTS[:1], 3)] == [1, 0, 0]
+
+
+def test_the_parent_takes_less_of_a_small_policy_because_it_makes_the_texts() -> None:
+    first, second = shares(TEXTS, 2, 0.5)
+    assert (len(first.lengths), len(second.lengths)) == (3, 9)
+    demo = of_run(load(ROOT / "deploy" / "demo.toml"))
+    large = msgspec.structs.replace(demo, dim=2048, layers=24, expert_dim=4096, vocab=50_000)
+    assert first_share(demo) == pytest.approx(0.665, abs=0.01) and first_share(large) > 0.99
+    net = model()
+    with Shards(net, 2) as shards:
+        frames: list[bytes] = []
+        shards._helpers[0].send = lambda frame: bool(frames.append(frame)) or False  # type: ignore[method-assign]
+        shards.backward(TEXTS)
+    sent = msgspec.msgpack.decode(frames[0], type=Share)
+    assert sent == shares(TEXTS, 2, first_share(net.config))[1] != shares(TEXTS, 2)[1]
 
 
 def test_two_processes_give_the_gradient_of_one_also_when_one_was_killed() -> None:
