@@ -205,16 +205,15 @@ def _add_images(commands: "Commands") -> None:
 def images(args: argparse.Namespace) -> int:
     """Store the image and print its description as a JSON line; without a source list the images."""
     from headrace.launch.output import complain
-    from headrace.vmhost.images import building, imported, registry, skopeo
+    from headrace.vmhost.images import building, imported, skopeo
 
-    cache = Path(args.settings.environment.cache_dir).absolute()
+    environment = args.settings.environment
+    cache = Path(environment.cache_dir).absolute()
     if args.source is None:
         return list_images(cache, verify=args.verify)
     path, memory = Path(args.source), args.memory_mb or imported.MEMORY_MB
     request = imported.Request(name=args.name, memory_mb=memory)
-    if args.source.startswith(skopeo.TRANSPORTS):
-        show_image(skopeo.take(cache, args.source, request))
-    elif args.file or building.is_recipe(path):
+    if args.file or building.is_recipe(path):
         options = building.BuildOptions(
             file=args.file, reference=args.tag, arguments=tuple(args.build_arg), timeout_s=args.timeout_s
         )
@@ -222,7 +221,8 @@ def images(args: argparse.Namespace) -> int:
     elif path.exists() or ":" not in args.source:
         show_image(imported.take(cache, path, args.name, args.tag, memory))
     else:
-        show_image(registry.pull(cache, args.source, request, complain))
+        copying = skopeo.Copying(insecure=environment.insecure_registries, timeout_s=args.timeout_s)
+        show_image(skopeo.take(cache, args.source, request, copying, complain))
     return 0
 
 
