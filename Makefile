@@ -11,6 +11,8 @@ PIP_ARGS ?=
 CONFIG  ?= deploy/demo.toml
 
 DEBIAN := python3-venv qemu-system-x86 mmdebstrap cpio
+# What `headrace images` calls for registries and Dockerfiles. The demo uses no container image.
+IMAGES := skopeo buildah crun
 
 # The CPU environment of the SGLang server: 3 GB, created by `make test-sglang` and `make demo-sglang-pretrained`.
 SGLANG  := .cache/sglang
@@ -21,15 +23,17 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs clean web browser screenshots own size
+.PHONY: image release help setup debian tools demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs clean web browser screenshots own size
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: debian $(VENV)/.installed ## Debian packages and the virtual environment
 
-debian:
-	@missing=""; for p in $(DEBIAN); do dpkg-query -W -f '$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$p"; done; \
+debian: PACKAGES := $(DEBIAN)
+tools: PACKAGES := $(IMAGES)
+debian tools:
+	@missing=""; for p in $(PACKAGES); do dpkg-query -W -f '$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$p"; done; \
 	if [ -n "$$missing" ]; then \
 		if [ "$$(id -u)" != 0 ]; then echo "These Debian packages are missing, install them as root:$$missing" >&2; exit 1; fi; \
 		echo "installing$$missing"; \
@@ -73,8 +77,7 @@ release: setup ## wheel, sdist, SBOM and checksums of HEAD in dist/; two builds 
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[release]'
 	$(BIN)/python deploy/release/build.py
 
-image: setup ## a container image of HEAD in dist/ and its SBOM, by buildah, as root (minutes; 1.5 GB); WHEELS=DIR keeps and reuses the packages
-	@command -v buildah >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends buildah crun >/dev/null
+image: setup tools ## a container image of HEAD in dist/ and its SBOM, by buildah, as root (minutes; 1.5 GB); WHEELS=DIR keeps and reuses the packages
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[release]'
 	$(BIN)/python deploy/release/image.py --pip-args="$(PIP_ARGS)" $(if $(WHEELS),--wheels "$(WHEELS)")
 
@@ -100,10 +103,10 @@ endef
 compiled: setup  # otherwise each worker compiles all modules of a new clone for itself
 	@$(BIN)/python -m compileall -q -j 2 headrace benchmarks tests/support
 
-test: style compiled ## ruff, then the default suite (real broker, real microVMs, the word list) beside mypy
+test: style tools compiled ## ruff, then the default suite (real broker, real microVMs, the word list) beside mypy
 	$(call beside_mypy,$(PYTEST))
 
-test-all: style compiled ## also the tests that take minutes
+test-all: style tools compiled ## also the tests that take minutes
 	$(call beside_mypy,$(PYTEST) -m "not gpu and not sglang and not clients")
 
 test-clients: setup $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/harbor/.installed ## unmodified client programs against the gateway, a taskset of verifiers, Harbor with Python 3.12 (installs 1.8 GB of packages, Node is needed)

@@ -99,7 +99,7 @@ PARTS: dict[tuple[str, str], set[str]] = {
     ("judging", "vmhost"): {"guest", "images"},
     ("judging", "sandboxes"): {"calls"},
     ("gateway", "judging"): {"rubrics"},  # the client of the judge model
-    ("tasks", "vmhost"): {"guest", "agent_files"},
+    ("tasks", "vmhost"): {"guest", "agent_files", "images", "errors"},
 }
 # Outside libraries that belong to some folders alone.
 ONLY = {

@@ -87,6 +87,7 @@ def import_tasks(args: argparse.Namespace) -> int:
         allow=tuple(args.allow),
         python=args.python,
         taskset_config=args.taskset_config,
+        environment=args.settings.environment,
         count=args.count,
     )
     _check_tools(options.tools)

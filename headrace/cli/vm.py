@@ -196,7 +196,7 @@ def _add_images(commands: "Commands") -> None:
     parser.add_argument("--memory-mb", type=integer(64), default=0, help="memory of the image's machines; default: 512")
     parser.add_argument("--file", default="", help="the Dockerfile, relative to the folder")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help="value of an ARG")
-    parser.add_argument("--timeout-s", type=integer(1), default=3600, help="time limit of a build in seconds")
+    parser.add_argument("--timeout-s", type=integer(1), default=3600, help="time limit of a build or a copy in seconds")
     parser.add_argument("--verify", action="store_true", help="list: read every blob and compare it with its digest")
     add_config(parser)
     parser.set_defaults(handler=images)
@@ -205,24 +205,28 @@ def _add_images(commands: "Commands") -> None:
 def images(args: argparse.Namespace) -> int:
     """Store the image and print its description as a JSON line; without a source list the images."""
     from headrace.launch.output import complain
-    from headrace.vmhost.images import building, imported, registry, skopeo
+    from headrace.vmhost.images import building, imported, skopeo
 
-    cache = Path(args.settings.environment.cache_dir).absolute()
+    environment = args.settings.environment
+    cache = Path(environment.cache_dir).absolute()
     if args.source is None:
         return list_images(cache, verify=args.verify)
     path, memory = Path(args.source), args.memory_mb or imported.MEMORY_MB
     request = imported.Request(name=args.name, memory_mb=memory)
-    if args.source.startswith(skopeo.TRANSPORTS):
-        show_image(skopeo.take(cache, args.source, request))
-    elif args.file or building.is_recipe(path):
-        options = building.BuildOptions(
-            file=args.file, reference=args.tag, arguments=tuple(args.build_arg), timeout_s=args.timeout_s
+    if args.file or building.is_recipe(path):
+        options = building.BuildOptions.of(
+            environment,
+            file=args.file,
+            reference=args.tag,
+            arguments=tuple(args.build_arg),
+            timeout_s=args.timeout_s,
         )
         show_image(building.build(cache, path, request, options, _tell_line))
     elif path.exists() or ":" not in args.source:
         show_image(imported.take(cache, path, args.name, args.tag, memory))
     else:
-        show_image(registry.pull(cache, args.source, request, complain))
+        copying = skopeo.Copying(insecure=environment.insecure_registries, timeout_s=args.timeout_s)
+        show_image(skopeo.take(cache, args.source, request, copying, complain))
     return 0
 
 

@@ -234,5 +234,9 @@ class Environment(Section, frozen=True, kw_only=True):
     machine uses are dropped, the least recently used first; they are read again when needed. 0: no limit."""
     private_places: tuple[Word, ...] = ()
     """Places on this machine and in private networks, as name:port, that the network lists of tasks may contain."""
+    insecure_registries: tuple[Word, ...] = ()
+    """Registries, as name:port, of which images are pulled without TLS, or with a certificate that nobody signed."""
+    build_network: bool = False
+    """Whether the commands of a Dockerfile have this machine's network; base images are fetched anyway."""
     cache_dir: Path = ".cache/headrace"
     """Folder of guest image and templates, content-addressed; all runs share it."""

@@ -23,12 +23,13 @@ from headrace.tasks.importing import harbor
 from headrace.tasks.importing.base import ImportOptions
 from headrace.tasks.importing.writing import import_suite
 from headrace.vmhost.backends.container.backend import unavailable
-from headrace.vmhost.images import base, imported, packages
+from headrace.vmhost.images import base, packages
 from headrace.vmhost.qemu import probe
 from tests.conftest import Connect
 from tests.support import rows
 from tests.support.actors import living
-from tests.support.archives import Members, docker_save, file, folder, link
+from tests.support.archives import Members, file, folder, link
+from tests.support.bases import built
 from tests.support.hosts import CACHE
 from tests.tasks.importing import test_stepwise
 
@@ -47,7 +48,8 @@ def config(place: Path, section: Section) -> Config:
 
 
 def suite(place: Path, template: str = "") -> None:
-    options = ImportOptions(suite=SUITE, source=place / "tasks", template=template)
+    environment = Section(cache_dir=CACHE)
+    options = ImportOptions(suite=SUITE, source=place / "tasks", template=template, environment=environment)
     report = import_suite(SUITE, place / "suites" / SUITE, "harbor", harbor.read(options))
     assert not report.refused, report.refused
 
@@ -191,7 +193,7 @@ def images(place: Path) -> None:
     given = [folder("app"), file("app/given.txt", b"given\n"), folder("data"), file("data/old.txt", b"old\n")]
     hidden = [folder("judge"), file("judge/answer.txt", b"42\n")]
     for name, tag, below in (("agent", AGENT, given), ("judge", JUDGE, hidden)):
-        imported.take(Path(CACHE), docker_save(place / f"{name}.tar", [shell, below], [tag]), f"{name}-own")
+        built(Path(CACHE), place / name, f"{name}-own", tag, [*shell, *below])
 
 
 OWN = {

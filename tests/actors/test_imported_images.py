@@ -26,6 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pytest.skip("mmdebstrap is missing, which makes the images")
     folder = tmp_path_factory.mktemp("images")
     image_rows.make(folder / "made")
+    headrace(folder, "images", str(folder / "made" / "base"), "--tag", image_rows.BASE)
     for number, tag in enumerate((folder / "made" / "tags").read_text().split()):
         words = ["images", str(folder / "made" / "layout"), "--tag", tag, "--name", f"row{number}"]
         headrace(folder, *words)

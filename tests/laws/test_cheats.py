@@ -24,6 +24,7 @@ from headrace.judging.hidden.setup import loads_itself
 from headrace.messages.sandbox import Change, Snapshot
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
 from headrace.tasks.importing import verification
+from headrace.tasks.importing.base import ImportOptions
 from headrace.tasks.suites import write_suite
 from headrace.vmhost.backends.container.backend import unavailable
 from headrace.vmhost.images import imported
@@ -92,7 +93,8 @@ def reward_file(image: str = "") -> Shape:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "test.sh").write_text(TEST_SH)
         Path(folder, "test_outputs.py").write_text(HIDDEN)
-        made = verification.tests_of({}, [Path(folder)], [], verification.Place("/app", image, {}), [])
+        place = verification.Place("/app", image, {}, ImportOptions(suite="s", source=Path(folder)))
+        made = verification.tests_of({}, [Path(folder)], [], place, [])
     hidden = {path: content.decode() for path, content in made.hidden.files.items()}
     return Shape(hidden, made.plan, Grading(kind="reward_file", file=verification.REWARD))
 

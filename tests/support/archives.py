@@ -59,6 +59,10 @@ def packed(data: bytes, how: str) -> bytes:
     return zstandard.compress(data) if how == "zstd" else data
 
 
+def _layer_kind(how: str) -> str:
+    return "application/vnd.oci.image.layer.v1.tar" + (f"+{how}" if how else "")
+
+
 class Layout:
     """An OCI layout in the making: files by name."""
 
@@ -76,8 +80,8 @@ class Layout:
         plain = [layer(content) for content in layers]
         manifest = {
             "schemaVersion": 2,
-            "config": self.blob(configuration(plain, arch, **config)),
-            "layers": [self.blob(packed(content, how)) for content in plain],
+            "config": self.blob(configuration(plain, arch, **config), "application/vnd.oci.image.config.v1+json"),
+            "layers": [self.blob(packed(content, how), _layer_kind(how)) for content in plain],
         }
         notes = {"org.opencontainers.image.ref.name": tag} if tag else {}
         kind = "application/vnd.oci.image.manifest.v1+json"

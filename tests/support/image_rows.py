@@ -104,6 +104,12 @@ class Maker:
         (tree / "bin" / "python").symlink_to("/usr/bin/python3")
         python_layer = self.layout.layer(tar_of(tree, "usr/local", self.work / "python.tar"))
         self.base = [self.layout.layer(self.work / "base.tar"), python_layer]
+        context = self.folder / "base"
+        context.mkdir()
+        for number, layer in enumerate(self.base):
+            digest = layer["digest"].removeprefix("sha256:")
+            os.link(self.layout.folder / "blobs" / "sha256" / digest, context / f"{number}.tar")
+        (context / "Dockerfile").write_text("FROM scratch\nADD 0.tar 1.tar /\nWORKDIR /testbed\n")
 
     def image(self, tag: str, tree: Path, prefix: str) -> None:
         """An image of the base and one folder, which is its work folder."""
@@ -310,7 +316,8 @@ HARBOR: dict[str, dict[str, str]] = {
 
 
 def make(folder: Path) -> None:
-    """``rows.jsonl``, the folder ``harbor`` of eight tasks, ``layout`` with all images, and their ``tags``."""
+    """``rows.jsonl``, the folder ``harbor`` of eight tasks, ``base`` with the Dockerfile of their base, ``layout`` with
+    all images, and their ``tags``."""
     folder.mkdir(parents=True)
     maker = Maker(folder)
     maker.base_layers()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.config import Environment
 from headrace.errors import WRONG_INPUT, HeadraceError
 from headrace.messages.tasks import LONGEST_TEST_S, Oracle, SandboxLimits, Task, TaskRef
 
@@ -17,7 +18,7 @@ LARGEST_TREE = 32 << 20
 """Bytes of a repository that travels with its task; a larger one belongs into an image."""
 LARGEST_ROW = 128 << 20
 """Bytes of a line of JSONL: a tree of `LARGEST_TREE` with its escapes fits."""
-FORM = "3"
+FORM = "4"
 """Of the tasks that importers make: with another one an earlier import is not continued."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
@@ -66,6 +67,8 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Interpreter of the environment that a verifiers taskset is installed in."""
     taskset_config: str = ""
     """Configuration of a verifiers taskset, JSON."""
+    environment: Environment = Environment()
+    """Of this node: its image store, and how Dockerfiles are built."""
     count: int = 0
     """The most tasks that are read of a verifiers taskset; 0: all."""
 

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.messages.tasks import Grading, Oracle, SandboxLimits, Task, TestPlan
-from headrace.tasks.importing import dockerfiles, stepwise, trees
+from headrace.tasks.importing import stepwise, trees
 from headrace.tasks.importing.base import (
     FORM,
     Entry,
@@ -33,6 +33,8 @@ from headrace.tasks.importing.base import (
     digest,
     limits_of,
 )
+from headrace.tasks.importing.dockerfiles import NAME as DOCKERFILE
+from headrace.tasks.importing.dockerfiles import built
 from headrace.tasks.importing.tables import list_of, table_of, text_at
 from headrace.tasks.importing.verification import (
     MISSING,
@@ -45,9 +47,6 @@ from headrace.tasks.importing.verification import (
     tests_of,
 )
 
-_DOCKERFILE = "environment/Dockerfile"
-_UNKNOWN = "/image-workdir"
-"""Stands for the working directory of an image that no Dockerfile names."""
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 
 
@@ -95,15 +94,14 @@ def _made(folder: Path, options: ImportOptions) -> Made:
     config = _config(folder)
     environment, verifier = table_of(config, "environment"), table_of(config, "verifier")
     notes = _refuse(folder, config, environment)
-    instructions = dockerfiles.read(text_at(folder / "environment" / "Dockerfile"))
-    workdir = _workdir(config, instructions, options, notes)
-    if (folder / "environment" / ".dockerignore").exists():
-        notes.append("environment/.dockerignore is not followed")
-    if environment.get("env") or any(name == "ENV" for name, _ in instructions):
+    if environment.get("env"):
         notes.append("environment variables: the agent's sandbox has those of its image alone")
-    where, tree = _place(folder, environment, workdir, options)
+    where, tree, image_folder = _place(folder, environment, options)
+    workdir = _workdir(config, image_folder, options, notes)
+    if not options.template:
+        where["repository"] = workdir
     notes += tree.notes
-    place = Place(workdir, str(where.get("image", "")), environment, options.allow)
+    place = Place(workdir, str(where.get("image", "")), environment, options)
     staged = stepwise.read(folder, config, place, notes)
     limits = _limits(config, environment, options, notes, staged)
     if place.mapped:
@@ -168,24 +166,17 @@ def _made(folder: Path, options: ImportOptions) -> Made:
     return Made(task=task, oracle=oracle, notes=tuple(dict.fromkeys(notes)))
 
 
-def _workdir(
-    config: dict[str, Any],
-    instructions: Sequence[dockerfiles.Instruction],
-    options: ImportOptions,
-    notes: list[str],
-) -> str:
-    """The agent's folder; empty: the image's own. ImportRefused."""
-    environment = table_of(config, "environment")
-    if named := str(environment.get("workdir") or ""):
+def _workdir(config: dict[str, Any], image_folder: str, options: ImportOptions, notes: list[str]) -> str:
+    """The agent's folder; empty: the image's own. image_folder: that of an image that was built."""
+    if named := str(table_of(config, "environment").get("workdir") or ""):
         return named
     if options.template:
-        return dockerfiles.workdir(instructions, _DOCKERFILE) or "/app"
-    folder = "" if environment.get("docker_image") else dockerfiles.workdir(instructions, _DOCKERFILE)
-    if folder or not _separate(config):
-        return folder
-    folder = dockerfiles.workdir(instructions, _DOCKERFILE) or "/app"
-    notes.append(f"environment.workdir is not named: {folder} is taken, since the artifacts of a verifier depend on it")
-    return folder
+        return "/app"
+    if not _separate(config):
+        return ""
+    if not image_folder:
+        notes.append("environment.workdir is not named: /app is taken, since the artifacts of a verifier depend on it")
+    return image_folder or "/app"
 
 
 def _separate(config: dict[str, Any]) -> bool:
@@ -259,38 +250,23 @@ def _hosts(environment: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"{host}:{port}" for host in hosts for port in (80, 443))
 
 
-def _place(
-    folder: Path, environment: dict[str, Any], workdir: str, options: ImportOptions
-) -> tuple[dict[str, Any], trees.Tree]:
-    """Where the task runs, and the files that travel with it. ImportRefused when it can run nowhere."""
-    image = str(environment.get("docker_image") or "")
-    context = folder / "environment"
-    instructions = dockerfiles.read(text_at(context / "Dockerfile"))
+def _place(folder: Path, environment: dict[str, Any], options: ImportOptions) -> tuple[dict[str, Any], trees.Tree, str]:
+    """Where the task runs, the files that travel with it, and the folder of an image that was built. ImportRefused when
+    it can run nowhere."""
+    context, empty = folder / "environment", trees.Tree({}, {})
     if options.template:
-        return {"template": options.template}, _copied(context, instructions, workdir)
-    if image:
-        return {"image": image, "repository": workdir}, trees.Tree({}, {})
-    if not instructions:
+        exported = context / "repository"  # `headrace tasks export` writes it
+        tree = trees.read(exported if exported.is_dir() else context) if context.is_dir() else empty
+        for name in (DOCKERFILE, ".dockerignore"):
+            tree.files.pop(name, None)
+            tree.entries.pop(name, None)
+        return {"template": options.template}, tree, ""
+    if image := str(environment.get("docker_image") or ""):
+        return {"image": image}, empty, ""
+    if not (context / DOCKERFILE).is_file():
         raise ImportRefused("the task names no docker_image and has no environment/Dockerfile")
-    if {name for name, _ in instructions} <= dockerfiles.STILL:
-        made = dockerfiles.placed(context, _DOCKERFILE, text_at(context / "Dockerfile"))
-        return {"image": made.image, "repository": workdir}, _copied(context, instructions, workdir)
-    raise ImportRefused(
-        "environment/Dockerfile runs commands: build it (`headrace images`), name the image as "
-        "environment.docker_image, or import with --template"
-    )
-
-
-def _copied(context: Path, instructions: list[dockerfiles.Instruction], workdir: str) -> trees.Tree:
-    """The files that a Dockerfile copies into its work folder. ImportRefused where it copies to another place."""
-    root = f"{workdir or _UNKNOWN}/".replace("//", "/")
-    made = dockerfiles.copies(context, _DOCKERFILE, instructions, root.rstrip("/") or "/")
-    if outside := next((path for path in (*made.files, *made.entries) if not path.startswith(root)), ""):
-        place = f"outside of {workdir}" if workdir else "and names no WORKDIR; name its folder as environment.workdir"
-        raise ImportRefused(f"{_DOCKERFILE} copies to {outside}, {place}")
-    files = {path.removeprefix(root): data for path, data in made.files.items()}
-    entries = [msgspec.structs.replace(entry, path=path.removeprefix(root)) for path, entry in made.entries.items()]
-    return trees.Tree(files, {entry.path: entry for entry in entries}, made.notes)
+    made = built(context, options)
+    return {"image": made.name}, empty, made.workdir
 
 
 def _moved(text: str, workdir: str) -> str:

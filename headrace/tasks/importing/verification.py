@@ -2,7 +2,7 @@
 
 A shared verifier runs in a fresh sandbox with the agent's changes of the work folder and of the paths of ``--allow``. A
 separate one gets the declared artifacts and ``/logs/artifacts`` alone: in a fresh sandbox of the task's image, or in an
-image of its own, which ``docker_image`` or a ``tests/Dockerfile`` without commands names.
+image of its own, which ``docker_image`` names or a ``tests/Dockerfile`` makes.
 """
 
 import math
@@ -16,9 +16,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.messages.tasks import HOST_FOLDER, Artifact, SandboxLimits, TestPlan, Verifier
-from headrace.tasks.importing import dockerfiles, trees
-from headrace.tasks.importing.base import ImportRefused, limits_of, test_seconds
-from headrace.tasks.importing.tables import table_of, text_at
+from headrace.tasks.importing import trees
+from headrace.tasks.importing.base import ImportOptions, ImportRefused, limits_of, test_seconds
+from headrace.tasks.importing.dockerfiles import NAME as DOCKERFILE
+from headrace.tasks.importing.dockerfiles import built
+from headrace.tasks.importing.tables import table_of
 from headrace.tasks.importing.trees import Tree
 
 TESTS, LOGS, VERIFY = f"{HOST_FOLDER}tests/", f"{HOST_FOLDER}logs/verifier/", f"{HOST_FOLDER}verify.sh"
@@ -44,8 +46,7 @@ class Place(NamedTuple):
     image: str
     """Empty in a template."""
     environment: dict[str, Any]
-    allow: tuple[str, ...] = ()
-    """Globs of changes outside of the work folder that a shared verifier gets as well."""
+    options: ImportOptions
 
     @property
     def mapped(self) -> bool:
@@ -91,7 +92,7 @@ def tests_of(
     exports = _exports(table_of(verifier, "env", "verifier."), "verifier.env")
     separate = mode == "separate"
     artifacts = _artifacts(declared, place) if separate else []
-    allowed = _globs(artifacts, place) if separate else ("**", *place.allow)
+    allowed = _globs(artifacts, place) if separate else ("**", *place.options.allow)
     if separate and not place.mapped:
         image = _own_image(environment, contexts, tree, place, notes)
         if image is None and any(artifact.exclude for artifact in artifacts):
@@ -107,7 +108,7 @@ def tests_of(
         notes.append("verifier.environment: the template's sandbox takes its place")
     if "test.sh" not in files:
         raise ImportRefused(f"expected {' or '.join(f'{context.name}/test.sh' for context in contexts) or 'test.sh'}")
-    if not (separate or place.mapped or place.allow):
+    if not (separate or place.mapped or place.options.allow):
         notes.append("the verifier gets the changes in the work folder; --allow '/etc/**' adds others")
     placed = tree.below(TESTS)
     placed.files[VERIFY] = _verify(place.workdir if place.mapped else "", place.mapped, exports).encode()
@@ -172,22 +173,14 @@ def _own_image(
         if environment is None:
             return None
         return _Own(image, folder, exports, tree.below("/tests/"))
-    if text := text_at(context / "Dockerfile"):
-        made = dockerfiles.placed(context, f"{context.name}/Dockerfile", text)
-        if "/tests/test.sh" not in made.tree.files:
-            raise ImportRefused(f"{context.name}/Dockerfile copies no /tests/test.sh, which the verifier runs")
-        variables = "".join(f'export {name}="{_quoted(value)}"\n' for name, value in made.variables)
-        return _Own(made.image, folder or made.workdir, variables + exports, made.tree)
+    if (context / DOCKERFILE).is_file():
+        made = built(context, place.options)
+        return _Own(made.name, folder or made.workdir, exports, Tree({}, {}))
     if environment is not None:
         raise ImportRefused(
             f"verifier.environment names no docker_image, and there is no {context.name}/Dockerfile to make one of"
         )
     return None
-
-
-def _quoted(value: str) -> str:
-    """The value of ENV for a shell, in which ``$`` keeps its meaning."""
-    return re.sub(r'([\\"`])', r"\\\1", value)
 
 
 def _artifacts(declared: Sequence[Any], place: Place) -> list[Artifact]:

@@ -1,14 +1,17 @@
-"""Builds a Dockerfile into the image store: by buildah, with its chroot isolation.
+"""Builds a Dockerfile into the image store: by buildah, with crun as its runtime.
 
-buildah is a program of its own (Debian package ``buildah``). It keeps its layers under ``<cache>/buildah``, so a second
-build runs only what changed; the folder may be removed at any time. The commands of a Dockerfile run under this
-machine's kernel and network and, where headrace runs as root, as root: build files that you trust.
+Both are programs of their own (Debian packages ``buildah`` and ``crun``). buildah keeps its layers under
+``<cache>/buildah``, so a second build runs only what changed; the folder may be removed at any time. The commands of a
+Dockerfile run in a container under this machine's kernel, as the container's root, with no network unless
+`Environment.build_network` says otherwise. buildah itself fetches base images and the addresses of ADD.
 """
 
 import fcntl
+import hashlib
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import threading
@@ -17,16 +20,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from headrace import timed_commands
+from headrace.config import Environment
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import imported
 from headrace.vmhost.images.imported import Image, Request
 
 PROGRAM = "buildah"
+PROGRAMS = (PROGRAM, "crun")
 FILES = ("Dockerfile", "Containerfile")
 _KEPT_LINES = 12
 """Lines of the output that an error repeats."""
@@ -36,6 +41,10 @@ _CLEAN_S = 120.0
 _POLL_S = 0.2
 _REGISTRIES = 'unqualified-search-registries = ["docker.io"]\nshort-name-mode = "disabled"\n'
 """So that ``FROM debian:12`` means what it means for docker."""
+_ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c")
+"""Namespaces of a build, so that its mounts and programs end with it, also when it is killed."""
+_NO_GROUPS = 'mount -t tmpfs none /sys/fs/cgroup && exec "$@"'
+"""crun refuses machines with both versions of control groups, even where it is told to make none."""
 
 
 class BuildOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +57,15 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True):
     reference: str = ""
     """The reference by which tasks may name the image; empty: ``NAME:latest``."""
     timeout_s: float = 3600.0
+    network: bool = False
+    """Whether the commands of the Dockerfile have this machine's network."""
+    insecure: tuple[str, ...] = ()
+    """Registries (``HOST:PORT``) that may answer without TLS, or with a certificate that nobody signed."""
+
+    @classmethod
+    def of(cls, environment: Environment, **settings: Any) -> "BuildOptions":
+        """With what a node's configuration says."""
+        return cls(network=environment.build_network, insecure=environment.insecure_registries, **settings)
 
 
 def is_recipe(source: Path) -> bool:
@@ -60,8 +78,15 @@ def is_recipe(source: Path) -> bool:
 def build(cache: Path, source: Path, request: Request, options: BuildOptions, say: Callable[[str], None]) -> Image:
     """Build a folder with a Dockerfile, or a Dockerfile with its own folder, and store the image. say: gets the output
     line by line. VmhostError with the end of the output."""
-    if shutil.which(PROGRAM) is None:
-        raise VmhostError(f"{PROGRAM} is not installed: apt-get install {PROGRAM}, or import an image built elsewhere")
+    for program in PROGRAMS:
+        if shutil.which(program) is None:
+            raise VmhostError(
+                f"{program} is not installed: apt-get install {program}, or import an image built elsewhere"
+            )
+    if os.geteuid():
+        raise VmhostError(
+            "a Dockerfile is built by root alone: run this command as root, or import an image built elsewhere"
+        )
     context, file = _source(source, options.file)
     name = request.name or imported.name_of(context.resolve().name)
     reference = options.reference or f"{name}:latest"
@@ -72,17 +97,33 @@ def build(cache: Path, source: Path, request: Request, options: BuildOptions, sa
         for left in place.glob("output-*"):  # left by a process that died: a live builder would hold the lock
             shutil.rmtree(left, ignore_errors=True)
         making = Path(tempfile.mkdtemp(dir=place, prefix="output-"))
-        runner = _Runner(place, making, options.timeout_s, say)
+        runner = _Runner(place, making, options, say)
         try:
-            words = ["bud", "--isolation", "chroot", "--network", "host", "--layers", "--iidfile", str(making / "id")]
+            network = "host" if options.network else "none"
+            words = ["bud", "--isolation", "oci", "--runtime", PROGRAMS[1], "--runtime-flag", "cgroup-manager=disabled"]
+            words += ["--network", network, "--pull=false", "--layers", "--tag", reference]
+            words += ["--iidfile", str(making / "id")]
             words += [word for argument in options.arguments for word in ("--build-arg", argument)]
             runner.run([*words, "--file", str(file), str(context)])
-            made, archive = (making / "id").read_text().strip(), making / "image.tar"
-            runner.run(["push", made, f"oci-archive:{archive}:{reference}"])
-            return imported.take(cache, archive, name, "", request.memory_mb)
+            runner.run(["push", (making / "id").read_text().strip(), f"oci:{making}/layout:{reference}"])
+            return imported.take(cache, making / "layout", name, "", request.memory_mb, str(source))
         finally:
             runner.clean()
             shutil.rmtree(making, ignore_errors=True)
+
+
+def of_folder(cache: Path, folder: Path, stem: str, options: BuildOptions, say: Callable[[str], None]) -> Image:
+    """The image of a folder with a Dockerfile. It is built unless the store has the image of these very files, under
+    ``stem`` and a digest. VmhostError, OSError."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        kind = path.lstat().st_mode
+        data = os.fsencode(path.readlink()) if stat.S_ISLNK(kind) else path.read_bytes() if stat.S_ISREG(kind) else b""
+        for part in (os.fsencode(path.relative_to(folder)), b"%o" % kind, data):
+            digest.update(b"%d:" % len(part) + part)
+    name = f"{imported.name_of(stem)[:46]}-{digest.hexdigest()[:16]}".lstrip("-")
+    stored = imported.find(cache, name)
+    return stored or build(cache, folder, Request(name=name), options, say)
 
 
 def layers(cache: Path) -> list[Path]:
@@ -134,24 +175,20 @@ def _source(source: Path, file: str) -> tuple[Path, Path]:
     return source, dockerfiles[0]
 
 
-def _driver() -> str:
-    """The storage driver: overlay where this process may mount it, else vfs, which copies every layer."""
-    supported = Path("/proc/filesystems").read_text().split()
-    return "overlay" if os.geteuid() == 0 and "overlay" in supported else "vfs"
-
-
 class _Runner:
-    """Runs buildah over the layers of a cache. As root, buildah runs in its own namespaces, so that its mounts and the
-    programs of a build end with it, also when it is killed."""
+    """Runs buildah over the layers of a cache."""
 
-    def __init__(self, place: Path, making: Path, timeout_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, place: Path, making: Path, options: BuildOptions, say: Callable[[str], None]) -> None:
         registries = making / "registries.conf"
-        registries.write_text(_REGISTRIES)
+        insecure = "".join(f'[[registry]]\nlocation = "{name}"\ninsecure = true\n' for name in options.insecure)
+        registries.write_text(_REGISTRIES + insecure)
         self._environment = {"CONTAINERS_REGISTRIES_CONF": str(registries)} | os.environ
-        alone = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc") if os.geteuid() == 0 else ()
-        driver = () if "STORAGE_DRIVER" in os.environ else ("--storage-driver", _driver())
-        self._head = [*alone, PROGRAM, "--root", str(place / "store"), "--runroot", str(place / "run"), *driver]
-        self._timeout_s, self._say = timeout_s, say
+        driver = (
+            "overlay" if "overlay" in Path("/proc/filesystems").read_text().split() else "vfs"
+        )  # copies every layer
+        places = ("--root", str(place / "store"), "--runroot", str(place / "run"))
+        self._head = [*_ALONE, _NO_GROUPS, "sh", PROGRAM, *places, "--storage-driver", driver]
+        self._timeout_s, self._say = options.timeout_s, say
 
     def run(self, words: Sequence[str]) -> None:
         """One command of buildah. VmhostError with the end of its output."""

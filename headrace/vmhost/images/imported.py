@@ -14,7 +14,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
@@ -88,24 +88,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of its machines."""
 
 
-Read = Callable[[ExitStack, IO[bytes], Tree, store.Builder], oci.Settings]
-"""Applies an image's layers to a tree; it may use the file as a spool."""
-
-
-def take(cache: Path, path: Path, name: str = "", tag: str = "", memory_mb: int = MEMORY_MB) -> Image:
-    """Import an archive or a folder. VmhostError with one sentence."""
+def take(cache: Path, path: Path, name: str = "", tag: str = "", memory_mb: int = MEMORY_MB, source: str = "") -> Image:
+    """Import an archive or a folder. source: its name in messages, where it is not its path. VmhostError with one
+    sentence."""
+    source = source or str(path)
     request = Request(name=name, tag=tag, memory_mb=memory_mb)
-    return take_from(cache, str(path), request, lambda *parts: _read(path, tag, *parts))
-
-
-def take_from(cache: Path, source: str, request: Request, read: Read) -> Image:
-    """Import the image that `read` applies. source: its name in messages. VmhostError with one sentence."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:  # a process that finds unfinished work and no lock held removes it
         fcntl.flock(lock, fcntl.LOCK_EX)
         making = Path(tempfile.mkdtemp(dir=cache, prefix="making-"))
         try:
-            return _take(cache, making, source, request, read)
+            return _take(cache, making, path, source, request)
         except BadImage as bad:
             raise VmhostError(f"{source} can't be imported: {bad}") from None
         except oci.BROKEN as error:
@@ -117,14 +110,14 @@ def take_from(cache: Path, source: str, request: Request, read: Read) -> Image:
             shutil.rmtree(making, ignore_errors=True)
 
 
-def _take(cache: Path, making: Path, source: str, request: Request, read: Read) -> Image:
+def _take(cache: Path, making: Path, path: Path, source: str, request: Request) -> Image:
     with ExitStack() as stack:
         spool = stack.enter_context((making / "spool").open("w+b"))
         outer = stack.enter_context((making / "outer").open("w+b"))
         tree = Tree(spool, LARGEST)
         others = images(cache)
         builder = store.Builder(cache, making, tree, stack, [(image.layers, image.boundaries) for image in others])
-        settings = read(stack, outer, tree, builder)
+        settings = _read(path, request.tag, stack, outer, tree, builder)
         named = request.name or name_of(settings.tags[0] if settings.tags else source)
         if not NAME.match(named) or named in FLAVOURS:
             raise BadImage(f"an image cannot have the name {named!r}: choose another with --name")

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, cast
+from typing import IO, Any, NamedTuple, cast
 
 import msgspec
 import zstandard
@@ -20,6 +20,7 @@ import zstandard
 from headrace.archives import tars
 from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits
 from headrace.vmhost.images.rootfs import BadImage, Tree
+from headrace.vmhost.images.store import Builder
 
 _BLOB_JSON = 16 << 20
 """Largest manifest or configuration, in bytes."""
@@ -162,31 +163,13 @@ def is_image(source: Source) -> bool:
     return source.has("oci-layout") or source.has("index.json") or source.has("manifest.json")
 
 
-class Steps(Protocol):
-    """The maker of an image out of the layers while they are applied."""
-
-    def begin(self, diffs: list[str], /) -> int:
-        """The digests of all layers' contents are known; the number of layers that need not be applied."""
-
-    def after(self, number: int, /) -> None:
-        """A layer was applied. number: from 0."""
-
-
-class Blobs(Protocol):
-    """An image's files by their names in a layout."""
-
-    def open(self, name: str, /) -> IO[bytes]:
-        """A file's content. BadImage when it is missing."""
-
-    def json(self, name: str, digest: str = "", /) -> Any:
-        """A small file as JSON, its digest checked."""
-
-
-def read(source: Source, tree: Tree, tag: str, steps: Steps) -> Settings:
+def read(source: Source, tree: Tree, tag: str, builder: Builder) -> Settings:
     """Apply the layers of the image with that tag to the tree. BadImage."""
     if source.has("index.json"):
-        chosen, tags = _choose(source, tag)
-        return apply(source, chosen, tags, tree, steps)
+        manifest, tags = _choose(source, tag)
+        config = manifest["config"]["digest"]
+        layers = [(_blob(layer["digest"]), layer["digest"]) for layer in manifest["layers"]]
+        return _apply(source, (_blob(config), config), layers, tags, tree, builder)
     images = source.json("manifest.json")
     matching = [image for image in images if not tag or tag in (image.get("RepoTags") or ())]
     names = [name for image in images for name in image.get("RepoTags") or ()]
@@ -194,23 +177,21 @@ def read(source: Source, tree: Tree, tag: str, steps: Steps) -> Settings:
         raise _which(tag, names)
     name = matching[0]["Config"]
     stem = name.rpartition("/")[2].removesuffix(".json")
-    config = name, f"sha256:{stem}" if len(stem) == 64 else ""
+    named = name, f"sha256:{stem}" if len(stem) == 64 else ""
     layers = [(name, "") for name in matching[0]["Layers"]]
-    return _apply(source, config, layers, tuple(matching[0].get("RepoTags") or ()), tree, steps)
-
-
-def apply(blobs: Blobs, manifest: Any, tags: tuple[str, ...], tree: Tree, steps: Steps) -> Settings:
-    """Apply the layers of a manifest to the tree. BadImage."""
-    config = manifest["config"]["digest"]
-    layers = [(_blob(layer["digest"]), layer["digest"]) for layer in manifest["layers"]]
-    return _apply(blobs, (_blob(config), config), layers, tags, tree, steps)
+    return _apply(source, named, layers, tuple(matching[0].get("RepoTags") or ()), tree, builder)
 
 
 def _apply(
-    blobs: Blobs, named: tuple[str, str], layers: list[tuple[str, str]], tags: tuple[str, ...], tree: Tree, steps: Steps
+    source: Source,
+    named: tuple[str, str],
+    layers: list[tuple[str, str]],
+    tags: tuple[str, ...],
+    tree: Tree,
+    builder: Builder,
 ) -> Settings:
     """named: name and digest of the configuration; layers: those of each layer."""
-    config = blobs.json(*named)
+    config = source.json(*named)
     platform = (config.get("os", "linux"), config.get("architecture", "amd64"))
     if platform != ("linux", "amd64"):
         raise BadImage(f"it is made for {'/'.join(platform)}; machines here are linux/amd64")
@@ -219,12 +200,12 @@ def _apply(
         raise BadImage(f"it has {len(layers)} layers where its configuration names {len(wanted)}")
     if len(layers) > _LAYERS:
         raise BadImage(f"it has {len(layers)} layers; expected at most {_LAYERS}")
-    present = steps.begin(wanted)
+    present = builder.begin(wanted)
     for number, ((name, digest), diff) in enumerate(zip(layers, wanted, strict=True)):
         if number < present:
             continue
-        _layer(blobs, tree, number, name, digest, diff)
-        steps.after(number)
+        _layer(source, tree, number, name, digest, diff)
+        builder.after(number)
     return _settings(config.get("config") or {}, tags, named[1] or f"sha256:{_sha(config)}")
 
 
@@ -269,7 +250,7 @@ def _which(tag: str, names: list[str]) -> BadImage:
     return BadImage(f"it has several images, say which with --tag: {available}")
 
 
-def _layer(source: Blobs, tree: Tree, number: int, name: str, digest: str, diff: str) -> None:
+def _layer(source: Source, tree: Tree, number: int, name: str, digest: str, diff: str) -> None:
     with source.open(name) as blob:
         packed = _Hashing(blob)
         with io.BufferedReader(packed, 1 << 20) as stream:

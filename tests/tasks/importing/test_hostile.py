@@ -118,7 +118,7 @@ def test_any_value_of_a_harbor_key_makes_a_task_or_a_refusal(key: str, tmp_path:
 
 
 def test_a_harbor_folder_of_odd_files_is_refused(tmp_path: Path) -> None:
-    files: dict[str, Any] = {"a/task.toml": b"\xff", "b/instruction.md": b"\xff", "c/environment/Dockerfile": b"\xff"}
+    files: dict[str, Any] = {"a/task.toml": b"\xff", "b/instruction.md": b"\xff"}
     for path, content in files.items():
         task = harbor_task(tmp_path / "tasks" / path[0], IMAGE)
         (task / path[2:]).parent.mkdir(exist_ok=True)
@@ -128,8 +128,8 @@ def test_a_harbor_folder_of_odd_files_is_refused(tmp_path: Path) -> None:
         (task / path).unlink()
         os.mkfifo(task / path)
     report = made(tmp_path)
-    assert report.tasks == 0 and len(report.refused) == 5
-    assert sum("expected UTF-8" in refusal.reason for refusal in report.refused) == 3, report.refused
+    assert report.tasks == 0 and len(report.refused) == 4
+    assert sum("expected UTF-8" in refusal.reason for refusal in report.refused) == 2, report.refused
 
 
 def test_a_harbor_folder_that_cannot_be_read_is_refused_alone() -> None:
@@ -174,15 +174,6 @@ def test_a_harbor_task_reads_no_file_outside_of_its_folder(place: str, tmp_path:
     path.unlink(missing_ok=True)
     path.symlink_to(tmp_path / "secret" / (path.name if path.suffix else ""))
     assert [refusal.reason for refusal in made(tmp_path).refused] == [f"{place} is a link out of the task's folder"]
-
-
-def test_a_dockerfile_copies_nothing_from_outside(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("my key")
-    task = harbor_task(tmp_path / "tasks" / "t", "")
-    (task / "environment").mkdir()
-    (task / "environment" / "Dockerfile").write_text("FROM debian\nCOPY ../../../secret /app/x\n")
-    reasons = [refusal.reason for refusal in made(tmp_path).refused]
-    assert reasons == ["environment/Dockerfile copies ../../../secret, expected a path below the folder environment"]
 
 
 def made(folder: Path) -> Report:

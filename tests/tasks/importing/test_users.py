@@ -14,10 +14,10 @@ from headrace.tasks.importing.base import ImportOptions
 from headrace.tasks.importing.writing import import_suite
 from headrace.tasks.suites import FolderSuite
 from headrace.vmhost.backends.container.backend import unavailable
-from headrace.vmhost.images import imported
 from headrace.vmhost.node.host import Host
 from tests.support import rows
-from tests.support.archives import docker_save, file, folder
+from tests.support.archives import file, folder
+from tests.support.bases import built
 from tests.support.playing import played, report
 from tests.support.programs import programs
 
@@ -58,8 +58,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     members = [*programs(*names), file("etc/passwd", b"dev:x:1000:100::/home/dev:/bin/sh\n")]
     members += [folder("srv"), folder("srv/work", uid=1000, gid=100)]
     for tag, workdir in (("user", "/srv/work"), ("judge", "/")):
-        saved = docker_save(place / f"{tag}.tar", [members], [f"{tag}:1"], User="dev", WorkingDir=workdir)
-        imported.take(place / "cache", saved, tag)
+        built(place / "cache", place / tag, tag, f"{tag}:1", members, "USER dev", f"WORKDIR {workdir}")
     return place / "cache"
 
 
@@ -79,7 +78,7 @@ def write(place: Path, test: str, top: str = "", verifier: str = "") -> None:
         (place / path).chmod(0o755)
 
 
-async def test_a_verifier_works_beside_any_user(host: Host, tmp_path: Path) -> None:
+async def test_a_verifier_works_beside_any_user(host: Host, images: Path, tmp_path: Path) -> None:
     write(tmp_path / "tasks" / "shared", TEST.format(""))
     artifacts = 'artifacts = ["/srv/work/answer.txt", "/srv/work/where.txt"]'
     own = '[verifier.environment]\ndocker_image = "judge:1"\n'
@@ -92,13 +91,13 @@ async def test_a_verifier_works_beside_any_user(host: Host, tmp_path: Path) -> N
     )
     toml = copied / "task.toml"
     toml.write_text(toml.read_text().replace('docker_image = "user:1"\n', ""))
-    dockerfile = "FROM user:1\nWORKDIR /srv/work\nCOPY . ./\n"
+    dockerfile = "FROM user:1\nWORKDIR /srv/work\nCOPY . ./\nRUN test -x latest\n"
     rows.write(
         copied, {"environment/Dockerfile": dockerfile, "environment/tool": "#!/bin/sh\n", "environment/plain": "x"}
     )
     (copied / "environment/tool").chmod(0o755)
     (copied / "environment/latest").symlink_to("tool")
-    options = ImportOptions(suite="s", source=tmp_path / "tasks")
+    options = ImportOptions(suite="s", source=tmp_path / "tasks", environment=Environment(cache_dir=str(images)))
     told = await asyncio.to_thread(import_suite, "s", tmp_path / "s", "harbor", harbor.read(options))
     assert not told.refused
     suite = FolderSuite("s", tmp_path / "s")

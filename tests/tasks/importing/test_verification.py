@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from headrace.messages.tasks import Artifact, Oracle, SandboxLimits, Task, Verifier
-from headrace.tasks.importing import dockerfiles
-from headrace.tasks.importing.base import ImportRefused
 from headrace.vmhost.guest.globs import allowed
 from tests.support import rows
 from tests.tasks.importing.test_stepwise import made, sides
@@ -106,29 +104,6 @@ def test_a_verifier_gets_an_image_that_is_named(tmp_path: Path) -> None:
     assert task.image == "app:1" and task.allowed == ("/logs/artifacts", "/logs/artifacts/**", "out", "out/**")
 
 
-@pytest.mark.parametrize("named", ["", "[verifier.environment]\ncpus = 1\n"])
-def test_a_dockerfile_of_the_tests_without_commands_makes_an_image(tmp_path: Path, named: str) -> None:
-    docker = "FROM judge:2\nENV MODE=strict PATH=/opt/bin:$PATH\nWORKDIR /judge\nCOPY . /tests/\nCOPY data/ ./data\n"
-    files = {"tests/Dockerfile": docker, "tests/data/want.txt": "42"}
-    folder(tmp_path / "tasks" / "t", verifier=named, **files)
-    if not named:  # without an image of the agent's that Harbor would take
-        toml = tmp_path / "tasks" / "t" / "task.toml"
-        toml.write_text(toml.read_text().replace('docker_image = "app:1"\n', ""))
-        rows.write(tmp_path / "tasks" / "t", {"environment/Dockerfile": "FROM app:1\n"})
-    _, oracle = sides(tmp_path)
-    assert verifier_of(oracle).image == "judge:2"
-    assert sorted(oracle.hidden) == [
-        ".headrace/prepare.sh",
-        ".headrace/root/judge/data/want.txt",
-        ".headrace/root/tests/data/want.txt",
-        ".headrace/root/tests/test.sh",
-        ".headrace/verify.sh",
-    ]
-    script = oracle.hidden[".headrace/verify.sh"].decode()
-    assert 'export MODE="strict"\nexport PATH="/opt/bin:$PATH"\n' in script
-    assert ("cd /judge\n" if named else "cd /app\n") in script, "a copy of the environment has its work folder"
-
-
 REFUSED = [
     ({"artifacts": '["/tmp/x"]'}, "the artifact /tmp/x lies in /tmp, whose changes no diff of an image holds"),
     ({"artifacts": '["/app/../etc"]'}, "the artifact /app/../etc: expected a path below the root without .."),
@@ -142,14 +117,6 @@ REFUSED = [
         "verifier.environment.env.KEY is filled in from the host's environment",
     ),
     (
-        {"verifier": "[verifier.environment]", "tests/Dockerfile": "FROM x\nRUN make\nCOPY . /tests\n"},
-        "tests/Dockerfile has RUN, which needs a build: build it",
-    ),
-    (
-        {"verifier": "[verifier.environment]", "tests/Dockerfile": "FROM x\nCOPY test.sh /judge/\n"},
-        "tests/Dockerfile copies no /tests/test.sh",
-    ),
-    (
         {"verifier": "[verifier.environment]\ndocker_image = 'x'", "tests/docker-compose.yaml": "services: {}"},
         "tests/docker-compose.yaml: a verifier here has one machine",
     ),
@@ -161,35 +128,3 @@ def test_a_verifier_that_has_no_form_here_is_named(tmp_path: Path, settings: dic
     folder(tmp_path / "tasks" / "t", **settings)
     (refusal,) = made(tmp_path).refused
     assert refusal.reason.startswith(reason), refusal.reason
-
-
-COPIES = [
-    ("COPY a.txt /x", {"/x": b"a"}),
-    ("COPY a.txt /x/", {"/x/a.txt": b"a"}),
-    ("COPY a.txt sub/b.txt /x", {"/x/a.txt": b"a", "/x/b.txt": b"b"}),
-    ('COPY ["a.txt", "/x y"]', {"/x y": b"a"}),
-    ("COPY --chown=1:1 sub /x", {"/x/b.txt": b"b"}),
-    ("WORKDIR /w\nCOPY a.txt .\nWORKDIR in\nADD *.txt ./", {"/w/a.txt": b"a", "/w/in/a.txt": b"a"}),
-    ("COPY a.txt \\\n  /x", {"/x": b"a"}),
-    ("# COPY a.txt /x\nLABEL a=b", {}),
-    ("COPY a.txt /w/one\nCOPY sub/b.txt /w", {"/w/one": b"a", "/w/b.txt": b"b"}),
-]
-
-
-@pytest.mark.parametrize(("text", "files"), COPIES)
-def test_copies_land_where_docker_puts_them(tmp_path: Path, text: str, files: dict[str, bytes]) -> None:
-    rows.write(tmp_path, {"a.txt": "a", "sub/b.txt": "b", "Dockerfile": text})
-    assert dockerfiles.placed(tmp_path, "Dockerfile", f"FROM x\n{text}").tree.files == files
-
-
-def test_a_dockerfile_of_several_stages_or_of_foreign_files_is_refused(tmp_path: Path) -> None:
-    for text, reason in (
-        ("FROM a AS b\nFROM c", "D has 2 stages, expected one FROM with an image"),
-        ("FROM a\nCOPY ../x /x", "D copies ../x, expected a path below the folder"),
-        ("FROM a\nCOPY missing /x", "D copies missing, and the folder .* has no such file"),
-        ("FROM a\nCOPY", "D copies '', expected sources and a target"),
-        ("FROM a\nCOPY --from=uv:1 /uv /bin/", "D copies from another image, which needs a build"),
-        ("FROM a\nADD data.tar.gz /data", "D unpacks data.tar.gz, which needs a build"),
-    ):
-        with pytest.raises(ImportRefused, match=reason):
-            dockerfiles.placed(tmp_path, "D", text)

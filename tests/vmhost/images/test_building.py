@@ -12,11 +12,11 @@ from headrace.config import Environment
 from headrace.messages.sandbox import Exec
 from headrace.vmhost.backends.container.backend import unavailable
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.images import building, packages
+from headrace.vmhost.images import building
 from headrace.vmhost.images.imported import Request
 from headrace.vmhost.node.host import Host
-from headrace.vmhost.qemu import probe
 from headrace.vmhost.templates import cache_gc
+from tests.support.bases import busybox
 from tests.support.hosts import CACHE, ask
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -31,13 +31,8 @@ RUN echo "$GREETING $WHO" > made
 
 def context(place: Path, dockerfile: str = DOCKERFILE) -> Path:
     folder = place / "built-app"
-    programs = folder / "root" / "bin"
-    programs.mkdir(parents=True)
+    busybox(folder / "root")
     (folder / "Dockerfile").write_text(dockerfile)
-    (programs / "busybox").write_bytes(probe._busybox(packages.folder(Path(CACHE))))
-    (programs / "busybox").chmod(0o755)
-    for name in ("sh", "cat", "echo", "sleep"):
-        (programs / name).symlink_to("busybox")
     return folder
 
 
@@ -53,8 +48,11 @@ def test_what_is_missing_is_said(
     dockerfile.write_text("FROM scratch\n")
     assert build(str(tmp_path)) == build(str(dockerfile)) == 3
     assert "buildah is not installed: apt-get install buildah" in capsys.readouterr().err
-    (tmp_path / "buildah").write_text("")
-    (tmp_path / "buildah").chmod(0o755)
+    for program, missing in (("buildah", "crun"), ("crun", "")):
+        (tmp_path / program).write_text("")
+        (tmp_path / program).chmod(0o755)
+        if missing:
+            assert build(str(tmp_path)) == 3 and f"apt-get install {missing}" in capsys.readouterr().err
     dockerfile.unlink()
     with pytest.raises(VmhostError, match="has no Dockerfile and no Containerfile: name the file by --file"):
         building.build(Path(CACHE), tmp_path, Request(name="a"), building.BuildOptions(), print)
