@@ -71,6 +71,7 @@ FIGURES: dict[tuple[str, str], Figure] = {
         "headrace_unattributed_turns", "Those whose earlier turns belong to no open session."
     ),
     ("judge", "scored"): _count("headrace_scored_trajectories", "Trajectories that got a score."),
+    ("judge", "reused"): _count("headrace_repeated_verdicts", "Those that repeat the verdict of an equal attempt."),
     ("judge", "passed"): _count("headrace_passed_trajectories", "Trajectories whose hidden tests passed."),
     ("judge", "sandboxes"): Figure("headrace_judge_sandboxes", "Sandboxes that the judge holds."),
     ("rollout", "episodes"): _count("headrace_finished_episodes", "Episodes that a rollout actor finished."),

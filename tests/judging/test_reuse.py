@@ -217,4 +217,4 @@ def test_only_a_judge_signs_scores_of_training() -> None:
     signs = {
         group: writers(SCORE.at(run="r1", judge=rules.VERSION, group=group), "score") for group in ("g1", "user.g1")
     }
-    assert signs == {"g1": {"judge"}, "user.g1": {"judge", "feedback"}}
+    assert signs == {"g1": frozenset(["judge"]), "user.g1": frozenset(["judge", "feedback"])}

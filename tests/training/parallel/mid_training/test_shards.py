@@ -53,7 +53,12 @@ def test_the_parent_takes_less_of_a_small_policy_because_it_makes_the_texts() ->
     net = model()
     with Shards(net, 2) as shards:
         frames: list[bytes] = []
-        shards._helpers[0].send = lambda frame: bool(frames.append(frame)) or False  # type: ignore[method-assign]
+
+        def send(frame: bytes) -> bool:
+            frames.append(frame)
+            return False
+
+        shards._helpers[0].send = send  # type: ignore[method-assign]
         shards.backward(TEXTS)
     sent = msgspec.msgpack.decode(frames[0], type=Share)
     assert sent == shares(TEXTS, 2, first_share(net.config))[1] != shares(TEXTS, 2)[1]
