@@ -46,7 +46,7 @@ RAISED = 4
 """Exit code of a rank in which a step raised."""
 DUMP = signal.SIGUSR1
 """The signal at which a rank writes the stacks of all its threads to its log."""
-DUMP_S = 1.0
+DUMP_S = 2.0
 """Seconds for ranks to write their stacks to their logs."""
 
 
