@@ -66,6 +66,8 @@ class Agent(LocalElasticAgent):
         """failed: gets the first loss of each life of the ranks."""
         self.meeting, self._failed = meeting, failed
         self._stops = [Stops() for _ in range(count)]
+        self._stopped = 0
+        """The process that was killed because it was stopped for long."""
         self._killing = threading.Event()
         places = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -95,21 +97,21 @@ class Agent(LocalElasticAgent):
         self._killing.set()
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
-        stopped = 0
         for pid, stop in zip(self.pids, self._stops, strict=True):
             if stop.seconds(pid, POLL_S) >= STOPPED_S:
-                os.kill(stopped := pid, signal.SIGKILL)
+                self._stopped = pid
+                os.kill(pid, signal.SIGKILL)
         if self._killing.is_set():
             self._shutdown(signal.SIGKILL)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
             number, failure = next(iter(result.failures.items()))  # the first one; the agent has ended the others
-            self._failed(self._loss(number + 1, failure, stopped))
+            self._failed(self._loss(number + 1, failure))
         return result
 
-    def _loss(self, rank: int, failure: ProcessFailure, stopped: int) -> Loss:
-        if failure.pid == stopped:
-            return Loss(f"rank {rank}: {stopped_too_long(stopped)}", f"rank {rank} was stopped by a signal")
+    def _loss(self, rank: int, failure: ProcessFailure) -> Loss:
+        if failure.pid == self._stopped:
+            return Loss(f"rank {rank}: {stopped_too_long(failure.pid)}", f"rank {rank} was stopped by a signal")
         code, key = failure.exitcode, f"why/{rank}"
         words = self.meeting.group.get(key).decode() if self.meeting.group.check([key]) else ""
         if code == RAISED:
