@@ -295,9 +295,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Peak of one device, or of one CPU rank, in 10^12 operations a second, for MFU and HFU; 0 takes the data sheet's
     for bfloat16 on boards of A100, H100, GH200, H200, B200 and GB200, and leaves MFU and HFU unknown elsewhere."""
     stall_s: Duration = 1800.0
-    """With several ranks: seconds without progress (an exchange between ranks that ends, a forward pass that begins, a
-    block that is read or written) within a step, an update of mid-training, a checkpoint, a publication or the opening
-    of the ranks, after which the group ends and starts again from the checkpoint and the manifests."""
+    """With several ranks: seconds for which a rank may wait for the others in an exchange (a collective of torch),
+    after which the group ends and starts again from the checkpoint and the manifests."""
     frozen: tuple[Word, ...] = ()
     """Parameters that training does not change, by patterns over headrace's names: embedding, layers.0.*, norm.
     Layers below the first trained one need no backward pass, and no delta contains a frozen parameter."""

@@ -1,7 +1,7 @@
 """Bytes of torch's CPU allocator in a trainer's steps, phase by phase; and batches of long records.
 
-Run as a program it is a rank of a trainer's group: `python -m tests.support.live_memory`, with torchrun's environment
-variables and a `Hello` as its first line of input. It prints its phases as JSON.
+Run as a program it is a rank of a trainer's group: `python -m tests.support.live_memory`, with the port of the
+group's store and a `Hello` as its first line of input. It prints its phases as JSON.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from headrace.config import Config
@@ -28,10 +29,11 @@ from headrace.messages.training import BatchGroup, StepManifest
 from headrace.policy.layout import hugging_face
 from headrace.training.memory_plan import MemoryPlan
 from headrace.training.parallel import group
-from headrace.training.parallel.nodes.local import Hello
+from headrace.training.parallel.nodes.ranks import Hello
 from headrace.training.parallel.opening import joined
 from headrace.training.trainer import PolicyTrainer
 from tests.support import world
+from tests.support.rank_processes import keys
 
 MARK = "phase: "
 PHASES = ("rescore", "backward", "update")
@@ -181,7 +183,7 @@ def steps(trainer: PolicyTrainer, count: int, length: int) -> None:
         assert not outcome.failed, f"{outcome.failed} {outcome.detail}"
 
 
-def rank(hello: Hello, number: int, store: Any = None, work: Callable[[Any], None] | None = None) -> Watch:
+def rank(hello: Hello, number: int, store: PrefixStore, work: Callable[[Any], None] | None = None) -> Watch:
     """Be a rank until the first process sends `stop`, or do the first one's `work`."""
     with watched() as watch:
         trainer = joined(hello.config, Path(hello.folder), number, store)
@@ -208,7 +210,7 @@ def rank(hello: Hello, number: int, store: Any = None, work: Callable[[Any], Non
 def main() -> None:
     """A rank other than the first."""
     hello = msgspec.json.decode(sys.stdin.buffer.readline(), type=Hello)
-    watch = rank(hello, int(os.environ["RANK"]))
+    watch = rank(hello, 1, keys(int(sys.argv[1])))
     print(json.dumps(watch.peaks), flush=True)
     group.leave()
     os._exit(0)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from headrace.config import Config
+from headrace.training.parallel.nodes.meeting import opened
 from tests.support.paths import ROOT
 
 
@@ -34,13 +36,17 @@ def group_of(module: str, config: Config, folder: Path, more: str = "") -> list[
     return [json.loads(each.splitlines()[-1]) for each in told]
 
 
-def joining(arguments: str) -> tuple[int, Config, Path, str]:
-    """In a process of `group_of`: number, configuration, folder and `more`; torchrun's environment is set."""
+def joining(arguments: str) -> tuple[int, Config, Path, str, PrefixStore]:
+    """In a process of `group_of`: number, configuration, folder, `more`, and the group's keys."""
     number, port, encoded, folder, more = json.loads(arguments)
-    config = msgspec.json.decode(encoded, type=Config)
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(config.trainer.ranks), "LOCAL_RANK": str(number)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return number, config, Path(folder), more
+    return number, msgspec.json.decode(encoded, type=Config), Path(folder), more, keys(port, first=number == 0)
+
+
+def keys(port: int, *, first: bool = False) -> PrefixStore:
+    """The keys of a group whose store is at a port of loopback. first: open it."""
+    if first:
+        return PrefixStore("group", opened("127.0.0.1", port))
+    return PrefixStore("group", TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
 
 
 def ranks_of(starter: int = 0) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from headrace.config import Config, Limits, Policy
 from headrace.kernels.block_attention import BLOCK
@@ -24,7 +24,8 @@ from headrace.training import memory_plan
 from headrace.training.device import TrainerError, layout_on
 from headrace.training.memory_plan import plan
 from headrace.training.parallel import group
-from headrace.training.parallel.nodes.local import Hello
+from headrace.training.parallel.nodes.meeting import opened
+from headrace.training.parallel.nodes.ranks import Hello
 from headrace.training.parallel.trainer import ShardedTrainer, Stop
 from headrace.training.trainer import PolicyTrainer
 from tests.support import live_memory
@@ -93,21 +94,20 @@ def test_the_plan_of_whole_steps_is_within_five_percent(tmp_path: Path, name: st
     compare(config, watch.peaks, STEPS - 1)
 
 
-def started(hello: Hello) -> tuple[TCPStore, "subprocess.Popen[bytes]"]:
-    """The store of a group of two, and its second process."""
-    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-    places = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+def started(hello: Hello) -> tuple[PrefixStore, "subprocess.Popen[bytes]"]:
+    """The keys of a group of two, and its second process."""
+    store = opened("127.0.0.1", 0)
     other = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.live_memory"],
+        [sys.executable, "-m", "tests.support.live_memory", str(store.port)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, **{key: str(value) for key, value in places.items()}, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert other.stdin is not None
     other.stdin.write(msgspec.json.encode(hello) + b"\n")
     other.stdin.flush()
-    return store, other
+    return PrefixStore("group", store), other
 
 
 def made(config: Config, folder: Path) -> Config:

@@ -116,8 +116,6 @@ class Trainer(Actor):
 
     async def _live(self) -> None:
         trainer = await self._prepare()
-        if self.config.trainer.ranks > 1:
-            self.spawn(other_ranks.watch(self, trainer), "ranks")
         await self._train(trainer)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -134,7 +132,7 @@ class Trainer(Actor):
         self.status = "preparing"
 
         base = await base_policy.fetch(self.bus, self.config, self.run, self.folder)
-        waits = other_ranks.Waits(self, self._end_if_stopped)
+        ranks = other_ranks.Watch(self, self._end_if_stopped, lambda: self._in_thread(lambda: None))
 
         def work() -> PolicyTrainer:
             return opening.prepare(
@@ -144,14 +142,16 @@ class Trainer(Actor):
                 traces=lambda: initial_policy.mid_training(self.config, bundle, self._end_if_stopped),
                 progress=self._on_progress,
                 base=base.file if base is not None else None,
-                waiting=waits,
-                started=waits.started,
+                waiting=ranks.waiting,
+                started=ranks.started,
             )
 
         try:
             bundle = await self._in_thread(lambda: initial_policy.bundle(self.config, self.folder))
             await renderer_bundles.publish(self.bus, self.run, bundle)
-            self.trainer = trainer = await waits.opened(self._in_thread(work))
+            if self.config.trainer.ranks > 1:
+                self.spawn(ranks.run(), "ranks")
+            self.trainer = ranks.trainer = trainer = await self._in_thread(work)
         except GroupError as error:
             raise error.during("the trainer was not prepared") from error
         except checkpoint.Damaged as error:

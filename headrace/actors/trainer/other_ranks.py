@@ -19,18 +19,21 @@ RETURN_S = 8.0
 EVENT_S = 2.0
 
 
-class Waits:
-    """The opening of a group. Shows the nodes that it waits for: in the actor's status, and once per change as an
-    event."""
+class Watch:
+    """The other processes of one group, from before they start."""
 
-    def __init__(self, actor: Actor, check: Callable[[], None]) -> None:
-        """Make it in the actor's event loop. check: raises when the actor stops."""
-        self._actor, self._check, self._text = actor, check, ""
+    def __init__(self, actor: Actor, check: Callable[[], None], idle: Callable[[], Awaitable[None]]) -> None:
+        """Make it in the actor's event loop. check: raises when the actor stops. idle: returns when the trainer's
+        thread has nothing to do."""
+        self._actor, self._check, self._idle, self._text = actor, check, idle, ""
         self._loop = asyncio.get_running_loop()
         self._others: Others | None = None
+        self.trainer: PolicyTrainer | None = None
+        """As soon as it is open."""
 
-    def __call__(self, text: str) -> None:
-        """From the worker thread, often: text is empty when no node is missing. Raises as `check`."""
+    def waiting(self, text: str) -> None:
+        """From the worker thread, often: text is empty when no node is missing. Shows it in the actor's status, and
+        once per change as an event. Raises as `check`."""
         self._check()
         if text == self._text:
             return
@@ -43,35 +46,20 @@ class Waits:
         """From the worker thread: the other processes run."""
         self._others = others
 
-    async def opened(self, work: Awaitable[PolicyTrainer]) -> PolicyTrainer:
-        """The result of `work`, which opens the group in the worker thread. This process ends when the other ones have
-        ended and the thread does not return."""
-        opening, looks = asyncio.ensure_future(work), 0
-        try:
-            while not (await asyncio.wait({opening}, timeout=LOOK_S))[0]:
-                others = self._others
-                looks = looks + 1 if others is not None and others.why and others.busy else 0
-                if others is not None and looks * LOOK_S >= BLOCKED_S:
-                    await leave(self._actor, others.why)
-            return opening.result()
-        finally:
-            opening.cancel()  # of an actor that stops, nobody asks for the thread's result
-
-
-async def watch(actor: Actor, trainer: PolicyTrainer) -> None:
-    """Raise GroupError when a rank has ended between two steps; the actor's successor starts all ranks again. In a
-    step the step itself raises; when it does not, this process ends."""
-    looks = 0
-    while True:
-        await asyncio.sleep(LOOK_S)
-        others = trainer.others
-        if others is None or not others.why:
-            continue
-        if not others.busy:
-            raise GroupError(others.why, "")
-        looks += 1
-        if looks * LOOK_S >= BLOCKED_S:
-            await leave(actor, others.why)
+    async def run(self) -> None:
+        """Raise GroupError when a rank has ended between two steps; the actor's successor starts all ranks again. In a
+        step, and while the group is opened, the thread itself raises; when it does not, this process ends."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if (others := self._others) is None or not others.why:
+                continue
+            try:
+                async with asyncio.timeout(BLOCKED_S):
+                    await self._idle()
+            except TimeoutError:
+                await leave(self._actor, others.why)
+            if self.trainer is not None and self.trainer.others is not None:
+                raise GroupError(others.why, "")
 
 
 async def close(actor: Actor, trainer: PolicyTrainer, closed: Awaitable[None]) -> None:

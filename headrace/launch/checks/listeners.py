@@ -79,18 +79,11 @@ LISTENERS = (
         demo=True,
     ),
     Listener(
-        "rendezvous of a trainer's nodes",
-        "`[trainer] rendezvous`",
-        "node 0 of a trainer, if `[trainer] nodes` is above 1",
-        "nothing: name an address of a private network",
-        "join the group as a node, and get the configuration",
-    ),
-    Listener(
         "torch's store",
-        "127.0.0.1, a free port; with several nodes the host of `[trainer] rendezvous`",
+        "127.0.0.1, a free port; with several nodes `[trainer] rendezvous`",
         "the first rank, if `[trainer] ranks` is above 1",
-        "nothing",
-        "read and write the group's places, and so disturb the group",
+        "nothing: name an address of a private network",
+        "join the group as a node, get the configuration, and disturb the group",
     ),
     Listener(
         "gloo and NCCL",

@@ -27,8 +27,6 @@ class Clock:
         self._since = self._began = now()
         self.seconds: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
         """Since the last `lap`, without the phase that has not ended."""
-        self.mark: Callable[[], None] = lambda: None
-        """Called at the end of every collective."""
 
     def _enter(self, cause: Cause) -> None:
         now = self._now()
@@ -50,7 +48,6 @@ class Clock:
         """Time of a collective: communication while a step is computed, else the outer phase's."""
         with self.spent("communication" if self._cause in ("busy", "rescore") else self._cause):
             yield
-        self.mark()
 
     def waited(self, seconds: float) -> None:
         """Of the time of communication, this much was a wait for slower processes."""

@@ -32,8 +32,7 @@ from headrace.training.parallel.nodes.values import Described
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=30)
-"""Time limit of a collective: a process may wait for the next order for as long as a batch takes. A dead process is
-noticed at once."""
+"""Time limit of the wait for the next order, which may take as long as a batch. A dead process is noticed at once."""
 JOIN = timedelta(seconds=60)
 """Time limit of each wait of the rendezvous, which does not notice a dead process; gloo repeats the last wait five
 times. All processes have started when it begins."""
@@ -83,9 +82,6 @@ class PeerGroup:
     """Processes with a connection of their own, over gloo: an `interface.Peers`. A thread that does not train needs
     such a connection, because collectives of two threads over one connection would meet each other."""
 
-    mark: Callable[[], None] = staticmethod(lambda: None)
-    """Called when something has moved; `ProcessGroup.watched` replaces it."""
-
     def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
         """Call it in every process after `join`. rank, size: in the whole group. nodes: 1, or the number of parts of
         the group, of which this process connects to its own."""
@@ -100,9 +96,7 @@ class PeerGroup:
 
     def gathered(self, value: T, kind: type[T]) -> list[T]:
         """As `Peers`."""
-        out = _all(value, kind, self.size, self.group)
-        self.mark()
-        return out
+        return _all(value, kind, self.size, self.group)
 
     def shared(self, data: bytes | None = None) -> bytes:
         """The bytes of the first process, which passes them; the others wait for them. RuntimeError when a process has
@@ -120,10 +114,17 @@ class PeerGroup:
 class ProcessGroup:
     """The processes of one trainer: an `interface.DataParallel`."""
 
-    def __init__(self, device: torch.device, expert_ranks: int = 1, context_ranks: int = 1, nodes: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        expert_ranks: int = 1,
+        context_ranks: int = 1,
+        nodes: int = 1,
+        limit: timedelta = PATIENCE,
+    ) -> None:
         """Call it in every process after `join`. expert_ranks: processes that share one copy of the experts;
         context_ranks: processes that share the tokens of a micro-batch; nodes: machines, each with a copy of the
-        state in its processes."""
+        state in its processes. limit: time limit of a collective, other than the wait for an order."""
         self.device, self.expert_ranks, self.context_ranks, self.nodes = device, expert_ranks, context_ranks, nodes
         self.clock = Clock()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -143,6 +144,7 @@ class ProcessGroup:
         self.aside, self.ahead = PeerGroup(self.rank, self.size, nodes), PeerGroup(self.rank, self.size)
         """Connections of the thread that copies versions, to the processes of the node, and of the thread that sends
         or receives records, to all."""
+        self.orders = PeerGroup(self.rank, self.size)
         whole = init_device_mesh(device.type, (nodes, self.per_node), mesh_dim_names=("nodes", "shard"))
         self.mesh: DeviceMesh = whole if nodes > 1 else whole["shard"]
         """Of FSDP2: with several nodes shards are copied along the first dimension (HSDP)."""
@@ -157,10 +159,11 @@ class ProcessGroup:
             rows = (self.size // context_ranks, context_ranks)
             mesh = init_device_mesh(device.type, rows, mesh_dim_names=("micro_batches", "context"))
             self.context = ContextParallel(mesh.get_group("context"), self.clock)
-        groups = [None, self.node.group, self.aside.group, self.ahead.group]
-        groups += [*whole.get_all_groups(), *self.grid.get_all_groups()]
+        groups = [None, self.node.group, self.aside.group, *whole.get_all_groups(), *self.grid.get_all_groups()]
         for member in groups + (mesh.get_all_groups() if context_ranks > 1 else []):
-            _set_pg_timeout(PATIENCE, member)
+            _set_pg_timeout(limit, member)
+        for waiting in (self.ahead, self.orders):
+            _set_pg_timeout(PATIENCE, waiting.group)
 
     @property
     def layout(self) -> RankLayout:
@@ -178,11 +181,6 @@ class ProcessGroup:
             torch=str(torch.__version__),
             **told,
         )
-
-    def watched(self, mark: Callable[[], None]) -> None:
-        """In the first process: call `mark` whenever something has moved."""
-        for part in (self.clock, self.node, self.aside):
-            part.mark = mark
 
     def agree(self, digest: str, what: str) -> str:
         """The hash of `what` of this node's copy. All processes must call this. GroupError when nodes have different
@@ -214,7 +212,6 @@ class ProcessGroup:
             raw = whole.cpu().contiguous().reshape(-1).view(torch.uint8)
             if len(raw):
                 dist.broadcast(raw, group=self.copies, group_src=0)
-                self.node.mark()
             tensors.setdefault(name, whole)
         return value, tensors
 
@@ -248,29 +245,25 @@ class ProcessGroup:
     def tell(self, order: msgspec.Struct) -> None:
         """From the first process: send an order to the others."""
         with self.clock.transfer():
-            _broadcast(values.encode(order))
+            _broadcast(values.encode(order), self.orders.group)
 
     def hear(self, kind: Any) -> Any:
         """In every other process: wait for an order, of a union of these types. GroupError for other bytes."""
-        return values.decode(_broadcast(None), kind)
+        return values.decode(_broadcast(None, self.orders.group), kind)
 
 
-def join(device: torch.device, rank: int, size: int, store: Any = None) -> None:
-    """Join the group; returns when all `size` processes have joined. store: in the first process, its own store; the
-    others pass None and use torchrun's environment variables. RuntimeError when one does not come within `JOIN`;
-    GroupError when this process is in a group already."""
+def join(device: torch.device, rank: int, size: int, store: PrefixStore) -> None:
+    """Join the group; returns when all `size` processes have joined. store: the group's keys in a TCPStore, whose
+    interface its connections use. RuntimeError when one does not come within `JOIN`; GroupError when this process is in
+    a group already."""
     if dist.is_initialized():
         raise GroupError(
             "this process is in a trainer's group already; expected at most one trainer with ranks per process"
         )
     backend = "cpu:gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    interfaces.pin(os.environ["MASTER_ADDR"] if store is None else store.host)
+    interfaces.pin(store.underlying_store.host)  # type: ignore[attr-defined]
     try:
-        if store is None:
-            dist.init_process_group(backend, timeout=JOIN)
-        else:
-            shared = PrefixStore("default_pg", store)
-            dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=JOIN)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=JOIN)
     except Exception:
         # Torch names groups by a number, which it sets back only with a group that it destroys. All processes need one
         # number: without this, one whose join failed would never meet new processes.
@@ -291,6 +284,11 @@ def broken(error: BaseException) -> bool:
             return True
         at = at.__cause__ or at.__context__
     return False
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether a collective waited for longer than its limit."""
+    return any(word in str(error).lower() for word in ("timed out", "timeout"))
 
 
 def abort() -> None:

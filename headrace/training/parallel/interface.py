@@ -64,10 +64,6 @@ class Others(Protocol):
     def why(self) -> str:
         """A text about the first process that ended, and its exit; empty while all run."""
 
-    @property
-    def busy(self) -> bool:
-        """Whether the thread that trains waits for them, or may."""
-
     def fail(self, loss: Loss) -> None:
         """End the group for this reason, unless it has one already: a thread that waits for it raises."""
 

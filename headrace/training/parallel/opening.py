@@ -1,11 +1,13 @@
 """Opens a trainer on several processes: in the first one, and in each of the others."""
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from headrace.config import Config
 from headrace.policy.config import CheckpointError, PolicyConfig
@@ -24,7 +26,6 @@ from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.interface import GivenUp, Others
 from headrace.training.parallel.mid_training import ranks as mid_training
 from headrace.training.parallel.nodes import ranks
-from headrace.training.parallel.nodes.silence import Silence
 from headrace.training.parallel.state import ShardedState
 from headrace.training.parallel.trainer import ShardedTrainer
 from headrace.training.schedule import optimizer_settings
@@ -44,15 +45,13 @@ def joined(
     config: Config,
     folder: Path,
     rank: int,
-    store: Any = None,
+    store: PrefixStore,
     begin: Beginning | None = None,
     learn: Callable[[ShardedTrainer, Path | None], None] = mid_training.follow,
-    silence: Silence | None = None,
 ) -> ShardedTrainer:
     """Join the group of a run's trainer and take this process's rows of the checkpoint. All processes call it; folder:
     of node 0, which alone reads it. In the first process, begin: how version 0 is made where there is no checkpoint
-    yet; learn: mid-trains from a source, as `mid_training.lead`; silence: gets its progress. Raises as `learn`,
-    TrainerError, CheckpointError."""
+    yet; learn: mid-trains from a source, as `mid_training.lead`. Raises as `learn`, TrainerError, CheckpointError."""
     without_policy()
     torch.set_num_threads(config.trainer.threads)
     section = config.trainer
@@ -63,9 +62,8 @@ def joined(
     phases = [config, *([_learning(config)] if begin is not None and begin.learns else [])] if rank == 0 else []
     plans = [planned(phase, policy, device) for phase in phases]
     group.join(device, rank, section.ranks, store)
-    world = ProcessGroup(device, section.expert_ranks, section.context_ranks, section.nodes)
-    if silence is not None:
-        world.watched(silence.mark)
+    limit = timedelta(seconds=section.stall_s)
+    world = ProcessGroup(device, section.expert_ranks, section.context_ranks, section.nodes, limit)
     numerics = probe(policy, exact=config.engine.exact, device=device)
     marks = world.gathered(numerics.fingerprint, str)
     if len(set(marks)) > 1:
@@ -176,13 +174,11 @@ def open_ranks(
     started(others)
 
     def learn(trainer: ShardedTrainer, source: Path | None) -> None:
-        with others.silence.apart():
-            mid_training.lead(trainer, source, traces(), progress, others.silence.order)
+        mid_training.lead(trainer, source, traces(), progress)
 
     try:
         others.wait(waiting)
-        with others.silence.order("the opening of its ranks"):
-            trainer = joined(config, folder, 0, others.store, begin, learn, others.silence)
+        trainer = joined(config, folder, 0, others.store, begin, learn)
     except (TrainerError, CheckpointError, checkpoint.UnusableCheckpoint, MidTrainingFailed, DataError, RendererError):
         others.end()
         raise
@@ -190,7 +186,7 @@ def open_ranks(
         others.end()
         raise
     except Exception as error:
-        explained = others.explained(error)
+        explained = others.explained(error, "the opening of its ranks")
         others.end()
         raise explained from error
     (folder / FILE).unlink(missing_ok=True)

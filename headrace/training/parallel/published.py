@@ -5,7 +5,7 @@ parameter, so its part of a tensor is their intersection: nothing has to be gath
 Experts in eight bits are two tensors, elements and scales; a process holds whole experts or whole rows of blocks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -92,12 +92,11 @@ def runs(config: PolicyConfig, sharded: ShardedModel, reads: Mapping[str, Reader
 
 
 @torch.no_grad()
-def fill(config: PolicyConfig, sharded: ShardedModel, pieces: Pieces, mark: Callable[[], None]) -> None:
-    """Set this process's rows to those of a checkpoint, one part after the other, rounded to the policy's dtype. mark:
-    called at each part. CheckpointError."""
+def fill(config: PolicyConfig, sharded: ShardedModel, pieces: Pieces) -> None:
+    """Set this process's rows to those of a checkpoint, one part after the other, rounded to the policy's dtype.
+    CheckpointError."""
     whole = places(config, sharded.shapes)
     for part in parts(config, sharded):
-        mark()
         row = torch.Size(whole[part.name].shape[1:]).numel()
         value = pieces.rows(part.name, part.start // row, part.items // row)
         if not part.parameter.endswith(".correction"):
@@ -129,7 +128,7 @@ def read(config: PolicyConfig, sharded: ShardedModel, world: ProcessGroup, sourc
     if world.copy == 0:
         whole = places(config, sharded.shapes)
         pieces = Pieces(config, source, {name: place.shape for name, place in whole.items()})
-        fill(config, sharded, pieces, world.node.mark)
+        fill(config, sharded, pieces)
         count = pieces.read_bytes
     for name, tensor in sharded.local.items():  # one after the other, so that no node has a second copy
         count, values = world.copied(partial(_told, count, name, tensor), int)

@@ -52,7 +52,6 @@ def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: PeerGrou
         holders = [(rank, *part[info.name]) for rank, part in enumerate(spans) if info.name in part]
         run = mine.get(info.name)
         for start, count in state.blocks(info):
-            world.mark()
             pieces = [
                 (rank, max(start, at), min(start + count, at + held))
                 for rank, at, held in holders
@@ -131,7 +130,6 @@ def file_hashes(file: snapshot.Snapshot, world: PeerGroup) -> bytes:
         array = file.array(info)
         for start, count in state.blocks(info):
             if number % world.size == world.rank:
-                world.mark()
                 digests[number] = state.block_hash(array[start : start + count])
             number += 1
     every = {block: digest for told in world.gathered(digests, dict[int, bytes]) for block, digest in told.items()}
@@ -159,7 +157,7 @@ def write(
             with snapshot.Rows(Path(told[0]), described, about) as file:
                 index = {info.name: number for number, info in enumerate(described)}
                 for run in runs:
-                    _copy(file, index[run.name], run, world)
+                    _copy(file, index[run.name], run)
                 os.fsync(file.fileno())
         except OSError as refused:
             error = str(refused)
@@ -171,9 +169,8 @@ def write(
         raise OSError(errors[0])
 
 
-def _copy(file: snapshot.Rows, tensor: int, run: Run, world: PeerGroup) -> None:
+def _copy(file: snapshot.Rows, tensor: int, run: Run) -> None:
     for start in range(0, run.items, BLOCK):
-        world.mark()
         count = min(BLOCK, run.items - start)
         file.write(tensor, run.start + start, run.read(start, count))
 
@@ -187,17 +184,13 @@ class Source:
         mapped = checkpoint.opened(file)
         self.about = mapped.metadata
         checkpoint.check(file, self.about, state.root(mapped.tensors, file_hashes(mapped, node)))
-        self._tensors, self._cut, self._node = tensor_state.read(file), cut, node
+        self._tensors, self._cut = tensor_state.read(file), cut
 
     def rows(self, kind: str) -> dict[str, Tensor]:
         """The rows of `state` or of the `guard`. KeyError, ValueError for another model."""
         heads = ("guard.",) if kind == "guard" else ("master.", "frozen.", *(f"{each}." for each in adamw.KINDS))
         wanted = {name: value for name, value in self._tensors.items() if name.startswith(heads)}
-        out: dict[str, Tensor] = {}
-        for name, value in wanted.items():
-            self._node.mark()
-            out[name.removeprefix("guard.")] = self._cut(name, value)
-        return out
+        return {name.removeprefix("guard."): self._cut(name, value) for name, value in wanted.items()}
 
     def kept(self, version: int) -> dict[str, Tensor]:
         """The whole tensors of a kept version, mapped."""

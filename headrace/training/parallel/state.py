@@ -94,7 +94,6 @@ class ShardedState(TrainerState):
         """The random weights of a new policy with this seed, as they are served: this process's rows of them. It holds
         one whole parameter at a time."""
         for name, whole in initial.values(self.model.config, self.sharded.shapes, seed):
-            self.world.node.mark()
             held = self.sharded.local[name]
             first = self.sharded.first[name]
             if held.numel():

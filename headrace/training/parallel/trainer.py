@@ -14,8 +14,7 @@ and a new trainer continues from the checkpoint. An exception of a step, in whic
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from headrace.messages.training import RankLayout, StepManifest
 from headrace.policy.numerics import Numerics
 from headrace.training import checkpoint
 from headrace.training.device import TrainerError
-from headrace.training.gradient import in_order, nothing
+from headrace.training.gradient import nothing
 from headrace.training.guard import Guard
 from headrace.training.outcome import StepOutcome
 from headrace.training.parallel import published, rows, sharding
@@ -119,13 +118,6 @@ class ShardedTrainer(PolicyTrainer):
         """In the first process: the other ones."""
         self.others, self.resumed = others, resumed
 
-    @contextmanager
-    def _order(self, name: str) -> Iterator[None]:
-        """An order runs in this block: in the first process its progress is watched."""
-        watch = self.others.silence.order if self.others is not None else nullcontext
-        with watch(f"{name} of version {self.state.version}"):
-            yield
-
     def _tell(self, order: Order) -> None:
         """In the first process: send the call to the others. In the others: nothing."""
         if self.world.rank == 0:
@@ -172,29 +164,6 @@ class ShardedTrainer(PolicyTrainer):
         before_forward: Callable[[], None] = nothing,
     ) -> StepOutcome:
         """As `PolicyTrainer.step`. GroupError when the group ended, StepRaised when an exception ended it."""
-        with self._order("step"):
-            return self._take(manifest, trajectories, scores, self._outside(before_update), hashed, before_forward)
-
-    def _outside(self, wait: Callable[[], None]) -> Callable[[], None]:
-        """A wait for something that is no process of the group."""
-        others = self.others
-
-        def waiting() -> None:
-            assert others is not None
-            with others.silence.paused():
-                wait()
-
-        return wait if others is None else waiting
-
-    def _take(
-        self,
-        manifest: StepManifest,
-        trajectories: Mapping[int, Trajectory],
-        scores: Mapping[int, Score],
-        before_update: Callable[[], None],
-        hashed: bool,
-        before_forward: Callable[[], None],
-    ) -> StepOutcome:
         if self.world.rank == 0:
             if manifest.version != self.state.version:
                 raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
@@ -203,8 +172,7 @@ class ShardedTrainer(PolicyTrainer):
             self._tell(Take(self.config, manifest, rest, sent, dict(scores), hashed))
         before = self.clock.seconds["communication"]
         try:
-            begins = in_order(self.clock.mark, before_forward)
-            outcome = super().step(manifest, trajectories, scores, before_update, hashed, begins)
+            outcome = super().step(manifest, trajectories, scores, before_update, hashed, before_forward)
             # The slowest process waits least in its collectives: what others wait longer, they wait for it.
             spent = self.clock.seconds["communication"] - before
             every = self.world.gathered((spent, outcome.peak_bytes), tuple[float, int])
@@ -227,19 +195,13 @@ class ShardedTrainer(PolicyTrainer):
 
     def give_up(self, reason: str, detail: str, *, hashed: bool = True) -> StepOutcome:
         """As `PolicyTrainer.give_up`."""
-        with self._order("refusal"):
-            self._tell(GiveUp(self.config, reason, detail, hashed))
-            return super().give_up(reason, detail, hashed=hashed)
+        self._tell(GiveUp(self.config, reason, detail, hashed))
+        return super().give_up(reason, detail, hashed=hashed)
 
     def publish(self, folder: Path) -> Publication:
         """As `PolicyTrainer.publish`, each process its own rows."""
-        with self._order("publication"):
-            self._tell(Publish(str(folder)))
-            out = super().publish(folder)
-        if self.others is not None:
-            done = self.others.silence.beside(f"publication of version {self.state.version}")
-            out.hashed.add_done_callback(lambda _: done())
-        return out
+        self._tell(Publish(str(folder)))
+        return super().publish(folder)
 
     def explained(self, error: Exception) -> Exception:
         """As `PolicyTrainer.explained`: a broken connection is a GroupError that names the process which has ended."""
@@ -250,9 +212,8 @@ class ShardedTrainer(PolicyTrainer):
 
     def save(self, position: Mapping[str, int | str]) -> None:
         """Replace the checkpoint durably, each process its own rows. OSError as `rows.write`."""
-        with self._order("checkpoint"):
-            self._tell(Save(dict(position)))
-            self._guarded(lambda: self._save(position))
+        self._tell(Save(dict(position)))
+        self._guarded(lambda: self._save(position))
 
     def _save(self, position: Mapping[str, int | str]) -> None:
         shards = self.sharded

@@ -79,11 +79,11 @@ def saved(folder: Path, policy: PolicyConfig) -> int:
 
 def rank(arguments: str) -> None:
     """A rank of a group: join, and print hash, bytes read and peak of live tensor bytes."""
-    number, config, folder, begin = joining(arguments)
+    number, config, folder, begin, store = joining(arguments)
     rows.ROUND_BYTES = 1 << 16  # as small beside this policy as it is beside a large one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         first = opening.Beginning(begin) if number == 0 else None
-        trainer = opening.joined(config, folder, number, None, first)
+        trainer = opening.joined(config, folder, number, store, first)
     assert watched.profiler is not None
     events = watched.profiler.kineto_results.events()
     sizes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
@@ -158,11 +158,9 @@ def test_a_rank_that_hangs_while_it_loads_the_checkpoint_ends_the_group(tmp_path
         folder.symlink_to(tmp_path / "whole")
 
     two = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=2, stall_s=10.0))
-    with pytest.raises(
-        GroupError, match="no rank made progress for 10 s in the opening of its ranks: the logs"
-    ) as told:
+    with pytest.raises(GroupError, match="no exchange of the ranks ended within 10 s: the log has the stacks") as told:
         opening.open_ranks(two, folder, tokenizer_json=TOKENIZER, traces=tuple, waiting=waiting)
-    assert told.value.alike == "no rank made progress for 10 s in the opening of its ranks"
+    assert told.value.alike == "the opening of its ranks: no exchange of the ranks ended within 10 s"
     assert ranks_of() == []
 
 

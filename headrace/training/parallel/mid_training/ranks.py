@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,6 @@ class Part:
         return sum(self._each(cut([texts], self._most), self._loss), 0.0) * texts.divisor
 
     def _loss(self, share: Share) -> Tensor:
-        self._trainer.clock.mark()
         loss = negative_logp(self._state.model, share)
         assert loss is not None, "a micro-batch without a target was not left out"
         return loss
@@ -185,17 +184,14 @@ class Part:
 class Ranks:
     """A `mid_training.Learner`: the first process, which sends each order before it follows it."""
 
-    def __init__(
-        self, trainer: ShardedTrainer, source: Path | None, watch: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
-        """source: as in `Part`. watch: an order of this name runs in its block."""
-        self._trainer, self._watch, self._part = trainer, watch, Part(trainer, source)
+    def __init__(self, trainer: ShardedTrainer, source: Path | None) -> None:
+        """source: as in `Part`."""
+        self._trainer, self._part = trainer, Part(trainer, source)
         self._texts: ThreadPoolExecutor | None = None
 
-    def _watched(self, order: Order) -> Any:
-        with self._watch(f"mid-training, step {self.step}"):
-            self._trainer.world.tell(order)
-            return self._part.take(order)
+    def _all(self, order: Order) -> Any:
+        self._trainer.world.tell(order)
+        return self._part.take(order)
 
     @property
     def step(self) -> int:
@@ -205,14 +201,14 @@ class Ranks:
     def resume(self, file: Path) -> Mapping[str, int | str] | None:
         """As `Learner`; without a file every process makes its rows of the weights to start from."""
         if not file.exists():
-            self._watched(Fresh())
+            self._all(Fresh())
             return None
-        position: Mapping[str, int | str] = self._watched(Load(str(file)))
+        position: Mapping[str, int | str] = self._all(Load(str(file)))
         return position
 
     def save(self, file: Path, position: Mapping[str, int | str]) -> None:
         """As `Learner`, each process its own rows."""
-        self._watched(Save(str(file), dict(position)))
+        self._all(Save(str(file), dict(position)))
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -225,23 +221,22 @@ class Ranks:
         assert self._texts is not None, "call it within `working`"
         made = self._texts.submit(meanwhile)
         count = processes(self._trainer.config.mid_training, self._trainer.world.device)
-        loss, norm = self._watched(Gradient(shares(texts, count, first_share(self._trainer.state.model.config))))
+        loss, norm = self._all(Gradient(shares(texts, count, first_share(self._trainer.state.model.config))))
         made.result()  # not a part of the order: the group does not wait for itself
         return loss, norm
 
     def update(self, rate: float, scale: float) -> None:
         """As `Learner`."""
-        self._watched(Update(rate, scale))
+        self._all(Update(rate, scale))
 
     def loss_sum(self, texts: Sequence[Trace]) -> float:
         """As `Learner`, several texts in one forward pass."""
         (share,) = shares(texts, 1)
-        return float(self._watched(LossSum(share)))
+        return float(self._all(LossSum(share)))
 
     def end(self) -> None:
         """Let every process leave version 0 behind."""
-        self._trainer.world.tell(End())
-        self._part.take(End())
+        self._all(End())
 
 
 def lead(
@@ -249,11 +244,10 @@ def lead(
     source: Path | None,
     traces: Iterable[Trace],
     progress: Callable[[Progress], None],
-    watch: Callable[[str], AbstractContextManager[None]],
 ) -> None:
     """In the first process: mid-train from `source`, as `Part`, or from the checkpoint of an earlier call. Raises as
     `mid_training.learn`, and RuntimeError when another process has ended."""
-    ranks = Ranks(trainer, source, watch)
+    ranks = Ranks(trainer, source)
     learn(ranks, traces, trainer.config.mid_training, progress, file=trainer.folder / FILE)
     ranks.end()
 

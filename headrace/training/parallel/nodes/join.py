@@ -1,33 +1,28 @@
-"""Another node's side of the meeting: `headrace trainer join`.
+"""Another node's side of the meeting: `headrace trainer join`. torch's agent starts the ranks of this machine with each
+group of node 0, until that has stopped or gone; then this asks again."""
 
-It asks node 0 until it is welcome, starts the ranks of this machine, and watches them and the connection. When one of
-them ends, or node 0 has gone, it kills its ranks and asks again: so a group that has ended is started again on all
-nodes without an operator.
-"""
-
-import os
 import socket
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from headrace.config import Config
-from headrace.inner_paths import is_inner
 from headrace.training.device import TrainerError
 from headrace.training.parallel.interface import Loss
-from headrace.training.parallel.nodes import wire
-from headrace.training.parallel.nodes.local import STOP_S, Ending, LocalRanks, Store
-from headrace.training.parallel.nodes.logs import folder_of
-from headrace.training.parallel.nodes.rendezvous import parted
-from headrace.training.parallel.nodes.wire import BEAT_S, Beat, Coming, Ended, Later, Refused, Stop, Talk, Welcome
+from headrace.training.parallel.nodes.meeting import STORE, Guest, parted
+from headrace.training.parallel.nodes.ranks import Agent
 
 AGAIN_S = 1.0
 """Seconds between two questions."""
 REMIND_S = 60.0
 """Seconds after which the same text is said again."""
 CONNECT_S = 10.0
+RESTARTS = 1 << 30
+"""Of the agent here: the trainer's actor decides how often a group is started again."""
 
 
 class Told:
@@ -50,95 +45,48 @@ def join(
     each change.
 
     wait_s: longest time without a trainer; 0: no limit. once: return when a trainer has stopped in order. TrainerError
-    when node 0 refuses this node, the time is over, or the address is none.
+    when this node differs from node 0, the time is over, or the address is none.
     """
     try:
         host, port = parted(address)
     except ValueError as error:
         raise TrainerError(f"the rendezvous of the trainer: {error}") from None
-    here, told, since = wire.coming(config, node), Told(say), time.monotonic()
+    told, since = Told(say), time.monotonic()
     while True:
-        talk, why = _asked(host, port, here)
-        if isinstance(talk, tuple):
-            connection, welcome = talk
-            say(f"node {node} has joined the trainer at {address}: {welcome.hello.config.trainer.machine_ranks} ranks")
-            name = Path(welcome.hello.folder).parent.name
-            if not is_inner(name):
-                raise TrainerError(f"the trainer at {address} names no folder of a run: {welcome.hello.folder!a:.200}")
-            run = Path(config.run.dir) / name
-            stopped, why = Membership(connection, welcome, node, host, folder_of(os.environ, run)).run()
-            say(f"node {node} has left the trainer at {address}: {why}")
+        try:
+            socket.create_connection((host, port), CONNECT_S).close()  # the store would ask, and log, many times
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE)
+            stopped, why = _member(config, node, store, told)
+            told(f"node {node} has left the trainer at {address}: {why}")
             if stopped and once:
                 return
             since = time.monotonic()
-            continue
-        told(f"node {node} waits for the trainer at {address}: {why}")
-        if wait_s and time.monotonic() - since > wait_s:
-            raise TrainerError(f"no trainer at {address} has taken node {node} within {wait_s:g} s: {why}")
+        except SignalException:
+            return  # the agent has ended its ranks
+        except (OSError, dist.DistError) as error:
+            why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            told(f"node {node} waits for the trainer at {address}: {why}")
+            if wait_s and time.monotonic() - since > wait_s:
+                raise TrainerError(
+                    f"no trainer at {address} has taken node {node} within {wait_s:g} s: {why}"
+                ) from None
         time.sleep(AGAIN_S)
 
 
-def _asked(host: str, port: int, here: Coming) -> tuple[tuple[Talk, Welcome] | None, str]:
-    """A connection and its welcome, or the reason to ask again. TrainerError when node 0 refuses this node, or is no
-    trainer."""
+def _member(config: Config, node: int, store: TCPStore, say: Callable[[str], None]) -> tuple[bool, str]:
+    """Run ranks until the trainer has stopped in order (True) or gone."""
+    ranks = config.trainer.machine_ranks
+    meeting = Guest(store, config, node, lambda: say(f"node {node} has joined the trainer: {ranks} ranks"))
+
+    def failed(loss: Loss) -> None:
+        """A rank has ended: tell all nodes, which join the next group."""
+        say(f"node {node}: {loss.text}")
+        where = f"node {node} ({socket.gethostname()})"
+        meeting.tell(Loss(f"{where}: {loss.text}", f"node {node}: {loss.alike or loss.text}", loss.raised))
+
+    agent = Agent(meeting, ranks, RESTARTS, failed)
     try:
-        talk = Talk(socket.create_connection((host, port), CONNECT_S))
-    except OSError as error:
-        return None, error.strerror or str(error)
-    try:
-        talk.say(here)
-        line = talk.hear()
-    except OSError as error:
-        talk.close()
-        return None, str(error)
-    except ValueError as error:
-        talk.close()
-        raise TrainerError(f"{host}:{port} is no trainer: {error}") from None
-    if isinstance(line, Welcome):
-        return (talk, line), ""
-    talk.close()
-    if isinstance(line, Refused):
-        raise TrainerError(f"the trainer at {host}:{port} refuses this node: {line.why}")
-    return None, line.why if isinstance(line, Later) else f"it said {type(line).__name__}"
-
-
-class Membership:
-    """This node's part of one group."""
-
-    def __init__(self, talk: Talk, welcome: Welcome, node: int, host: str, logs: Path) -> None:
-        """Start the ranks of this node. logs: folder of their logs."""
-        self._talk, self._ending, self._stopped = talk, Ending(), False
-        count = welcome.hello.config.trainer.machine_ranks
-        self.local = LocalRanks(
-            range(node * count, (node + 1) * count), welcome.hello, Store(host, welcome.port), self._failed, logs
-        )
-
-    def run(self) -> tuple[bool, str]:
-        """Return when the group has ended: whether in order, and why."""
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
-        try:
-            while not isinstance(self._talk.hear(), Stop):
-                pass
-            self._stopped = self._ending.begin(Loss("it has stopped"))
-        except TimeoutError:
-            self._ending.begin(Loss("it has given no sign of life"))
-        except (OSError, ValueError) as error:
-            self._ending.begin(Loss(f"{error}"))
-        if not self._stopped:
-            self.local.kill()
-        self.local.wait(STOP_S)
-        self._talk.close()
-        self.local.close()
-        return self._stopped, self._ending.loss.text
-
-    def _failed(self, loss: Loss) -> None:
-        """A rank has ended: tell node 0, which ends the group and closes the connection."""
-        if self._ending.begin(loss):
-            with suppress(OSError):
-                self._talk.say(Ended(loss.text, loss.alike, loss.raised))
-            self._talk.close()
-
-    def _beat(self) -> None:
-        while not self._ending.begun.wait(BEAT_S):
-            with suppress(OSError):
-                self._talk.say(Beat())
+        result = agent.run()
+    except dist.DistError as error:
+        return False, str(error).splitlines()[0]
+    return result.state is WorkerState.SUCCEEDED, "it has stopped"

@@ -12,17 +12,18 @@ from headrace.training.parallel.nodes.interfaces import leading_to
 from tests.support.paths import ROOT
 
 GROUP = """
-import os, sys, torch
+import sys, torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
 from headrace.training.parallel import group
 rank, host, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-store = None
 if rank == 0:
-    from headrace.training.parallel.nodes.ranks import _store
-    store = _store(host, 2)
+    from headrace.training.parallel.nodes.meeting import opened
+    store = opened(host, 0)
     print(store.port, flush=True)
-group.join(torch.device("cpu"), rank, 2, store)
+else:
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+group.join(torch.device("cpu"), rank, 2, PrefixStore("group", store))
 dist.barrier(dist.new_group(backend="gloo"))
 print("joined", flush=True)
 sys.stdin.read()

@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from headrace.training.parallel import group
 from headrace.training.parallel.interface import GroupError
 from headrace.training.parallel.mid_training import ranks as mid_training
 from headrace.training.parallel.mid_training.shards import Share
 from headrace.training.parallel.nodes import values
-from headrace.training.parallel.nodes.ranks import _store
+from headrace.training.parallel.nodes.meeting import opened
 from headrace.training.parallel.trainer import Order, Save, Stop
+from tests.support.paths import ROOT
 
 
 class Sums(NamedTuple):
@@ -41,11 +43,12 @@ class Evil:
 
 
 OTHER = """
-import os, torch
+import os, sys, torch
 from headrace.training.parallel import group
 from headrace.training.parallel.interface import GroupError
 from headrace.training.parallel.trainer import Order
-group.join(torch.device("cpu"), 1, 2)
+from tests.support.rank_processes import keys
+group.join(torch.device("cpu"), 1, 2, keys(int(sys.argv[1])))
 world = group.ProcessGroup(torch.device("cpu"))
 for wait in (lambda: world.hear(Order), lambda: world.gathered("mine", str), lambda: world.node.gathered(1.5, float)):
     try:
@@ -58,17 +61,17 @@ os._exit(0)
 
 def test_a_process_of_the_group_that_sends_a_pickle_runs_nothing(tmp_path: Path) -> None:
     """The connections of a group cannot authenticate, so a peer may be anybody."""
-    store = _store("127.0.0.1", 2)
-    places = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "OMP_NUM_THREADS": 1}
-    env = os.environ | {name: str(value) for name, value in places.items()}
-    other = subprocess.Popen([sys.executable, "-c", OTHER], stdout=subprocess.PIPE, env=env, text=True)
+    store = opened("127.0.0.1", 0)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-c", OTHER, str(store.port)]
+    other = subprocess.Popen(argv, stdout=subprocess.PIPE, env=env, text=True, cwd=ROOT)
     sent = bytearray(pickle.dumps(Evil(tmp_path / "run")))
     data, size = torch.frombuffer(sent, dtype=torch.uint8), torch.tensor([len(sent)])
     try:
-        group.join(torch.device("cpu"), 0, 2, store)
+        group.join(torch.device("cpu"), 0, 2, PrefixStore("group", store))
         world = group.ProcessGroup(torch.device("cpu"))
         for part in (size, data):
-            dist.broadcast(part, src=0)
+            dist.broadcast(part, group_src=0, group=world.orders.group)
         for member in (None, world.node.group):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
             dist.all_gather(sizes, size, group=member)
