@@ -109,7 +109,7 @@ class Gateway(Actor):
         keys = ApiKeys(key_file(self.config))
         production = self.config.production
         admission = Admission(keys, RequestNames((production.host,), production.public_urls))
-        turns = Endpoints(self.clients)
+        turns = Endpoints(self.clients, self._report)
         parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
         self.agents, routes = await open_agents(parts, self.ratings, self.follow_ups)
         self.spawn(forgetting.follow(), "the deny-list")

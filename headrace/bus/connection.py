@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -15,10 +16,11 @@ from nats.aio.msg import Msg
 
 from headrace.bus import signatures
 from headrace.bus.broker import keys, tls
+from headrace.bus.broker.callers import IN_PARTS
 from headrace.bus.broker.permissions import ANSWERS, READERS
 from headrace.bus.errors import ApiError, BusError
 from headrace.bus.nats.addressing import misplaced
-from headrace.bus.nats.connection import NatsConnection
+from headrace.bus.nats.connection import PART_HEADER, NatsConnection
 from headrace.bus.nats.kv import KeyValue
 from headrace.bus.nats.records import Skipped, headers_of
 from headrace.bus.payloads import claim_checks
@@ -34,6 +36,10 @@ OWNER_HEADER = "Hr-Owner"
 """Of a request: the hash of the user whose data the request and its answer are."""
 RawMessage = Msg
 """A message as it came, which `Bus.listen_raw` hands on: `subject`, `reply`, `headers` and `data`."""
+
+
+_REPLY = ContextVar[str]("reply")
+"""The reply subject of the request that a task answers in parts."""
 
 
 class _Subjects(msgspec.Struct):
@@ -97,12 +103,27 @@ class Bus(Storing):
         tracing.inject(headers)
         await self.connection.send(subject, payload, headers)
 
-    async def request(self, subject: str, message: Message, *, timeout: float = 10.0, owner: str = "") -> Message:
+    async def request(
+        self,
+        subject: str,
+        message: Message,
+        *,
+        timeout: float = 10.0,
+        owner: str = "",
+        on_part: Callable[[Message], None] | None = None,
+    ) -> Message:
         """Ask and wait for the answer. BusTimeout, NoResponders, Denied.
 
         A request or an answer over 1 MiB travels as a claim check that expires; owner: the hash of the user whose data
-        it then is.
+        it then is. on_part: gets the parts that a service of `callers.IN_PARTS` sends before its answer, in order; some
+        may be missing.
         """
+
+        def part(raw: Msg) -> None:
+            if on_part is not None:
+                with contextlib.suppress(UnreadableMessage):  # the answer is whole
+                    on_part(decode(raw.data, raw.headers))
+
         payload, headers = encode(message)
         if len(payload) > MAX_INLINE:
             ref = await claim_checks.put(self._store_chunk, payload, headers, owner, lives_s=claim_checks.REQUEST_S)
@@ -111,7 +132,7 @@ class Bus(Storing):
             headers = {**headers, OWNER_HEADER: owner}
         with tracing.sending(subject, "", len(payload)):
             tracing.inject(headers)
-            reply = await self.connection.call(subject, payload, headers=headers, timeout=timeout)
+            reply = await self.connection.call(subject, payload, headers=headers, timeout=timeout, on_part=part)
         answer = decode(reply.data, reply.headers)
         return await self._resolve(answer)
 
@@ -133,12 +154,17 @@ class Bus(Storing):
         """Answer requests on a subject, each in a task of its own; `Actor.serve` is the usual way.
 
         A request that cannot be read, and a handler that raises, answer ``Ack(ok=False)``. A request whose reply
-        subject is not the broker's own (`permissions.ANSWERS`) is ignored.
+        subject is not the broker's own (`permissions.ANSWERS`) is ignored. While the handler of a caller of
+        `callers.IN_PARTS` runs, `say` sends parts of the answer.
         """
+        _, _, service, caller, *_ = subject.split(".")
+        in_parts = IN_PARTS.get(service) == caller
 
         async def answer(raw: Msg) -> None:
             if not raw.reply.startswith(ANSWERS.removesuffix(">")):
                 return  # an answer elsewhere than to the caller's account would be a publish in this role's name
+            if in_parts:
+                _REPLY.set(raw.reply)
             with tracing.processing(raw.subject, raw.headers or {}) as span:
                 try:
                     payload, headers = encode(await handler(await self._resolve(decode(raw.data, raw.headers))))
@@ -155,8 +181,15 @@ class Bus(Storing):
                     span.fail(error)
                     payload, headers = encode(Ack(ok=False, detail=ascii(f"{type(error).__name__}: {error}")))
                 await self.connection.send(raw.reply, payload, headers)
+                if in_parts:  # the broker keeps the reply subject until an empty message ends the answer
+                    await self.connection.send(raw.reply)
 
         return await self.listen_raw(subject, answer, queue=queue)
+
+    async def say(self, message: Message) -> None:
+        """Send a part of the answer whose handler runs. At most once; the answer itself has to be whole."""
+        payload, headers = encode(message)
+        await self.connection.send(_REPLY.get(), payload, {**headers, PART_HEADER: "1"})
 
     async def listen(self, subject: str, handler: Callable[[Message], Awaitable[None]]) -> Any:
         """Handle core messages, at most once each, one after the other. Unreadable ones are counted and skipped."""

@@ -6,6 +6,9 @@ position. A trainer that repeats a step may give its version other bits. A span 
 that the old bits sample begin again, and what they forwarded is forwarded again.
 """
 
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -14,6 +17,43 @@ from msgspec import UNSET, UnsetType
 from headrace.errors import HeadraceError
 from headrace.messages.base import Array
 from headrace.messages.rollout import Lane, PolicyRef, Sampling, Span
+
+
+class Progress:
+    """The ids of a request that is being sampled. The engine writes it from any thread; one task of the loop that made
+    it reads it. The Sample is the record: after an update of the weights an engine may sample a request again."""
+
+    def __init__(self, *, followed: bool) -> None:
+        """followed: somebody reads the ids before the Sample; otherwise the request may only be cut."""
+        self.followed = followed
+        self.ids: list[int] = []
+        """All ids sampled so far."""
+        self.is_cut = False
+        self.on_cut: Callable[[], object] | None = None
+        """Set by the engine: ends the request."""
+        self._loop, self._news, self._told = asyncio.get_running_loop(), asyncio.Event(), False
+
+    def add(self, ids: Sequence[int], at: int) -> None:
+        """Called by the engine: these ids come behind the first `at`. The reader is woken once until it reads."""
+        self.ids[at:] = ids
+        if self.followed and not self._told:
+            self._told = True
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._news.set)
+
+    async def news(self) -> list[int]:
+        """Wait for new ids; all ids sampled so far."""
+        await self._news.wait()
+        self._news.clear()
+        self._told = False
+        return list(self.ids)
+
+    def cut(self) -> None:
+        """End the request with the ids so far: its sample then has the stop `abort`."""
+        self.is_cut = True
+        if self.on_cut is not None:
+            with suppress(EngineError):  # the engine has stopped, and its requests with it
+                self.on_cut()
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +75,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     routed: int = 0
     """Number of leading positions whose routes the caller has from earlier turns, less than `ids`. A sample need not
     repeat them, also where it forwards these positions again."""
+    progress: Progress | None = None
+    """Of a request whose tokens somebody follows, or that may be cut."""
 
 
 def check_request(request: SampleRequest, vocab: int, longest: int) -> None:

@@ -51,7 +51,15 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
     session: str
     """The id under which the session can be rated and closed."""
+    thinking: str = ""
     text: str = ""
     calls: tuple[ClientCall, ...] = ()
+    after: str = ""
+    """Text behind the first call."""
     stop: TurnStop = "stop"
     usage: ClientUsage
+
+    @property
+    def said(self) -> str:
+        """All of its text."""
+        return "\n".join(filter(None, (self.text, self.after)))

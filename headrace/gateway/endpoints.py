@@ -10,38 +10,53 @@
 Every turn's answer names its session in the header `X-Headrace-Session`; that is the ID to rate. `X-Headrace-Left-Out`
 names the request's keys that nothing honours (docs/request_keys.md).
 
-The endpoints know HTTP, keys and dialects; the sampler knows sessions and the engine. While a streamed turn is sampled,
-comments are sent on the connection, so that neither a proxy nor the client considers it dead.
+The endpoints know HTTP, keys and dialects; the sampler knows sessions and the engine. A streamed turn goes out as it is
+sampled. While nothing is sampled, comments are sent on the connection, so that neither a proxy nor the client considers
+it dead. A client that goes away ends its turn, streamed or not. One that reads slowly delays nobody: parts wait here.
 """
 
 import asyncio
 import json
 import re
-from collections.abc import Coroutine
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from aiohttp import web
 
+from headrace.bus.errors import BusError
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.dialects.base import Dialect, Unusable, string
 from headrace.gateway.dialects.chat import ChatCompletions
 from headrace.gateway.dialects.messages import Messages
 from headrace.gateway.dialects.responses import Responses
-from headrace.gateway.http import HttpRefused, read_body, send
+from headrace.gateway.dialects.writer import BrokenStream, Head, Writer
+from headrace.gateway.http import ENDS, HttpRefused, read_body, send
 from headrace.gateway.requests import NewRating
 from headrace.gateway.tenants.admission import Keyed, keyed
 from headrace.gateway.tenants.keys import ApiKey
-from headrace.messages.product import results_in_order
+from headrace.gateway.tenants.limits import TurnsAtOnce
+from headrace.messages.product import ClientTurnPart, results_in_order
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
 SESSION_HEADERS = ("x-headrace-session", "session-id", "session_id", "x-session-id", "conversation_id")
 """Headers in which clients name their session, first match wins. Codex sends ``session-id``."""
 COMMENT_EVERY_S = 10.0
+LATEST = "latest"
+"""The only model name that `models` returns; every model name in a request selects the served policy."""
+TURN_AGAIN_S = 5.0
+"""Seconds after which a turn may be asked for again that found no place."""
 SESSION = "X-Headrace-Session"
 LEFT_OUT = "X-Headrace-Left-Out"
 PLAIN = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+Parts = asyncio.Queue[ClientTurnPart | None]
+"""None at the end."""
+Report = Callable[[Exception, str], Awaitable[None]]
 
 
 class Caller(NamedTuple):
@@ -59,6 +74,9 @@ class Begun(NamedTuple):
 
     session: str
     reply: Coroutine[Any, Any, ModelReply]
+    """When it is cancelled, the engine ends the turn and records what it sampled."""
+    parts: Parts
+    """Its parts while it is sampled, if the request asks for a stream."""
 
 
 class Sampler(Protocol):
@@ -83,8 +101,9 @@ class Sampler(Protocol):
 class Endpoints:
     """Routes of the three dialects."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler, report: Report) -> None:
+        """report: receives the gateway's own defects."""
+        self._sampler, self._report, self._at_once = sampler, report, TurnsAtOnce()
 
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
@@ -104,43 +123,70 @@ class Endpoints:
             asked = dialect.request(await _body(request))
             asked = msgspec.structs.replace(asked, messages=results_in_order(asked.messages))
             caller = Caller(key, _session(request, asked)[:200], asked.user[:200])
-            if not asked.stream:
+            request[ENDS] = True
+            with self._at_once.turn(key.tenant) as allowed:
+                if not allowed:
+                    raise HttpRefused(429, "too many turns at once; ask again when others have ended", TURN_AGAIN_S)
+                if asked.stream:
+                    return await self._stream(request, dialect, asked, caller)
                 begun = self._sampler.begin(asked, caller)
                 reply = dialect.reply(await begun.reply, asked)
                 return web.json_response(reply, headers=_headers(begun.session, asked))
-            return await self._stream(request, dialect, asked, caller)
 
         return handler
 
     async def _stream(
         self, request: web.Request, dialect: Dialect, asked: ModelRequest, caller: Caller
     ) -> web.StreamResponse:
-        """The turn as server-sent events. A refusal before the first byte keeps its status."""
+        """The turn as server-sent events. A refusal before the first byte keeps its status; later ones are events."""
         begun = self._sampler.begin(asked, caller)
         turn = asyncio.ensure_future(begun.reply)
+        turn.add_done_callback(lambda _: begun.parts.put_nowait(None))
+        head = Head(id=secrets.token_hex(12), model=asked.model or LATEST, created=int(time.time()))
+        writer = dialect.writer(asked, head)
         stream = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         response = web.StreamResponse(headers=stream | _headers(begun.session, asked))
         try:
-            done, _ = await asyncio.wait({turn}, timeout=COMMENT_EVERY_S)
-            if done:
-                turn.result()
-            await response.prepare(request)
             while not turn.done():
-                await send(response, b": sampling\n\n")
-                await asyncio.wait({turn}, timeout=COMMENT_EVERY_S)
-            try:
-                for event in dialect.events(turn.result(), asked):
-                    await send(response, event)
-            except HttpRefused as error:
-                data = json.dumps(dialect.error(error.status, str(error)))
-                await send(response, f"event: error\ndata: {data}\n\n".encode())
+                part, data = None, b": sampling\n\n"
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(COMMENT_EVERY_S):
+                        part = await begun.parts.get()
+                    if part is None:
+                        break
+                    data = b"".join(writer.part(part))
+                if not response.prepared:
+                    await response.prepare(request)
+                await send(response, data)
+            if not response.prepared:
+                turn.result()
+                await response.prepare(request)
+            await send(response, b"".join(await self._end(request, writer, turn, begun.parts)))
             await response.write_eof()
         finally:
-            if not turn.done():
-                turn.cancel()
-                with suppress(asyncio.CancelledError):
-                    await turn
+            await _cancel(turn)
         return response
+
+    async def _end(
+        self, request: web.Request, writer: Writer, turn: "asyncio.Future[ModelReply]", parts: Parts
+    ) -> list[bytes]:
+        """The last events of a stream."""
+        events: list[bytes] = []
+        while not parts.empty():
+            if (part := parts.get_nowait()) is not None:
+                events += writer.part(part)
+        try:
+            return [*events, *writer.end(await turn)]
+        except HttpRefused as error:
+            status, text = error.status, str(error)
+        except BrokenStream as error:
+            status, text = 502, f"{error}; this answer does not count, send the request again"
+        except BusError as error:
+            status, text = 503, f"the message bus is unavailable, try again: {error}"
+        except Exception as error:
+            await self._report(error, f"streaming {request.path}")
+            status, text = 500, "internal error; the gateway has reported it"
+        return [*events, *writer.fail(status, text)]
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"input_tokens": await self._sampler.count(Messages().request(await _body(request)))})
@@ -183,6 +229,14 @@ def _headers(session: str, asked: ModelRequest) -> dict[str, str]:
 def _session(request: web.Request, asked: ModelRequest) -> str:
     """The session name from a header, otherwise from the body; empty if neither has one."""
     return next((request.headers[name] for name in SESSION_HEADERS if request.headers.get(name)), asked.session)
+
+
+async def _cancel(turn: "asyncio.Future[ModelReply]") -> None:
+    """Cut a turn that its client does not wait for."""
+    if not turn.done():
+        turn.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await turn
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

@@ -49,6 +49,8 @@ MAX_WAIT_S = 60.0
 SWEEP_S = 0.25
 """Seconds between two checks of the deadlines."""
 
+ENDS = web.RequestKey("ends", bool)
+"""Set on a request whose handler is cancelled when its client disconnects."""
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Report = Callable[[Exception, str], Awaitable[None]]
@@ -122,16 +124,21 @@ def guarded(handler: Handler, report: Report) -> Handler:
     """A handler that answers every failure with JSON and one sentence, in the form of its route. report: receives the
     gateway's own defects.
 
-    When the client disconnects, a GET handler is cancelled; other handlers change state, so they run to their end.
+    When the client disconnects, a GET handler is cancelled, and one that said so (`ENDS`); other handlers change state,
+    so they run to their end.
     """
 
     async def respond(request: web.Request) -> web.StreamResponse:
         def failed(status: int, text: str, field: str = "", code: str = "", retry_s: float = 0.0) -> web.Response:
             return answer(error_of(request.path, status, text, field, code), status, retry_s)
 
+        work = asyncio.ensure_future(handler(request))
         try:
-            work = asyncio.ensure_future(handler(request))
             return await (work if request.method == "GET" else asyncio.shield(work))
+        except asyncio.CancelledError:
+            if request.get(ENDS):
+                work.cancel()
+            raise
         except Unusable as error:
             return failed(400, str(error), error.field)
         except HttpRefused as error:

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 
 import msgspec
 
@@ -18,7 +19,7 @@ from headrace.bus.errors import BusError, BusTimeout, NoResponders
 from headrace.config import Config
 from headrace.gateway.client_sessions import ClientSessions
 from headrace.gateway.conversation import ModelReply, ModelRequest
-from headrace.gateway.endpoints import Begun, Caller
+from headrace.gateway.endpoints import LATEST, Begun, Caller, Parts
 from headrace.gateway.http import HttpRefused
 from headrace.gateway.requests import NewRating
 from headrace.gateway.shadows import Shadows
@@ -28,22 +29,25 @@ from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.traffic import TrafficReports
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
+from headrace.messages.base import Message
 from headrace.messages.operations import Ack
 from headrace.messages.product import (
     CLIENT_SUITE,
     TURN_S,
+    AttemptControl,
     ClientMessage,
     ClientSession,
     ClientSessionEnd,
     ClientTurn,
     ClientTurnDone,
+    ClientTurnPart,
     Feedback,
 )
 from headrace.messages.rollout import Capture, Sampling, Trajectory
 from headrace.messages.tasks import TaskRef
 
-LATEST = "latest"
-"""The only model name that `models` returns; every model name in a request selects the served policy."""
+CUT_AFTER_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+"""Seconds that a turn gets to end before it is asked for again."""
 Tell = Callable[..., Awaitable[None]]
 """`Actor.event`."""
 
@@ -102,9 +106,10 @@ class ClientServing:
         user = self._users.hash(caller.key.tenant, caller.user or f"key {caller.key.id}")
         request = msgspec.structs.replace(request, session=caller.session)
         session = self._sessions.place(request, caller.key.tenant, user, caller.key.training, self._split.policy)
-        return Begun(session.group, self._sample(request, session.group))
+        parts: Parts = asyncio.Queue()
+        return Begun(session.group, self._sample(request, session.group, parts), parts)
 
-    async def _sample(self, request: ModelRequest, group: str) -> ModelReply:
+    async def _sample(self, request: ModelRequest, group: str, parts: Parts) -> ModelReply:
         """One turn of a session at a time, because the turn before this one changes its history."""
         production = self._config.production
         async with self._locks.setdefault(group, asyncio.Lock()):
@@ -125,27 +130,30 @@ class ClientServing:
                 sampling=sampling,
                 seed=secrets.randbits(31),
                 context_tokens=production.context_tokens,
+                stream=request.stream,
             )
             with self._traffic.turn():
-                done = await self._ask(turn)
+                done = await self._ask(turn, parts)
             if done.begin_segment:
                 session = self._sessions.begin_segment(group, done.begin_segment)
                 turn = msgspec.structs.replace(turn, segment=session.segment, known=0)
                 with self._traffic.turn():
-                    done = await self._ask(turn)
+                    done = await self._ask(turn, parts)
                 if done.begin_segment:
                     raise HttpRefused(503, done.failed, 5.0)
             if self._split.shadow is not None:
-                self._shadows.mirror(turn, self._split.shadow)
-            message = ClientMessage(role="assistant", text=done.text, calls=done.calls)
+                self._shadows.mirror(msgspec.structs.replace(turn, stream=False), self._split.shadow)
+            message = ClientMessage(role="assistant", text=done.said, calls=done.calls)
             await self._keep(self._sessions.took(session, request, message))
         return ModelReply(
             id=secrets.token_hex(12),
             model=request.model or LATEST,
             created=int(time.time()),
             session=session.group,
+            thinking=done.thinking,
             text=done.text,
             calls=done.calls,
+            after=done.after,
             stop=done.stop,
             usage=done.usage,
         )
@@ -163,12 +171,24 @@ class ClientServing:
         )
         return (await self._ask(turn)).usage.prompt
 
-    async def _ask(self, turn: ClientTurn) -> ClientTurnDone:
-        """Request a turn from a rollout actor. HttpRefused with 400, 500, 503 or 504."""
+    async def _ask(self, turn: ClientTurn, parts: Parts | None = None) -> ClientTurnDone:
+        """Request a turn from a rollout actor. When this is cancelled, the turn is cut. HttpRefused with 400, 500, 503
+        or 504."""
         subject = subjects.RPC.at(service="rollout", caller="gateway", method=f"turn-{subjects.token(self._run)}")
+        turn = msgspec.structs.replace(turn, id=secrets.token_hex(8))
+
+        def hear(message: Message) -> None:
+            if parts is not None and isinstance(message, ClientTurnPart):
+                parts.put_nowait(message)
+
         try:
             owner = turn.group.partition(".")[0]
-            answer = await self._bus.request(subject, turn, timeout=TURN_S, owner=owner)
+            asking = asyncio.ensure_future(self._bus.request(subject, turn, timeout=TURN_S, owner=owner, on_part=hear))
+            try:
+                answer = await asyncio.shield(asking)
+            except (asyncio.CancelledError, BusTimeout):
+                await self._cut(turn.id, asking)
+                raise
         except NoResponders:
             raise HttpRefused(503, "no rollout actor serves the production lane now", 5.0) from None
         except BusTimeout:
@@ -182,6 +202,18 @@ class ClientServing:
                 raise HttpRefused(503, answer.failed, 5.0)
             return answer
         raise HttpRefused(500, answer.detail if isinstance(answer, Ack) else f"unexpected answer {answer.type_name}")
+
+    async def _cut(self, turn: str, asking: "asyncio.Future[Message]") -> None:
+        """End a turn at its engine; return when it has ended, or after the last of `CUT_AFTER_S`."""
+        control = subjects.RPC.at(service="rollout", caller="gateway", method=f"control-{subjects.token(self._run)}")
+        for after_s in CUT_AFTER_S:
+            with suppress(BusError):
+                await self._bus.emit(control, AttemptControl(run=self._run, turn=turn))
+            if (await asyncio.wait({asking}, timeout=after_s))[0]:
+                break
+        asking.cancel()
+        with suppress(asyncio.CancelledError, BusError):
+            await asking
 
     async def _keep(self, session: ClientSession) -> None:
         await self._state.put(self._key_of(session.group), session)

@@ -226,7 +226,8 @@ RPC = Subject(
     template="hr.rpc.{service}.{caller}.{method}",
     types=(
         *("acquire", "acquired", "sandbox_call", "sandbox_reply", "renew", "release", "release_group", "ping", "ack"),
-        *("client_turn", "client_turn_done", "client_session_end", "purge_user", "readmit_user", "attempt_control"),
+        *("client_turn", "client_turn_part", "client_turn_done", "client_session_end"),
+        *("purge_user", "readmit_user", "attempt_control"),
         *("search_request", "search_reply", "workspace_command", "workspace_report"),
     ),
     publishers=_CALLERS,

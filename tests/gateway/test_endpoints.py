@@ -1,12 +1,15 @@
 """The endpoints over a real port: bodies that mean nothing, keys and their rates."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.requests import NewRating
+from headrace.gateway.tenants.limits import EACH_TENANT
 from tests.support.clients import Served, endpoints, two_reads
 
 pytestmark = pytest.mark.anyio
@@ -145,3 +148,42 @@ async def test_a_key_opens_the_routes_of_its_scopes_alone(tmp_path: Path) -> Non
             async with session.post(f"{served.url}/v1/client/sessions/s1/reward", json={"reward": 1}) as answer:
                 assert answer.status == 200
     assert not served.sampler.asked
+
+
+async def test_slow_turns_of_one_tenant_leave_connections_to_others(tmp_path: Path) -> None:
+    """1,024 of them took every connection: another tenant's GET /v1/models was a 503."""
+    body = {"model": "latest", "messages": [{"role": "user", "content": "x"}]}
+    async with endpoints(tmp_path, two_reads) as served:
+        never = asyncio.Event()
+
+        async def slow(request: ModelRequest) -> ModelReply:
+            await never.wait()
+            raise AssertionError
+
+        served.sampler._sample = slow  # type: ignore[method-assign]
+        statuses: asyncio.Queue[int] = asyncio.Queue()
+        many = served.keys.add("slow", requests_per_minute=1_000_000)
+
+        async def ask(session: aiohttp.ClientSession) -> None:
+            async with session.post(f"{served.url}/v1/chat/completions", json=body) as answer:
+                assert answer.status != 429 or int(answer.headers["Retry-After"]) >= 1
+                statuses.put_nowait(answer.status)
+
+        unlimited = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(headers={"x-api-key": many}, connector=unlimited) as session:
+            turns = [asyncio.create_task(ask(session)) for _ in range(1024)]
+            assert {await statuses.get() for _ in range(1024 - EACH_TENANT)} == {429}
+            async with aiohttp.ClientSession(headers={"x-api-key": served.key}) as other:
+                for _ in range(3):
+                    async with other.get(f"{served.url}/v1/models") as answer:
+                        assert answer.status == 200
+            assert len(served.sampler.asked) == EACH_TENANT
+            for turn in turns:
+                turn.cancel()
+            await asyncio.gather(*turns, return_exceptions=True)
+            # Clients that went away leave their places.
+            served.sampler._sample = type(served.sampler)._sample.__get__(served.sampler)  # type: ignore[method-assign]
+            while True:
+                async with session.post(f"{served.url}/v1/chat/completions", json=body) as answer:
+                    if answer.status == 200:
+                        break

@@ -1,5 +1,6 @@
 """A gateway's endpoints on a real port, with a sampler that follows a script: what tests of client programs share."""
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -29,7 +30,7 @@ class ScriptedSampler:
 
     def begin(self, request: ModelRequest, caller: Caller) -> Begun:
         self.asked.append((request, caller))
-        return Begun("s1", self._sample(request))
+        return Begun("s1", self._sample(request), asyncio.Queue())
 
     async def _sample(self, request: ModelRequest) -> ModelReply:
         text, calls = self._script(request)
@@ -76,7 +77,7 @@ async def endpoints(folder: Path, script: Script) -> AsyncIterator[Served]:
     async def report(error: Exception, doing: str) -> None:
         raise AssertionError(doing) from error
 
-    listener = Listener(Endpoints(sampler).routes(), Admission(keys).admit, report)
+    listener = Listener(Endpoints(sampler, report).routes(), Admission(keys).admit, report)
     try:
         yield Served(await listener.start("127.0.0.1", 0), key, sampler, keys)
     finally:

@@ -250,8 +250,11 @@ class Rollout(Actor):
             self._cancelled.pop(work, None)
 
     async def _on_control(self, message: Message) -> None:
-        """Cancel a production attempt, release a held sandbox, or both for all of a user, if this actor has them."""
+        """Cancel a production attempt, cut a client's turn, release a held sandbox, or all of a user, if this actor has
+        them."""
         if isinstance(message, AttemptControl) and message.run == self.run:
+            if message.turn:
+                self._clients.cut(message.turn)
             if message.user:
                 await self._clients.forget(message.user)
                 await self._sandboxes.release_all_held(f"{message.user}.")

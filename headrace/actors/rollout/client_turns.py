@@ -6,13 +6,18 @@ is killed loses at most the turn that it was sampling. A turn may be stored and 
 time, or the gateway was killed): the next request then begins a segment, because the client repeats messages that the
 segment's ids hold already. When a session ends, it becomes a Trajectory with the sampled
 token ids, log-probabilities, routed experts and versions.
+
+While a streamed turn is sampled, the actor sends its text in parts. They are made of the ids so far by the parser that
+reads the whole turn, and the answer at the end has the whole turn. A client that goes away cuts its turn: what was
+sampled until then is recorded.
 """
 
+import asyncio
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 import msgspec
 
@@ -21,8 +26,8 @@ from headrace.actors.rollout.pins import NoPolicy
 from headrace.actors.rollout.policies import ClientServed
 from headrace.actors.rollout.turn_log import TurnLog
 from headrace.bus.connection import Bus
-from headrace.bus.errors import WrongSequence
-from headrace.engines.base import Engine, EngineError, Sample, SampleRequest
+from headrace.bus.errors import BusError, WrongSequence
+from headrace.engines.base import Engine, EngineError, Progress, Sample, SampleRequest
 from headrace.messages.base import Array
 from headrace.messages.operations import Ack
 from headrace.messages.plugins import Plugin
@@ -32,6 +37,7 @@ from headrace.messages.product import (
     ClientSessionEnd,
     ClientTurn,
     ClientTurnDone,
+    ClientTurnPart,
     ClientUsage,
 )
 from headrace.messages.rollout import (
@@ -47,8 +53,13 @@ from headrace.messages.rollout import (
 )
 from headrace.messages.tasks import TaskRef
 from headrace.rendering.native.client import ClientRenderer, UnusableConversation
+from headrace.rendering.native.live import LiveTurn, Settled, arguments_json
 from headrace.rendering.parsers.base import Completion
 
+PART_S = 0.02
+"""Seconds between two parts of a turn, at least. The first token goes out at once."""
+SHARE = 20
+"""Reading the turns under way for their parts takes at most this fraction of the actor's time."""
 Serve = Callable[[PolicyRef], AbstractAsyncContextManager[ClientServed]]
 
 
@@ -75,6 +86,21 @@ class _Session:
         ]
 
 
+class _UnderWay:
+    """A turn that may be cut."""
+
+    def __init__(self, task: "asyncio.Task[object]", progress: Progress) -> None:
+        self.task, self.progress = task, progress
+
+    def cut(self) -> None:
+        """End it: with its tokens if it has any."""
+        if self.progress.is_cut:
+            return
+        self.progress.cut()
+        if not self.progress.ids:
+            self.task.cancel()
+
+
 class ClientTurns:
     """Answers clients' turns, and caches the sessions of this rollout actor."""
 
@@ -85,6 +111,14 @@ class ClientTurns:
         self._idle_s = idle_s
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         """Least recently used first."""
+        self._under_way: dict[str, _UnderWay] = {}
+        self._streams = 0
+        """Turns whose parts are sent."""
+
+    def cut(self, id: str) -> None:
+        """End a turn that nobody waits for any more. Does nothing for a turn of another actor, or one that ended."""
+        if (turn := self._under_way.get(id)) is not None:
+            turn.cut()
 
     async def forget(self, user: str) -> None:
         """Drop the cached sessions of a user whose data is purged, in the engine too."""
@@ -101,16 +135,27 @@ class ClientTurns:
     async def turn(self, request: ClientTurn) -> ClientTurnDone:
         """Sample and record a turn. The reply has `refused` for an unusable conversation, `failed` for
         infrastructure."""
+        task, progress = asyncio.current_task(), Progress(followed=request.stream)
+        assert task is not None
+        if request.id:
+            self._under_way[request.id] = _UnderWay(task, progress)
         try:
             async with self._serve(request.policy) as serving:
                 renderer = serving.renderer(request)
                 if request.count_only:
                     return ClientTurnDone(usage=ClientUsage(prompt=len(renderer.start(request.messages))))
                 try:
-                    return await self._sampled(request, serving.engine, renderer)
+                    return await self._sampled(request, serving.engine, renderer, progress)
                 except WrongSequence:  # another rollout actor wrote a turn meanwhile: read its records first
+                    if progress.ids and request.stream:
+                        raise  # parts of it are at the client
                     await self._drop(request.group)
-                    return await self._sampled(request, serving.engine, renderer)
+                    return await self._sampled(request, serving.engine, renderer, progress)
+        except asyncio.CancelledError:
+            if not progress.is_cut:
+                raise
+            task.uncancel()
+            return ClientTurnDone(failed="the turn was cut before its first token")
         except UnusableConversation as error:
             return ClientTurnDone(refused=str(error))
         except WrongSequence:
@@ -120,6 +165,8 @@ class ClientTurns:
             return ClientTurnDone(failed=f"the engine could not sample: {error}")
         except NoPolicy as error:
             return ClientTurnDone(failed=str(error))
+        finally:
+            self._under_way.pop(request.id, None)
 
     async def _session(self, run: str, group: str) -> _Session:
         session = self._sessions.get(group)
@@ -144,18 +191,25 @@ class ClientTurns:
                 return
             await self._drop(group)
 
-    async def _sampled(self, request: ClientTurn, engine: Engine, renderer: ClientRenderer) -> ClientTurnDone:
+    async def _sampled(
+        self, request: ClientTurn, engine: Engine, renderer: ClientRenderer, progress: Progress
+    ) -> ClientTurnDone:
         await self._forget_idle()
         session = await self._session(request.run, request.group)
         session.sampling, session.engine = True, engine
         session.segments.add(request.segment)
         try:
-            return await self._turn(session, request, engine, renderer)
+            return await self._turn(session, request, engine, renderer, progress)
         finally:
             session.sampling = False
 
     async def _turn(
-        self, session: _Session, request: ClientTurn, engine: Engine, renderer: ClientRenderer
+        self,
+        session: _Session,
+        request: ClientTurn,
+        engine: Engine,
+        renderer: ClientRenderer,
+        progress: Progress,
     ) -> ClientTurnDone:
         context = session.ids(request.segment)
         if session.turns and _is_behind(request, session.turns[-1], renderer):
@@ -178,36 +232,60 @@ class ClientTurns:
                 f"answer too, has {request.context_tokens}: send a shorter history"
             )
         trajectory = trajectory_of(request.group)
-        sample = await spans.sample(
-            engine,
-            SampleRequest(
-                session=f"{trajectory}/{request.segment}",
-                ids=(*context, *more),
-                policy=request.policy,
-                sampling=_limited(request, limit),
-                stop_ids=renderer.stop_ids,
-                seed=request.seed,
-                lane="production",
-                routed=routes_end(session.turns, request.segment),
-            ),
-            trajectory,
+        index, prompt = len(session.turns), len(context) + len(more)
+        asked = SampleRequest(
+            session=f"{trajectory}/{request.segment}",
+            ids=(*context, *more),
+            policy=request.policy,
+            sampling=_limited(request, limit),
+            stop_ids=renderer.stop_ids,
+            seed=request.seed,
+            lane="production",
+            routed=routes_end(session.turns, request.segment),
+            progress=progress,
         )
-        if sample.stop == "abort":
+        parts = _Parts(request, index, ClientUsage(prompt=prompt, cached=len(context)))
+        async with self._telling(parts, progress, renderer.live(more)):
+            sample = await spans.sample(engine, asked, trajectory)
+        if sample.stop == "abort" and not progress.is_cut:
             raise EngineError(f"the engine aborted a turn of {trajectory}")
         parsed = renderer.parse(sample.ids, prompt=more)
-        text, calls = _answer(parsed, request.group, len(session.turns))
-        calls = calls if request.parallel else calls[:1]
+        answer = _answer(parsed, request, index)
         kinds = renderer.kinds(sample.ids, parsed)
-        turn = _turn(len(session.turns), request.segment, more, sample, calls, kinds)
+        turn = _turn(index, request.segment, more, sample, answer.calls, kinds)
         await session.log.sampled(turn, "", "", engine.fingerprint)
         session.turns.append(turn)
-        return ClientTurnDone(
-            text=text,
-            calls=calls,
-            stop="length" if sample.stop == "length" else "calls" if calls else "stop",
-            usage=ClientUsage(prompt=len(context) + len(more), cached=len(context), sampled=len(sample.ids)),
+        return msgspec.structs.replace(
+            answer,
+            stop="length" if sample.stop != "stop" else "calls" if answer.calls else "stop",
+            usage=ClientUsage(prompt=prompt, cached=len(context), sampled=len(sample.ids)),
             version=max((span.version for span in sample.spans), default=-1),
         )
+
+    @asynccontextmanager
+    async def _telling(self, parts: "_Parts", progress: Progress, live: LiveTurn) -> AsyncIterator[None]:
+        """Send the parts of a turn while it is sampled in this context."""
+        if not progress.followed:
+            yield
+            return
+        telling = asyncio.create_task(self._tell(parts, progress, live))
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
+            telling.cancel()
+            with suppress(asyncio.CancelledError, BusError):  # the answer has what a part that was lost had
+                await telling
+
+    async def _tell(self, parts: "_Parts", progress: Progress, live: LiveTurn) -> None:
+        while True:
+            ids = await progress.news()
+            began = time.perf_counter()
+            if (part := parts.next(live.read(ids), len(ids))) is not None:
+                await self._bus.say(part)
+            took = time.perf_counter() - began
+            await asyncio.sleep(max(PART_S, SHARE * self._streams * took))
 
     async def end(self, request: ClientSessionEnd) -> Ack:
         """Publish the session's Trajectory; a session without a turn gets none. A repeated request changes nothing."""
@@ -252,15 +330,66 @@ def trajectory_of(group: str) -> str:
     return f"{group}-0-0"
 
 
-def _answer(parsed: Completion, group: str, index: int) -> tuple[str, tuple[ClientCall, ...]]:
-    """The text and the calls that the client gets for turn `index`."""
+class _Parts:
+    """The parts of one turn."""
+
+    def __init__(self, turn: ClientTurn, index: int, usage: ClientUsage) -> None:
+        """index: of the turn in its session. usage: of its prompt."""
+        self._turn, self._index, self._usage = turn, index, usage
+        self._sent, self._number = Settled(), 0
+
+    def next(self, settled: Settled, sampled: int) -> ClientTurnPart | None:
+        """The part with what came since the last one. None when nothing did, or when the engine began the turn again
+        with other weights: then the answer alone is right."""
+        before = self._sent
+        if before.text or before.calls:  # a client gets the thinking before the text; more of it comes with the answer
+            settled = msgspec.structs.replace(settled, thinking=before.thinking)
+        if not (settled.thinking.startswith(before.thinking) and settled.text.startswith(before.text)):
+            return None
+        sent = {call.at: call.arguments for call in before.calls}
+        calls: list[ClientCall] = []
+        for call in settled.calls if self._turn.parallel else settled.calls[:1]:
+            had = sent.get(call.at, "")
+            if not call.arguments.startswith(had):
+                return None
+            if call.at not in sent or len(call.arguments) > len(had):
+                id = call_id(self._turn.group, self._index, call.at)
+                calls.append(ClientCall(id=id, name=call.name, arguments=call.arguments[len(had) :]))
+        part = ClientTurnPart(
+            number=self._number,
+            usage=msgspec.structs.replace(self._usage, sampled=sampled),
+            thinking=settled.thinking[len(before.thinking) :],
+            text=settled.text[len(before.text) :],
+            calls=tuple(calls),
+        )
+        if self._number and not (part.thinking or part.text or part.calls):
+            return None
+        shown = {call.at: call for call in (*before.calls, *settled.calls)}
+        self._sent, self._number = msgspec.structs.replace(settled, calls=tuple(shown.values())), self._number + 1
+        return part
+
+
+def call_id(group: str, index: int, at: int) -> str:
+    """The id of call `at` of turn `index` of a session."""
+    return f"call_{trajectory_of(group)}_{index}_{at}"
+
+
+def _answer(parsed: Completion, request: ClientTurn, index: int) -> ClientTurnDone:
+    """The thinking, the texts and the calls that the client gets for turn `index`."""
     calls = tuple(
-        ClientCall(id=f"call_{trajectory_of(group)}_{index}_{at}", name=call.name, arguments=_json(call.arguments))
+        ClientCall(id=call_id(request.group, index, at), name=call.name, arguments=arguments_json(call.arguments))
         for at, call in enumerate(parsed.calls)
         if not call.error
     )
+    text, after = parsed.texts
     malformed = [f"[a tool call that cannot be read: {call.error}]" for call in parsed.calls if call.error]
-    return "\n".join([parsed.content.strip(), *malformed]).strip(), calls
+    notes = "\n".join(filter(None, (after if calls else text, *malformed)))
+    return ClientTurnDone(
+        thinking=parsed.thinking,
+        text=text if calls else notes,
+        calls=calls if request.parallel else calls[:1],
+        after=notes if calls else "",
+    )
 
 
 def _is_behind(request: ClientTurn, last: Turn, renderer: ClientRenderer) -> bool:
@@ -270,10 +399,11 @@ def _is_behind(request: ClientTurn, last: Turn, renderer: ClientRenderer) -> boo
     if last.segment > request.segment or not request.known:
         return True
     parsed = renderer.parse(_ids(last.ids), prompt=_ids(last.prompt_ids))
-    text, calls = _answer(parsed, request.group, last.index)
+    answer = _answer(parsed, request, last.index)
     answered = request.messages[request.known - 1]
-    names = [(call.id, call.name) for call in calls]
-    return (answered.text.strip(), [(call.id, call.name) for call in answered.calls]) != (text, names)
+    names = [(call.id, call.name) for call in answer.calls]
+    given = [(call.id, call.name) for call in answered.calls]
+    return (answered.text.strip(), given) != (answer.said, names)
 
 
 def _ids(array: Array) -> list[int]:
@@ -309,10 +439,6 @@ def _turn(
         stop=sample.stop,
         kinds=kinds,
     )
-
-
-def _json(arguments: object) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _texts(arguments: str) -> dict[str, str]:

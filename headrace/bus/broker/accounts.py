@@ -17,6 +17,7 @@ from functools import cache
 from typing import NamedTuple
 
 from headrace.bus.broker import permissions
+from headrace.bus.broker.callers import IN_PARTS
 from headrace.bus.broker.permissions import NAMES, ROLES, captured
 from headrace.messages import subjects as s
 
@@ -163,6 +164,9 @@ def of_role(
     """The account of a role, with its users and imports. mappings: subject to the one that takes its place."""
     lines = [f'  "{prefix}{role}" {{', "    users: [", *users, "    ]", "    exports: ["]
     lines.append(f'      {{ service: "hr.rpc.{role}.>", threshold: "{ANSWER_S}s" }}')
+    if caller := IN_PARTS.get(role):
+        calls = s.RPC.where(service=role, caller=caller)
+        lines.append(f'      {{ service: "{calls}", response_type: stream, threshold: "{ANSWER_S}s" }}')
     lines += [f'      {{ stream: "{subject}" }}' for subject in _heard(role)]
     lines.append("    ]")
     lines += _imported(wanted, prefix)

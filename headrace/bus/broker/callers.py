@@ -31,6 +31,9 @@ CALLERS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Service to method to the roles that call it. In subjects a method may end in ``-<run>``."""
 
+IN_PARTS = {"rollout": "gateway"}
+"""Service to the caller to which it may send parts of an answer before the answer itself: a turn as it is sampled."""
+
 PING = "ping"
 """The method that every actor serves under its own id."""
 PINGING = ("operator",)

@@ -56,7 +56,8 @@ name too:
   caller's inbox, or, where that subject is in the caller's own row, there. No answer of a client, a stream or the
   broker reaches a stream, a bucket, a request or a call of anybody else.
 - A service answers on the reply subjects alone that the broker writes into a call (`_R_`); `Bus.respond` ignores
-  others.
+  others. A subject lasts for one answer. Calls of the gateway to rollout are answered in parts (turns as they are
+  sampled): there it lasts until an empty message, or 900 s after the last one.
 - A consumer may name a subject for its deliveries, and an acknowledgement subject passes between accounts unchanged.
   Both reach nothing but the stream of the consumer or request, because no other stream is in its account.
 - Rollup, counters, batches and schedules are off in every stream, and an expiry of single messages in every stream but

@@ -41,6 +41,8 @@ minute, because an actor that gives up earlier is only restarted and then waits 
 CLOSE_S = 5.0
 """Seconds in which a connection closes in order; then it is cut."""
 T = TypeVar("T")
+PART_HEADER = "Hr-Part"
+"""Of a part of an answer, which comes before the answer itself."""
 LONGEST_SUBJECT = 3000
 """Characters; the broker closes a connection that sends a line of more than 4 KiB, or one that it cannot parse."""
 PENDING_BYTES = 64 << 20
@@ -103,6 +105,7 @@ class NatsConnection:
         self.incarnation = 0
         """Number of reconnects."""
         self._waiting: dict[str, tuple[asyncio.Future[Msg], str]] = {}
+        self._parts: dict[str, Callable[[Msg], None]] = {}
         self._denied: dict[str, str] = {}
         self._told: dict[str, float] = {}
         self._untrusted = ""
@@ -186,14 +189,23 @@ class NatsConnection:
             raise Disconnected("the connection to the broker is closed")
 
     async def call(
-        self, subject: str, payload: bytes = b"", *, headers: Mapping[str, str] | None = None, timeout: float = 5.0
+        self,
+        subject: str,
+        payload: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 5.0,
+        on_part: Callable[[Msg], None] | None = None,
     ) -> Msg:
-        """Request and reply. Denied, NoResponders, Disconnected, BusTimeout."""
+        """Request and reply. on_part: gets what the service sends before its answer. Denied, NoResponders,
+        Disconnected, BusTimeout."""
         deadline = asyncio.get_running_loop().time() + timeout
         await self.wait_connected(timeout)
         token = f"{next(self._tokens):x}"
         future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._waiting[token] = (future, subject)
+        if on_part is not None:
+            self._parts[token] = on_part
         try:
             await self._send(subject, payload, f"{self._mux}.{token}", headers)
             async with asyncio.timeout_at(deadline):
@@ -202,6 +214,7 @@ class NatsConnection:
             raise BusTimeout(f"no answer on {subject} within {timeout:g} s") from None
         finally:
             self._waiting.pop(token, None)
+            self._parts.pop(token, None)
         if message.headers and message.headers.get("Status") == "503" and not message.data:
             raise NoResponders(f"nobody answers on {subject}")
         return message
@@ -334,8 +347,14 @@ class NatsConnection:
         self._end_all(Disconnected("the connection was closed"))
 
     async def _on_reply(self, message: Msg) -> None:
-        entry = self._waiting.get(message.subject.rpartition(".")[2])
-        if entry is not None and not entry[0].done():
+        token = message.subject.rpartition(".")[2]
+        entry = self._waiting.get(token)
+        if entry is None or entry[0].done():
+            return
+        if message.headers and PART_HEADER in message.headers:
+            if token in self._parts:
+                self._parts[token](message)
+        elif message.data or message.headers:  # an empty one is the end of an answer in parts
             entry[0].set_result(message)
 
     async def _on_error(self, error: Exception) -> None:

@@ -109,6 +109,8 @@ class EmbeddedEngine:
         future: Future[Sample] = Future()
         job = Job(request, future)
         self._worker.post(lambda: self._worker.add(job))
+        if request.progress is not None:
+            request.progress.on_cut = lambda: self._worker.post(lambda: self._worker.cut(job))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from typing import Literal
 
 from msgspec import UNSET
 
@@ -56,7 +57,7 @@ class Job:
         del self.context[self.given :]
         self.logprobs.clear()
 
-    def answer(self, stop: str, config: PolicyConfig, row: int) -> None:
+    def answer(self, stop: Literal["stop", "length", "abort"], config: PolicyConfig, row: int) -> None:
         """Set the sample as the result. row: bytes of routes per position."""
         session, start = self.session, self.report
         end = len(session.ids)
@@ -70,7 +71,7 @@ class Job:
                 logprobs=tuple(self.logprobs),
                 routed=routed,
                 spans=tuple(Span(max(s.start, start), s.end, s.version) for s in session.spans if s.end > start),
-                stop="stop" if stop == "stop" else "length",
+                stop=stop,
                 routed_start=first if config.experts and first > start else UNSET,
             )
         )

@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -117,6 +118,14 @@ class Worker(threading.Thread):
             if job in jobs:
                 jobs.remove(job)
                 job.session.busy = False
+
+    def cut(self, job: Job) -> None:
+        """End a request with the tokens that it has."""
+        if job in self.running and job.logprobs:
+            self._finish(job, "abort")
+        elif not job.future.done():
+            self.abort(job)
+            job.fail("the request was cut before its first token")
 
     def close(self, name: str) -> None:
         """Forget a session."""
@@ -386,13 +395,15 @@ class Worker(threading.Thread):
                 continue
             job.context.append(token)
             job.logprobs.append(logprob)
+            if job.request.progress is not None:
+                job.request.progress.add((token,), len(job.logprobs) - 1)
             if token in job.stops:
                 self._finish(job, "stop")
             elif len(job.logprobs) >= job.request.sampling.max_turn_tokens:
                 self._finish(job, "length")
         self.counts["sampled"] += len(jobs)
 
-    def _finish(self, job: Job, stop: str) -> None:
+    def _finish(self, job: Job, stop: Literal["stop", "length", "abort"]) -> None:
         """Release the session and return the sample."""
         job.session.calls.append(len(job.context))
         self.abort(job)

@@ -285,10 +285,12 @@ class SglangEngine:
         check_request(request, self._config.vocab, longest)
 
     async def _draw(self, turn: Turn, deadline: float) -> str:
-        """Make attempts until the turn has ended. Returns the finish reason."""
+        """Make attempts until the turn has ended or is cut. Returns the finish reason."""
         deaths = idle = 0
         while turn.left > 0:
             self._alive()
+            if turn.cut:
+                return "abort"
             before = len(turn.logprobs)
             try:
                 finish, late = await self._leg(turn, deadline)
@@ -316,9 +318,11 @@ class SglangEngine:
         gate, leave = self._life.gate, self._leave_lost_server
         async with place, gate.enter(lambda: self._life.wanted(request), leave) as weights:
             self._keep()
-            start, flight = turn.start(weights.label), InFlight(weights.label)
+            start, flight = turn.start(weights.label), InFlight(weights.label, request.progress, len(turn.logprobs))
             routes = turn.routes(start)
             self._in_flight[flight.rid] = flight
+            if request.progress is not None:
+                request.progress.on_cut = lambda: self._abort(flight.rid)
             self.counts["attempts"] += 1
             try:
                 terms = self._life.terms

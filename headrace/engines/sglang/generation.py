@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from headrace.engines.base import Sample, SampleRequest
+from headrace.engines.base import Progress, Sample, SampleRequest
 from headrace.engines.sglang.http import Reply, ServerError
 from headrace.engines.sglang.reply import Attempt
 from headrace.engines.sglang.weights.lock import VersionFile
@@ -41,9 +41,9 @@ class Session(NamedTuple):
 class InFlight:
     """An attempt that was sent and has not ended."""
 
-    def __init__(self, label: str) -> None:
-        """label: of the weights that begin it."""
-        self.label = label
+    def __init__(self, label: str, progress: Progress | None = None, before: int = 0) -> None:
+        """label: of the weights that begin it. progress: of its turn, which has `before` sampled ids already."""
+        self.label, self._progress, self._before = label, progress, before
         self.rid = uuid.uuid4().hex
         """Of fixed length, because the server aborts every request whose id begins with the given one."""
         self.started = False
@@ -53,7 +53,10 @@ class InFlight:
 
     def heard(self, reply: Reply) -> None:
         """Called with the reply so far, at every event of the stream."""
-        self.started = self.started or bool(reply.get("output_ids"))
+        ids = reply.get("output_ids")
+        self.started = self.started or bool(ids)
+        if ids and self._progress is not None:
+            self._progress.add(ids, self._before)
 
     def reply(self) -> Reply:
         """The reply of ended work. ServerError."""
@@ -86,6 +89,11 @@ class Turn:
         """First position of the routes of this turn."""
         self._sent = ""
         """The label of the weights that began the last attempt that counts."""
+
+    @property
+    def cut(self) -> bool:
+        """Whether the caller wants no further token."""
+        return self.request.progress is not None and self.request.progress.is_cut
 
     @property
     def left(self) -> int:

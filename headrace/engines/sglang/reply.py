@@ -29,6 +29,8 @@ from headrace.engines.base import SampleRequest
 from headrace.engines.sglang.http import LARGE, ServerError
 from headrace.policy.config import PolicyConfig
 
+EVENTS = 512
+"""Events of a turn whose tokens are followed, at most."""
 PIECE = 1 << 18
 """Characters of base64 that are decoded at a time: a multiple of four."""
 
@@ -88,7 +90,7 @@ def body(
         "spaces_between_special_tokens": False,
         # Each event repeats all earlier tokens: with more events than one for the first token, which is sent at once,
         # and one for all, a turn's bytes would grow with the square of its tokens.
-        "stream_interval": max(1, left),
+        "stream_interval": max(1, left // EVENTS if request.progress and request.progress.followed else left),
     }
     if seeded:
         sampling["sampling_seed"] = request.seed % (1 << 31)

@@ -1,13 +1,14 @@
 """The protocol of a dialect: it reads a request, writes a reply or its stream, and shapes its own errors."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.gateway.conversation import ModelReply, ModelRequest
+from headrace.gateway.dialects.writer import Head, Writer
 from headrace.messages.product import ClientTool
 
 Body = Mapping[str, Any]
@@ -34,8 +35,8 @@ class Dialect(Protocol):
     def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
         """The whole reply as a JSON object."""
 
-    def events(self, reply: ModelReply, request: ModelRequest) -> Iterator[bytes]:
-        """The reply as server-sent events, ready to be written."""
+    def writer(self, request: ModelRequest, head: Head) -> Writer:
+        """Makes the server-sent events of a streamed reply."""
 
     def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
         """An error as the dialect's clients expect it."""

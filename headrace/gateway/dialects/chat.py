@@ -24,7 +24,8 @@ from headrace.gateway.dialects.base import (
     whole_number,
 )
 from headrace.gateway.dialects.keys import CHAT, left_out
-from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+from headrace.gateway.dialects.writer import Head, Writer
+from headrace.messages.product import ClientCall, ClientMessage, ClientTool, ClientUsage
 
 _FINISH = {"stop": "stop", "calls": "tool_calls", "length": "length"}
 _KINDS = ("text", "refusal")
@@ -63,29 +64,17 @@ class ChatCompletions:
 
     def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
         """See `Dialect.reply`."""
-        message: dict[str, Any] = {"role": "assistant", "content": reply.text or None, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": reply.said or None, "refusal": None}
+        if reply.thinking:
+            message["reasoning_content"] = reply.thinking
         if reply.calls:
             message["tool_calls"] = [_call(call) for call in reply.calls]
         choice = {"index": 0, "message": message, "finish_reason": _FINISH[reply.stop], "logprobs": None}
         return _head(reply, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
 
-    def events(self, reply: ModelReply, request: ModelRequest) -> Iterator[bytes]:
-        """See `Dialect.events`."""
-        head = _head(reply, "chat.completion.chunk")
-
-        def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
-            choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
-            return event(head | {"choices": [choice]} | ({"usage": None} if request.include_usage else {}))
-
-        yield chunk({"role": "assistant", "content": ""})
-        if reply.text:
-            yield chunk({"content": reply.text})
-        for index, call in enumerate(reply.calls):
-            yield chunk({"tool_calls": [{"index": index} | _call(call)]})
-        yield chunk({}, _FINISH[reply.stop])
-        if request.include_usage:
-            yield event(head | {"choices": [], "usage": _usage(reply)})
-        yield b"data: [DONE]\n\n"
+    def writer(self, request: ModelRequest, head: Head) -> Writer:
+        """See `Dialect.writer`."""
+        return _Writer(request, head)
 
     def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
         """See `Dialect.error`."""
@@ -93,10 +82,57 @@ class ChatCompletions:
         return {"error": {"message": text, "type": kind, "param": field or None, "code": _CODES.get(status)}}
 
 
+class _Writer(Writer):
+    """Chunks with one delta each. Thinking is in `reasoning_content`, as DeepSeek, vLLM and SGLang have it."""
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> Iterator[bytes]:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        yield event(self._head() | {"choices": [choice]} | ({"usage": None} if self.request.include_usage else {}))
+
+    def _head(self) -> dict[str, Any]:
+        return _head(self.head, "chat.completion.chunk")
+
+    def begin(self, usage: ClientUsage) -> Iterator[bytes]:
+        """See `Writer.begin`."""
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def think(self, piece: str) -> Iterator[bytes]:
+        """See `Writer.think`."""
+        return self._chunk({"reasoning_content": piece})
+
+    def say(self, piece: str) -> Iterator[bytes]:
+        """See `Writer.say`."""
+        return self._chunk({"content": piece})
+
+    def call(self, index: int, begun: ClientCall) -> Iterator[bytes]:
+        """See `Writer.call`."""
+        return self._chunk({"tool_calls": [{"index": index} | _call(begun)]})
+
+    def argue(self, index: int, piece: str) -> Iterator[bytes]:
+        """See `Writer.argue`."""
+        return self._chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+
+    def add(self, piece: str) -> Iterator[bytes]:
+        """See `Writer.add`."""
+        return self._chunk({"content": f"\n{piece}" if self.text else piece})
+
+    def finish(self, reply: ModelReply) -> Iterator[bytes]:
+        """See `Writer.finish`."""
+        yield from self._chunk({}, _FINISH[reply.stop])
+        if self.request.include_usage:
+            yield event(self._head() | {"choices": [], "usage": _usage(reply)})
+        yield b"data: [DONE]\n\n"
+
+    def fail(self, status: int, text: str) -> Iterator[bytes]:
+        """See `Writer.fail`."""
+        yield event(ChatCompletions().error(status, text))
+        yield b"data: [DONE]\n\n"
+
+
 _CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
 
-def _head(reply: ModelReply, kind: str) -> dict[str, Any]:
+def _head(reply: ModelReply | Head, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": reply.model}
 
 

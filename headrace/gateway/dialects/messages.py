@@ -28,7 +28,8 @@ from headrace.gateway.dialects.base import (
     whole_number,
 )
 from headrace.gateway.dialects.keys import MESSAGES, left_out, no_format
-from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+from headrace.gateway.dialects.writer import Head, Writer
+from headrace.messages.product import ClientCall, ClientMessage, ClientTool, ClientUsage
 
 _STOP = {"stop": "end_turn", "calls": "tool_use", "length": "max_tokens"}
 _ERRORS = {
@@ -82,39 +83,91 @@ class Messages:
         return _head(reply) | {
             "content": _blocks(reply),
             "stop_reason": _STOP[reply.stop],
-            "usage": _prompt_usage(reply) | {"output_tokens": reply.usage.sampled},
+            "usage": _prompt_usage(reply.usage) | {"output_tokens": reply.usage.sampled},
         }
 
-    def events(self, reply: ModelReply, request: ModelRequest) -> Iterator[bytes]:
-        """See `Dialect.events`."""
-
-        def say(name: str, **data: Any) -> bytes:
-            return event({"type": name} | data, name)
-
-        yield say("message_start", message=_head(reply) | {"usage": _prompt_usage(reply) | {"output_tokens": 0}})
-        yield say("ping")
-        for index, block in enumerate(_blocks(reply)):
-            if block["type"] == "text":
-                yield say("content_block_start", index=index, content_block={"type": "text", "text": ""})
-                delta = {"type": "text_delta", "text": block["text"]}
-            else:
-                yield say("content_block_start", index=index, content_block=block | {"input": {}})
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
-            yield say("content_block_delta", index=index, delta=delta)
-            yield say("content_block_stop", index=index)
-        yield say(
-            "message_delta",
-            delta={"stop_reason": _STOP[reply.stop], "stop_sequence": None},
-            usage={"output_tokens": reply.usage.sampled},
-        )
-        yield say("message_stop")
+    def writer(self, request: ModelRequest, head: Head) -> Writer:
+        """See `Dialect.writer`."""
+        return _Writer(request, head)
 
     def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
         """See `Dialect.error`."""
         return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": text}}
 
 
-def _head(reply: ModelReply) -> dict[str, Any]:
+class _Writer(Writer):
+    """Blocks, one after the other: start, deltas, stop. A ping follows the message's start."""
+
+    _index, _open = -1, ""
+
+    def _say(self, name: str, **data: Any) -> bytes:
+        return event({"type": name} | data, name)
+
+    def begin(self, usage: ClientUsage) -> Iterator[bytes]:
+        """See `Writer.begin`."""
+        message = _head(self.head) | {"usage": _prompt_usage(usage) | {"output_tokens": 0}}
+        yield self._say("message_start", message=message)
+        yield self._say("ping")
+
+    def _block(self, kind: str, block: dict[str, Any] | None = None) -> Iterator[bytes]:
+        """The start of a block of this kind, behind the stop of the open one."""
+        yield from self._stop()
+        self._open, self._index = kind, self._index + 1
+        empty = {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}}
+        start = {"type": kind} | (block if block is not None else empty[kind])
+        yield self._say("content_block_start", index=self._index, content_block=start)
+
+    def _stop(self) -> Iterator[bytes]:
+        if self._open:
+            self._open = ""
+            yield self._say("content_block_stop", index=self._index)
+
+    def _delta(self, kind: str, piece: str) -> Iterator[bytes]:
+        names = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}
+        yield self._say("content_block_delta", index=self._index, delta={"type": kind, names[kind]: piece})
+
+    def think(self, piece: str) -> Iterator[bytes]:
+        """See `Writer.think`."""
+        if self._open != "thinking":
+            yield from self._block("thinking")
+        yield from self._delta("thinking_delta", piece)
+
+    def say(self, piece: str) -> Iterator[bytes]:
+        """See `Writer.say`."""
+        if self._open != "text":
+            yield from self._block("text")
+        yield from self._delta("text_delta", piece)
+
+    def call(self, index: int, begun: ClientCall) -> Iterator[bytes]:
+        """See `Writer.call`."""
+        yield from self._block("tool_use", {"id": begun.id, "name": begun.name, "input": {}})
+        yield from self._delta("input_json_delta", begun.arguments)
+
+    def argue(self, index: int, piece: str) -> Iterator[bytes]:
+        """See `Writer.argue`."""
+        return self._delta("input_json_delta", piece)
+
+    def add(self, piece: str) -> Iterator[bytes]:
+        """See `Writer.add`."""
+        yield from self._block("text")
+        yield from self._delta("text_delta", piece)
+
+    def finish(self, reply: ModelReply) -> Iterator[bytes]:
+        """See `Writer.finish`."""
+        yield from self._stop()
+        yield self._say(
+            "message_delta",
+            delta={"stop_reason": _STOP[reply.stop], "stop_sequence": None},
+            usage=_prompt_usage(reply.usage) | {"output_tokens": reply.usage.sampled},
+        )
+        yield self._say("message_stop")
+
+    def fail(self, status: int, text: str) -> Iterator[bytes]:
+        """See `Writer.fail`."""
+        yield event(Messages().error(status, text), "error")
+
+
+def _head(reply: ModelReply | Head) -> dict[str, Any]:
     return {
         "id": f"msg_{reply.id}",
         "type": "message",
@@ -126,8 +179,7 @@ def _head(reply: ModelReply) -> dict[str, Any]:
     }
 
 
-def _prompt_usage(reply: ModelReply) -> dict[str, int]:
-    usage = reply.usage
+def _prompt_usage(usage: ClientUsage) -> dict[str, int]:
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_read_input_tokens": usage.cached,
@@ -136,9 +188,15 @@ def _prompt_usage(reply: ModelReply) -> dict[str, int]:
 
 
 def _blocks(reply: ModelReply) -> list[dict[str, Any]]:
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text else []
+    blocks: list[dict[str, Any]] = []
+    if reply.thinking:
+        blocks.append({"type": "thinking", "thinking": reply.thinking, "signature": ""})
+    if reply.text:
+        blocks.append({"type": "text", "text": reply.text})
     for call in reply.calls:
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
+    if reply.after:
+        blocks.append({"type": "text", "text": reply.after})
     return blocks
 
 

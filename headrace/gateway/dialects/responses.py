@@ -5,18 +5,15 @@ The dialect is stateless: the client sends its whole history as items each turn.
 and has no ``[DONE]``.
 """
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from headrace.gateway.conversation import ModelReply, ModelRequest, Origin
+from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.dialects.base import (
     Body,
     Unusable,
     arguments,
-    event,
     flag,
     no_attachment,
     objects,
@@ -27,6 +24,8 @@ from headrace.gateway.dialects.base import (
 )
 from headrace.gateway.dialects.keys import RESPONSES, left_out, no_format
 from headrace.gateway.dialects.response_tools import Tools, call_item, custom_arguments, tools_of
+from headrace.gateway.dialects.response_writer import ResponsesWriter, ended, message_item, named, thinking_item
+from headrace.gateway.dialects.writer import Head, Writer
 from headrace.messages.product import ClientMessage
 
 _KINDS = ("input_text", "output_text", "text")
@@ -79,46 +78,11 @@ class Responses:
 
     def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
         """See `Dialect.reply`."""
-        incomplete = {"reason": "max_output_tokens"} if reply.stop == "length" else None
-        return _head(reply, "incomplete" if incomplete else "completed", _items(reply, request)) | {
-            "incomplete_details": incomplete,
-            "usage": _usage(reply),
-        }
+        return ended(reply, _items(reply, request))
 
-    def events(self, reply: ModelReply, request: ModelRequest) -> Iterator[bytes]:
-        """See `Dialect.events`."""
-        count = itertools.count()
-
-        def say(kind: str, /, **data: Any) -> bytes:
-            return event({"type": kind, "sequence_number": next(count)} | data, kind)
-
-        started = _head(reply, "in_progress", [])
-        yield say("response.created", response=started)
-        yield say("response.in_progress", response=started)
-        for index, item in enumerate(_items(reply, request)):
-            place = {"item_id": item["id"], "output_index": index}
-            if item["type"] == "message":
-                part = {"type": "output_text", "text": "", "annotations": []}
-                yield say(
-                    "response.output_item.added",
-                    output_index=index,
-                    item=item | {"status": "in_progress", "content": []},
-                )
-                yield say("response.content_part.added", **place, content_index=0, part=part)
-                yield say("response.output_text.delta", **place, content_index=0, delta=reply.text, logprobs=[])
-                yield say("response.output_text.done", **place, content_index=0, text=reply.text, logprobs=[])
-                yield say("response.content_part.done", **place, content_index=0, part=part | {"text": reply.text})
-            else:
-                custom = item["type"] == "custom_tool_call"
-                kind, key = ("custom_tool_call_input", "input") if custom else ("function_call_arguments", "arguments")
-                named = {} if custom else {"name": item["name"]}
-                started = item | {"status": "in_progress", key: ""}
-                yield say("response.output_item.added", output_index=index, item=started)
-                yield say(f"response.{kind}.delta", **place, delta=item[key])
-                yield say(f"response.{kind}.done", **place, **{key: item[key]}, **named)
-            yield say("response.output_item.done", output_index=index, item=item)
-        name = "response.incomplete" if reply.stop == "length" else "response.completed"
-        yield say(name, response=self.reply(reply, request))
+    def writer(self, request: ModelRequest, head: Head) -> Writer:
+        """See `Dialect.writer`."""
+        return ResponsesWriter(request, head)
 
     def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
         """See `Dialect.error`."""
@@ -129,49 +93,16 @@ class Responses:
 _CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
 
-def _head(reply: ModelReply, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "id": f"resp_{reply.id}",
-        "object": "response",
-        "created_at": reply.created,
-        "status": status,
-        "model": reply.model,
-        "output": output,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "top_p": None,
-        "tool_choice": "auto",
-        "tools": [],
-        "usage": None,
-    }
-
-
 def _items(reply: ModelReply, request: ModelRequest) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
+    if reply.thinking:
+        items.append(thinking_item(f"rs_{reply.id}", reply.thinking))
     if reply.text or not reply.calls:
-        part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
-        items.append(
-            {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
-        )
-    for index, call in enumerate(reply.calls):
-        origin = request.origins.get(call.name, Origin(call.name))
-        items.append(call_item(call, origin, f"{'ctc' if origin.custom else 'fc'}_{reply.id}_{index}"))
+        items.append(message_item(f"msg_{reply.id}", reply.text))
+    items += [call_item(call, *named(request, call, reply.id, index)) for index, call in enumerate(reply.calls)]
+    if reply.after:
+        items.append(message_item(f"msg_{reply.id}_after", reply.after))
     return items
-
-
-def _usage(reply: ModelReply) -> dict[str, Any]:
-    usage = reply.usage
-    return {
-        "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached},
-        "output_tokens": usage.sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt + usage.sampled,
-    }
 
 
 def _add(messages: list[ClientMessage], item: dict[str, Any], field: str, tools: Tools) -> None:
@@ -203,6 +134,9 @@ def _add(messages: list[ClientMessage], item: dict[str, Any], field: str, tools:
             messages.append(ClientMessage(role="system", text=text))
         elif role == "user":
             messages.append(ClientMessage(role="user", text=text))
+        elif role == "assistant" and messages and messages[-1].role == "assistant" and messages[-1].calls:
+            said = "\n".join(filter(None, (messages[-1].text, text)))  # what a turn says behind its calls
+            messages[-1] = msgspec.structs.replace(messages[-1], text=said)
         elif role == "assistant":
             messages.append(ClientMessage(role="assistant", text=text))
         else:

@@ -1,8 +1,16 @@
-"""The rate limit of an API key: a token bucket, refilled continuously, that permits bursts."""
+"""Limits that keep tenants apart: the rate of an API key, a token bucket that is refilled continuously and permits
+bursts; and the turns at once."""
 
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+EACH_TENANT = 256
+"""Turns at once of one tenant, those that wait for the engine included."""
+ALL_TENANTS = 768
+"""Of all tenants: fewer than the connections of the listener, so that other requests find one."""
 
 
 class RateLimit:
@@ -30,6 +38,25 @@ class RateLimit:
     def _forget(self, now: float) -> None:
         """Drop buckets that are full again: a new bucket is equal to them."""
         self._buckets = {name: entry for name, entry in self._buckets.items() if now - entry[1] < 2 * self._burst_s}
+
+
+class TurnsAtOnce:
+    """Counts the turns under way."""
+
+    def __init__(self) -> None:
+        self._of: Counter[str] = Counter()
+
+    @contextmanager
+    def turn(self, tenant: str) -> Iterator[bool]:
+        """A context around a turn of a tenant. False: there is no place for it, and it does not count."""
+        allowed = self._of[tenant] < EACH_TENANT and self._of.total() < ALL_TENANTS
+        self._of[tenant] += allowed
+        try:
+            yield allowed
+        finally:
+            self._of[tenant] -= allowed
+            if not self._of[tenant]:
+                del self._of[tenant]
 
 
 def retry_after(seconds: float) -> str:

@@ -29,6 +29,8 @@ class AttemptControl(Message, frozen=True, kw_only=True):
     user: Name | None = None
     """Cancel every running attempt of this user, release the sandboxes held for the user and forget the user's
     sessions."""
+    turn: Name | None = None
+    """Cut the client's turn with this id: what was sampled is recorded."""
 
 
 class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,14 +185,36 @@ class ClientTurn(Message, frozen=True, kw_only=True):
     """Longest context of prompt and turn together."""
     count_only: bool = False
     """Render the prompt and say how long it is; nothing is sampled or recorded."""
+    id: str = ""
+    """Under which it can be cut; empty: it cannot."""
+    stream: bool = False
+    """Send ClientTurnParts while it is sampled."""
+
+
+@message("client_turn_part")
+class ClientTurnPart(Message, frozen=True, kw_only=True):
+    """The tokens of a turn since the part before, read. At most once: ClientTurnDone has the whole turn. Its texts
+    begin with those of the parts."""
+
+    number: Count
+    """Counts the parts of a turn from 0."""
+    usage: ClientUsage
+    thinking: str = ""
+    text: str = ""
+    """Before the first call."""
+    calls: tuple[ClientCall, ...] = ()
+    """Calls that begin or go on; the arguments are the next piece."""
 
 
 @message("client_turn_done")
 class ClientTurnDone(Message, frozen=True, kw_only=True):
     """The answer to a ClientTurn."""
 
+    thinking: str = ""
     text: str = ""
     calls: tuple[ClientCall, ...] = ()
+    after: str = ""
+    """Text behind the first call."""
     stop: TurnStop = "stop"
     usage: ClientUsage = ClientUsage(prompt=0)
     version: Version = -1
@@ -202,6 +226,11 @@ class ClientTurnDone(Message, frozen=True, kw_only=True):
     begin_segment: Count = 0
     """Above 0: nothing was sampled, because the session has a turn whose answer the client never got. The gateway
     asks again for this new segment."""
+
+    @property
+    def said(self) -> str:
+        """All of its text."""
+        return "\n".join(filter(None, (self.text, self.after)))
 
 
 @message("client_session_end")

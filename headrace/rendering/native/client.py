@@ -19,6 +19,7 @@ from headrace.messages.rollout import TokenKinds
 from headrace.rendering.base import RendererError
 from headrace.rendering.kinds import token_kinds
 from headrace.rendering.native.conversation import FILLER
+from headrace.rendering.native.live import LiveTurn
 from headrace.rendering.native.renderer import THOUGHT_FIELDS, NativeRenderer
 from headrace.rendering.native.slots import Kind, Slots
 from headrace.rendering.native.template import Message, TemplateRefused
@@ -115,6 +116,12 @@ class ClientRenderer:
         """
         read = self._renderer.read(ids, self._types, prompt=prompt)
         return msgspec.structs.replace(read, calls=tuple(map(_usable, read.calls)))
+
+    def live(self, prompt: Sequence[int]) -> LiveTurn:
+        """Reads a turn while it is sampled. prompt: the ids before it."""
+        renderer = self._renderer
+        opened = renderer.thinks(prompt)
+        return LiveTurn(renderer.tokenizer, self._format.syntax, self._types, self.stop_ids, opened, _usable)
 
     def kinds(self, ids: Sequence[int], parsed: Completion) -> TokenKinds:
         """The sampled tokens of a turn by kind. parsed: as `parse` gave it for `ids`."""

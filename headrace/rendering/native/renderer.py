@@ -222,8 +222,12 @@ class NativeRenderer:
         """A sampled turn as the syntax reads it. types: the properties of each tool's arguments."""
         ended = bool(ids) and ids[-1] in self.stop_ids
         text = self.tokenizer.decode(ids[:-1] if ended else ids)
+        return self._syntax.read(text, types, opened=self.thinks(prompt))
+
+    def thinks(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt opens the thinking of the turn behind it."""
         tail = self.tokenizer.decode(list(prompt)[-_TAIL:]).rstrip()
-        return self._syntax.read(text, types, opened=tail.endswith(self._syntax.thinking[0]))
+        return tail.endswith(self._syntax.thinking[0])
 
     def _checked(self, call: WrittenCall, id: str) -> ToolCall:
         if call.error:

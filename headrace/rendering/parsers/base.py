@@ -12,7 +12,7 @@ blocks of thinking are bounded, so a whole turn does too.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -21,7 +21,7 @@ from headrace.rendering.parsers.values import Malformed, WrittenCall, malformed,
 
 __all__ = [
     "Completion", "Malformed", "Part", "Span", "Syntax", "Types", "WrittenCall", "after", "between_tokens", "call_of",
-    "coerce", "json_object", "json_value", "skip_space", "with_section",
+    "coerce", "json_closing", "json_object", "json_value", "skip_space", "unfinished", "with_section",
 ]  # fmt: skip
 
 MOST_CALLS = 64
@@ -42,6 +42,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _JSON = json.JSONDecoder(strict=False, object_pairs_hook=_object)
 _SPACE = re.compile(r"\s*")
+_STRUCTURE = re.compile(r'[{}\[\]]|"(?:[^"\\]|\\.)*+("?)', re.S)
+"""A bracket, or a string, whose group is its closing quote."""
 
 
 class Span(NamedTuple):
@@ -68,6 +70,16 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[WrittenCall, ...] = ()
     parts: tuple[Part, ...] = ()
     """Where thinking and calls stand in the text, in order and without overlap; the rest is content."""
+    before: tuple[int, ...] = ()
+    """Characters of content before each call."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Where each call begins and ends in the text."""
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The content before the first call without an error, and the content behind it."""
+        first = next((at for at, call in zip(self.before, self.calls, strict=True) if not call.error), None)
+        return self.content[:first].strip(), self.content[first:].strip() if first is not None else ""
 
 
 class Syntax:
@@ -80,6 +92,8 @@ class Syntax:
     ends: ClassVar[tuple[str, ...]] = ()
     """Tokens that end a message in the template but that no model samples as its stop."""
     thinking: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Texts with which a call, or what stands around calls, begins: until the call is there they are no content."""
 
     def wire_id(self, name: str, index: int, written: str = "") -> str:
         """The id under which a call stands in the messages of a template. index: of the call in its segment; written:
@@ -91,23 +105,39 @@ class Syntax:
         begins in one, and searches again behind it."""
         raise NotImplementedError
 
+    def decided(self, text: str) -> int:
+        """The number of characters of an unfinished turn that can be read at all, whatever follows."""
+        return len(text)
+
+    def undecided(self, content: str) -> int:
+        """Where the content behind all calls of an unfinished turn may become something else."""
+        return min((at for mark in self.marks if (at := content.find(mark)) >= 0), default=len(content))
+
+    def closing(self, call: str, types: Types) -> tuple[int, str] | None:
+        """For a text that begins with a call and ends in it: the number of characters that hold whatever follows, and
+        the text that would end value and call behind them, empty unless they end in a value of type string. None for a
+        call that nothing can finish."""
+        return None
+
     def read(self, text: str, types: Types, *, opened: bool = False) -> Completion:
         """A completion without its stop token. opened: the prompt ended inside the thinking."""
         try:
-            completion = self._read(text, types, opened)
+            completion = self.completion(text, types, opened)
         except Exception as error:
             problem = malformed(f"the turn cannot be read ({type(error).__name__}: {error})")
-            return Completion(content=text, calls=(problem,))
+            return Completion(content=text, calls=(problem,), before=(len(text),), spans=((0, len(text)),))
         calls = completion.calls[:MOST_CALLS]
         if len(completion.calls) > MOST_CALLS:
             calls = (*calls, malformed(f"a turn has at most {MOST_CALLS} calls; write the others in the next turn"))
         return msgspec.structs.replace(completion, calls=tuple(map(recorded, calls)))
 
-    def _read(self, text: str, types: Types, opened: bool) -> Completion:
+    def completion(self, text: str, types: Types, opened: bool) -> Completion:
         """A completion whose values are not checked. It may have one call more than `MOST_CALLS`."""
         thinking: list[str] = []
         content: list[str] = []
         calls: list[WrittenCall] = []
+        before_calls: list[int] = []
+        spans: list[tuple[int, int]] = []
         parts: list[Part] = []
         at = 0
         block = self._thinking(text, 0)
@@ -125,6 +155,8 @@ class Syntax:
                     parts.append(Part("call", max(stop, start), end))
                 stop = max(stop, end)
                 calls.append(call)
+                before_calls.append(sum(map(len, content)))
+                spans.append((start, stop))
                 if stop > begin:  # the marker of thinking stands in the call
                     block = self._thinking(text, stop)
                     begin = block[0] if block is not None else len(text)
@@ -144,6 +176,8 @@ class Syntax:
             content="".join(content),
             calls=tuple(calls),
             parts=tuple(parts),
+            before=tuple(before_calls),
+            spans=tuple(spans),
         )
 
     def _thinking(self, text: str, at: int) -> tuple[int, int, str] | None:
@@ -157,6 +191,15 @@ def skip_space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     assert match is not None
     return match.end()
+
+
+def unfinished(text: str, marks: Sequence[str]) -> int:
+    """The length of the end of a text with which one of the marks may begin."""
+    longest = max(map(len, marks), default=0)
+    for at in range(max(0, len(text) - longest + 1), len(text)):
+        if any(mark.startswith(text[at:]) for mark in marks):
+            return len(text) - at
+    return 0
 
 
 def json_value(text: str, at: int) -> tuple[Any, int]:
@@ -175,6 +218,22 @@ def json_object(text: str, at: int) -> tuple[dict[str, Any], int]:
     if not isinstance(value, dict):
         raise Malformed(f"the arguments are not a JSON object but {type(value).__name__}")
     return value, end
+
+
+def json_closing(text: str, at: int, end: str = "") -> tuple[int, str] | None:
+    """`Syntax.closing` of a call whose JSON begins at `at` or behind it. end: what a call has behind its JSON."""
+    closers: list[str] = []
+    for match in _STRUCTURE.finditer(text, at):
+        token = match.group()
+        if token in "{[":
+            closers.append("}" if token == "{" else "]")
+        elif token in "}]":
+            if not closers or closers.pop() != token or not closers:
+                return None
+        elif not match.group(1):
+            inside = match.end() == len(text)  # otherwise it ends in the middle of an escape
+            return len(text), "".join(['"', *reversed(closers), end]) if inside else ""
+    return len(text), ""
 
 
 def call_of(value: Any) -> tuple[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from headrace.rendering.parsers.base import (
     WrittenCall,
     after,
     between_tokens,
+    json_closing,
     json_object,
     skip_space,
 )
@@ -29,6 +30,7 @@ class DeepSeek(Syntax):
     stops = _STOPS
     begin, end, separator = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    marks = (begin, *section)
 
     def find(self, text: str, types: Types) -> Iterator[Span]:
         """Each begin token starts a call."""
@@ -50,6 +52,14 @@ class DeepSeek(Syntax):
         end = skip_space(text, after(text, end, "```"))
         return WrittenCall(name=fenced.group(1).strip(), arguments=arguments), after(text, end, self.end)
 
+    def closing(self, call: str, types: Types) -> tuple[int, str] | None:
+        """See `Syntax.closing`."""
+        start = call.find(self.separator)
+        if start < 0:
+            return len(call), ""
+        fence = "```" if _FENCED.search(call, start) else ""
+        return json_closing(call, start, fence + self.end)
+
 
 def _dsml_value(text: str, opening: re.Match[str], schema: Any) -> Any:
     """The tag itself says whether a value is a string or JSON."""
@@ -68,6 +78,8 @@ _DSML = tagged.tags(
     end=r"</｜DSML｜ ?invoke>",
     section=r"(?<!\s)\s*<｜DSML｜ ?(?:function_calls|tool_calls|calls)>",
     section_end=r"</｜DSML｜ ?(?:function_calls|tool_calls|calls)>",
+    closers=("</｜DSML｜",),
+    closing="</｜DSML｜parameter></｜DSML｜invoke>",
 )
 
 
@@ -76,7 +88,12 @@ class Dsml(Syntax):
 
     name = "dsml"
     stops = _STOPS
+    marks = ("<｜DSML｜", "</｜DSML｜")
 
     def find(self, text: str, types: Types) -> Iterator[Span]:
         """Each ``invoke`` starts a call."""
         return tagged.find(text, types, _DSML, _dsml_value)
+
+    def closing(self, call: str, types: Types) -> tuple[int, str] | None:
+        """See `Syntax.closing`."""
+        return tagged.closing(call, types, _DSML)

@@ -13,6 +13,8 @@ _TAGS = tagged.tags(
     parameter=r"<arg_key>(?P<name>[^<]*)</arg_key>\s*<arg_value>",
     parameter_end=r"</arg_value>",
     end=r"</tool_call>",
+    closers=("</arg_value>", "</tool_call>"),
+    closing="</arg_value></tool_call>",
 )
 
 
@@ -21,7 +23,12 @@ class Glm(Syntax):
 
     name = "glm"
     stops = ("<|observation|>", "<|user|>", "<|endoftext|>")
+    marks = ("<tool_call>",)
 
     def find(self, text: str, types: Types) -> Iterator[Span]:
         """Each ``<tool_call>`` with a name starts a call."""
         return tagged.find(text, types, _TAGS)
+
+    def closing(self, call: str, types: Types) -> tuple[int, str] | None:
+        """See `Syntax.closing`."""
+        return tagged.closing(call, types, _TAGS)

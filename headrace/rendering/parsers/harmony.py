@@ -14,6 +14,7 @@ from headrace.rendering.parsers.base import (
     Syntax,
     Types,
     WrittenCall,
+    json_closing,
     json_object,
     skip_space,
 )
@@ -31,12 +32,33 @@ class Harmony(Syntax):
     name = "harmony"
     stops = ("<|call|>", "<|return|>", "<|endoftext|>")
     ends = ("<|end|>",)
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
-    def _read(self, text: str, types: Types, opened: bool) -> Completion:
+    def decided(self, text: str) -> int:
+        """A header is read with the message behind it."""
+        at = 0
+        while (middle := text.find("<|message|>", at)) >= 0:
+            end = _END.search(text, middle)
+            if end is None:
+                return len(text)
+            at = end.end()
+        return at
+
+    def undecided(self, content: str) -> int:
+        """Headers are no content."""
+        return len(content)
+
+    def closing(self, call: str, types: Types) -> tuple[int, str] | None:
+        """See `Syntax.closing`."""
+        start = call.find("{", max(0, call.find("<|message|>")))
+        return json_closing(call, start, "<|call|>") if start >= 0 else (len(call), "")
+
+    def completion(self, text: str, types: Types, opened: bool) -> Completion:
         """Analysis is thinking, messages to a function are calls, the rest is content."""
         thinking: list[str] = []
         content: list[str] = []
         calls: list[WrittenCall] = []
+        before: list[int] = []
         parts: list[Part] = []
         at = 0
         while at < len(text):
@@ -54,6 +76,7 @@ class Harmony(Syntax):
             if recipient and recipient.group(1) != "assistant":
                 call, at = _call(recipient.group(1), text, body)
                 calls.append(call)
+                before.append(sum(map(len, content)))
                 parts.append(Part("call", start, at))
                 continue
             message, at = _message(text, body)
@@ -63,7 +86,12 @@ class Harmony(Syntax):
             else:
                 content.append(message)
         return Completion(
-            thinking="\n".join(thinking), content="".join(content), calls=tuple(calls), parts=tuple(parts)
+            thinking="\n".join(thinking),
+            content="".join(content),
+            calls=tuple(calls),
+            parts=tuple(parts),
+            before=tuple(before),
+            spans=tuple((part.start, part.end) for part in parts if part.kind == "call"),
         )
 
 

@@ -14,6 +14,7 @@ from headrace.rendering.parsers.base import (
     WrittenCall,
     after,
     between_tokens,
+    json_closing,
     json_object,
 )
 
@@ -27,6 +28,7 @@ class KimiK2(Syntax):
     stops = ("<|im_end|>", "[EOS]")
     begin, arguments, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
     section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    marks = (begin, *section)
 
     def wire_id(self, name: str, index: int, written: str = "") -> str:
         """``functions.NAME:INDEX``."""
@@ -49,3 +51,8 @@ class KimiK2(Syntax):
         arguments, end = json_object(text, middle + len(self.arguments))
         end = after(text, end, self.end)
         return WrittenCall(name=match.group(1), arguments=arguments, wire_id=wire_id), end
+
+    def closing(self, call: str, types: Types) -> tuple[int, str] | None:
+        """See `Syntax.closing`."""
+        start = call.find(self.arguments)
+        return json_closing(call, start, self.end) if start >= 0 else (len(call), "")

@@ -5,7 +5,16 @@ Plain JSON has no marker, so a text counts as a call only if it starts with an o
 
 from collections.abc import Iterator
 
-from headrace.rendering.parsers.base import Malformed, Span, Syntax, Types, WrittenCall, call_of, json_value
+from headrace.rendering.parsers.base import (
+    Malformed,
+    Span,
+    Syntax,
+    Types,
+    WrittenCall,
+    call_of,
+    json_closing,
+    json_value,
+)
 
 
 class Llama3(Syntax):
@@ -14,6 +23,7 @@ class Llama3(Syntax):
     name = "llama3"
     stops = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
     tag = "<|python_tag|>"
+    marks = (tag,)
 
     def find(self, text: str, types: Types) -> Iterator[Span]:
         """Objects from the tag on, or from the start of the text."""
@@ -32,6 +42,10 @@ class Llama3(Syntax):
                 end, call = len(text), WrittenCall(error=str(error))
             yield Span(start, end, call)
             start = at = end
+
+    def closing(self, call: str, types: Types) -> tuple[int, str] | None:
+        """See `Syntax.closing`."""
+        return json_closing(call, max(0, call.find("{")))
 
 
 def _skip_separators(text: str, at: int) -> int:

@@ -12,6 +12,8 @@ _TAGS = tagged.tags(
     end=r"</invoke>",
     section=r"<minimax:tool_call>",
     section_end=r"</minimax:tool_call>",
+    closers=("</parameter>", "</invoke>"),
+    closing="</parameter></invoke>",
 )
 
 
@@ -20,9 +22,15 @@ class MiniMax(Syntax):
 
     name = "minimax"
     stops = ("[e~[",)
+    marks = ("<minimax:tool_call>", "<invoke", "</minimax:tool_call>")
 
     def find(self, text: str, types: Types) -> Iterator[Span]:
         """``<invoke`` starts a call, but only after the section's opening tag."""
-        if "<minimax:tool_call>" not in text:
-            return iter(())
-        return tagged.find(text, types, _TAGS)
+        begin = text.find("<minimax:tool_call>")
+        if begin >= 0:
+            for start, end, call in tagged.find(text[begin:], types, _TAGS):
+                yield Span(begin + start, begin + end, call)
+
+    def closing(self, call: str, types: Types) -> tuple[int, str] | None:
+        """See `Syntax.closing`."""
+        return tagged.closing(call, types, _TAGS)

@@ -13,6 +13,7 @@ from headrace.rendering.parsers.base import (
     Types,
     WrittenCall,
     call_of,
+    json_closing,
     json_object,
     json_value,
 )
@@ -29,6 +30,12 @@ class Mistral(Syntax):
     stops = ("</s>",)
     thinking = ("[THINK]", "[/THINK]")
     opening = "[TOOL_CALLS]"
+    marks = (opening, "<think>", "</think>")
+
+    def decided(self, text: str) -> int:
+        """``<think>`` is content unless it is closed."""
+        at = text.find("<think>", text.rfind("</think>") + 1)
+        return at if at >= 0 else len(text)
 
     def wire_id(self, name: str, index: int, written: str = "") -> str:
         """Nine letters or digits."""
@@ -63,6 +70,12 @@ class Mistral(Syntax):
             raise Malformed("expected NAME[ARGS]{...}")
         arguments, end = json_object(text, match.end())
         return [WrittenCall(name=match.group(1), arguments=arguments, wire_id=(match.group(2) or "").strip())], end
+
+    def closing(self, call: str, types: Types) -> tuple[int, str] | None:
+        """See `Syntax.closing`."""
+        array = _ARRAY.match(call, len(self.opening))
+        start = len(self.opening) if array else call.find("{")
+        return json_closing(call, start) if start >= 0 else (len(call), "")
 
     def _thinking(self, text: str, at: int) -> tuple[int, int, str] | None:
         """``[THINK]``, or ``<think>`` in fine-tuned versions."""

@@ -16,6 +16,7 @@ class Pythonic(Syntax):
 
     name = "pythonic"
     stops = ("<|eot|>", "<|eom|>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>")
+    marks = _WRAPPERS
 
     def find(self, text: str, types: Types) -> Iterator[Span]:
         """The calls of the list; a text that does not start with a bracket has none."""
@@ -36,6 +37,10 @@ class Pythonic(Syntax):
         for element in tree.elts:
             assert isinstance(element, ast.Call)
             yield Span(0, len(text), _call(element))
+
+    def undecided(self, content: str) -> int:
+        """A list is read as a whole."""
+        return 0 if content.lstrip().startswith("[") else super().undecided(content)
 
 
 def _name(node: ast.expr) -> str:

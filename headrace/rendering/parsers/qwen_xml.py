@@ -12,6 +12,8 @@ _TAGS = tagged.tags(
     end=r"</function>",
     section=r"<tool_call>",
     section_end=r"</tool_call>",
+    closers=("</parameter>", "</function>"),
+    closing="</parameter></function>",
 )
 
 
@@ -20,7 +22,12 @@ class QwenXml(Syntax):
 
     name = "qwen_xml"
     stops = ("<|im_end|>", "<|endoftext|>")
+    marks = ("<tool_call>", "<function=", "</tool_call>")
 
     def find(self, text: str, types: Types) -> Iterator[Span]:
         """``<function=`` starts a call, with or without the tag around it."""
         return tagged.find(text, types, _TAGS, tagged.without_frame_newlines)
+
+    def closing(self, call: str, types: Types) -> tuple[int, str] | None:
+        """See `Syntax.closing`."""
+        return tagged.closing(call, types, _TAGS)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from headrace.rendering.parsers.base import Span, Types, WrittenCall, coerce, skip_space
+from headrace.rendering.parsers.base import Span, Types, WrittenCall, coerce, skip_space, unfinished
 
 Value = Callable[[str, "re.Match[str]", Any], Any]
 """(text of a value, match of its opening tag, schema of the argument) -> the value."""
@@ -27,10 +27,24 @@ class Tags(NamedTuple):
     section: re.Pattern[str]
     """Stands before calls and is no content."""
     section_end: re.Pattern[str]
+    closers: tuple[str, ...]
+    """Texts with which a value or its call may end."""
+    closing: str
+    """Ends a value and its call."""
 
 
-def tags(call: str, parameter: str, parameter_end: str, end: str, section: str = "", section_end: str = "") -> Tags:
-    """Compile a dialect; the arguments are regular expressions, an empty section matches nothing."""
+def tags(
+    call: str,
+    parameter: str,
+    parameter_end: str,
+    end: str,
+    section: str = "",
+    section_end: str = "",
+    *,
+    closers: tuple[str, ...],
+    closing: str,
+) -> Tags:
+    """Compile a dialect; the positional arguments are regular expressions, an empty section matches nothing."""
     plain = parameter.replace("(?P<name>", "(?:").replace("(?P<string>", "(?:")
     return Tags(
         re.compile(call),
@@ -39,6 +53,8 @@ def tags(call: str, parameter: str, parameter_end: str, end: str, section: str =
         re.compile(end),
         re.compile(section or r"(?!)"),
         re.compile(section_end or r"(?!)"),
+        closers,
+        closing,
     )
 
 
@@ -64,6 +80,26 @@ def find(text: str, types: Types, dialect: Tags, value: Value = plain_value) -> 
         behind = dialect.section_end.match(text, skip_space(text, position))
         at = behind.end() if behind else position
         yield Span(start, at, call)
+
+
+def closing(text: str, types: Types, dialect: Tags) -> tuple[int, str] | None:
+    """`Syntax.closing` of a dialect. A value of another type than string is held back: it is read as a whole."""
+    call = dialect.call.search(text)
+    if call is None:
+        return None
+    at, schemas = call.end(), types.get(call.group("name").strip(), {})
+    while opening := dialect.parameter.match(text, skip_space(text, at)):
+        if ended := dialect.parameter_end.search(text, opening.end()):
+            at = ended.end()
+            continue
+        string = opening.groupdict().get("string")
+        schema = schemas.get(opening.group("name").strip())
+        if string == "false" or (string is None and not (isinstance(schema, dict) and schema.get("type") == "string")):
+            return None
+        start = opening.end()
+        places = [at for closer in dialect.closers if (at := text.find(closer, start)) >= 0]
+        return min(places, default=max(start, len(text) - unfinished(text, dialect.closers))), dialect.closing
+    return None
 
 
 def _arguments(

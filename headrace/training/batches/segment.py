@@ -94,8 +94,8 @@ class Segment:
 
 def cut_off(trajectory: Trajectory) -> bool:
     """Whether a limit of length ended the attempt: its outcome is one of `CUT_OFF`, or the last reply of a client's
-    session reached its limit."""
-    session = trajectory.capture is not None and any(turn.stop == "length" for turn in trajectory.turns[-1:])
+    session reached its limit or was cut by the client."""
+    session = trajectory.capture is not None and any(turn.stop != "stop" for turn in trajectory.turns[-1:])
     return session or trajectory.outcome in CUT_OFF
 
 

@@ -8,7 +8,7 @@ from secrets import token_hex
 import pytest
 
 from headrace.bus.broker.server import Server
-from headrace.bus.connection import Bus
+from headrace.bus.connection import Bus, RawMessage
 from headrace.bus.errors import (
     BusError,
     BusTimeout,
@@ -229,6 +229,45 @@ async def test_request_reply_and_its_errors(connect: Connect) -> None:
         await asker.request("hr.rpc.environment.judge.ping", Ping(note="never"), timeout=0.1)
     with pytest.raises(NoResponders):
         await asker.request("hr.rpc.environment.judge.nobody", Ping())
+
+
+async def test_an_answer_may_come_in_parts_and_its_subject_ends_with_it(connect: Connect) -> None:
+    asker, helper = await connect("gateway"), await connect("rollout")
+    where = f"hr.rpc.rollout.gateway.turn-{token_hex(4)}"
+    replies: list[str] = []
+
+    async def handler(message: object) -> Ack:
+        for number in range(100):
+            await helper.say(Ping(note=str(number)))
+        return Ack(detail="whole")
+
+    async def whole(raw: RawMessage) -> None:
+        replies.append(raw.reply)
+
+    await helper.respond(where, handler)
+    parts: list[Message] = []
+    assert await asker.request(where, Ping(), on_part=parts.append) == Ack(detail="whole")
+    assert parts == [Ping(note=str(number)) for number in range(100)]
+    assert await asker.request(where, Ping()) == Ack(detail="whole"), "a caller may leave the parts out"
+
+    # A reply subject outlives its answer only until the empty message that ends it.
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def hear(raw: RawMessage) -> None:
+        heard.put_nowait(raw.data)
+
+    await helper.listen_raw(silent := f"{where}s", whole)
+    await asker.listen_raw(inbox := asker.connection.inbox(), hear)
+    await asker.connection.publish_request(silent, b"", inbox)
+    while not replies:
+        await asker.connection.flush()
+        await helper.connection.flush()
+    for data in (b"1", b"2", b"", b"3"):
+        await helper.connection.send(replies[0], data)
+    await helper.connection.flush()
+    assert [await heard.get() for _ in range(3)] == [b"1", b"2", b""]
+    await asker.connection.flush()
+    assert heard.empty()
 
 
 async def test_a_broker_that_is_down_or_refuses_is_one_sentence(server: Server) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from headrace.engines.base import Engine, EngineError
+from headrace.engines.base import Engine, EngineError, Progress
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.weights.lock import NotServed
 from headrace.messages.rollout import PolicyRef, Span
@@ -314,6 +314,31 @@ async def test_a_cancelled_turn_is_freed_on_the_server_at_once(pair: Pair) -> No
     await double.until(lambda: not double.running)
     rids = [body["rid"] for body in double.bodies("/abort_request")]
     assert [len(rid) for rid in rids] == [32] and rids == [body["rid"] for body in double.bodies("/generate")]
+
+
+async def test_the_ids_of_a_turn_are_followed_as_the_server_sends_them(pair: Pair) -> None:
+    engine, double = pair
+    await double.let_go(hold_at=4)
+    progress = Progress(followed=True)
+    work = asyncio.create_task(engine.sample(msgspec.structs.replace(request(), progress=progress)))
+    await double.until(lambda: any(len(active.out) == 4 for active in double.running))
+    while len(early := await progress.news()) < 4:
+        pass
+    await double.let_go()
+    sample = await work
+    assert early == list(sample.ids[:4]) and progress.ids == list(sample.ids)
+
+
+async def test_a_cut_turn_ends_with_its_tokens(pair: Pair) -> None:
+    engine, double = pair
+    await double.let_go(hold_at=4)
+    progress = Progress(followed=False)
+    work = asyncio.create_task(engine.sample(msgspec.structs.replace(request(), progress=progress)))
+    await double.until(lambda: any(len(active.out) == 4 for active in double.running))
+    progress.cut()
+    await double.until(lambda: not double.running)
+    sample = await work
+    assert sample.stop == "abort" and len(sample.ids) == len(sample.logprobs) == 4
 
 
 async def test_a_pinned_version_has_the_server_to_itself_and_then_the_latest_again(

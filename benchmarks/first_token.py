@@ -1,0 +1,179 @@
+"""The first token of a streamed turn: at the engine, and at the client.
+
+    python -m benchmarks.first_token [--clients 16] [--turns 20]
+
+Broker, gateway and rollout actor run in processes of their own, with the embedded engine and a tiny policy. The clients
+ask for one streamed turn after another, each with a short pause before, by chat completions. `engine_ms` is the time
+from a request to its first token in the engine, `client_ms` that to the first event at the client, and `added_ms` their
+difference per turn: what decoding, two actors, the broker and HTTP add. All processes read the same clock and share the
+machine's cores.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import torch
+import uvloop
+
+from benchmarks.conditions import Figures, at_most, finish
+from headrace.bus.broker.server import Server
+from headrace.bus.connection import Bus
+from headrace.bus.nats.streams import declare
+from headrace.bus.payloads import renderer_bundles
+from headrace.config import Config, Policy, Production, Run
+from headrace.gateway.tenants.keys import ApiKeys, key_file
+from headrace.messages.subjects import EVENT
+from headrace.messages.weights import WeightsStaged
+from headrace.policy.layout import hugging_face
+from headrace.policy.model import Model
+from headrace.policy.numerics_probe import probe
+from headrace.weights import tensor_state
+from tests.support.chat_formats import bundle_of_run
+from tests.support.keys import as_writers
+
+RUN = "rfirst"
+TOKENS = 64
+PAUSE_S = 0.2
+"""The longest pause of a client before a turn."""
+SCRIPT = """
+import json, msgspec, sys, time, uvloop
+from headrace.actors.gateway import Gateway
+from headrace.actors.rollout import spans
+from headrace.actors.rollout.actor import Rollout
+from headrace.bus.runtime.supervisor import run_actors
+from headrace.config import Config
+from headrace.engines.base import Progress
+
+config = msgspec.json.decode(sys.argv[1], type=Config)
+actor = {"gateway": Gateway, "rollout": Rollout}[sys.argv[5]]
+if actor is Rollout:
+    log, sample, add, names = open(sys.argv[6], "w", buffering=1), spans.sample, Progress.add, {}
+
+    async def named(engine, request, trajectory):
+        names[id(request.progress)] = trajectory
+        return await sample(engine, request, trajectory)
+
+    def timed(self, ids, at):
+        if not at:
+            log.write(json.dumps([names[id(self)], time.monotonic()]) + "\\n")
+        add(self, ids, at)
+
+    spans.sample, Progress.add = named, timed
+uvloop.run(run_actors([(actor, sys.argv[5] + "-1")], config, sys.argv[2], url=sys.argv[3], credentials=sys.argv[4]))
+"""
+
+
+async def client(http: aiohttp.ClientSession, url: str, number: int, turns: int) -> list[tuple[str, float, float]]:
+    """Of each turn: its session, when it was asked for, and when its first event came."""
+    seen: list[tuple[str, float, float]] = []
+    chance = random.Random(number)
+    for turn in range(turns):
+        await asyncio.sleep(chance.random() * PAUSE_S)
+        body = {
+            "model": "latest",
+            "stream": True,
+            "max_tokens": TOKENS,
+            "messages": [{"role": "user", "content": f"client {number}, turn {turn}: the mean of xs"}],
+        }
+        began = time.monotonic()
+        async with http.post(f"{url}/v1/chat/completions", json=body) as answer:
+            answer.raise_for_status()
+            await answer.content.readany()
+            seen.append((answer.headers["X-Headrace-Session"], began, time.monotonic()))
+            await answer.content.read()
+    return seen
+
+
+async def staged(broker: Server, folder: Path, shape: Policy) -> None:
+    """A renderer bundle and a version 0 that the node of the rollout actor has."""
+    policy = hugging_face.from_section(shape)
+    file = folder / "0.safetensors"
+    state_hash = tensor_state.write(file, Model(policy, probe(policy), seed=3).state())
+    async with await Bus.connect(broker.url, role="trainer", credentials=broker.credentials) as trainer:
+        await renderer_bundles.publish(trainer, RUN, bundle_of_run("hermes"))
+        node = trainer.node
+    async with await as_writers(broker.url, credentials=broker.credentials) as admin:
+        message = WeightsStaged(
+            run=RUN, node=node, region="local", version=0, path=str(file), state_hash=state_hash, stage_s=0.0
+        )
+        await admin.publish(EVENT.at(run=RUN, actor="weight_sync", type="weights_staged"), message)
+
+
+async def measure(clients: int, turns: int, folder: Path) -> Figures:
+    """Run the processes and the clients."""
+    shape = Policy(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_dim=32, vocab=512)
+    production = Production(rollouts=("rollout-1",), turn_tokens=TOKENS, context_tokens=2048)
+    config = Config(run=Run(dir=str(folder / "runs")), policy=shape, production=production)
+    (folder / "runs" / RUN).mkdir(parents=True)
+    key = ApiKeys(key_file(config)).add("acme", requests_per_minute=1_000_000)
+    log = folder / "first.jsonl"
+    processes: list[asyncio.subprocess.Process] = []
+    async with Server(folder / "broker") as broker:
+        async with await Bus.connect(broker.url, role="admin", credentials=broker.credentials) as admin:
+            await declare(admin)
+        await staged(broker, folder / "runs", shape)
+        try:
+            for actor in ("rollout", "gateway"):
+                arguments = [msgspec.json.encode(config).decode(), RUN, broker.url, str(broker.credentials), actor]
+                processes.append(
+                    await asyncio.create_subprocess_exec(
+                        *(sys.executable, "-c", SCRIPT), *arguments, str(log), stderr=subprocess.DEVNULL
+                    )
+                )
+            address = folder / "runs" / RUN / "gateway.json"
+            async with asyncio.timeout(120):
+                while not address.exists() or not address.read_text().endswith("}"):
+                    await asyncio.sleep(0.05)
+            url = json.loads(address.read_text())["url"]
+            connector = aiohttp.TCPConnector(limit=0)
+            async with aiohttp.ClientSession(headers={"x-api-key": key}, connector=connector) as http:
+                async with asyncio.timeout(120):
+                    while True:
+                        try:
+                            await client(http, url, -1, 1)
+                            break
+                        except aiohttp.ClientResponseError:
+                            await asyncio.sleep(0.2)
+                seen = await asyncio.gather(*(client(http, url, number, turns) for number in range(clients)))
+        finally:
+            for process in processes:
+                if process.returncode is None:
+                    process.terminate()
+                    await process.wait()
+    first = {session.rpartition("-0-0")[0]: at for session, at in map(json.loads, log.read_text().splitlines())}
+    every = [turn for each in seen for turn in each]
+    engine = [(first[session] - began) * 1e3 for session, began, _ in every]
+    at_client = [(came - began) * 1e3 for _, began, came in every]
+    added = [a - b for a, b in zip(at_client, engine, strict=True)]
+    figures: dict[str, Any] = {"clients": clients, "turns": len(every)}
+    for name, values in (("engine", engine), ("client", at_client), ("added", added)):
+        cuts = statistics.quantiles(values, n=100)
+        figures |= {f"{name}_p50_ms": round(cuts[49], 2), f"{name}_p99_ms": round(cuts[98], 2)}
+    return figures
+
+
+def main() -> None:
+    """Run the benchmark and print one line of JSON."""
+    parser = argparse.ArgumentParser(description="the first token of a streamed turn")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=20)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = uvloop.run(measure(args.clients, args.turns, Path(folder)))
+    finish(figures, {"added_p50_ms": at_most(figures["added_p50_ms"], 5.0)}, "aiohttp", "torch")
+
+
+if __name__ == "__main__":
+    main()
