@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import HeadraceError
+from headrace.kernels import dispatch
 from headrace.kernels.block_attention import BLOCK
 from headrace.messages.rollout import Span
 from headrace.policy.cache import KVCache
@@ -64,16 +65,18 @@ def score(
     if not len(targets):
         return torch.empty(0)
     wanted = torch.as_tensor(targets, dtype=torch.int64)
-    last = max(span.end for span in ordered) if ordered else 0
+    last = 0
+    for span in ordered:
+        if span.start > last:
+            raise ScoringError(f"spans leave positions {last} to {span.start} without a forward")
+        last = max(last, span.end)
     if last > len(tokens) or int(wanted[-1]) > last or int(wanted[0]) < 1:
         raise ScoringError(f"spans end at {last}; ids are {len(tokens)}, targets {int(wanted[0])} to {int(wanted[-1])}")
     out = torch.full((len(wanted),), torch.nan)
     cache, table, covered = None, [*range((last + BLOCK - 1) // BLOCK)], 0
     routes: list[Tensor] = []
     with torch.no_grad():
-        for span in (part for whole in ordered for part in _pieces(whole, piece)):
-            if span.start > covered:
-                raise ScoringError(f"spans leave positions {covered} to {span.start} without a forward")
+        for span in dispatch.repeated([part for whole in ordered for part in _pieces(whole, piece)]):
             model = models[span.version]
             cache = cache or KVCache(model.config, len(table), device)
             layers: list[Tensor] = []

@@ -51,9 +51,8 @@ class Layout(NamedTuple):
     """Masters and moments are in the host's memory."""
     nodes: int = 1
     """Nodes with `devices` each, which hold a copy of all parameters, masters and moments each (HSDP)."""
-
     skew: float = 1.0
-    """Rows of the expert that gets most, as a multiple of the rows of balanced routing."""
+    """Rows of the busiest experts, as a multiple of those of balanced routing."""
 
     @property
     def inputs(self) -> int:

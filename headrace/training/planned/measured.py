@@ -232,14 +232,16 @@ class _Process:
 
     def scoring(self) -> Scoring:
         """Score the longest sequence again."""
-        model, tokens = self._state(OptimizerSettings()).model, self.layout.longest
+        c, model, tokens = self.config, self._state(OptimizerSettings()).model, self.layout.longest
         began = self.shadow.live
         self.shadow.begin("scoring")
         ids, recorder = torch.zeros(tokens, dtype=torch.int64), list[Tensor]()
         spans, targets = [Span(0, tokens, 0)], range(1, tokens)
-        routed = routes(self.config, tokens, self.layout.skew)
+        routed = routes(c, tokens, self.layout.skew)
         rescoring.score({0: model}, ids, spans, targets, 1.0, routed, recorder)
-        return Scoring(self.shadow.peaks["scoring"] - began)
+        # A CPU holds the routes of the pieces that `dispatch.repeated` leaves out.
+        left_out = max(0, tokens - 3 * rescoring.PIECE) if self.layout.cpu else 0
+        return Scoring(self.shadow.peaks["scoring"] - began + 8 * left_out * c.sparse_layers * c.top_k)
 
     def passes(self) -> Passes:
         """Add the gradient of a micro-batch to that of a small one."""

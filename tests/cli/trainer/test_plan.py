@@ -93,7 +93,8 @@ def test_four_gpus_hold_30b_with_the_optimizer_on_the_host(capsys: pytest.Captur
 def test_a_shape_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(SHAPES / "Qwen3-30B-A3B"), "--gpus", "8", "--tokens", "65536", "--context", "4", "--recompute"]
     _, plain = planned(capsys, *arguments)
-    _, owned = planned(capsys, *arguments, "--set", "trainer.ranks=8", "--set", "trainer.expert_ranks=8")
-    assert "trainer.expert_ranks = 8" in owned and total(owned) != total(plain)
+    experts = ["--set", "trainer.ranks=8", "--set", "trainer.expert_ranks=8"]
+    (_, owned), (_, uneven) = (planned(capsys, *arguments, *experts, "--skew", skew) for skew in ("1", "8"))
+    assert "trainer.expert_ranks = 8" in owned and total(plain) != total(owned) < total(uneven)
     _, faster = planned(capsys, *arguments, "--set", "algorithm.learning_rate=1e-3")
     assert total(faster) > total(plain) + 2, "all weights change, so undo entries hold whole parameters"
