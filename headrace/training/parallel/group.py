@@ -252,10 +252,10 @@ class ProcessGroup:
         return values.decode(_broadcast(None, self.orders.group), kind)
 
 
-def join(device: torch.device, rank: int, size: int, store: PrefixStore) -> None:
+def join(device: torch.device, rank: int, size: int, store: PrefixStore, limit: timedelta = JOIN) -> None:
     """Join the group; returns when all `size` processes have joined. store: the group's keys in a TCPStore, whose
-    interface its connections use. RuntimeError when one does not come within `JOIN`; GroupError when this process is in
-    a group already."""
+    interface its connections use. RuntimeError when one does not come within `limit`; GroupError when this process is
+    in a group already."""
     if dist.is_initialized():
         raise GroupError(
             "this process is in a trainer's group already; expected at most one trainer with ranks per process"
@@ -263,7 +263,7 @@ def join(device: torch.device, rank: int, size: int, store: PrefixStore) -> None
     backend = "cpu:gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     interfaces.pin(store.underlying_store.host)  # type: ignore[attr-defined]
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=JOIN)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except Exception:
         # Torch names groups by a number, which it sets back only with a group that it destroys. All processes need one
         # number: without this, one whose join failed would never meet new processes.

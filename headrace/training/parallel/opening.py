@@ -61,8 +61,8 @@ def joined(
     # The first process measures before it joins: none can while it is in a group, and the plan is that of all.
     phases = [config, *([_learning(config)] if begin is not None and begin.learns else [])] if rank == 0 else []
     plans = [planned(phase, policy, device) for phase in phases]
-    group.join(device, rank, section.ranks, store)
     limit = timedelta(seconds=section.stall_s)
+    group.join(device, rank, section.ranks, store, limit)
     world = ProcessGroup(device, section.expert_ranks, section.context_ranks, section.nodes, limit)
     numerics = probe(policy, exact=config.engine.exact, device=device)
     marks = world.gathered(numerics.fingerprint, str)
