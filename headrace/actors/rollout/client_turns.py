@@ -157,6 +157,8 @@ class ClientTurns:
     async def _turn(
         self, session: _Session, request: ClientTurn, engine: Engine, renderer: ClientRenderer
     ) -> ClientTurnDone:
+        if request.recorded >= 0:
+            return _again(session.turns, request, renderer)
         context = session.ids(request.segment)
         if session.turns and _is_behind(request, session.turns[-1], renderer):
             why = "the session has a turn whose answer the client never got"
@@ -239,7 +241,9 @@ class ClientTurns:
                 fingerprint=serving.engine.fingerprint,
                 renderer=serving.bundle,
                 rollout=self._rollout,
-                capture=Capture(training_allowed=request.training_allowed, untrainable=request.untrainable),
+                capture=Capture(
+                    training_allowed=request.training_allowed, untrainable=request.untrainable, labels=request.labels
+                ),
                 plugins=self._plugins,
             )
         await publication.publish(self._bus, trajectory)
@@ -261,6 +265,23 @@ def _answer(parsed: Completion, group: str, index: int) -> tuple[str, tuple[Clie
     )
     malformed = [f"[a tool call that cannot be read: {call.error}]" for call in parsed.calls if call.error]
     return "\n".join([parsed.content.strip(), *malformed]).strip(), calls
+
+
+def _again(turns: Sequence[Turn], request: ClientTurn, renderer: ClientRenderer) -> ClientTurnDone:
+    """The answer of a recorded turn as it was given."""
+    turn = next((turn for turn in turns if turn.index == request.recorded), None)
+    if turn is None:
+        return ClientTurnDone(failed=f"the record has no turn {request.recorded}")
+    text, calls = _answer(renderer.parse(_ids(turn.ids), prompt=_ids(turn.prompt_ids)), request.group, turn.index)
+    earlier = [each for each in turns if each.segment == turn.segment and each.index < turn.index]
+    cached = sum(len(each.prompt_ids) + len(each.ids) for each in earlier)
+    return ClientTurnDone(
+        text=text,
+        calls=calls if request.parallel else calls[:1],
+        stop="length" if turn.stop == "length" else "calls" if calls else "stop",
+        usage=ClientUsage(prompt=cached + len(turn.prompt_ids), cached=cached, sampled=len(turn.ids)),
+        version=max((span.version for span in turn.spans), default=-1),
+    )
 
 
 def _is_behind(request: ClientTurn, last: Turn, renderer: ClientRenderer) -> bool:
