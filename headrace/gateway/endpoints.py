@@ -76,8 +76,9 @@ class Sampler(Protocol):
     async def view(self, session: str, key: ApiKey) -> dict[str, Any]:
         """A session as its client sees it. HttpRefused when the key's tenant has no such session."""
 
-    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> None:
-        """Rate a session, which ends if it is open. HttpRefused when the key's tenant has no such session; BusError."""
+    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> dict[str, str]:
+        """Rate a session, which ends if it is open; `Ratings.outcome`. HttpRefused when the key's tenant has no such
+        session; BusError."""
 
     async def close(self, session: str, key: ApiKey) -> None:
         """End a session without a rating. HttpRefused when the key's tenant has no such session."""
@@ -184,8 +185,8 @@ class Endpoints:
             rating = msgspec.convert(body, NewRating)
         except msgspec.ValidationError as error:
             raise Unusable(f"the rating: {error}") from None
-        await self._sampler.rate(request.match_info["session"], key, rating)
-        told = {"session": request.match_info["session"], "signal": rating.signal, "thumb": rating.given}
+        outcome = await self._sampler.rate(request.match_info["session"], key, rating)
+        told = outcome | {"session": request.match_info["session"], "signal": rating.signal, "thumb": rating.given}
         return web.json_response(told)
 
     async def close(self, request: web.Request, key: ApiKey) -> web.StreamResponse:

@@ -277,19 +277,19 @@ class ClientServing:
                 self._sessions.put(merged(session, stored[0]))
             raise BusError(f"other gateways changed the session {group} at the same time, {WRITES} times")
 
-    async def rate(self, id: str, key: ApiKey, rating: NewRating) -> None:
+    async def rate(self, id: str, key: ApiKey, rating: NewRating) -> dict[str, str]:
         """See `Sampler.rate`."""
         session = await self._known(id, key)
         tree = [each for each in self._sessions.tree(id) if not each.rated] if id == root_of(id) else []
-        rated = 0
+        outcomes: list[dict[str, str]] = []
         for each in [session, *(each for each in tree if each.group != id)]:
             if await self._end(each, rated=each.group == id != root_of(id)):
-                await self._publish(self._sessions.get(each.group) or each, key, rating)
-                rated += 1
-        if not rated:
+                outcomes.append(await self._publish(self._sessions.get(each.group) or each, key, rating))
+        if not outcomes:
             raise HttpRefused(409, "no turn of this session was sampled, so there is nothing to rate")
+        return outcomes[0]
 
-    async def _publish(self, session: ClientSession, key: ApiKey, rating: NewRating) -> None:
+    async def _publish(self, session: ClientSession, key: ApiKey, rating: NewRating) -> dict[str, str]:
         feedback = Feedback(
             tenant=key.tenant,
             user=user_of(session.group),
@@ -303,6 +303,7 @@ class ClientServing:
             untrainable=session.untrainable,
         )
         await self._ratings.publish(feedback)
+        return self._ratings.outcome(feedback)
 
     async def _known(self, id: str, key: ApiKey) -> ClientSession:
         """A session of the key's tenant: open, remembered, or long ended and in HR_TRAJ. HttpRefused with 404;

@@ -82,7 +82,11 @@ async def test_there_is_no_product_before_a_policy_is_served(product: Product, t
 async def test_bad_requests_are_told_what_to_send(product: Product) -> None:
     status, answer = await product.call("POST", "/v1/sessions", {"suite": "pytasks", "user": "zoe"})
     assert (status, "expected `user` and `task`" in answer["error"]) == (400, True)
-    for mixed in ({"prompt": "x"}, {"suite": "pytasks", "user": "z", "task": "t", "group": "g"}, {"metadata": {"a": 1}}):
+    for mixed in (
+        {"prompt": "x"},
+        {"suite": "pytasks", "user": "z", "task": "t", "group": "g"},
+        {"metadata": {"a": 1}},
+    ):
         assert (await product.call("POST", "/v1/sessions", mixed))[0] == 400, mixed
     assert (await product.call("POST", "/v1/sessions", [1]))[0] == 400
     assert (await product.call("GET", "/v1/sessions/none"))[0] == 404

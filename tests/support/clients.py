@@ -65,8 +65,9 @@ class ScriptedSampler:
     def models(self) -> list[str]:
         return ["latest"]
 
-    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> None:
+    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> dict[str, str]:
         self.rated.append((session, rating))
+        return {"outcome": "waiting", "reason": ""}
 
     async def close(self, session: str, key: ApiKey) -> None:
         raise HttpRefused(404, "there is no such open session")

@@ -202,7 +202,7 @@ async def test_a_session_that_has_ended_is_rated_as_it_was_captured(
             async with client.http.post(f"{path}/feedback", json={"thumb": "up"}, headers=headers) as answer:
                 assert answer.status == 404
         async with client.http.post(f"{url}/reward", json={"reward": 0.25, "comment": "a judge"}) as answer:
-            assert answer.status == 200, await answer.text()
+            assert answer.status == 200 and (await answer.json())["outcome"] == "waiting"
         client.messages, client.session = client.messages[:1], ""
         async with client.http.post(
             f"{client.url}/v1/chat/completions",
@@ -211,7 +211,10 @@ async def test_a_session_that_has_ended_is_rated_as_it_was_captured(
         ) as answer:
             private = answer.headers["X-Headrace-Session"]
         await client.http.delete(f"{client.url}/v1/client/sessions/{private}")
-        await client.http.post(f"{client.url}/v1/client/sessions/{private}/feedback", json={"thumb": "up"})
+        path = f"{client.url}/v1/client/sessions/{private}/feedback"
+        async with client.http.post(path, json={"thumb": "up"}) as answer:
+            told = await answer.json()
+            assert told["outcome"] == "opted_out" and "acme did not opt in" in told["reason"]
     by_judge, by_user = await ratings_of(observer, run)
     assert (by_judge.reward, by_judge.thumb, by_judge.training_allowed) == (0.25, "down", True)
     assert by_user.trajectory.startswith(private) and not by_user.training_allowed, "its key had not opted in"
