@@ -327,11 +327,15 @@ class ClientSessions:
         for prefix in range(len(heads) - 1, 0, -1):
             owners = self._found("record", *scope, heads[prefix - 1])
             if root is not None:
-                owners = [each for each in owners if root_of(each.group) == root.group]
+                # A program's name may have had another tree, which ended: its conversations may go on here.
+                own = root.group
+                owners = [each for each in owners if root_of(each.group) == own or each.named == root.named != ""]
                 if tree is not root and tree in owners:
                     return tree, prefix
             if len(owners) > 1:
                 break
+            if root is not None:
+                owners = [each for each in owners if root_of(each.group) == root.group]
             if owners:
                 ended = root is None and self._closed(self._root(owners[0]))
                 return (None, 0) if ended else (owners[0], prefix)
