@@ -1,6 +1,7 @@
 """The gateway: receives users' requests over HTTP; each session is a RolloutRequest of the lane `production`.
 
     POST   /v1/sessions                {user, suite, task, prompt?, files?}   -> 202 {session}
+                                       without `suite`: a client's session (gateway/endpoints.py)
     GET    /v1/sessions/ID?wait=S      state, turns, failed attempts, result; waits up to S seconds for a change
     POST   /v1/sessions/ID/feedback    {thumb: up|down, comment?}
     DELETE /v1/users/USER              purge a user's data everywhere -> {purged, certificate}
@@ -42,8 +43,8 @@ from headrace.gateway.sessions import Session, asked_by, attempt_record
 from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
-from headrace.gateway.tenants.admission import Admission, keyed, of_tenant
-from headrace.gateway.tenants.keys import ApiKeys, key_file
+from headrace.gateway.tenants.admission import Admission, check_own, keyed
+from headrace.gateway.tenants.keys import ApiKey, ApiKeys, Scope, key_file
 from headrace.gateway.traffic import TrafficReports
 from headrace.gateway.user_keys import UserKeys
 from headrace.ledger.issuer import Issuer
@@ -87,7 +88,6 @@ class Gateway(Actor):
         self._incomplete: set[str] = set()
         """Groups of recovered sessions whose files are gone."""
         self._kept = await self.bus.kv("HR_SESSION")
-        tenant = self.config.production.tenant
         forgetting = Forgetting(self.bus, self.run, self.keys, self.ratings, self._drop)
         await forgetting.recover()
         after = await self._recover()
@@ -104,23 +104,26 @@ class Gateway(Actor):
         shared = (self.bus, self.config, self.run, self.keys, self.split)
         self.clients = ClientServing(*shared, self.event, self.ratings, self.traffic)
         await self.clients.start()
+        self.spawn(self.clients.follow(), "clients' sessions")
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
         self.every(5.0, lambda: self.metric(**self.clients.turns), "figures")
         keys = ApiKeys(key_file(self.config))
         production = self.config.production
         admission = Admission(keys, RequestNames((production.host,), production.public_urls))
-        turns = Endpoints(self.clients, self._report)
+        self.turns = Endpoints(self.clients, self._report)
         parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
         self.agents, routes = await open_agents(parts, self.ratings, self.follow_ups)
         self.spawn(forgetting.follow(), "the deny-list")
         self._listener = Listener(
             [
-                web.post("/v1/sessions", of_tenant(tenant, self._create)),
-                web.get("/v1/sessions/{session}", of_tenant(tenant, self._read)),
-                web.post("/v1/sessions/{session}/feedback", of_tenant(tenant, self._feedback)),
+                web.post("/v1/sessions", keyed(self._create)),
+                web.get("/v1/sessions/{session}", keyed(self._read)),
+                web.post("/v1/sessions/{session}/feedback", keyed(self._feedback)),
+                web.post("/v1/sessions/{session}/reward", keyed(self.turns.rate)),
+                web.delete("/v1/sessions/{session}", keyed(self.turns.close)),
                 web.delete("/v1/users/{user}", keyed(forgetting.delete)),
                 web.get(HEALTH, self._health),
-                *turns.routes(),
+                *self.turns.routes(),
                 *routes,
             ],
             admission.admit,
@@ -177,15 +180,19 @@ class Gateway(Actor):
 
     # Requests
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.Request, key: ApiKey, scope: Scope = "agents") -> Session | None:
+        """The session of headrace's own agent that a request names; None for another id. HttpRefused with 403."""
         session = self.sessions.get(request.match_info["session"])
-        if session is None:
-            raise HttpRefused(404, "there is no such session")
+        if session is not None:
+            check_own(self.config.production.tenant, key, scope)
         return session
 
-    async def _create(self, request: web.Request) -> web.Response:
+    async def _create(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         """Open a session. 400: the body is invalid; 404: there is no such suite or task."""
         asked = await read_json(request, NewSession)
+        if not asked.suite:
+            return await self.turns.open(request, key)
+        check_own(self.config.production.tenant, key, "agents")
         task = TaskRef(suite=asked.suite, task=asked.task)
         try:
             self._suite(task.suite).task(task.task)
@@ -229,9 +236,11 @@ class Gateway(Actor):
             await self._end(session, "bus_error", str(error))
             raise
 
-    async def _read(self, request: web.Request) -> web.Response:
+    async def _read(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         """A session's state, at once or after the next change."""
-        session, wait = self._session(request), wait_seconds(request)
+        session, wait = self._session(request, key), wait_seconds(request)
+        if session is None:
+            return await self.turns.view(request, key)
         if wait > 0 and not session.over:
             changed = session.changed
             try:
@@ -241,9 +250,12 @@ class Gateway(Actor):
                 pass
         return answer(session.view())
 
-    async def _feedback(self, request: web.Request) -> web.Response:
+    async def _feedback(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         """Record a user's judgement of a finished session."""
-        session, given = self._session(request), await read_json(request, NewFeedback)
+        session = self._session(request, key, "feedback")
+        if session is None:
+            return await self.turns.rate(request, key)
+        given = await read_json(request, NewFeedback)
         if session.state != "finished":
             raise HttpRefused(400, f"feedback needs a finished session; this one is {session.state}")
         user = session.request.group.partition(".")[0]

@@ -1,236 +1,457 @@
-"""Finds the session that a request continues, for agents that run their own tools.
+"""The state machine of clients' sessions: which session a request continues, and the end of each turn and session.
 
-A client is stateless: each request carries the whole history. A request continues a session when both have the same
-tools and the session's history is a proper prefix of the request's history. The gateway finds the session by the name
-that the client gives, otherwise by its history. When a client rewrites its history (it compacts its context, or puts a
-date into its system prompt), a new segment begins, and the session counts the rewrite: sampled ids are never changed
-and never encoded again.
+A session is one line of recorded turns under one id, which answers name, requests may name and ratings name. Sessions
+form trees: the root's id names the tree, and a branch's id begins with it. A request that names an id, or a tree by the
+own header of its client, is looked up in that tree alone. A request without a name is looked up by its history: each
+client is stateless and sends all of it.
 
-A gateway may hold a hundred thousand open sessions, so a request searches through none of them: indexes have the
-sessions of each user, the session with each name, and the sessions with each history, under a digest of the whole
-history. A request without a name looks up its own beginnings there, the longest first.
+A request continues a session when its history is the session's record and a new part, no turn of the session is under
+way, and no other session ever had the same record. Otherwise it begins a branch of the tree, or a tree of its own where
+two sessions had that record: nobody can tell whose history it is. So a session has one conversation, and branches of
+one history (samples side by side, sub-agents, an edited message, a compacted history) are sampled at once.
 
-A session stores digests only, so HR_SESSION contains no text of these users. A call's digest covers its id and name. It
-leaves out the arguments, because clients write the same JSON in different ways.
+A repeated request (`Idempotency-Key`, a client's count of retries, or the same body after an answer that did not reach
+its client) gets the recorded turn; it waits for one that is under way.
+
+A session is open, ending or ended. One that is ending takes no new turn and ends after the turn under way, which is
+answered and recorded as usual. Ended sessions are remembered for a while, with their records.
+
+Everything is a digest, so HR_SESSION contains no text of a conversation. A call's digest covers its id and name, and
+leaves out the arguments, because clients write the same JSON in different ways. Every lookup is by an index, because a
+gateway may hold a hundred thousand sessions.
 """
 
+import asyncio
 import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import msgspec
 
 from headrace.gateway.conversation import ModelRequest
-from headrace.messages.product import ClientMessage, ClientSession, ClientTool
+from headrace.gateway.http import HttpRefused
+from headrace.gateway.tenants.keys import ApiKey
+from headrace.messages.product import ClientMessage, ClientSession, RecordedTurn
 from headrace.messages.rollout import PolicyRef
 
-T = TypeVar("T")
 NAMED, BY_HISTORY, BEGUN, UNATTRIBUTED = "turns_named", "turns_by_history", "turns_begun", "turns_unattributed"
 """How a turn came to its session: by name; by its history; without earlier turns; or its earlier turns belong to no
-open session, so it begins one and those turns are in no record of it."""
+session, or to more than one, so it begins one and those turns are in no record of it."""
 
 
-def digest(message: ClientMessage) -> str:
-    """The digest of a message in a history."""
-    calls = [(call.id, call.name) for call in message.calls]
-    parts = (message.role, message.text.strip(), calls, message.call_id)
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """The sender of a request, and what its headers name."""
+
+    key: ApiKey
+    user: str = ""
+    """The end user; empty if the client names none."""
+    session: str = ""
+    """The id of a session; empty without one."""
+    name: str = ""
+    """The session as the client's own header names it."""
+    retry: str = ""
+    """The Idempotency-Key."""
+    again: bool = False
+    """The client counts this request as a retry."""
+    gone: Callable[[], bool] = lambda: False
+    """Whether the client's connection is lost."""
 
 
-def head_of(tools: Sequence[ClientTool]) -> str:
-    """The digest of a set of tools."""
-    return hashlib.sha256(msgspec.json.encode(tools, order="sorted")).hexdigest()[:16]
+class Scope(NamedTuple):
+    """Records are compared within one API key and one user."""
+
+    key: str
+    user: str
+
+
+class Under(msgspec.Struct, kw_only=True, eq=False):
+    """A turn under way."""
+
+    group: str
+    scope: Scope
+    asked: str
+    heads: tuple[str, ...]
+    """The digest of every beginning of the request's history."""
+    retry: str
+    training: bool
+    temperature: float
+    gone: Callable[[], bool]
+    over: asyncio.Event
 
 
 class Placed(NamedTuple):
-    """The session and segment that a request belongs to."""
+    """The place of a request."""
 
-    session: ClientSession
-    known: int
-    """Number of the request's messages that the segment already contains; 0 when a segment begins."""
-
-
-class Name(NamedTuple):
-    """The name of a session is the client's own, so two users or tenants may give the same."""
-
-    user: str
-    tenant: str
-    name: str
+    group: str
+    known: int = 0
+    """How many of the request's messages the session's record holds."""
+    turn: Under | None = None
+    """The new turn, which is under way now; None for a repeated request."""
+    recorded: int = -1
+    """The index of the recorded turn that answers a repeated request."""
+    wait: Under | None = None
+    """The turn under way that a repeated request waits for; then it is placed again."""
 
 
-class Past(NamedTuple):
-    """The things that an unnamed session and a request that continues it have in common."""
-
-    user: str
-    tenant: str
-    head: str
-    history: str
-    """Digest of all messages of the session."""
+def root_of(group: str) -> str:
+    """The id of the tree that a session belongs to."""
+    return group.partition("-")[0]
 
 
-def _pasts(digests: Sequence[str]) -> Iterator[str]:
-    """The digest of every beginning of a history, the shortest first."""
-    past = ""
-    for each in digests:
-        past = hashlib.sha256(f"{past} {each}".encode()).hexdigest()
-        yield past
+def user_of(group: str) -> str:
+    """The hash of the user whose session it is."""
+    return group.partition(".")[0]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()[:16]
+
+
+def _said(message: ClientMessage) -> tuple[object, ...]:
+    return message.role, message.text.strip(), [(call.id, call.name) for call in message.calls], message.call_id
+
+
+def _heads(request: ModelRequest) -> tuple[str, ...]:
+    """The digest of every beginning of a history with its tools, the shortest first."""
+    head, heads = _digest(request.tools), []
+    for message in request.messages:
+        heads.append(head := _digest((head, _said(message))))
+    return tuple(heads)
+
+
+def _asked(request: ModelRequest) -> str:
+    """The digest of a whole request; streamed or not, it asks for the same turn."""
+    return _digest(msgspec.structs.replace(request, stream=False, include_usage=False, user=""))
 
 
 class ClientSessions:
-    """The open sessions of a gateway."""
+    """The sessions of a gateway's run, also those of other gateways."""
 
-    def __init__(self, sessions: Sequence[ClientSession] = ()) -> None:
+    def __init__(self, sessions: Iterable[ClientSession] = ()) -> None:
         self._sessions: dict[str, ClientSession] = {}
-        self._of_user: dict[str, dict[str, None]] = {}
-        self._of_past: dict[Past, dict[str, None]] = {}
-        """The groups of the sessions of each user, and of the sessions with each past; dicts as ordered sets."""
-        self._of_name: dict[Name, str] = {}
+        self._index: dict[tuple[str, ...], dict[str, None]] = {}
+        """The sessions by everything that they are looked up by (`_keys`); the inner dicts are ordered sets."""
+        self._under: dict[str, Under] = {}
+        self._ending: set[str] = set()
         self.turns = Counter[str](dict.fromkeys((NAMED, BY_HISTORY, BEGUN, UNATTRIBUTED), 0))
         """Turns so far by the way in which they came to their session."""
         for session in sessions:
-            self._put(session)
-
-    def _put(self, session: ClientSession) -> None:
-        """Store a session in place of its earlier state."""
-        self.close(session.group)
-        self._sessions[session.group] = session
-        self._of_user.setdefault(_user(session), {})[session.group] = None
-        if (past := _past(session)) is not None:
-            self._of_past.setdefault(past, {})[session.group] = None
-        if session.named:
-            self._of_name[_name(session)] = session.group
+            self.put(session)
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def get(self, group: str) -> ClientSession | None:
-        """An open session."""
+        """A session, open or remembered."""
         return self._sessions.get(group)
 
-    def place(
-        self, request: ModelRequest, tenant: str, user: str, training: bool, policy_of: Callable[[str], PolicyRef]
-    ) -> ClientSession:
-        """The session that a request continues, or a new one. user: the hash that names the user on the bus. policy_of:
-        returns the policy version for the name of a new session."""
-        if request.session:
-            named = self._of_name.get(Name(user, tenant, request.session))
-            session = None if named is None else self._sessions[named]
-            self.turns[NAMED] += 1
-        else:
-            session = self._by_history(tuple(map(digest, request.messages)), head_of(request.tools), tenant, user)
-            answered = any(message.role == "assistant" for message in request.messages)
-            self.turns[BY_HISTORY if session is not None else UNATTRIBUTED if answered else BEGUN] += 1
-        if session is None:
-            group = f"{user}.{secrets.token_hex(6)}"
-            session = ClientSession(
-                group=group,
-                tenant=tenant,
-                named=request.session,
-                head="",
-                history=(),
-                segment=0,
-                training_allowed=training,
-                policy=policy_of(group),
-                temperature=request.temperature,
-                last_used=time.time(),
-            )
-            self._put(session)
-        return session
+    def sampling(self, group: str) -> bool:
+        """Whether a turn of a session is under way."""
+        return group in self._under
 
-    def go_on(self, group: str, request: ModelRequest) -> Placed:
-        """Place a request in its session's current segment, or begin a new segment."""
-        session = self._sessions[group]
-        if session.head == head_of(request.tools) and _is_continued(
-            session.history, tuple(map(digest, request.messages))
-        ):
-            return Placed(session, len(session.history))
-        if session.history:  # without a history the first turn failed, so the client rewrote nothing
-            session = self.begin_segment(group, session.segment + 1)
-        return Placed(session, 0)
-
-    def begin_segment(self, group: str, segment: int) -> ClientSession:
-        """Begin a new segment of a session, which holds none of its messages yet."""
-        session = self._sessions[group]
-        session = msgspec.structs.replace(session, history=(), segment=segment, rewrites=session.rewrites + 1)
-        self._put(session)
-        return session
-
-    def took(self, session: ClientSession, request: ModelRequest, reply: ClientMessage) -> ClientSession:
-        """Record a turn: the session's history becomes the request's messages and the reply."""
-        history = (*map(digest, request.messages), digest(reply))
-        untrainable = session.untrainable or _untrainable(session, request)
-        session = msgspec.structs.replace(
-            session,
-            head=head_of(request.tools),
-            history=history,
-            untrainable=untrainable,
-            last_used=time.time(),
-        )
-        self._put(session)
-        return session
-
-    def close(self, group: str) -> ClientSession | None:
-        """Forget an open session and return it."""
-        session = self._sessions.pop(group, None)
-        if session is not None:
-            _remove(self._of_user, _user(session), group)
-            if (past := _past(session)) is not None:
-                _remove(self._of_past, past, group)
-            if session.named and self._of_name.get(_name(session)) == group:
-                del self._of_name[_name(session)]
-        return session
-
-    def idle(self, seconds: float) -> list[ClientSession]:
-        """Sessions that received no request for this many seconds."""
-        before = time.time() - seconds
-        return [session for session in self._sessions.values() if session.last_used < before]
+    def tree(self, group: str) -> list[ClientSession]:
+        """All sessions of a session's tree, the root first."""
+        return sorted(self._found("tree", root_of(group)), key=lambda session: session.group)
 
     def of_user(self, user: str) -> list[ClientSession]:
-        """All open sessions of a user."""
-        return [self._sessions[group] for group in self._of_user.get(user, ())]
+        """All sessions of a user."""
+        return self._found("user", user)
 
-    def _by_history(self, digests: tuple[str, ...], head: str, tenant: str, user: str) -> ClientSession | None:
-        """The user's unnamed session whose history is the longest prefix of `digests`; None if there is none."""
-        for past in reversed([*_pasts(digests[:-1])]):
-            for group in self._of_past.get(Past(user, tenant, head, past), ()):
-                return self._sessions[group]
-        return None
+    def _found(self, *key: str) -> list[ClientSession]:
+        return [self._sessions[group] for group in self._index.get(key, ())]
+
+    def put(self, session: ClientSession) -> None:
+        """Store a session in place of its earlier state, as this gateway or another one changed it."""
+        before = self._sessions.get(session.group)
+        self._sessions[session.group] = session
+        for key in _keys(session, len(before.turns) if before is not None else 0):
+            self._index.setdefault(key, {})[session.group] = None
+
+    def drop(self, group: str) -> None:
+        """Forget a session. A turn of it that is under way is answered, and recorded nowhere here."""
+        session = self._sessions.pop(group, None)
+        for key in _keys(session) if session is not None else ():
+            if (groups := self._index.get(key)) is not None:  # two turns may have the same key
+                groups.pop(group, None)
+                if not groups:
+                    del self._index[key]
+
+    # Turns
+
+    def open(
+        self, caller: Caller, user: str, policy: Callable[[str], PolicyRef], labels: dict[str, str], named: str = ""
+    ) -> ClientSession:
+        """A new tree. user: the hash that names the user on the bus. policy: the version of a new session, by its
+        name."""
+        group = f"{user}.{secrets.token_hex(6)}"
+        session = ClientSession(
+            group=group,
+            tenant=caller.key.tenant,
+            key=caller.key.id,
+            named=named,
+            training_allowed=caller.key.training,
+            policy=policy(group),
+            labels=labels,
+            last_used=time.time(),
+        )
+        self.put(session)
+        return session
+
+    def place(
+        self,
+        request: ModelRequest,
+        caller: Caller,
+        user: str,
+        policy: Callable[[str], PolicyRef],
+        sure: bool = True,
+    ) -> Placed | None:
+        """Place a request. A new turn is under way until `took` or `over`. sure: False gives None for a request that
+        names an unknown tree or continues no known session: another gateway may have stored it a moment ago.
+        HttpRefused with 404 and 409."""
+        tree = self._named(caller, user)
+        scope = Scope(caller.key.id, user) if tree is None else _scope(tree)
+        asked, heads = _asked(request), _heads(request)
+        retry = _digest(caller.retry) if caller.retry else ""
+        if (repeated := self._repeated(scope, tree, asked, retry, caller.again)) is not None:
+            return repeated
+        session, prefix = self._continued(scope, tree, heads)
+        answered = any(message.role == "assistant" for message in request.messages)
+        if session is None and not sure and (answered or caller.name):
+            return None
+        if tree is not None:
+            self.turns[NAMED] += 1
+        else:
+            self.turns[BY_HISTORY if session is not None else UNATTRIBUTED if answered else BEGUN] += 1
+        if session is None:
+            session = self.open(caller, user, policy, {}, caller.name)
+        elif not self._free(session, heads[prefix - 1] if prefix else ""):
+            session, prefix = self._branch(session, policy), 0
+        turn = self._under[session.group] = Under(
+            group=session.group,
+            scope=scope,
+            asked=asked,
+            heads=heads,
+            retry=retry,
+            training=caller.key.training,
+            temperature=request.temperature,
+            gone=caller.gone,
+            over=asyncio.Event(),
+        )
+        return Placed(session.group, prefix, turn)
+
+    def branch(self, turn: Under, policy: Callable[[str], PolicyRef]) -> Under:
+        """Go on with a turn in a branch, because the record of its session has a turn that this gateway does not know.
+        HttpRefused with 409."""
+        session = self._sessions.get(turn.group)
+        self.over(turn)
+        if session is None:
+            raise HttpRefused(409, GONE)
+        moved = msgspec.structs.replace(turn, group=self._branch(session, policy).group, over=asyncio.Event())
+        self._under[moved.group] = moved
+        return moved
+
+    def took(self, turn: Under, reply: ClientMessage) -> ClientSession:
+        """Record a turn: the session's new state. HttpRefused with 409 where the session was dropped meanwhile."""
+        session = self._sessions.get(turn.group)
+        self.over(turn)
+        if session is None:
+            raise HttpRefused(409, GONE)
+        recorded = RecordedTurn(
+            history=_digest((turn.heads[-1], _said(reply))), asked=turn.asked, retry=turn.retry, lost=turn.gone()
+        )
+        session = msgspec.structs.replace(
+            session,
+            turns=(*session.turns, recorded),
+            training_allowed=session.training_allowed and turn.training,
+            temperature=session.temperature if session.turns else turn.temperature,
+            untrainable=session.untrainable or _untrainable(session, turn.temperature),
+            last_used=time.time(),
+        )
+        self.put(session)
+        return session
+
+    def answered(self, group: str, index: int, lost: bool) -> ClientSession | None:
+        """Whether a recorded turn's answer was lost on its way: the session's new state, None if it is as before."""
+        session = self._sessions.get(group)
+        if session is None or index >= len(session.turns) or session.turns[index].lost == lost:
+            return None
+        turn = msgspec.structs.replace(session.turns[index], lost=lost)
+        turns = (*session.turns[:index], turn, *session.turns[index + 1 :])
+        session = msgspec.structs.replace(session, turns=turns)
+        self.put(session)
+        return session
+
+    def over(self, turn: Under) -> None:
+        """A turn is no longer under way. One that `took` did not record has no record."""
+        if self._under.get(turn.group) is turn:
+            del self._under[turn.group]
+        turn.over.set()
+
+    def _named(self, caller: Caller, user: str) -> ClientSession | None:
+        """A session of the tree that a request names: that with the id, or the root."""
+        if caller.session:
+            session = self._sessions.get(caller.session)
+            if session is None or session.tenant != caller.key.tenant:
+                raise HttpRefused(404, f"there is no session {caller.session[:80]!a}; POST /v1/sessions opens one")
+            return session
+        roots = self._found("name", caller.key.id, user, caller.name) if caller.name else []
+        return next((root for root in roots if not self._closed(root)), None)
+
+    def _repeated(self, scope: Scope, tree: ClientSession | None, asked: str, retry: str, again: bool) -> Placed | None:
+        """The place of a request that was sent before; None for a new one. HttpRefused with 409."""
+        by, value = ("retry", retry) if retry else ("asked", asked)
+        earlier: list[tuple[bool, RecordedTurn | Under, Placed]] = []
+        for turn in self._under.values():
+            if turn.scope == scope and getattr(turn, by) == value:
+                earlier.append((turn.gone(), turn, Placed(turn.group, wait=turn)))
+        for session in self._found(by, *scope, value):
+            for index, recorded in enumerate(session.turns):
+                if getattr(recorded, by) == value:
+                    earlier.append((recorded.lost, recorded, Placed(session.group, recorded=index)))
+        if tree is not None:
+            earlier = [each for each in earlier if root_of(each[2].group) == root_of(tree.group)]
+        if retry and any(turn.asked != asked for _, turn, _ in earlier):
+            raise HttpRefused(409, "this Idempotency-Key belongs to another request; send a new key")
+        earlier = [each for each in earlier if each[0]] or (earlier if retry or again else [])
+        return earlier[-1][2] if earlier else None
+
+    def _continued(
+        self, scope: Scope, tree: ClientSession | None, heads: tuple[str, ...]
+    ) -> tuple[ClientSession | None, int]:
+        """The session that a history continues or branches off, and how many of its messages the record holds. (None,
+        0): it begins a tree."""
+        root = self._root(tree) if tree is not None else None
+        for prefix in range(len(heads) - 1, 0, -1):
+            owners = self._found("record", *scope, heads[prefix - 1])
+            if root is not None:
+                # A program's name may have had another tree, which ended: its conversations may go on here.
+                own = root.group
+                owners = [each for each in owners if root_of(each.group) == own or each.named == root.named != ""]
+                if tree is not root and tree in owners:
+                    return tree, prefix
+            if len(owners) > 1:
+                break
+            if root is not None:
+                owners = [each for each in owners if root_of(each.group) == root.group]
+            if owners:
+                ended = root is None and self._closed(self._root(owners[0]))
+                return (None, 0) if ended else (owners[0], prefix)
+        if root is None:
+            return None, 0
+        return next((each for each in self.tree(root.group) if self._free(each, "")), root), 0
+
+    def _root(self, session: ClientSession) -> ClientSession:
+        """The root of a session's tree. One without a turn is not stored: after a restart a branch replaces it."""
+        group = root_of(session.group)
+        if group not in self._sessions:
+            self.put(msgspec.structs.replace(session, group=group, turns=(), untrainable="", ended=0.0, rated=False))
+        return self._sessions[group]
+
+    def _free(self, session: ClientSession, record: str) -> bool:
+        """Whether a request with this record goes on with a session; otherwise it begins a branch."""
+        newest = session.turns[-1].history if session.turns else ""
+        return newest == record and session.group not in self._under and not self._closed(session)
+
+    def _closed(self, session: ClientSession) -> bool:
+        return bool(session.ended) or session.group in self._ending
+
+    def _branch(self, session: ClientSession, policy: Callable[[str], PolicyRef]) -> ClientSession:
+        """A new branch of a session's tree, of the tree's version."""
+        root = self._root(session)
+        group = f"{root.group}-{secrets.token_hex(4)}"
+        session = msgspec.structs.replace(
+            root,
+            group=group,
+            turns=(),
+            policy=policy(group) if root.ended else root.policy,
+            untrainable="",
+            last_used=time.time(),
+            ended=0.0,
+            rated=False,
+        )
+        self.put(session)
+        return session
+
+    # Ends
+
+    def ending(self, group: str) -> Under | None:
+        """Let no further turn begin in a session; the turn under way, which comes first."""
+        self._ending.add(group)
+        return self._under.get(group)
+
+    def ended(self, group: str, rated: bool) -> ClientSession | None:
+        """A session is over: its last state. None where it was dropped meanwhile."""
+        self._ending.discard(group)
+        session = self._sessions.get(group)
+        if session is not None:
+            session = msgspec.structs.replace(session, ended=session.ended or time.time(), rated=session.rated or rated)
+            self.put(session)
+        return session
+
+    def stays(self, group: str) -> None:
+        """The end of a session failed: it is open again."""
+        self._ending.discard(group)
+
+    def idle(self, seconds: float) -> list[ClientSession]:
+        """The open sessions of trees without a turn for this many seconds."""
+        return [session for session in self._quiet(seconds) if not self._closed(session)]
+
+    def expired(self, seconds: float) -> list[ClientSession]:
+        """The sessions of trees that ended this many seconds ago."""
+        quiet = self._quiet(seconds)
+        open_trees = {root_of(session.group) for session in quiet if not session.ended}
+        before = time.time() - seconds
+        late = {root_of(session.group) for session in quiet if session.ended > before}
+        return [session for session in quiet if root_of(session.group) not in open_trees | late]
+
+    def _quiet(self, seconds: float) -> list[ClientSession]:
+        busy = {root_of(group) for group in self._under}
+        before = time.time() - seconds
+        busy |= {root_of(session.group) for session in self._sessions.values() if session.last_used >= before}
+        return [session for session in self._sessions.values() if root_of(session.group) not in busy]
 
 
-def _user(session: ClientSession) -> str:
-    return session.group.partition(".")[0]
+GONE = "the user's data was purged while this turn was sampled"
 
 
-def _name(session: ClientSession) -> Name:
-    return Name(_user(session), session.tenant, session.named)
+def merged(mine: ClientSession, theirs: ClientSession) -> ClientSession:
+    """The state of a session that two gateways changed at once. One of them alone recorded each turn."""
+    longer = mine if len(mine.turns) >= len(theirs.turns) else theirs
+    return msgspec.structs.replace(
+        longer,
+        training_allowed=mine.training_allowed and theirs.training_allowed,
+        untrainable=mine.untrainable or theirs.untrainable,
+        last_used=max(mine.last_used, theirs.last_used),
+        ended=mine.ended or theirs.ended,
+        rated=mine.rated or theirs.rated,
+    )
 
 
-def _past(session: ClientSession) -> Past | None:
-    """The past under which a session is found; None where only its name finds it."""
-    if session.named or not session.history:
-        return None
-    *_, whole = _pasts(session.history)
-    return Past(_user(session), session.tenant, session.head, whole)
+def _keys(session: ClientSession, known: int = 0) -> Iterator[tuple[str, ...]]:
+    """The keys by which a session is found. known: its first turns that the index has already."""
+    scope, root = _scope(session), root_of(session.group)
+    yield "user", scope.user
+    yield "tree", root
+    if session.named and session.group == root:
+        yield "name", *scope, session.named
+    for turn in session.turns[known:]:
+        yield "record", *scope, turn.history
+        yield "asked", *scope, turn.asked
+        if turn.retry:
+            yield "retry", *scope, turn.retry
 
 
-def _remove(index: dict[T, dict[str, None]], key: T, group: str) -> None:
-    groups = index[key]
-    del groups[group]
-    if not groups:
-        del index[key]
+def _scope(session: ClientSession) -> Scope:
+    return Scope(session.key, user_of(session.group))
 
 
-def _untrainable(session: ClientSession, request: ModelRequest) -> str:
+def _untrainable(session: ClientSession, temperature: float) -> str:
     """Why the turns of a session cannot be trained on together; empty when they can."""
-    if request.temperature <= 0.0:
+    if temperature <= 0.0:
         return "sampled greedily, which has no log-probabilities to train on"
-    if request.temperature != session.temperature:
-        return f"its turns were sampled at temperatures {session.temperature:g} and {request.temperature:g}"
+    if session.turns and temperature != session.temperature:
+        return f"its turns were sampled at temperatures {session.temperature:g} and {temperature:g}"
     return ""
-
-
-def _is_continued(history: tuple[str, ...], digests: tuple[str, ...]) -> bool:
-    return 0 < len(history) < len(digests) and digests[: len(history)] == history

@@ -30,8 +30,6 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage: bool = False
     """Chat completions: a last chunk with the usage."""
-    session: str = ""
-    """The session that the client names; empty if it names none."""
     user: str = ""
     parallel: bool = True
     """False: the answer may have one call."""
@@ -50,7 +48,9 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     """Seconds since the epoch."""
     session: str
-    """The id under which the session can be rated and closed."""
+    """The id under which the session can be named, rated and closed."""
+    turn: int = 0
+    """The index of the turn in the session's record."""
     thinking: str = ""
     text: str = ""
     calls: tuple[ClientCall, ...] = ()

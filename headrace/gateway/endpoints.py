@@ -3,12 +3,16 @@
     POST /v1/chat/completions, /v1/responses, /v1/messages     one turn; a stream if the request asks for it
     POST /v1/messages/count_tokens                             the tokens of a prompt
     GET  /v1/models, /v1/models/NAME                           the policies that are served
-    POST /v1/client/sessions/ID/feedback                       {thumb | diff | undo | reward, comment?}: end and rate it
-    POST /v1/client/sessions/ID/reward                         the same
-    DELETE /v1/client/sessions/ID                              end the session without a rating
+    POST /v1/sessions                                          {task?, group?, user?, metadata?}: open a session
+    GET  /v1/sessions/ID                                       its state and its branches
+    POST /v1/sessions/ID/feedback                              {thumb | diff | undo | reward, comment?}: end and rate it
+    POST /v1/sessions/ID/reward                                the same
+    DELETE /v1/sessions/ID                                     end the session without a rating
 
-Every turn's answer names its session in the header `X-Headrace-Session`; that is the ID to rate. `X-Headrace-Left-Out`
-names the request's keys that nothing honours (docs/request_keys.md).
+The last three stand under /v1/client/sessions too. The gateway actor routes /v1/sessions, which headrace's own agent
+shares. Every turn's answer names its session in the header `X-Headrace-Session`; that is the ID that requests may name
+in the same header, and the ID to rate. `X-Headrace-Left-Out` names the request's keys that nothing honours
+(docs/request_keys.md).
 
 The endpoints know HTTP, keys and dialects; the sampler knows sessions and the engine. A streamed turn goes out as it is
 sampled. While nothing is sampled, comments are sent on the connection, so that neither a proxy nor the client considers
@@ -20,7 +24,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -28,22 +32,22 @@ import msgspec
 from aiohttp import web
 
 from headrace.bus.errors import BusError
+from headrace.gateway.client_sessions import Caller
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.dialects.base import Dialect, Unusable, string
 from headrace.gateway.dialects.chat import ChatCompletions
+from headrace.gateway.dialects.clients import session_name
 from headrace.gateway.dialects.messages import Messages
 from headrace.gateway.dialects.responses import Responses
 from headrace.gateway.dialects.writer import BrokenStream, Head, Writer
-from headrace.gateway.http import ENDS, HttpRefused, read_body, send
-from headrace.gateway.requests import NewRating
+from headrace.gateway.http import ENDS, HttpRefused, read_body, read_json, send
+from headrace.gateway.requests import NewRating, NewSession
 from headrace.gateway.tenants.admission import Keyed, keyed
 from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.tenants.limits import TurnsAtOnce
-from headrace.messages.product import ClientTurnPart, results_in_order
+from headrace.messages.product import ClientSession, ClientTurnPart, results_in_order
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
-SESSION_HEADERS = ("x-headrace-session", "session-id", "session_id", "x-session-id", "conversation_id")
-"""Headers in which clients name their session, first match wins. Codex sends ``session-id``."""
 COMMENT_EVERY_S = 10.0
 LATEST = "latest"
 """The only model name that `models` returns; every model name in a request selects the served policy."""
@@ -59,21 +63,11 @@ Parts = asyncio.Queue[ClientTurnPart | None]
 Report = Callable[[Exception, str], Awaitable[None]]
 
 
-class Caller(NamedTuple):
-    """The key of a request, and the session and user that it names."""
-
-    key: ApiKey
-    session: str
-    """Empty if the client names no session."""
-    user: str
-    """Empty if the client names no user."""
-
-
 class Begun(NamedTuple):
     """A turn under way."""
 
     session: str
-    reply: Coroutine[Any, Any, ModelReply]
+    reply: Awaitable[ModelReply]
     """When it is cancelled, the engine ends the turn and records what it sampled."""
     parts: Parts
     """Its parts while it is sampled, if the request asks for a stream."""
@@ -82,8 +76,14 @@ class Begun(NamedTuple):
 class Sampler(Protocol):
     """The source of turns behind the endpoints."""
 
-    def begin(self, request: ModelRequest, caller: Caller) -> "Begun":
+    async def open(self, caller: Caller, labels: dict[str, str]) -> ClientSession:
+        """A new session. labels: what the client says about it. BusError."""
+
+    async def begin(self, request: ModelRequest, caller: Caller) -> "Begun":
         """The session that a turn belongs to, and the turn to be awaited. HttpRefused when no turn can be sampled."""
+
+    async def answered(self, reply: ModelReply, lost: bool) -> None:
+        """A reply was sent to its client, or could not be."""
 
     async def count(self, request: ModelRequest) -> int:
         """Tokens of the prompt."""
@@ -91,8 +91,12 @@ class Sampler(Protocol):
     def models(self) -> list[str]:
         """The model names that `GET /v1/models` lists."""
 
-    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> None:
-        """Rate a session, which ends if it is open. HttpRefused when the key's tenant has no such session; BusError."""
+    async def view(self, session: str, key: ApiKey) -> dict[str, Any]:
+        """A session as its client sees it. HttpRefused when the key's tenant has no such session."""
+
+    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> dict[str, str]:
+        """Rate a session, which ends if it is open; `Ratings.outcome`. HttpRefused when the key's tenant has no such
+        session; BusError."""
 
     async def close(self, session: str, key: ApiKey) -> None:
         """End a session without a rating. HttpRefused when the key's tenant has no such session."""
@@ -108,30 +112,31 @@ class Endpoints:
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
         turns = [web.post(dialect.path, keyed(self._turn(dialect))) for dialect in DIALECTS]
+        where = "/v1/client/sessions"
         return [
             *turns,
+            *(web.post(f"{where}/{{session}}/{rating}", keyed(self.rate)) for rating in ("feedback", "reward")),
+            web.delete(f"{where}/{{session}}", keyed(self.close)),
             web.post("/v1/messages/count_tokens", self._count),
             web.get("/v1/models", self._models),
             web.get("/v1/models/{name}", self._model),
-            web.post("/v1/client/sessions/{session}/feedback", keyed(self._rate)),
-            web.post("/v1/client/sessions/{session}/reward", keyed(self._rate)),
-            web.delete("/v1/client/sessions/{session}", keyed(self._close)),
         ]
 
     def _turn(self, dialect: Dialect) -> Keyed:
         async def handler(request: web.Request, key: ApiKey) -> web.StreamResponse:
             asked = dialect.request(await _body(request))
             asked = msgspec.structs.replace(asked, messages=results_in_order(asked.messages))
-            caller = Caller(key, _session(request, asked)[:200], asked.user[:200])
+            caller = caller_of(request, key, asked.user)
             request[ENDS] = True
             with self._at_once.turn(key.tenant) as allowed:
                 if not allowed:
                     raise HttpRefused(429, "too many turns at once; ask again when others have ended", TURN_AGAIN_S)
                 if asked.stream:
                     return await self._stream(request, dialect, asked, caller)
-                begun = self._sampler.begin(asked, caller)
-                reply = dialect.reply(await begun.reply, asked)
-                return web.json_response(reply, headers=_headers(begun.session, asked))
+                begun = await self._sampler.begin(asked, caller)
+                reply = await begun.reply
+                await self._sampler.answered(reply, lost=caller.gone())
+                return web.json_response(dialect.reply(reply, asked), headers=_headers(reply.session, asked))
 
         return handler
 
@@ -139,7 +144,7 @@ class Endpoints:
         self, request: web.Request, dialect: Dialect, asked: ModelRequest, caller: Caller
     ) -> web.StreamResponse:
         """The turn as server-sent events. A refusal before the first byte keeps its status; later ones are events."""
-        begun = self._sampler.begin(asked, caller)
+        begun = await self._sampler.begin(asked, caller)
         turn = asyncio.ensure_future(begun.reply)
         turn.add_done_callback(lambda _: begun.parts.put_nowait(None))
         head = Head(id=secrets.token_hex(12), model=asked.model or LATEST, created=int(time.time()))
@@ -163,6 +168,12 @@ class Endpoints:
                 await response.prepare(request)
             await send(response, b"".join(await self._end(request, writer, turn, begun.parts)))
             await response.write_eof()
+            if not turn.exception():
+                await self._sampler.answered(turn.result(), lost=caller.gone())
+        except OSError:  # the connection is lost
+            if turn.done() and not turn.cancelled() and not turn.exception():
+                await self._sampler.answered(turn.result(), lost=True)
+            raise
         finally:
             await _cancel(turn)
         return response
@@ -200,18 +211,32 @@ class Endpoints:
             raise HttpRefused(404, f"there is no model {name[:80]!r}; GET /v1/models lists them")
         return web.json_response(_described(name))
 
-    async def _rate(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+    async def open(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        """Open a session. 400: the body is invalid."""
+        asked = await read_json(request, NewSession)
+        labels = {"task": asked.task, "group": asked.group} | asked.metadata
+        caller = caller_of(request, key, asked.user)
+        session = await self._sampler.open(caller, {name: text for name, text in labels.items() if text})
+        return web.json_response({"session": session.group}, status=201, headers={SESSION: session.group})
+
+    async def view(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        """The state of a session."""
+        return web.json_response(await self._sampler.view(request.match_info["session"], key))
+
+    async def rate(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        """End and rate a session."""
         body = await _body(request)
         body["comment"] = string(body.get("comment"), "comment")[:2000]
         try:
             rating = msgspec.convert(body, NewRating)
         except msgspec.ValidationError as error:
             raise Unusable(f"the rating: {error}") from None
-        await self._sampler.rate(request.match_info["session"], key, rating)
-        told = {"session": request.match_info["session"], "signal": rating.signal, "thumb": rating.given}
+        outcome = await self._sampler.rate(request.match_info["session"], key, rating)
+        told = outcome | {"session": request.match_info["session"], "signal": rating.signal, "thumb": rating.given}
         return web.json_response(told)
 
-    async def _close(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+    async def close(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        """End a session."""
         await self._sampler.close(request.match_info["session"], key)
         return web.json_response({"session": request.match_info["session"], "state": "ended"})
 
@@ -226,9 +251,18 @@ def _headers(session: str, asked: ModelRequest) -> dict[str, str]:
     return {SESSION: session} | ({LEFT_OUT: ", ".join(names)} if names else {})
 
 
-def _session(request: web.Request, asked: ModelRequest) -> str:
-    """The session name from a header, otherwise from the body; empty if neither has one."""
-    return next((request.headers[name] for name in SESSION_HEADERS if request.headers.get(name)), asked.session)
+def caller_of(request: web.Request, key: ApiKey, user: str) -> Caller:
+    """The sender of a request: its headers name the session, or the client's own session, and tell a retry."""
+    headers = request.headers
+    return Caller(
+        key=key,
+        user=user[:200],
+        session=headers.get(SESSION, "")[:200],
+        name=session_name(headers)[:200],
+        retry=headers.get("Idempotency-Key", "")[:200],
+        again=headers.get("X-Stainless-Retry-Count", "0") != "0",
+        gone=lambda: request.transport is None or request.transport.is_closing(),
+    )
 
 
 async def _cancel(turn: "asyncio.Future[ModelReply]") -> None:

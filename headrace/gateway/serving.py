@@ -1,25 +1,30 @@
 """Turns for agents that run their own tools: sends each request to a rollout actor of the production lane.
 
 The gateway stores the sessions and handles no tokens; the rollout actor handles the tokens and stores no sessions. A
-session is a record in HR_SESSION, so a restarted gateway continues it. It ends when it is rated, closed, or idle for
-``[production] idle_s`` seconds: then its turns become a Trajectory of the production lane. Only rated trajectories can
-be used for training.
+session is a record in HR_SESSION, which all gateways of the run follow and change by compare-and-set, so any of them
+continues it. It ends when it is rated, closed, or idle for ``[production] idle_s`` seconds: then its turns become a
+Trajectory of the production lane, and the record stays for as long again. Only rated trajectories can be used for
+training.
 """
 
 import asyncio
+import re
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from headrace.bus.connection import Bus
-from headrace.bus.errors import BusError, BusTimeout, NoResponders
+from headrace.bus.errors import BusError, BusTimeout, NoResponders, WrongSequence
 from headrace.config import Config
-from headrace.gateway.client_sessions import ClientSessions
+from headrace.gateway.client_sessions import Caller, ClientSessions, Placed, Under, merged, root_of, user_of
 from headrace.gateway.conversation import ModelReply, ModelRequest
-from headrace.gateway.endpoints import LATEST, Begun, Caller, Parts
+from headrace.gateway.endpoints import LATEST, Begun, Parts
 from headrace.gateway.http import HttpRefused
 from headrace.gateway.requests import NewRating
 from headrace.gateway.shadows import Shadows
@@ -42,12 +47,18 @@ from headrace.messages.product import (
     ClientTurnDone,
     ClientTurnPart,
     Feedback,
+    RecordedTurn,
 )
 from headrace.messages.rollout import Capture, Sampling, Trajectory
-from headrace.messages.tasks import TaskRef
 
 CUT_AFTER_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 """Seconds that a turn gets to end before it is asked for again."""
+ID = re.compile(r"[0-9a-f]{20}\.[0-9a-f]{12}(-[0-9a-f]{8})?")
+"""A session's id."""
+CATCH_UP_S = 1.0
+"""The longest wait for what other gateways stored."""
+WRITES = 5
+"""Attempts to store a session that other gateways change at the same time."""
 Tell = Callable[..., Awaitable[None]]
 """`Actor.event`."""
 
@@ -70,20 +81,48 @@ class ClientServing:
         self._users, self._split, self._event, self._traffic = users, split, event, traffic
         self._shadows = Shadows(bus, run, self._ask)
         self._sessions = ClientSessions()
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._revisions: dict[str, int] = {}
+        """Of the stored sessions, as this gateway last read or wrote them."""
+        self._storing = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._closing = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._seen, self._news = 0, asyncio.Event()
 
     async def start(self) -> None:
-        """Load the sessions that an earlier gateway stored."""
+        """Load the sessions that gateways stored."""
         self._state = await self._bus.kv("HR_SESSION")
-        entries = await self._state.items(self._key("*", "*"))
+        for key, (entry, revision) in (await self._state.items(self._key("*", "*"))).items():
+            self._apply(key, entry, revision)
+
+    async def follow(self) -> None:
+        """Take up what other gateways store."""
+        async for key, entry, revision in self._state.watch(self._key("*", "*")):
+            self._apply(key, entry, revision)
+            self._seen = revision
+            self._news.set()
+
+    def _apply(self, key: str, entry: Message | None, revision: int) -> None:
+        group = ".".join(key.split(".")[-2:])
+        if entry is None:
+            self._drop(group)
         # A session under another key than its own could never be deleted, and would be ended again and again.
-        self._sessions = ClientSessions(
-            [
-                entry
-                for key, (entry, _) in entries.items()
-                if isinstance(entry, ClientSession) and key == self._key_of(entry.group)
-            ]
-        )
+        elif isinstance(entry, ClientSession) and key == self._key_of(entry.group):
+            if revision > self._revisions.get(group, 0) and not self._storing[group].locked():
+                self._revisions[group] = revision
+                self._sessions.put(entry)
+
+    async def _caught_up(self) -> None:
+        """Wait for everything that other gateways stored before now."""
+        newest = await self._state.newest(self._key("*", "*"))
+        with suppress(TimeoutError):  # an entry that nobody signed is passed over
+            async with asyncio.timeout(CATCH_UP_S):
+                while self._seen < newest:
+                    self._news.clear()
+                    await self._news.wait()
+
+    def _drop(self, group: str) -> None:
+        self._sessions.drop(group)
+        for held in (self._revisions, self._storing, self._closing):
+            held.pop(group, None)
 
     def _key(self, user: str, session: str) -> str:
         return f"{self._run}.session.client.{user}.{session}"
@@ -101,62 +140,92 @@ class ClientServing:
         """Turns since the start by the way in which they came to their session."""
         return self._sessions.turns
 
-    def begin(self, request: ModelRequest, caller: Caller) -> Begun:
-        """See `Sampler.begin`."""
-        user = self._users.hash(caller.key.tenant, caller.user or f"key {caller.key.id}")
-        request = msgspec.structs.replace(request, session=caller.session)
-        session = self._sessions.place(request, caller.key.tenant, user, caller.key.training, self._split.policy)
-        parts: Parts = asyncio.Queue()
-        return Begun(session.group, self._sample(request, session.group, parts), parts)
+    def _user(self, caller: Caller) -> str:
+        return self._users.hash(caller.key.tenant, caller.user or f"key {caller.key.id}")
 
-    async def _sample(self, request: ModelRequest, group: str, parts: Parts) -> ModelReply:
-        """One turn of a session at a time, because the turn before this one changes its history."""
+    async def open(self, caller: Caller, labels: dict[str, str]) -> ClientSession:
+        """See `Sampler.open`."""
+        session = self._sessions.open(caller, self._user(caller), self._split.policy, labels)
+        await self._keep(session.group)
+        return session
+
+    async def begin(self, request: ModelRequest, caller: Caller) -> Begun:
+        """See `Sampler.begin`."""
+        user = self._user(caller)
+        if caller.session:
+            await self._known(caller.session, caller.key)
+        placed = self._sessions.place(request, caller, user, self._split.policy, sure=False)
+        while placed is None or placed.wait is not None:
+            await (placed.wait.over.wait() if placed is not None and placed.wait is not None else self._caught_up())
+            placed = self._sessions.place(request, caller, user, self._split.policy)
+        if placed.turn is None:
+            return Begun(placed.group, self._again(request, placed), asyncio.Queue())
+        parts: Parts = asyncio.Queue()
+        task = asyncio.create_task(self._sample(request, placed.turn, placed.known, parts))
+        task.add_done_callback(partial(self._over, placed.turn))  # also of a task that was cancelled before it ran
+        return Begun(placed.group, task, parts)
+
+    def _over(self, turn: Under, _: object) -> None:
+        self._sessions.over(turn)
+
+    def _turn(self, request: ModelRequest, group: str, known: int = 0, recorded: int = -1) -> ClientTurn:
         production = self._config.production
-        async with self._locks.setdefault(group, asyncio.Lock()):
-            session, prefix = self._sessions.go_on(group, request)
-            sampling = Sampling(
+        session = self._sessions.get(group)
+        return ClientTurn(
+            run=self._run,
+            group=group,
+            segment=0,
+            messages=request.messages,
+            known=known,
+            tools=request.tools,
+            parallel=request.parallel,
+            policy=session.policy if session is not None else self._split.promoted,
+            sampling=Sampling(
                 temperature=request.temperature,
                 max_turn_tokens=min(request.max_tokens or production.turn_tokens, production.turn_tokens),
-            )
-            turn = ClientTurn(
-                run=self._run,
-                group=session.group,
-                segment=session.segment,
-                messages=request.messages,
-                known=prefix,
-                tools=request.tools,
-                parallel=request.parallel,
-                policy=session.policy,
-                sampling=sampling,
-                seed=secrets.randbits(31),
-                context_tokens=production.context_tokens,
-                stream=request.stream,
-            )
+            ),
+            seed=secrets.randbits(31),
+            context_tokens=production.context_tokens,
+            recorded=recorded,
+            stream=request.stream and recorded < 0,
+        )
+
+    async def _sample(self, request: ModelRequest, turn: Under, known: int, parts: Parts) -> ModelReply:
+        """A new turn. Nothing else of its session is sampled meanwhile."""
+        try:
+            asked = self._turn(request, turn.group, known)
             with self._traffic.turn():
-                done = await self._ask(turn, parts)
+                done = await self._ask(asked, parts)
             if done.begin_segment:
-                session = self._sessions.begin_segment(group, done.begin_segment)
-                turn = msgspec.structs.replace(turn, segment=session.segment, known=0)
+                turn = self._sessions.branch(turn, self._split.policy)
+                asked = self._turn(request, turn.group)
                 with self._traffic.turn():
-                    done = await self._ask(turn, parts)
+                    done = await self._ask(asked, parts)
                 if done.begin_segment:
                     raise HttpRefused(503, done.failed, 5.0)
             if self._split.shadow is not None:
-                self._shadows.mirror(msgspec.structs.replace(turn, stream=False), self._split.shadow)
+                self._shadows.mirror(msgspec.structs.replace(asked, stream=False), self._split.shadow)
             message = ClientMessage(role="assistant", text=done.said, calls=done.calls)
-            await self._keep(self._sessions.took(session, request, message))
-        return ModelReply(
-            id=secrets.token_hex(12),
-            model=request.model or LATEST,
-            created=int(time.time()),
-            session=session.group,
-            thinking=done.thinking,
-            text=done.text,
-            calls=done.calls,
-            after=done.after,
-            stop=done.stop,
-            usage=done.usage,
-        )
+            session = self._sessions.took(turn, message)
+        finally:
+            self._sessions.over(turn)
+        reply = _reply(request, done, session.group, len(session.turns) - 1)
+        try:
+            await self._keep(session.group)
+        except BusError:
+            self._sessions.answered(session.group, reply.turn, lost=True)
+            raise
+        return reply
+
+    async def _again(self, request: ModelRequest, placed: Placed) -> ModelReply:
+        """The recorded turn of a repeated request."""
+        done = await self._ask(self._turn(request, placed.group, recorded=placed.recorded), asyncio.Queue())
+        return _reply(request, done, placed.group, placed.recorded)
+
+    async def answered(self, reply: ModelReply, lost: bool) -> None:
+        """See `Sampler.answered`."""
+        if self._sessions.answered(reply.session, reply.turn, lost) is not None:
+            await self._keep(reply.session)
 
     async def count(self, request: ModelRequest) -> int:
         """See `Sampler.count`."""
@@ -215,59 +284,124 @@ class ClientServing:
         with suppress(asyncio.CancelledError, BusError):
             await asking
 
-    async def _keep(self, session: ClientSession) -> None:
-        await self._state.put(self._key_of(session.group), session)
+    async def _keep(self, group: str) -> None:
+        """Store a session. Where another gateway changed it at once, both changes count. BusError."""
+        async with self._storing[group]:
+            for _ in range(WRITES):
+                session, key = self._sessions.get(group), self._key_of(group)
+                if session is None:
+                    return
+                try:
+                    revision = self._revisions.get(group)
+                    write = (
+                        self._state.create(key, session) if not revision else self._state.update(key, session, revision)
+                    )
+                    self._revisions[group] = await write
+                    return
+                except WrongSequence:
+                    stored = await self._state.get(key)
+                if stored is None or not isinstance(stored[0], ClientSession):
+                    self._sessions.drop(group)  # its user is purged
+                    return
+                self._revisions[group] = stored[1]
+                self._sessions.put(merged(session, stored[0]))
+            raise BusError(f"other gateways changed the session {group} at the same time, {WRITES} times")
 
-    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> None:
+    async def rate(self, id: str, key: ApiKey, rating: NewRating) -> dict[str, str]:
         """See `Sampler.rate`."""
-        record = self._sessions.get(session)
-        if record is not None and record.tenant == key.tenant:
-            trajectory = await self._end(record)
-            if not trajectory:
-                raise HttpRefused(409, "no turn of this session was sampled, so there is nothing to rate")
-            capture = Capture(training_allowed=record.training_allowed, untrainable=record.untrainable)
-        else:
-            trajectory, capture = await self._ended(session, key)
+        session = await self._known(id, key)
+        tree = [each for each in self._sessions.tree(id) if not each.rated] if id == root_of(id) else []
+        outcomes: list[dict[str, str]] = []
+        for each in [session, *(each for each in tree if each.group != id)]:
+            if await self._end(each, rated=each.group == id != root_of(id)):
+                outcomes.append(await self._publish(self._sessions.get(each.group) or each, key, rating))
+        if not outcomes:
+            raise HttpRefused(409, "no turn of this session was sampled, so there is nothing to rate")
+        return outcomes[0]
+
+    async def _publish(self, session: ClientSession, key: ApiKey, rating: NewRating) -> dict[str, str]:
         feedback = Feedback(
             tenant=key.tenant,
-            user=session.partition(".")[0],
+            user=user_of(session.group),
             run=self._run,
-            trajectory=trajectory,
+            trajectory=f"{session.group}-0-0",
             thumb=rating.given,
             signal=rating.signal,
             reward=rating.reward,
-            training_allowed=capture.training_allowed and key.training,
+            training_allowed=session.training_allowed and key.training,
             comment=rating.comment,
-            untrainable=capture.untrainable,
+            untrainable=session.untrainable,
         )
         await self._ratings.publish(feedback)
+        return self._ratings.outcome(feedback)
 
-    async def _ended(self, session: str, key: ApiKey) -> tuple[str, Capture]:
-        """The record of a session that has ended. A later rating is no error: the feedback actor decides whether it is
-        late. HttpRefused with 404; BusError."""
-        try:
-            last = await self._bus.last("HR_TRAJ", subjects.TRAJ.at(run=self._run, group=session))
-        except ValueError:  # the name is no session's
-            last = None
-        record = last.message if last is not None else None
-        if not isinstance(record, Trajectory) or record.task != TaskRef(CLIENT_SUITE, key.tenant):
-            raise HttpRefused(404, "there is no such session with a turn")
-        return record.id, record.capture or Capture(training_allowed=False)
-
-    async def close(self, session: str, key: ApiKey) -> None:
-        """See `Sampler.close`."""
-        await self._end(self._owned(session, key))
-
-    def _owned(self, group: str, key: ApiKey) -> ClientSession:
-        session = self._sessions.get(group)
+    async def _known(self, id: str, key: ApiKey) -> ClientSession:
+        """A session of the key's tenant: open, remembered, or long ended and in HR_TRAJ. HttpRefused with 404;
+        BusError."""
+        session = self._sessions.get(id)
+        if session is None and ID.fullmatch(id):
+            await self._caught_up()
+            session = self._sessions.get(id)
+        if session is None and ID.fullmatch(id):
+            last = await self._bus.last("HR_TRAJ", subjects.TRAJ.at(run=self._run, group=id))
+            if last is not None and isinstance(record := last.message, Trajectory):
+                capture = record.capture or Capture(training_allowed=False)
+                session = ClientSession(
+                    group=id,
+                    turns=(RecordedTurn(history="", asked=""),) * len(record.turns),  # their digests are gone
+                    tenant=record.task.task if record.task.suite == CLIENT_SUITE else "",
+                    key=key.id,
+                    training_allowed=capture.training_allowed,
+                    policy=record.policy,
+                    untrainable=capture.untrainable,
+                    labels=capture.labels,
+                    ended=last.time,
+                    last_used=time.time(),
+                )
         if session is None or session.tenant != key.tenant:
-            raise HttpRefused(404, "there is no such open session")
+            raise HttpRefused(404, f"there is no session {id[:80]!a}; POST /v1/sessions opens one")
+        if self._sessions.get(id) is None:
+            self._sessions.put(session)
         return session
 
-    async def _end(self, session: ClientSession) -> str:
-        """End a session; return the id of its Trajectory, empty if no turn was sampled. HttpRefused with 503."""
+    async def view(self, id: str, key: ApiKey) -> dict[str, Any]:
+        """See `Sampler.view`."""
+        session = await self._known(id, key)
+        return {
+            "session": id,
+            "state": "ended" if session.ended else "sampling" if self._sessions.sampling(id) else "open",
+            "turns": len(session.turns),
+            "branches": [each.group for each in self._sessions.tree(id) if id == root_of(id) != each.group],
+            "untrainable": session.untrainable,
+            "labels": session.labels,
+        }
+
+    async def close(self, id: str, key: ApiKey) -> None:
+        """See `Sampler.close`."""
+        session = await self._known(id, key)
+        for each in self._sessions.tree(id) if id == root_of(id) else [session]:
+            await self._end(each)
+
+    async def _end(self, session: ClientSession, rated: bool = False) -> bool:
+        """End a session after its turn under way; whether it has a Trajectory. One that has ended stays as it is.
+        HttpRefused with 503."""
         group = session.group
-        async with self._locks.setdefault(group, asyncio.Lock()):
+        async with self._closing[group]:
+            session = self._sessions.get(group) or session
+            ended = bool(session.turns) if session.ended else await self._ended(group)
+            last = self._sessions.ended(group, rated)
+            if last is not None and (not session.ended or rated != session.rated):
+                await self._keep(group)
+        return ended
+
+    async def _ended(self, group: str) -> bool:
+        """Let the rollout actor end an open session. HttpRefused with 503."""
+        try:
+            if (turn := self._sessions.ending(group)) is not None:
+                await turn.over.wait()
+            session = self._sessions.get(group)
+            if session is None:
+                raise HttpRefused(404, "the session's user is purged")
             end = ClientSessionEnd(
                 run=self._run,
                 group=group,
@@ -276,6 +410,7 @@ class ClientServing:
                 policy=session.policy,
                 sampling=Sampling(temperature=session.temperature),
                 untrainable=session.untrainable,
+                labels=session.labels,
             )
             subject = subjects.RPC.at(service="rollout", caller="gateway", method=f"end-{subjects.token(self._run)}")
             try:
@@ -284,24 +419,42 @@ class ClientServing:
                 raise HttpRefused(503, f"the session could not be ended: {error}", 5.0) from None
             if not isinstance(answer, Ack) or not answer.ok:
                 raise HttpRefused(503, f"the session could not be ended: {getattr(answer, 'detail', answer)}", 5.0)
-            await self._state.delete(self._key_of(group))
-            self._sessions.close(group)
-        self._locks.pop(group, None)
-        await self._event("client_session_ended", group, rewrites=session.rewrites, segments=session.segment + 1)
-        return answer.detail
+        except BaseException:
+            self._sessions.stays(group)
+            raise
+        await self._event("client_session_ended", group, turns=len(session.turns))
+        return answer.detail == f"{group}-0-0"
 
     async def end_idle(self) -> None:
-        """End the sessions without a request for ``[production] idle_s``."""
+        """End the sessions without a request for ``[production] idle_s``, and forget those that ended long ago."""
         for session in self._sessions.idle(self._config.production.idle_s):
             try:
                 await self._end(session)
             except HttpRefused as error:
                 await self._event("client_session_open", str(error), "warning", session=session.group)
                 return
+        for session in self._sessions.expired(self._config.production.idle_s):
+            await self._state.delete(self._key_of(session.group))
+            self._drop(session.group)
 
     async def forget(self, user: str) -> None:
-        """Remove the open sessions of a user, without a Trajectory."""
+        """Remove the sessions of a user, without a Trajectory."""
         for session in self._sessions.of_user(user):
             await self._state.delete(self._key_of(session.group))
-            self._sessions.close(session.group)
-            self._locks.pop(session.group, None)
+            self._drop(session.group)
+
+
+def _reply(request: ModelRequest, done: ClientTurnDone, group: str, turn: int) -> ModelReply:
+    return ModelReply(
+        id=f"{group.replace('.', '_')}_{turn}",
+        model=request.model or LATEST,
+        created=int(time.time()),
+        session=group,
+        turn=turn,
+        thinking=done.thinking,
+        text=done.text,
+        calls=done.calls,
+        after=done.after,
+        stop=done.stop,
+        usage=done.usage,
+    )

@@ -268,6 +268,8 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
     """Its tenant allowed training when it began."""
     untrainable: str = ""
     """Why its turns cannot be trained on together; empty when they can."""
+    labels: dict[str, str] = {}
+    """The task, group and metadata with which the client opened the session."""
 
 
 @message("trajectory")

@@ -80,8 +80,14 @@ async def test_there_is_no_product_before_a_policy_is_served(product: Product, t
 
 
 async def test_bad_requests_are_told_what_to_send(product: Product) -> None:
-    status, answer = await product.call("POST", "/v1/sessions", {"user": "zoe"})
-    assert (status, "required field `suite`" in answer["error"]) == (400, True)
+    status, answer = await product.call("POST", "/v1/sessions", {"suite": "pytasks", "user": "zoe"})
+    assert (status, "expected `user` and `task`" in answer["error"]) == (400, True)
+    for mixed in (
+        {"prompt": "x"},
+        {"suite": "pytasks", "user": "z", "task": "t", "group": "g"},
+        {"metadata": {"a": 1}},
+    ):
+        assert (await product.call("POST", "/v1/sessions", mixed))[0] == 400, mixed
     assert (await product.call("POST", "/v1/sessions", [1]))[0] == 400
     assert (await product.call("GET", "/v1/sessions/none"))[0] == 404
     _, opened = await product.call("POST", "/v1/sessions", ASK)
@@ -307,9 +313,7 @@ async def test_a_stored_client_session_under_another_key_is_not_taken_up(connect
     run = "stored-sessions"
     values = await (await connect("gateway")).kv("HR_SESSION")
     for key, group in (("ab12.a", "ab12.a"), ("ab12.b", "ab12.c"), ("ab12.d", "ab12"), ("ab12.e", "g000001.")):
-        stored = ClientSession(
-            group=group, tenant="default", named="", head="", history=(), segment=0, training_allowed=False
-        )
+        stored = ClientSession(group=group, tenant="default", training_allowed=False)
         await values.put(f"{run}.session.client.{key}", stored)
     opened = await OpenGateway(connect, tmp_path, run).open()
     try:

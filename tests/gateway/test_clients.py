@@ -87,7 +87,9 @@ async def test_responses(served: Served, stream: bool) -> None:
     request, caller = served.sampler.asked[-1]
     assert [said.role for said in request.messages] == ["system", "user", "assistant", "tool", "tool"]
     assert len(request.messages[2].calls) == 2 and request.messages[2].text == "I read both."
-    assert [tool.name for tool in request.tools] == ["read"] and caller.session == "s-1"
+    assert [tool.name for tool in request.tools] == ["read"] and not caller.session and not caller.name, (
+        "a key of caches is no session"
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])

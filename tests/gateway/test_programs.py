@@ -108,7 +108,7 @@ async def test_codex(tmp_path: Path, model: str, script: Script) -> None:
             CODEX_HOME=str(home),
             HEADRACE_KEY=served.key,
         )
-        sessions = {caller.session for _, caller in served.sampler.asked}
+        sessions = {caller.name for _, caller in served.sampler.asked}
     assert (tmp_path / "work" / "a.txt").read_text() + (tmp_path / "work" / "b.txt").read_text() == "one\ntwo\n"
     assert "Both files are written." in said
     assert len(sessions) == 1 and "" not in sessions, "Codex names its session in a header"
@@ -137,7 +137,9 @@ async def test_claude_code(tmp_path: Path) -> None:
         )
         asked = [request for request, _ in served.sampler.asked]
         people = {caller.user for _, caller in served.sampler.asked}
+        sessions = {caller.name for _, caller in served.sampler.asked}
     assert (tmp_path / "work" / "a.txt").read_text() + (tmp_path / "work" / "b.txt").read_text() == "one\ntwo\n"
     assert "Both files are written." in said
     assert [len(request.tools) > 10 for request in asked] == [True, True], "it asks for a title in JSON, and goes on"
     assert len(people) == 1 and "session" not in people.pop()
+    assert len(sessions) == 1 and "" not in sessions, "Claude Code names its session in a header"

@@ -59,6 +59,8 @@ BODIES: dict[str, type[msgspec.Struct] | None] = {
     "POST /v1/sessions": bodies.NewSession,
     "GET /v1/sessions/{session}": None,
     "POST /v1/sessions/{session}/feedback": bodies.NewFeedback,
+    "POST /v1/sessions/{session}/reward": bodies.NewRating,
+    "DELETE /v1/sessions/{session}": None,
     "DELETE /v1/users/{user}": None,
     "GET /healthz": None,
     "POST /v1/agents": agent_bodies.NewAgent,

@@ -6,15 +6,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from headrace.gateway.client_sessions import Caller
 from headrace.gateway.conversation import ModelReply, ModelRequest
-from headrace.gateway.endpoints import Begun, Caller, Endpoints
+from headrace.gateway.endpoints import Begun, Endpoints
 from headrace.gateway.http import HttpRefused, Listener
 from headrace.gateway.requests import NewRating
 from headrace.gateway.tenants.admission import Admission
 from headrace.gateway.tenants.keys import ApiKey, ApiKeys
-from headrace.messages.product import ClientCall, ClientUsage
+from headrace.messages.product import ClientCall, ClientSession, ClientUsage
 
 Script = Callable[[ModelRequest], tuple[str, tuple[ClientCall, ...]]]
 """From a request to the text and the calls of the turn."""
@@ -27,8 +28,20 @@ class ScriptedSampler:
         self._script = script
         self.asked: list[tuple[ModelRequest, Caller]] = []
         self.rated: list[tuple[str, NewRating]] = []
+        self.opened: list[dict[str, str]] = []
+        self.lost: list[bool] = []
 
-    def begin(self, request: ModelRequest, caller: Caller) -> Begun:
+    async def open(self, caller: Caller, labels: dict[str, str]) -> ClientSession:
+        self.opened.append(labels)
+        return ClientSession(group="s1", tenant=caller.key.tenant, training_allowed=caller.key.training, labels=labels)
+
+    async def view(self, session: str, key: ApiKey) -> dict[str, Any]:
+        return {"session": session}
+
+    async def answered(self, reply: ModelReply, lost: bool) -> None:
+        self.lost.append(lost)
+
+    async def begin(self, request: ModelRequest, caller: Caller) -> Begun:
         self.asked.append((request, caller))
         return Begun("s1", self._sample(request), asyncio.Queue())
 
@@ -53,8 +66,9 @@ class ScriptedSampler:
     def models(self) -> list[str]:
         return ["latest"]
 
-    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> None:
+    async def rate(self, session: str, key: ApiKey, rating: NewRating) -> dict[str, str]:
         self.rated.append((session, rating))
+        return {"outcome": "waiting", "reason": ""}
 
     async def close(self, session: str, key: ApiKey) -> None:
         raise HttpRefused(404, "there is no such open session")

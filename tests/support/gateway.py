@@ -25,7 +25,7 @@ class OpenGateway:
     def __init__(self, connect: Callable[..., Awaitable[Bus]], folder: Path, run: str, **production: Any) -> None:
         self.connect, self.folder, self.run = connect, folder, run
         self.config = Config(run=Run(dir=str(folder)), production=Production(training_allowed=True, **production))
-        self.key = ApiKeys(key_file(self.config)).add("default", scopes=SCOPES)
+        self.key = ApiKeys(key_file(self.config)).add("default", scopes=SCOPES, requests_per_minute=60_000)
 
     @property
     def headers(self) -> dict[str, str]:

@@ -78,7 +78,7 @@ Snapshot: diff=inside deleted=inside originals=inside touched=inside
 SandboxCheckpoint: run trajectory node=node
 Trajectory: run group id=id family diff=inside deleted=inside originals=inside touched=inside digest_before
   digest_after fingerprint renderer=hash backend=backend rollout
-Capture: untrainable
+Capture: untrainable labels
 SlotFailed: run group reason detail rollout
 RendererBundle: renderer=renderer tokenizer_json chat_template=template template_kwargs special_tokens generation
   system date tools plugin
@@ -124,8 +124,9 @@ ClientMessage: text call_id
 ClientCall: id name arguments
 ClientTool: name description parameters
 ClientTurnDone: text refused failed
-ClientSessionEnd: run group tenant untrainable
-ClientSession: group tenant named head history untrainable
+ClientSessionEnd: run group tenant untrainable labels
+ClientSession: group tenant key named untrainable labels
+RecordedTurn: history asked retry
 RankLayout: backend torch nccl nccl_algo nccl_proto
 RecordsPurged: run
 StepManifest: run base_hash code fingerprint objective
@@ -145,7 +146,7 @@ ChunkInfo: sha256
 WeightHead: run state_hash=hash source_hash signer
 WeightsStaged: run node region path=path state_hash=hash
 WeightsSwapped: run rollout node state_hash
-NewSession: user suite=suite task=task prompt files=inside
+NewSession: user suite=suite task=task group metadata prompt files=inside
 NewFeedback: comment
 NewRating: comment
 NewAgent: prompt user setup=inside check=inside

@@ -211,6 +211,8 @@ class ClientTurns:
         renderer: ClientRenderer,
         progress: Progress,
     ) -> ClientTurnDone:
+        if request.recorded >= 0:
+            return _again(session.turns, request, renderer)
         context = session.ids(request.segment)
         if session.turns and _is_behind(request, session.turns[-1], renderer):
             why = "the session has a turn whose answer the client never got"
@@ -317,7 +319,9 @@ class ClientTurns:
                 fingerprint=serving.engine.fingerprint,
                 renderer=serving.bundle,
                 rollout=self._rollout,
-                capture=Capture(training_allowed=request.training_allowed, untrainable=request.untrainable),
+                capture=Capture(
+                    training_allowed=request.training_allowed, untrainable=request.untrainable, labels=request.labels
+                ),
                 plugins=self._plugins,
             )
         await publication.publish(self._bus, trajectory)
@@ -389,6 +393,22 @@ def _answer(parsed: Completion, request: ClientTurn, index: int) -> ClientTurnDo
         text=text if calls else notes,
         calls=calls if request.parallel else calls[:1],
         after=notes if calls else "",
+    )
+
+
+def _again(turns: Sequence[Turn], request: ClientTurn, renderer: ClientRenderer) -> ClientTurnDone:
+    """The answer of a recorded turn as it was given."""
+    turn = next((turn for turn in turns if turn.index == request.recorded), None)
+    if turn is None:
+        return ClientTurnDone(failed=f"the record has no turn {request.recorded}")
+    answer = _answer(renderer.parse(_ids(turn.ids), prompt=_ids(turn.prompt_ids)), request, turn.index)
+    earlier = [each for each in turns if each.segment == turn.segment and each.index < turn.index]
+    cached = sum(len(each.prompt_ids) + len(each.ids) for each in earlier)
+    return msgspec.structs.replace(
+        answer,
+        stop="length" if turn.stop == "length" else "calls" if answer.calls else "stop",
+        usage=ClientUsage(prompt=cached + len(turn.prompt_ids), cached=cached, sampled=len(turn.ids)),
+        version=max((span.version for span in turn.spans), default=-1),
     )
 
 

@@ -101,6 +101,15 @@ class KeyValue:
                 values[key] = (message, revision)
         return values
 
+    async def newest(self, pattern: str) -> int:
+        """The revision of the newest write to a key that matches; 0 without one. A watcher that has seen it has seen
+        every write that was acknowledged before this call."""
+        request = {"last_by_subj": self._prefix + pattern}
+        try:
+            return (await ordered_reader.from_leader(self._bus.connection, self._stream, request)).seq
+        except MessageGone:
+            return 0
+
     def watch(self, pattern: str = ">") -> AsyncIterator[tuple[str, Message | None, int]]:
         """Each entry's last state, then every change as it happens; None for a key that was deleted or has lapsed."""
         return self._entries(pattern, live=True)

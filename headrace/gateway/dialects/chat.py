@@ -46,7 +46,6 @@ class ChatCompletions:
         messages = tuple(_message(entry, index) for index, entry in enumerate(entries))
         longest = body.get("max_completion_tokens")
         options = body.get("stream_options")
-        metadata = body.get("metadata")
         return ModelRequest(
             model=string(body.get("model"), "model"),
             messages=messages,
@@ -56,8 +55,6 @@ class ChatCompletions:
             temperature=temperature(body.get("temperature")),
             stream=flag(body.get("stream"), "stream"),
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-            session=string(body.get("prompt_cache_key"), "prompt_cache_key")
-            or string(metadata.get("session_id") if isinstance(metadata, dict) else None, "metadata.session_id"),
             user=string(body.get("user"), "user"),
             left_out=skipped,
         )

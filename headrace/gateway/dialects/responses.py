@@ -60,7 +60,6 @@ class Responses:
             _add(messages, item, f"input[{index}]", tools)
         if not any(said.role != "system" for said in messages):
             raise Unusable("input: expected a text or at least one message", "input")
-        metadata = body.get("metadata")
         return ModelRequest(
             model=string(body.get("model"), "model"),
             messages=tuple(messages),
@@ -70,8 +69,6 @@ class Responses:
             max_tokens=whole_number(body.get("max_output_tokens"), "max_output_tokens"),
             temperature=temperature(body.get("temperature")),
             stream=flag(body.get("stream"), "stream"),
-            session=string(body.get("prompt_cache_key"), "prompt_cache_key")
-            or string(metadata.get("session_id") if isinstance(metadata, dict) else None, "metadata.session_id"),
             user=string(body.get("user"), "user"),
             left_out=(*skipped, *tools.vendors),
         )

@@ -30,6 +30,17 @@ class Ratings:
         self._newest: OrderedDict[str, tuple[str, int]] = OrderedDict()
         """Trajectory to its newest rating and the number of changes before it."""
 
+    def outcome(self, feedback: Feedback) -> dict[str, str]:
+        """What is certain of a rating at once: the fate that the feedback actor will record, with the reason; `waiting`
+        where the feedback actor decides."""
+        if feedback.user in self.denied:
+            return {"outcome": "opted_out", "reason": "its user is on the deny-list"}
+        if not feedback.training_allowed:
+            return {"outcome": "opted_out", "reason": f"tenant {feedback.tenant} did not opt in with this key"}
+        if feedback.untrainable:
+            return {"outcome": "discarded", "reason": feedback.untrainable}
+        return {"outcome": "waiting", "reason": ""}
+
     async def publish(self, feedback: Feedback) -> None:
         """Store a rating. BusError."""
         if feedback.user in self.denied:

@@ -24,7 +24,7 @@ def scope_of(route: str) -> Scope:
         return "feedback"
     if route.startswith("/v1/users"):
         return "purge"
-    return "agents" if route.startswith(("/v1/agent", "/v1/sessions")) else "turns"
+    return "agents" if route.startswith("/v1/agent") else "turns"
 
 
 class Admission:
@@ -60,9 +60,7 @@ class Admission:
         wait = self._limits.take(key.id, key.requests_per_minute)
         if wait > 0:
             raise HttpRefused(429, f"more than {key.requests_per_minute} requests a minute with this key", wait)
-        scope = scope_of(route)
-        if scope not in key.scopes:
-            raise HttpRefused(403, f"this key lacks the scope {scope!r}; it has {', '.join(key.scopes) or 'none'}")
+        check_scope(key, scope_of(route))
         return key
 
 
@@ -80,16 +78,18 @@ def key_of(request: web.Request) -> ApiKey:
     return request[_KEY]
 
 
-def of_tenant(own: str, handler: Handler) -> Handler:
-    """A handler of a route whose data belongs to the tenant `own`; a key of another tenant gets a 403."""
+def check_scope(key: ApiKey, scope: Scope) -> None:
+    """Refuse a key without a scope: HttpRefused with 403."""
+    if scope not in key.scopes:
+        raise HttpRefused(403, f"this key lacks the scope {scope!r}; it has {', '.join(key.scopes) or 'none'}")
 
-    async def respond(request: web.Request) -> web.StreamResponse:
-        tenant = key_of(request).tenant
-        if tenant != own:
-            raise HttpRefused(403, f"this key is of the tenant {tenant!r}; these sessions are of {own!r}")
-        return await handler(request)
 
-    return respond
+def check_own(own: str, key: ApiKey, scope: Scope) -> None:
+    """Check the key of a request about headrace's own agent, whose data belongs to the tenant `own`. HttpRefused with
+    403."""
+    if key.tenant != own:
+        raise HttpRefused(403, f"this key is of the tenant {key.tenant!r}; these sessions are of {own!r}")
+    check_scope(key, scope)
 
 
 def _token(request: web.Request) -> str:

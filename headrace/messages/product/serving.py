@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.messages.base import Amount, Count, Message, Name, Seed, Share, Version, message
+from headrace.messages.base import Amount, Count, Message, Name, Seed, Share, Version, message, older
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling
 
 CLIENT_SUITE = "client"
@@ -183,6 +183,9 @@ class ClientTurn(Message, frozen=True, kw_only=True):
     seed: Seed = 0
     context_tokens: Count = 0
     """Longest context of prompt and turn together."""
+    recorded: Annotated[int, Meta(ge=-1, le=2**53)] = -1
+    """The index of a recorded turn that is answered again, because the client repeats its request: nothing is sampled.
+    -1: a new turn."""
     count_only: bool = False
     """Render the prompt and say how long it is; nothing is sampled or recorded."""
     id: str = ""
@@ -224,8 +227,8 @@ class ClientTurnDone(Message, frozen=True, kw_only=True):
     failed: str = ""
     """Why there is no turn: a part of headrace failed. Asking again may help."""
     begin_segment: Count = 0
-    """Above 0: nothing was sampled, because the session has a turn whose answer the client never got. The gateway
-    asks again for this new segment."""
+    """Above 0: nothing was sampled, because the session has a turn that the gateway does not know. The gateway begins a
+    branch."""
 
     @property
     def said(self) -> str:
@@ -246,29 +249,80 @@ class ClientSessionEnd(Message, frozen=True, kw_only=True):
     seed: Seed = 0
     untrainable: str = ""
     """Why its turns cannot be trained on together; empty when they can."""
+    labels: dict[str, str] = {}
+    """The task, group and metadata with which the client opened the session."""
 
 
-@message("client_session")
+class RecordedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn of a ClientSession, by digests: it holds no text. Its place in the session is its index in the record."""
+
+    history: str
+    """Of the tools and all messages up to its reply."""
+    asked: str
+    """Of the whole request."""
+    retry: str = ""
+    """Of the client's Idempotency-Key; empty without one."""
+    lost: bool = False
+    """Its answer did not reach the client."""
+
+
+@message("client_session", version=2)
 class ClientSession(Message, frozen=True, kw_only=True):
-    """An open session as the gateway keeps it in HR_SESSION: after a restart the gateway finds it again by its
-    history."""
+    """A session as the gateways keep it in HR_SESSION: any of them goes on with it. A session that ended stays for
+    a while, so that no other conversation is taken for it."""
 
     group: str
+    """``<user hash>.<id>``, of a branch ``<user hash>.<id of the tree>-<number>``; clients name and rate it."""
     tenant: str
-    named: str
-    """The session as the client names it; empty where it names none."""
-    head: str
-    """Digest of tools: other tools are another prompt."""
-    history: tuple[str, ...]
-    """Digests of the messages that the segment's ids hold."""
-    segment: Count
+    key: str = ""
+    """The id of the API key that began it."""
+    named: str = ""
+    """The tree's name in the client's own header; empty where it sent none."""
+    turns: tuple[RecordedTurn, ...] = ()
     training_allowed: bool
     policy: PolicyRef = PolicyRef()
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0
     """Temperature of its first turn."""
     untrainable: str = ""
     """Why it cannot be trained on; empty when it can."""
-    rewrites: Count = 0
-    """How often the client rewrote its history."""
+    labels: dict[str, str] = {}
+    """The task, group and metadata with which the client opened it."""
     last_used: Amount = 0.0
     """Seconds since the epoch."""
+    ended: Amount = 0.0
+    """Seconds since the epoch; 0.0 while it is open."""
+    rated: bool = False
+    """It was rated under its own id, so a rating of its tree leaves it out."""
+
+
+class _ClientSession1(msgspec.Struct, frozen=True, kw_only=True):
+    """Version 1 had one history with segments, and no API key."""
+
+    group: str
+    tenant: str
+    named: str
+    head: str
+    history: tuple[str, ...]
+    segment: Count
+    training_allowed: bool
+    policy: PolicyRef = PolicyRef()
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0
+    untrainable: str = ""
+    rewrites: Count = 0
+    last_used: Amount = 0.0
+
+
+def _without_turns(was: _ClientSession1) -> ClientSession:
+    """It can be rated and ends when it is idle; no request goes on with it."""
+    return ClientSession(
+        group=was.group,
+        tenant=was.tenant,
+        training_allowed=was.training_allowed,
+        policy=was.policy,
+        temperature=was.temperature,
+        untrainable=was.untrainable,
+        last_used=was.last_used,
+    )
+
+
+older(ClientSession, 1, _ClientSession1, _without_turns)

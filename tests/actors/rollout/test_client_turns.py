@@ -1,5 +1,6 @@
 """A client's agent through the whole path: HTTP, gateway, broker, rollout actor, engine, turn log, trajectory."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -201,7 +202,7 @@ async def test_a_session_that_has_ended_is_rated_as_it_was_captured(
             async with client.http.post(f"{path}/feedback", json={"thumb": "up"}, headers=headers) as answer:
                 assert answer.status == 404
         async with client.http.post(f"{url}/reward", json={"reward": 0.25, "comment": "a judge"}) as answer:
-            assert answer.status == 200, await answer.text()
+            assert answer.status == 200 and (await answer.json())["outcome"] == "waiting"
         client.messages, client.session = client.messages[:1], ""
         async with client.http.post(
             f"{client.url}/v1/chat/completions",
@@ -210,7 +211,10 @@ async def test_a_session_that_has_ended_is_rated_as_it_was_captured(
         ) as answer:
             private = answer.headers["X-Headrace-Session"]
         await client.http.delete(f"{client.url}/v1/client/sessions/{private}")
-        await client.http.post(f"{client.url}/v1/client/sessions/{private}/feedback", json={"thumb": "up"})
+        path = f"{client.url}/v1/client/sessions/{private}/feedback"
+        async with client.http.post(path, json={"thumb": "up"}) as answer:
+            told = await answer.json()
+            assert told["outcome"] == "opted_out" and "acme did not opt in" in told["reason"]
     by_judge, by_user = await ratings_of(observer, run)
     assert (by_judge.reward, by_judge.thumb, by_judge.training_allowed) == (0.25, "down", True)
     assert by_user.trajectory.startswith(private) and not by_user.training_allowed, "its key had not opted in"
@@ -280,7 +284,7 @@ async def test_turns_of_two_actors_end_in_one_trajectory_and_in_no_cache(
             assert isinstance(engine, EmbeddedEngine) and engine.stats()["sessions"] <= 1
 
 
-async def test_a_turn_whose_answer_was_lost_is_not_in_the_context_of_the_next(
+async def test_a_turn_that_the_gateway_does_not_know_is_not_in_the_context_of_the_next(
     connect: Connect, client: Client, run: str, tmp_path: Path
 ) -> None:
     """The request ran out of time, or the gateway was killed before it stored the session: the client asks again."""
@@ -302,16 +306,19 @@ async def test_a_turn_whose_answer_was_lost_is_not_in_the_context_of_the_next(
         answer = await gateway.request(subject, lost, timeout=PATIENCE_S, owner=client.session.partition(".")[0])
         assert isinstance(answer, ClientTurnDone) and not answer.failed
         await client.turn()
+        branch = client.session
         client.say("go on")
         await client.turn()
-        group = client.session
+        group = root = branch.partition("-")[0]
+        assert branch == client.session != root
         async with client.http.delete(f"{client.url}/v1/client/sessions/{group}") as reply:
             assert reply.status == 200
         opening = msgspec.structs.replace(lost, group=f"{group}b", messages=lost.messages[:1], known=0)
         asked = [await gateway.request(subject, opening, timeout=PATIENCE_S, owner=group[:20]) for _ in range(2)]
         assert [done.begin_segment for done in asked if isinstance(done, ClientTurnDone)] == [0, 1]
-    end = await trajectory_of(observer, run, group)
-    assert [turn.segment for turn in end.turns] == [0, 0, 1, 1]
+    for id in (root, branch):
+        end = await trajectory_of(observer, run, id)
+        assert [turn.segment for turn in end.turns] == [0, 0], "the branch goes on without it"
 
 
 def _reply(answer: dict[str, Any]) -> ClientMessage:
@@ -368,20 +375,107 @@ async def test_a_purge_leaves_nothing_of_the_user_in_an_engine(
         assert not actor._clients._sessions
 
 
-async def test_a_rewritten_history_begins_a_segment(connect: Connect, client: Client, run: str, tmp_path: Path) -> None:
+async def test_a_rewritten_history_begins_a_branch_that_its_trees_rating_covers(
+    connect: Connect, client: Client, run: str, tmp_path: Path
+) -> None:
     observer = await connect("admin")
-    headers = {"session-id": "s1"}
     async with living(Rollout, config(tmp_path), await connect("rollout", node="n1"), run, "product"):
-        client.http.headers.update(headers)
+        client.http.headers["session-id"] = "s1"
         await client.turn()
+        root = client.session
         client.messages = [{"role": "user", "content": "a summary of it all"}]
         await client.turn()
-        group = client.session
-        async with client.http.delete(f"{client.url}/v1/client/sessions/{group}") as answer:
-            assert answer.status == 200
-    end = await trajectory_of(observer, run, group)
-    assert [turn.segment for turn in end.turns] == [0, 1]
-    assert context(segment_of(end.turns, 1))[: len(end.turns[1].prompt_ids)] == end.turns[1].prompt_ids.tolist()
+        branch = client.session
+        assert branch.startswith(f"{root}-")
+        async with client.http.post(f"{client.url}/v1/sessions/{root}/feedback", json={"thumb": "up"}) as answer:
+            assert answer.status == 200, await answer.text()
+    ends = [await trajectory_of(observer, run, group) for group in (root, branch)]
+    assert [len(end.turns) for end in ends] == [1, 1]
+    assert [rating.trajectory for rating in await ratings_of(observer, run)] == [end.id for end in ends]
+
+
+async def test_sessions_are_opened_named_repeated_and_rated_by_one_id(
+    connect: Connect, client: Client, run: str, tmp_path: Path
+) -> None:
+    """The same through two gateways: the second takes up what the first stored."""
+    observer = await connect("admin")
+    (tmp_path / "two" / run).mkdir(parents=True)
+    second = config(tmp_path / "two", keys=str(tmp_path / "keys.json"))
+    (tmp_path / "two" / run / "user.key").write_bytes((tmp_path / run / "user.key").read_bytes())
+    async with (
+        living(Rollout, config(tmp_path), await connect("rollout", node="n1"), run, "product"),
+        living(Gateway, second, await connect("gateway"), run, "gateway-2"),
+    ):
+        first = client.url
+        other = json.loads((tmp_path / "two" / run / "gateway.json").read_text())["url"]
+        body = {"user": "ada", "task": "t1", "metadata": {"editor": "vi"}}
+        async with client.http.post(f"{first}/v1/sessions", json=body) as answer:
+            assert answer.status == 201
+            id = (await answer.json())["session"]
+        client.http.headers["X-Headrace-Session"] = id
+        sampled = []
+        for number, url in enumerate((other, first, other)):
+            client.url = url
+            client.http.headers["Idempotency-Key"] = f"turn {number}"
+            before = [*client.messages]
+            sampled.append((await client.turn())["choices"][0]["message"])
+            assert client.session == id
+            client.url, client.messages = first, before
+            assert (await client.turn())["choices"][0]["message"] == sampled[-1], "the recorded turn"
+            assert client.session == id
+            client.say("go on")
+        async with client.http.get(f"{first}/v1/sessions/{id}") as answer:
+            view = await answer.json()
+            assert (view["state"], view["turns"], view["branches"]) == ("open", 3, [])
+            assert view["labels"] == {"task": "t1", "editor": "vi"}
+        async with client.http.post(f"{other}/v1/sessions/{id}/reward", json={"reward": 1.0}) as answer:
+            assert answer.status == 200, await answer.text()
+    end = await trajectory_of(observer, run, id)
+    assert len(end.turns) == 3 and end.capture is not None and end.capture.labels == {"task": "t1", "editor": "vi"}
+    assert [rating.trajectory for rating in await ratings_of(observer, run)] == [end.id]
+
+
+async def test_samples_of_one_history_run_at_once_and_a_rating_waits_for_the_turn(
+    connect: Connect, client: Client, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = await connect("admin")
+    begun, go = asyncio.Semaphore(0), asyncio.Event()
+    sample = spans.sample
+
+    async def held(*arguments: Any) -> Any:
+        begun.release()
+        await go.wait()
+        return await sample(*arguments)
+
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="n1"), run, "product"):
+        await client.turn()
+        client.say("go on")
+        monkeypatch.setattr(spans, "sample", held)
+        body = {"model": "latest", "messages": client.messages, "tools": [{"type": "function", "function": TOOL}]}
+
+        async def ask() -> str:
+            async with client.http.post(f"{client.url}/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                return answer.headers["X-Headrace-Session"]
+
+        async def rate() -> int:
+            url = f"{client.url}/v1/sessions/{client.session}/feedback"
+            async with client.http.post(url, json={"thumb": "up"}) as answer:
+                return answer.status
+
+        asked = [asyncio.create_task(ask()) for _ in range(3)]
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in asked:
+                await begun.acquire()
+            rating = asyncio.create_task(rate())
+            async with client.http.get(f"{client.url}/v1/sessions/{client.session}") as answer:
+                assert (await answer.json())["state"] == "sampling"
+            go.set()
+            groups = await asyncio.gather(*asked)
+            assert await rating == 200
+    assert len({*groups}) == 3 and {group.partition("-")[0] for group in groups} == {client.session}
+    assert len((await trajectory_of(observer, run, client.session)).turns) == 2, "the turn under way is in the record"
+    assert len(await ratings_of(observer, run)) == 3, "of the whole tree"
 
 
 async def test_what_cannot_be_sampled_is_said(connect: Connect, client: Client, run: str, tmp_path: Path) -> None:
