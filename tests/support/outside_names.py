@@ -38,7 +38,7 @@ Verifier: image=image
 Artifact: path=inside exclude=inside
 StepTests: name hidden=inside solution=inside script allowed=inside min_reward
 Acquire: run lane group template=image workdir=inside hostname=host network=place requires files=inside
-Acquired: node sandbox secret backend=backend capabilities
+Acquired: node sandbox secret backend=backend capabilities machine
 SandboxCall: sandbox secret call_id
 Exec: argv=inside cwd=inside env=inside user=inside
 ReadFile: path=inside
@@ -76,7 +76,7 @@ Retrieved: root model chunks
 TurnDone: run trajectory
 Snapshot: diff=inside deleted=inside originals=inside touched=inside
 SandboxCheckpoint: run trajectory node=node
-Trajectory: run group id=id family diff=inside deleted=inside originals=inside touched=inside digest_before
+Trajectory: run group id=id family diff=inside deleted=inside originals=inside touched=inside digest_before machine
   digest_after fingerprint renderer=hash backend=backend rollout
 Capture: untrainable labels
 SlotFailed: run group reason detail rollout
@@ -85,7 +85,7 @@ RendererBundle: renderer=renderer tokenizer_json chat_template=template template
 RendererRecord: run sha256=hash
 EvalRequest: id run suite=suite ids=task reason
 EvalResult: id run suite=suite passes families reason
-Score: run group family judge_version parts suspicions reason
+Score: run group family judge_version parts suspicions reason content
 StepScore: name reason
 RubricScore: rubric digest model model_hash
 CriterionScore: id reason
@@ -115,15 +115,16 @@ Branch: run base_run=run base_hash
 ShadowTurn: run detail
 GateState: run evaluations
 GateVerdict: run reason
-AttemptControl: run group workspace user
+AttemptControl: run group workspace user turn
 Traffic: region run server gateway
 CapacityLease: rollout lanes reason
 Promotion: run eval_id reason branch=run
-ClientTurn: run group
+ClientTurn: run group id
 ClientMessage: text call_id
 ClientCall: id name arguments
 ClientTool: name description parameters
-ClientTurnDone: text refused failed
+ClientTurnPart: thinking text
+ClientTurnDone: text refused failed thinking after
 ClientSessionEnd: run group tenant untrainable labels
 ClientSession: group tenant key named untrainable labels
 RecordedTurn: history asked retry
@@ -133,7 +134,7 @@ StepManifest: run base_hash code fingerprint objective
 BatchGroup: group
 TokenGaps: run
 TokenGap: trajectory engine
-StepDone: state_hash staleness alarm run groups
+StepDone: state_hash staleness alarm run groups metrics
 EngineMismatch: engine fingerprint
 Efficiency: seconds
 StepFailed: run state_hash groups reason detail command
