@@ -328,8 +328,8 @@ class ClientSessions:
             owners = self._found("record", *scope, heads[prefix - 1])
             if root is not None:
                 # A program's name may have had another tree, which ended: its conversations may go on here.
-                own = root.group
-                owners = [each for each in owners if root_of(each.group) == own or each.named == root.named != ""]
+                root_id = root.group
+                owners = [each for each in owners if root_of(each.group) == root_id or each.named == root.named != ""]
                 if tree is not root and tree in owners:
                     return tree, prefix
             if len(owners) > 1:

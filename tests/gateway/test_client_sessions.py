@@ -325,8 +325,8 @@ class World:
                 turn, before, prefix = gateway.branch(turn, lambda _: PolicyRef()), 0, 0
             text = self.random.choice("xxy")
             if prefix:
-                own = (turn.group, before - 1) in one.given or turn.group == one.session  # an id decides
-                assert own, "nobody goes on with a turn that it was not given"
+                given = (turn.group, before - 1) in one.given or turn.group == one.session  # an id decides
+                assert given, "nobody goes on with a turn that it was not given"
             session = gateway.took(turn, ClientMessage(role="assistant", text=text))
         except HttpRefused as refused:
             assert refused.status == 409 and turn.over.is_set()

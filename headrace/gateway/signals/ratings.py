@@ -31,8 +31,8 @@ class Ratings:
         """Trajectory to its newest rating and the number of changes before it."""
 
     def outcome(self, feedback: Feedback) -> dict[str, str]:
-        """What is certain of a rating at once: the fate that the feedback actor will record, with the reason; `waiting`
-        where the feedback actor decides."""
+        """The outcome of a rating and its reason, as far as they are certain at once: what the feedback actor will
+        record, or `waiting` where that actor decides."""
         if feedback.user in self.denied:
             return {"outcome": "opted_out", "reason": "its user is on the deny-list"}
         if not feedback.training_allowed:
