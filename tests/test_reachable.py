@@ -17,8 +17,10 @@ MEASURING = {
 """Functions beside the product's own that benchmarks measure it with, and what for. This list only gets shorter."""
 BY_NAME = re.compile(
     r"(visit|pytest|action|on)_\w+|do_GET|log_message|create_module|writable|initialize|new_session|__\w+__"
+    r"|get_run_id|is_closed|set_closed|next_rendezvous|_should_skip_dynamo"
 )
-"""Methods that ast, pytest, textual, http.server, importlib, io and acp call by their names."""
+"""Methods that ast, pytest, textual, http.server, importlib, io, acp, torch's elastic agent and torch's modes call by
+their names."""
 DOTTED, WORD = re.compile(r"[\w.:-]+"), re.compile(r"\w+")
 
 

@@ -351,10 +351,10 @@ class NatsConnection:
         entry = self._waiting.get(token)
         if entry is None or entry[0].done():
             return
-        if message.headers and PART_HEADER in message.headers:
-            if token in self._parts:
-                self._parts[token](message)
-        elif message.data or message.headers:  # an empty one is the end of an answer in parts
+        on_part = self._parts.get(token)
+        if on_part is not None and message.headers and PART_HEADER in message.headers:
+            on_part(message)
+        elif message.data or message.headers or on_part is None:  # an empty one is the end of an answer in parts
             entry[0].set_result(message)
 
     async def _on_error(self, error: Exception) -> None:

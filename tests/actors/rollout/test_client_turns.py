@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,15 @@ async def run(connect: Connect, tmp_path: Path, model: Model, request: pytest.Fi
 
 @pytest.fixture
 async def client(connect: Connect, tmp_path: Path, run: str) -> AsyncIterator[Client]:
+    async with client_of(config(tmp_path), connect, tmp_path, run) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def client_of(settings: Config, connect: Connect, tmp_path: Path, run: str) -> AsyncIterator[Client]:
     (tmp_path / run).mkdir()
     key = ApiKeys(tmp_path / "keys.json").add("acme", training=True)
-    async with living(Gateway, config(tmp_path), await connect("gateway"), run, "gateway"):
+    async with living(Gateway, settings, await connect("gateway"), run, "gateway"):
         url = json.loads((tmp_path / run / "gateway.json").read_text())["url"]
         async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
             yield Client(http, url)

@@ -4,6 +4,7 @@ stream, and turns that end with their clients."""
 import asyncio
 import json
 import secrets
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from headrace.actors.rollout.actor import Rollout
 from headrace.actors.rollout.client_turns import _Parts
 from headrace.config import Config
 from headrace.engines.embedded.engine import EmbeddedEngine
+from headrace.gateway import serving
 from headrace.messages.base import Message
 from headrace.messages.product import (
     ClientMessage,
@@ -26,7 +28,7 @@ from headrace.messages.product import (
 from headrace.messages.rollout import TurnSampled
 from headrace.messages.subjects import RPC, TURN, token
 from headrace.rendering.native.live import Settled
-from tests.actors.rollout.test_client_turns import TOOL, Client, client, config, model, run
+from tests.actors.rollout.test_client_turns import TOOL, Client, client_of, config, model, run
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.events import events, streamed, whole
@@ -35,6 +37,7 @@ from tests.support.patience import PATIENCE_S
 __all__ = ["client", "model", "run"]
 pytestmark = pytest.mark.anyio
 LONG = 1500
+SEED = 1
 """Tokens of a turn that is cut long before its end."""
 
 
@@ -43,6 +46,14 @@ def long(folder: Path) -> Config:
     return msgspec.structs.replace(
         made, production=msgspec.structs.replace(made.production, turn_tokens=LONG, context_tokens=2048)
     )
+
+
+@pytest.fixture
+async def client(connect: Connect, tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
+    """Turns are as long as they may be: no token that ends a turn comes early with this seed."""
+    monkeypatch.setattr(serving.secrets, "randbits", lambda bits: SEED)
+    async with client_of(long(tmp_path), connect, tmp_path, run) as opened:
+        yield opened
 
 
 BODIES: dict[str, dict[str, Any]] = {
