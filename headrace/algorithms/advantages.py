@@ -22,7 +22,7 @@ EPSILON = 1e-6
 
 
 class Attempt(NamedTuple):
-    """One attempt of a group with the reward that is compared: its final reward, or that of one of its turns."""
+    """One attempt of a group with the reward that is compared: its final reward, or the reward of one turn."""
 
     reward: float
     trajectory: Trajectory

@@ -53,7 +53,7 @@ class Band(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """The settings of a correction. `weighting` is its name in `registry.LOSSES`, `options` are those of a plugin."""
+    """The settings of a correction. `weighting` is its name in `registry.LOSSES`, `options` belong to a plugin."""
 
     weighting: str = "truncated"
     clip: float = 2.0
@@ -96,7 +96,7 @@ class Corrected(NamedTuple):
 
 
 Loss = Callable[[SampledTokens, Correction], Corrected]
-"""What `registry.LOSSES` holds: the terms [M] whose sum is to be raised. A plugin may take `options` too."""
+"""What `registry.LOSSES` holds: the terms [M] whose sum is to be raised. A plugin may also take `options`."""
 
 
 def importance_weights(tokens: SampledTokens, clip: float, low: float | None = None) -> tuple[Tensor, Tensor]:

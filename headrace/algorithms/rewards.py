@@ -59,8 +59,8 @@ Given = float | TurnRewards
 """A finite number for one attempt, or one for the attempt and one for each of its turns."""
 
 Reward = Callable[[Judged], Given | Awaitable[Given | None] | None]
-"""The reward of one attempt; a plugin may take `options` too. None leaves the attempt out of its group. An exception, a
-time limit or another value leaves it out too, as `reward_error`."""
+"""The reward of one attempt; a plugin may also take `options`. None leaves the attempt out of its group. An exception,
+a time limit or another value leaves it out as well (`reward_error`)."""
 
 REWARDS: Registry[Reward] = Registry("rewards", {"shaped": "headrace.algorithms.rewards:shaped"}, needs=("__call__",))
 

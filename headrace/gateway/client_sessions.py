@@ -128,7 +128,7 @@ def _asked(request: ModelRequest) -> str:
 
 
 class ClientSessions:
-    """The sessions of a gateway's run, also those of other gateways."""
+    """The sessions of a gateway's run; other gateways' sessions are among them."""
 
     def __init__(self, sessions: Iterable[ClientSession] = ()) -> None:
         self._sessions: dict[str, ClientSession] = {}

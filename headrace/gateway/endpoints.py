@@ -9,7 +9,7 @@
     POST /v1/sessions/ID/reward                                the same
     DELETE /v1/sessions/ID                                     end the session without a rating
 
-The last three stand under /v1/client/sessions too. The gateway actor routes /v1/sessions, which headrace's own agent
+The last three also stand under /v1/client/sessions. The gateway actor routes /v1/sessions, which headrace's own agent
 shares. Every turn's answer names its session in the header `X-Headrace-Session`; that is the ID that requests may name
 in the same header, and the ID to rate. `X-Headrace-Left-Out` names the request's keys that nothing honours
 (docs/request_keys.md).

@@ -29,13 +29,13 @@ def refused_paths(paths: Iterable[str]) -> str | None:
 
 class NewSession(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/sessions. With a `suite`: a run of headrace's own agent at one of its tasks, whose `prompt` and `files`
-    may replace those of the task. Without: a session for the turns of a client's agent."""
+    may replace the task's files. Without: a session for the turns of a client's agent."""
 
     user: Annotated[str, Meta(max_length=256)] = ""
     suite: Annotated[str, Meta(max_length=256)] = ""
     task: Annotated[str, Meta(max_length=256)] = ""
     group: Annotated[str, Meta(max_length=256)] = ""
-    """Of a client's session: those of one task that are compared."""
+    """Of a client's session: the sessions of one task that are compared."""
     metadata: Annotated[dict[Name, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] = {}
     prompt: Annotated[str, Meta(max_length=65536)] = ""
     files: Annotated[dict[str, str], Meta(max_length=MAX_FILES)] = {}
@@ -43,7 +43,7 @@ class NewSession(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.suite and not (self.user and self.task):
-            raise ValueError("expected `user` and `task` beside `suite`")
+            raise ValueError("expected `user` and `task` with `suite`")
         if not self.suite and (self.prompt or self.files):
             raise ValueError("`prompt` and `files` belong to a run of headrace's own agent: expected `suite` too")
         if self.suite and (self.group or self.metadata):

@@ -47,7 +47,7 @@ class _Standing(threading.local):
     """The meaning of tensors in this thread."""
 
     gpu = False
-    """Tensors on the CPU stand for those of a GPU."""
+    """Tensors on the CPU stand for a GPU's."""
     counted = False
     """Tensors have no values: `training.planned` counts their bytes."""
 
@@ -90,7 +90,7 @@ def repeated(steps: Sequence[Step]) -> Sequence[Step]:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether an operation on x is that of a GPU."""
+    """Whether an operation on x is a GPU's."""
     return x.is_cuda or STANDING.gpu
 
 

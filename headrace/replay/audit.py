@@ -4,7 +4,7 @@ Each slot is counted where it ends, not by subtraction. A trained slot is named 
 outcome of a step. A dropped slot is named by a record that gives it up. A slot in flight belongs to a group that is
 open or waits for its step. A slot that ends nowhere, or twice, makes the sums differ. Streams are read from effect to
 cause (steps, closings, ledger), so that every effect has its cause also while the run goes on. Every record that is
-counted has its writer's signature, those of before headrace signed them aside, which the report counts. A Score that
+counted has its writer's signature, except records of before headrace signed them, which the report counts. A Score that
 repeats a verdict has to name an earlier examination of the same content; that record may have been purged since.
 """
 

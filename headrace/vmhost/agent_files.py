@@ -17,7 +17,7 @@ def sources() -> dict[str, bytes]:
 
 @cache
 def digest(beside: str = "") -> str:
-    """Content address of the agent and of what it runs beside: an interpreter, or an image's digest."""
+    """Content address of the agent and of what it runs with: an interpreter, or an image's digest."""
     content = hashlib.sha256(beside.encode())
     for path, source in sources().items():
         content.update(hashlib.sha256(path.encode()).digest() + hashlib.sha256(source).digest())

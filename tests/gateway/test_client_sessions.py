@@ -376,7 +376,7 @@ class World:
             self.keep(ended)
 
     def restart(self) -> None:
-        """A gateway is replaced: what it had not stored is gone, and its clients' connections too."""
+        """A gateway is replaced: what it had not stored is gone, and so are its clients' connections."""
         if self.random.random() < 0.3:
             number = self.random.randrange(2)
             for each in [each for each in self.under if each[0] == number]:

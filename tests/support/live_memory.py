@@ -44,7 +44,7 @@ Records = tuple[StepManifest, dict[int, Trajectory], dict[int, Score]]
 _ALL_THREADS = ctypes.c_bool.in_dll(
     ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "FLAGS_caffe2_report_cpu_memory_usage"
 )
-"""With it the allocator counts the bytes of all threads: those of gloo free tensors unseen by the profiler."""
+"""With it the allocator counts the bytes of all threads: gloo's threads free tensors unseen by the profiler."""
 
 
 def mark(name: str) -> None:

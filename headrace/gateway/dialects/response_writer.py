@@ -1,6 +1,6 @@
 """The output items of the responses dialect, whole and streamed. Events are numbered, and nothing follows the last one.
 
-An item is added, filled by deltas, and done. A custom tool's argument is a text: its deltas are those of the text, not
+An item is added, filled by deltas, and done. A custom tool's argument is a text: its deltas are parts of the text, not
 of the JSON in which the policy writes it.
 """
 

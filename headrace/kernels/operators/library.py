@@ -24,7 +24,7 @@ def capability(device: torch.device) -> int:
 
 
 def _chip(x: Tensor) -> tuple[str, int]:
-    """Type and compute capability of a tensor's device; of a tensor that stands for a GPU's, those of Hopper."""
+    """Type and compute capability of a tensor's device; Hopper's for a tensor that stands for a GPU's."""
     return ("cuda", library.HOPPER) if dispatch.STANDING.gpu else (x.device.type, capability(x.device))
 
 

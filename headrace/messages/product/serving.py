@@ -197,7 +197,7 @@ class ClientTurn(Message, frozen=True, kw_only=True):
 @message("client_turn_part")
 class ClientTurnPart(Message, frozen=True, kw_only=True):
     """The tokens of a turn since the part before, read. At most once: ClientTurnDone has the whole turn. Its texts
-    begin with those of the parts."""
+    begin with the parts' text."""
 
     number: Count
     """Counts the parts of a turn from 0."""

@@ -58,7 +58,7 @@ class LiveTurn:
         self._stops, self._opened, self._usable = frozenset(stop_ids), opened, usable
         self._text = ""
         self._window = self._known = 0
-        """`_text` is that of the first `_known` ids; those from `_window` on are decoded again."""
+        """`_text` decodes the first `_known` ids; ids from `_window` on are decoded again."""
 
     def read(self, ids: Sequence[int]) -> Settled:
         """The part that holds of a turn that begins with these ids: more ids than at the last call."""

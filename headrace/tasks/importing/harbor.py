@@ -167,7 +167,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
 
 
 def _workdir(config: dict[str, Any], image_folder: str, options: ImportOptions, notes: list[str]) -> str:
-    """The agent's folder; empty: the image's own. image_folder: that of an image that was built."""
+    """The agent's folder; empty: the image's own. image_folder: the folder of an image that was built."""
     if named := str(table_of(config, "environment").get("workdir") or ""):
         return named
     if options.template:

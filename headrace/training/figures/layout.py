@@ -52,7 +52,7 @@ class Layout(NamedTuple):
     nodes: int = 1
     """Nodes with `devices` each, which hold a copy of all parameters, masters and moments each (HSDP)."""
     skew: float = 1.0
-    """Rows of the busiest experts, as a multiple of those of balanced routing."""
+    """Rows of the busiest experts, as a multiple of balanced routing's rows."""
 
     @property
     def inputs(self) -> int:

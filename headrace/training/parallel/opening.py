@@ -58,7 +58,7 @@ def joined(
     device = ranks.device_of(device_named(section.device), rank % section.machine_ranks)
     select(device)
     policy = hugging_face.from_section(config.policy)
-    # The first process measures before it joins: none can while it is in a group, and the plan is that of all.
+    # The first process measures before it joins: none can while it is in a group, and all have the same plan.
     phases = [config, *([_learning(config)] if begin is not None and begin.learns else [])] if rank == 0 else []
     plans = [planned(phase, policy, device) for phase in phases]
     limit = timedelta(seconds=section.stall_s)

@@ -93,7 +93,7 @@ def runs(config: PolicyConfig, sharded: ShardedModel, reads: Mapping[str, Reader
 
 @torch.no_grad()
 def fill(config: PolicyConfig, sharded: ShardedModel, pieces: Pieces) -> None:
-    """Set this process's rows to those of a checkpoint, one part after the other, rounded to the policy's dtype.
+    """Load this process's rows from a checkpoint, one part after the other, rounded to the policy's dtype.
     CheckpointError."""
     whole = places(config, sharded.shapes)
     for part in parts(config, sharded):

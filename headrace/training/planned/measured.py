@@ -1,7 +1,7 @@
 """The bytes of one process of a trainer, measured on its own code: state, re-scoring, a micro-batch's gradient, update.
 
-The model, the state over one process or FSDP's shards, the cached forward and the update are those of the trainer, and
-run in `Shadow`. The other processes are PyTorch's fake group, whose collectives transfer nothing.
+The model, the state over one process or FSDP's shards, the cached forward and the update are the trainer's own, and run
+in `Shadow`. The other processes are PyTorch's fake group, whose collectives transfer nothing.
 
 Layers of one kind add the same bytes, so a deep policy is measured at two depths and continued from there. Bytes are
 noted where the pass stands: at the first and last layers of forward and backward, at the head, and behind the layers.
@@ -42,7 +42,7 @@ SHORT = ((4, 512), (4, 640), (4, 768))
 """Sequences and their tokens in the micro-batches from which one of gpt_oss is continued: each has several chunks of
 logits, and its sequences are longer than the window."""
 BETWEEN = "between"
-"""The others: each holds less than one of those beside it."""
+"""The others: each holds less than a neighbour."""
 _PAD = 8
 """Row padding of exact mode; which one a CPU needs changes few bytes."""
 _MOMENTS = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
@@ -244,7 +244,7 @@ class _Process:
         return Scoring(self.shadow.peaks["scoring"] - began + 8 * left_out * c.sparse_layers * c.top_k)
 
     def passes(self) -> Passes:
-        """Add the gradient of a micro-batch to that of a small one."""
+        """Add the gradient of a micro-batch to a small one's."""
         shadow, layout = self.shadow, self.layout
         state, reference = self._state(OptimizerSettings()), self._reference()
         began = shadow.live

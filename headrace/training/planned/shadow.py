@@ -59,7 +59,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within this block tensors have no values, and `live` is the number of their bytes."""
 
     def __init__(self, *, gpu: bool) -> None:
-        """gpu: tensors stand for those of a GPU, although their device is the CPU everywhere."""
+        """gpu: tensors stand for a GPU's, although their device is the CPU everywhere."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.gpu = gpu
         self.live = self.peak = 0
@@ -181,7 +181,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def _collective(name: str, args: Any) -> Any:
-    """A collective, without a transfer. Integers are received as if all processes had those of this one, the first."""
+    """A collective, without a transfer. Integers are received as if all processes had this one's, the first's."""
     from torch._C._distributed_c10d import FakeWork
 
     work = FakeWork().boxed()

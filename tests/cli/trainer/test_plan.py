@@ -63,7 +63,7 @@ FOUR_EACH = "trainer.context_ranks = 4, numerics.recompute = true, algorithm.mom
 def test_three_published_policies_fit_eight_gpus_at_64k(
     name: str, count: str, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The totals are those of docs/kernels.md, up to what another release of torch allocates."""
+    """The totals equal docs/kernels.md, up to what another release of torch allocates."""
     arguments = [str(SHAPES / name), "--gpus", "8", "--gpu-gib", "80", "--tokens", "65536"]
     documented = (ROOT / "docs" / "kernels.md").read_text()
     (line,) = [line for line in documented.splitlines() if line.startswith(f"| {name} |")]

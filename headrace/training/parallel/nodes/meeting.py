@@ -188,7 +188,7 @@ class Host(Meeting):
         super().__init__(store, coming(config, 0), nodes, alone=section.machine_ranks == 1)
         self.address = section.rendezvous
         self.number = store.add(_GROUP, 1)
-        # A store of its own: a call waits until that of another thread, such as the one that trains, has returned.
+        # A store of its own: a call waits until another thread's call has returned, such as the training thread's.
         self.group = of_group(store.clone(), self.number)  # type: ignore[attr-defined]
         self._tokens: dict[int, bytes] = {}
         self._beats: dict[int, tuple[int, float]] = {}

@@ -1,6 +1,6 @@
 """Starts the other processes of a trainer's group and ends them with the first process.
 
-Rank 0 is the process that opens the trainer: the actor's, or that of a replay. torch's elastic agent runs the other
+Rank 0 is the process that opens the trainer: the actor's, or a replay's. torch's elastic agent runs the other
 ranks of this machine in a thread, and those of another machine in `headrace trainer join`. When a rank ends, the agent
 ends the others of its machine, and the collective in which the first process waits raises an error. The agent of this
 machine never starts ranks again: the actor's supervisor does, with the actor.
@@ -73,7 +73,7 @@ class Agent(LocalElasticAgent):
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
         }
-        # The names that this machine's configuration admits, not those of node 0.
+        # The names that this machine's configuration admits, not node 0's.
         rank = module_command("headrace.training.parallel.rank", msgspec.json.encode(admitted()).decode())
         program, *words = ending_with_parent(["env", *(f"{k}={v}" for k, v in places.items()), *rank], signal.SIGKILL)
         spec = WorkerSpec(
