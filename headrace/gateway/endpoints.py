@@ -173,7 +173,6 @@ class Endpoints:
         except OSError:  # the connection is lost
             if turn.done() and not turn.cancelled() and not turn.exception():
                 await self._sampler.answered(turn.result(), lost=True)
-            raise
         finally:
             await _cancel(turn)
         return response

@@ -15,7 +15,6 @@ from headrace.actors.rollout.actor import Rollout
 from headrace.actors.rollout.client_turns import _Parts
 from headrace.config import Config
 from headrace.engines.embedded.engine import EmbeddedEngine
-from headrace.gateway import serving
 from headrace.messages.base import Message
 from headrace.messages.product import (
     ClientMessage,
@@ -51,7 +50,7 @@ def long(folder: Path) -> Config:
 @pytest.fixture
 async def client(connect: Connect, tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
     """Turns are as long as they may be: no token that ends a turn comes early with this seed."""
-    monkeypatch.setattr(serving.secrets, "randbits", lambda bits: SEED)
+    monkeypatch.setattr("headrace.gateway.serving.secrets.randbits", lambda bits: SEED)
     async with client_of(long(tmp_path), connect, tmp_path, run) as opened:
         yield opened
 
