@@ -59,7 +59,7 @@ async def store(location: Location, encoding: Encoding, version: int, folder: Pa
     numbers = [itertools.count() for _ in encoding.parts]
     path = folder / f".{version}.chunks.part"
     try:
-        with await asyncio.to_thread(path.open, "wb") as file:
+        with path.open("wb") as file:  # not in a thread: a cancelled wait would leave the file open
 
             def step() -> bool:
                 if (piece := next(made, None)) is None:
