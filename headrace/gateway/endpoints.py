@@ -169,10 +169,12 @@ class Endpoints:
             await send(response, b"".join(await self._end(request, writer, turn, begun.parts)))
             await response.write_eof()
             if not turn.exception():
-                await self._sampler.answered(turn.result(), lost=caller.gone())
+                with suppress(BusError):  # the turn is stored; only that its answer arrived is not
+                    await self._sampler.answered(turn.result(), lost=caller.gone())
         except OSError:  # the connection is lost
             if turn.done() and not turn.cancelled() and not turn.exception():
-                await self._sampler.answered(turn.result(), lost=True)
+                with suppress(BusError):
+                    await self._sampler.answered(turn.result(), lost=True)
         finally:
             await _cancel(turn)
         return response

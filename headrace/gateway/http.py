@@ -130,6 +130,10 @@ def guarded(handler: Handler, report: Report) -> Handler:
 
     async def respond(request: web.Request) -> web.StreamResponse:
         def failed(status: int, text: str, field: str = "", code: str = "", retry_s: float = 0.0) -> web.Response:
+            if request.writer.output_size:  # an answer has begun: a second one would be read as the next answer
+                if request.transport is not None:
+                    request.transport.abort()
+                raise ConnectionResetError(f"an answer ended in the middle: {text}")
             return answer(error_of(request.path, status, text, field, code), status, retry_s)
 
         work = asyncio.ensure_future(handler(request))

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from headrace.bus.errors import BusError
 from headrace.gateway import http
 from headrace.gateway.tenants.admission import Admission
 from headrace.gateway.tenants.keys import ApiKey, ApiKeys
@@ -32,7 +33,9 @@ class Front:
         self.entered = asyncio.Event()
         admission = Admission(keys)
         self.listener = http.Listener(
-            [web.post("/read", self.read), web.get("/wait", self.wait)], admission.admit, self.report
+            [web.post("/read", self.read), web.get("/wait", self.wait), web.get("/breaks", self.breaks)],
+            admission.admit,
+            self.report,
         )
 
     async def read(self, request: web.Request) -> web.Response:
@@ -43,6 +46,15 @@ class Front:
         self.entered.set()
         await asyncio.sleep(http.wait_seconds(request))
         return http.answer({"waited": True})
+
+    async def breaks(self, request: web.Request) -> web.StreamResponse:
+        """Fails behind the beginning of its answer, or behind the whole of it."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"one")
+        if "whole" in request.query:
+            await response.write_eof()
+        raise BusError("gone")
 
     async def report(self, error: Exception, doing: str) -> None:
         self.reported.append(f"{doing}: {error!r}")
@@ -81,6 +93,18 @@ async def front(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> AsyncIterat
     await opened.listener.stop()
     assert opened.reported == []
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("query", ["", "?whole=1"])
+async def test_a_failure_behind_the_first_byte_writes_no_second_answer(front: Front, query: str) -> None:
+    request = f"GET /breaks{query} HTTP/1.1\r\nHost: localhost\r\nx-api-key: hr-front\r\n\r\n".encode()
+    reader = await front.connect(request * 2)
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := await reader.read(4096):
+            data += piece
+    assert data.count(b"HTTP/1.1 ") <= 1 and b"HTTP/1.1 503" not in data
+    await front.until_closed()
 
 
 HALF_HEADERS = b"POST /read HTTP/1.1\r\nHost: localhost\r\nContent-"

@@ -3,9 +3,9 @@
 A turn's input is the client's messages. The turn log holds the whole state of a session, and an actor reads it there if
 another actor sampled the last turn. So any rollout actor of the production lane can answer any turn, and an actor that
 is killed loses at most the turn that it was sampling. A turn may be stored and its answer lost (the request ran out of
-time, or the gateway was killed): the next request then begins a segment, because the client repeats messages that the
-segment's ids hold already. When a session ends, it becomes a Trajectory with the sampled
-token ids, log-probabilities, routed experts and versions.
+time, or the gateway was killed): the next request is then refused with `begin_segment`, and the gateway samples it in a
+branch, because the client repeats messages that the session's ids hold already. When a session ends, it becomes a
+Trajectory with the sampled token ids, log-probabilities, routed experts and versions.
 
 While a streamed turn is sampled, the actor sends its text in parts. They are made of the ids so far by the parser that
 reads the whole turn, and the answer at the end has the whole turn. A client that goes away cuts its turn: what was
@@ -39,6 +39,7 @@ from headrace.messages.product import (
     ClientTurnDone,
     ClientTurnPart,
     ClientUsage,
+    TurnStop,
 )
 from headrace.messages.rollout import (
     Capture,
@@ -259,7 +260,7 @@ class ClientTurns:
         session.turns.append(turn)
         return msgspec.structs.replace(
             answer,
-            stop="length" if sample.stop != "stop" else "calls" if answer.calls else "stop",
+            stop=_stop(sample.stop, answer),
             usage=ClientUsage(prompt=prompt, cached=len(context), sampled=len(sample.ids)),
             version=max((span.version for span in sample.spans), default=-1),
         )
@@ -396,6 +397,11 @@ def _answer(parsed: Completion, request: ClientTurn, index: int) -> ClientTurnDo
     )
 
 
+def _stop(sampled: str, answer: ClientTurnDone) -> TurnStop:
+    """Why a turn ended, for its client: one that was cut has reached a limit."""
+    return "length" if sampled != "stop" else "calls" if answer.calls else "stop"
+
+
 def _again(turns: Sequence[Turn], request: ClientTurn, renderer: ClientRenderer) -> ClientTurnDone:
     """The answer of a recorded turn as it was given."""
     turn = next((turn for turn in turns if turn.index == request.recorded), None)
@@ -406,7 +412,7 @@ def _again(turns: Sequence[Turn], request: ClientTurn, renderer: ClientRenderer)
     cached = sum(len(each.prompt_ids) + len(each.ids) for each in earlier)
     return msgspec.structs.replace(
         answer,
-        stop="length" if turn.stop == "length" else "calls" if answer.calls else "stop",
+        stop=_stop(turn.stop, answer),
         usage=ClientUsage(prompt=cached + len(turn.prompt_ids), cached=cached, sampled=len(turn.ids)),
         version=max((span.version for span in turn.spans), default=-1),
     )

@@ -1,9 +1,9 @@
 """Starts the other processes of a trainer's group and ends them with the first process.
 
-Rank 0 is the process that opens the trainer: the actor's, or a replay's. torch's elastic agent runs the other
-ranks of this machine in a thread, and those of another machine in `headrace trainer join`. When a rank ends, the agent
-ends the others of its machine, and the collective in which the first process waits raises an error. The agent of this
-machine never starts ranks again: the actor's supervisor does, with the actor.
+Rank 0 is the process that opens the trainer: the actor's, or a replay's. A thread of it runs torch's elastic agent,
+which starts the machine's other ranks; on another machine, `headrace trainer join` runs the agent. When a rank ends,
+the agent ends the machine's other ranks, and the collective in which rank 0 waits raises an error. This agent never
+restarts ranks: the actor's supervisor restarts the actor.
 """
 
 import faulthandler
@@ -240,7 +240,7 @@ class Ranks:
         group.leave()
 
     def _join(self, seconds: float = 0.0) -> None:
-        """Return when all processes of this machine have ended; they are killed after so many seconds."""
+        """Return when this machine's processes have ended. After `seconds` it kills them."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
