@@ -171,8 +171,8 @@ ROUNDS ?= 200
 chaos: setup ## faults in every process of a run, then kill -9 of `headrace up` itself; one JSON line (40 minutes at most)
 	$(BIN)/python -m benchmarks.chaos
 
-own: setup ## examples/own on two hosts in network namespaces: launched, used, audited, exported (root, sshd, containers; minutes)
-	$(BIN)/pytest -m slow tests/launch/cluster/test_own.py
+own: setup ## examples/own on two hosts in network namespaces: systemd units, used, audited, exported (root, containers; minutes)
+	$(BIN)/pytest -m slow tests/launch/deploy/test_own.py
 
 chaos-weights: setup ## kill or stop sender, receiver and broker at every stage of a version, 200 times
 	$(BIN)/python -m benchmarks.weight_chaos --rounds $(ROUNDS)

@@ -22,8 +22,8 @@ from tests import test_snippets as snippets
 from tests.support.paths import ROOT
 
 TEXTS = {
-    "live page: http://127.0.0.1:8090/": "what `headrace launch` prints",
     "headrace <type>/<version> ": "the layout of a signed text",
+    "ssh -N -L 8090:": "needs an sshd",
 }
 """Starts of blocks that are neither commands nor settings."""
 UNTAGGED = {"README.md": 2, "architecture.md": 1}

@@ -79,7 +79,6 @@ REVIEWED: dict[str, str] = {
     "gateway/http.py: guarded.respond": CLIENT,
     "gateway/http.py: Listener.stop": CANCELLED,
     "harness/mcp/connection.py: _Session._own": "holds a connection open until it is told to close it",
-    "launch/cluster/ssh.py: _end": "the start of a program, and " + GONE,
     "launch/guests.py: prepare_host": "a build that prints its progress and that Ctrl-C ends; then a killed process",
     "launch/measuring/evaluation.py: ask": "the results, or the end of the run's processes, which the keeper reports",
     "launch/session.py: looped.main": "the command itself",

@@ -1,19 +1,18 @@
-"""Runs the example on two hosts, uses it, and prints the results as one JSON object.
+"""Makes the files of the example's two hosts, and, while they run it, uses the run and prints the results as JSON.
 
-    python examples/own/accept.py FOLDER ADDRESS ADDRESS --key KEY --busybox BUSYBOX
+    python examples/own/accept.py prepare FOLDER ADDRESS ADDRESS --busybox BUSYBOX
+    python examples/own/accept.py use FOLDER ADDRESS ADDRESS
 
 The first host has broker, curriculum, judge and trainer; the second sampler, sandboxes and gateway. They share no
-folder: each gets the checkpoint and the example by ssh, and makes its own store of images. Both need headrace in the
-interpreter that runs this, root (for containers), and an sshd that takes KEY.
+folder but that of the full snapshots, FOLDER/weights. `prepare` writes FOLDER/host1 and FOLDER/host2: what belongs into
+/etc/systemd/system (units), /etc/headrace (etc) and /var/lib/headrace (lib) of each.
 """
 
 import argparse
-import io
 import json
-import os
+import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,77 +24,78 @@ from examples.own import client, image, model
 HERE = Path(__file__).resolve().parent
 RUN, ANSWERS_S, ENDS_S = "own", 300.0, 900.0
 GROUPS = (
-    (["trainer", "weight_sender"], ["curriculum", "evaluator", "dead_letter", "judge"]),
-    (["weight_receiver", "rollout", "rollout:product"], ["environment"], ["gateway"]),
+    (("trainer", "weight_sender"), ("curriculum", "evaluator", "dead_letter", "judge")),
+    (("weight_receiver", "rollout", "rollout:product"), ("environment",), ("gateway",)),
 )
+"""Processes of each host."""
+SHARED = ("headrace-nats", "headrace-streams", "headrace-dashboard")
+"""Further units of the first host."""
+HEADRACE = str(Path(sys.executable).with_name("headrace"))
 
 
 class Place(NamedTuple):
-    """Where the launcher works, and how it reaches the hosts."""
+    """Where the files are made, and the hosts' addresses."""
 
     folder: Path
     addresses: list[str]
-    ssh: list[str]
 
 
-def headrace(place: Place, *words: str, codes: tuple[int, ...] = (0,)) -> str:
-    """The output of a command of headrace. SystemExit when it fails."""
-    command = [sys.executable, "-m", "headrace.cli", *words]
-    done = subprocess.run(command, cwd=place.folder, capture_output=True, text=True, timeout=ENDS_S)
+def headrace(folder: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
+    """The output of a command of headrace in a folder. SystemExit when it fails."""
+    done = subprocess.run([HEADRACE, *words], cwd=folder, capture_output=True, text=True, timeout=ENDS_S)
     if done.returncode not in codes or (done.returncode and not done.stdout.strip()):
         raise SystemExit(f"headrace {' '.join(words)} ended with code {done.returncode}: {done.stdout}{done.stderr}")
     return done.stdout
 
 
-def remote(place: Place, address: str, command: str, given: bytes = b"") -> str:
-    """The output of a shell command on a host. SystemExit when it fails."""
-    words = ["ssh", *place.ssh, address, command]
-    done = subprocess.run(words, input=given, capture_output=True, timeout=ENDS_S)
-    if done.returncode:
-        raise SystemExit(f"{address}: {command}: {done.stderr.decode(errors='replace')}")
-    return done.stdout.decode()
-
-
-def write(place: Place) -> None:
-    """own.toml with the broker's address, cluster.toml, checkpoint and image."""
-    bus = f'[run]\nid = "{RUN}"\nmin_free_mb = 64\n[bus]\nurl = "nats://{place.addresses[0]}:4222"\n'
-    bus += 'credentials = "credentials"\n'
-    bus += f'[weights]\nfull_snapshots_url = "{place.folder}/weights"\n'
+def configuration(place: Place, credentials: str) -> str:
+    """own.toml with the run's name, the broker's address and the processes. credentials: folder of the keys."""
+    groups = [list(group) for host in GROUPS for group in host]
     own_toml = (HERE / "own.toml").read_text()
     own_toml = own_toml.replace("[production]\n", f'[production]\nhost = "{place.addresses[1]}"\n')
-    (place.folder / "run.toml").write_text(bus + own_toml)
-    text = f'run = "run.toml"\nssh = {json.dumps(place.ssh)}\n'
-    paths = os.environ.get("PYTHONPATH", "")
-    for number, (address, groups) in enumerate(zip(place.addresses, GROUPS, strict=True), 1):
-        folder = place.folder / f"host{number}"
-        text += f'[[hosts]]\nname = "h{number}"\naddress = "{address}"\nfolder = "{folder}"\n'
-        text += f'python = "{sys.executable}"\nenvironment = {{ PYTHONPATH = "{folder}:{paths}" }}\n'
-        for group in groups:
-            text += f"[[hosts.processes]]\nactors = {json.dumps(group)}\n"
-        if number == 1:
-            text += "[[hosts.processes]]\nbroker = true\n"
-    (place.folder / "cluster.toml").write_text(text)
+    return f"""[run]
+id = "{RUN}"
+min_free_mb = 64
+[bus]
+url = "nats://{place.addresses[0]}:4222"
+credentials = "{credentials}"
+[dashboard]
+host = "{place.addresses[0]}"
+[processes]
+groups = {json.dumps(groups)}
+[weights]
+full_snapshots_url = "{place.folder}/weights"
+{own_toml}"""
 
 
-def send(place: Place, busybox: Path) -> str:
-    """Give each host the example, the checkpoint and the image; a key for the client."""
-    model.make(place.folder / "model")
-    image.make(place.folder / "rootfs", busybox)
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for name in ("model", "rootfs"):
-            tar.add(place.folder / name, name)
-        tar.add(HERE / "own.py", "own.py")
-    paths, cli = os.environ.get("PYTHONPATH", ""), f"{sys.executable} -m headrace.cli"
-    key = ""
-    for number, address in enumerate(place.addresses, 1):
-        enter = f"mkdir -p {place.folder}/host{number} && cd {place.folder}/host{number} && export PYTHONPATH={paths}"
-        remote(place, address, f"{enter} && tar -xf -", out.getvalue())
-        store = "--set environment.cache_dir='\"cache\"'"
-        remote(place, address, f"{enter} && {cli} images import rootfs --name own-app {store}")
-        if number == 2:
-            key = remote(place, address, f"{enter} && {cli} keys add acme --training").split()[-1]
-    return key
+def prepare(place: Place, busybox: Path) -> None:
+    """Make checkpoint, image, keys and units, and put into each host's folder what belongs there."""
+    folder = place.folder
+    model.make(folder / "model")
+    image.make(folder / "rootfs", busybox)
+    words = ["-m", "headrace.bus.broker.credentials", str(folder / "credentials")]
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+    (folder / "run.toml").write_text(configuration(place, "/etc/headrace/credentials"))
+    (folder / "operator.toml").write_text(configuration(place, str(folder / "credentials")))
+    headrace(folder, "deploy", "systemd", "units", "--config", "run.toml", "--binary", HEADRACE)
+    for number, groups in enumerate(GROUPS, 1):
+        units, etc, lib = (folder / f"host{number}" / name for name in ("units", "etc", "lib"))
+        for made in (units / "headrace-.service.d", etc, lib):
+            made.mkdir(parents=True)
+        names = [f"headrace-{group[0].replace('_', '-')}" for group in groups] + list(SHARED if number == 1 else ())
+        for name in (*(f"{name}.service" for name in names), "headrace.target"):
+            shutil.copy(folder / "units" / name, units)
+        # own.py is no installed package, so the units find it by a drop-in.
+        drop_in = "[Service]\nEnvironment=PYTHONPATH=/var/lib/headrace\n"
+        (units / "headrace-.service.d/own.conf").write_text(drop_in)
+        shutil.copytree(folder / "credentials", etc / "credentials")
+        for name in ("run.toml", "units/nats.conf"):
+            shutil.copy(folder / name, etc)
+        shutil.copytree(folder / "model", lib / "model")
+        shutil.copy(HERE / "own.py", lib)
+        store = "environment.cache_dir=cache"
+        headrace(lib, "images", str(folder / "rootfs"), "--name", "own-app", "--set", store)
+    (folder / "key").write_text(headrace(folder / "host2/lib", "keys", "--add", "acme", "--training").split()[-1])
 
 
 def when_ready(url: str, key: str) -> dict[str, Any]:
@@ -114,52 +114,37 @@ def until_trained(place: Place, steps: int) -> str:
     """The status after the last step. SystemExit after ENDS_S."""
     deadline, seen = time.monotonic() + ENDS_S, ""
     while time.monotonic() < deadline:
-        seen = headrace(place, "status", "--config", "run.toml")
+        seen = headrace(place.folder, "status", "--config", "operator.toml")
         if f"step {steps}, " in seen:
             return seen
         time.sleep(1.0)
     raise SystemExit(f"no step {steps} within {ENDS_S:g} s; the last status: {seen}")
 
 
-def accept(place: Place, busybox: Path) -> dict[str, Any]:
-    """Launch, use, watch, audit and export the run; stop it in any case."""
-    write(place)
-    key = send(place, busybox)
-    headrace(place, "launch", "cluster.toml")
-    try:
-        talked = when_ready(f"http://{place.addresses[1]}:8750", key)
-        seen = until_trained(place, 3)
-        hosts = headrace(place, "launch", "cluster.toml", "status")
-        audit = json.loads(headrace(place, "audit", "--config", "run.toml", codes=(0, 1)))
-        exported = headrace(place, "export", RUN, "exported", "--config", "run.toml")
-    except BaseException:
-        sys.stderr.write(headrace(place, "launch", "cluster.toml", "logs", codes=(0, 1, 2, 3)))
-        raise
-    finally:
-        stopped = headrace(place, "launch", "cluster.toml", "stop")
-    return {
-        "client": talked,
-        "status": seen.splitlines(),
-        "hosts": hosts.splitlines(),
-        "audit": audit,
-        "exported": exported.strip(),
-        "stopped": stopped.strip(),
-    }
+def use(place: Place) -> dict[str, Any]:
+    """Talk and rate, wait for three steps, audit and export the run that the hosts have started."""
+    folder = place.folder
+    talked = when_ready(f"http://{place.addresses[1]}:8750", (folder / "key").read_text())
+    seen = until_trained(place, 3)
+    audit = json.loads(headrace(folder, "audit", "--config", "operator.toml", codes=(0, 1)))
+    exported = headrace(folder, "export", RUN, "exported", "--config", "operator.toml")
+    return {"client": talked, "status": seen.splitlines(), "audit": audit, "exported": exported.strip()}
 
 
 def main() -> None:
     """Read the arguments."""
     parser = argparse.ArgumentParser(description="one's own checkpoint, image tasks, reward and client on two hosts")
+    parser.add_argument("action", choices=("prepare", "use"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("addresses", nargs=2)
-    parser.add_argument("--key", type=Path, required=True, help="private key for ssh")
     parser.add_argument("--busybox", type=Path, default=Path("/bin/busybox"))
     args = parser.parse_args()
-    ssh = ["-i", str(args.key.resolve()), "-o", "UserKnownHostsFile=/dev/null", "-o", "StrictHostKeyChecking=no"]
-    ssh += ["-o", "LogLevel=ERROR", "-F", "none", "-o", "BatchMode=yes"]
     args.folder.mkdir(parents=True, exist_ok=True)
-    place = Place(args.folder.resolve(), args.addresses, ssh)
-    sys.stdout.write(json.dumps(accept(place, args.busybox), indent=1) + "\n")
+    place = Place(args.folder.resolve(), args.addresses)
+    if args.action == "prepare":
+        prepare(place, args.busybox)
+    else:
+        sys.stdout.write(json.dumps(use(place), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ async def back_up(bus: Bus, run: str, folder: Path, *, live: bool = False) -> Ba
     if alive and not live:
         raise BusError(
             f"{alive} actors are alive, so streams would be copied at different moments: stop the run (headrace down, "
-            f"headrace launch CLUSTER stop) and wait {streams.PRESENCE_S:g} s, or pass --live"
+            f"systemctl stop headrace.target) and wait {streams.PRESENCE_S:g} s, or pass --live"
         )
     if folder.exists() and any(folder.iterdir()):
         raise BusError(f"{folder} is not empty; name a new folder")

@@ -9,16 +9,13 @@ from headrace.actors.registry import ACTORS
 from headrace.cli.arguments import add_config, add_config_file, add_run, integer, number
 
 if TYPE_CHECKING:
-    from contextlib import AsyncExitStack
-
     from headrace.cli.arguments import Commands
     from headrace.config import Config
-    from headrace.launch.supervision.signals import Stopping
 
 
 def add(commands: "Commands") -> None:
     """Declare the commands."""
-    for declare in (_add_up, _add_check, _add_launch, _add_down, _add_chaos, _add_actor, _add_deploy):
+    for declare in (_add_up, _add_check, _add_down, _add_chaos, _add_actor, _add_deploy):
         declare(commands)
 
 
@@ -95,43 +92,6 @@ def explain(args: argparse.Namespace) -> int:
     ):
         say(f"  {name:<8} {text}")
     return 0
-
-
-ACTIONS = ("start", "status", "logs", "stop")
-
-
-def _add_launch(commands: "Commands") -> None:
-    """Declare the command."""
-    parser = commands.add_parser("launch", help="start, show or stop a run on several hosts, by ssh")
-    parser.add_argument(
-        "cluster", metavar="CLUSTER", help="TOML file with hosts and processes (deploy/hosts/cluster.toml)"
-    )
-    parser.add_argument("action", nargs="?", choices=ACTIONS, default="start", help="default: start")
-    parser.add_argument(
-        "--lines", type=integer(1), default=20, help="number of last lines that `logs` shows of each log; default: 20"
-    )
-    parser.set_defaults(handler=launch)
-
-
-def launch(args: argparse.Namespace) -> int:
-    """Do one of the actions on every host."""
-    import uvloop
-
-    from headrace.launch.cluster import launch as cluster
-    from headrace.launch.supervision.signals import interruptible
-
-    path = Path(args.cluster)
-
-    async def body(stopping: "Stopping", _: "AsyncExitStack") -> int:
-        if args.action == "logs":
-            return await cluster.logs(path, args.lines)
-        if args.action == "start":
-            stopping.effect = "the hosts that this launch started are stopped again"
-            return await cluster.start(path)
-        stopping.effect = "the hosts complete the command that they received"
-        return await {"status": cluster.status, "stop": cluster.stop}[args.action](path)
-
-    return uvloop.run(interruptible(body))
 
 
 def _add_down(commands: "Commands") -> None:

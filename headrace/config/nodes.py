@@ -131,14 +131,14 @@ class Dashboard(Section, frozen=True, kw_only=True):
     """The live page of a run, and the WebSocket at which it reads the broker."""
 
     enabled: bool = True
-    """Serve the page from `headrace up`, `headrace launch` and the files of `headrace deploy`."""
+    """Serve the page from `headrace up` and the files of `headrace deploy`."""
     host: Host = "127.0.0.1"
     """Address at which the page is served."""
     port: Port = 0
-    """HTTP port of the page; 0 takes a free one, and 8090 in a launched or deployed run."""
+    """HTTP port of the page; 0 takes a free one, and 8090 in a deployed run."""
     websocket: HttpUrl = ""
     """http:// or https:// address of the broker's WebSocket, needed if `[bus] url` names a broker of your own. Empty in
-    a launched or deployed run: the page's host, and the port after the page's."""
+    a deployed run: the page's host, and the port after the page's."""
     gpu_hour: Amount = 0.0
     """Price of an accelerator-hour, in any currency. If this and `core_hour` are 0, no cost is shown."""
     core_hour: Amount = 0.0

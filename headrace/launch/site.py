@@ -1,4 +1,4 @@
-"""The addresses of the live page of a run that `headrace launch` or the files of `headrace deploy` start.
+"""The addresses of the live page of a run that the files of `headrace deploy` start.
 
 Page and WebSocket listen on the broker's host, at ports that are known before anything starts: the broker admits the
 page's origin, and the operator forwards both ports by ssh while they listen on loopback, as they do by default.
@@ -59,13 +59,6 @@ class Site(NamedTuple):
         """The broker's block of nats.conf. credentials: its folder there. host: listen here instead."""
         pair = (f"{credentials}/server.pem", f"{credentials}/server.key") if self.tls else None
         return websocket.conf(host or self.websocket_host, self.websocket_port, self.origins, pair)
-
-    def reached(self, target: str) -> str:
-        """The page's address, and where it is on loopback the command that forwards it. target: of ssh, with
-        options."""
-        if not self.local:
-            return self.page
-        return f"{self.page} on {target.split()[-1]}; to open it elsewhere: ssh -N {self.forwards} {target}"
 
     @property
     def forwards(self) -> str:

@@ -1,4 +1,4 @@
-"""The live page of a launched or deployed run: its addresses, and a real broker that admits its origins."""
+"""The live page of a deployed run: its addresses, and a real broker that admits its origins."""
 
 import re
 import ssl
@@ -28,12 +28,9 @@ def site(**keys: object) -> Site:
 def test_page_and_websocket_are_on_loopback_until_an_address_is_configured() -> None:
     plain = site()
     assert (plain.page, plain.websocket) == ("http://127.0.0.1:8090/", "ws://127.0.0.1:8091")
-    assert plain.reached("-p 2222 me@h1") == (
-        "http://127.0.0.1:8090/ on me@h1; to open it elsewhere: "
-        "ssh -N -L 8090:127.0.0.1:8090 -L 8091:127.0.0.1:8091 -p 2222 me@h1"
-    )
+    assert plain.forwards == "-L 8090:127.0.0.1:8090 -L 8091:127.0.0.1:8091"
     open_page = site(host="10.0.0.1", port=80)
-    assert open_page.reached("h1") == "http://10.0.0.1:80/" and open_page.websocket == "ws://10.0.0.1:81"
+    assert open_page.page == "http://10.0.0.1:80/" and open_page.websocket == "ws://10.0.0.1:81"
     assert {"http://10.0.0.1:80", "http://127.0.0.1:80"} <= set(open_page.origins)
     secure = site(host="10.0.0.1", websocket="https://10.0.0.1:443")
     assert (secure.page, secure.websocket) == ("https://10.0.0.1:8090/", "wss://10.0.0.1:443")

@@ -73,14 +73,3 @@ def server_context(credentials: Path) -> ssl.SSLContext:
             "passphrase"
         ) from None
     return context
-
-
-def files_of(credentials: Path, *, broker: bool) -> dict[str, bytes]:
-    """The files of TLS that a host needs beside its seeds: name to content. broker: whether the broker is there."""
-    names = (_CA, _CLIENT, _CLIENT_KEY) + ((_SERVER, _SERVER_KEY, _CLIENTS) if broker else ())
-    return {name: (credentials / name).read_bytes() for name in names if (credentials / name).exists()}
-
-
-def elsewhere(users_conf: str, credentials: Path, folder: str) -> str:
-    """A broker's `users.conf` for a host where the credentials lie in another folder."""
-    return users_conf.replace(f'"{credentials.resolve()}/', f'"{folder}/')

@@ -21,6 +21,8 @@ class Process(NamedTuple):
     """None for the live page."""
     machines: bool
     device: bool
+    root: bool = False
+    """Whether it makes containers, which needs root."""
 
     @property
     def words(self) -> list[str]:
@@ -50,7 +52,8 @@ def processes(config: Config) -> list[Process]:
     for group in process_groups(config):
         kinds = {name.partition(":")[0] for name in group}
         name = group[0].replace(":", "-").replace("_", "-")
-        planned.append(Process(name, group, bool(kinds & MACHINES), bool(kinds & devices)))
+        containers = config.environment.backend == "container" and bool(kinds & MACHINES)
+        planned.append(Process(name, group, bool(kinds & MACHINES), bool(kinds & devices), containers))
     return planned
 
 

@@ -1,4 +1,11 @@
-"""systemd units: one per process, one for the broker, one for the live page beside it, and a target that starts all."""
+"""systemd units: one per process, two for the broker and its streams, one for the live page beside it, and a target.
+
+A host gets the units of its own processes; the target starts those that it finds. Actors of the broker's host start
+after it and end before it, so that they drain while it answers.
+"""
+
+from pathlib import PurePath
+from urllib.parse import urlsplit
 
 from headrace.config import Config
 from headrace.launch.deploy import plan
@@ -28,13 +35,17 @@ SystemCallArchitectures=native
 SystemCallFilter=@system-service
 UMask=0077
 RemoveIPC=yes"""
+PLAIN = "NoNewPrivileges=yes\nProtectHome=yes\nProtectClock=yes\nProtectHostname=yes\nPrivateTmp=yes\nUMask=0077"
+"""Of a process that makes containers: it mounts images, makes namespaces and control groups."""
 LIMITS = "LimitNOFILE=65536\nTasksMax=4096\nOOMPolicy=stop"
 
 
 def unit(process: Process, binary: str) -> str:
     """The unit of one process of actors."""
-    hardened, devices = HARDENED, "PrivateDevices=yes"
-    if process.machines:
+    hardened, devices, user = HARDENED, "PrivateDevices=yes", "headrace"
+    if process.root:
+        hardened, devices, user = PLAIN, "Delegate=yes", "root"
+    elif process.machines:
         # QEMU opens /dev/kvm, and the environment actor reads files of /proc that ProcSubset=pid hides.
         hardened = hardened.replace("ProcSubset=pid\n", "")
         devices = "DevicePolicy=closed\nDeviceAllow=/dev/kvm rw\nSupplementaryGroups=kvm"
@@ -43,7 +54,7 @@ def unit(process: Process, binary: str) -> str:
     command = " ".join([binary, *process.words])
     return f"""[Unit]
 Description=headrace: {", ".join(process.actors) or "the live page"}
-After=network-online.target
+After=network-online.target headrace-nats.service
 Wants=network-online.target
 PartOf=headrace.target
 StartLimitIntervalSec=600
@@ -59,8 +70,8 @@ RestartSec=2
 RestartPreventExitStatus=2 3
 TimeoutStopSec=45
 KillMode=mixed
-User=headrace
-Group=headrace
+User={user}
+Group={user}
 StateDirectory=headrace
 WorkingDirectory=/var/lib/headrace
 ReadOnlyPaths={CREDENTIALS}
@@ -74,8 +85,9 @@ WantedBy=headrace.target
 """
 
 
-def broker() -> str:
-    """The unit of nats-server on the host of the broker."""
+def broker(url: str, binary: str) -> str:
+    """The unit of the nats-server beside headrace, which listens at the address of `[bus] url`."""
+    address, server = urlsplit(url), PurePath(binary).with_name("nats-server")
     return f"""[Unit]
 Description=headrace: the broker
 After=network-online.target
@@ -84,7 +96,8 @@ PartOf=headrace.target
 
 [Service]
 Type=simple
-ExecStart=/usr/bin/env nats-server -c /etc/headrace/nats.conf -sd /var/lib/headrace-broker
+ExecStart={server} -c /etc/headrace/nats.conf -a {address.hostname} -p {address.port or 4222} \\
+  -sd /var/lib/headrace-broker
 ExecReload=/bin/kill -HUP $MAINPID
 Restart=always
 RestartSec=2
@@ -102,12 +115,42 @@ WantedBy=headrace.target
 """
 
 
+def streams(binary: str) -> str:
+    """The unit that declares the streams as soon as the broker answers; actors are started again until they exist."""
+    return f"""[Unit]
+Description=headrace: the streams of the broker
+After=headrace-nats.service
+Requires=headrace-nats.service
+PartOf=headrace.target
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart={binary} bus declare --config /etc/headrace/run.toml
+Restart=on-failure
+RestartSec=1
+RestartPreventExitStatus=2 3
+User=headrace
+Group=headrace
+StateDirectory=headrace
+WorkingDirectory=/var/lib/headrace
+ReadOnlyPaths={CREDENTIALS}
+PrivateDevices=yes
+{HARDENED}
+{LIMITS}
+
+[Install]
+WantedBy=headrace.target
+"""
+
+
 def files(config: Config, binary: str) -> dict[str, str]:
-    """Name to content. binary: path of `headrace` on the hosts. The broker's host runs headrace-nats and
-    headrace-dashboard, and has nats.conf."""
+    """Name to content. binary: path of `headrace` on the hosts. The broker's host has headrace-nats, headrace-streams,
+    headrace-dashboard and nats.conf; several servers in `[bus] url` are brokers of one's own, without units."""
     planned = processes(config)
     out = {f"headrace-{process.name}.service": unit(process, binary) for process in planned}
-    out["headrace-nats.service"] = broker()
+    if "," not in config.bus.url:
+        out |= {"headrace-nats.service": broker(config.bus.url, binary), "headrace-streams.service": streams(binary)}
     if page := plan.page(config):
         out["headrace-dashboard.service"] = unit(page[0], binary)
     wants = " ".join(sorted(out))

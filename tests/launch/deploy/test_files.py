@@ -76,7 +76,9 @@ def test_every_process_is_deployed_with_arguments_that_parse(config: Any) -> Non
 @pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is missing: apt-get install systemd")
 def test_systemd_accepts_the_units_and_finds_them_hardened(config: Any, tmp_path: Path) -> None:
     assert ANALYZE is not None
-    for name, text in systemd.files(config, "/bin/true").items():
+    for name in ("headrace", "nats-server"):
+        (tmp_path / name).symlink_to("/bin/true")
+    for name, text in systemd.files(config, str(tmp_path / "headrace")).items():
         (tmp_path / name).write_text(text)
     units = sorted(path.name for path in tmp_path.glob("*.service"))
     done = subprocess.run(
@@ -176,3 +178,19 @@ def test_every_kind_of_file_carries_the_live_page_and_the_brokers_web_socket(con
 def _written(folder: Path) -> Path:
     (folder / "run.toml").write_text(TOML)
     return folder / "run.toml"
+
+
+def test_the_units_fit_broker_and_backend(tmp_path: Path) -> None:
+    path = _written(tmp_path)
+    units = systemd.files(load(path), "/opt/headrace/bin/headrace")
+    (command,) = re.findall(r"ExecStart=(.*) \\", units["headrace-nats.service"])
+    assert command == "/opt/headrace/bin/nats-server -c /etc/headrace/nats.conf -a nats -p 4222"
+    assert "After=network-online.target headrace-nats.service\n" in units["headrace-trainer.service"], "drained first"
+    assert "User=headrace\n" in units["headrace-environment.service"]
+    containers = systemd.files(load(path, ["environment.backend=container"]), "headrace")
+    assert re.findall("(?:User|RestrictNamespaces|Delegate)=.*", containers["headrace-environment.service"]) == [
+        "User=root",
+        "Delegate=yes",
+    ]
+    own_brokers = systemd.files(load(path, ["bus.url=nats://a:4222,nats://b:4222"]), "headrace")
+    assert not {"headrace-nats.service", "headrace-streams.service"} & set(own_brokers)
