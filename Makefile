@@ -23,7 +23,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian tools demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs clean web browser screenshots own size
+.PHONY: image release help setup debian tools demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -184,17 +184,13 @@ format: setup ## apply ruff's fixes and format
 size: setup ## lines of code by concern
 	@$(BIN)/python docs/size.py
 
-docs: setup ## regenerate subjects.md, permissions.md, modules.md, configuration.md, listeners.md, request_keys.md, errors.md and the messages of wire.md; record new messages' bytes
-	$(BIN)/headrace subjects > docs/subjects.md
-	$(BIN)/headrace bus permissions > docs/permissions.md
-	$(BIN)/headrace wire > docs/.messages && sed -i '/^## Messages/,$$d' docs/wire.md && cat docs/.messages >> docs/wire.md
-	@rm docs/.messages
-	$(BIN)/headrace wire --golden tests/messages/golden.json
-	$(BIN)/python docs/modules.py
-	$(BIN)/python docs/configuration.py
-	$(BIN)/python docs/listeners.py
-	$(BIN)/python docs/request_keys.py
-	$(BIN)/python docs/errors.py
+docs: setup ## write the generated pages (messages.md, modules.md and errors.md are not committed) and record new messages' bytes
+	@for page in subjects configuration listeners request_keys messages modules errors; do $(BIN)/python docs/$$page.py || exit 1; done
+	$(BIN)/python docs/messages.py --golden tests/messages/golden.json
+
+site: docs ## the site of docs/ in .cache/site
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
 
 WEB := headrace/dashboard/live/web
 web: ## build the live page's bundle again (Node and npm are needed)

@@ -14,8 +14,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = ROOT / "docs" / "words_allowed.txt"
-EXEMPT = {"docs/style.md", "docs/words.py", "tests/test_docs.py", "docs/modules.md"}
-"""Three show the forbidden words on purpose; docs/modules.md is generated from sources that are checked."""
+EXEMPT = {
+    "docs/style.md",
+    "docs/words.py",
+    "tests/test_docs.py",
+    "docs/modules.md",
+    "docs/messages.md",
+    "docs/errors.md",
+}
+"""Three show the forbidden words on purpose; the others are generated from sources that are checked."""
 
 WORDS = {
     r"houses?": "repository, package or process",

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from headrace.messages.base import TYPES
 from tests.support.paths import ROOT
 
 
@@ -20,9 +21,20 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_the_list_of_modules_is_current() -> None:
-    modules = script("modules")
-    assert modules.page() == modules.PAGE.read_text(), "run `make docs`"
+GENERATED = ("messages.md", "modules.md", "errors.md")
+"""Pages that are not committed."""
+
+
+def test_the_generated_pages_name_every_message_module_and_error() -> None:
+    messages, modules, errors = (script(name).page() for name in ("messages", "modules", "errors"))
+    assert all(f"### `{kind.type_name}/{kind.type_version}`" in messages for kind in TYPES.values())
+    assert "- `registry.py`: " in modules and modules.count("\n- `") > 500
+    assert "| `config_error` | 2 | `config.base.ConfigError` | " in errors
+
+
+def test_the_tables_of_subjects_and_roles_are_current() -> None:
+    for page, table in script("subjects").PAGES.items():
+        assert table() == page.read_text(), "run `make docs`"
 
 
 def test_the_list_of_keys_is_current() -> None:
@@ -32,9 +44,8 @@ def test_the_list_of_keys_is_current() -> None:
 
 def test_files_that_documents_name_exist() -> None:
     folders = ("", "headrace", "tests", "docs")
-    generated = {"modules.md"}  # its paths are relative to each folder
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        if page.name in generated:
+        if page.name in GENERATED:
             continue
         text = page.read_text()
         named = re.findall(r"(?<![\w/.-])((?:docs|deploy|tests|benchmarks|headrace|examples)/[\w./-]*\w)", text)

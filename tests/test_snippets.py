@@ -41,8 +41,9 @@ from headrace.tasks.suites import SUITES
 from headrace.training.data.registry import READERS
 from headrace.vmhost.backends.registry import BACKENDS
 from tests.support.paths import ROOT
+from tests.test_docs import GENERATED
 
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "modules.md")]
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED)]
 SEAM_REGISTRIES: dict[str, Registry[Any]] = {
     "my_tools": TOOLS,
     "my_rewards": REWARDS,

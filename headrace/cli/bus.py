@@ -1,4 +1,4 @@
-"""Commands about a run's messages: their types, the broker that holds them, and the dead letters among them.
+"""Commands about the broker that holds a run's messages, and about the dead letters among them.
 
 `headrace up` prepares its own broker. A broker that an operator starts needs `bus declare` once, before the first
 actor, and again after an upgrade. `dlq` also reads the store of a finished run; `--retry` publishes a message again and
@@ -8,7 +8,6 @@ because the audit counts it.
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,73 +27,12 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the commands."""
-    for declare in (_add_subjects, _add_wire, _add_dlq):
-        declare(commands)
+    _add_dlq(commands)
     subcommands = group(
         commands, "bus", "prepare a broker that headrace did not start; back streams up and restore them"
     )
-    for declare in (_add_declare, _add_backup, _add_restore, _add_permissions):
+    for declare in (_add_declare, _add_backup, _add_restore):
         declare(subcommands)
-
-
-def _add_subjects(commands: "Commands") -> None:
-    """Declare the command."""
-    commands.add_parser("subjects", help="print the table of subjects and streams").set_defaults(handler=subjects)
-
-
-def subjects(args: argparse.Namespace) -> int:
-    """Print the table in Markdown."""
-    from headrace.messages.subjects import table
-
-    print(table(), end="")
-    return 0
-
-
-def _add_wire(commands: "Commands") -> None:
-    """Declare the command."""
-    parser = commands.add_parser("wire", help="print every message and its fields as Markdown (docs/wire.md)")
-    parser.add_argument(
-        "--golden",
-        metavar="FILE",
-        help="add the encodings of new and changed message types to FILE (tests/messages/golden.json); "
-        "exit 1 when this version reads a recorded encoding differently",
-    )
-    parser.set_defaults(handler=wire)
-
-
-def wire(args: argparse.Namespace) -> int:
-    """Print the tables, or record encodings."""
-    if args.golden is not None:
-        return golden(Path(args.golden))
-    from headrace.cli import fields
-
-    sys.stdout.write(fields.table())
-    return 0
-
-
-def golden(path: Path) -> int:
-    """Append the present encodings that the file lacks, unless this version reads a recorded one differently."""
-    from headrace.launch.output import complain, say
-    from headrace.messages.golden import incompatible, read, today, unrecorded
-
-    try:
-        recordings = read(path.read_text()) if path.exists() else {}
-    except ValueError as error:
-        complain(f"{path} does not contain recorded messages: {error}; name the file that --golden wrote")
-        return 2
-    problems = incompatible(recordings)
-    for problem in problems:
-        complain(problem)
-    if problems:
-        return 1
-    encoded = today()
-    kinds = unrecorded(recordings)
-    for kind in kinds:
-        recordings.setdefault(kind, []).append(encoded[kind])
-    if kinds:
-        path.write_text(json.dumps(recordings, indent=1, sort_keys=True) + "\n")
-    say(f"{path}: added {', '.join(kinds)}" if kinds else f"{path}: all {len(encoded)} types are recorded")
-    return 0
 
 
 def _add_declare(commands: "Commands") -> None:
@@ -181,20 +119,6 @@ async def restore(args: argparse.Namespace) -> int:
     async with run_of("", args.config, "admin") as run:
         backup = await restored(run.bus, Path(args.folder))
     say(f"run {backup.run}: {backup.messages} messages of {len(backup.copies)} streams are restored")
-    return 0
-
-
-def _add_permissions(commands: "Commands") -> None:
-    """Declare the command."""
-    parser = commands.add_parser("permissions", help="print what each role may publish, read and purge, as Markdown")
-    parser.set_defaults(handler=permissions)
-
-
-def permissions(args: argparse.Namespace) -> int:
-    """Print the page."""
-    from headrace.bus.broker import matrix
-
-    sys.stdout.write(matrix.table())
     return 0
 
 

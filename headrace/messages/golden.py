@@ -2,7 +2,7 @@
 
 An upgrade replaces the actors of a run one by one, and streams are kept. So a reader meets messages of the version
 before it, and a reader of that version meets today's. `tests/messages/golden.json` holds the encodings of deterministic
-examples of each ``type/version``, oldest first; `headrace wire --golden` adds what is new and refuses what is
+examples of each ``type/version``, oldest first; `docs/messages.py --golden` adds what is new and refuses what is
 incompatible. docs/wire.md has the rule.
 """
 

@@ -16,14 +16,12 @@ from headrace import config as c
 from headrace.actors.curriculum import Curriculum
 from headrace.actors.weight_sender import WeightSender
 from headrace.bus.broker.server import Server
-from headrace.cli.main import main
 from headrace.messages import subjects as s
 from headrace.messages.rollout import RolloutRequest
 from headrace.replay.audit import prove
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.fake_workers import FakeWorkers
-from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.weight_runs import WeightRun, within
 
@@ -92,12 +90,6 @@ async def test_it_recounts_a_run_and_rebuilds_a_version(
     assert {name: seen[name] for name in ours} == ours
     assert seen["dropped"] == sum(report.dropped.values()) > 0 and seen["trained"] > 0
     await run.close()
-
-
-def test_the_page_ends_with_the_generated_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["wire"]) == 0
-    page = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
-    assert page.endswith(capsys.readouterr().out), "write the output of `headrace wire` behind the page's own text"
 
 
 def test_the_reader_is_short_and_knows_nothing_of_headrace() -> None:

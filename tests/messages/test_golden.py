@@ -8,18 +8,19 @@ from typing import Literal
 import msgspec
 import pytest
 
-from headrace.cli.main import main
 from headrace.messages import TYPES
 from headrace.messages.base import OLDER, Message, message, older
 from headrace.messages.golden import incompatible, read, unrecorded
+from tests.test_docs import script
 
+golden = script("messages").golden
 GOLDEN = Path(__file__).with_name("golden.json")
 
 
 def test_every_recorded_message_is_read_and_encoded_as_it_was() -> None:
     recordings = read(GOLDEN.read_text())
     assert incompatible(recordings) == []
-    assert unrecorded(recordings) == [], "run `headrace wire --golden tests/messages/golden.json`"
+    assert unrecorded(recordings) == [], "run `make docs`"
 
 
 class Pair(msgspec.Struct, frozen=True, array_like=True):
@@ -94,7 +95,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("golden") / "golden.json"
     message("golden_in_test")(Sample)
     try:
-        assert main(["wire", "--golden", str(path)]) == 0
+        assert golden(path) == 0
     finally:
         del TYPES["golden_in_test"]
     return path.read_bytes()
@@ -134,7 +135,7 @@ def test_an_incompatible_change_is_refused_and_the_file_stays(
     if changed is not None:
         message("golden_in_test")(changed)
     capsys.readouterr()
-    assert main(["wire", "--golden", str(recorded)]) == 1
+    assert golden(recorded) == 1
     (problem,) = capsys.readouterr().err.splitlines()
     assert re.search(rf"golden_in_test/1: .*{says}", problem)
     assert recorded.read_bytes() == before
@@ -143,7 +144,7 @@ def test_an_incompatible_change_is_refused_and_the_file_stays(
 def test_a_compatible_change_is_added_beside_the_earlier_recording(recorded: Path) -> None:
     message("golden_in_test")(Grown)
     assert unrecorded(read(recorded.read_text())) == ["golden_in_test/1"]
-    assert main(["wire", "--golden", str(recorded)]) == 0
+    assert golden(recorded) == 0
     recordings = read(recorded.read_text())
     assert len(recordings["golden_in_test/1"]) == 2
     assert incompatible(recordings) == [] and unrecorded(recordings) == []
@@ -154,12 +155,12 @@ def test_a_raised_version_needs_an_upgrade_of_the_one_before(recorded: Path) -> 
     (problem,) = incompatible(read(recorded.read_text()))
     assert "missing required field `added`" in problem
     older(Demanding, 1, Sample, lambda was: Demanding(**msgspec.structs.asdict(was), added=0))
-    assert main(["wire", "--golden", str(recorded)]) == 0
+    assert golden(recorded) == 0
     assert {"golden_in_test/1", "golden_in_test/2"} <= set(read(recorded.read_text()))
 
 
 def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "golden.json"
     path.write_text('{"ack/1": [["zz"]]}')
-    assert main(["wire", "--golden", str(path)]) == 2
+    assert golden(path) == 2
     assert "does not contain recorded messages" in capsys.readouterr().err

@@ -120,7 +120,7 @@ async def main(folder: Path, logs: Path) -> None:
     target = (folder / "headrace.target").read_text()
     wanted = next(line for line in target.splitlines() if line.startswith("Wants=")).partition("=")[2].split()
     units = [Unit(folder / name, logs) for name in wanted if (folder / name).exists()]
-    names, order = {unit.name for unit in units}, []
+    names, order = {unit.name for unit in units}, list[Unit]()
     while len(order) < len(units):
         ready = [unit for unit in units if unit not in order and unit.after & names <= {done.name for done in order}]
         assert ready, "After has a cycle"
