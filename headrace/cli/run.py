@@ -170,17 +170,17 @@ def chaos(args: argparse.Namespace) -> int:
     return looped(inject(args))
 
 
-KINDS = ("systemd", "slurm", "k8s", "compose")
+KINDS = ("systemd", "slurm", "k8s")
 
 
 def _add_deploy(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("deploy", help="write systemd units, a Slurm job, Kubernetes manifests or compose")
+    parser = commands.add_parser("deploy", help="write systemd units, a Slurm job or Kubernetes manifests")
     parser.add_argument("kind", choices=KINDS, help="the program that runs the processes")
     parser.add_argument("folder", metavar="DIR", help="folder for the files; existing files are replaced")
     add_config(parser, required=True, text="configuration with [run] id, [bus] url and credentials")
     parser.add_argument(
-        "--image", default=f"headrace:{__version__}", help="container image (k8s, compose); default: of this version"
+        "--image", default=f"headrace:{__version__}", help="container image (k8s); default: of this version"
     )
     parser.add_argument("--binary", default="/opt/headrace/bin/headrace", help="path of headrace (systemd, slurm)")
     parser.add_argument("--nodes", type=integer(1), default=1, help="nodes of the job (slurm)")
@@ -192,17 +192,15 @@ def deploy(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from headrace.bus.broker.websocket import ANYWHERE
-    from headrace.launch.deploy import compose, kubernetes, slurm, systemd
+    from headrace.launch.deploy import kubernetes, slurm, systemd
     from headrace.launch.deploy.plan import broker_conf
     from headrace.launch.output import say
 
     config, toml = args.settings, Path(args.config).read_text()
-    conf = broker_conf(config, host=ANYWHERE)  # in containers
     files = {
         "systemd": lambda: systemd.files(config, args.binary),
         "slurm": lambda: slurm.files(config, args.binary, args.nodes),
-        "k8s": lambda: kubernetes.files(config, toml, conf, args.image),
-        "compose": lambda: compose.files(config, args.image) | {"run.toml": toml, "nats.conf": conf},
+        "k8s": lambda: kubernetes.files(config, toml, broker_conf(config, host=ANYWHERE), args.image),
     }[args.kind]()
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Files with which other programs run headrace: systemd units, a Slurm job, Kubernetes manifests, a compose file."""
+"""Files with which other programs run headrace: systemd units, a Slurm job, Kubernetes manifests."""

@@ -4,13 +4,13 @@ No pod is privileged and none has a service account's token. `/dev/kvm` comes fr
 (devices.kubevirt.io/kvm), accelerators come from NVIDIA's device plugin.
 """
 
+import json
 from typing import Any
 
 from headrace.bus.broker.websocket import ANYWHERE
 from headrace.config import Config
 from headrace.launch.deploy import plan
 from headrace.launch.deploy.plan import CREDENTIALS, Process, processes
-from headrace.launch.deploy.yaml import documents
 from headrace.launch.site import Site
 
 NAMESPACE = "headrace"
@@ -194,4 +194,5 @@ def live_page(process: Process, site: Site, image: str) -> list[dict[str, Any]]:
 
 def files(config: Config, toml: str, nats_conf: str, image: str) -> dict[str, str]:
     """Name to content."""
-    return {"headrace.yaml": documents(manifests(config, toml, nats_conf, image))}
+    items = {"apiVersion": "v1", "kind": "List", "items": manifests(config, toml, nats_conf, image)}
+    return {"headrace.json": json.dumps(items, indent=1) + "\n"}

@@ -1,5 +1,6 @@
-"""Generated units, job, manifests and compose file: each is parsed by its own tool, or by its schema."""
+"""Generated units, job, manifests: each is parsed by its own tool, or by its schema."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -8,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import headrace
 from headrace.bus.broker.server import CONF
 from headrace.cli.main import main, parser
 from headrace.config import ConfigError, load
-from headrace.launch.deploy import compose, kubernetes, plan, slurm, systemd
+from headrace.launch.deploy import kubernetes, plan, slurm, systemd
 from tests.support.paths import ROOT
 
 ANALYZE = shutil.which("systemd-analyze")
@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> Any:
     return load(tmp_path / "run.toml")
 
 
-@pytest.mark.parametrize("kind", ["systemd", "slurm", "k8s", "compose"])
+@pytest.mark.parametrize("kind", ["systemd", "slurm", "k8s"])
 def test_the_command_writes_what_it_names(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text(TOML)
     assert main(["deploy", kind, str(tmp_path / "out"), "--config", str(tmp_path / "run.toml")]) == 0
@@ -46,15 +46,13 @@ def test_the_command_writes_what_it_names(kind: str, tmp_path: Path, capsys: pyt
     assert sorted(named) == sorted(str(path) for path in (tmp_path / "out").iterdir()) and named
 
 
-@pytest.mark.parametrize("kind", ["k8s", "compose"])
-def test_every_generated_file_names_the_image_of_this_version(kind: str, tmp_path: Path) -> None:
+def test_the_manifests_name_the_image_of_this_version(tmp_path: Path) -> None:
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert package["project"]["dynamic"] == ["version"]  # so a wheel has the version of the package, and no other
     assert package["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "headrace.__version__"}
     (tmp_path / "run.toml").write_text(TOML)
-    assert main(["deploy", kind, str(tmp_path / "out"), "--config", str(tmp_path / "run.toml")]) == 0
-    text = "".join(path.read_text() for path in (tmp_path / "out").glob("*.yaml"))
-    images = re.findall(r"^\s*(?:- )?image: \"?([^\s\"]+)\"?$", text, re.MULTILINE)
+    assert main(["deploy", "k8s", str(tmp_path / "out"), "--config", str(tmp_path / "run.toml")]) == 0
+    images = re.findall(r'"image": "([^"]+)"', (tmp_path / "out/headrace.json").read_text())
     assert len(images) > 5 and set(images) == {f"headrace:{headrace.__version__}"}
 
 
@@ -103,11 +101,10 @@ def test_systemd_accepts_the_units_and_finds_them_hardened(config: Any, tmp_path
 def test_kubernetes_accepts_the_manifests_and_no_pod_is_privileged(config: Any) -> None:
     import kubernetes_validate  # takes seconds, which every worker would spend while it collects
 
-    text = kubernetes.files(config, TOML, CONF.read_text(), "headrace:1")["headrace.yaml"]
-    objects = list(yaml.safe_load_all(text))
+    text = kubernetes.files(config, TOML, CONF.read_text(), "headrace:1")["headrace.json"]
+    objects = json.loads(text)["items"]
     for each in objects:
         kubernetes_validate.validate(each, "1.34", strict=True)
-    assert objects == kubernetes.manifests(config, TOML, CONF.read_text(), "headrace:1")  # the YAML says the same
     pods = [each["spec"]["template"]["spec"] for each in objects if each["kind"] in ("Deployment", "StatefulSet")]
     assert len(pods) == len(plan.processes(config)) + 2  # broker and page
     for pod in pods:
@@ -133,13 +130,6 @@ def test_the_job_is_a_shell_script_that_slurm_may_requeue(config: Any, tmp_path:
         assert "invalid" not in done.stderr.lower(), done.stderr
 
 
-def test_the_compose_file_holds_a_service_per_process(config: Any) -> None:
-    compose_file = yaml.safe_load(compose.files(config, "headrace:1")["compose.yaml"])
-    assert set(compose_file["services"]) == {"nats", "dashboard", *(process.name for process in plan.processes(config))}
-    assert compose_file["services"]["environment"]["devices"] == ["/dev/kvm"]
-    assert all(each["read_only"] and each["cap_drop"] == ["ALL"] for each in compose_file["services"].values())
-
-
 def test_the_notifier_speaks_to_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
@@ -162,12 +152,8 @@ def test_every_kind_of_file_carries_the_live_page_and_the_brokers_web_socket(con
     assert words is not None and parser().parse_args(words[1].split()).config == "/etc/headrace/run.toml"
     assert "headrace-dashboard.service" in units["headrace.target"]
     assert 'headrace dashboard \\\n  --config "$FOLDER/run.toml" --set bus.url="$URL"' in job["headrace.sbatch"]
-    assert main(["deploy", "compose", str(tmp_path), "--config", str(_written(tmp_path))]) == 0
-    assert block % "0.0.0.0" in (tmp_path / "nats.conf").read_text()
-    services = yaml.safe_load((tmp_path / "compose.yaml").read_text())["services"]
-    assert services["nats"]["ports"] == ["127.0.0.1:8091:8091"] and services["dashboard"]["ports"]
-    assert parser().parse_args(services["dashboard"]["command"][1:]).host == "0.0.0.0"
     objects = kubernetes.manifests(config, TOML, plan.broker_conf(config, host="0.0.0.0"), "headrace:1")
+    assert block % "0.0.0.0" in plan.broker_conf(config, host="0.0.0.0")
     served = {each["metadata"]["name"]: each["spec"]["ports"] for each in objects if each["kind"] == "Service"}
     assert {"name": "websocket", "port": 8091} in served["nats"] and served["headrace-dashboard"][0]["port"] == 8090
     off = load(_written(tmp_path), ["dashboard.enabled=false"])
