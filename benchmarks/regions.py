@@ -77,7 +77,7 @@ def write_config(fleet: Fleet, place: str, args: argparse.Namespace) -> Path:
         "dashboard.enabled": False,
         "curriculum.steps": args.steps,
         "curriculum.groups_per_step": 4,
-        "algorithm.length_penalty": 0.2,
+        "algorithm.options.reward.length_penalty": 0.2,
         "rollout.credit": CREDIT,
         "weights.region": place,
         "weights.full_snapshots_url": str(fleet.objects) if place == HUB else fleet.objects_url,

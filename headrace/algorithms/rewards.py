@@ -12,8 +12,10 @@ calls in several turns.
 
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from headrace.messages.judging import RubricScore, StepScore, TurnRewards
 from headrace.messages.rollout import TokenKinds, Trajectory
@@ -22,6 +24,49 @@ from headrace.registry import Registry
 
 REFUSED = 1.0
 """The penalty for output that the judge refuses to read, so that no attempt prefers it to an honest failure."""
+
+
+Amount = Annotated[float, Meta(ge=0.0, le=1e12)]
+Factor = Annotated[float, Meta(ge=0.0, le=1e6)]
+
+
+class Shaped(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the built-in reward, in `[algorithm.options.reward]`."""
+
+    length_penalty: Amount = 0.0
+    """Weight of the concave penalty for effort, a weighted sum of tokens by kind, calls and turns."""
+    length_k: Annotated[float, Meta(gt=0.0, le=1e12)] = 0.01
+    """k of the penalty: the larger, the earlier it flattens."""
+    length_q: Amount = 0.5
+    """q of the penalty: 0 is linear, 1 logarithmic; above 1 the penalty has an upper bound."""
+    length_thinking_tokens: Factor = 1.0
+    """Effort of one sampled token of thinking; the kinds are counted by the policy's renderer."""
+    length_call_tokens: Factor = 1.0
+    """Effort of one sampled token of a tool call."""
+    length_text_tokens: Factor = 1.0
+    """Effort of every other sampled token: the final message, summaries, the ends of turns."""
+    length_calls: Factor = 4.0
+    """Effort of one tool call, beside its tokens."""
+    length_turns: Factor = 16.0
+    """Effort of one turn, beside its tokens."""
+    overlong_penalty: Amount = 0.0
+    """Amount by which the reward falls, linearly over the last `overlong_tokens` sampled tokens before
+    limits.max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476)."""
+    overlong_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Sampled tokens before limits.max_tokens over which `overlong_penalty` rises to its amount."""
+    todo_penalty: Amount = 0.0
+    """Amount by which the reward falls when every entry of the attempt's last to-do list is left open; a share of open
+    entries costs that share."""
+    broken_call_penalty: Amount = 0.0
+    """Amount by which the reward falls when every call of the attempt is broken; a share costs that share."""
+
+    def __post_init__(self) -> None:
+        if self.overlong_penalty and not self.overlong_tokens:
+            raise ValueError("overlong_penalty needs overlong_tokens of at least 1, got 0")
+
+
+UNPRICED = Shaped()
+"""Nothing but the verdict and the rubric counts."""
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +95,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     turns: int
     prices: Mapping[str, float]
-    """length_penalty, length_k, length_q, the five weights of effort (length_thinking_tokens, length_call_tokens,
-    length_text_tokens, length_calls, length_turns), rubric_weight, overlong_penalty, overlong_tokens, max_tokens,
-    todo_penalty and broken_call_penalty."""
+    """rubric_weight and max_tokens, of `[judge]` and `[limits]`."""
 
 
 Given = float | TurnRewards
@@ -65,16 +108,16 @@ a time limit or another value leaves it out as well (`reward_error`)."""
 REWARDS: Registry[Reward] = Registry("rewards", {"shaped": "headrace.algorithms.rewards:shaped"}, needs=("__call__",))
 
 
-def shaped(judged: Judged) -> float:
+def shaped(judged: Judged, options: Shaped = UNPRICED) -> float:
     """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort), minus the penalties of an
     overlong attempt, of open to-dos, broken calls and refused output, plus rubric_weight x the rubric's value.
 
     Every end of an attempt pays the same penalties, so no end but success is worth more than an honest failure.
     """
-    return sum(shaped_parts(judged).values())
+    return sum(shaped_parts(judged, options).values())
 
 
-def shaped_parts(judged: Judged) -> dict[str, float]:
+def shaped_parts(judged: Judged, options: Shaped = UNPRICED) -> dict[str, float]:
     """The parts of the built-in reward by name; each step of a task with steps is one. The rubric takes from every
     attempt and gives to honest ones alone."""
     prices = judged.prices
@@ -82,16 +125,19 @@ def shaped_parts(judged: Judged) -> dict[str, float]:
     parts = {"verdict": verdict}
     if judged.steps and judged.verdict in ("passed", "failed"):
         parts = {f"step {step.name}": step.share for step in judged.steps}
-    if price := float(prices["length_penalty"]):
-        priced = verdict - price * concave(effort(judged), float(prices["length_k"]), float(prices["length_q"]))
+    if options.length_penalty:
+        spent = effort(judged, options)
+        priced = verdict - options.length_penalty * concave(spent, options.length_k, options.length_q)
         if priced != verdict:
             parts["effort"] = priced - verdict
-    over = overlong(judged.tokens, int(prices.get("max_tokens", 0)), int(prices.get("overlong_tokens", 0)))
-    if over and prices.get("overlong_penalty"):
-        parts["overlong"] = -float(prices["overlong_penalty"]) * over
-    for name, share in (("todo", open_todos(judged.trajectory)), ("broken_call", broken_calls(judged.trajectory))):
-        if share and prices.get(f"{name}_penalty"):
-            parts[name] = -float(prices[f"{name}_penalty"]) * share
+    over = overlong(judged.tokens, int(prices.get("max_tokens", 0)), options.overlong_tokens)
+    for name, penalty, share in (
+        ("overlong", options.overlong_penalty, over),
+        ("todo", options.todo_penalty, open_todos(judged.trajectory)),
+        ("broken_call", options.broken_call_penalty, broken_calls(judged.trajectory)),
+    ):
+        if penalty and share:
+            parts[name] = -penalty * share
     if judged.refused:
         parts["refused"] = -REFUSED
     honest = judged.verdict in ("passed", "failed") and not judged.refused
@@ -143,13 +189,13 @@ def overlong(tokens: int, most: int, last: int) -> float:
     return min(1.0, max(0.0, (tokens - (most - last)) / last)) if last else 0.0
 
 
-def effort(judged: Judged) -> float:
+def effort(judged: Judged, options: Shaped = UNPRICED) -> float:
     """x of the penalty: the attempt's tokens by kind, calls and turns, each times its weight (``length_...``).
 
     ValueError where the kinds of tokens have different weights and the record does not count them.
     """
-    prices, kinds = judged.prices, judged.kinds
-    thinking, calls, text = (float(prices[f"length_{kind}_tokens"]) for kind in ("thinking", "call", "text"))
+    kinds = judged.kinds
+    thinking, calls, text = options.length_thinking_tokens, options.length_call_tokens, options.length_text_tokens
     if kinds is not None:
         tokens = thinking * kinds.thinking + calls * kinds.calls + text * (judged.tokens - kinds.thinking - kinds.calls)
     elif thinking == calls == text:
@@ -159,4 +205,4 @@ def effort(judged: Judged) -> float:
             f"{judged.trajectory.id} does not count its tokens by kind; set length_thinking_tokens, length_call_tokens "
             "and length_text_tokens to one value"
         )
-    return tokens + float(prices["length_calls"]) * judged.calls + float(prices["length_turns"]) * judged.turns
+    return tokens + options.length_calls * judged.calls + options.length_turns * judged.turns

@@ -216,7 +216,8 @@ def _add_rejudge(commands: "Commands") -> None:
     parser.add_argument("--follow", action="store_true", help="print a line per group and follow an active run")
     parser.add_argument("--groups", type=integer(0), default=0, help="number of groups, from the first; 0 means all")
     add_changes(
-        parser, "use another reward or rubric judge: algorithm.reward*, algorithm.length*, judge.rubric*, judge.model*"
+        parser,
+        "use another reward or rubric judge: algorithm.reward, algorithm.options.reward.*, judge.rubric*, .model*",
     )
     add_plugins(parser)
     parser.set_defaults(handler=rejudge)
@@ -259,7 +260,7 @@ async def rejudge(args: argparse.Namespace) -> int:
     return 0
 
 
-CHANGED = {"algorithm": ("length_", "reward", "options", "todo_", "broken_call_"), "judge": ("rubric", "model")}
+CHANGED = {"algorithm": ("reward", "options.reward."), "judge": ("rubric", "model")}
 
 """Section to the prefixes of the keys that `--with` accepts."""
 
@@ -276,15 +277,23 @@ def with_rewards(config: "Config", entries: list[str]) -> "Config":
         for name, value in own_keys.items()
         if name.startswith(CHANGED["judge"])
     ]
+    named = [entry.partition("=")[0].strip() for entry in entries]
+    if "algorithm.reward" not in named:  # another reward has other options
+        for name, value in config.algorithm.options.reward.items():
+            stored.append(f"algorithm.options.reward.{name}={msgspec.json.encode(value).decode()}")
     changes(entries)
     parsed = parse("", "--with", [*stored, *entries])
-    for entry in entries:
-        section, _, key = entry.partition("=")[0].strip().partition(".")
+    options = msgspec.structs.replace(config.algorithm.options, reward=parsed.algorithm.options.reward)
+    config = msgspec.structs.replace(config, algorithm=msgspec.structs.replace(config.algorithm, options=options))
+    for path in named:
+        section, _, key = path.partition(".")
         if not key.startswith(CHANGED.get(section, ("no key",))):
             raise RunError(
-                f"{section}.{key} does not change a reward; expected algorithm.reward, .options, .length_*, "
-                ".todo_penalty or .broken_call_penalty, or a key of judge.rubric or judge.model"
+                f"{section}.{key} does not change a reward; expected algorithm.reward or .options.reward, or a key of "
+                "judge.rubric or judge.model"
             )
+        if key.startswith("options."):
+            continue
         changed = msgspec.structs.replace(getattr(config, section), **{key: getattr(getattr(parsed, section), key)})
         config = msgspec.structs.replace(config, **{section: changed})
     return config

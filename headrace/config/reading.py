@@ -16,6 +16,11 @@ from headrace.config.tree import Config
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
 """Keys that moved to another section: files and recorded runs with the old keys are still read."""
+SHAPED = (
+    "length_penalty", "length_k", "length_q", "length_thinking_tokens", "length_call_tokens", "length_text_tokens",
+    "length_calls", "length_turns", "overlong_penalty", "overlong_tokens", "todo_penalty", "broken_call_penalty",
+)  # fmt: skip
+"""Former keys of [algorithm] that are options of the built-in reward: [algorithm.options.reward]."""
 ANY = object()
 """In `FORMER`: a recorded run is read whatever value it has, because reading it does not depend on the key."""
 FORMER: dict[str, object] = {
@@ -206,6 +211,10 @@ def _move(raw: dict[str, Any], *, recorded: bool = False) -> None:
     algorithm = raw.get("algorithm")
     if isinstance(algorithm, dict) and (former := algorithm.pop("reward_options", None)):
         algorithm.setdefault("options", {}).setdefault("reward", former)
+    if isinstance(algorithm, dict) and (former := {name: algorithm.pop(name) for name in SHAPED if name in algorithm}):
+        if algorithm.get("reward", "shaped") == "shaped":
+            options = algorithm.setdefault("options", {})
+            options["reward"] = former | options.get("reward", {})
     tasks = raw.get("tasks")
     servers = tasks.get("mcp") if isinstance(tasks, dict) else None
     for server in servers.values() if isinstance(servers, dict) else ():

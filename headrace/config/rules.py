@@ -133,20 +133,6 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         )
     if section.mask_low > section.tis_clip:
         yield "algorithm.mask_low", f"expected at most tis_clip ({section.tis_clip}), got {section.mask_low}"
-    if section.length_penalty:
-        weights = [f"length_{name}" for name in ("thinking_tokens", "call_tokens", "text_tokens", "calls", "turns")]
-        if not any(getattr(section, name) for name in weights):
-            yield "algorithm.length_penalty", f"expected 0 where all of {', '.join(weights)} are 0"
-        if not section.length_k:
-            yield "algorithm.length_k", "expected a number above 0 with algorithm.length_penalty, got 0"
-    if section.overlong_penalty and not 1 <= section.overlong_tokens <= config.limits.max_tokens:
-        most, tokens = config.limits.max_tokens, section.overlong_tokens
-        yield "algorithm.overlong_tokens", f"expected 1 to limits.max_tokens ({most}), got {tokens}"
-    if section.reward != "shaped":
-        for name, what in (("overlong", "length"), ("todo", "an open to-do"), ("broken_call", "a broken call")):
-            if getattr(section, f"{name}_penalty"):
-                why = f"expected 0: the reward {section.reward!r} decides itself what {what} costs"
-                yield f"algorithm.{name}_penalty", why
 
 
 def _feedback(config: Config) -> Iterator[Problem]:

@@ -27,7 +27,6 @@ Sequence = Annotated[int, Meta(ge=2, le=1 << 24)]
 
 Option = float | int | str | bool
 """Value of a plugin's option."""
-Factor = Annotated[float, Meta(ge=0.0, le=1e6)]
 """Weight of one kind of effort."""
 
 
@@ -196,45 +195,20 @@ class Algorithm(Section, frozen=True, kw_only=True):
     guard_backoff: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
     """Factor by which each rollback multiplies the learning rate."""
     reward: Reference = "shaped"
-    """A reward of the registry: shaped, an installed entry point of `headrace.rewards`, or module:attribute."""
+    """A reward of the registry: shaped, an installed entry point of `headrace.rewards`, or module:attribute. The
+    options of shaped (penalties for effort, length, open to-dos and broken calls) are those of `rewards.Shaped`."""
     options: Options = Options()
     """Tables advantage, loss and reward: the options that a plugin reads in a type of its own (docs/extending.md)."""
-    length_penalty: Amount = 0.0
-    """Weight of the concave penalty for effort, a weighted sum of tokens by kind, calls and turns."""
-    length_k: Amount = 0.01
-    """k of the penalty ((1 + k x)^(1 - q) - 1) / (k (1 - q)) for effort x: the larger, the earlier it flattens."""
-    length_q: Amount = 0.5
-    """q of the penalty of `length_k`: 0 is linear, 1 logarithmic; above 1 the penalty has an upper bound."""
-    length_thinking_tokens: Factor = 1.0
-    """Effort of one sampled token of thinking; the kinds are counted by the policy's renderer."""
-    length_call_tokens: Factor = 1.0
-    """Effort of one sampled token of a tool call."""
-    length_text_tokens: Factor = 1.0
-    """Effort of every other sampled token: the final message, summaries, the ends of turns."""
-    length_calls: Factor = 4.0
-    """Effort of one tool call, beside its tokens."""
-    length_turns: Factor = 16.0
-    """Effort of one turn, beside its tokens."""
     constant_tokens: Count = 64
     """Dr. GRPO's constant divisor instead of each sequence's length; 0 divides by the batch's sampled tokens (DAPO),
     which suits long trajectories."""
     sequence_mean: bool = False
     """Each sequence's terms are averaged over its own tokens (GSPO, GRPO), and constant_tokens is not read."""
-    overlong_penalty: Amount = 0.0
-    """Amount by which the built-in reward falls, linearly over the last `overlong_tokens` sampled tokens before
-    limits.max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476)."""
-    overlong_tokens: Count = 0
-    """Sampled tokens before limits.max_tokens over which `overlong_penalty` rises to its amount."""
     overlong: Literal["train", "mask"] = "train"
     """mask: attempts that a limit of length ended (outcomes context, max_tokens and max_turns; a client's session whose
     last reply reached its limit) have no gradient and do not count in the loss's divisor. Their rewards stay in the
     baseline and in the figures, as scored: the other attempts of a group have the advantages that they have with train
     (DAPO's overlong filtering, arXiv 2503.14476). Attempts that wall time or memory ended are trained on."""
-    todo_penalty: Amount = 0.0
-    """Amount by which the built-in reward falls when every entry of the attempt's last to-do list is left open; a share
-    of open entries costs that share."""
-    broken_call_penalty: Amount = 0.0
-    """Amount by which the built-in reward falls when every call of the attempt is broken; a share costs that share."""
 
     def __post_init__(self) -> None:
         if self.schedule != "constant" and self.decay_steps < 1:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from headrace.algorithms.rewards import REFUSED, REWARDS, Given, Judged, shaped_parts
+from headrace.algorithms.rewards import REFUSED, REWARDS, Given, Judged, Shaped, shaped_parts
 from headrace.config import Config
 from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
@@ -38,28 +38,14 @@ class Rewarder:
         """PluginError when there is no such reward, or not with these options."""
         self.name, self._prices, self._timeout_s = name, dict(prices), timeout_s
         self._reward = REWARDS.bound(name, options or {}, "algorithm.options.reward")
+        self._options = msgspec.convert(options or {}, Shaped) if REWARDS.builtin(name) else Shaped()
         self.plugins: tuple[Plugin, ...] = plugins((REWARDS, [name]))
 
     @classmethod
     def of(cls, config: Config) -> "Rewarder":
         """The reward of a configuration. PluginError as above."""
         algorithm = config.algorithm
-        prices = {
-            "length_penalty": algorithm.length_penalty,
-            "length_k": algorithm.length_k,
-            "length_q": algorithm.length_q,
-            "length_thinking_tokens": algorithm.length_thinking_tokens,
-            "length_call_tokens": algorithm.length_call_tokens,
-            "length_text_tokens": algorithm.length_text_tokens,
-            "length_calls": algorithm.length_calls,
-            "length_turns": algorithm.length_turns,
-            "overlong_penalty": algorithm.overlong_penalty,
-            "overlong_tokens": algorithm.overlong_tokens,
-            "todo_penalty": algorithm.todo_penalty,
-            "broken_call_penalty": algorithm.broken_call_penalty,
-            "max_tokens": config.limits.max_tokens,
-            "rubric_weight": config.judge.rubric_weight,
-        }
+        prices = {"max_tokens": config.limits.max_tokens, "rubric_weight": config.judge.rubric_weight}
         return cls(algorithm.reward, prices, REWARD_S, algorithm.options.reward)
 
     async def reward(self, trajectory: Trajectory, verdict: Verdict) -> Given:
@@ -87,7 +73,7 @@ class Rewarder:
             return {self.name: reward.final, "turns": reward.total - reward.final}
         if not REWARDS.builtin(self.name):
             return {self.name: reward}
-        return shaped_parts(self._judged(trajectory, verdict))
+        return shaped_parts(self._judged(trajectory, verdict), self._options)
 
     def _judged(self, trajectory: Trajectory, verdict: Verdict) -> Judged:
         return Judged(

@@ -15,6 +15,7 @@ from headrace.bus.connection import Bus
 from headrace.config import Algorithm
 from headrace.config import Environment as Section
 from headrace.config import Judge as JudgeSection
+from headrace.config.training import Options
 from headrace.judging.examination import TRIES
 from headrace.messages import tasks
 from headrace.messages.operations import Event
@@ -105,10 +106,10 @@ async def test_whoever_passes_a_canary_cheats(
 async def test_length_is_priced_and_the_verdict_is_not(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
 ) -> None:
+    effort = {"thinking_tokens": 10.0, "call_tokens": 20.0, "text_tokens": 30.0, "calls": 40.0, "turns": 200.0}
     rules = Algorithm(
-        length_penalty=0.001, length_k=0.01, length_q=0.5, length_thinking_tokens=10.0, length_call_tokens=20.0,
-        length_text_tokens=30.0, length_calls=40.0, length_turns=200.0,
-    )  # fmt: skip
+        options=Options(reward={f"length_{name}": x for name, x in effort.items()} | {"length_penalty": 0.001})
+    )
     plain = trajectory("j2", "g1", {PATH: FIXED}, slot=1)
     (turn,) = plain.turns  # three tokens and one call
     counted = msgspec.structs.replace(turn, kinds=TokenKinds(thinking=1, calls=1))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.algorithms.rewards import (
     Judged,
+    Shaped,
     broken_calls,
     concave,
     effort,
@@ -42,12 +43,9 @@ def test_increasing_and_concave(q: float) -> None:
     assert all(later < earlier for earlier, later in itertools.pairwise(steps))
 
 
-def spent(tokens: int, calls: int, turns: int, kinds: TokenKinds | None = None, **prices: float) -> Judged:
+def spent(tokens: int, calls: int, turns: int, kinds: TokenKinds | None = None) -> Judged:
     """A passed attempt with this effort."""
-    made = attempt()
-    return msgspec.structs.replace(
-        made, tokens=tokens, calls=calls, turns=turns, kinds=kinds, prices={**made.prices, **prices}
-    )
+    return msgspec.structs.replace(attempt(), tokens=tokens, calls=calls, turns=turns, kinds=kinds)
 
 
 def test_calls_in_one_turn_are_cheaper_than_in_two() -> None:
@@ -59,23 +57,28 @@ def test_reward_is_the_verdict_minus_the_price() -> None:
     assert shaped(spent(100, 3, 4)) == 1.0
     assert shaped(msgspec.structs.replace(spent(100, 3, 4), passed=False, verdict="failed")) == 0.0
     price = concave(100 + 12 + 64, 0.01, 0.5)
-    assert shaped(spent(100, 3, 4, length_penalty=1e-3)) == pytest.approx(1 - 1e-3 * price)
+    assert shaped(spent(100, 3, 4), Shaped(length_penalty=1e-3)) == pytest.approx(1 - 1e-3 * price)
 
 
 def test_each_kind_of_effort_has_its_weight_and_one_function_prices_the_sum() -> None:
-    weights = {"length_thinking_tokens": 0.5, "length_call_tokens": 2.0, "length_text_tokens": 3.0}
-    kinds = TokenKinds(thinking=40, calls=30)
-    judged = spent(100, 2, 1, kinds, **weights, length_calls=10.0, length_turns=70.0, length_penalty=1e-3)
-    assert effort(judged) == 0.5 * 40 + 2 * 30 + 3 * 30 + 10 * 2 + 70 * 1 == 260
-    assert shaped_parts(judged) == {"verdict": 1.0, "effort": pytest.approx(-1e-3 * 200 * (math.sqrt(3.6) - 1))}
-    free = spent(100, 2, 1, kinds, **dict.fromkeys(weights, 0.0), length_calls=0.0, length_turns=0.0)
-    assert effort(free) == 0.0
+    options = Shaped(
+        length_thinking_tokens=0.5, length_call_tokens=2.0, length_text_tokens=3.0, length_calls=10.0,
+        length_turns=70.0, length_penalty=1e-3,
+    )  # fmt: skip
+    judged = spent(100, 2, 1, TokenKinds(thinking=40, calls=30))
+    assert effort(judged, options) == 0.5 * 40 + 2 * 30 + 3 * 30 + 10 * 2 + 70 * 1 == 260
+    assert shaped_parts(judged, options) == {
+        "verdict": 1.0,
+        "effort": pytest.approx(-1e-3 * 200 * (math.sqrt(3.6) - 1)),
+    }
+    names = [name for name in Shaped.__struct_fields__ if name.startswith("length_") and name[7:] not in ("k", "q")]
+    assert effort(judged, msgspec.convert(dict.fromkeys(names, 0.0), Shaped)) == 0.0
 
 
 def test_tokens_without_a_count_by_kind_have_one_weight_or_no_price() -> None:
     assert effort(spent(100, 0, 0, None)) == effort(spent(100, 0, 0, TokenKinds(thinking=70, calls=20))) == 100
     with pytest.raises(ValueError, match="g-0-0 does not count its tokens by kind"):
-        effort(spent(100, 0, 0, None, length_thinking_tokens=0.5))
+        effort(spent(100, 0, 0, None), Shaped(length_thinking_tokens=0.5))
 
 
 def test_refuses_what_is_outside() -> None:
@@ -119,18 +122,6 @@ def attempt(*turns: tuple[ToolCall, ...], refused: frozenset[str] = frozenset())
         turns=tuple(made),
         diff={},
     )
-    prices = {
-        "length_penalty": 0.0,
-        "length_k": 0.01,
-        "length_q": 0.5,
-        "length_thinking_tokens": 1.0,
-        "length_call_tokens": 1.0,
-        "length_text_tokens": 1.0,
-        "length_calls": 4.0,
-        "length_turns": 16.0,
-        "todo_penalty": 0.2,
-        "broken_call_penalty": 0.4,
-    }
     return Judged(
         trajectory=trajectory,
         verdict="passed",
@@ -140,8 +131,11 @@ def attempt(*turns: tuple[ToolCall, ...], refused: frozenset[str] = frozenset())
         tokens=0,
         calls=sum(map(len, turns)),
         turns=len(turns),
-        prices=prices,
+        prices={},
     )
+
+
+PENALTIES = Shaped(todo_penalty=0.2, broken_call_penalty=0.4)
 
 
 def todo(id: str, items: str) -> ToolCall:
@@ -151,16 +145,16 @@ def todo(id: str, items: str) -> ToolCall:
 def test_open_entries_of_the_last_list_cost_their_share() -> None:
     first, last = todo("0.0", "[ ] find\n[ ] mend"), todo("1.0", "[x] find\n[~] mend\n[x] test\n[x] lint\n")
     judged = attempt((first,), (last,))
-    assert open_todos(judged.trajectory) == 0.25 and shaped(judged) == pytest.approx(1 - 0.2 * 0.25)
+    assert open_todos(judged.trajectory) == 0.25 and shaped(judged, PENALTIES) == pytest.approx(1 - 0.2 * 0.25)
     refused = attempt((first,), (last,), refused=frozenset({"1.0"}))
     assert open_todos(refused.trajectory) == 1.0, "a list that the tool refused is no list"
-    assert shaped(attempt((ToolCall(id="0.0", name="finish"),))) == 1.0
+    assert shaped(attempt((ToolCall(id="0.0", name="finish"),)), PENALTIES) == 1.0
 
 
 def test_broken_calls_cost_their_share() -> None:
     broken = ToolCall(id="1.0", name="", error="no call")
     judged = attempt((ToolCall(id="0.0", name="finish"), ToolCall(id="0.1", name="lint")), (broken,), (broken,))
-    assert broken_calls(judged.trajectory) == 0.5 and shaped(judged) == pytest.approx(0.8)
+    assert broken_calls(judged.trajectory) == 0.5 and shaped(judged, PENALTIES) == pytest.approx(0.8)
     assert broken_calls(attempt().trajectory) == 0.0
 
 
@@ -190,18 +184,19 @@ def test_no_end_but_success_is_worth_more_than_an_honest_failure(
         rubric="r", digest="", model="", value=rubric, criteria=(), calls=0, cached=0, prompt_tokens=0,
         completion_tokens=0, cost=0.0,
     )  # fmt: skip
-    prices = {**attempt().prices, **penalties, "rubric_weight": weight, "max_tokens": 100_000, "overlong_tokens": 9}
+    prices = {"rubric_weight": weight, "max_tokens": 100_000}
+    options = msgspec.convert(penalties | {"overlong_tokens": 9}, Shaped)
     common = msgspec.structs.replace(attempt(), passed=False, tokens=tokens, rubric=scored, prices=prices, lowest=least)
     shares = tuple(StepScore(name=str(number), value=share, share=share) for number, share in enumerate(steps))
     given_value = None if value is None else max(value, least)
     honest = msgspec.structs.replace(common, verdict="failed", value=given_value, steps=shares)
-    failure = shaped(honest)
+    failure = shaped(honest, options)
     for decision in ("candidate_crash", "cheating"):
         other = msgspec.structs.replace(honest, verdict=decision)
-        assert shaped(other) <= failure + 1e-9, decision
+        assert shaped(other, options) <= failure + 1e-9, decision
         unread = msgspec.structs.replace(common, verdict=decision, value=None)
-        assert shaped(unread) <= failure + 1e-9, decision
+        assert shaped(unread, options) <= failure + 1e-9, decision
     for refused in (honest, msgspec.structs.replace(common, verdict="failed", value=least if value else None)):
-        assert shaped(msgspec.structs.replace(refused, refused=True)) < failure
+        assert shaped(msgspec.structs.replace(refused, refused=True), options) < failure
     if value is None and not steps:
-        assert shaped(msgspec.structs.replace(honest, verdict="passed", passed=True)) > failure
+        assert shaped(msgspec.structs.replace(honest, verdict="passed", passed=True), options) > failure

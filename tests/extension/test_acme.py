@@ -133,7 +133,7 @@ async def test_an_episode_with_a_plugin_in_each_seam(host: Host) -> None:
         candidate.trajectory,
         verdict,
         1.0,
-        Rewarder("shaped", {"length_penalty": 0.0, "length_k": 0.01, "length_q": 0.5}, 5.0),
+        Rewarder("shaped", {}, 5.0),
     )
     assert [(plugin.seam, plugin.name) for plugin in again.plugins] == behind
 

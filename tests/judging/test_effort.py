@@ -3,10 +3,11 @@
 import msgspec
 import pytest
 
-from headrace.config import ConfigError, parse
+from headrace.config import parse
 from headrace.judging.scoring import Rewarder
 from headrace.judging.verdicts import NoVerdict, Verdict
 from headrace.messages.rollout import TokenKinds
+from headrace.registry import PluginError
 from tests.support.judging import trajectory
 
 pytestmark = pytest.mark.anyio
@@ -15,7 +16,7 @@ WEIGHTS = "length_thinking_tokens = 0\nlength_call_tokens = 60\nlength_text_toke
 
 
 async def test_the_kinds_of_an_attempt_have_the_weights_of_the_configuration() -> None:
-    rewarder = Rewarder.of(parse(f"[algorithm]\nlength_penalty = 0.001\nlength_turns = 200\n{WEIGHTS}"))
+    rewarder = Rewarder.of(parse(f"[algorithm.options.reward]\nlength_penalty = 0.001\nlength_turns = 200\n{WEIGHTS}"))
     made, verdict = trajectory("r", "g", {}), Verdict(decision="passed")
     (turn,) = made.turns
     counted = msgspec.structs.replace(
@@ -29,17 +30,21 @@ async def test_the_kinds_of_an_attempt_have_the_weights_of_the_configuration() -
 
 
 @pytest.mark.parametrize(
-    ("text", "key"),
+    ("text", "says"),
     [
-        ("length_text_tokens = -1", "algorithm.length_text_tokens"),
-        ("length_calls = 1e7", "algorithm.length_calls"),
-        ("length_penalty = 1\nlength_k = 0", "algorithm.length_k: expected a number above 0"),
-        (
-            f"length_penalty = 1\n{WEIGHTS}length_turns = 0".replace("60", "0").replace("40", "0"),
-            "expected 0 where all of",
-        ),
+        ("length_text_tokens = -1", "length_text_tokens"),
+        ("length_calls = 1e7", "length_calls"),
+        ("length_k = 0", "length_k"),
+        ("overlong_penalty = 0.5", "overlong_penalty needs overlong_tokens of at least 1"),
+        ("nothing = 1", "options.reward.nothing: rewards 'shaped' has no such option"),
     ],
 )
-def test_what_cannot_work_is_refused(text: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        parse(f"[algorithm]\n{text}\n")
+def test_what_cannot_work_is_refused(text: str, says: str) -> None:
+    with pytest.raises(PluginError, match=says):
+        Rewarder.of(parse(f"[algorithm.options.reward]\n{text}\n"))
+
+
+def test_former_keys_of_the_algorithm_are_options_of_the_built_in_reward() -> None:
+    moved = parse("[algorithm]\nlength_penalty = 0.5\ntodo_penalty = 1.0\n[algorithm.options.reward]\nlength_k = 1.0\n")
+    assert moved.algorithm.options.reward == {"length_penalty": 0.5, "todo_penalty": 1.0, "length_k": 1.0}
+    assert parse("[algorithm]\nlength_penalty = 0.0\nreward = 'a:b'\n").algorithm.options.reward == {}

@@ -145,7 +145,7 @@ def test_the_parts_of_the_reward_are_the_steps_and_a_recorded_score_gives_the_sa
         steps=verdict.steps,
         calls=0,
         turns=0,
-        prices={"length_penalty": 0.0},
+        prices={},
     )
     made = shaped_parts(judged)
     assert list(made) == ["step a", "step b", "step c"] and sum(made.values()) == verdict.value == 2 / 3

@@ -59,7 +59,7 @@ def test_a_right_answer_that_was_refused_gets_its_due(tmp_path: Path, capsys: py
     assert (report["groups"], report["slots"], report["verdicts_changed"]) == (1, 2, 1)
     assert [(f["slot"], f["reward"], f["reward_again"]) for f in report["flips"]] == [(0, 0.0, 1.0), (1, 0.0, 0.0)]
     assert [(f["advantage"], f["advantage_again"]) for f in report["flips"]] == [(0.0, 0.5), (0.0, -0.5)]
-    code, out, _ = rejudge("--judge", "j3", "--recorded", "--with", "algorithm.length_penalty=0.1")
+    code, out, _ = rejudge("--judge", "j3", "--recorded", "--with", "algorithm.options.reward.length_penalty=0.1")
     report = json.loads(out)
     assert (code, report["verdicts_changed"], report["rewards_changed"], report["flips"]) == (0, 0, 2, [])
     for words, code, says in [
