@@ -168,7 +168,7 @@ def settings(args: argparse.Namespace, cell: Cell, root: Path) -> list[str]:
         f"rollout.credit={args.credit}",
         f"processes.groups={GROUPS}",
         "production.enabled=false",
-        "production.simulate=false",
+        "production.simulated_requests_per_s=0",
         "environment.production_share=0",
         "evaluation.before=false",
         "evaluation.after=false",

@@ -31,7 +31,7 @@ from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.bus.payloads import renderer_bundles
-from headrace.config import Config, Policy, Production, Run
+from headrace.config import AgentLimits, Config, Policy, Production, Run
 from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.messages.subjects import EVENT
 from headrace.messages.weights import WeightsStaged
@@ -113,7 +113,7 @@ async def staged(broker: Server, folder: Path, shape: Policy) -> None:
 async def measure(clients: int, turns: int, folder: Path) -> Figures:
     """Run the processes and the clients."""
     shape = Policy(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_dim=32, vocab=512)
-    production = Production(rollouts=("rollout-1",), turn_tokens=TOKENS, context_tokens=2048)
+    production = Production(rollouts=("rollout-1",), limits=AgentLimits(max_turn_tokens=TOKENS, context_tokens=2048))
     config = Config(run=Run(dir=str(folder / "runs")), policy=shape, production=production)
     (folder / "runs" / RUN).mkdir(parents=True)
     key = ApiKeys(key_file(config)).add("acme", requests_per_minute=1_000_000)

@@ -193,7 +193,7 @@ def test_every_key_has_a_range() -> None:
             ["trainer.ranks=4", "trainer.nodes=2", "trainer.rendezvous=node0:29500", "trainer.expert_ranks=4"],
             "trainer.expert_ranks: expected a divisor of trainer.ranks / trainer.nodes",
         ),
-        (["algorithm.moments=eight_bit", "algorithm.beta1=0.995"], "algorithm.beta1: expected at most 0.99"),
+        (["algorithm.moments=eight_bit", "algorithm.beta2=0.995"], "algorithm.beta2: expected at most 0.99"),
         (
             ["algorithm.moments=eight_bit", "trainer.ranks=2", "mid_training.beta2=0.995"],
             "mid_training.beta2: expected at most 0.99",
@@ -222,3 +222,12 @@ def test_a_wrong_key_is_one_line_and_exit_code_2(change: str, capsys: pytest.Cap
     assert main.main(["up", str(DEPLOY / "demo.toml"), "--set", change]) == 2
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and change.partition("=")[0] in said.err and "Traceback" not in said.err
+
+
+def test_former_keys_of_the_product_lane_are_read_as_their_successors() -> None:
+    old = parse(
+        "[production]\ncontext_tokens = 9000\nturn_tokens = 70\nsimulate = true\npeak_requests_per_s = 0.2\n"
+    ).production
+    assert (old.limits.context_tokens, old.limits.max_turn_tokens, old.simulated_requests_per_s) == (9000, 70, 0.2)
+    assert old.limits.max_turns == 50, "a table with some of the limits leaves the others as they are"
+    assert parse("[production]\nsimulate = false\n").production.simulated_requests_per_s == 0.0

@@ -24,6 +24,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.bus.runtime.actor import Actor
 from headrace.config import (
+    AgentLimits,
     Algorithm,
     Config,
     Curriculum,
@@ -136,7 +137,9 @@ def configuration(folder: Path, seed: int, feedback: Feedback, gate: Gate, taugh
         mid_training=MidTraining(tokens=taught.tokens, processes=1, batch_tokens=512, learning_rate=4e-3),
         curriculum=Curriculum(steps=0, staleness=1),
         trainer=Trainer(rescore=4, micro_tokens=4096, checkpoint_every=50),
-        production=Production(turn_tokens=24, context_tokens=512, rollouts=("product",), idle_s=3600.0),
+        production=Production(
+            limits=AgentLimits(max_turn_tokens=24, context_tokens=512), rollouts=("product",), idle_s=3600.0
+        ),
         feedback=feedback,
         gate=gate,
     )

@@ -11,6 +11,7 @@ long as its manifest does.
 """
 
 import asyncio
+import os
 from pathlib import Path
 from typing import ClassVar
 
@@ -275,7 +276,12 @@ class WeightSender(Actor):
     def _encoding(self, target: Snapshot, base: Snapshot | None, hashes: bytes) -> Encoding:
         section = self.config.weights
         return Encoding(
-            target, base, name=section.codec, base_hashes=hashes, shards=section.shards, workers=section.encoders
+            target,
+            base,
+            name=section.codec,
+            base_hashes=hashes,
+            shards=section.shards,
+            workers=min(section.shards, os.cpu_count() or 1),
         )
 
     async def _target(self, ready: SnapshotReady) -> tuple[Path, NewVersion]:

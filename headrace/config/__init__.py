@@ -5,7 +5,17 @@ import everything from here; each module contains the sections of one part of th
 """
 
 from headrace.config.base import ConfigError, Section
-from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks, Tools
+from headrace.config.episodes import (
+    AgentLimits,
+    Curriculum,
+    Evaluation,
+    Judge,
+    Limits,
+    Production,
+    Rollout,
+    Tasks,
+    Tools,
+)
 from headrace.config.feedback import Feedback, Gate, branch_name
 from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Sandboxes, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
@@ -14,6 +24,7 @@ from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
 from headrace.config.tree import Config, branch_config
 
 __all__ = [
+    "AgentLimits",
     "Algorithm",
     "Bus",
     "Config",

@@ -100,8 +100,22 @@ class Limits(Section, frozen=True, kw_only=True):
     reserve_tokens: Count = 0
     """Tokens that are kept free for a summary with its thinking: the summary is requested this many tokens before
     context_tokens."""
-    max_summaries: Count = 64
-    """The most summaries of one attempt; it ends when it needs another one."""
+
+
+class AgentLimits(Limits, frozen=True, kw_only=True):
+    """Limits of a run of an agent; those that are not here are as in [limits]."""
+
+    max_turns: Positive = 50
+    """Turns of a run, summaries not counted; with the last one it ends."""
+    max_turn_tokens: Positive = 4096
+    """Most sampled tokens of one turn, also of a turn that a client's agent requests."""
+    max_tokens: Positive = 200_000
+    """Sampled tokens of a run, over all turns; with the last one it ends."""
+    context_tokens: Positive = 32_768
+    """Tokens of the context at which a summary is requested that replaces it; the longest context of a client's agent,
+    which summarises by itself."""
+    wall_s: Duration = 1800.0
+    """Seconds of a run; it ends after the turn in which they are over."""
 
 
 class Curriculum(Section, frozen=True, kw_only=True):
@@ -171,8 +185,6 @@ class Judge(Section, frozen=True, kw_only=True):
     """Weight of the rubric's value in the built-in reward; 0 records it without effect."""
     rubric_card: OptionalPath = ""
     """The judge's card (`headrace eval --judge`): criteria below its floors weigh nothing."""
-    rubric_cache: OptionalPath = ""
-    """File of the model's answers by content; empty: <run dir>/rubrics.sqlite."""
     model_url: HttpUrl = ""
     """Any endpoint that speaks the OpenAI API, such as ``http://127.0.0.1:30000/v1``."""
     model: Text = ""
@@ -237,15 +249,9 @@ class Production(Section, frozen=True, kw_only=True):
     batch is made. Tenants with API keys opt in by their keys (`headrace keys --add --training`)."""
     keys: OptionalPath = ""
     """File of API keys (`headrace keys`); empty: <run dir>/keys.json."""
-    turn_tokens: Positive = 4096
-    """The most sampled tokens of a turn that a client's agent requests."""
-    context_tokens: Positive = 32768
-    """The longest context of a client's agent, in tokens of prompt and turn together."""
     idle_s: Duration = 900.0
     """A client's session ends after this time without a request."""
-    limits: Limits = Limits(
-        max_turns=50, max_turn_tokens=4096, max_tokens=200_000, context_tokens=32_768, wall_s=1800.0
-    )
+    limits: AgentLimits = AgentLimits()
     """Limits of one run of an agent (`/v1/agents`), in the table [production.limits]."""
     webhook_hosts: tuple[Host, ...] = ()
     """Hosts that an agent's webhook may name; empty: none."""
@@ -263,7 +269,5 @@ class Production(Section, frozen=True, kw_only=True):
     forecast_s: Seconds = 300.0
     """Capacity is lent when neither the mean load of this time nor its trend, extended over the same time, is above
     `reclaim_above`; so not within this time of the scavenger's start. 0: the present load alone counts."""
-    simulate: bool = False
-    """Run simulated users against the gateway, with a day-and-night rhythm."""
-    peak_requests_per_s: Amount = 0.5
-    """Requests a second of all simulated users at noon."""
+    simulated_requests_per_s: Amount = 0.0
+    """Requests a second at noon of simulated users of the gateway, with a day-and-night rhythm; 0: no such users."""

@@ -113,7 +113,8 @@ def meanings(section: type[msgspec.Struct]) -> dict[str, str]:
     [tree] = ast.parse(inspect.getsource(section)).body
     assert isinstance(tree, ast.ClassDef)
     name = ""
-    texts: dict[str, str] = {}
+    above = section.__base__
+    texts = dict(meanings(above)) if above is not None and issubclass(above, Section) and above is not Section else {}
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id

@@ -117,14 +117,8 @@ class Numerics(Section, frozen=True, kw_only=True):
     """The action above a limit. warn: an event. mask: tokens whose ratio is beyond `mask_ratio` in either direction
     have no gradient. stop: the step is refused. roll_back: the step is refused, and the weights return to the last
     version that was followed by bound + 1 batches within the limits."""
-    limit_max_abs_dlp: Amount = 0.0
-    """Limit of the largest difference of a token's log-probability between sampler and trainer, in nats."""
     limit_k3: Amount = 0.0
     """Limit of the mean of k3, an estimate of the KL divergence between sampler and trainer, in nats a token."""
-    limit_differ: Share = 0.0
-    """Limit of the share of tokens whose two log-probabilities are not equal."""
-    limit_flips: Share = 0.0
-    """Limit of the share of token-layers that the trainer would route to other experts."""
     mask_ratio: Annotated[float, Meta(ge=1.0, le=1e12)] = 2.0
     """Factor between the trainer's and the sampler's probability beyond which `mask` takes a token's gradient away."""
     replay_plausible: Share = 0.0
@@ -148,8 +142,6 @@ class Weights(Section, frozen=True, kw_only=True):
     so exact mode holds and deltas are those of bf16, also on a CPU without bf16 instructions."""
     shards: Annotated[int, Meta(ge=1, le=65536)] = 1
     """Number of parts of a version that are encoded and fetched separately."""
-    encoders: Threads = 1
-    """Threads of the sender that encode shards; the bytes do not depend on it."""
     want: tuple[Path, ...] = ()
     """Tensors that this node needs, such as model.layers.3.*: it stages only their shards. Empty: all."""
     collect_chains: Count = 0

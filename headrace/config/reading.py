@@ -14,7 +14,12 @@ from headrace.config.rules import problems
 from headrace.config.tree import Config
 
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
-MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
+MOVED = {
+    "production.context_tokens": "production.limits.context_tokens",
+    "production.feedback_batch": "feedback.batch",
+    "production.gate_tasks": "gate.tasks",
+    "production.turn_tokens": "production.limits.max_turn_tokens",
+}
 """Keys that moved to another section: files and recorded runs with the old keys are still read."""
 SHAPED = (
     "length_penalty", "length_k", "length_q", "length_thinking_tokens", "length_call_tokens", "length_text_tokens",
@@ -24,7 +29,12 @@ SHAPED = (
 ANY = object()
 """In `FORMER`: a recorded run is read whatever value it has, because reading it does not depend on the key."""
 FORMER: dict[str, object] = {
+    "algorithm.beta1": 0.9,
+    "algorithm.guard_entropy": 2.0,
+    "algorithm.guard_reward": 0.5,
+    "algorithm.mask_low": ANY,
     "algorithm.max_k1": 0.0,
+    "algorithm.min_rate": 0.1,
     "algorithm.objective": "dr_grpo",
     "curriculum.lost_groups": 64,
     "engine.deadline_s": 600.0,
@@ -42,17 +52,26 @@ FORMER: dict[str, object] = {
     "judge.model_key": "",
     "judge.model_temperature": 0.7,
     "judge.reward_s": 30.0,
+    "judge.rubric_cache": "",
     "judge.severities": {},
+    "limits.max_summaries": 64,
+    "mid_training.beta1": 0.9,
+    "mid_training.min_rate": 0.1,
     "mid_training.weight_decay": 0.0,
+    "numerics.limit_differ": 0.0,
+    "numerics.limit_flips": 0.0,
+    "numerics.limit_max_abs_dlp": 0.0,
     "production.agent_idle_s": 1800.0,
     "production.command_s": 120.0,
     "production.day_s": 40.0,
+    "production.peak_requests_per_s": ANY,
     "production.turn_s": 300.0,
     "tasks.train_on_logs": False,
     "tools.evaluation": "plain",
     "tools.vary": False,
     "trainer.context_runs": 0,
     "trainer.micro_order": "flops",
+    "weights.encoders": ANY,
     "weights.fold_every": ANY,
     "weights.full_snapshots": ANY,
     "weights.peer_address": ANY,
@@ -203,11 +222,20 @@ def _move(raw: dict[str, Any], *, recorded: bool = False) -> None:
     """Move the values of `MOVED` keys to their new sections, where a value that is set has priority; drop the keys of
     `FORMER` that have their one value, and in a recorded configuration those with `ANY`."""
     for old, new in MOVED.items():
-        (section, key), (target, name) = old.split("."), new.split(".")
+        (section, key), (*targets, name) = old.split("."), new.split(".")
         keys = raw.get(section)
-        if isinstance(keys, dict) and key in keys and isinstance(moved := raw.setdefault(target, {}), dict):
-            moved.setdefault(name, keys[key])
-            del keys[key]
+        if not isinstance(keys, dict) or key not in keys:
+            continue
+        moved: Any = raw
+        for target in targets:
+            moved = moved.setdefault(target, {}) if isinstance(moved, dict) else None
+        if isinstance(moved, dict):
+            moved.setdefault(name, keys.pop(key))
+    production = raw.get("production")
+    if isinstance(production, dict) and "simulate" in production:
+        peak = production.pop("peak_requests_per_s", 0.5)
+        if production.pop("simulate") is True:
+            production.setdefault("simulated_requests_per_s", peak)
     algorithm = raw.get("algorithm")
     if isinstance(algorithm, dict) and (former := algorithm.pop("reward_options", None)):
         algorithm.setdefault("options", {}).setdefault("reward", former)

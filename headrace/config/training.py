@@ -67,11 +67,7 @@ class MidTraining(Section, frozen=True, kw_only=True):
     warmup: Share = 0.03
     """Share of the tokens over which the learning rate rises."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """The learning rate after the warm-up: linear and cosine fall to `min_rate` times the peak at the last token."""
-    min_rate: Share = 0.1
-    """Share of the peak rate that linear and cosine schedules reach at the last token."""
-    beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
-    """AdamW's decay of the mean of gradients, per step."""
+    """The learning rate after the warm-up: linear and cosine fall to a tenth of the peak at the last token."""
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.98
     """AdamW's decay of the mean of squared gradients, per step."""
     traces: Literal["repairs", "notes"] = "repairs"
@@ -127,13 +123,9 @@ class Algorithm(Section, frozen=True, kw_only=True):
     warmup_steps: Count = 2
     """Updates over which the learning rate rises; a step makes `minibatches` of them."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warm-up: linear and cosine fall over `decay_steps` to `min_rate` times the peak."""
+    """The learning rate after the warm-up: linear and cosine fall over `decay_steps` to a tenth of the peak."""
     decay_steps: Count = 0
     """Updates after the warm-up over which the schedules linear and cosine fall."""
-    min_rate: Share = 0.1
-    """Share of the peak rate at which the schedules linear and cosine end."""
-    beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
-    """AdamW's decay of the mean of gradients, per update."""
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.95
     """AdamW's decay of the mean of squared gradients, per update."""
     moments: Literal["float32", "bfloat16", "eight_bit"] = "float32"
@@ -158,15 +150,13 @@ class Algorithm(Section, frozen=True, kw_only=True):
     tis_clip: Above0 = 2.0
     """Upper bound on p_trainer / p_sampler as a token's weight."""
     weighting: Reference = "truncated"
-    """truncated: weights above the bound become the bound; masked: tokens above the bound or below `mask_low` have no
+    """truncated: weights above the bound become the bound; masked: tokens above the bound or below its inverse have no
     gradient; clipped, decoupled, sequence and sequence_masked are in headrace/algorithms/corrections.py, with their
     papers; or an entry point of headrace.losses, or module:attribute."""
     dual_clip: Amount = 0.0
     """With weighting = clipped, decoupled or sequence, the bound c of dual clip (Ye et al., arXiv 1912.09729): a token
     with a negative advantage A counts c A and has no gradient where its probability ratio is above c. 3.0 is the
     paper's; 0 is no bound, and a single unlikely token can then be most of a gradient."""
-    mask_low: Amount = 0.5
-    """With weighting = masked: p_trainer / p_sampler below which a token has no gradient."""
     ratio_low: Amount = 0.8
     """Lower end of the band of probability ratios of clipped, decoupled, sequence and sequence_masked."""
     ratio_high: Above0 = 1.2
@@ -187,11 +177,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """k1 above which the guard suspects a collapse (headrace/training/guard.py); 0 turns the guard off."""
     guard_patience: Positive = 2
     """Consecutive steps above `guard_k1` after which the guard rolls back. It rolls back earlier if reward or entropy
-    confirms the collapse."""
-    guard_reward: Share = 0.5
-    """A reward below this share of its mean over calm steps confirms the collapse."""
-    guard_entropy: Annotated[float, Meta(ge=1.0, le=1e12)] = 2.0
-    """An entropy that differs from its calm mean by this factor, up or down, confirms the collapse."""
+    confirms the collapse (headrace/training/guard.py)."""
     guard_backoff: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
     """Factor by which each rollback multiplies the learning rate."""
     reward: Reference = "shaped"

@@ -169,7 +169,7 @@ class ClientServing:
         self._sessions.over(turn)
 
     def _turn(self, request: ModelRequest, group: str, known: int = 0, recorded: int = -1) -> ClientTurn:
-        production = self._config.production
+        limits = self._config.production.limits
         session = self._sessions.get(group)
         return ClientTurn(
             run=self._run,
@@ -182,10 +182,10 @@ class ClientServing:
             policy=session.policy if session is not None else self._split.promoted,
             sampling=Sampling(
                 temperature=request.temperature,
-                max_turn_tokens=min(request.max_tokens or production.turn_tokens, production.turn_tokens),
+                max_turn_tokens=min(request.max_tokens or limits.max_turn_tokens, limits.max_turn_tokens),
             ),
             seed=secrets.randbits(31),
-            context_tokens=production.context_tokens,
+            context_tokens=limits.context_tokens,
             recorded=recorded,
             stream=request.stream and recorded < 0,
         )

@@ -128,7 +128,7 @@ async def see_through(
                     figures = group.create_task(RunMetrics(watch, bus, run.folder.path).follow())
                     other = group.create_task(beside(run, watch)) if beside is not None else None
                     simulated_users = None
-                    if run.config.production.enabled and run.config.production.simulate:
+                    if run.config.production.enabled and run.config.production.simulated_requests_per_s:
                         simulated_users = group.create_task(users.simulate(run.config, run.folder.path, stopping.asked))
                     await watch.until_finished(say)
                     run.finished = True

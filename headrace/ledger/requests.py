@@ -56,7 +56,6 @@ def limits_of(limits: sections.Limits) -> Limits:
         wall_s=limits.wall_s,
         max_parallel_calls=limits.max_parallel_calls,
         reserve_tokens=limits.reserve_tokens,
-        max_summaries=limits.max_summaries,
     )
 
 

@@ -178,7 +178,9 @@ def _objective(algorithm: Algorithm, batch: Batch, parts: int) -> Objective:
         divisor = batch_divisor(max(1, batch.trajectories - len(masked)), algorithm.constant_tokens, tokens)
     options = algorithm.options.loss
     return Objective(
-        Correction(algorithm.weighting, algorithm.tis_clip, algorithm.mask_low, band, algorithm.dual_clip, options),
+        Correction(
+            algorithm.weighting, algorithm.tis_clip, 1.0 / algorithm.tis_clip, band, algorithm.dual_clip, options
+        ),
         algorithm.kl_weight,
         algorithm.kl,
         algorithm.sequence_mean,

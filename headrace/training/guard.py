@@ -31,6 +31,10 @@ from torch import Tensor
 from headrace.config import Algorithm
 from headrace.training.state import TrainerState
 
+REWARD = 0.5
+"""A reward below this share of its mean over calm steps confirms the collapse."""
+ENTROPY = 2.0
+"""An entropy that differs from its calm mean by this factor, up or down, confirms it."""
 WINDOW = 8
 """Number of steps without an alarm whose mean reward and entropy a new step is compared with."""
 
@@ -65,10 +69,10 @@ def alarm(now: BatchMetrics, calm: Iterable[BatchMetrics], over: int, algorithm:
     earlier = list(calm)
     if earlier:
         reward = statistics.fmean(reading.reward for reading in earlier)
-        if now.reward < algorithm.guard_reward * reward:
+        if now.reward < REWARD * reward:
             return f"{said} and the reward fell from {reward:.3g} to {now.reward:.3g}"
         entropy = statistics.fmean(reading.entropy for reading in earlier)
-        if not entropy / algorithm.guard_entropy <= now.entropy <= entropy * algorithm.guard_entropy:
+        if not entropy / ENTROPY <= now.entropy <= entropy * ENTROPY:
             return f"{said} and the entropy went from {entropy:.3g} to {now.entropy:.3g}"
     return f"{said} for {over + 1} steps" if over + 1 >= algorithm.guard_patience else ""
 

@@ -33,6 +33,7 @@ from headrace.training import checkpoint
 from headrace.training.data.mixture import Mixture, phase
 from headrace.training.parallel.mid_training.shards import Shards, negative_logp, shares
 from headrace.training.parallel.mid_training.shards import Text as Trace
+from headrace.training.schedule import BETA1, LEAST_RATE
 from headrace.training.state import TrainerState
 
 __all__ = ["FILE", "Learner", "MidTrainingFailed", "Progress", "Trace", "batches", "learn", "learning_rate", "run"]
@@ -75,7 +76,7 @@ def learning_rate(recipe: MidTraining, done: float) -> float:
     decayed = (done - recipe.warmup) / (1.0 - recipe.warmup)
     if recipe.schedule == "cosine":
         decayed = (1.0 - math.cos(math.pi * decayed)) / 2.0
-    return recipe.learning_rate * (1.0 - (1.0 - recipe.min_rate) * decayed)
+    return recipe.learning_rate * (1.0 - (1.0 - LEAST_RATE) * decayed)
 
 
 def batches(traces: Iterable[Trace], tokens: int | Callable[[int], int], drawn: int = 0) -> Iterator[list[Trace]]:
@@ -200,7 +201,7 @@ class _OneProcess:
 
 def settings(recipe: MidTraining, moments: torch.dtype = torch.float32) -> OptimizerSettings:
     """The optimizer's settings. moments: dtype of both moments."""
-    return OptimizerSettings((recipe.beta1, recipe.beta2), moments=moments)
+    return OptimizerSettings((BETA1, recipe.beta2), moments=moments)
 
 
 def processes(recipe: MidTraining, device: torch.device) -> int:

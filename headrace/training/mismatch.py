@@ -164,18 +164,14 @@ def answer(measured: Measured, limits: Numerics, algorithm: Algorithm) -> Algori
         return algorithm
     if limits.on_mismatch in ("stop", "roll_back"):
         raise TooFar(said)
-    return msgspec.structs.replace(
-        algorithm, weighting="masked", tis_clip=limits.mask_ratio, mask_low=1.0 / limits.mask_ratio
-    )
+    return msgspec.structs.replace(algorithm, weighting="masked", tis_clip=limits.mask_ratio)
 
 
 def above(engines: Sequence[EngineMismatch], limits: Numerics) -> str:
-    """A text about the first figure of an engine above a limit; empty when there is none. NaN is above every limit."""
+    """A text about the first engine whose k3 is above the limit; empty when there is none. NaN is above every limit."""
     for engine in engines:
-        for name in ("max_abs_dlp", "k3", "differ", "flips"):
-            value, limit = getattr(engine, name), getattr(limits, f"limit_{name}")
-            if limit and not value <= limit:
-                return f"{name} {value:.3g} of engine {engine.engine or 'unnamed'} is above {limit:.3g}"
+        if limits.limit_k3 and not engine.k3 <= limits.limit_k3:
+            return f"k3 {engine.k3:.3g} of engine {engine.engine or 'unnamed'} is above {limits.limit_k3:.3g}"
     return ""
 
 

@@ -107,9 +107,8 @@ async def test_length_is_priced_and_the_verdict_is_not(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
 ) -> None:
     effort = {"thinking_tokens": 10.0, "call_tokens": 20.0, "text_tokens": 30.0, "calls": 40.0, "turns": 200.0}
-    rules = Algorithm(
-        options=Options(reward={f"length_{name}": x for name, x in effort.items()} | {"length_penalty": 0.001})
-    )
+    prices: dict[str, Any] = {f"length_{name}": x for name, x in effort.items()} | {"length_penalty": 0.001}
+    rules = Algorithm(options=Options(reward=prices))
     plain = trajectory("j2", "g1", {PATH: FIXED}, slot=1)
     (turn,) = plain.turns  # three tokens and one call
     counted = msgspec.structs.replace(turn, kinds=TokenKinds(thinking=1, calls=1))

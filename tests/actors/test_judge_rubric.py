@@ -81,8 +81,8 @@ async def test_a_rubric_is_a_part_of_the_reward_and_a_silent_endpoint_is_no_answ
             assert right.reward == sum(right.parts.values()) and right.passed
             assert (wrong.reward, wrong.rubric.value, wrong.rubric.calls) == (0.0, 0.0, 6)
             server.broken = True
-            short = msgspec.structs.replace(section, model_s=0.2, rubric_cache=str(tmp_path / "empty.sqlite"))
-            async with living(Judge, config(tmp_path, judge=short), await connect("judge"), "jf"):
+            short = msgspec.structs.replace(section, model_s=0.2)
+            async with living(Judge, config(tmp_path / "fresh", judge=short), await connect("judge"), "jf"):
                 lost = trajectory("jf", "g1", {PATH: FIXED})
                 await observer.publish(TRAJ.at(run="jf", group="g1"), lost, msg_id="jf.g1")
                 failed = await first(

@@ -71,7 +71,7 @@ def documented(run: Path) -> dict[str, set[Address]]:
 async def opened(anyio_backend: object) -> AsyncIterator[Opened]:
     folder = Path(tempfile.mkdtemp(prefix="headrace-"))
     folder.chmod(0o755)  # as a developer's folder: the run itself has to keep others out
-    settings = {"curriculum.steps": 500, "production.enabled": True, "production.simulate": False}
+    settings = {"curriculum.steps": 500, "production.enabled": True}
     try:
         async with up(folder, **settings) as started:
             await started.line("run r")

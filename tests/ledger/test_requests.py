@@ -27,10 +27,9 @@ def test_every_limit_of_a_request_has_a_key_in_the_configuration() -> None:
             wall_s=94.0,
             max_parallel_calls=95,
             reserve_tokens=96,
-            max_summaries=97,
         )
     )
-    assert set(msgspec.structs.astuple(limits_of(config.limits))) == {91, 92, 93, 94.0, 95, 96, 97}
+    assert set(msgspec.structs.astuple(limits_of(config.limits))) == {91, 92, 93, 94.0, 95, 96, 64}
 
 
 def test_a_users_prompt_and_files_replace_the_tasks() -> None:

@@ -15,7 +15,7 @@ from headrace.training.trainer import PolicyTrainer
 from tests.support.world import CONFIG, TOKENIZER, batch, model
 from tests.training.test_mid_training import texts
 
-WATCHED = Algorithm(guard_k1=0.05, guard_patience=3, guard_reward=0.5, guard_entropy=2.0)
+WATCHED = Algorithm(guard_k1=0.05, guard_patience=3)
 CALM = [BatchMetrics(0.01, 0.8, 2.0), BatchMetrics(0.02, 0.6, 2.2)]
 
 

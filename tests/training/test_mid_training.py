@@ -97,7 +97,7 @@ def test_what_was_kept_before_a_key_existed_goes_on(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(mid_training, "KEEP_SHARE", math.inf)
     recipe, checkpoint_file = msgspec.structs.replace(RECIPE, tokens=300), tmp_path / "kept"
     older = msgspec.to_builtins(recipe)
-    del older["schedule"], older["min_rate"], older["beta1"]
+    del older["schedule"], older["beta2"]
     with monkeypatch.context() as then:
         then.setattr(mid_training, "_words", lambda _: msgspec.json.encode(older).decode())
         run(model(), texts(), recipe, file=checkpoint_file)
@@ -135,19 +135,19 @@ def test_the_rate_rises_and_falls() -> None:
 
 
 def test_the_rate_follows_the_schedule() -> None:
-    linear = MidTraining(learning_rate=2.0, warmup=0.2, min_rate=0.5)
+    linear = MidTraining(learning_rate=2.0, warmup=0.2)
     cosine = msgspec.structs.replace(linear, schedule="cosine")
     constant = msgspec.structs.replace(linear, schedule="constant")
     points = (0.2, 0.4, 0.6, 1.0)
-    assert [learning_rate(linear, done) for done in points] == pytest.approx([2.0, 1.75, 1.5, 1.0])
-    assert [learning_rate(cosine, done) for done in points] == pytest.approx([2.0, 1.5 + 0.5 * 0.5**0.5, 1.5, 1.0])
+    assert [learning_rate(linear, done) for done in points] == pytest.approx([2.0, 1.55, 1.1, 0.2])
+    assert [learning_rate(cosine, done) for done in points] == pytest.approx([2.0, 1.1 + 0.9 * 0.5**0.5, 1.1, 0.2])
     assert [learning_rate(constant, done) for done in points] == [2.0, 2.0, 2.0, 2.0]
     assert learning_rate(msgspec.structs.replace(linear, warmup=1.0), 1.0) == 2.0
 
 
 def test_settings_of_the_optimizer_reach_the_weights() -> None:
     ends = []
-    for change in ({}, {"beta1": 0.0}, {"schedule": "constant"}, {"min_rate": 0.9}):
+    for change in ({}, {"beta2": 0.0}, {"schedule": "constant"}, {"warmup": 0.9}):
         net = model()
         run(net, texts(), msgspec.structs.replace(RECIPE, tokens=300, **change))
         ends.append(net.head.detach().clone())

@@ -215,10 +215,12 @@ def test_warm_up() -> None:
 
 
 def test_schedules_fall_from_the_peak_to_their_floor() -> None:
-    linear = Algorithm(schedule="linear", learning_rate=1.0, warmup_steps=2, decay_steps=4, min_rate=0.2)
-    assert [learning_rate(linear, step) for step in range(8)] == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    linear = Algorithm(schedule="linear", learning_rate=1.0, warmup_steps=2, decay_steps=4)
+    assert [learning_rate(linear, step) for step in range(8)] == pytest.approx(
+        [0.5, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1, 0.1]
+    )
     cosine = [learning_rate(msgspec.structs.replace(linear, schedule="cosine"), step) for step in range(8)]
-    assert cosine[:2] == [0.5, 1.0] and cosine[3] == pytest.approx(0.6) and cosine[5:] == pytest.approx([0.2] * 3)
+    assert cosine[:2] == [0.5, 1.0] and cosine[3] == pytest.approx(0.55) and cosine[5:] == pytest.approx([0.1] * 3)
     with pytest.raises(ValueError, match="decay_steps"):
         Algorithm(schedule="cosine")
 

@@ -39,7 +39,7 @@ class RubricJudge:
     """A judge model with the criteria of a configuration."""
 
     def __init__(self, section: Section, cache: Path) -> None:
-        """cache: the file to use where `rubric_cache` names none. RubricError, EndpointRefused: a wrong
+        """cache: file of the answers by content. RubricError, EndpointRefused: a wrong
         configuration."""
         self._section = section
         self.model_hash = model_hash(section.model, section.model_folder)
@@ -54,7 +54,7 @@ class RubricJudge:
             within_s=section.model_s,
             parallel=section.model_parallel,
         )
-        self._cache = Cache(Path(section.rubric_cache) if section.rubric_cache else cache)
+        self._cache = Cache(cache)
 
     @classmethod
     def of(cls, config: Config) -> "RubricJudge | None":

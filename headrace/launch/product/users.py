@@ -60,16 +60,16 @@ async def simulate(config: Config, run_dir: Path, stopping: asyncio.Event) -> No
         await product.opened()
         begin = time.monotonic()
         while not stopping.is_set():
-            now = rate(time.monotonic() - begin, DAY_S, config.production.peak_requests_per_s)
+            now = rate(time.monotonic() - begin, DAY_S, config.production.simulated_requests_per_s)
             # Thinning: candidates arrive at the peak rate and are accepted in proportion to the current rate.
-            pause = rng.expovariate(config.production.peak_requests_per_s)
+            pause = rng.expovariate(config.production.simulated_requests_per_s)
             try:
                 async with asyncio.timeout(pause):
                     await stopping.wait()
                 break
             except TimeoutError:
                 pass
-            if rng.random() * config.production.peak_requests_per_s < now:
+            if rng.random() * config.production.simulated_requests_per_s < now:
                 task = ids[-1 - rng.randrange(min(len(ids), 100))]
                 group.create_task(session(product, suite.name, task, f"user{rng.randrange(20)}", suite.oracle(task)))
 

@@ -108,7 +108,7 @@ def longest(config: Config) -> int:
         return limits.context_tokens + (0 if limits.reserve_tokens else 2 * limits.max_turn_tokens)
 
     if config.feedback.base:
-        return max(config.production.context_tokens, most(config.production.limits))
+        return most(config.production.limits)
     return most(config.limits)
 
 

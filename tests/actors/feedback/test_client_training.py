@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from benchmarks.feedback.world import PASSED, RUN, TOOL, Product, Taught, Users, ask, configuration, product
-from headrace.config import Feedback, Gate
+from headrace.config import AgentLimits, Feedback, Gate
 from headrace.engines.base import Sample, SampleRequest
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.messages.ledger import GroupClosed
@@ -159,7 +159,8 @@ async def test_a_step_on_parallel_calls_of_clients_has_mismatch_zero(tmp_path: P
     taught = Taught(tests=1.0, tokens=60_000, parallel=1.0)
     feedback = Feedback(enabled=True, batch=4, user_cap=0)
     config = configuration(tmp_path, 1, feedback, Gate(canary=(0.25,), sessions=1000), taught)
-    config = msgspec.structs.replace(config, production=msgspec.structs.replace(config.production, turn_tokens=48))
+    clients = msgspec.structs.replace(config.production, limits=AgentLimits(max_turn_tokens=48))
+    config = msgspec.structs.replace(config, production=clients)
     async with product(tmp_path, config, taught) as running, Users.of(running) as users:
         sessions = [*await two(chat_session, users), *await two(messages_session, users)]
         for number, session in enumerate(sessions):

@@ -38,7 +38,6 @@ SETTINGS: dict[str, Any] = {
     "tasks.unseen": "sums",
     "tasks.uncertified": True,
     "production.enabled": True,
-    "production.simulate": False,
     "feedback.enabled": True,
     "feedback.batch": 2,
     "feedback.user_cap": 0,

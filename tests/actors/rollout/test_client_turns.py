@@ -18,7 +18,7 @@ from headrace.actors.rollout.actor import Rollout
 from headrace.actors.rollout.client_turns import ClientTurns
 from headrace.bus.connection import Bus
 from headrace.bus.payloads import renderer_bundles
-from headrace.config import Config, Engine, Policy, Production, Run
+from headrace.config import AgentLimits, Config, Engine, Policy, Production, Run
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.gateway.tenants.keys import ApiKeys
 from headrace.messages.product import (
@@ -61,7 +61,9 @@ def config(folder: Path, **production: Any) -> Config:
     return Config(
         run=Run(dir=str(folder)),
         policy=SHAPE,
-        production=Production(rollouts=("product", "second"), turn_tokens=12, context_tokens=2048, **production),
+        production=Production(
+            rollouts=("product", "second"), limits=AgentLimits(max_turn_tokens=12, context_tokens=2048), **production
+        ),
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.actors.rollout.actor import Rollout
 from headrace.actors.rollout.client_turns import _Parts
-from headrace.config import Config
+from headrace.config import AgentLimits, Config
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.messages.base import Message
 from headrace.messages.product import (
@@ -43,7 +43,10 @@ SEED = 1
 def long(folder: Path) -> Config:
     made = config(folder)
     return msgspec.structs.replace(
-        made, production=msgspec.structs.replace(made.production, turn_tokens=LONG, context_tokens=2048)
+        made,
+        production=msgspec.structs.replace(
+            made.production, limits=AgentLimits(max_turn_tokens=LONG, context_tokens=2048)
+        ),
     )
 
 
@@ -92,7 +95,12 @@ async def _both(connect: Connect, run: str, folder: Path, count: int) -> None:
     gateway, observer = await connect("gateway"), await connect("admin")
     subject = RPC.at(service="rollout", caller="gateway", method=f"turn-{token(run)}")
     made = config(folder)
-    made = msgspec.structs.replace(made, production=msgspec.structs.replace(made.production, turn_tokens=24))
+    made = msgspec.structs.replace(
+        made,
+        production=msgspec.structs.replace(
+            made.production, limits=AgentLimits(max_turn_tokens=24, context_tokens=2048)
+        ),
+    )
     async with living(Rollout, made, await connect("rollout", node="n1"), run, "product"):
 
         async def ask(number: int, stream: bool) -> tuple[ClientTurnDone, list[Message]]:

@@ -296,7 +296,7 @@ async def test_a_location_that_does_not_answer_is_asked_again_until_it_does(
 @NEEDS_S3
 async def test_full_snapshots_go_through_s3(run: WeightRun, monkeypatch: pytest.MonkeyPatch) -> None:
     with bucket(monkeypatch) as url:
-        settings(run, full_snapshots_url=f"{url}/weights", region_dir=str(run.folder / "eu"), shards=3, encoders=2)
+        settings(run, full_snapshots_url=f"{url}/weights", region_dir=str(run.folder / "eu"), shards=3)
         await run.actor(WeightSender)
         for version in range(2):
             await run.train(version)

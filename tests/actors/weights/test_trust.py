@@ -79,7 +79,7 @@ async def test_what_nobody_signed_is_refused_until_the_configuration_says_so(run
 
 
 async def test_a_node_stages_its_own_shards_and_finds_them_again(run: WeightRun) -> None:
-    configure(run, shards=3, encoders=2, want=("layers.0.norm",), codec="d10-zstd")
+    configure(run, shards=3, want=("layers.0.norm",), codec="d10-zstd")
     await run.actor(WeightSender)
     receiver = await run.actor(WeightReceiver)
     for version in range(2):

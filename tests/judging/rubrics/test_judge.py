@@ -163,9 +163,8 @@ async def test_what_may_pass_is_asked_again_and_what_does_not_is_never_an_answer
         assert score.criteria[0].reason == "fenced"
         await judge.close()
         server.broken = True
-        short = msgspec.structs.replace(config.judge, model_s=1.0, rubric_cache=str(tmp_path / "other.sqlite"))
-        judge = RubricJudge.of(msgspec.structs.replace(config, judge=short))
-        assert judge is not None
+        short = msgspec.structs.replace(config.judge, model_s=1.0)
+        judge = RubricJudge(short, tmp_path / "other.sqlite")
         with pytest.raises(EndpointFailed, match="no usable answer within 1 s: "):
             await judge.judge(candidate())
         await judge.close()
@@ -173,8 +172,7 @@ async def test_what_may_pass_is_asked_again_and_what_does_not_is_never_an_answer
         server.failures.append(web.Response(status=401, text="unknown key"))
         (tmp_path / "key").write_text("a-key\n")
         keyed = msgspec.structs.replace(short, model_key_file=str(tmp_path / "key"))
-        judge = RubricJudge.of(msgspec.structs.replace(config, judge=keyed))
-        assert judge is not None
+        judge = RubricJudge(keyed, tmp_path / "other.sqlite")
         with pytest.raises(EndpointRefused, match="refuses model 'm1' with status 401: unknown key"):
             await judge.judge(candidate())
         await judge.close()
