@@ -47,7 +47,7 @@ def test_a_text_in_a_log_cannot_pass_for_a_line_of_it(tmp_path: Path, capsys: py
     forged = "x\n12:00:00.000  trainer       error   \x1b[31mstep_failed  everything is lost"
     line = {"timestamp": "2026-11-27T12:00:00Z", "level": "info", "event": "told", "actor": "judge", "text": forged}
     (tmp_path / "judge.log").write_text(json.dumps(line) + "\n" + forged + "\n")
-    logs.follow(tmp_path, logs.Wanted(), say, ends=lambda: True)
+    logs.follow(tmp_path, logs.LineFilter(), say, ends=lambda: True)
     shown = capsys.readouterr().out.splitlines()
     assert [each for each in shown if not each.startswith(" " * 14)] == shown[:1]
     assert shown[0].split()[1:4] == ["judge", "info", "told"]

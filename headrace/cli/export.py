@@ -203,13 +203,15 @@ async def atif(args: argparse.Namespace) -> int:
     async with bus_of(folder, "replay") as bus:
         decode, scores = await _decoder(bus, folder.id), await _scores(bus, folder.id)
 
-        def row(of: Attempt) -> object:
+        def row(of: StoredAttempt) -> object:
             return trajectory(of.made, of.task, decode, scores.get(of.seq), __version__, of.policy)
 
         return await _write(bus, folder, args.target, row, "trajectories")
 
 
-async def _write(bus: "Bus", folder: "RunDir", target: Path, row: Callable[["Attempt"], object], kind: str) -> int:
+async def _write(
+    bus: "Bus", folder: "RunDir", target: Path, row: Callable[["StoredAttempt"], object], kind: str
+) -> int:
     """Write the row of every attempt as a line of JSON; 1 if no attempt is stored. RunError."""
     from headrace.config import load
 
@@ -251,7 +253,7 @@ async def patches(args: argparse.Namespace) -> int:
     from headrace.launch.session import bus_of
     from headrace.tasks.exporting.patches import patch
 
-    def row(of: Attempt) -> object:
+    def row(of: StoredAttempt) -> object:
         name = of.made.task.task
         try:
             text, left_out = patch(of.task, of.made)
@@ -270,7 +272,7 @@ async def patches(args: argparse.Namespace) -> int:
         return await _write(bus, folder, args.target, row, "patches")
 
 
-class Attempt(NamedTuple):
+class StoredAttempt(NamedTuple):
     """A stored trajectory."""
 
     seq: int
@@ -285,7 +287,7 @@ class Attempt(NamedTuple):
         return f"{policy.kind}:{policy.name or policy.version}"
 
 
-async def attempts(bus: "Bus", run: str, suites: str) -> AsyncIterator[Attempt]:
+async def attempts(bus: "Bus", run: str, suites: str) -> AsyncIterator[StoredAttempt]:
     """All attempts of a run in the order of the stream, without users' sessions. suites: folder of the suites that
     have one. UnknownSuite."""
     from headrace.messages.subjects import TRAJ
@@ -295,7 +297,7 @@ async def attempts(bus: "Bus", run: str, suites: str) -> AsyncIterator[Attempt]:
     async for received in bus.history("HR_TRAJ", TRAJ.where(run=run)):
         made = received.message
         if isinstance(made, Trajectory) and made.lane != "production":
-            yield Attempt(received.seq, made, suite(made.task.suite).task(made.task.task))
+            yield StoredAttempt(received.seq, made, suite(made.task.suite).task(made.task.task))
 
 
 async def data(args: argparse.Namespace) -> int:

@@ -184,7 +184,7 @@ def top(args: argparse.Namespace) -> int:
     def lines_of(id: str) -> list[str]:
         if folder is None or not folder.logs.is_dir():
             return ["the logs are on the actor's host"]
-        return [logs.shown(line) for line in logs.read(folder.logs, logs.Wanted(actor=id), {})]
+        return [logs.shown(line) for line in logs.read(folder.logs, logs.LineFilter(actor=id), {})]
 
     async def body() -> int:
         async with run_of(args.run, args.config) as run:
@@ -218,7 +218,7 @@ def logs(args: argparse.Namespace) -> int:
     folder = runs.find(args.run)
     if not folder.logs.is_dir():
         raise runs.RunError(f"{folder.path} has no logs: its actors were started elsewhere, see their own output")
-    wanted = reading.Wanted(args.actor, args.trace, args.level)
+    wanted = reading.LineFilter(args.actor, args.trace, args.level)
     reading.follow(folder.logs, wanted, say, ends=lambda: not args.follow)
     return 0
 

@@ -9,8 +9,8 @@ from headrace.dashboard import errors, transcripts
 from headrace.dashboard.charts import bars, busy_strips, line_chart
 from headrace.dashboard.efficiency import in_order
 from headrace.dashboard.hypertext import escape
-from headrace.dashboard.records import Records
-from headrace.dashboard.report import Report, curve_of
+from headrace.dashboard.records import RunRecords
+from headrace.dashboard.report import RunReport, curve_of
 from headrace.dashboard.watch import Watch
 from headrace.messages.training import Efficiency
 
@@ -46,7 +46,7 @@ def number(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def headline(report: Report) -> str:
+def headline(report: RunReport) -> str:
     """The table at the top."""
     unseen, ledger, product = report.unseen_templates, report.ledger, report.production
     rows = [
@@ -188,7 +188,7 @@ def _efficiency(told: Sequence[tuple[int, Efficiency]]) -> list[str]:
     ]
 
 
-def render(report: Report, watch: Watch, records: Records, prompts: transcripts.Prompts) -> str:
+def render(report: RunReport, watch: Watch, records: RunRecords, prompts: transcripts.Prompts) -> str:
     """The whole page."""
     begin = watch.started
     everything = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()

@@ -14,7 +14,7 @@ from headrace.messages.weights import WeightManifest
 
 
 @dataclass
-class Measured:
+class EvaluatedAttempts:
     """The attempts of one evaluation, by task."""
 
     scores: dict[str, Score] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class Measured:
 
 
 @dataclass
-class Records:
+class RunRecords:
     """The records of a run; some kinds are only counted."""
 
     episodes: int = 0
@@ -31,7 +31,7 @@ class Records:
     malformed_calls: int = 0
     feedback: int = 0
     backends: set[str] = field(default_factory=set)
-    evaluations: dict[str, Measured] = field(default_factory=dict)
+    evaluations: dict[str, EvaluatedAttempts] = field(default_factory=dict)
     """Reason of an EvalRequest to its attempts."""
     deltas: list[WeightManifest] = field(default_factory=list)
     sessions: dict[str, float] = field(default_factory=dict)
@@ -42,14 +42,14 @@ class Records:
     """When the first slot of the train lane was issued; 0 when none was."""
 
 
-async def collect(bus: Bus, run: str, asked: Sequence[EvalRequest]) -> Records:
+async def collect(bus: Bus, run: str, asked: Sequence[EvalRequest]) -> RunRecords:
     """Read the streams of a run. asked: its evaluations."""
-    records = Records()
+    records = RunRecords()
     reasons = {group_prefix(request.id): request.reason for request in asked}
 
-    def evaluation_of(group: str) -> Measured | None:
+    def evaluation_of(group: str) -> EvaluatedAttempts | None:
         reason = reasons.get(group.rpartition("-")[0])
-        return records.evaluations.setdefault(reason, Measured()) if reason is not None else None
+        return records.evaluations.setdefault(reason, EvaluatedAttempts()) if reason is not None else None
 
     async for received in bus.history("HR_LEDGER", subjects.LEDGER.where(run=run)):
         message = received.message

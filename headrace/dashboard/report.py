@@ -13,7 +13,7 @@ import msgspec
 from headrace.config import Config, MidTraining
 from headrace.dashboard import errors
 from headrace.dashboard.efficiency import RunEfficiency, of_run
-from headrace.dashboard.records import Records
+from headrace.dashboard.records import RunRecords
 from headrace.dashboard.watch import LAST_PHASE, Watch
 from headrace.ledger.training import DURING
 from headrace.messages.evaluation import EvalResult
@@ -82,7 +82,7 @@ class HeldOutLoss(msgspec.Struct, frozen=True):
     after: float
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """Durations in seconds, CPU in milliseconds or seconds as the name says, rates from 0 to 1."""
 
     run: str
@@ -171,12 +171,12 @@ class Backends(NamedTuple):
 def build(
     config: Config,
     watch: Watch,
-    records: Records,
+    records: RunRecords,
     ledger: AuditReport,
     moments: Moments,
     restarts: Sequence[str],
     backends: Backends,
-) -> Report:
+) -> RunReport:
     """The report of a run that has ended."""
     steps, results = watch.steps, watch.evaluations
     now = time.time()
@@ -186,7 +186,7 @@ def build(
     # dominate the mean.
     ratios = [delta.raw_bytes / delta.wire_bytes for delta in records.deltas if delta.changed and delta.wire_bytes]
     vm_cpu_ms = watch.metric("environment", "vm_cpu_ms")
-    return Report(
+    return RunReport(
         run=watch.run,
         seed=config.run.seed,
         backend="+".join(sorted(records.backends)) or None,
@@ -337,7 +337,7 @@ def tasks_of(results: Sequence[EvalResult], reason: str) -> int:
 
 
 def machines_cpu_s(watch: Watch) -> dict[str, float]:
-    """`Report.vm_cpu_s`."""
+    """`RunReport.vm_cpu_s`."""
     total_ms = watch.metric("environment", "vm_cpu_ms")
     if not total_ms:
         return {}

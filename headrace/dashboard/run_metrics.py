@@ -35,13 +35,13 @@ class _State(msgspec.Struct):
     bytes: int = 0
 
 
-class _Config(msgspec.Struct, frozen=True):
+class _RecordedConfig(msgspec.Struct, frozen=True):
     max_bytes: int = -1
 
 
 class _Info(msgspec.Struct):
     state: _State
-    config: _Config = _Config()
+    config: _RecordedConfig = _RecordedConfig()
 
 
 def staleness_p99(step: StepDone) -> int:

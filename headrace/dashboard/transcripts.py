@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from headrace.dashboard.hypertext import escape
-from headrace.dashboard.records import Measured, Records
+from headrace.dashboard.records import EvaluatedAttempts, RunRecords
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.tasks import TaskRef
@@ -27,7 +27,7 @@ class Pair(NamedTuple):
     after: Trajectory
 
 
-def first_improved(before: Measured, after: Measured) -> Pair | None:
+def first_improved(before: EvaluatedAttempts, after: EvaluatedAttempts) -> Pair | None:
     """The first task in the order of the suite that failed before and passed after, with both trajectories stored."""
     for task in in_order(before):
         if task not in after.scores or before.scores[task].passed or not after.scores[task].passed:
@@ -37,13 +37,13 @@ def first_improved(before: Measured, after: Measured) -> Pair | None:
     return None
 
 
-def in_order(evaluation: Measured) -> list[str]:
+def in_order(evaluation: EvaluatedAttempts) -> list[str]:
     """The scored tasks in the order of the suite."""
     scores = evaluation.scores
     return sorted(scores, key=lambda task: (scores[task].group, scores[task].slot))
 
 
-def section(records: Records, prompts: Prompts) -> str:
+def section(records: RunRecords, prompts: Prompts) -> str:
     """The part of the report that shows the task: caption, prompt and both transcripts."""
     before, after = records.evaluations.get(BEFORE), records.evaluations.get(AFTER)
     if before is None or after is None:
@@ -61,7 +61,7 @@ def section(records: Records, prompts: Prompts) -> str:
     )
 
 
-def others(records: Records, prompts: Prompts) -> str:
+def others(records: RunRecords, prompts: Prompts) -> str:
     """The part of the report that shows two more attempts after training: one that passed a task of a template without
     training, and one that failed. Each is the first of its suite, so none is chosen."""
     parts = []
@@ -69,7 +69,7 @@ def others(records: Records, prompts: Prompts) -> str:
         (UNSEEN, True, "First task of a template without training that passes"),
         (AFTER, False, "First held-out task that fails"),
     ):
-        evaluation = records.evaluations.get(reason, Measured())
+        evaluation = records.evaluations.get(reason, EvaluatedAttempts())
         stored = (task for task in in_order(evaluation) if task in evaluation.trajectories)
         task = next((task for task in stored if evaluation.scores[task].passed is passed), None)
         if task is None:
@@ -82,7 +82,7 @@ def others(records: Records, prompts: Prompts) -> str:
     return "".join(parts)
 
 
-def caption(before: Measured, after: Measured) -> str:
+def caption(before: EvaluatedAttempts, after: EvaluatedAttempts) -> str:
     """The pass rates, and how many tasks changed in either direction."""
     tasks = before.scores.keys() & after.scores.keys()
     first = {task for task in tasks if before.scores[task].passed}

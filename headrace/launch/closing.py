@@ -11,7 +11,7 @@ from headrace.launch.output import complain, say
 
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
-    from headrace.dashboard.report import Moments, Report
+    from headrace.dashboard.report import Moments, RunReport
     from headrace.dashboard.watch import Watch
     from headrace.launch.processes import Run
     from headrace.messages.tasks import TaskRef
@@ -73,7 +73,7 @@ async def write_report(run: "Run", bus: "Bus", watch: "Watch", moments: "Moments
     return 0 if ledger.balanced else 1
 
 
-def print_table(report: "Report", folder: Path) -> None:
+def print_table(report: "RunReport", folder: Path) -> None:
     """Print the main figures."""
 
     def show(value: float | None) -> str:

@@ -16,7 +16,7 @@ POLL_S = 0.2
 _OWN = ("timestamp", "level", "event", "actor", "id", "run", "trace_id", "span_id", "text")
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """One line of a log."""
 
     time: float
@@ -26,14 +26,14 @@ class Line(NamedTuple):
     raw: str
 
 
-class Wanted(NamedTuple):
+class LineFilter(NamedTuple):
     """The lines to show; an empty field excludes no line."""
 
     actor: str = ""
     trace: str = ""
     level: str = ""
 
-    def shows(self, line: Line) -> bool:
+    def shows(self, line: LogLine) -> bool:
         """Whether a line passes. Text without fields passes only when no field is asked for."""
         fields = line.fields
         names = (str(fields.get("actor", "")), line.process, str(fields.get("id", "")))
@@ -55,7 +55,7 @@ class Tail:
         self.path, self.process = path, path.stem
         self._at, self._rest, self._time = 0, b"", 0.0
 
-    def read(self) -> Iterator[Line]:
+    def read(self) -> Iterator[LogLine]:
         """Whole lines since the last call."""
         try:
             with self.path.open("rb") as file:
@@ -70,7 +70,7 @@ class Tail:
         for raw in lines:
             yield self._line(raw.decode("utf-8", "replace"))
 
-    def _line(self, raw: str) -> Line:
+    def _line(self, raw: str) -> LogLine:
         fields: dict[str, Any] = {}
         if raw.startswith("{"):
             try:
@@ -78,18 +78,18 @@ class Tail:
                 self._time = datetime.fromisoformat(str(fields["timestamp"])).timestamp()
             except (msgspec.DecodeError, KeyError, ValueError, OverflowError, RecursionError):
                 fields = {}
-        return Line(self._time, self.process, fields, raw)
+        return LogLine(self._time, self.process, fields, raw)
 
 
-def read(folder: Path, wanted: Wanted, tails: dict[Path, Tail]) -> list[Line]:
+def read(folder: Path, wanted: LineFilter, tails: dict[Path, Tail]) -> list[LogLine]:
     """New lines of every log in a folder that pass, by time. tails: the state of reading per file; filled here."""
-    lines: list[Line] = []
+    lines: list[LogLine] = []
     for path in sorted(folder.glob("*.log")):
         lines += [line for line in tails.setdefault(path, Tail(path)).read() if wanted.shows(line)]
     return sorted(lines, key=lambda line: line.time)
 
 
-def shown(line: Line) -> str:
+def shown(line: LogLine) -> str:
     """A line for a terminal: time, process, level, event, text, the other fields, the trace. Further lines of its text
     are indented, so that none of them passes for a line of the log."""
     fields = line.fields
@@ -105,7 +105,7 @@ def shown(line: Line) -> str:
     return f"{head}{body}{trace}".replace("\n", f"\n{'':<28}")
 
 
-def follow(folder: Path, wanted: Wanted, say: Callable[[str], None], *, ends: Callable[[], bool]) -> None:
+def follow(folder: Path, wanted: LineFilter, say: Callable[[str], None], *, ends: Callable[[], bool]) -> None:
     """Show lines as they are written, until `ends` returns True."""
     tails: dict[Path, Tail] = {}
     while True:

@@ -26,7 +26,7 @@ NO_PAGE = "no live page: [bus] url names a broker, and [dashboard] websocket doe
 """The message of `up` when a page needs a setting of the operator's broker."""
 
 
-class Place(msgspec.Struct):
+class OpenPage(msgspec.Struct):
     """<run dir>/<id>/page.json, mode 0600: where a live run's page is."""
 
     page: str
@@ -47,13 +47,13 @@ def opened(page: str, key: str) -> str:
 def write_place(folder: Path, page: str, key: str, token: str) -> None:
     """Write the page's address; key and token are for this machine's operator alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    private(folder / "page.json", msgspec.json.encode(Place(page, key, token)).decode())
+    private(folder / "page.json", msgspec.json.encode(OpenPage(page, key, token)).decode())
 
 
-def read_place(folder: Path) -> Place | None:
+def read_place(folder: Path) -> OpenPage | None:
     """The address of a run's page; None when it has none."""
     path = folder / "page.json"
-    return msgspec.json.decode(path.read_bytes(), type=Place) if path.is_file() else None
+    return msgspec.json.decode(path.read_bytes(), type=OpenPage) if path.is_file() else None
 
 
 def address_of(config: Config) -> "Address | None":

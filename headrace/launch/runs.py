@@ -72,7 +72,7 @@ def create(root: Path, run: str, *, newest: bool = True) -> RunDir:
     return RunDir(path)
 
 
-class _Report(msgspec.Struct):
+class _FinishedReport(msgspec.Struct):
     steps: int
 
 
@@ -81,7 +81,7 @@ def refuse_finished(root: Path, run: str, steps: int) -> None:
     path = root / run / "report.json"
     if not run or not path.is_file():
         return
-    done = msgspec.json.decode(path.read_bytes(), type=_Report).steps
+    done = msgspec.json.decode(path.read_bytes(), type=_FinishedReport).steps
     if done >= steps:
         raise RunError(
             f"run {run} has ended after {done} steps and would train nothing: set [curriculum] steps above {done} to "

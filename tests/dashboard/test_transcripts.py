@@ -2,7 +2,7 @@
 
 import msgspec
 
-from headrace.dashboard.records import Measured, Records
+from headrace.dashboard.records import EvaluatedAttempts, RunRecords
 from headrace.dashboard.transcripts import AFTER, BEFORE, UNSEEN, first_improved, others, section
 from headrace.messages.tasks import TaskRef
 from tests.support import records
@@ -15,8 +15,8 @@ def asked(ref: TaskRef) -> str:
     return f"Repair <{ref.task}>"
 
 
-def measured(passed: dict[str, bool], *, stored: bool = True) -> Measured:
-    out = Measured()
+def measured(passed: dict[str, bool], *, stored: bool = True) -> EvaluatedAttempts:
+    out = EvaluatedAttempts()
     for number, (name, good) in enumerate(passed.items()):
         task = TaskRef("generated/heldout", name)
         group, slot = f"e1-{number // 8:06d}", number % 8
@@ -32,7 +32,7 @@ def test_the_first_improved_task_is_shown_with_the_pass_rates() -> None:
     after = measured({"z": True, "y": True, "x": True, "w": False})
     pair = first_improved(before, after)
     assert pair is not None and pair.task == "y", "the suite's order counts, not the name's"
-    text = section(Records(evaluations={BEFORE: before, AFTER: after}), asked)
+    text = section(RunRecords(evaluations={BEFORE: before, AFTER: after}), asked)
     assert "Of 4 held-out tasks" in text and "2 passed before and 3 after" in text
     assert "2 changed from fail to pass, 1 from pass to fail" in text
     assert text.index("&lt;y False&gt;") < text.index("&lt;y True&gt;")
@@ -40,16 +40,16 @@ def test_the_first_improved_task_is_shown_with_the_pass_rates() -> None:
 
 def test_a_report_without_such_a_task_says_why() -> None:
     before, after = measured({"a": False}), measured({"a": True}, stored=False)
-    assert "No task with stored transcripts" in section(Records(evaluations={BEFORE: before, AFTER: after}), asked)
-    assert "did not evaluate" in section(Records(evaluations={AFTER: after}), asked)
+    assert "No task with stored transcripts" in section(RunRecords(evaluations={BEFORE: before, AFTER: after}), asked)
+    assert "did not evaluate" in section(RunRecords(evaluations={AFTER: after}), asked)
 
 
 def test_two_more_attempts_are_the_first_of_their_suites_and_one_of_them_fails() -> None:
     after, unseen = measured({"z": True, "y": False, "x": False}), measured({"c": False, "b": True, "a": True})
-    text = others(Records(evaluations={AFTER: after, UNSEEN: unseen}), asked)
+    text = others(RunRecords(evaluations={AFTER: after, UNSEEN: unseen}), asked)
     assert "without training that passes, b (version" in text and "held-out task that fails, y (version" in text
     assert text.index("&lt;b True&gt;") < text.index("&lt;y False&gt;")
-    assert others(Records(), asked).count("none has a stored transcript") == 2
+    assert others(RunRecords(), asked).count("none has a stored transcript") == 2
 
 
 def test_a_text_shows_what_would_reorder_or_hide_it() -> None:
@@ -57,12 +57,12 @@ def test_a_text_shows_what_would_reorder_or_hide_it() -> None:
     after = measured({"a": False})
     bad = "if user != 'admin\u202e\u2066# is admin\u2069\u2066':\u200b\x1b[2K\x00"
     after.trajectories["a"] = msgspec.structs.replace(after.trajectories["a"], diff={"a.py": bad.encode()})
-    text = others(Records(evaluations={AFTER: after}), asked)
+    text = others(RunRecords(evaluations={AFTER: after}), asked)
     assert "admin\\u202e\\u2066# is admin\\u2069\\u2066&#x27;:\\u200b\\x1b[2K\\x00" in text
     assert all(character.isprintable() or character == "\n" for character in text)
 
 
 def test_a_transcript_begins_with_what_the_user_asks_for() -> None:
-    text = others(Records(evaluations={AFTER: measured({"a": False})}), asked)
+    text = others(RunRecords(evaluations={AFTER: measured({"a": False})}), asked)
     assert text.index("Repair &lt;a&gt;") < text.index("&lt;a False&gt;")
-    assert "The task:" not in others(Records(evaluations={AFTER: measured({"gone": False})}), asked)
+    assert "The task:" not in others(RunRecords(evaluations={AFTER: measured({"gone": False})}), asked)

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.launch.logs import Tail, Wanted, follow, read, shown
+from headrace.launch.logs import LineFilter, Tail, follow, read, shown
 
 
 def line(second: int, actor: str, event: str, **fields: str) -> str:
@@ -17,14 +17,14 @@ def test_lines_of_two_processes_are_merged_and_filtered(tmp_path: Path) -> None:
     (tmp_path / "judge.log").write_text(f"{line(2, 'judge', 'second', trace_id='ab12')}\nTraceback\n")
     (tmp_path / "rollout.log").write_text(f"{line(1, 'rollout', 'first')}\n{line(3, 'rollout', 'third')}\n")
 
-    def events(wanted: Wanted) -> list[str]:
+    def events(wanted: LineFilter) -> list[str]:
         return [each.fields.get("event", each.raw) for each in read(tmp_path, wanted, {})]
 
-    assert events(Wanted()) == ["first", "second", "Traceback", "third"]
-    assert events(Wanted(actor="judge")) == ["second", "Traceback"]
-    assert events(Wanted(trace="ab")) == ["second"]
-    assert events(Wanted(level="warning")) == []
-    assert "trace=ab12" in shown(read(tmp_path, Wanted(trace="ab"), {})[0])
+    assert events(LineFilter()) == ["first", "second", "Traceback", "third"]
+    assert events(LineFilter(actor="judge")) == ["second", "Traceback"]
+    assert events(LineFilter(trace="ab")) == ["second"]
+    assert events(LineFilter(level="warning")) == []
+    assert "trace=ab12" in shown(read(tmp_path, LineFilter(trace="ab"), {})[0])
 
 
 def test_a_half_written_line_waits_for_its_end_and_a_new_file_starts_over(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_following_shows_what_is_written_before_the_end(tmp_path: Path) -> None:
                 file.write(f"{line(2, 'judge', 'two')}\n")
         return over
 
-    follow(tmp_path, Wanted(), out.append, ends=ends)
+    follow(tmp_path, LineFilter(), out.append, ends=ends)
     assert [each.split()[3] for each in out] == ["one", "two"]
 
 
@@ -67,5 +67,5 @@ def test_following_shows_what_is_written_before_the_end(tmp_path: Path) -> None:
 )
 def test_a_line_that_no_actor_wrote_is_shown(tmp_path: Path, line: str) -> None:
     (tmp_path / "x.log").write_text(f"{line}\n")
-    [told] = read(tmp_path, Wanted(), {})
+    [told] = read(tmp_path, LineFilter(), {})
     assert shown(told)

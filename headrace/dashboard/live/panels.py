@@ -36,7 +36,7 @@ class Regions(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[ReplicaState]
 
 
-class Gate(msgspec.Struct, frozen=True, kw_only=True):
+class GateView(msgspec.Struct, frozen=True, kw_only=True):
     """The stage of the candidate, and every verdict with the time of its record."""
 
     now: GateState
@@ -49,7 +49,7 @@ class Leases(msgspec.Struct, frozen=True, kw_only=True):
     leases: list[CapacityLease]
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptBehaviour(msgspec.Struct, frozen=True, kw_only=True):
     """The behaviour of the policy in one attempt."""
 
     group: str
@@ -66,7 +66,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     """Attempts of the train lane after a sequence."""
 
-    attempts: list[Attempt]
+    attempts: list[AttemptBehaviour]
     last: int
     """The sequence after which the next request should ask."""
 
@@ -86,13 +86,13 @@ async def regions(bus: Bus, run: str, _: int) -> Regions:
     )
 
 
-async def gate(bus: Bus, run: str, _: int) -> Gate:
+async def gate(bus: Bus, run: str, _: int) -> GateView:
     """By the feedback actor's verdicts and its state."""
     where = s.EVENT.where(run=run, actor="feedback", type=GateVerdict.type_name)
     verdicts = [(received.time, received.message) async for received in bus.history("HR_EVENT", where)]
     entry = await (await bus.kv("HR_PRODUCT")).get(gate_key(run))
     state = entry[0] if entry is not None and isinstance(entry[0], GateState) else GateState(run=run)
-    return Gate(now=state, verdicts=verdicts)
+    return GateView(now=state, verdicts=verdicts)
 
 
 async def leases(bus: Bus, run: str, _: int) -> Leases:
@@ -112,7 +112,7 @@ async def behaviour(bus: Bus, run: str, after: int) -> Behaviour:
     return Behaviour(attempts=attempts, last=end)
 
 
-def attempt(trajectory: Trajectory) -> Attempt:
+def attempt(trajectory: Trajectory) -> AttemptBehaviour:
     """The figures of one attempt."""
     calls = [call.name for turn in trajectory.turns for call in turn.calls]
     results: dict[str, ToolResult] = {result.call_id: result for turn in trajectory.turns for result in turn.results}
@@ -123,7 +123,7 @@ def attempt(trajectory: Trajectory) -> Attempt:
         for call in turn.calls
         if call.name == "lint" and call.id in results and results[call.id].ok
     ]
-    return Attempt(
+    return AttemptBehaviour(
         group=trajectory.group,
         turns=len(trajectory.turns),
         calls=len(calls),

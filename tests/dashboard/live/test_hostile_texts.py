@@ -12,7 +12,7 @@ import pytest
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.dashboard import charts, errors, transcripts
-from headrace.dashboard.records import Measured, Records
+from headrace.dashboard.records import EvaluatedAttempts, RunRecords
 from headrace.dashboard.watch import Watch
 from headrace.messages import sandbox
 from headrace.messages import subjects as s
@@ -145,11 +145,11 @@ async def test_the_report_shows_them_and_runs_nothing(browser: "webdriver.Chrome
         hostile(records.score("e1-000000", 0, passed=passed, lane="eval", task=task), "verdict")
         for passed in (True, False)
     )
-    before, after = Measured(), Measured()
+    before, after = EvaluatedAttempts(), EvaluatedAttempts()
     for measured, scored in ((before, bad), (after, good)):
         measured.scores[PAYLOAD], measured.trajectories[PAYLOAD] = scored, made
     evaluations = {transcripts.BEFORE: before, transcripts.AFTER: after, transcripts.UNSEEN: after}
-    collected = Records(evaluations=evaluations)
+    collected = RunRecords(evaluations=evaluations)
     parts = [
         transcripts.section(collected, lambda _: PAYLOAD),
         transcripts.others(collected, lambda _: PAYLOAD),
