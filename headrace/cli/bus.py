@@ -56,7 +56,6 @@ def declare(args: argparse.Namespace) -> int:
     from headrace.bus.connection import Bus
     from headrace.bus.errors import BusError
     from headrace.bus.nats import streams
-    from headrace.launch.output import say
 
     config = args.settings
     url, credentials = args.url or config.bus.url, args.credentials or config.bus.credentials
@@ -92,7 +91,6 @@ def _add_backup(commands: "Commands") -> None:
 async def backup(args: argparse.Namespace) -> int:
     """Copy, and print the number of messages and bytes."""
     from headrace.bus.backup import back_up
-    from headrace.launch.output import say
     from headrace.launch.session import run_of
 
     async with run_of(args.run, args.config, "admin") as run:
@@ -113,7 +111,6 @@ def _add_restore(commands: "Commands") -> None:
 async def restore(args: argparse.Namespace) -> int:
     """Restore, and print the number of messages."""
     from headrace.bus.backup import restore as restored
-    from headrace.launch.output import say
     from headrace.launch.session import run_of
 
     async with run_of("", args.config, "admin") as run:

@@ -68,9 +68,7 @@ async def _here(args: argparse.Namespace, closing: "AsyncExitStack") -> int:
     from headrace.config import Config, load
     from headrace.dashboard.live.server import Address
     from headrace.launch import runs
-    from headrace.launch.output import say
     from headrace.launch.page import read_place, websocket_of
-    from headrace.launch.runs import RunError
 
     folder = runs.find(args.run)
     config = load(folder.config, args.set) if folder.config.is_file() else Config()
@@ -125,14 +123,11 @@ async def _serve(
     websocket: str,
 ) -> int:
     """Serve the page until the command is interrupted."""
-    import asyncio
     import sys
     from pathlib import Path
 
     from headrace.bus.connection import Bus
-    from headrace.launch.output import say
     from headrace.launch.page import opened, serving, write_place
-    from headrace.launch.runs import RunError
     from headrace.launch.supervision.notify import ready
 
     bus = await closing.enter_async_context(await Bus.connect(url, role="dashboard", credentials=credentials or None))
@@ -165,8 +160,6 @@ def _add_top(commands: "Commands") -> None:
 
 def top(args: argparse.Namespace) -> int:
     """Show the screen until the user quits."""
-    import asyncio
-    import time
 
     from headrace.config import Config, load
     from headrace.dashboard.watch import Watch
@@ -213,7 +206,6 @@ def logs(args: argparse.Namespace) -> int:
     """Print the lines that pass the filters."""
     from headrace.launch import logs as reading
     from headrace.launch import runs
-    from headrace.launch.output import say
 
     folder = runs.find(args.run)
     if not folder.logs.is_dir():
@@ -243,7 +235,6 @@ def _add_status(commands: "Commands") -> None:
 async def status(args: argparse.Namespace) -> int:
     """Print the state, the last step, evaluations, regions, bounds and actors, one per line; set the bound first."""
     from headrace.dashboard.report import curve_of
-    from headrace.launch.output import say
     from headrace.launch.session import run_of
     from headrace.messages import subjects
     from headrace.messages.evaluation import EvalResult
@@ -453,7 +444,7 @@ def _add_audit(commands: "Commands") -> None:
 async def audit(args: argparse.Namespace) -> int:
     """Print the report as one JSON line, and every fault in a sentence on standard error; 1 when the ledger does not
     balance."""
-    from headrace.launch.output import complain, say_report
+    from headrace.launch.output import complain
     from headrace.launch.session import run_of
     from headrace.replay.audit import prove
 

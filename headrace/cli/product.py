@@ -253,7 +253,6 @@ def _add_keys(commands: "Commands") -> None:
 def keys(args: argparse.Namespace) -> int:
     """Make or end a key; otherwise print a line per key: id, tenant, rate, opt-in to training, scopes."""
     from headrace.gateway.tenants.keys import USUAL, ApiKeys, key_file
-    from headrace.launch.output import say
 
     known = ApiKeys(key_file(args.settings))
     if args.add is not None:

@@ -227,7 +227,6 @@ async def rejudge(args: argparse.Namespace) -> int:
     """Judge the closed groups again; print one JSON line, and with --follow one per group."""
     from headrace.config import load
     from headrace.judging.rubrics.judge import RubricJudge
-    from headrace.launch import runs
     from headrace.launch.guests import prepare_host
     from headrace.launch.session import bus_of
     from headrace.messages import subjects
@@ -370,7 +369,6 @@ def _add_retrain(commands: "Commands") -> None:
 async def retrain(args: argparse.Namespace) -> int:
     """Train; print a JSON line per step and leave the weights in the folder."""
     from headrace.config import load
-    from headrace.launch import runs
     from headrace.launch.admission import changes
     from headrace.launch.session import bus_of
     from headrace.replay import recorded_run

@@ -189,7 +189,6 @@ def _add_deploy(commands: "Commands") -> None:
 
 def deploy(args: argparse.Namespace) -> int:
     """Write the files and print their paths."""
-    from pathlib import Path
 
     from headrace.bus.broker.websocket import ANYWHERE
     from headrace.launch.deploy import kubernetes, slurm, systemd

@@ -204,7 +204,6 @@ def _add_images(commands: "Commands") -> None:
 
 def images(args: argparse.Namespace) -> int:
     """Store the image and print its description as a JSON line; without a source list the images."""
-    from headrace.launch.output import complain
     from headrace.vmhost.images import building, imported, skopeo
 
     environment = args.settings.environment

@@ -64,7 +64,6 @@ async def with_chain(command: Callable[["Chain", argparse.Namespace], Awaitable[
 
 def snapshots_of(folder: RunDir, section: Weights) -> "FullSnapshots":
     """The full snapshots of a run, at the location that its configuration names."""
-    from headrace.launch.output import complain
     from headrace.weights.full.location import Location
     from headrace.weights.full.snapshots import FullSnapshots
 
