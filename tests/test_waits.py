@@ -53,7 +53,7 @@ REVIEWED: dict[str, str] = {
     "bus/runtime/delivery.py: DeliveryHandler.run": "an acknowledgement, which has the bus's deadline",
     "chaos/run.py: FaultInjector._claim": "the run's end cancels it, --minutes ends the run",
     "chaos/run.py: FaultInjector._until_at_work": "the run's end cancels it, --minutes ends the run",
-    "cli/observe.py: _serve": LOOPS,
+    "cli/dashboard.py: _serve": LOOPS,
     "cli/vm.py: follow": "a sandbox's call that answers within a second, with the channel's deadline",
     "engines/sglang/engine.py: SglangEngine._bring_back": "watches the server's process without end",
     "engines/sglang/engine.py: SglangEngine._send": CANCELLED,

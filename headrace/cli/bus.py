@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 def add(commands: "Commands") -> None:
     """Declare the commands."""
     _add_dlq(commands)
-    subcommands = group(
-        commands, "bus", "prepare a broker that headrace did not start; back streams up and restore them"
-    )
+    subcommands = group(commands, "bus", "prepare, back up and restore the broker's streams")
     for declare in (_add_declare, _add_backup, _add_restore):
         declare(subcommands)
 
@@ -124,7 +122,7 @@ LETTER_HELP = "number, or STREAM/CONSUMER/SEQUENCE"
 
 def _add_dlq(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("dlq", help="dead letters, messages that no actor could handle: list, show, settle")
+    parser = commands.add_parser("dlq", help="messages that no actor could handle: list, show, settle")
     add_run(parser)
     parser.add_argument("--all", action="store_true", help="list settled entries and other runs' entries too")
     letters = parser.add_mutually_exclusive_group()

@@ -49,7 +49,7 @@ FORMATS = {
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("export", help="write a run's weights, attempts or figures in another format")
+    parser = commands.add_parser("export", help="write a run's weights, attempts or figures to other formats")
     add_run(parser, optional=False)
     parser.add_argument("target", type=Path, metavar="TARGET", help="folder or file to write; must be new or empty")
     parser.add_argument(

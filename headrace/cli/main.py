@@ -20,13 +20,30 @@ from types import ModuleType
 from typing import NoReturn
 
 from headrace import __version__
-from headrace.cli import bus, export, measure, observe, policy, product, replay, tasks, trainer, vm, weights
+from headrace.cli import (
+    bus,
+    dashboard,
+    export,
+    images,
+    measure,
+    observe,
+    policy,
+    product,
+    replay,
+    status,
+    trainer,
+    vm,
+    weights,
+)
 from headrace.cli import run as running
+from headrace.cli.tasks import suites as tasks
 from headrace.errors import MACHINE, WRONG_INPUT, HeadraceError
 from headrace.terminal_text import plain
 
 MODULES: tuple[ModuleType, ...] = (
     running,
+    status,
+    dashboard,
     observe,
     replay,
     measure,
@@ -35,6 +52,7 @@ MODULES: tuple[ModuleType, ...] = (
     tasks,
     policy,
     trainer,
+    images,
     vm,
     weights,
     bus,

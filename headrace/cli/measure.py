@@ -30,7 +30,7 @@ TRACES = 40
 
 def _add_estimate(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("estimate", help="say how long a run takes on this machine's CPUs; starts nothing")
+    parser = commands.add_parser("estimate", help="say how long a run takes on this machine's CPUs")
     add_config_file(parser, "configuration, such as deploy/demo-pretrained.toml")
     parser.set_defaults(handler=estimate)
 
@@ -87,7 +87,7 @@ def _time(seconds: float) -> str:
 
 def _add_eval(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("eval", help="measure a policy on a suite, or a rubric judge against labels")
+    parser = commands.add_parser("eval", help="measure a policy on a suite, or a judge against labels")
     measured = parser.add_mutually_exclusive_group(required=True)
     measured.add_argument(
         "--policy",

@@ -27,7 +27,7 @@ def add(commands: "Commands") -> None:
 
 def _add_gate(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("gate", help="show the candidate's stage and every verdict so far; promote, roll back")
+    parser = commands.add_parser("gate", help="show the candidate's stage; promote, roll back")
     add_run(parser)
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
@@ -145,9 +145,7 @@ PURGE_S = 60.0
 
 def _add_purge(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "purge", help="delete a user's data everywhere, deny the user's later training, write a signed certificate"
-    )
+    parser = commands.add_parser("purge", help="delete a user's data everywhere; write a certificate")
     add_run(parser, optional=False)
     parser.add_argument("user", help="the user's name, as the client sends it; or the hash, with --hash")
     parser.add_argument("--tenant", default="", help="the user's tenant; without it that of [production]")
@@ -228,7 +226,7 @@ def _detail(answer: "Message") -> str:
 
 def _add_keys(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("keys", help="API keys of the gateway: list them, make one, end one")
+    parser = commands.add_parser("keys", help="API keys of the gateway: list, make, end")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--add", metavar="TENANT", help="make a key and print it; only its hash is stored")
     either.add_argument("--revoke", metavar="ID", help="end a key; a running gateway refuses it from then on")
@@ -271,7 +269,7 @@ def keys(args: argparse.Namespace) -> int:
 
 def _add_lines(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("lines", help="report how many lines of agents this git repository still has")
+    parser = commands.add_parser("lines", help="report the lines of agents that this repository still has")
     parser.add_argument(
         "--watch",
         nargs=2,
@@ -328,7 +326,7 @@ def report(args: argparse.Namespace) -> int:
 
 def _add_acp(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("acp", help="serve a gateway's agents to an editor (Agent Client Protocol, stdio)")
+    parser = commands.add_parser("acp", help="serve a gateway's agents to an editor (stdio)")
     parser.add_argument("--url", required=True, help="address of the gateway, such as http://127.0.0.1:8080")
     add_key(parser)
     parser.set_defaults(handler=serve)

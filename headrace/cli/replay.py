@@ -45,7 +45,7 @@ MODES = ("--step", "--steps", "--trajectory")
 
 def _add_replay(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("replay", help="run a recorded step or trajectory again and compare the results")
+    parser = commands.add_parser("replay", help="run a recorded step or trajectory again and compare")
     parser.add_argument("run", help="run id, path or 'latest'; or the folder of a bundle")
     parser.add_argument("--step", type=int, help="replay one step and compare its bits")
     parser.add_argument("--steps", type=integer(1), metavar="COUNT", help="replay COUNT steps, drawn with --seed")
@@ -207,7 +207,7 @@ async def _trajectory(args: argparse.Namespace) -> int:
 
 def _add_rejudge(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("rejudge", help="judge a run's trajectories again, without effect on its trainer")
+    parser = commands.add_parser("rejudge", help="judge a run's trajectories again, beside its trainer")
     add_run(parser, optional=False)
     parser.add_argument("--judge", required=True, metavar="VERSION", help="name of the new judge version")
     parser.add_argument(

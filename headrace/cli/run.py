@@ -21,7 +21,7 @@ def add(commands: "Commands") -> None:
 
 def _add_up(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("up", help="start a whole run on this machine and follow it to its end")
+    parser = commands.add_parser("up", help="start a whole run on this machine and follow it")
     add_config_file(parser, "configuration, such as deploy/demo.toml")
     parser.set_defaults(handler=up)
 
@@ -46,7 +46,7 @@ def refuse_data(config: "Config") -> None:
 
 def _add_check(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("check", help="find problems that would prevent a run from starting; starts nothing")
+    parser = commands.add_parser("check", help="find what would prevent a run from starting; start nothing")
     add_config_file(parser, "configuration; default: all defaults", optional=True)
     parser.add_argument(
         "--explain",
@@ -127,7 +127,7 @@ def down(args: argparse.Namespace) -> int:
 
 def _add_actor(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("actor", help="start one actor (or several, comma-separated) on this node")
+    parser = commands.add_parser("actor", help="start one actor on this node, or several")
     parser.add_argument("names", metavar="NAME[,NAME...]", help=f"{', '.join(ACTORS)}; NAME:ID sets the actor's id")
     add_config(parser, required=True)
     parser.add_argument("--run", default="", help="run id; default: [run] id of the configuration")
@@ -145,7 +145,7 @@ def actor(args: argparse.Namespace) -> int:
 
 def _add_chaos(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("chaos", help="start a run like `up`, and inject faults into its processes")
+    parser = commands.add_parser("chaos", help="start a run like `up`; inject faults into its processes")
     add_config_file(parser, "configuration, such as deploy/demo.toml")
     parser.add_argument(
         "--kills", type=integer(1), default=200, help="number of faults; a run that is too short for them is lengthened"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the commands of the group."""
-    subcommands = group(commands, "trainer", "plan the memory of a trainer; start the ranks of another machine")
+    subcommands = group(commands, "trainer", "plan a trainer's memory; start another machine's ranks")
     _add_plan(subcommands)
     _add_join(subcommands)
 

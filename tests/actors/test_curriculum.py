@@ -12,7 +12,7 @@ from headrace.actors import curriculum
 from headrace.actors.curriculum import Curriculum
 from headrace.bus.connection import Bus
 from headrace.bus.errors import WrongSequence
-from headrace.cli import observe
+from headrace.cli import status
 from headrace.ledger.training import TaskOrder
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import Admission, BoundAsked, GroupClosed, GroupDropped, SlotIssued, admission_key
@@ -302,7 +302,7 @@ async def test_an_operator_changes_the_bound_and_the_audit_reads_it_from_the_str
         first = Curriculum(config(steps), await connect("curriculum"), run, "c-1")
         await first.start()
         held = [await other.next_request() for _ in range(8)]
-        await observe.change(operator, run, 3)
+        await status.change(operator, run, 3)
         held += [await other.next_request() for _ in range(8)]
         kill(first)
         # A successor with another configuration: the streams decide, and no request is carried out twice.
@@ -314,7 +314,7 @@ async def test_an_operator_changes_the_bound_and_the_audit_reads_it_from_the_str
                 await other.closed(2 * (other.steps + 1))
                 await other.step()
                 if other.steps == 3:
-                    await observe.change(operator, run, 0)
+                    await status.change(operator, run, 0)
             await until_finished(other.bus, run)
         report, wrong = await prove(operator, run)
         said = [r.message async for r in other.bus.history("HR_SCORE", CLOSE.at(run=run, group="bound"))]

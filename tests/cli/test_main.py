@@ -67,3 +67,18 @@ def test_a_broker_that_is_down_is_one_sentence_also_with_closed_streams(tmp_path
     done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode == 4 and "127.0.0.1:1" in done.stderr, done.stderr
     assert done.stderr.startswith("headrace: ") or "headrace: " in done.stderr, done.stderr
+
+
+def leaves(commands: argparse.ArgumentParser) -> list[str]:
+    """The commands without subcommands, each with its group before it."""
+    names: list[str] = []
+    for action in commands._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                names += [f"{name} {each}" for each in leaves(below)] or [name]
+    return names
+
+
+def test_the_commands_fit_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(parser().format_help().splitlines()) <= 45 and len(leaves(parser())) <= 45

@@ -55,7 +55,7 @@ READERS: dict[str, tuple[str, ...]] = {
 }
 """A command, perhaps with an option, to its arguments; `{folder}` is a name that is new for each pass."""
 OTHERS = {
-    "up, actor, chaos, launch": "start actors, which test_unreadable.py drives",
+    "up, actor, chaos": "start actors, which test_unreadable.py drives",
     "eval": "starts actors, too; tests/bench/test_measured.py pollutes the streams that a benchmark is read from",
     "dashboard, top": "follow a live run: test_unreadable.py and `views` drive their readers",
     "purge, lines": "ask a running actor",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.tasks import images_of
+from headrace.cli.tasks.suites import images_of
 from headrace.messages.rollout import Limits
 from headrace.messages.tasks import Oracle, Step, Steps, StepTests, Task
 from headrace.tasks.exporting.harbor import ExportRefused, folder_of

@@ -1,0 +1,132 @@
+"""`headrace images`: stores container images for the sandboxes of this host, and lists them."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.cli.arguments import add_config, integer
+from headrace.launch.output import complain, say_report
+from headrace.terminal_text import plain
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+    from headrace.vmhost.images.imported import Image
+
+
+class ImageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The description of an image that the commands print."""
+
+    name: str
+    digest: str
+    tags: tuple[str, ...]
+    mib: float
+    entries: int
+    layers: int
+    blobs: tuple[str, ...]
+    """Digest and size of each file that holds a part of the image."""
+    workdir: str
+    user: str
+    memory_mb: int
+
+
+def show_image(image: "Image") -> None:
+    """Print the description of an image as one JSON line."""
+    report = ImageReport(
+        name=image.name,
+        digest=image.digest,
+        tags=image.tags,
+        mib=round(image.bytes / (1 << 20), 1),
+        entries=image.entries,
+        layers=len(image.layers),
+        blobs=tuple(f"{part.blob[:16]} {part.bytes / (1 << 20):.1f} MiB" for part in image.segments()),
+        workdir=image.workdir,
+        user=f"{image.uid}:{image.gid}",
+        memory_mb=image.memory_mb,
+    )
+    say_report(report)
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("images", help="store a container image; list those of the store")
+    parser.add_argument(
+        "source",
+        nargs="?",
+        metavar="SOURCE",
+        help="reference with its tag, such as docker.io/org/app:1.2; archive (docker save, OCI layout) or root "
+        "file system; docker-daemon:NAME:TAG or containers-storage:NAME:TAG by skopeo; Dockerfile or its folder",
+    )
+    parser.add_argument("--name", default="", help="name of the image in the store; default: from its tag or file name")
+    parser.add_argument(
+        "--tag",
+        default="",
+        help="the image to import from an archive of several; of a Dockerfile: the reference by "
+        "which tasks may name the image, default: NAME:latest",
+    )
+    parser.add_argument("--memory-mb", type=integer(64), default=0, help="memory of the image's machines; default: 512")
+    parser.add_argument("--file", default="", help="the Dockerfile, relative to the folder")
+    parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help="value of an ARG")
+    parser.add_argument("--timeout-s", type=integer(1), default=3600, help="time limit of a build or a copy in seconds")
+    parser.add_argument("--verify", action="store_true", help="list: read every blob and compare it with its digest")
+    add_config(parser)
+    parser.set_defaults(handler=images)
+
+
+def images(args: argparse.Namespace) -> int:
+    """Store the image and print its description as a JSON line; without a source list the images."""
+    from headrace.vmhost.images import building, imported, skopeo
+
+    environment = args.settings.environment
+    cache = Path(environment.cache_dir).absolute()
+    if args.source is None:
+        return list_images(cache, verify=args.verify)
+    path, memory = Path(args.source), args.memory_mb or imported.MEMORY_MB
+    request = imported.Request(name=args.name, memory_mb=memory)
+    if args.file or building.is_recipe(path):
+        options = building.BuildOptions.of(
+            environment,
+            file=args.file,
+            reference=args.tag,
+            arguments=tuple(args.build_arg),
+            timeout_s=args.timeout_s,
+        )
+        show_image(building.build(cache, path, request, options, _tell_line))
+    elif path.exists() or ":" not in args.source:
+        show_image(imported.take(cache, path, args.name, args.tag, memory))
+    else:
+        copying = skopeo.Copying(insecure=environment.insecure_registries, timeout_s=args.timeout_s)
+        show_image(skopeo.take(cache, args.source, request, copying, complain))
+    return 0
+
+
+def _tell_line(line: str) -> None:
+    sys.stderr.write(f"{plain(line)}\n")
+
+
+def list_images(cache: Path, *, verify: bool) -> int:
+    """Print the images; exit code 1 when one is damaged."""
+    from headrace.vmhost.errors import VmhostError
+    from headrace.vmhost.images import imported, store
+
+    code = 0
+    checked: dict[str, bool] = {}
+    for name in imported.names(cache):
+        image = imported.find(cache, name)
+        try:
+            if image is None:
+                raise VmhostError(f"the description of image {name} is damaged: store it again")
+            show_image(image)
+            for part in image.segments() if verify else ():
+                if part.folder not in checked:
+                    checked[part.folder] = store.intact(part)
+                if not checked[part.folder]:
+                    raise VmhostError(
+                        f"{part.path} was changed: run `headrace vm gc --forget {name}`, then store it again"
+                    )
+        except VmhostError as error:
+            complain(str(error))
+            code = 1
+    return code

@@ -1,0 +1,1 @@
+"""`headrace tasks`: makes, imports, certifies, shows and exports suites."""

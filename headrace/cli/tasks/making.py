@@ -1,0 +1,221 @@
+"""`headrace tasks make`: mutations of a package, its deleted features, a repository's commits."""
+
+import argparse
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.cli.arguments import add_config, integer
+from headrace.launch.output import complain, say
+from headrace.launch.runs import RunError
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+    from headrace.messages.tasks import Oracle, Task
+    from headrace.tasks.making.journal import Journal
+    from headrace.tasks.packages.lab import Lab
+    from headrace.vmhost.node.host import Host
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "make", help="make tasks: mutations of a package, its deleted features, a repository's commits"
+    )
+    parser.add_argument("kind", choices=("mutations", "features", "commits"))
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="mutations (one source) and features: NAME==VERSION or a source tree; commits: a repository",
+    )
+    parser.add_argument(
+        "--name",
+        default="",
+        help="suite name; features and commits continue an interrupted call of this name; mutations: default is the "
+        "package's name",
+    )
+    parser.add_argument("--test-command", default="", help="mutations: runs the tests; default: python3 -m pytest")
+    parser.add_argument("--count", type=integer(1), default=10, help="tasks of each source")
+    parser.add_argument("--tries", type=integer(1), default=60, help="candidates of each source that are tried")
+    parser.add_argument("--seed", type=int, default=1, help="seed that draws the mutations or features")
+    parser.add_argument(
+        "--changed-tests",
+        action="store_true",
+        help="commits: run only the test files that a commit adds or changes, for repositories with long test runs",
+    )
+    parser.add_argument(
+        "--only-tests",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="commits: with --changed-tests, only test files that match decide, such as 'tests/parsing/*'; repeatable",
+    )
+    parser.add_argument(
+        "--bare-prompt",
+        action="store_true",
+        help="commits: the prompt is the message alone, with nothing before it",
+    )
+    add_config(parser)
+    parser.set_defaults(handler=make)
+
+
+def make(args: argparse.Namespace) -> int:
+    """Make the suite; 1 when no candidate makes a certified task."""
+    from headrace.launch.session import looped
+
+    if not args.name and args.kind != "mutations":
+        raise RunError(f"expected --name: the suite of {args.kind} that is made or continued")
+    if args.test_command and args.kind != "mutations":
+        raise RunError(f"--test-command is for mutations, not for {args.kind}")
+    if args.kind == "mutations" and len(args.sources) != 1:
+        raise RunError(f"expected one package or source tree, got {len(args.sources)}: each makes a suite of its own")
+    if "/" in args.name or args.name.startswith("."):
+        raise RunError(f"expected a suite name without a slash, got {args.name!r}")
+    if args.only_tests and not (args.kind == "commits" and args.changed_tests):
+        raise RunError("--only-tests needs `make commits` with --changed-tests: otherwise all tests decide")
+    return looped(_mutations(args) if args.kind == "mutations" else _build(args))
+
+
+async def _build(args: argparse.Namespace) -> int:
+    """Make tasks of one source after another."""
+    from headrace.launch.guests import prepare_host
+    from headrace.tasks.making.journal import Journal
+    from headrace.vmhost.node.host import Host
+
+    config = args.settings
+    journal = Journal(args.name, Path(config.tasks.dir))
+    await prepare_host(config)
+    host = await Host.open(config.environment, limits=config.sandboxes)
+    try:
+        for source in args.sources:
+            if journal.tasks(source) < args.count:
+                await _source(args, source, journal, host)
+            journal.finish(f"{args.kind} of {', '.join(args.sources)}")
+    finally:
+        await host.close()
+    made = sum(journal.tasks(source) for source in args.sources)
+    # The processor time is left out: os.times misses what the warm process of a backend forks (most of it).
+    say(f"{made} certified tasks of {len(args.sources)} sources")
+    return 0 if made else 1
+
+
+Attempt = Callable[[], Coroutine[Any, Any, tuple["Task", "Oracle"]]]
+
+
+async def _source(args: argparse.Namespace, source: str, journal: "Journal", host: "Host") -> None:
+    """The tasks of one package or repository."""
+    from headrace.tasks.making.journal import NoTask
+    from headrace.tasks.packages.fetch import PackageError
+    from headrace.tasks.packages.lab import Lab, SuiteError
+
+    lab = Lab(host, f"make-{args.name}", "debian")
+    tried = 0
+    candidates = _features if args.kind == "features" else _commits
+    try:
+        async for id, attempt in candidates(lab, source, args):
+            if journal.tasks(source) >= args.count or tried >= args.tries:
+                break
+            tried += 1
+            if id in journal.lines:
+                continue
+            try:
+                task, oracle = await attempt()
+                await _certify(task, oracle, source, journal, host)
+            except NoTask as error:
+                journal.refuse(id, source, str(error))
+                say(f"{id}: no task: {error}")
+    except (PackageError, SuiteError, NoTask) as error:
+        complain(f"{source}: {error}")
+
+
+async def _features(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncIterator[tuple[str, Attempt]]":
+    """The candidates of a package, after its unchanged tests have run once."""
+    import asyncio
+
+    import msgspec
+
+    from headrace.tasks.making import features
+    from headrace.tasks.packages import sdist
+    from headrace.tasks.packages.fetch import fetch, read
+    from headrace.tasks.packages.lab import Exam
+
+    if Path(source).is_dir():
+        package = read(Path(source), Path(source).resolve().name)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            root = await asyncio.to_thread(fetch, source, Path(folder))
+            package = read(root, source.replace("==", "-"))
+    package = await sdist.with_requirements(lab, package, "", say)
+    plan, expected, seconds = await sdist.baseline(lab, package, "", 1, say)
+    plan = msgspec.structs.replace(plan, timeout_s=sdist.limit(seconds))
+    exam = await sdist.sealed(lab, package, Exam(plan=plan, expected=expected), say)
+    candidates = features.candidates(package, args.seed)
+    say(f"{package.name}: {len(expected)} tests pass in {seconds:.1f} s, {len(candidates)} features")
+    for feature in candidates:
+
+        async def attempt(feature: Any = feature) -> "tuple[Task, Oracle]":
+            return await features.attempt(lab, package, feature, exam, args.name)
+
+        yield features.id_of(package, feature), attempt
+
+
+async def _commits(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncIterator[tuple[str, Attempt]]":
+    """The candidates of a repository."""
+    from headrace.tasks.making import commits
+
+    name = Path(source).resolve().name
+    for commit in commits.commits(Path(source), args.only_tests):
+
+        async def attempt(commit: commits.Commit = commit) -> "tuple[Task, Oracle]":
+            return await commits.attempt(
+                lab, Path(source), commit, args.name, say, args.changed_tests, args.bare_prompt
+            )
+
+        yield commits.id_of(name, commit), attempt
+
+
+async def _certify(task: "Task", oracle: "Oracle", source: str, journal: "Journal", host: "Host") -> None:
+    """Examine the task like `headrace tasks certify`; NoTask if it is not certified."""
+    from headrace.judging import HostMachines
+    from headrace.judging.certifying import certify
+    from headrace.tasks.making.journal import NoTask, Single
+
+    async def event(kind: str, text: str = "", level: Any = "info", /, **_: Any) -> None:
+        if level == "error":
+            complain(f"{kind}: {text}")
+
+    made = await certify(Single(task, oracle), task.ref.task, HostMachines(host), event, backend=host.backend)
+    if made.verdict != "certified":
+        raise NoTask(f"{made.verdict}: {'; '.join(made.reasons)}")
+    journal.keep(source, task, oracle, made)
+    named = len(oracle.expected)
+    say(f"{task.ref.task}: {named} tests must pass, its tests reject {made.killed} of {made.mutants} mutants")
+
+
+async def _mutations(args: argparse.Namespace) -> int:
+    """Make the suite of mutations that a package's own tests detect; each is verified in a sandbox."""
+    from headrace.launch.guests import prepare_host
+    from headrace.tasks.packages import sdist
+    from headrace.vmhost.node.host import Host
+
+    config, (source,) = args.settings, args.sources
+    tree = Path(source).is_dir()
+    await prepare_host(config)
+    host = await Host.open(config.environment, limits=config.sandboxes)
+    try:
+        request = sdist.SuiteRequest(
+            package="" if tree else source,
+            path=Path(source) if tree else None,
+            test_command=args.test_command,
+            count=args.count,
+            seed=args.seed,
+            name=args.name,
+            root=Path(config.tasks.dir),
+        )
+        suite = await sdist.build(request, host, say)
+    finally:
+        await host.close()
+    say(f"{len(suite.ids())} tasks in {config.tasks.dir}/{suite.name}")
+    return 0
