@@ -2,8 +2,9 @@
 
 `trainer plan` prints the bytes per device by cause, and whether they fit. CONFIG is a run's TOML, or a Hugging Face
 folder (or its config.json). Of a folder only the shape is read; the rest is the default configuration with a learning
-rate of 1e-6 and sequences as long as a micro-batch. With `--offload optimizer` it also prints the bytes of the host's
-memory, of all processes of a node together.
+rate of 1e-6 and sequences as long as a micro-batch. `--set` changes it, such as trainer.micro_tokens, and so do the
+settings that the plan prints as one that fits. With [trainer] offload it also prints the bytes of the host's memory, of
+all processes of a node together.
 
 `trainer join` runs on every machine but the actor's, which is node 0. A node's number and the address of node 0 may
 come from the variables of torchrun and of Slurm: NODE_RANK, GROUP_RANK or SLURM_NODEID, and MASTER_ADDR with
@@ -55,21 +56,6 @@ def _add_plan(commands: "Commands") -> None:
     )
     parser.add_argument("--nodes", type=integer(1), metavar="N", help="nodes with so many devices (trainer.nodes)")
     parser.add_argument("--gpu-gib", type=number(0, above=True), default=80.0, metavar="GIB", help="memory per device")
-    parser.add_argument("--tokens", type=integer(1), metavar="N", help="inputs of a micro-batch (trainer.micro_tokens)")
-    parser.add_argument(
-        "--context", type=integer(1), metavar="N", help="devices that share one sequence (trainer.context_ranks)"
-    )
-    parser.add_argument(
-        "--moments",
-        choices=("float32", "bfloat16", "eight_bit"),
-        help="format of the optimizer's moments (algorithm.moments)",
-    )
-    parser.add_argument(
-        "--offload", choices=("none", "optimizer"), help="what the host's memory holds instead (trainer.offload)"
-    )
-    parser.add_argument(
-        "--recompute", action="store_true", help="compute activations again in backward (numerics.recompute)"
-    )
     parser.add_argument(
         "--skew", type=number(1), default=1.0, metavar="TIMES", help="rows of the busiest experts, in balanced ones"
     )
@@ -82,7 +68,7 @@ def plan(args: argparse.Namespace) -> int:
     from headrace.policy.config import CheckpointError
     from headrace.policy.layout import hugging_face, sizes
     from headrace.training import memory_plan
-    from headrace.training.figures.layout import MOMENTS, layout_of
+    from headrace.training.figures.layout import layout_of
 
     path = Path(args.config)
     shape = path.is_dir() or path.suffix == ".json"
@@ -98,19 +84,14 @@ def plan(args: argparse.Namespace) -> int:
         layout = layout._replace(
             devices=args.gpus or layout.devices,
             cpu=cpu,
-            moment_bytes=MOMENTS.get(args.moments, layout.moment_bytes),
-            offload={"none": False, "optimizer": True}.get(args.offload, layout.offload) and not cpu,
             nodes=args.nodes or layout.nodes,
-            context=args.context or layout.context,
-            tokens=args.tokens or layout.tokens,
-            recompute=args.recompute or layout.recompute,
             longest=0 if shape else layout.longest,
             skew=args.skew,
         )
         if policy.gpt_oss and (layout.devices > 1 or layout.context > 1):
             raise RunError(
-                "gpt_oss is trained on a CPU by one process: leave out --gpus and --context, and give the machine's "
-                "memory as --gpu-gib",
+                "gpt_oss is trained on a CPU by one process: leave out --gpus and trainer.context_ranks, and give the "
+                "machine's memory as --gpu-gib",
                 2,
             )
         memory = memory_plan.plan(policy, layout)

@@ -20,6 +20,9 @@ def run_toml(folder: Path, text: str) -> str:
     return str(folder / "run.toml")
 
 
+TOKENS = ("--set", "trainer.micro_tokens=65536")
+
+
 def total(shown: str) -> float:
     """GiB on each device."""
     (line,) = [line for line in shown.splitlines() if line.split()[0] == "total"][:1]
@@ -64,7 +67,7 @@ def test_three_published_policies_fit_eight_gpus_at_64k(
     name: str, count: str, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The totals equal docs/kernels.md, up to what another release of torch allocates."""
-    arguments = [str(SHAPES / name), "--gpus", "8", "--gpu-gib", "80", "--tokens", "65536"]
+    arguments = [str(SHAPES / name), "--gpus", "8", "--gpu-gib", "80", *TOKENS]
     documented = (ROOT / "docs" / "kernels.md").read_text()
     (line,) = [line for line in documented.splitlines() if line.startswith(f"| {name} |")]
     before, gib = (float(cell) for cell in line.split("|")[2:5:2])
@@ -74,7 +77,8 @@ def test_three_published_policies_fit_eight_gpus_at_64k(
     (fix,) = [line for line in shown.splitlines() if line.startswith("fits with")]
     assert recipe in fix and "trainer.offload = none" in fix
     keys = dict(pair.split(" = ") for pair in recipe.split(", "))
-    arguments += ["--context", keys["trainer.context_ranks"], "--moments", keys["algorithm.moments"], "--recompute"]
+    arguments += [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    arguments += ["--set", "trainer.ranks=8"]
     code, shown = planned(capsys, *arguments)
     assert code == 0 and "fits 8 x 80 GiB with 20% to spare (64.0 GiB)" in shown
     assert total(shown) == pytest.approx(gib, rel=0.01) and f"{total(shown):.1f} GiB of each device" in fix
@@ -82,18 +86,19 @@ def test_three_published_policies_fit_eight_gpus_at_64k(
 
 @pytest.mark.slow
 def test_four_gpus_hold_30b_with_the_optimizer_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
-    code, shown = planned(capsys, str(SHAPES / "Qwen3-30B-A3B"), "--gpus", "4", "--tokens", "65536")
+    code, shown = planned(capsys, str(SHAPES / "Qwen3-30B-A3B"), "--gpus", "4", *TOKENS)
     (fix,) = [line for line in shown.splitlines() if line.startswith("fits with")]
     assert code == 1 and "trainer.offload = optimizer" in fix and "of the host's memory" in fix
-    code, shown = planned(capsys, str(SHAPES / "Qwen3-30B-A3B"), "--gpus", "1", "--tokens", "65536")
+    code, shown = planned(capsys, str(SHAPES / "Qwen3-30B-A3B"), "--gpus", "1", *TOKENS)
     assert code == 1 and "no setting makes it fit: use more devices" in shown
 
 
 @pytest.mark.slow
 def test_a_shape_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(SHAPES / "Qwen3-30B-A3B"), "--gpus", "8", "--tokens", "65536", "--context", "4", "--recompute"]
+    arguments = [str(SHAPES / "Qwen3-30B-A3B"), *TOKENS, "--set", "trainer.context_ranks=4"]
+    arguments += ["--set", "numerics.recompute=true", "--set", "trainer.ranks=8"]
     _, plain = planned(capsys, *arguments)
-    experts = ["--set", "trainer.ranks=8", "--set", "trainer.expert_ranks=8"]
+    experts = ["--set", "trainer.expert_ranks=8"]
     (_, owned), (_, uneven) = (planned(capsys, *arguments, *experts, "--skew", skew) for skew in ("1", "8"))
     assert "trainer.expert_ranks = 8" in owned and total(plain) != total(owned) < total(uneven)
     _, faster = planned(capsys, *arguments, "--set", "algorithm.learning_rate=1e-3")
