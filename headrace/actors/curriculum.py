@@ -117,16 +117,16 @@ class Curriculum(Actor):
         self.spawn(self.until_superseded(self._run), "issuing")
         self.every(2.0, self._measure, "metrics")
         self._absences = Absences(self.bus, self.run)
-        wait_s = self.config.curriculum.actor_wait_s
+        wait_s = self.config.rollout.wait_s
         self.every(min(LOOK_S, wait_s / 4), self._end_without_actors, "live actors of the run")
 
     async def _end_without_actors(self) -> None:
-        """Unrecoverable once the run has waited `actor_wait_s` without a live actor of a role that it needs now."""
-        wait_s = self.config.curriculum.actor_wait_s
+        """Unrecoverable once the run has waited `[rollout] wait_s` without a live actor of a role that it needs now."""
+        wait_s = self.config.rollout.wait_s
         for role in self._needed():
             if await self._absences.seconds(role) >= wait_s:
                 raise Unrecoverable(
-                    f"no {role} of run {self.run} was alive for {wait_s:g} s ([curriculum] actor_wait_s): start one "
+                    f"no {role} of run {self.run} was alive for {wait_s:g} s ([rollout] wait_s): start one "
                     f"with `headrace actor {role} --run {self.run}`, then the curriculum again; nothing is lost"
                 )
 

@@ -144,9 +144,6 @@ class Curriculum(Section, frozen=True, kw_only=True):
     """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal are dropped (reason flat) and
     replaced, at most this many per batch that has begun; later batches may use what earlier ones did not. Beyond the
     limit such a group stays in its batch and has no gradient."""
-    actor_wait_s: Duration = 21_600.0
-    """How long a run waits for a role that it needs and that has no live actor: judge, trainer, dead_letter, evaluator
-    or certifier. Then the curriculum ends with an error that names the role."""
     canaries: Share = 0.0
     """Share of groups that get a task without a solution (tasks/impossible.py): an attempt that passes such a task has
     cheated."""
@@ -166,7 +163,9 @@ class Rollout(Section, frozen=True, kw_only=True):
     pull production and the others train and eval; without a product lane, every actor pulls all three."""
     wait_s: Duration = 21_600.0
     """How long an attempt waits for a live rollout actor, for a policy version, or for capacity of an environment node;
-    then it fails with dead_letter, no_policy or no_capacity. The first version is published after mid-training."""
+    then it fails with dead_letter, no_policy or no_capacity. The first version is published after mid-training. A run
+    waits as long for a role that it needs and that has no live actor (judge, trainer, dead_letter, evaluator,
+    certifier); then the curriculum ends with an error that names the role."""
     node_wait_s: Duration = 600.0
     """How long an attempt waits while no environment node answers; then it fails with no_environment."""
 

@@ -15,6 +15,7 @@ from headrace.config.tree import Config
 
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {
+    "curriculum.actor_wait_s": "rollout.wait_s",
     "production.context_tokens": "production.limits.context_tokens",
     "production.feedback_batch": "feedback.batch",
     "production.gate_tasks": "gate.tasks",

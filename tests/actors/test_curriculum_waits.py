@@ -25,7 +25,7 @@ async def test_a_run_without_an_actor_that_it_needs_ends_and_names_it(connect: C
     run, admin = f"r{token_hex(4)}", await connect()
     presence = await admin.kv("HR_PRESENCE")
     settings = c.Config(
-        curriculum=c.Curriculum(actor_wait_s=1.0),
+        rollout=c.Rollout(wait_s=1.0),
         evaluation=c.Evaluation(heldout_tasks=2, unseen_tasks=0, before=True, after=False),
     )
 

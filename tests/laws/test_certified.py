@@ -16,7 +16,7 @@ from headrace.actors.environment.actor import Environment as EnvironmentActor
 from headrace.bus.errors import Unrecoverable
 from headrace.cli.main import main
 from headrace.config import Config, Environment, Evaluation, Production, Run, Tasks
-from headrace.config import Curriculum as Waits
+from headrace.config import Rollout as Waits
 from headrace.judging import HostMachines
 from headrace.judging.certifying import certify
 from headrace.launch.checks import actors as checks
@@ -223,7 +223,7 @@ async def test_a_task_that_cannot_run_holds_up_no_other(connect: Connect, tmp_pa
 
 async def test_a_run_without_a_certifier_does_not_wait_for_ever(connect: Connect, tmp_path: Path) -> None:
     messages(tmp_path, pattern=".*")
-    settings = msgspec.structs.replace(config(tmp_path, certify=True), curriculum=Waits(actor_wait_s=0.4))
+    settings = msgspec.structs.replace(config(tmp_path, certify=True), rollout=Waits(wait_s=0.4))
     with pytest.raises(Unrecoverable, match=r"no certifier of run .* was alive for 0.4 s"):
         async with living(Curriculum, settings, await connect("curriculum"), "r0"), asyncio.timeout(PATIENCE_S):
             await asyncio.Event().wait()
