@@ -92,7 +92,6 @@ REVIEWED: dict[str, str] = {
     "tasks/packages/attempts.py: in_order": "attempts in sandboxes, each of whose calls has a deadline",
     "vmhost/backends/container/backend.py: ContainerBackend.settle": OWN,
     "vmhost/backends/process.py: ProcessBackend.settle": OWN,
-    "vmhost/backends/swerex/link.py: Link._spawn.guarded": "work whose HTTP requests have the session's timeout",
     "vmhost/channel.py: Channel._send": "a future that closing the channel has just resolved",
     "vmhost/network.py: Gate._relay": "the guest takes more bytes; the end of its sandbox cancels the relay",
     "vmhost/node/host.py: Host.acquire": START,

@@ -47,7 +47,6 @@ def test_built_in_backends_declare_what_they_can_do() -> None:
     limits = ("limit_vcpus", "limit_memory")
     assert capabilities("process").names() == ("network_list", *limits)
     assert capabilities("container").names() == ("upper_diff", "bounded", *limits, "limit_disk")
-    assert capabilities("swerex").names() == ()
 
 
 def test_an_unknown_backend_is_one_sentence() -> None:
