@@ -1,4 +1,4 @@
-"""Measures the cost of a machine: cold boot and clone, warm acquire, memory, round trips, forks, checkpoints, tools.
+"""Measures the cost of a machine: cold boot and clone, warm acquire, memory, round trips, forks, tools.
 
     python -m benchmarks.vm_clone [--small] [--light]
 
@@ -179,7 +179,7 @@ async def timed(sandbox: VmSandbox, op: Exec | RunTests | ReadFile | WriteFiles 
 
 
 async def in_use(environment: Environment, name: str, calls: int, has_pytest: bool) -> Figures:
-    """Round trips, push and pull, tools on a fresh and on a used clone, memory after tests, fork, checkpoint."""
+    """Round trips, push and pull, tools on a fresh and on a used clone, memory after tests, fork."""
     host = await Host.open(msgspec.structs.replace(environment, warm=0, max_vms=8, judge_share=0))
     guest_figures: Figures = {}
     try:
@@ -225,16 +225,6 @@ async def in_use(environment: Environment, name: str, calls: int, has_pytest: bo
         guest_figures["fork_two_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
         for fork in forks:
             host.release(fork.id)
-        for kind, whole in (("delta", False), ("whole", True)):
-            started = time.perf_counter()
-            blob = await host.checkpoint(tools.id, whole)
-            guest_figures[f"checkpoint_{kind}_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
-            guest_figures[f"checkpoint_{kind}_mib"] = round(len(blob) / (1 << 20), 2)
-            started = time.perf_counter()
-            back = await host.restore(blob, figures.request(name, 20 + whole))
-            guest_figures[f"restore_{kind}_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
-            assert (await back.call(ReadFile(path="src/pack.py"))).ok
-            host.release(back.id)
     finally:
         await host.close()
     return guest_figures

@@ -198,22 +198,6 @@ class Host:
         pairs = zip(into, copies, strict=True)
         return list(await asyncio.gather(*(self._admit(request, pooled, slot) for request, pooled in pairs)))
 
-    async def checkpoint(self, id: str, whole: bool = False) -> bytes:
-        """The sandbox as bytes from which `restore` continues: what it changed (for nodes with the very same template
-        files), or with `whole` all of it. SandboxLost, VmhostError."""
-        self.demand("checkpoint")
-        machine, slot = self._exclusive(id)
-        return await self._backend.checkpoint(machine, slot, whole)
-
-    async def restore(self, data: bytes, request: Acquire) -> VmSandbox:
-        """A sandbox on this node that continues from a checkpoint. SandboxLost, NoCapacity; VmhostError when the
-        checkpoint is damaged, its template is not this node's, or the request's key is in use."""
-        self.demand("checkpoint")
-        if SandboxKey.of(request) in self._keys:
-            raise VmhostError("the key of a restored sandbox must be new")
-        make, slot = await self._backend.restore(data)
-        return await self._admit(request, self._pool.make(request, make), slot)
-
     def _exclusive(self, id: str) -> tuple[Machine, int]:
         """The machine that a sandbox has for itself, and its slot. The machine ends with this sandbox from now on."""
         entry = self._sandboxes.get(id)

@@ -150,10 +150,9 @@ class Clone:
         if self._resuming is not None:
             await asyncio.shield(self._resuming)
 
-    async def freeze(self, whole: bool = False) -> Snapshot:
-        """A snapshot: the pages that the machine wrote, or with `whole` all that are not empty. The machine stops
-        meanwhile and continues afterwards. SandboxLost, VmhostError.
-        """
+    async def freeze(self) -> Snapshot:
+        """A snapshot: the pages that the machine wrote. The machine stops meanwhile and continues afterwards.
+        SandboxLost, VmhostError."""
         if self._lost.done() or self._monitor is None:
             raise SandboxLost(self._reason or "the machine has not started")
         if self.template.manifest.hardware.disk:
@@ -165,8 +164,7 @@ class Clone:
             await self._monitor.send("xen-save-devices-state", {"filename": self._devices.path})
             if self._lost.done():
                 raise SandboxLost(self._reason)
-            read = snapshot.all_pages if whole else snapshot.own_pages
-            numbers, pages = await asyncio.to_thread(read, self.pid, self._memory.mapped)
+            numbers, pages = await asyncio.to_thread(snapshot.own_pages, self.pid, self._memory.mapped)
             if self._lost.done():
                 raise SandboxLost(self._reason)
             devices = os.pread(self._devices.fd, os.fstat(self._devices.fd).st_size, 0)

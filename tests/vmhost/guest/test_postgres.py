@@ -99,18 +99,16 @@ async def test_it_runs_in_every_clone_and_each_has_its_own(host: Host) -> None:
         host.release(sandbox.id)
 
 
-async def test_it_survives_fork_and_restore(host: Host) -> None:
+async def test_it_survives_a_fork(host: Host) -> None:
     first = await host.acquire(wanted("c"))
     await query(first, "insert into users (name) values ('Grace Hopper')")
-    blob = await host.checkpoint(first.id)
     await query(first, "delete from users where id = 1")
     (fork,) = await host.fork(first.id, [wanted("c", 1)])
     await query(fork, "insert into users (name) values ('Only Here')")
-    restored = await host.restore(blob, wanted("d"))
     names = "select string_agg(split_part(name, ' ', 1), ',' order by id) from users"
-    seen = [await query(sandbox, names) for sandbox in (first, fork, restored)]
-    assert seen == ["Alan,Grace", "Alan,Grace,Only", "Ada,Alan,Grace"]
-    for sandbox in (first, fork, restored):
+    seen = [await query(sandbox, names) for sandbox in (first, fork)]
+    assert seen == ["Alan,Grace", "Alan,Grace,Only"]
+    for sandbox in (first, fork):
         looked = await sandbox.call(CheckIntegrity())
         assert looked.ok and looked.tampered == ()
         host.release(sandbox.id)
