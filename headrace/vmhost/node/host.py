@@ -27,7 +27,6 @@ from headrace.vmhost.images.packages import FLAVOURS
 from headrace.vmhost.node import capacity, slot_assignment
 from headrace.vmhost.node.pool import Pool, PooledMachine
 from headrace.vmhost.node.sandbox import VmSandbox as VmSandbox
-from headrace.vmhost.templates import task_templates
 
 HOSTNAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 
@@ -102,15 +101,14 @@ class Host:
         }
 
     def held(self) -> frozenset[str]:
-        """Names by which tasks may ask this node for an image or a task template that is stored on it. Reads the
+        """Names by which tasks may ask this node for an image that is stored on it. Reads the
         store where it changed since the last call."""
         cache = Path(self._environment.cache_dir).absolute()
         if not self.capabilities.upper_diff or not cache.is_dir():
             return frozenset()
         changed = cache.stat().st_mtime_ns
         if changed != self._held[0]:
-            recipes = task_templates.names(cache) if self.capabilities.kernel_private else ()
-            self._held = changed, frozenset((*imported.references(cache), *recipes))
+            self._held = changed, frozenset(imported.references(cache))
         return self._held[1]
 
     async def acquire(self, request: Acquire) -> VmSandbox:

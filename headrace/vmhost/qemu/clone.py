@@ -196,7 +196,7 @@ class Clone:
             self._monitor.send("migrate-incoming", {"uri": f"fd:{self._state_fd}"})
             self._control = await Channel.connect(self._qemu.ports[0], f"vm {self.pid}")
             await self._identify(secrets.token_bytes(32))
-            if self._begin is None and self.template.image is not None and not self.template.attached:
+            if self._begin is None and self.template.image is not None:
                 await self._attach(self.template.image)
             self._begin = None
         except (SandboxLost, VmhostError, OSError) as error:

@@ -13,7 +13,6 @@ numpy is imported where it computes, because `headrace check` imports this modul
 """
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -125,23 +124,6 @@ def put_pages(pid: int, name: str, snapshot: Snapshot) -> None:
             os.close(memory)
     except OSError as error:
         raise VmhostError(f"the machine's memory cannot be written: {error.strerror}") from None
-
-
-def write_ram(target: Path, size: int, snapshot: Snapshot) -> None:
-    """Write a snapshot's pages into a memory file, which is created (sparse) where it is missing."""
-    import numpy as np
-
-    view, at = memoryview(snapshot.pages), 0
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        os.ftruncate(fd, size)
-        for first, count in _runs(np.frombuffer(snapshot.numbers, "<u4")):
-            written = os.pwrite(fd, view[at : at + count * PAGE], first * PAGE)
-            if written != count * PAGE:
-                raise OSError(28, "No space left on device")
-            at += written
-    finally:
-        os.close(fd)
 
 
 def _runs(numbers: "np.ndarray[Any, np.dtype[Any]]") -> list[tuple[int, int]]:

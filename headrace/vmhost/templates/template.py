@@ -70,8 +70,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, Any]
     push_mb: int = 0
     """The largest frame that a slot accepts, in MiB; 0: as the flavour says."""
-    levels: tuple[str, ...] = ()
-    """Keys of the templates that this one was made from, the nearest first."""
 
 
 class Template(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +81,6 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     """State of the files when their hashes were checked."""
     image: Image | None = None
     """The image of its clones."""
-    attached: bool = False
-    """Whether the image was attached before the template was frozen."""
     limits: SandboxLimits = SandboxLimits()
     """The class of its machines."""
 
@@ -98,13 +94,13 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """The name by which a node finds it; a template of an image is named by the image's digest."""
-        name = self.image.digest if self.image is not None and not self.attached else self.manifest.name
+        name = self.image.digest if self.image is not None else self.manifest.name
         return classes.named(name, self.limits)
 
     @property
     def key(self) -> str:
         """The content address of what its clones begin as."""
-        if self.image is None or self.attached:
+        if self.image is None:
             return self.manifest.key
         return key_with(self.manifest.key, self.image, self.limits.disk_mib)
 
