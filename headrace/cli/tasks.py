@@ -133,7 +133,6 @@ def _add_make(commands: "Commands") -> None:
         default="",
         help="suite name, whose interrupted call is continued; default: the name of the only source",
     )
-    parser.add_argument("--test-command", default="", help="mutations: runs the tests; default: python3 -m pytest")
     parser.add_argument("--count", type=integer(1), default=10, help="tasks of each source")
     parser.add_argument("--tries", type=integer(1), default=60, help="candidates of each source that are tried")
     parser.add_argument("--seed", type=int, default=1, help="seed that draws the mutations")
@@ -162,8 +161,6 @@ def make(args: argparse.Namespace) -> int:
     """Make the suite; 1 when no candidate makes a certified task."""
     from headrace.launch.session import looped
 
-    if args.test_command and args.kind != "mutations":
-        raise RunError(f"--test-command is for mutations, not for {args.kind}")
     if not args.name and len(args.sources) > 1:
         raise RunError(f"expected --name: the suite of {len(args.sources)} sources")
     args.name = args.name or _named(args.sources[0])
@@ -236,7 +233,7 @@ async def _mutations(lab: "Lab", source: str, args: argparse.Namespace) -> "Asyn
     from headrace.tasks.packages import attempts, sdist
 
     package = await sdist.source_tree(source, "")
-    package, exam = await sdist.examined(lab, package, args.test_command, say)
+    package, exam = await sdist.examined(lab, package, say)
     for mutation in attempts.candidates(package, args.seed):
 
         async def attempt(mutation: Any = mutation) -> "tuple[Task, Oracle]":

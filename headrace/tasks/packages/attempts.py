@@ -17,8 +17,8 @@ from headrace.tasks.packages.lab import Exam, Lab, passed
 from headrace.tasks.packages.mutate import Mutation, mutations
 from headrace.tasks.packages.visible import choose, thin
 
-_PROMPT = 300
-"""Characters of a prompt: it has to fit into the smallest context in use."""
+PROMPT = "Tests fail. Run them, find the bug in the code and fix it."
+"""Without names: a prompt that names a hidden test is a leak (judging/solutions/leaks.py)."""
 
 
 def candidates(package: Package, seed: int) -> list[Mutation]:
@@ -67,24 +67,20 @@ def assemble(
     right = package.files[mutation.path]
     hidden_paths = {*package.tests, *package.support}
     open_files = {path: data for path, data in package.files.items() if path not in package.tests}
-    if plan.kind == "pytest":
-        used = {path.partition("::")[0] for path in plan.paths}
-        keep = choose(exam.expected, failing, random.Random(f"headrace/{package.name}/{seed}/{mutation.start}"))
-        visible = {}
-        for path in sorted(used):
-            functions = {name.partition("::")[2] for name in keep if name.partition("::")[0] == path}
-            if functions:
-                visible[path] = thin(package.files[path], functions)
-        paths = tuple(p for p in plan.paths if p in visible or p.partition("[")[0] in keep)
-        shown = [name for name in failing if name.partition("[")[0] in keep]
-    else:
-        visible, paths, shown = {path: package.files[path] for path in package.tests}, plan.paths, list(failing)
+    used = {path.partition("::")[0] for path in plan.paths}
+    keep = choose(exam.expected, failing, random.Random(f"headrace/{package.name}/{seed}/{mutation.start}"))
+    visible = {}
+    for path in sorted(used):
+        functions = {name.partition("::")[2] for name in keep if name.partition("::")[0] == path}
+        if functions:
+            visible[path] = thin(package.files[path], functions)
+    paths = tuple(p for p in plan.paths if p in visible or p.partition("[")[0] in keep)
     ref = TaskRef(suite, id_of(package, mutation))
     return (
         Task(
             ref=ref,
             family=f"mutation:{re.sub(r'-[0-9][^-]*$', '', package.name)}",
-            prompt=_prompt(shown),
+            prompt=PROMPT,
             files=open_files | visible | {mutation.path: mutation.apply(right)},
             allowed=package.sources,
             tests=msgspec.structs.replace(plan, paths=paths),
@@ -100,10 +96,3 @@ def assemble(
             solution={mutation.path: right},
         ),
     )
-
-
-def _prompt(failing: Sequence[str]) -> str:
-    few = [name for name in sorted(failing, key=len)[:2] if len(name) < 100]
-    such = f", such as {' and '.join(few)}" if few and few != ["command"] else ""
-    count = "A test fails" if len(failing) == 1 else f"{len(failing)} tests fail"
-    return f"{count}{such}. Find the bug in the code and fix it."[:_PROMPT]

@@ -5,7 +5,6 @@ kind of task that is made of a package or a repository (attempts.py, making/comm
 """
 
 import asyncio
-import shlex
 import tempfile
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
@@ -41,21 +40,20 @@ async def source_tree(source: str, name: str) -> Package:
         return read(root, name or source.replace("==", "-"))
 
 
-async def examined(lab: Lab, package: Package, test_command: str, say: Callable[[str], None]) -> tuple[Package, Exam]:
-    """The package with what its tests need, and its exam. test_command: argv as text, for packages whose tests pytest
-    alone cannot run; judged by its JUnit report if it names one, else by its exit code. SuiteError."""
-    package = await with_requirements(lab, package, test_command, say)
-    plan, expected, seconds = await baseline(lab, package, test_command, say)
+async def examined(lab: Lab, package: Package, say: Callable[[str], None]) -> tuple[Package, Exam]:
+    """The package with what its tests need, and its exam. SuiteError."""
+    package = await with_requirements(lab, package, say)
+    plan, expected, seconds = await baseline(lab, package, say)
     exam = Exam(plan=msgspec.structs.replace(plan, timeout_s=limit(seconds)), expected=expected)
     say(f"{len(expected)} tests of {package.name} pass in {seconds:.1f} s")
     return package, await sealed(lab, package, exam, say)
 
 
-async def with_requirements(lab: Lab, package: Package, test_command: str, say: Callable[[str], None]) -> Package:
+async def with_requirements(lab: Lab, package: Package, say: Callable[[str], None]) -> Package:
     """The package with the files of its requirements, where its tests miss modules and the package names any."""
     if not package.requires:
         return package
-    result = await lab.run(package.files, first_plan(package, test_command))
+    result = await lab.run(package.files, first_plan(package))
     modules = missing([*(test.message for test in result.tests), result.error, result.stdout, result.stderr])
     if not modules:
         return package
@@ -67,10 +65,8 @@ async def with_requirements(lab: Lab, package: Package, test_command: str, say: 
     return msgspec.structs.replace(package, files=files | package.files)
 
 
-def first_plan(package: Package, test_command: str = "") -> TestPlan:
-    """All tests of a package: by pytest, or by a command of the user's own."""
-    if test_command:
-        return TestPlan(kind="command", argv=tuple(shlex.split(test_command)), timeout_s=FIRST_RUN_S)
+def first_plan(package: Package) -> TestPlan:
+    """All tests of a package."""
     return TestPlan(kind="pytest", paths=package.tests, timeout_s=FIRST_RUN_S)
 
 
@@ -87,15 +83,13 @@ def first_error(result: OpResult) -> str:
     return errors[0] if errors else result.error or "no test is collected"
 
 
-async def baseline(
-    lab: Lab, package: Package, test_command: str, say: Callable[[str], None]
-) -> tuple[TestPlan, tuple[str, ...], float]:
+async def baseline(lab: Lab, package: Package, say: Callable[[str], None]) -> tuple[TestPlan, tuple[str, ...], float]:
     """A plan whose tests all pass on the untouched package, every time; their names; seconds that it takes.
 
     Tests that fail, that pass once and fail once, or whose name changes (a parameter that holds the sandbox's own path)
-    are left out; SuiteError where none is left, or where a command of the user's own has such tests.
+    are left out; SuiteError where none is left.
     """
-    plan = first_plan(package, test_command)
+    plan = first_plan(package)
     result = await lab.run(package.files, plan)
     names = passed(result)
     if not names:
@@ -104,10 +98,6 @@ async def baseline(
     ahead: list[OpResult] = []
     for repeat in range(1 + _REPEATS + _UNSTEADY_RUNS):
         bad = seen - set(names)
-        if bad and test_command:
-            raise SuiteError(
-                f"{len(bad)} tests of {package.name} do not pass every time in a sandbox, such as {min(bad)}"
-            )
         if bad and repeat:  # a name of one run alone cannot be asked for: the second run has the whole files too
             narrower = msgspec.structs.replace(plan, paths=_without(bad, names, package.tests))
             if narrower != plan:
@@ -143,8 +133,6 @@ def _without(bad: Set[str], names: Sequence[str], tests: Sequence[str]) -> tuple
 
 async def sealed(lab: Lab, package: Package, exam: Exam, say: Callable[[str], None]) -> Exam:
     """The exam with its tests sealed, as far as the untouched package passes them so; else as it was."""
-    if exam.plan.kind != "pytest":
-        return exam
     used = {path.partition("::")[0] for path in exam.plan.paths}
     files = {path: package.files[path] for path in used}
     leave: frozenset[int] = frozenset()

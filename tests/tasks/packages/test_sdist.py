@@ -169,9 +169,9 @@ def test_thinning_keeps_what_is_used() -> None:
     assert thin(helped, {"test_b"}) == helped and thin(helped, {"test_a"}) == b"def test_a():\n    pass\n\n\n"
 
 
-async def first(lab: Lab, package: Package, command: str, said: list[str]) -> tuple[Task, Oracle]:
+async def first(lab: Lab, package: Package, said: list[str]) -> tuple[Task, Oracle]:
     """The first task of a package's mutations."""
-    package, exam = await sdist.examined(lab, package, command, said.append)
+    package, exam = await sdist.examined(lab, package, said.append)
     for mutation in attempts.candidates(package, 1):
         with suppress(NoTask):
             return await attempts.attempt(lab, package, mutation, exam, package.name, 1)
@@ -228,7 +228,7 @@ async def test_a_suite_from_a_source_tree(tree: Path, host: Host, tmp_path: Path
     said: list[str] = []
     lab = Lab(host, "shapes", "debian")
     package = await sdist.source_tree(str(tree), "shapes-1.0")
-    suite = write_suite("shapes-1.0", tmp_path / "shapes-1.0", [await first(lab, package, "", said)], str(tree))
+    suite = write_suite("shapes-1.0", tmp_path / "shapes-1.0", [await first(lab, package, said)], str(tree))
     assert "tests of shapes-1.0 do not pass here every time and are left out" in said[0]
     opened = open_suite("shapes-1.0", tmp_path)
     assert list(opened.ids()) == list(suite.ids()) and len(opened.ids()) == 1
@@ -258,19 +258,11 @@ async def test_a_suite_from_a_source_tree(tree: Path, host: Host, tmp_path: Path
             open_suite(bad, tmp_path)
 
 
-@pytest.mark.slow  # the way is that of the suite above; what a command reports has tests in tests/vmhost/node
-async def test_a_suite_with_a_command_of_its_own(tree: Path, host: Host, tmp_path: Path) -> None:
-    command = "env PYTHONPATH=src python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . tests/test_area.py"
-    package = await sdist.source_tree(str(tree), "by-command")
-    _, oracle = await first(Lab(host, "shapes", "debian"), package, command, [])
-    assert oracle.expected == ("command",) and oracle.tests.kind == "command"
-
-
 async def test_tests_that_never_pass_make_no_suite(tmp_path: Path, host: Host) -> None:
     (tmp_path / "thing.py").write_text("def f():\n    return 1\n")
     (tmp_path / "test_thing.py").write_text("import not_there\n\n\ndef test_f():\n    pass\n")
     with pytest.raises(SuiteError, match=r"no test of thing passes in a sandbox: .*not_there"):
-        await sdist.examined(Lab(host, "t", "debian"), read(tmp_path, "thing"), "", print)
+        await sdist.examined(Lab(host, "t", "debian"), read(tmp_path, "thing"), print)
 
 
 def test_a_full_host_has_time_for_a_suite() -> None:
@@ -282,4 +274,4 @@ async def test_an_error_before_the_collection_is_in_the_sentence(tmp_path: Path,
     (tmp_path / "conftest.py").write_text("import plugin_that_is_missing\n")
     (tmp_path / "test_thing.py").write_text("def test_f():\n    pass\n")
     with pytest.raises(SuiteError, match="ModuleNotFoundError: No module named 'plugin_that_is_missing'"):
-        await sdist.examined(Lab(host, "t", "debian"), read(tmp_path, "thing"), "", print)
+        await sdist.examined(Lab(host, "t", "debian"), read(tmp_path, "thing"), print)
