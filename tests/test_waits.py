@@ -89,7 +89,6 @@ REVIEWED: dict[str, str] = {
     "launch/supervision/signals.py: interruptible": LOOPS,
     "replay/rejudge.py: LiveScores.more": "`headrace retrain --follow` follows without end; a lost broker ends it",
     "sandboxes/remote.py: RemoteSandbox.call": "the answer, which has a deadline, or the loss of the sandbox",
-    "tasks/packages/attempts.py: in_order": "attempts in sandboxes, each of whose calls has a deadline",
     "vmhost/backends/container/backend.py: ContainerBackend.settle": OWN,
     "vmhost/backends/process.py: ProcessBackend.settle": OWN,
     "vmhost/channel.py: Channel._send": "a future that closing the channel has just resolved",
