@@ -1,21 +1,23 @@
 """Mutations of a package as tasks: a change that the package's own tests notice.
 
 A task's hidden tests are the package's own. The agent gets the sources and about half of the test functions, always
-with one that fails, so that there is a symptom to follow and something left to be judged by (packages/visible.py).
+with one that fails: if all were visible, a repair that satisfies just them could not be told from a real one; if none
+that fails were, there would be no symptom.
 """
 
+import ast
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from headrace.messages.tasks import Oracle, Task, TaskRef
+from headrace.syntax_trees import parsed
 from headrace.tasks.making.journal import NoTask
 from headrace.tasks.packages.fetch import Package
 from headrace.tasks.packages.lab import Exam, Lab, passed
 from headrace.tasks.packages.mutate import Mutation, mutations
-from headrace.tasks.packages.visible import choose, thin
 
 PROMPT = "Tests fail. Run them, find the bug in the code and fix it."
 """Without names: a prompt that names a hidden test is a leak (judging/solutions/leaks.py)."""
@@ -95,4 +97,53 @@ def assemble(
             answers=exam.answers,
             solution={mutation.path: right},
         ),
+    )
+
+
+def _function(name: str) -> str:
+    """A test's name without its parameters."""
+    return name.partition("[")[0]
+
+
+def choose(names: Sequence[str], failing: Sequence[str], rng: random.Random) -> frozenset[str]:
+    """Functions (``path::function`` or ``path::Class::method``) to show: half of all, and of the failing ones at least
+    one but, where there are two or more, not all."""
+    bad = sorted({_function(name) for name in failing})
+    good = sorted({_function(name) for name in names} - set(bad))
+    shown = rng.sample(bad, max(1, len(bad) // 2)) + rng.sample(good, len(good) // 2)
+    return frozenset(shown)
+
+
+def thin(source: bytes, keep: Collection[str]) -> bytes:
+    """A test file without the test functions that are not in `keep` (``function`` or ``Class::method``).
+
+    A function that is used by name stays: tests call and wrap each other.
+    """
+    tree = parsed(source)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    lines = source.splitlines(keepends=True)
+    drop: set[int] = set()
+    filled: dict[int, bytes] = {}
+
+    def cut(body: Sequence[ast.stmt], prefix: str) -> int:
+        """Mark the statements to remove; return the number of the others."""
+        left = len(body)
+        for node in body:
+            assert node.end_lineno is not None
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if node.name.startswith("test") and prefix + node.name not in keep and node.name not in used:
+                    start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                    drop.update(range(start, node.end_lineno + 1))
+                    left -= 1
+            elif isinstance(node, ast.ClassDef) and not cut(node.body, f"{prefix}{node.name}::"):
+                first = node.body[0].lineno
+                filled[first] = b" " * node.body[0].col_offset + b"pass\n"
+        return left
+
+    cut(tree.body, "")
+    return b"".join(
+        filled[number] if number in filled else line
+        for number, line in enumerate(lines, 1)
+        if number in filled or number not in drop
     )

@@ -20,9 +20,9 @@ from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.making.journal import NoTask
 from headrace.tasks.packages import attempts, sdist
+from headrace.tasks.packages.attempts import choose, thin
 from headrace.tasks.packages.fetch import Package, PackageError, fetch, read, unpack
 from headrace.tasks.packages.lab import Lab, SuiteError
-from headrace.tasks.packages.visible import choose, thin
 from headrace.tasks.suites import write_suite
 from headrace.vmhost.node.host import Host
 

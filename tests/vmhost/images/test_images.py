@@ -4,6 +4,7 @@ import fcntl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.config import Environment
@@ -144,7 +145,7 @@ async def test_an_image_runs_as_its_configuration_says(host: Host, busybox: str)
 async def test_what_a_template_is_made_of_decides_its_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = base.Parts(cache, next(cache.glob("base-*")), "7", "tcg", "microvm", print)
     keys = [
-        base.plan(environment(cache, **change), "light").key(parts)
+        base.plan(msgspec.structs.replace(environment(cache), **change), "light").key(parts)
         for change in ({}, {"memory_mb": 256}, {"slots_per_vm": 3})
     ]
     keys.append(base.plan(environment(cache), "light").key(parts._replace(version="8")))
