@@ -104,6 +104,7 @@ REVIEWED: dict[str, str] = {
     "vmhost/qemu/backend.py: CloneBackend.settle": GONE,
     "vmhost/qemu/backend.py: CloneBackend.close": CANCELLED,
     "vmhost/qemu/clone.py: Clone.blame": GONE,
+    "vmhost/qemu/clone.py: Clone._close": GONE,
     "vmhost/qemu/clone.py: Clone.ready": "a call of the guest with the channel's deadline",
     "vmhost/qemu/clone.py: Clone.start": GONE,
     "vmhost/templates/template.py: _freeze": GONE,

@@ -110,6 +110,8 @@ class Clone:
         self._hung = False
         """Whether QEMU closed its monitor, which happens only when it ends."""
         self._resuming: asyncio.Task[None] | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._connected = False
         self._closing: asyncio.Task[None] | None = None
         # A page that the guest reads before it writes counts twice: reading a hole of the template's memory file makes
         # a page of that file, charged to the first reader, and writing makes the clone's own.
@@ -200,7 +202,8 @@ class Clone:
         """Load the state, run, set the clock. SandboxLost when the guest does not answer."""
         try:
             self._control = await Channel.connect(self._qemu.ports[0], f"vm {self.pid}")
-            await asyncio.gather(self._load(), self._identify(secrets.token_bytes(32)))
+            self._loading = asyncio.get_running_loop().create_task(self._load())
+            await asyncio.gather(self._loading, self._identify(secrets.token_bytes(32)))
             if self._begin is None and self.template.image is not None:
                 await self._attach(self.template.image)
             self._begin = None
@@ -221,6 +224,7 @@ class Clone:
             self._hung = True
             self._end("its monitor closed")
             raise SandboxLost(self._reason) from None
+        self._connected = True
         if self._begin is not None:  # QEMU answers, so its memory is mapped
             await asyncio.to_thread(snapshot.put_pages, self.pid, self._memory.mapped, self._begin)
             self._unlike_template = bool(self._changed_pages())
@@ -403,11 +407,16 @@ class Clone:
         self._closing = asyncio.get_running_loop().create_task(self._close())
 
     async def _close(self) -> None:
-        """Close the host's ends; then it is gone."""
-        with suppress(QMPError, EOFError, OSError):  # how the monitor ended is told by `_exit_text`
-            await self._monitor.disconnect()
-        self._qemu.close()
-        self.gone.set_result(None)
+        """Close the host's ends; then it is gone. A connection that is not made yet fails and closes itself."""
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
+        try:
+            if self._connected:
+                with suppress(QMPError, EOFError, OSError):  # `_exit_text` says how it ended
+                    await self._monitor.disconnect()
+        finally:
+            self._qemu.close()
+            self.gone.set_result(None)
 
 
 def _in_memory(data: bytes) -> int:
