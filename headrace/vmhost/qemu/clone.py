@@ -106,7 +106,7 @@ class Clone:
         self._state_fd = state
         self.pid = self._qemu.pid
         self._control: Channel | None = None
-        self._monitor = QMPClient(f"vm {self.pid}")
+        self._monitor = QMPClient()  # the logger of a name would stay for ever
         self._hung = False
         """Whether QEMU closed its monitor, which happens only when it ends."""
         self._resuming: asyncio.Task[None] | None = None
