@@ -1,4 +1,4 @@
-"""Measures the cost of a machine: cold boot and clone, warm acquire, memory, round trips, forks, checkpoints, tools.
+"""Measures the cost of a machine: cold boot and clone, warm acquire, memory, round trips, forks, tools.
 
     python -m benchmarks.vm_clone [--small] [--light]
 
@@ -15,23 +15,24 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
 
 from benchmarks.conditions import at_least, at_most, cannot_run, finish
 from headrace.config import Environment
-from headrace.messages.sandbox import Exec, OpResult, PullTar, ReadFile, RunTests, SandboxLost, WriteFiles
+from headrace.messages.sandbox import Acquire, Exec, OpResult, PullTar, ReadFile, RunTests, SandboxLost, WriteFiles
 from headrace.messages.tasks import TestPlan
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import base as image
 from headrace.vmhost.images import packages
 from headrace.vmhost.node.host import Host, VmSandbox
-from headrace.vmhost.qemu import figures, process, snapshot
+from headrace.vmhost.qemu import process, snapshot
+from headrace.vmhost.qemu.backend import CloneBackend
 from headrace.vmhost.qemu.clone import Clone
 from headrace.vmhost.qemu.memory import Memory, descriptor
 from headrace.vmhost.templates import template
@@ -54,6 +55,47 @@ TOOLS = {
     "ripgrep": "rg -c double src",
     "git": "git init -q . && git status --short",
 }
+
+
+class Measured(NamedTuple):
+    """One acquire."""
+
+    wall_ms: float
+    private_mib: float
+    """Anonymous memory of its machine while it was parked."""
+
+
+def request(template: str, slot: int, files: Mapping[str, bytes] | None = None) -> Acquire:
+    """A sandbox with a machine of its own."""
+    fields = {"run": "figures", "lane": "eval", "group": "figures", "template": template, "files": dict(files or {})}
+    return Acquire(**fields, role="rollout", slot=slot, attempt=0, isolation="episode")  # type: ignore[arg-type]
+
+
+async def warmed(
+    environment: Environment, template: str, count: int, files: Mapping[str, bytes] | None = None
+) -> list[Measured]:
+    """`count` parked clones, acquired one after another. VmhostError, SandboxLost."""
+    changes = {"warm": count, "also_warm": (template,), "max_vms": 2 * count + 2, "judge_share": 0}
+    environment = msgspec.structs.replace(environment, production_share=0, **changes)
+    host = await Host.open(environment)
+    backend = host._backend
+    assert isinstance(backend, CloneBackend)
+    try:
+        await backend.template(template)
+        await backend.filled()
+        parked = {clone.pid: clone.private_mb() for clone in backend.alive()}
+        measured = []
+        for slot in range(count):
+            started = time.perf_counter()
+            sandbox = await host.acquire(request(template, slot, files))
+            wall = (time.perf_counter() - started) * 1000
+            machine = host.machine(sandbox.id)
+            assert isinstance(machine, Clone)
+            measured.append(Measured(wall, parked[machine.pid]))
+            host.release(sandbox.id)
+        return measured
+    finally:
+        await host.close()
 
 
 class Book:
@@ -179,11 +221,11 @@ async def timed(sandbox: VmSandbox, op: Exec | RunTests | ReadFile | WriteFiles 
 
 
 async def in_use(environment: Environment, name: str, calls: int, has_pytest: bool) -> Figures:
-    """Round trips, push and pull, tools on a fresh and on a used clone, memory after tests, fork, checkpoint."""
+    """Round trips, push and pull, tools on a fresh and on a used clone, memory after tests, fork."""
     host = await Host.open(msgspec.structs.replace(environment, warm=0, max_vms=8, judge_share=0))
     guest_figures: Figures = {}
     try:
-        sandbox = await host.acquire(figures.request(name, 0))
+        sandbox = await host.acquire(request(name, 0))
         await sandbox.call(WriteFiles(files=TESTS | {"small": b"x"}))
         trips = [(await timed(sandbox, ReadFile(path="small")))[0] for _ in range(calls)][calls // 10 :]
         guest_figures |= {"round_trip_p50_ms": median(trips), "round_trip_p99_ms": centile(trips, 0.99)}
@@ -193,7 +235,7 @@ async def in_use(environment: Environment, name: str, calls: int, has_pytest: bo
             guest_figures[f"{way}_mib_per_s"] = round(8000 / best, 1)
         host.release(sandbox.id)
 
-        tested = await host.acquire(figures.request(name, 1))
+        tested = await host.acquire(request(name, 1))
         await tested.call(WriteFiles(files=TESTS))
         plan = RunTests(plan=TestPlan(kind="pytest", paths=("tests",), timeout_s=120.0))
         for age in ("fresh", "used") if has_pytest else ():
@@ -206,7 +248,7 @@ async def in_use(environment: Environment, name: str, calls: int, has_pytest: bo
                 guest_figures["private_after_pytest_mib"] = round(machine.private_mb(), 1)
         host.release(tested.id)
 
-        tools = await host.acquire(figures.request(name, 2))
+        tools = await host.acquire(request(name, 2))
         await tools.call(WriteFiles(files=TESTS))
         for age in ("fresh", "used"):
             for tool, script in TOOLS.items():
@@ -221,20 +263,10 @@ async def in_use(environment: Environment, name: str, calls: int, has_pytest: bo
             "freeze_mib": round(taken.mib, 1),
         }
         started = time.perf_counter()
-        forks = await host.fork(tools.id, [figures.request(name, 10 + slot) for slot in range(2)])
+        forks = await host.fork(tools.id, [request(name, 10 + slot) for slot in range(2)])
         guest_figures["fork_two_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
         for fork in forks:
             host.release(fork.id)
-        for kind, whole in (("delta", False), ("whole", True)):
-            started = time.perf_counter()
-            blob = await host.checkpoint(tools.id, whole)
-            guest_figures[f"checkpoint_{kind}_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
-            guest_figures[f"checkpoint_{kind}_mib"] = round(len(blob) / (1 << 20), 2)
-            started = time.perf_counter()
-            back = await host.restore(blob, figures.request(name, 20 + whole))
-            guest_figures[f"restore_{kind}_wall_ms"] = round((time.perf_counter() - started) * 1000, 1)
-            assert (await back.call(ReadFile(path="src/pack.py"))).ok
-            host.release(back.id)
     finally:
         await host.close()
     return guest_figures
@@ -251,9 +283,9 @@ async def measure(environment: Environment, small: bool, light_only: bool) -> Fi
         clone_figures |= await boots_and_clones(made[name], boots, clones, prefix)
         clone_figures |= await at_once(made[name], 4 if small else 20, prefix)
         for key, files in (("warm_acquire", None), ("warm_acquire_with_files", PUSHED)):
-            taken: list[figures.Measured] = []
+            taken: list[Measured] = []
             for _ in range(-(-warm // 10)):
-                taken += await figures.warm(environment, name, min(warm, 10), files)
+                taken += await warmed(environment, name, min(warm, 10), files)
             clone_figures[f"{prefix}{key}_p50_ms"] = median([one.wall_ms for one in taken])
             clone_figures[f"{prefix}{key}_p99_ms"] = centile([one.wall_ms for one in taken], 0.99)
         clone_figures[f"{prefix}private_parked_mib"] = median([one.private_mib for one in taken])

@@ -24,15 +24,15 @@ OWN = "a task of this object, whose own waits are scanned"
 CANCELLED = "the end of a task that was just cancelled or told to end, and that holds no wait without a reason here"
 GONE = "a process that got SIGKILL, or a channel that was closed: the kernel reports the end"
 CLIENT = "a turn that a client asked for: it ends at [production] turn_s, and with the client's connection"
-CHECKPOINT = "a checkpoint or a digest: a sandbox's call and a write, each with a deadline"
+DIGEST = "a digest: a sandbox's call, with a deadline"
 INSIDE = "the turns inside, each of which ends at [engine] deadline_s, or the HTTP calls of a change of weights"
 START = "the start of a sandbox or machine; each of its steps has a deadline"
 REVIEWED: dict[str, str] = {
     "actors/environment/actor.py: Environment._write_lines": LOOPS,
     "actors/feedback/actor.py: Feedback._act.until_refused": LOOPS,
     "actors/rollout/actor.py: Rollout._handle": "the attempt, whose calls, turns and writes have deadlines each",
-    "actors/rollout/episode.py: Episode._run_once": CHECKPOINT,
-    "actors/rollout/episode.py: Episode._on_sampled": CHECKPOINT,
+    "actors/rollout/episode.py: Episode._work": DIGEST,
+    "actors/rollout/episode.py: Episode._on_sampled": DIGEST,
     "actors/rollout/pins.py: Promoted._keep": "holds the promoted version until another promotion or the end",
     "actors/rollout/policies.py: Policies._branch": OWN,
     "actors/rollout/policies.py: Policies.load": LOOPS,
@@ -88,10 +88,8 @@ REVIEWED: dict[str, str] = {
     "launch/supervision/signals.py: interruptible": LOOPS,
     "replay/rejudge.py: LiveScores.more": "`headrace retrain --follow` follows without end; a lost broker ends it",
     "sandboxes/remote.py: RemoteSandbox.call": "the answer, which has a deadline, or the loss of the sandbox",
-    "tasks/packages/attempts.py: in_order": "attempts in sandboxes, each of whose calls has a deadline",
     "vmhost/backends/container/backend.py: ContainerBackend.settle": OWN,
     "vmhost/backends/process.py: ProcessBackend.settle": OWN,
-    "vmhost/backends/swerex/link.py: Link._spawn.guarded": "work whose HTTP requests have the session's timeout",
     "vmhost/channel.py: Channel._send": "a future that closing the channel has just resolved",
     "vmhost/network.py: Gate._relay": "the guest takes more bytes; the end of its sandbox cancels the relay",
     "vmhost/node/host.py: Host.acquire": START,
@@ -105,9 +103,9 @@ REVIEWED: dict[str, str] = {
     "vmhost/qemu/backend.py: CloneBackend.settle": GONE,
     "vmhost/qemu/backend.py: CloneBackend.close": CANCELLED,
     "vmhost/qemu/clone.py: Clone.blame": GONE,
+    "vmhost/qemu/clone.py: Clone._close": GONE,
     "vmhost/qemu/clone.py: Clone.ready": "a call of the guest with the channel's deadline",
     "vmhost/qemu/clone.py: Clone.start": GONE,
-    "vmhost/templates/task_templates.py: build": GONE,
     "vmhost/templates/template.py: _freeze": GONE,
     "weights/chain.py: build": "the fetch of a chunk, which has the bus's deadline",
     "weights/publishing/release.py: upload.finish_first": "the write of a chunk, which has the bus's deadline",

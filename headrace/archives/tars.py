@@ -5,12 +5,14 @@ where a size is negative and takes a damaged header for the end. So it reads thr
 """
 
 import bz2
+import io
 import lzma
 import struct
 import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, Member
@@ -175,3 +177,18 @@ def _decoder(packed: bytes) -> Any:
     if packed.startswith(b"\xfd7zXZ\0"):
         return lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
     return None
+
+
+def packed(folder: Path) -> bytes:
+    """A folder's content as a tar: with modes and links, without owners and times. OSError."""
+
+    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = member.mtime = 0
+        member.uname = member.gname = ""
+        return member
+
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for path in sorted(folder.iterdir()):
+            tar.add(path, arcname=path.name, filter=plain)
+    return out.getvalue()

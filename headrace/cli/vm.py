@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 SHELL = ("sh", "-i")
-TEMPLATE_HELP = "light, debian, an imported image or a task template"
+TEMPLATE_HELP = "light, debian or an imported image"
 
 
 def add(commands: "Commands") -> None:
@@ -85,12 +85,11 @@ async def fresh(
     from headrace.vmhost.errors import VmhostError
     from headrace.vmhost.images import base
     from headrace.vmhost.node.host import Host
-    from headrace.vmhost.templates import task_templates
 
     environment = msgspec.structs.replace(config.environment, warm=0, **changes)
     if capabilities(environment.backend).kernel_private:
         base.plan(environment, template)  # refuses an unknown template before anything is built
-    tree = task_templates.archive(Path(push)) if push else b""
+    tree = _archive(Path(push)) if push else b""
     host = await Host.open(environment, on_event=_tell, limits=config.sandboxes)
     try:
         sandbox = await host.acquire(request(template))
@@ -101,6 +100,17 @@ async def fresh(
         yield host, sandbox
     finally:
         await host.close()
+
+
+def _archive(folder: Path) -> bytes:
+    """A folder as a tar archive. VmhostError."""
+    from headrace.archives.tars import packed
+    from headrace.vmhost.errors import VmhostError
+
+    try:
+        return packed(folder)
+    except OSError as error:
+        raise VmhostError(f"{folder} cannot be read: {error.strerror}") from None
 
 
 async def follow(sandbox: "Sandbox", started: "OpResult") -> int:
@@ -142,42 +152,18 @@ async def follow(sandbox: "Sandbox", started: "OpResult") -> int:
 
 def _add_build(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("build", help="build and cache an image's template, or with --base a task's")
-    parser.add_argument(
-        "name", nargs="?", default="light", help="light, debian, an imported image, or the name of a new task template"
-    )
-    parser.add_argument("--base", default="", help="template to build on; NAME then becomes a task template")
-    parser.add_argument("--push", default="", metavar="DIR", help="folder to copy into every slot")
-    parser.add_argument(
-        "--step", action="append", default=[], metavar="COMMAND", help="shell command to run in every slot"
-    )
+    parser = commands.add_parser("build", help="build and cache a template")
+    parser.add_argument("name", nargs="?", default="light", help=TEMPLATE_HELP)
     add_config(parser)
     parser.set_defaults(handler=build)
 
 
 def build(args: argparse.Namespace) -> int:
-    """Build and cache the template; with --base store its recipe, and restore the old one when the build fails."""
-    from headrace.messages.sandbox import Exec
+    """Build and cache the template."""
     from headrace.vmhost.images import base
-    from headrace.vmhost.templates import task_templates
 
     environment = args.settings.environment
     end_together()
-    if args.base:
-        steps = tuple(Exec(argv=("sh", "-c", step), timeout_s=3600.0, output_cap=8192) for step in args.step)
-        tree = task_templates.archive(Path(args.push)) if args.push else b""
-        base.plan(environment, args.base)
-        cache = Path(environment.cache_dir).absolute()
-        before = task_templates.find(cache, args.name)
-        task_templates.save(cache, task_templates.Recipe(name=args.name, base=args.base, tree=tree, steps=steps))
-        try:
-            base.ensure(environment, say, (args.name,))
-        except BaseException:
-            if before is not None:
-                task_templates.save(cache, before)
-            else:
-                task_templates.forget(cache, args.name)
-            raise
     made = base.ensure(environment, say, (args.name,))[args.name]
     if args.name != "light":
         say(f"template {args.name}: {made.manifest.key}, built in {made.manifest.built_s:g} s, {made.folder}")
@@ -233,8 +219,6 @@ def _command_of(config: Config, template: str) -> tuple[str, ...]:
     from headrace.vmhost.images import base
 
     plan = base.plan(config.environment, template)
-    while plan.below is not None:
-        plan = plan.below
     command = (*plan.image.entrypoint, *plan.image.cmd) if plan.image else ()
     if not command:
         raise VmhostError(f"template {template} has no command of its own; add -- COMMAND")
@@ -277,11 +261,9 @@ async def _feed(sandbox: "Sandbox", job: int, fd: int) -> None:
 
 def _add_gc(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("gc", help="remove cached files that no name, recipe or running host refers to")
+    parser = commands.add_parser("gc", help="remove cached files that no name or running host refers to")
     either = parser.add_mutually_exclusive_group()  # a dry run cannot tell what `--forget` would free
-    either.add_argument(
-        "--forget", action="append", default=[], metavar="NAME", help="drop this image or task template first"
-    )
+    either.add_argument("--forget", action="append", default=[], metavar="NAME", help="drop this image first")
     either.add_argument("--dry-run", action="store_true", help="print which entries would be kept or removed, and why")
     add_config(parser)
     parser.set_defaults(handler=gc)

@@ -150,14 +150,10 @@ class Curriculum(Section, frozen=True, kw_only=True):
 
 
 class Rollout(Section, frozen=True, kw_only=True):
-    """Rollout actors: concurrent episodes, checkpoints, lanes, and how long attempts wait."""
+    """Rollout actors: concurrent episodes, lanes, and how long attempts wait."""
 
     credit: Annotated[int, Meta(ge=1, le=10_000)] = 48
     """Episodes of one lane that a rollout actor runs at once: the engine batches over them."""
-    checkpoint_every: Count = 0
-    """Turns between checkpoints of a sandbox that has a machine of its own (isolation = episode). If that sandbox is
-    lost, the attempt resumes in a copy. A checkpoint takes a few MiB. 0: no checkpoints, and a lost attempt is issued
-    again."""
     lanes: tuple[Literal["train", "eval", "production"], ...] = ()
     """Lanes that a rollout actor without a lease pulls. Empty: with a product lane, the actors in [production] rollouts
     pull production and the others train and eval; without a product lane, every actor pulls all three."""

@@ -195,13 +195,8 @@ class Environment(Section, frozen=True, kw_only=True):
     """Machines for sandboxes on a node."""
 
     backend: Reference = "auto"
-    """auto (which is qemu), qemu, container, process, swerex, an installed plugin of ``headrace.sandboxes``, or
-    module:attribute. Containers share the host's kernel, processes and the sandboxes of a SWE-ReX server share
-    everything; auto chooses none of these."""
-    url: HttpUrl = ""
-    """Address of the SWE-ReX server, for backend = swerex."""
-    key_file: OptionalPath = ""
-    """File whose only line is that server's token; empty: no token is sent."""
+    """auto (which is qemu), qemu, container, process, an installed plugin of ``headrace.sandboxes``, or
+    module:attribute. Containers share the host's kernel, processes share everything; auto chooses neither."""
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     """auto: kvm if a machine boots under it, otherwise tcg."""
     isolation: Literal["episode", "group"] = "group"

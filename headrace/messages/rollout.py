@@ -249,18 +249,6 @@ class TurnDone(Message, frozen=True, kw_only=True):
     """The changes so far, where the turn ends a step that is not the last."""
 
 
-@message("sandbox_kept")
-class SandboxCheckpoint(Message, frozen=True, kw_only=True):
-    """The attempt's sandbox after a turn's calls, written after its TurnDone. When the sandbox is lost, the attempt
-    resumes in a copy of it."""
-
-    run: str
-    trajectory: Name
-    index: Count
-    node: str
-    data: bytes
-
-
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
     """The conditions under which a session of a client's own agent was recorded."""
 

@@ -110,7 +110,7 @@ TRAJ = Subject(
 )
 TURN = Subject(
     template="hr.turn.{run}.{trajectory}",
-    types=("turn_sampled", "turn_done", "sandbox_kept"),
+    types=("turn_sampled", "turn_done"),
     publishers=("rollout",),
     readers=("rollout", "gateway", "trainer", "feedback"),
     note="the trainer and feedback read it to purge",

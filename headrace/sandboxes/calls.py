@@ -31,7 +31,7 @@ class NodeSilent(SandboxLost):
 
 
 class CannotCopy(HeadraceError):
-    """A node cannot copy this sandbox, or cannot create one from a checkpoint. The sandbox itself is unchanged."""
+    """A node cannot copy this sandbox. The sandbox itself is unchanged."""
 
 
 async def ask(

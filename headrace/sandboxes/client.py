@@ -21,7 +21,6 @@ from headrace.messages.sandbox import (
     GroupKey,
     NoCapacity,
     ReleaseGroup,
-    Restore,
     SandboxKey,
     SandboxLost,
     SandboxRefused,
@@ -209,31 +208,6 @@ class Sandboxes:
     async def fork(self, sandbox: RemoteSandbox, into: Sequence[Acquire]) -> list[RemoteSandbox]:
         """`RemoteSandbox.fork`; this actor owns the copies."""
         return [self._own(copy) for copy in await sandbox.fork(into)]
-
-    async def restore(self, request: Acquire, data: bytes, node: str, patience_s: float = 600.0) -> RemoteSandbox:
-        """Wait for capacity on `node` and create a sandbox there that continues from a checkpoint.
-
-        data: a result of `RemoteSandbox.checkpoint`. The request's key must be new on the node. CannotCopy when the
-        node cannot use the checkpoint; NoCapacity after `patience_s` seconds; SandboxLost.
-        """
-        subject = RPC_NODE.at(service="environment", caller=self._bus.role, node=node, method="restore")
-        owner = request.group.rpartition(".")[0]
-        began = time.monotonic()
-        deadline = began + patience_s
-        waits = _waits()
-        while True:
-            reply = await ask(
-                self._bus, subject, Restore(request=request, data=data), ANSWER_S, repeat=False, owner=owner
-            )
-            if isinstance(reply, Acquired):
-                return self._own(RemoteSandbox(self._bus, reply, self._lease_s, request.group))
-            error = refusal(reply, request.group)
-            if not isinstance(error, NoCapacity) or time.monotonic() > deadline:
-                if isinstance(error, NoCapacity):
-                    error.waited_s = patience_s
-                raise error
-            with self._waiting(f"capacity for the sandbox of {request.group} on {node}", began):
-                await waits.sleep()
 
     def _own(self, sandbox: RemoteSandbox) -> RemoteSandbox:
         self._owned.add(sandbox)

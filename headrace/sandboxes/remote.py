@@ -11,8 +11,6 @@ from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
     Acquire,
     Acquired,
-    Checkpoint,
-    Checkpointed,
     Fork,
     Forked,
     Op,
@@ -123,29 +121,11 @@ class RemoteSandbox:
         request = Release(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch)
         await self._bus.request(self.subject("release"), request, timeout=ANSWER_S)
 
-    async def checkpoint(self, whole: bool = False) -> bytes:
-        """The sandbox's present state, for `Sandboxes.restore`.
-
-        whole: include the template's pages, so that every node whose template has the same inputs can restore it;
-        otherwise only nodes with the same template files can. The sandbox needs its own machine (isolation
-        ``episode``) and no running call. CannotCopy, SandboxLost.
-        """
-        acquired = self._acquired
-        request = Checkpoint(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch, whole=whole)
-        try:
-            reply = await self._bus.request(self.subject("checkpoint"), request, timeout=ANSWER_S, owner=self._owner)
-        except (NoResponders, BusTimeout, Disconnected) as error:
-            raise CannotCopy(f"{self.id}: {error}") from None
-        self.renewed = time.monotonic()
-        if isinstance(reply, Checkpointed):
-            return reply.data
-        raise refusal(reply, self.id)
-
     async def fork(self, into: Sequence[Acquire]) -> list["RemoteSandbox"]:
         """Copy this sandbox once per request; the copies and this sandbox continue from its present state.
 
-        into: requests with this sandbox's run, lane and role, and new keys. Like `checkpoint`, this needs a sandbox
-        with its own machine. CannotCopy, NoCapacity, SandboxLost.
+        into: requests with this sandbox's run, lane and role, and new keys. The sandbox needs a machine of its own
+        (isolation ``episode``) and no running call. CannotCopy, NoCapacity, SandboxLost.
         """
         acquired = self._acquired
         request = Fork(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch, into=tuple(into))

@@ -26,7 +26,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """A sandbox cannot reach the host or a sandbox of another machine; those of its own machine share a kernel and can
     see how busy it is. The production lane demands it, and gives every sandbox a machine of its own."""
     fork: bool = False
-    checkpoint: bool = False
     inspect: bool = False
     """The host can check a machine's integrity (`CheckIntegrity`)."""
     hostname: bool = False
@@ -159,14 +158,6 @@ class Backend(Protocol):
     async def fork(self, machine: Machine) -> MakeMachine:
         """Stop a machine for a moment; the result makes copies that continue from there, each consuming one
         reservation. SandboxLost, VmhostError."""
-
-    async def checkpoint(self, machine: Machine, slot: int, whole: bool) -> bytes:
-        """The machine as bytes from which `restore` continues: what it changed, or with `whole` all of it. SandboxLost,
-        VmhostError."""
-
-    async def restore(self, data: bytes) -> tuple[MakeMachine, int]:
-        """The maker of a machine that continues from a checkpoint, and the sandbox's slot in it. VmhostError when the
-        checkpoint is damaged or this node lacks its template."""
 
     def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Why the node cannot hold another such machine now; empty when it can. Changes nothing. VmhostError for limits

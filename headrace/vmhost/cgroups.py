@@ -35,7 +35,6 @@ THREADS = 64
 _MEMORY, _PROCESSES = ("memory.max", "memory.limit_in_bytes"), ("pids.max",)
 _WEIGHTS = {"cpu.weight": (100, 10_000), "cpu.shares": (1024, 262_144)}
 """The weight of one process in version 2 and in version 1, and the largest weight that the kernel takes."""
-END_S = 60.0
 _PERIOD_US = 100_000
 """A group with N processors may run N times this long in each such period (the kernel's default)."""
 

@@ -4,8 +4,10 @@ import bz2
 import gzip
 import io
 import lzma
+import tarfile
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -131,3 +133,12 @@ def test_any_bytes_are_files_within_the_limits_or_one_refusal(data: bytes) -> No
 @given(archives())
 def test_very_many_bytes_are_files_within_the_limits_or_one_refusal(data: bytes) -> None:
     holds(data)
+
+
+def test_a_folder_is_packed_with_modes_and_links_and_without_owners(tmp_path: Path) -> None:
+    (tmp_path / "tool").write_bytes(b"x")
+    (tmp_path / "tool").chmod(0o750)
+    (tmp_path / "same").symlink_to("tool")
+    with tarfile.open(fileobj=io.BytesIO(tars.packed(tmp_path))) as tar:
+        found = {each.name: (each.mode & 0o777, each.linkname, each.uid, each.mtime) for each in tar}
+    assert found["tool"] == (0o750, "", 0, 0) and found["same"][1] == "tool"

@@ -249,12 +249,10 @@ async def test_no_value_of_a_bucket_imports_opens_or_calls(connect: Connect, tmp
 async def test_no_request_imports_opens_or_calls(connect: Connect, tmp_path: Path) -> None:
     """Requests of sandboxes, of workspaces and of clients' turns, which an actor answers."""
     run = f"r{token_hex(4)}"
-    async with actors(connect, tmp_path, run, ["environment", "rollout", "feedback"]) as running:
-        node = s.token(running["environment"].bus.node)
+    async with actors(connect, tmp_path, run, ["environment", "rollout", "feedback"]):
         rollout, gateway = await connect("rollout"), await connect("gateway")
         served = {
             "acquire": (rollout, s.RPC.at(service="environment", caller="rollout", method=f"acquire-{run}")),
-            "restore": (rollout, s.RPC_NODE.at(service="environment", caller="rollout", node=node, method="restore")),
             "workspace_command": (gateway, s.RPC.at(service="rollout", caller="gateway", method=f"command-{run}")),
         }
         refused = 0

@@ -59,7 +59,6 @@ SandboxReply: failure detail
 Renew: sandbox secret
 Release: sandbox secret
 Fork: sandbox secret
-Checkpoint: sandbox secret
 ReleaseGroup: run lane group
 ToolLog: node sandbox run lane group call_id op brief
 SearchRequest: run template=file base files=inside deleted=inside query model
@@ -75,7 +74,6 @@ ToolResult: call_id output
 Retrieved: root model chunks
 TurnDone: run trajectory
 Snapshot: diff=inside deleted=inside originals=inside touched=inside
-SandboxCheckpoint: run trajectory node=node
 Trajectory: run group id=id family diff=inside deleted=inside originals=inside touched=inside digest_before machine
   digest_after fingerprint renderer=hash backend=backend rollout
 Capture: untrainable labels

@@ -151,7 +151,7 @@ print(ask(b"GET / HTTP/1.1\\r\\n\\r\\n"))
 async def test_a_sandbox_with_a_way_out_is_not_copied(world: World) -> None:
     sandbox = await world.sandbox("copied", "example.invalid:80")
     with pytest.raises(VmhostError, match="with network access cannot be copied"):
-        await world.host.checkpoint(sandbox.id)
+        await world.host.fork(sandbox.id, [])
     world.host.release(sandbox.id)
 
 

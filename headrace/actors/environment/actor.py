@@ -31,8 +31,6 @@ from headrace.messages.sandbox import (
     ApplyChanges,
     Cancel,
     CheckIntegrity,
-    Checkpoint,
-    Checkpointed,
     Exec,
     FeedJob,
     FilesRefused,
@@ -52,7 +50,6 @@ from headrace.messages.sandbox import (
     ReleaseGroup,
     Renew,
     ReplaceLines,
-    Restore,
     RunTests,
     SandboxCall,
     SandboxKey,
@@ -115,8 +112,6 @@ class Environment(Actor):
             "release": self._release,
             "release_group": self._release_group,
             "fork": self._fork,
-            "checkpoint": self._checkpoint,
-            "restore": self._restore,
         }
         for method, handler in methods.items():
             for caller in callers("environment", method):
@@ -267,29 +262,6 @@ class Environment(Actor):
         pairs = zip(request.into, sandboxes, strict=True)
         replies = [self._hand_over(copy, sandbox) for copy, sandbox in pairs]
         return Forked(held=tuple(reply for reply in replies if isinstance(reply, Acquired)))
-
-    async def _checkpoint(self, caller: str, request: Checkpoint) -> Checkpointed | SandboxReply:
-        """Serialise a sandbox."""
-        try:
-            lease = self._leases.authorise(caller, request.sandbox, request.secret, request.epoch)
-            lease.running += 1
-            try:
-                return Checkpointed(data=await self._host.checkpoint(lease.sandbox.id, request.whole))
-            finally:
-                lease.running -= 1
-                lease.renew()
-        except (Unknown, OwnershipRefused, VmhostError, SandboxLost) as error:
-            return _failure(error)
-
-    async def _restore(self, caller: str, request: Restore) -> Acquired | SandboxReply:
-        """Open a sandbox from the bytes of a checkpoint."""
-        if request.request.role != caller:
-            return SandboxReply(failure="refused", detail=_not_its_own(caller, request.request.role))
-        try:
-            sandbox = await self._host.restore(request.data, request.request)
-        except (NoCapacity, VmhostError, SandboxLost) as error:
-            return _failure(error)
-        return self._hand_over(request.request, sandbox)
 
     async def _lost(self, lease: Lease, detail: str) -> None:
         if self._leases.drop(lease):

@@ -20,7 +20,6 @@ from headrace.actors.rollout.failures import FAILURES, Cancelled, NoEnvironment,
 from headrace.actors.rollout.message import MessageEpisode
 from headrace.actors.rollout.pins import NoPolicy, Promoted
 from headrace.actors.rollout.policies import Policies
-from headrace.actors.rollout.sandbox_checkpoint import CheckpointSchedule
 from headrace.actors.rollout.server import EVERY_S, ServerReports
 from headrace.actors.rollout.workspace_commands import WorkspaceCommands
 from headrace.bus.broker.callers import callers
@@ -331,7 +330,6 @@ class Rollout(Actor):
             rollout=self.id,
             lease_s=self.config.environment.lease_s,
             waits=self.config.rollout,
-            checkpoints=CheckpointSchedule(self.config.rollout.checkpoint_every, self.event),
             searcher=self._searcher,
             plugins=used,
         )

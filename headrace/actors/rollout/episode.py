@@ -12,7 +12,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.actors.rollout.publication import publish, trajectory_of
-from headrace.actors.rollout.sandbox_checkpoint import MAX_COPIES, CheckpointSchedule, replay_calls, restore
 from headrace.actors.rollout.spans import TracedEngine, TracedToolbox
 from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.connection import Bus
@@ -22,11 +21,10 @@ from headrace.engines.base import Engine
 from headrace.harness.loop import Episode as Turns
 from headrace.harness.loop import run_episode
 from headrace.harness.prompt import toolbox_for
-from headrace.harness.steps import step_ended
 from headrace.harness.tools.search.session import SearchSession, template_of
 from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.plugins import Plugin
-from headrace.messages.rollout import RolloutRequest, ToolCall, ToolResult, Trajectory, Turn, Workspace
+from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn, Workspace
 from headrace.messages.sandbox import Acquire, PullTree, SandboxLost, Snapshot
 from headrace.messages.search import Searcher
 from headrace.messages.tasks import Task
@@ -57,7 +55,6 @@ class Episode:
         rollout: str,
         lease_s: float,
         waits: RolloutSection,
-        checkpoints: CheckpointSchedule | None = None,
         searcher: Searcher | None = None,
         plugins: Sequence[Plugin] = (),
     ) -> None:
@@ -72,13 +69,8 @@ class Episode:
         self._fingerprint = ""
         self._started = time.monotonic()
         self._digest: asyncio.Task[str] | None = None
-        self._checkpoints = checkpoints
         self._searcher = searcher
         self._plugins = plugins
-        self._turn: Turn | None = None
-        self._writing_checkpoint: asyncio.Task[None] | None = None
-        """The checkpoint that is written while the next turn is sampled."""
-        self._copies = 0
         self._over = False
         """Whether a step that ended changed more than is pulled: its tests run without its changes."""
         self._steps: list[Snapshot] = []
@@ -98,11 +90,10 @@ class Episode:
         """
         self._started = time.monotonic()
         try:
-            trajectory = await self._run_with_copies(resume, engine, renderer)
+            trajectory = await self._work(resume, engine, renderer)
         except (asyncio.CancelledError, Superseded, BusError):
             if self._sandbox is not None and not self._hold(self._sandbox):
                 self._sandboxes.stop_renewing(self._sandbox)
-            await self._cancel_checkpoint()
             await self._log.flush()
             raise
         except BaseException:
@@ -110,7 +101,6 @@ class Episode:
                 self._sandboxes.give_back(self._sandbox)
             raise
         finally:
-            await self._cancel_checkpoint()
             if self._digest is not None and not self._digest.cancel() and not self._digest.cancelled():
                 self._digest.exception()  # retrieved, so that asyncio does not log it
         assert self._sandbox is not None
@@ -145,34 +135,11 @@ class Episode:
             return True
         return False
 
-    async def _run_with_copies(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:
-        """Call `_run_once`; if the sandbox is lost and has a checkpoint, call it again in a copy of the sandbox."""
-        while True:
-            try:
-                return await self._run_once(resume, engine, renderer)
-            except Superseded:
-                raise
-            except SandboxLost:
-                await self._cancel_checkpoint()
-                await self._log.flush()
-                resume = await self._log.read()
-                if resume.checkpoint is None or self._copies == MAX_COPIES:
-                    raise
-                if self._sandbox is not None:
-                    await self._sandboxes.release(self._sandbox)
-                    self._sandbox = None
-
-    async def _cancel_checkpoint(self) -> None:
-        writing, self._writing_checkpoint = self._writing_checkpoint, None
-        if writing is not None:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
-
-    async def _run_once(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:
+    async def _work(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:
         request, task = self._request, self._task
         self._fingerprint = engine.fingerprint
         self._steps, self._step = list(resume.steps), UNSET
-        sandbox = self._sandbox = await self._acquire(resume, renderer)
+        sandbox = self._sandbox = await self._acquire(resume)
         if not resume.turns and self._digest is None and not task.image:
             # The digest is computed while the first turn is sampled: no call has changed the workspace yet.
             self._digest = asyncio.create_task(self._digest_of(sandbox))
@@ -188,8 +155,6 @@ class Episode:
             resume=resume.turns,
             toolbox=self._toolbox(renderer),
         )
-        if self._writing_checkpoint is not None:
-            await self._writing_checkpoint
         await self._log.flush()
         changes, over, digest = await pull(sandbox, task, request.trajectory)
         trajectory = trajectory_of(
@@ -215,8 +180,8 @@ class Episode:
             trajectory = msgspec.structs.replace(trajectory, outcome="sandbox_limit")
         return await publish(self._bus, trajectory)
 
-    async def _acquire(self, resume: ResumeState, renderer: Renderer) -> RemoteSandbox:
-        """The attempt's sandbox. A resumed attempt gets the sandbox that holds its work, or a copy of it."""
+    async def _acquire(self, resume: ResumeState) -> RemoteSandbox:
+        """The attempt's sandbox. A resumed attempt gets the sandbox that holds its work."""
         request, task = self._request, self._task
         patience_s = self._patience_s(CAPACITY_WAIT_S * 2 ** min(request.handovers, DOUBLED))
         acquire = Acquire(
@@ -235,34 +200,11 @@ class Episode:
         acquire = for_task(acquire, task)
         if request.workspace is not None:
             return await self._enter(acquire, request.workspace, resume)
-        try:
-            sandbox = await self._sandboxes.acquire(acquire, node=resume.node, patience_s=patience_s)
-            if sandbox.id == resume.sandbox or not any(turn.results for turn in resume.turns):
-                return sandbox
-            await self._sandboxes.release(sandbox)
-            raise SandboxLost(f"sandbox {resume.sandbox} on node {resume.node} is gone, and with it the attempt's work")
-        except Superseded:
-            raise
-        except SandboxLost:
-            if resume.checkpoint is None or self._copies == MAX_COPIES:
-                raise
-        self._copies += 1
-        sandbox = await restore(self._sandboxes, acquire, resume, patience_s)
-        box = self._toolbox(renderer)
-
-        async def again(call: ToolCall) -> ToolResult:
-            return await box.run(call, sandbox, task, f"{request.trajectory}/")
-
-        async def answered(turn: Turn) -> None:
-            if turn.finishes and (ended := step_ended(resume.turns, turn.calls[-1], task)):
-                await begin_step(sandbox, task, ended, request.trajectory)
-
-        try:
-            await replay_calls(resume, again, box.external, answered)
-        except BaseException:
-            self._sandboxes.give_back(sandbox)
-            raise
-        return sandbox
+        sandbox = await self._sandboxes.acquire(acquire, node=resume.node, patience_s=patience_s)
+        if sandbox.id == resume.sandbox or not any(turn.results for turn in resume.turns):
+            return sandbox
+        await self._sandboxes.release(sandbox)
+        raise SandboxLost(f"sandbox {resume.sandbox} on node {resume.node} is gone, and with it the attempt's work")
 
     def _patience_s(self, patience_s: float) -> float:
         """A wait in seconds, at most the time that the configuration's waits leave this request."""
@@ -305,10 +247,6 @@ class Episode:
         assert self._sandbox is not None
         if self._digest is not None:
             await self._digest
-        if self._writing_checkpoint is not None:
-            writing, self._writing_checkpoint = self._writing_checkpoint, None
-            await writing
-        self._turn = turn
         await self._log.sampled(turn, self._sandbox.node, self._sandbox.id, self._fingerprint)
 
     async def _on_step(self, ended: int) -> None:
@@ -324,8 +262,3 @@ class Episode:
     async def _on_done(self, index: int, results: Sequence[ToolResult]) -> None:
         await self._log.done(index, results, self._step)
         self._step = UNSET
-        checkpoints, turn, sandbox = self._checkpoints, self._turn, self._sandbox
-        if checkpoints is None or turn is None or sandbox is None or not checkpoints.due(turn, self._request):
-            return
-        writing = checkpoints.write(sandbox, self._log, index, self._request.trajectory)
-        self._writing_checkpoint = asyncio.create_task(writing)

@@ -16,17 +16,9 @@ from headrace.actors.rollout.publication import message_id
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.bus.signatures import ID_HEADER
-from headrace.messages.rollout import SandboxCheckpoint, ToolResult, Turn, TurnDone, TurnSampled
+from headrace.messages.rollout import ToolResult, Turn, TurnDone, TurnSampled
 from headrace.messages.sandbox import Snapshot
 from headrace.messages.subjects import TRAJ, TURN
-
-
-class StoredCheckpoint(NamedTuple):
-    """A checkpoint of the sandbox after the calls of a turn."""
-
-    turn: int
-    node: str
-    data: bytes
 
 
 class ResumeState(NamedTuple):
@@ -38,8 +30,6 @@ class ResumeState(NamedTuple):
     sandbox: str = ""
     finished: bool = False
     """Whether the Trajectory is published, so that nothing is left to do."""
-    checkpoint: StoredCheckpoint | None = None
-    """The newest checkpoint of the sandbox."""
     steps: tuple[Snapshot, ...] = ()
     """The changes at the end of every step that ended."""
 
@@ -60,7 +50,6 @@ class TurnLog:
             return ResumeState()
         turns: list[Turn] = []
         node = sandbox = ""
-        checkpoint: StoredCheckpoint | None = None
         steps: list[Snapshot] = []
         async for received in self._bus.history("HR_TURN", self._subject):
             self._last = max(self._last, received.seq)
@@ -71,10 +60,8 @@ class TurnLog:
             elif isinstance(record, TurnDone):
                 turns[-1] = msgspec.structs.replace(turns[-1], results=record.results)
                 steps += [record.step] if record.step is not UNSET else []
-            elif isinstance(record, SandboxCheckpoint):
-                checkpoint = StoredCheckpoint(record.index, record.node, record.data)
         finished = await self._has_trajectory()
-        return ResumeState(tuple(turns), node, sandbox, finished, checkpoint, tuple(steps))
+        return ResumeState(tuple(turns), node, sandbox, finished, tuple(steps))
 
     async def is_current(self) -> bool:
         """Whether the last record is this log's: False when another actor has written since, or a write failed."""
@@ -115,16 +102,6 @@ class TurnLog:
         await self.flush()
         record = TurnDone(run=self._run, trajectory=self._trajectory, index=index, results=tuple(results), step=step)
         self._writing = asyncio.create_task(self._bus.publish(self._subject, record, expect=self._last))
-
-    async def checkpoint(self, index: int, node: str, data: bytes) -> None:
-        """Write the sandbox after the results of turn `index`.
-
-        WrongSequence: another rollout actor has taken over the attempt.
-        """
-        await self.flush()
-        record = SandboxCheckpoint(run=self._run, trajectory=self._trajectory, index=index, node=node, data=data)
-        self._writing = asyncio.create_task(self._bus.publish(self._subject, record, expect=self._last))
-        await self.flush()
 
     async def flush(self) -> None:
         """Wait until every record is stored. Shielded, so that no pending write is stored after a successor has

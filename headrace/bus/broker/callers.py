@@ -17,8 +17,6 @@ CALLERS: dict[str, dict[str, tuple[str, ...]]] = {
         "release": _USE_SANDBOXES,
         "release_group": ("judge",),
         "fork": ("rollout",),
-        "checkpoint": ("rollout",),
-        "restore": ("rollout",),
     },
     "rollout": {
         "turn": ("gateway",),

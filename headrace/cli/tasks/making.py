@@ -1,7 +1,6 @@
-"""`headrace tasks make`: mutations of a package, its deleted features, a repository's commits."""
+"""`headrace tasks make`: mutations of a package, or a repository's commits."""
 
 import argparse
-import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,26 +19,22 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser(
-        "make", help="make tasks: mutations of a package, its deleted features, a repository's commits"
-    )
-    parser.add_argument("kind", choices=("mutations", "features", "commits"))
+    parser = commands.add_parser("make", help="make tasks: mutations of a package, or a repository's commits")
+    parser.add_argument("kind", choices=("mutations", "commits"))
     parser.add_argument(
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help="mutations (one source) and features: NAME==VERSION or a source tree; commits: a repository",
+        help="mutations: NAME==VERSION or a source tree; commits: a repository",
     )
     parser.add_argument(
         "--name",
         default="",
-        help="suite name; features and commits continue an interrupted call of this name; mutations: default is the "
-        "package's name",
+        help="suite name, whose interrupted call is continued; default: the name of the only source",
     )
-    parser.add_argument("--test-command", default="", help="mutations: runs the tests; default: python3 -m pytest")
     parser.add_argument("--count", type=integer(1), default=10, help="tasks of each source")
     parser.add_argument("--tries", type=integer(1), default=60, help="candidates of each source that are tried")
-    parser.add_argument("--seed", type=int, default=1, help="seed that draws the mutations or features")
+    parser.add_argument("--seed", type=int, default=1, help="seed that draws the mutations")
     parser.add_argument(
         "--changed-tests",
         action="store_true",
@@ -65,17 +60,19 @@ def make(args: argparse.Namespace) -> int:
     """Make the suite; 1 when no candidate makes a certified task."""
     from headrace.launch.session import looped
 
-    if not args.name and args.kind != "mutations":
-        raise RunError(f"expected --name: the suite of {args.kind} that is made or continued")
-    if args.test_command and args.kind != "mutations":
-        raise RunError(f"--test-command is for mutations, not for {args.kind}")
-    if args.kind == "mutations" and len(args.sources) != 1:
-        raise RunError(f"expected one package or source tree, got {len(args.sources)}: each makes a suite of its own")
+    if not args.name and len(args.sources) > 1:
+        raise RunError(f"expected --name: the suite of {len(args.sources)} sources")
+    args.name = args.name or _named(args.sources[0])
     if "/" in args.name or args.name.startswith("."):
         raise RunError(f"expected a suite name without a slash, got {args.name!r}")
     if args.only_tests and not (args.kind == "commits" and args.changed_tests):
         raise RunError("--only-tests needs `make commits` with --changed-tests: otherwise all tests decide")
-    return looped(_mutations(args) if args.kind == "mutations" else _build(args))
+    return looped(_build(args))
+
+
+def _named(source: str) -> str:
+    """The suite's default name: of the folder, or ``NAME-VERSION``."""
+    return Path(source).resolve().name if Path(source).is_dir() else source.replace("==", "-")
 
 
 async def _build(args: argparse.Namespace) -> int:
@@ -97,7 +94,7 @@ async def _build(args: argparse.Namespace) -> int:
         await host.close()
     made = sum(journal.tasks(source) for source in args.sources)
     # The processor time is left out: os.times misses what the warm process of a backend forks (most of it).
-    say(f"{made} certified tasks of {len(args.sources)} sources")
+    say(f"{made} certified tasks of {len(args.sources)} sources in {config.tasks.dir}/{args.name}")
     return 0 if made else 1
 
 
@@ -112,7 +109,7 @@ async def _source(args: argparse.Namespace, source: str, journal: "Journal", hos
 
     lab = Lab(host, f"make-{args.name}", "debian")
     tried = 0
-    candidates = _features if args.kind == "features" else _commits
+    candidates = _mutations if args.kind == "mutations" else _commits
     try:
         async for id, attempt in candidates(lab, source, args):
             if journal.tasks(source) >= args.count or tried >= args.tries:
@@ -130,35 +127,18 @@ async def _source(args: argparse.Namespace, source: str, journal: "Journal", hos
         complain(f"{source}: {error}")
 
 
-async def _features(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncIterator[tuple[str, Attempt]]":
-    """The candidates of a package, after its unchanged tests have run once."""
-    import asyncio
+async def _mutations(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncIterator[tuple[str, Attempt]]":
+    """The candidates of a package, after its unchanged tests have run."""
+    from headrace.tasks.packages import attempts, sdist
 
-    import msgspec
+    package = await sdist.source_tree(source, "")
+    package, exam = await sdist.examined(lab, package, say)
+    for mutation in attempts.candidates(package, args.seed):
 
-    from headrace.tasks.making import features
-    from headrace.tasks.packages import sdist
-    from headrace.tasks.packages.fetch import fetch, read
-    from headrace.tasks.packages.lab import Exam
+        async def attempt(mutation: Any = mutation) -> "tuple[Task, Oracle]":
+            return await attempts.attempt(lab, package, mutation, exam, args.name, args.seed)
 
-    if Path(source).is_dir():
-        package = read(Path(source), Path(source).resolve().name)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            root = await asyncio.to_thread(fetch, source, Path(folder))
-            package = read(root, source.replace("==", "-"))
-    package = await sdist.with_requirements(lab, package, "", say)
-    plan, expected, seconds = await sdist.baseline(lab, package, "", 1, say)
-    plan = msgspec.structs.replace(plan, timeout_s=sdist.limit(seconds))
-    exam = await sdist.sealed(lab, package, Exam(plan=plan, expected=expected), say)
-    candidates = features.candidates(package, args.seed)
-    say(f"{package.name}: {len(expected)} tests pass in {seconds:.1f} s, {len(candidates)} features")
-    for feature in candidates:
-
-        async def attempt(feature: Any = feature) -> "tuple[Task, Oracle]":
-            return await features.attempt(lab, package, feature, exam, args.name)
-
-        yield features.id_of(package, feature), attempt
+        yield attempts.id_of(package, mutation), attempt
 
 
 async def _commits(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncIterator[tuple[str, Attempt]]":
@@ -192,30 +172,3 @@ async def _certify(task: "Task", oracle: "Oracle", source: str, journal: "Journa
     journal.keep(source, task, oracle, made)
     named = len(oracle.expected)
     say(f"{task.ref.task}: {named} tests must pass, its tests reject {made.killed} of {made.mutants} mutants")
-
-
-async def _mutations(args: argparse.Namespace) -> int:
-    """Make the suite of mutations that a package's own tests detect; each is verified in a sandbox."""
-    from headrace.launch.guests import prepare_host
-    from headrace.tasks.packages import sdist
-    from headrace.vmhost.node.host import Host
-
-    config, (source,) = args.settings, args.sources
-    tree = Path(source).is_dir()
-    await prepare_host(config)
-    host = await Host.open(config.environment, limits=config.sandboxes)
-    try:
-        request = sdist.SuiteRequest(
-            package="" if tree else source,
-            path=Path(source) if tree else None,
-            test_command=args.test_command,
-            count=args.count,
-            seed=args.seed,
-            name=args.name,
-            root=Path(config.tasks.dir),
-        )
-        suite = await sdist.build(request, host, say)
-    finally:
-        await host.close()
-    say(f"{len(suite.ids())} tasks in {config.tasks.dir}/{suite.name}")
-    return 0

@@ -241,32 +241,6 @@ class Forked(Message, frozen=True, kw_only=True):
     held: tuple[Acquired, ...]
 
 
-@message("checkpoint")
-class Checkpoint(Message, frozen=True, kw_only=True):
-    """The sandbox as bytes: its changes, for nodes with the very same template file; or with `whole` all of it, for
-    every node that built its template from the same parts."""
-
-    sandbox: str
-    secret: str
-    epoch: Count
-    whole: bool = False
-
-
-@message("checkpointed")
-class Checkpointed(Message, frozen=True, kw_only=True):
-    """The answer to Checkpoint."""
-
-    data: bytes
-
-
-@message("restore")
-class Restore(Message, frozen=True, kw_only=True):
-    """A sandbox for `request` that continues from a checkpoint; answered like Acquire."""
-
-    request: Acquire
-    data: bytes
-
-
 @message("release_group")
 class ReleaseGroup(Message, frozen=True, kw_only=True):
     """No further slot of this group will be asked for: its VM may end once its sandboxes are released."""

@@ -1,34 +1,26 @@
-"""A task suite from a real package: mutate its code where its own tests notice, and verify each task in sandboxes.
+"""A real package, and the exam of its own tests that a repair is judged by.
 
-A task's hidden tests are the package's own. The agent gets the sources and about half of the test functions, always
-with one that fails, so that there is a symptom to follow and something left to be judged by (packages/visible.py). A
-task enters the suite when, in fresh sandboxes, the tests fail before the fix and pass after it, and repeats say
-exactly the same. Which tests call which function is known from one traced run (packages/reach.py): a change is tried
-with those that call it, and the whole suite runs only where one of them fails.
+An exam holds the tests that pass every time over the untouched package, sealed where they compare with literals. Every
+kind of task that is made of a package or a repository (attempts.py, making/commits.py) begins with one.
 """
 
 import asyncio
-import random
-import shlex
 import tempfile
 from collections.abc import Callable, Sequence, Set
-from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
 
 from headrace.messages.sandbox import OpResult, TestOutcome
-from headrace.messages.tasks import LONGEST_TEST_S, Oracle, Task, TestPlan
+from headrace.messages.tasks import LONGEST_TEST_S, TestPlan
 from headrace.tasks import sealing
-from headrace.tasks.packages.attempts import attempt, in_order
-from headrace.tasks.packages.fetch import Package, PackageError, fetch, read
-from headrace.tasks.packages.lab import FIRST_RUN_S, Exam, Lab, Sandboxes, SuiteError, judged, passed
-from headrace.tasks.packages.mutate import Mutation, mutations
-from headrace.tasks.packages.reach import Reach, traced
+from headrace.tasks.packages.fetch import Package, fetch, read
+from headrace.tasks.packages.lab import FIRST_RUN_S, Exam, Lab, SuiteError, judged, passed
 from headrace.tasks.packages.recording import everything, record
 from headrace.tasks.packages.requirements import install, missing
-from headrace.tasks.suites import FolderSuite, write_suite
 
+_REPEATS = 1
+"""Runs of the untouched package that have to agree with the first one."""
 _UNSTEADY_RUNS = 4
 """Runs of a package's tests, beside those that have to agree, in which tests may still turn out to be unsteady."""
 
@@ -39,100 +31,29 @@ def limit(seconds: float) -> float:
     return min(max(60.0, 20.0 * seconds), LONGEST_TEST_S)
 
 
-class SuiteRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The suite to be made: of which package, how many tasks, where it is written."""
-
-    package: str = ""
-    """``NAME==VERSION`` from the package index; or `path`."""
-    path: Path | None = None
-    """A source tree."""
-    test_command: str = ""
-    """argv as text, for packages whose tests pytest alone cannot run; judged by its JUnit report if it names one, else
-    by its exit code."""
-    count: int = 20
-    seed: int = 1
-    name: str = ""
-    """Name of the suite; empty: the package's name."""
-    root: Path = Path("suites")
-    """Folder of suites."""
-    template: str = "debian"
-    parallel: int = 2
-    """Mutations that are tried at once."""
-    repeats: int = 1
-    """How often the judge's runs are repeated, per task (beside the first run with the mutation) and for the untouched
-    package."""
+async def source_tree(source: str, name: str) -> Package:
+    """A source tree, or ``NAME==VERSION`` of the package index. name: of the package; empty: its own. PackageError."""
+    if Path(source).is_dir():
+        return read(Path(source), name or Path(source).resolve().name)
+    with tempfile.TemporaryDirectory() as folder:
+        root = await asyncio.to_thread(fetch, source, Path(folder))
+        return read(root, name or source.replace("==", "-"))
 
 
-async def build(
-    request: SuiteRequest, sandboxes: Sandboxes, say: Callable[[str], None] = lambda text: None
-) -> FolderSuite:
-    """Make and write the suite; deterministic by seed, as far as the package's tests are. SuiteError says why not."""
-    try:
-        if request.path is not None:
-            package = read(request.path, request.name or request.path.resolve().name)
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                tree = await asyncio.to_thread(fetch, request.package, Path(folder))
-                package = read(tree, request.name or request.package.replace("==", "-"))
-    except PackageError as error:
-        raise SuiteError(str(error)) from None
-    lab = Lab(sandboxes, f"suite-{package.name}", request.template)
-    package = await with_requirements(lab, package, request.test_command, say)
-    plan, expected, seconds = await baseline(lab, package, request.test_command, request.repeats, say)
-    plan = msgspec.structs.replace(plan, timeout_s=limit(seconds))
-    exam, reach = await asyncio.gather(
-        sealed(lab, package, Exam(plan=plan, expected=expected), say), _reach(lab, package, plan, say)
-    )
-    say(
-        f"{len(expected)} tests of {package.name} pass in {seconds:.1f} s; looking for {request.count} bugs they notice"
-    )
-
-    rng = random.Random(f"headrace/{package.name}/{request.seed}")
-    mutations = _candidates(package, rng)
-    near = [reach and reach.of(mutation, package.files[mutation.path]) for mutation in mutations]
-    candidates = [each for each in zip(mutations, near, strict=True) if each[1] is None or each[1] & {*expected}]
-    if not candidates:
-        say("no test calls a function of the package in its own process; all tests run for each change")
-        candidates = [(mutation, None) for mutation in mutations]
-    elif len(candidates) < len(mutations):
-        say(f"{len(mutations) - len(candidates)} of {len(mutations)} changes are in functions that no test calls")
-    pairs: list[tuple[Task, Oracle]] = []
-    tried = 0
-
-    async def one(candidate: tuple[Mutation, frozenset[str] | None], lane: int) -> tuple[Task, Oracle] | None:
-        return await attempt(lab, package, candidate[0], exam, request.repeats, request.seed, lane, candidate[1])
-
-    # In order: which bugs enter the suite must not depend on which sandbox is faster.
-    async with aclosing(in_order(candidates, one, request.parallel)) as attempts:
-        async for (mutation, _), made in attempts:
-            tried += 1
-            if made is not None:
-                pairs.append(made)
-                say(f"{len(pairs)}/{request.count}: {mutation.kind} in {mutation.path}:{mutation.line} ({tried} tried)")
-            if len(pairs) == request.count:
-                break
-    if not pairs:
-        raise SuiteError(f"no change of {package.name} was noticed by its tests ({tried} tried)")
-    pairs.sort(key=lambda pair: pair[0].ref.task)
-    return write_suite(package.name, request.root / package.name, pairs, request.package or str(request.path))
+async def examined(lab: Lab, package: Package, say: Callable[[str], None]) -> tuple[Package, Exam]:
+    """The package with what its tests need, and its exam. SuiteError."""
+    package = await with_requirements(lab, package, say)
+    plan, expected, seconds = await baseline(lab, package, say)
+    exam = Exam(plan=msgspec.structs.replace(plan, timeout_s=limit(seconds)), expected=expected)
+    say(f"{len(expected)} tests of {package.name} pass in {seconds:.1f} s")
+    return package, await sealed(lab, package, exam, say)
 
 
-async def _reach(lab: Lab, package: Package, plan: TestPlan, say: Callable[[str], None]) -> Reach | None:
-    """Which tests can notice which change; None where that is not known, and all tests run for each."""
-    if plan.kind != "pytest":
-        return None
-    try:
-        return await traced(lab, package.files, plan, 1)
-    except SuiteError as error:
-        say(f"{error}; all tests run for each change")
-        return None
-
-
-async def with_requirements(lab: Lab, package: Package, test_command: str, say: Callable[[str], None]) -> Package:
+async def with_requirements(lab: Lab, package: Package, say: Callable[[str], None]) -> Package:
     """The package with the files of its requirements, where its tests miss modules and the package names any."""
     if not package.requires:
         return package
-    result = await lab.run(package.files, first_plan(package, test_command))
+    result = await lab.run(package.files, first_plan(package))
     modules = missing([*(test.message for test in result.tests), result.error, result.stdout, result.stderr])
     if not modules:
         return package
@@ -144,10 +65,8 @@ async def with_requirements(lab: Lab, package: Package, test_command: str, say: 
     return msgspec.structs.replace(package, files=files | package.files)
 
 
-def first_plan(package: Package, test_command: str = "") -> TestPlan:
-    """All tests of a package: by pytest, or by a command of the user's own."""
-    if test_command:
-        return TestPlan(kind="command", argv=tuple(shlex.split(test_command)), timeout_s=FIRST_RUN_S)
+def first_plan(package: Package) -> TestPlan:
+    """All tests of a package."""
     return TestPlan(kind="pytest", paths=package.tests, timeout_s=FIRST_RUN_S)
 
 
@@ -164,40 +83,27 @@ def first_error(result: OpResult) -> str:
     return errors[0] if errors else result.error or "no test is collected"
 
 
-def _candidates(package: Package, rng: random.Random) -> list[Mutation]:
-    """Mutations in random order, at most one a line, so that a suite is spread over the package."""
-    candidates = [mutation for path in package.sources for mutation in mutations(path, package.files[path])]
-    rng.shuffle(candidates)
-    return list({(mutation.path, mutation.line): mutation for mutation in reversed(candidates)}.values())[::-1]
-
-
-async def baseline(
-    lab: Lab, package: Package, test_command: str, repeats: int, say: Callable[[str], None]
-) -> tuple[TestPlan, tuple[str, ...], float]:
+async def baseline(lab: Lab, package: Package, say: Callable[[str], None]) -> tuple[TestPlan, tuple[str, ...], float]:
     """A plan whose tests all pass on the untouched package, every time; their names; seconds that it takes.
 
     Tests that fail, that pass once and fail once, or whose name changes (a parameter that holds the sandbox's own path)
-    are left out; SuiteError where none is left, or where a command of the user's own has such tests.
+    are left out; SuiteError where none is left.
     """
-    plan = first_plan(package, test_command)
+    plan = first_plan(package)
     result = await lab.run(package.files, plan)
     names = passed(result)
     if not names:
         raise SuiteError(f"no test of {package.name} passes in a sandbox: {first_error(result)[:300]}")
     seen, seconds, steady = {test.name for test in result.tests}, result.wall_ms / 1e3, 0
     ahead: list[OpResult] = []
-    for repeat in range(1 + repeats + _UNSTEADY_RUNS):
+    for repeat in range(1 + _REPEATS + _UNSTEADY_RUNS):
         bad = seen - set(names)
-        if bad and test_command:
-            raise SuiteError(
-                f"{len(bad)} tests of {package.name} do not pass every time in a sandbox, such as {min(bad)}"
-            )
         if bad and repeat:  # a name of one run alone cannot be asked for: the second run has the whole files too
             narrower = msgspec.structs.replace(plan, paths=_without(bad, names, package.tests))
             if narrower != plan:
                 plan, ahead = narrower, []
         if not ahead:
-            runs = (lab.run(package.files, plan, lane) for lane in range(1 + repeats - steady))
+            runs = (lab.run(package.files, plan, lane) for lane in range(1 + _REPEATS - steady))
             ahead = list(await asyncio.gather(*runs))
         again = ahead.pop(0)
         if not again.tests:
@@ -209,7 +115,7 @@ async def baseline(
         steady = steady + 1 if ran == set(names) == set(passed(again)) else 0
         seen |= ran
         names, seconds = same, max(seconds, again.wall_ms / 1e3)
-        if steady > repeats:
+        if steady > _REPEATS:
             break
     else:
         raise SuiteError(f"the tests of {package.name} are not stable: others fail in each of several runs")
@@ -227,8 +133,6 @@ def _without(bad: Set[str], names: Sequence[str], tests: Sequence[str]) -> tuple
 
 async def sealed(lab: Lab, package: Package, exam: Exam, say: Callable[[str], None]) -> Exam:
     """The exam with its tests sealed, as far as the untouched package passes them so; else as it was."""
-    if exam.plan.kind != "pytest":
-        return exam
     used = {path.partition("::")[0] for path in exam.plan.paths}
     files = {path: package.files[path] for path in used}
     leave: frozenset[int] = frozenset()

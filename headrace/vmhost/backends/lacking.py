@@ -21,11 +21,3 @@ class WithoutCopies:
     async def fork(self, machine: Machine) -> MakeMachine:
         """VmhostError."""
         lacks(self.name, "fork")
-
-    async def checkpoint(self, machine: Machine, slot: int, whole: bool) -> bytes:
-        """VmhostError."""
-        lacks(self.name, "checkpoint")
-
-    async def restore(self, data: bytes) -> tuple[MakeMachine, int]:
-        """VmhostError."""
-        lacks(self.name, "checkpoint")

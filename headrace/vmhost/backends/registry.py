@@ -1,5 +1,5 @@
-"""Sandbox backends by name: ``qemu``, ``container``, ``process``, ``swerex``, entry points of
-``headrace.sandboxes``, or ``module:attribute``.
+"""Sandbox backends by name: ``qemu``, ``container``, ``process``, entry points of ``headrace.sandboxes``,
+or ``module:attribute``.
 
 A backend is a class that follows `vmhost.backend.Backend`; it is imported when a node opens it.
 """
@@ -17,7 +17,6 @@ BACKENDS: Registry[type[Backend]] = Registry(
         "qemu": "headrace.vmhost.qemu.backend:CloneBackend",
         "container": "headrace.vmhost.backends.container.backend:ContainerBackend",
         "process": "headrace.vmhost.backends.process:ProcessBackend",
-        "swerex": "headrace.vmhost.backends.swerex.backend:SwerexBackend",
     },
     needs=("capabilities", "open"),
 )

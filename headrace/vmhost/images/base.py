@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -23,7 +23,7 @@ from headrace.vmhost.images import imported, packages, store
 from headrace.vmhost.node import capacity
 from headrace.vmhost.qemu import probe, process
 from headrace.vmhost.qemu.process import Hardware
-from headrace.vmhost.templates import classes, task_templates, template
+from headrace.vmhost.templates import classes, template
 from headrace.vmhost.templates.template import Template, UnusableTemplate
 from headrace.vmhost.templates.validation import verify
 
@@ -99,14 +99,12 @@ class Parts(NamedTuple):
 
 
 class TemplatePlan(NamedTuple):
-    """The meaning of a template's name: a built-in image, an imported one, or a recipe on top of another plan."""
+    """The meaning of a template's name: a built-in image, or an imported one."""
 
     name: str
     memory_mb: int
     slots: int
     image: imported.Image | None = None
-    recipe: task_templates.Recipe | None = None
-    below: Any = None
     drives: int = 0
     disk: bool = False
     limits: SandboxLimits = SandboxLimits()
@@ -139,12 +137,6 @@ class TemplatePlan(NamedTuple):
         """Size of the disk of each of its machines; 0: they have none."""
         return self.limits.disk_mib if self.image is not None and self.machine.disk else 0
 
-    @property
-    def root(self) -> imported.Image | None:
-        """The image at the bottom."""
-        image: imported.Image | None = self.below.root if self.below is not None else self.image
-        return image
-
     def folder(self, parts: "Parts") -> str:
         """Name of its template's folder in the cache."""
         if self.image is not None:
@@ -153,15 +145,13 @@ class TemplatePlan(NamedTuple):
 
     def key(self, parts: Parts) -> str:
         """Its content address here."""
-        if self.recipe is not None:
-            return task_templates.key(self.recipe, self.below.key(parts))
         if self.image is not None:
             return template.key_with(self.machine.key(parts), self.image, self.limits.disk_mib)
         hardware = self.hardware(parts.accel, parts.machine)
         return template.key(self.name, parts.base, parts.version, hardware, self.slots)
 
 
-def plan(environment: Environment, name: str, depth: int = 0) -> TemplatePlan:
+def plan(environment: Environment, name: str) -> TemplatePlan:
     """The plan for a template of this name, which may carry a class (templates/classes.py). VmhostError when the name
     is unknown, or no such machine can be made."""
     name, limits = classes.split(name)
@@ -179,17 +169,10 @@ def plan(environment: Environment, name: str, depth: int = 0) -> TemplatePlan:
     if image is not None:
         memory = limits.memory_mib or max(environment.memory_mb, image.memory_mb)
         return TemplatePlan(name, memory, 1, image, limits=limits)
-    recipe = task_templates.find(cache, name)
-    if recipe is None:
-        names = [*packages.FLAVOURS, *imported.names(cache), *task_templates.names(cache)]
-        raise VmhostError(
-            f"there is no template {name!r}; known are {', '.join(names)}: a container image is stored by "
-            "`headrace images`"
-        )
-    if depth == task_templates.DEPTH:
-        raise VmhostError(f"{name}: more than {task_templates.DEPTH} levels of templates, or a circle of them")
-    below = plan(environment, classes.named(recipe.base, limits), depth + 1)
-    return TemplatePlan(name, below.memory_mb, below.slots, None, recipe, below, limits=limits)
+    names = [*packages.FLAVOURS, *imported.names(cache)]
+    raise VmhostError(
+        f"there is no template {name!r}; known are {', '.join(names)}: a container image is stored by `headrace images`"
+    )
 
 
 def _classed(wanted: TemplatePlan, parts: Parts) -> Template:
@@ -211,19 +194,13 @@ def _load_or_make(wanted: TemplatePlan, parts: Parts) -> Template:
     folder = cache / wanted.folder(parts)
     if folder.exists():
         try:
-            loaded = template.load(folder, key)
-            return msgspec.structs.replace(loaded, image=wanted.root, attached=wanted.root is not None)
+            return template.load(folder, key)
         except UnusableTemplate as refused:
             say(f"template {wanted.name}: refused, made again: {refused}")
-    if wanted.recipe is not None:
-        below = _classed(wanted.below, parts)
-        say(f"template {wanted.name}: preparing {below.manifest.slots} slots of {below.manifest.name}")
-        work = task_templates.build(wanted.recipe, below, folder)
-    else:
-        how = f"({parts.accel}, {parts.machine}; under a minute)"
-        say(f"template {wanted.name}: booting once, opening {wanted.slots} slots, freezing {how}")
-        hardware = wanted.hardware(parts.accel, parts.machine)
-        work = template.build(wanted.name, parts.base, hardware, wanted.slots, folder, parts.version)
+    how = f"({parts.accel}, {parts.machine}; under a minute)"
+    say(f"template {wanted.name}: booting once, opening {wanted.slots} slots, freezing {how}")
+    hardware = wanted.hardware(parts.accel, parts.machine)
+    work = template.build(wanted.name, parts.base, hardware, wanted.slots, folder, parts.version)
     with asyncio.Runner() as runner:
         made = runner.run(work)
         try:

@@ -86,7 +86,7 @@ def _rights() -> Finding:
 
 
 def _memory_of_others() -> Finding:
-    """Forks and checkpoints read a child's memory; the kernel's Yama module may allow that to root alone."""
+    """Forks read a child's memory; the kernel's Yama module may allow that to root alone."""
     try:
         scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):

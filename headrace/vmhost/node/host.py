@@ -27,7 +27,6 @@ from headrace.vmhost.images.packages import FLAVOURS
 from headrace.vmhost.node import capacity, slot_assignment
 from headrace.vmhost.node.pool import Pool, PooledMachine
 from headrace.vmhost.node.sandbox import VmSandbox as VmSandbox
-from headrace.vmhost.templates import task_templates
 
 HOSTNAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 
@@ -102,15 +101,14 @@ class Host:
         }
 
     def held(self) -> frozenset[str]:
-        """Names by which tasks may ask this node for an image or a task template that is stored on it. Reads the
+        """Names by which tasks may ask this node for an image that is stored on it. Reads the
         store where it changed since the last call."""
         cache = Path(self._environment.cache_dir).absolute()
         if not self.capabilities.upper_diff or not cache.is_dir():
             return frozenset()
         changed = cache.stat().st_mtime_ns
         if changed != self._held[0]:
-            recipes = task_templates.names(cache) if self.capabilities.kernel_private else ()
-            self._held = changed, frozenset((*imported.references(cache), *recipes))
+            self._held = changed, frozenset(imported.references(cache))
         return self._held[1]
 
     async def acquire(self, request: Acquire) -> VmSandbox:
@@ -197,22 +195,6 @@ class Host:
             raise
         pairs = zip(into, copies, strict=True)
         return list(await asyncio.gather(*(self._admit(request, pooled, slot) for request, pooled in pairs)))
-
-    async def checkpoint(self, id: str, whole: bool = False) -> bytes:
-        """The sandbox as bytes from which `restore` continues: what it changed (for nodes with the very same template
-        files), or with `whole` all of it. SandboxLost, VmhostError."""
-        self.demand("checkpoint")
-        machine, slot = self._exclusive(id)
-        return await self._backend.checkpoint(machine, slot, whole)
-
-    async def restore(self, data: bytes, request: Acquire) -> VmSandbox:
-        """A sandbox on this node that continues from a checkpoint. SandboxLost, NoCapacity; VmhostError when the
-        checkpoint is damaged, its template is not this node's, or the request's key is in use."""
-        self.demand("checkpoint")
-        if SandboxKey.of(request) in self._keys:
-            raise VmhostError("the key of a restored sandbox must be new")
-        make, slot = await self._backend.restore(data)
-        return await self._admit(request, self._pool.make(request, make), slot)
 
     def _exclusive(self, id: str) -> tuple[Machine, int]:
         """The machine that a sandbox has for itself, and its slot. The machine ends with this sandbox from now on."""

@@ -19,7 +19,7 @@ from headrace.vmhost.node import capacity
 from headrace.vmhost.node.capacity import OVERHEAD_MB
 from headrace.vmhost.node.doctor import doctor
 from headrace.vmhost.node.prewarming import FILL_AFTER_S, FILL_BY_S, MEMORY_S, Demand
-from headrace.vmhost.qemu import held, snapshot
+from headrace.vmhost.qemu import held
 from headrace.vmhost.qemu.beginnings import Beginnings
 from headrace.vmhost.qemu.clone import Clone
 from headrace.vmhost.qemu.drives import Disk, disk_short
@@ -44,7 +44,6 @@ class CloneBackend:
     capabilities: ClassVar[Capabilities] = Capabilities(
         isolated=True,
         fork=True,
-        checkpoint=True,
         inspect=True,
         hostname=True,
         network_list=True,
@@ -171,30 +170,6 @@ class CloneBackend:
         """Copies of a clone; see `Backend.fork`."""
         clone = _clone(machine)
         return partial(self._copy, clone.template, await clone.freeze())
-
-    async def checkpoint(self, machine: Machine, slot: int, whole: bool) -> bytes:
-        """A clone as bytes; see `Backend.checkpoint`."""
-        clone = _clone(machine)
-        manifest = clone.template.manifest
-        taken = await clone.freeze(whole)
-        parts = {"template": clone.template.name, "key": clone.template.key, "ram_hash": manifest.ram_hash}
-        checkpoint = snapshot.Checkpoint(**parts, slot=slot, whole=whole, snapshot=taken)
-        return await asyncio.to_thread(snapshot.pack, checkpoint)
-
-    async def restore(self, data: bytes) -> tuple[MakeMachine, int]:
-        """A clone from bytes; see `Backend.restore`."""
-        checkpoint = await asyncio.to_thread(snapshot.unpack, data)
-        template = await self.template(checkpoint.template)
-        if template.key != checkpoint.key:
-            raise VmhostError(f"the checkpoint's template {checkpoint.template} differs from this node's")
-        if not checkpoint.whole and template.manifest.ram_hash != checkpoint.ram_hash:
-            raise VmhostError(
-                f"this node built its own {checkpoint.template}, so it needs a whole checkpoint and this one is not"
-            )
-        taken = checkpoint.snapshot
-        if checkpoint.whole:
-            taken = await asyncio.to_thread(snapshot.rebase, taken, template.ram)
-        return partial(self._copy, template, taken), checkpoint.slot
 
     async def _copy(self, template: Template, begin: Snapshot) -> Clone:
         """A clone that begins at a snapshot of another clone of the template. SandboxLost."""

@@ -42,7 +42,7 @@ class Beginnings:
         key = _key(template)
         if template.manifest.hardware.disk:  # a snapshot holds memory, not the files on a disk
             return
-        if template.image is None or template.attached or key in self._learning or self._known.get(key) is not None:
+        if template.image is None or key in self._learning or self._known.get(key) is not None:
             return
         if key not in self._known:
             self._known[key] = None

@@ -1,8 +1,8 @@
 """One clone: a QEMU with the template's devices that maps the template's memory privately.
 
-Its device state comes from an inherited descriptor. All monitor commands and the guest's first message (clock and
-entropy) are written before QEMU has started, so the guest's answer is the only thing to wait for. A clone that begins
-at a snapshot of another clone gets that one's pages first, which adds one wait.
+Its device state comes from an inherited descriptor. The guest's first message (clock and entropy) is written before
+QEMU has started, so that the guest reads it at once. A clone that begins at a snapshot of another clone gets that
+one's pages before its device state.
 """
 
 import asyncio
@@ -13,7 +13,9 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+from qemu.qmp import ExecuteError, QMPClient, QMPError
 
 from headrace import process_stat
 from headrace.messages.sandbox import SandboxLost
@@ -26,7 +28,7 @@ from headrace.vmhost.node.capacity import OVERHEAD_MB
 from headrace.vmhost.qemu import snapshot
 from headrace.vmhost.qemu.drives import Disk, open_drives
 from headrace.vmhost.qemu.memory import Memory
-from headrace.vmhost.qemu.process import Monitor, Qemu
+from headrace.vmhost.qemu.process import Qemu
 from headrace.vmhost.qemu.snapshot import Snapshot
 from headrace.vmhost.templates.template import Template
 
@@ -104,8 +106,13 @@ class Clone:
         self._state_fd = state
         self.pid = self._qemu.pid
         self._control: Channel | None = None
-        self._monitor: Monitor | None = None
+        self._monitor = QMPClient()  # the logger of a name would stay for ever
+        self._hung = False
+        """Whether QEMU closed its monitor, which happens only when it ends."""
         self._resuming: asyncio.Task[None] | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._connected = False
+        self._closing: asyncio.Task[None] | None = None
         # A page that the guest reads before it writes counts twice: reading a hole of the template's memory file makes
         # a page of that file, charged to the first reader, and writing makes the clone's own.
         hardware = template.manifest.hardware
@@ -126,8 +133,7 @@ class Clone:
         """
         await self._identify(b"")
         await self.rehearse()
-        assert self._monitor is not None
-        await self._monitor.send("stop")
+        await self._execute("stop")
 
     async def rehearse(self) -> None:
         """Open the first slot and write there, then remove it: code that runs for the first time costs most.
@@ -141,40 +147,49 @@ class Clone:
         """Continue a parked machine; it is `ready` once its clock is set. SandboxLost."""
         if self._lost.done():
             raise SandboxLost(self._lost.result())
-        assert self._monitor is not None
-        self._monitor.send("cont")
-        self._resuming = asyncio.get_running_loop().create_task(self._identify(b""))
+
+        async def go_on() -> None:
+            await asyncio.gather(self._execute("cont"), self._identify(b""))
+
+        self._resuming = asyncio.get_running_loop().create_task(go_on())
 
     async def ready(self) -> None:
         """Wait until a resumed machine has set its clock; a started one has. SandboxLost."""
         if self._resuming is not None:
             await asyncio.shield(self._resuming)
 
-    async def freeze(self, whole: bool = False) -> Snapshot:
-        """A snapshot: the pages that the machine wrote, or with `whole` all that are not empty. The machine stops
-        meanwhile and continues afterwards. SandboxLost, VmhostError.
-        """
-        if self._lost.done() or self._monitor is None:
+    async def freeze(self) -> Snapshot:
+        """A snapshot: the pages that the machine wrote. The machine stops meanwhile and continues afterwards.
+        SandboxLost, VmhostError."""
+        if self._lost.done() or self._control is None:
             raise SandboxLost(self._reason or "the machine has not started")
         if self.template.manifest.hardware.disk:
             raise VmhostError(
                 "a sandbox whose files lie on a disk cannot be copied: lower disk_mib or raise memory_mib"
             )
-        await self._monitor.send("stop")
+        await self._execute("stop")
         try:
-            await self._monitor.send("xen-save-devices-state", {"filename": self._devices.path})
-            if self._lost.done():
-                raise SandboxLost(self._reason)
-            read = snapshot.all_pages if whole else snapshot.own_pages
-            numbers, pages = await asyncio.to_thread(read, self.pid, self._memory.mapped)
+            await self._execute("xen-save-devices-state", {"filename": self._devices.path})
+            numbers, pages = await asyncio.to_thread(snapshot.own_pages, self.pid, self._memory.mapped)
             if self._lost.done():
                 raise SandboxLost(self._reason)
             devices = os.pread(self._devices.fd, os.fstat(self._devices.fd).st_size, 0)
             state = snapshot.compose(self.template.state.read_bytes(), devices)
         finally:
-            if not self._lost.done():
-                self._monitor.send("cont")
+            with suppress(SandboxLost):
+                await self._execute("cont")
         return Snapshot(state=state, numbers=numbers, pages=pages, mounts=self._mounts)
+
+    async def _execute(self, command: str, arguments: dict[str, Any] | None = None) -> Any:
+        """A command of the monitor; the machine ends where it fails. SandboxLost."""
+        try:
+            return await self._monitor.execute(command, arguments)
+        except ExecuteError as error:
+            self._end(str(error))
+        except QMPError:
+            self._hung = True
+            self._end("its monitor closed")
+        raise SandboxLost(self._reason)
 
     async def _identify(self, entropy: bytes) -> None:
         assert self._control is not None
@@ -186,19 +201,10 @@ class Clone:
     async def start(self) -> None:
         """Load the state, run, set the clock. SandboxLost when the guest does not answer."""
         try:
-            self._monitor = await Monitor.connect(self._qemu.monitor)
-            self._monitor.broken.add_done_callback(lambda broken: self._end(broken.result()))
-            if self._begin is not None:
-                await self._monitor.send("query-status")  # once it answers, its memory is mapped
-                if not self._lost.done():
-                    await asyncio.to_thread(snapshot.put_pages, self.pid, self._memory.mapped, self._begin)
-                    self._unlike_template = bool(self._changed_pages())
-            on = [{"capability": "x-ignore-shared", "state": True}]
-            self._monitor.send("migrate-set-capabilities", {"capabilities": on})
-            self._monitor.send("migrate-incoming", {"uri": f"fd:{self._state_fd}"})
             self._control = await Channel.connect(self._qemu.ports[0], f"vm {self.pid}")
-            await self._identify(secrets.token_bytes(32))
-            if self._begin is None and self.template.image is not None and not self.template.attached:
+            self._loading = asyncio.get_running_loop().create_task(self._load())
+            await asyncio.gather(self._loading, self._identify(secrets.token_bytes(32)))
+            if self._begin is None and self.template.image is not None:
                 await self._attach(self.template.image)
             self._begin = None
         except (SandboxLost, VmhostError, OSError) as error:
@@ -208,6 +214,23 @@ class Clone:
             raise SandboxLost(
                 f"a clone did not start: {self._exit_text if ended_by_itself else self._reason}"
             ) from None
+
+    async def _load(self) -> None:
+        """Connect to the monitor, and load the machine's state. SandboxLost, VmhostError, OSError."""
+        self._qemu.monitor.setblocking(False)
+        try:
+            await self._monitor.connect(self._qemu.monitor)
+        except QMPError:
+            self._hung = True
+            self._end("its monitor closed")
+            raise SandboxLost(self._reason) from None
+        self._connected = True
+        if self._begin is not None:  # QEMU answers, so its memory is mapped
+            await asyncio.to_thread(snapshot.put_pages, self.pid, self._memory.mapped, self._begin)
+            self._unlike_template = bool(self._changed_pages())
+        on = [{"capability": "x-ignore-shared", "state": True}]
+        await self._execute("migrate-set-capabilities", {"capabilities": on})
+        await self._execute("migrate-incoming", {"uri": f"fd:{self._state_fd}"})
 
     async def _attach(self, image: Image) -> None:
         """Mount the image and let the slot begin in it. SandboxLost when the guest cannot."""
@@ -236,8 +259,7 @@ class Clone:
 
     def _hung_up(self) -> bool:
         """Whether QEMU closed one of its sockets, which happens only when it ends."""
-        closed = self._monitor is not None and self._monitor.ended.done()
-        return closed or (self._control is not None and self._control.hung_up)
+        return self._hung or (self._control is not None and self._control.hung_up)
 
     async def open(self, slot: int) -> Channel:
         """The channel to a slot's agent. SandboxLost."""
@@ -264,16 +286,17 @@ class Clone:
         other sandboxes were hit as well, any of them may be the cause."""
         if self._lost.done():
             await self.gone
-            by_guest = self._monitor is not None and self._monitor.shut_down
+            events = cast(tuple[dict[str, Any], ...], self._monitor.events.history)
+            by_guest = any(event["event"] == "SHUTDOWN" and event["data"]["guest"] for event in events)
             crashed = self._qemu.process.returncode in CRASHES
             return ENDED if alone and not self._killed and (by_guest or crashed) else ""
-        assert self._monitor is not None and self._control is not None
+        assert self._control is not None
         try:
             async with asyncio.timeout(PROBE_S):
-                status = await self._monitor.send("query-status")
-        except TimeoutError:
+                status = await self._execute("query-status")
+        except (TimeoutError, SandboxLost):
             return ""
-        if status.get("return", {}).get("status") != "running":
+        if status.get("status") != "running":
             return ""
         if self._control.lost.done():
             return ENDED if alone else ""
@@ -376,15 +399,24 @@ class Clone:
         for channel in (self._control, *self._channels.values()):
             if channel is not None:
                 channel.close(self._reason)
-        if self._monitor is not None:
-            self._monitor.close()
-        self._qemu.close()
         self._devices.close()
         self.disk = None
         if self._group is not None:
             self._group.close()
         self._owner.ended(self, (usage.ru_utime + usage.ru_stime) * 1000)
-        self.gone.set_result(None)
+        self._closing = asyncio.get_running_loop().create_task(self._close())
+
+    async def _close(self) -> None:
+        """Close the host's ends; then it is gone. A connection that is not made yet fails and closes itself."""
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
+        try:
+            if self._connected:
+                with suppress(QMPError, EOFError, OSError):  # `_exit_text` says how it ended
+                    await self._monitor.disconnect()
+        finally:
+            self._qemu.close()
+            self.gone.set_result(None)
 
 
 def _in_memory(data: bytes) -> int:

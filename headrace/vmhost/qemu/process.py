@@ -1,4 +1,4 @@
-"""QEMU children: the command line, the process, and the few monitor commands that a clone needs.
+"""QEMU children: the command line and the process.
 
 The device list of a template and of its clones comes from one function, because a snapshot only loads into the machine
 that it was taken from. There is no network card and no entropy device: the root is in RAM, shared copy-on-write with
@@ -14,7 +14,6 @@ inside QEMU's seccomp sandbox. It inherits everything that it opens: memory, ker
 attacker who escapes from the guest controls a process that may read public files and cannot reach other machines.
 """
 
-import asyncio
 import ctypes
 import itertools
 import json
@@ -25,8 +24,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -234,70 +233,3 @@ class Qemu:
             end.close()
         assert self.process.stderr is not None
         self.process.stderr.close()
-
-
-class Monitor(asyncio.Protocol):
-    """A QMP monitor that writes commands at once and matches answers by order, without negotiation round trips."""
-
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._buffer = b""
-        self._waiting: list[asyncio.Future[Any]] = []
-        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.shut_down = ""
-        """How the guest ended its machine, such as ``guest-reset``; empty while it has not."""
-
-    @classmethod
-    async def connect(cls, end: socket.socket) -> "Monitor":
-        """A monitor over this socket, which it owns from then on; commands are enabled."""
-        end.setblocking(False)
-        _, monitor = await asyncio.get_running_loop().create_unix_connection(cls, sock=end)
-        monitor.send("qmp_capabilities")
-        return monitor
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Part of asyncio's protocol."""
-        self._transport = transport  # type: ignore[assignment]
-
-    def data_received(self, data: bytes) -> None:
-        """Part of asyncio's protocol."""
-        self._buffer += data
-        *lines, self._buffer = self._buffer.split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if message.get("event") == "SHUTDOWN" and message["data"]["guest"]:
-                self.shut_down = message["data"]["reason"]
-            if "return" in message or "error" in message:
-                future = self._waiting.pop(0)
-                if "error" in message:
-                    self._fail(message["error"]["desc"])
-                if not future.done():
-                    future.set_result(message)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Part of asyncio's protocol."""
-        self._fail("its monitor closed")
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def _fail(self, reason: str) -> None:
-        if not self.broken.done():
-            self.broken.set_result(reason)
-        for future in self._waiting:
-            if not future.done():
-                future.set_result({"error": {"desc": reason}})
-
-    def send(self, command: str, arguments: Mapping[str, Any] | None = None) -> "asyncio.Future[Any]":
-        """Write a command; the future gets the raw answer. An error also sets `broken`."""
-        assert self._transport is not None
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
-        body = {"execute": command} | ({"arguments": dict(arguments)} if arguments else {})
-        self._transport.write(json.dumps(body).encode())
-        return future
-
-    def close(self) -> None:
-        """Drop the connection."""
-        if self._transport is not None:
-            self._transport.abort()

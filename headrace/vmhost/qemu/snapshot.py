@@ -13,11 +13,9 @@ numpy is imported where it computes, because `headrace check` imports this modul
 """
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import zstandard
 
 from headrace.vmhost.errors import VmhostError
 
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 _PRESENT, _SWAPPED, _FILE = 1 << 63, 1 << 62, 1 << 61
-LARGEST = 8 << 30
-"""Bytes of the largest checkpoint that is unpacked."""
 _RUN = 256
 """Largest number of pages that are read at once."""
 
@@ -48,39 +44,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     def mib(self) -> float:
         """Size of the pages."""
         return len(self.pages) / (1 << 20)
-
-
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A snapshot that can be restored elsewhere, with its template and the sandbox's slot."""
-
-    template: str
-    key: str
-    ram_hash: str
-    slot: int
-    whole: bool
-    """Whether it holds all of the memory, so that any template of the same key suffices."""
-    snapshot: Snapshot
-
-
-def pack(checkpoint: Checkpoint) -> bytes:
-    """Encode and compress a checkpoint."""
-    return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(msgspec.msgpack.encode(checkpoint))
-
-
-def unpack(blob: bytes) -> Checkpoint:
-    """Decode a checkpoint. VmhostError when the data is not a checkpoint, or damaged."""
-    import numpy as np
-
-    try:
-        if not 0 < zstandard.frame_content_size(blob) <= LARGEST:
-            raise VmhostError("this is no checkpoint, or a damaged one: it claims an impossible size")
-        checkpoint = msgspec.msgpack.decode(zstandard.decompress(blob), type=Checkpoint)
-    except (zstandard.ZstdError, msgspec.DecodeError) as error:
-        raise VmhostError(f"this is no checkpoint, or a damaged one: {error}") from None
-    numbers = np.frombuffer(checkpoint.snapshot.numbers, "<u4")
-    if len(checkpoint.snapshot.pages) != PAGE * len(numbers) or np.any(np.diff(numbers.astype(np.int64)) <= 0):
-        raise VmhostError("this checkpoint is damaged: its pages do not fit its list of them")
-    return checkpoint
 
 
 def compose(template_state: bytes, devices: bytes) -> bytes:
@@ -126,25 +89,6 @@ def own_pages(pid: int, name: str) -> tuple[bytes, bytes]:
         raise VmhostError(f"the machine's memory cannot be read: {error.strerror}") from None
 
 
-def all_pages(pid: int, name: str) -> tuple[bytes, bytes]:
-    """Numbers and contents of every page that is not empty."""
-    import numpy as np
-
-    low, high = mapping(pid, name)
-    filled: list[int] = []
-    out = bytearray()
-    try:
-        for first in range(0, (high - low) // PAGE, _RUN):
-            count = min(_RUN, (high - low) // PAGE - first)
-            pages = np.frombuffer(_read(pid, low, np.arange(first, first + count)), np.uint8).reshape(-1, PAGE)
-            full = pages.any(axis=1)
-            filled += [first + int(at) for at in np.flatnonzero(full)]
-            out += pages[full].tobytes()
-    except OSError as error:
-        raise VmhostError(f"the machine's memory cannot be read: {error.strerror}") from None
-    return np.array(filled, "<u4").tobytes(), bytes(out)
-
-
 def _read(pid: int, low: int, numbers: "np.ndarray[Any, np.dtype[Any]]") -> bytes:
     out = bytearray()
     memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
@@ -166,7 +110,7 @@ def put_pages(pid: int, name: str, snapshot: Snapshot) -> None:
     low, high = mapping(pid, name)
     numbers = np.frombuffer(snapshot.numbers, "<u4")
     if len(numbers) and int(numbers[-1]) >= (high - low) // PAGE:
-        raise VmhostError("the checkpoint is of a larger machine")
+        raise VmhostError("the snapshot is of a larger machine")
     view, at = memoryview(snapshot.pages), 0
     try:
         memory = os.open(f"/proc/{pid}/mem", os.O_RDWR)
@@ -180,46 +124,6 @@ def put_pages(pid: int, name: str, snapshot: Snapshot) -> None:
             os.close(memory)
     except OSError as error:
         raise VmhostError(f"the machine's memory cannot be written: {error.strerror}") from None
-
-
-def rebase(whole: Snapshot, ram: Path) -> Snapshot:
-    """A whole snapshot as its difference from another memory file: the pages that differ, empty ones included."""
-    import numpy as np
-
-    below = np.memmap(ram, np.uint8, "r").reshape(-1, PAGE)
-    numbers = np.frombuffer(whole.numbers, "<u4")
-    if len(numbers) and int(numbers[-1]) >= len(below):
-        raise VmhostError("the checkpoint is of a larger machine")
-    pages = np.frombuffer(whole.pages, np.uint8).reshape(-1, PAGE)
-    place = np.full(len(below), -1, np.int64)
-    place[numbers] = np.arange(len(numbers))
-    differing: list[int] = []
-    out = bytearray()
-    for first in range(0, len(below), _RUN):
-        here = place[first : first + _RUN]
-        wanted = np.where((here >= 0)[:, None], pages[np.maximum(here, 0)] if len(pages) else 0, 0).astype(np.uint8)
-        differ = np.flatnonzero((wanted != below[first : first + _RUN]).any(axis=1))
-        differing += [first + int(at) for at in differ]
-        out += wanted[differ].tobytes()
-    differing_bytes = np.array(differing, "<u4").tobytes()
-    return Snapshot(state=whole.state, numbers=differing_bytes, pages=bytes(out), mounts=whole.mounts)
-
-
-def write_ram(target: Path, size: int, snapshot: Snapshot) -> None:
-    """Write a snapshot's pages into a memory file, which is created (sparse) where it is missing."""
-    import numpy as np
-
-    view, at = memoryview(snapshot.pages), 0
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        os.ftruncate(fd, size)
-        for first, count in _runs(np.frombuffer(snapshot.numbers, "<u4")):
-            written = os.pwrite(fd, view[at : at + count * PAGE], first * PAGE)
-            if written != count * PAGE:
-                raise OSError(28, "No space left on device")
-            at += written
-    finally:
-        os.close(fd)
 
 
 def _runs(numbers: "np.ndarray[Any, np.dtype[Any]]") -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Lists the entries of the cache with their references, and removes entries without one.
 
-An entry is referenced by a name or by use: a built-in template by this configuration, an imported image by its name and
-by recipes based on it, a recipe's template by its recipe, a base image if this version would build the same one, and
+An entry is referenced by a name or by use: a built-in template by this configuration, an imported image by its name, a
+base image if this version would build the same one, and
 any entry by a host that has it open. Other entries come from earlier versions, other slot counts, changed names, or a
 process that was killed; all of them can be built again.
 """
@@ -20,7 +20,6 @@ from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import base as image
 from headrace.vmhost.images import building, imported, packages, store
 from headrace.vmhost.qemu import probe, process
-from headrace.vmhost.templates import task_templates
 
 _TEMPLATE = re.compile(r"template-([a-z0-9][a-z0-9._-]*)-([0-9a-f]{16})")
 
@@ -69,8 +68,6 @@ def holdings(environment: Environment) -> list[Entry]:
             entries.append(
                 Entry(str(path), "base image", _mib(path), "this version's packages" if path == base else "")
             )
-        elif path.name.startswith("task-"):
-            entries.append(Entry(str(path), f"recipe {path.name.removeprefix('task-')}", _mib(path), "its name"))
         elif path.name.startswith("making-"):
             entries.append(Entry(str(path), "left by a process that died", _mib(path), ""))
     return entries
@@ -85,18 +82,10 @@ def collect(environment: Environment, forget: tuple[str, ...] = ()) -> list[Entr
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for name in forget:
-            paths = [cache / f"{kind}-{name}" for kind in ("image", "task")]
-            if not imported.NAME.match(name) or not any(path.is_symlink() or path.exists() for path in paths):
-                raise VmhostError(f"there is no image or recipe {name!r}")
-            users = [
-                other
-                for other in task_templates.names(cache)
-                if (task_templates.find(cache, other) or _none).base == name
-            ]
-            if users:
-                raise VmhostError(f"{', '.join(users)} is based on {name}: forget that first")
-            for path in paths:
-                path.unlink(missing_ok=True)
+            path = cache / f"image-{name}"
+            if not imported.NAME.match(name) or not (path.is_symlink() or path.exists()):
+                raise VmhostError(f"there is no image {name!r}")
+            path.unlink()
         removed = []
         for entry in holdings(environment):
             path = Path(entry.path)
@@ -116,9 +105,6 @@ def collect(environment: Environment, forget: tuple[str, ...] = ()) -> list[Entr
         return removed
 
 
-_none = task_templates.Recipe(name="", base="")
-
-
 def _wanted(environment: Environment, cache: Path, base: Path) -> dict[str, str]:
     """Names of the template folders that this configuration would load, and their references."""
     if not (base / "done").exists():
@@ -133,7 +119,7 @@ def _wanted(environment: Environment, cache: Path, base: Path) -> dict[str, str]
 
 
 def _names(environment: Environment, cache: Path, parts: image.Parts) -> Iterator[tuple[str, str]]:
-    for name in (*packages.FLAVOURS, *imported.names(cache), *task_templates.names(cache)):
+    for name in (*packages.FLAVOURS, *imported.names(cache)):
         with suppress(VmhostError):
             plan = image.plan(environment, name)
             yield plan.folder(parts), f"the name {name}"

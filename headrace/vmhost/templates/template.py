@@ -15,10 +15,11 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import xxhash
+from qemu.qmp import QMPClient
 
 from headrace.errors import HeadraceError
 from headrace.messages.sandbox import PullTree, ReadFile, ReplaceLines, RunTests, SandboxLost, Search
@@ -35,7 +36,6 @@ from headrace.vmhost.qemu.integrity import load as load_integrity
 from headrace.vmhost.qemu.memory import Memory, descriptor, sealed
 from headrace.vmhost.qemu.process import Hardware, Qemu
 from headrace.vmhost.templates import classes
-from headrace.vmhost.templates.saving import save
 
 FORMAT = 4
 FILES = ("ram", "state", "fixed")
@@ -70,8 +70,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, Any]
     push_mb: int = 0
     """The largest frame that a slot accepts, in MiB; 0: as the flavour says."""
-    levels: tuple[str, ...] = ()
-    """Keys of the templates that this one was made from, the nearest first."""
 
 
 class Template(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +81,6 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     """State of the files when their hashes were checked."""
     image: Image | None = None
     """The image of its clones."""
-    attached: bool = False
-    """Whether the image was attached before the template was frozen."""
     limits: SandboxLimits = SandboxLimits()
     """The class of its machines."""
 
@@ -98,13 +94,13 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """The name by which a node finds it; a template of an image is named by the image's digest."""
-        name = self.image.digest if self.image is not None and not self.attached else self.manifest.name
+        name = self.image.digest if self.image is not None else self.manifest.name
         return classes.named(name, self.limits)
 
     @property
     def key(self) -> str:
         """The content address of what its clones begin as."""
-        if self.image is None or self.attached:
+        if self.image is None:
             return self.manifest.key
         return key_with(self.manifest.key, self.image, self.limits.disk_mib)
 
@@ -357,12 +353,39 @@ async def _freeze(
             await _ask(channels[1], *protocol.to_frame(RunTests(plan=plan)))
             await _ask(channels[1], {"op": "reset"})
         surveyed = await integrity.survey(partial(_ask, channels[0]))
-        await save(machine, state)
+        await _save(machine, state)
         return facts | {"pytest": opened["pytest"]}, surveyed
     finally:
         for channel in channels:
             channel.close("the template is done")
             await channel.ended
+
+
+async def _save(machine: Qemu, state: Path) -> None:
+    """Write the device state; the memory is in its file already. The machine is not stopped first: saving stops it, and
+    a state that says ``running`` lets clones run without another command.
+    """
+    client = QMPClient("template")
+    machine.monitor.setblocking(False)
+    await client.connect(machine.monitor)
+    fd = os.open(state, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        on = [{"capability": "x-ignore-shared", "state": True}, {"capability": "events", "state": True}]
+        await client.execute("migrate-set-capabilities", {"capabilities": on})
+        await client.execute("migrate-set-parameters", {"max-bandwidth": 10**12})
+        client.send_fd_scm(fd)
+        await client.execute("getfd", {"fdname": "state"})
+        with client.listener("MIGRATION") as events:
+            await client.execute("migrate", {"uri": "fd:state"})
+            async for event in events:
+                status = cast(dict[str, dict[str, str]], event)["data"]["status"]
+                if status == "completed":
+                    break
+                if status in ("failed", "cancelled"):
+                    raise SandboxLost(f"saving the machine {status}")
+    finally:
+        os.close(fd)
+        await client.disconnect()
 
 
 def _opening(name: str, drives: int, slots: int) -> dict[str, Any]:

@@ -17,8 +17,6 @@ from headrace.messages.sandbox import (
     ANY_RUN,
     Acquire,
     Acquired,
-    Checkpoint,
-    Checkpointed,
     Exec,
     Fork,
     Forked,
@@ -26,7 +24,6 @@ from headrace.messages.sandbox import (
     ReadFile,
     Release,
     Renew,
-    Restore,
     Role,
     RunTests,
     SandboxCall,
@@ -243,16 +240,10 @@ async def test_a_fork_needs_the_secret_the_same_lane_and_a_machine(client: Bus) 
     ):
         answer = await client.request(on(held, "fork"), request)
         assert isinstance(answer, SandboxReply) and answer.failure == "refused" and sentence in answer.detail
-    stolen = Checkpoint(sandbox=held.sandbox, secret="", epoch=held.epoch)
-    answer = await client.request(on(held, "checkpoint"), stolen)
-    assert isinstance(answer, SandboxReply) and answer.failure == "refused"
-    answer = await client.request(on(held, "restore"), Restore(request=wanted("g14"), data=b"nonsense"))
-    assert isinstance(answer, SandboxReply) and answer.failure == "refused"
-    assert "lacks the capability checkpoint" in answer.detail
 
 
 @pytest.mark.vm
-async def test_forks_and_restored_sandboxes_are_held_like_any_other(connect: Connect) -> None:
+async def test_forks_are_held_like_any_other(connect: Connect) -> None:
     cache = str(ROOT / ".cache" / "headrace")
     section = Section(backend="qemu", cache_dir=cache, max_vms=6, warm=0, lease_s=60.0)
     bus = await connect("rollout")
@@ -267,12 +258,7 @@ async def test_forks_and_restored_sandboxes_are_held_like_any_other(connect: Con
         who = {"sandbox": held.sandbox, "secret": held.secret, "epoch": held.epoch}
         forked = await bus.request(on(held, "fork"), Fork(**who, into=into), timeout=60)  # type: ignore[arg-type]
         assert isinstance(forked, Forked) and len({sandbox.secret for sandbox in forked.held}) == 2
-        checkpointed = await bus.request(on(held, "checkpoint"), Checkpoint(**who), timeout=60)  # type: ignore[arg-type]
-        assert isinstance(checkpointed, Checkpointed)
-        restore = Restore(request=wanted("g16", isolation="episode"), data=checkpointed.data)
-        back = await bus.request(on(held, "restore"), restore, timeout=60)
-        assert isinstance(back, Acquired)
-        for sandbox in (*forked.held, back):
+        for sandbox in forked.held:
             answer = await reply(bus, sandbox, call(sandbox, ReadFile(path="a.txt")))
             assert answer.result is not None and answer.result.data == b"two"
             assert (await reply(bus, sandbox, call(held, ReadFile(path="a.txt")))).result is not None

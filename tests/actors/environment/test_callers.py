@@ -17,14 +17,12 @@ from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
     ANY_RUN,
     Acquire,
-    Checkpoint,
     Exec,
     Fork,
     ReadFile,
     Release,
     ReleaseGroup,
     Renew,
-    Restore,
     SandboxCall,
     SandboxReply,
     acquire_method,
@@ -70,8 +68,6 @@ def attacks(caller: str, node: str, who: dict[str, Any]) -> list[tuple[str, Mess
                 "release": Release(**who),
                 "release_group": ReleaseGroup(run="r1", lane="train", role="judge", group="g1"),
                 "fork": Fork(**who, into=(wanted(1),)),
-                "checkpoint": Checkpoint(**who),
-                "restore": Restore(request=take, data=b""),
             }.items()
         ),
     ]

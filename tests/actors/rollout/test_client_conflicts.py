@@ -8,10 +8,10 @@ import pytest
 from headrace.actors.rollout import spans
 from headrace.actors.rollout.actor import Rollout
 from headrace.actors.rollout.client_turns import trajectory_of
-from headrace.actors.rollout.turn_log import TurnLog
 from headrace.bus.payloads import renderer_bundles
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.messages.product import ClientMessage, ClientTurn
+from headrace.messages.subjects import TURN
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
@@ -23,6 +23,8 @@ from tests.support.chat_formats import bundle_of_run
 from tests.support.staged import stage
 
 pytestmark = pytest.mark.anyio
+NEWER = {"Hr-Type": "turn_sampled/9"}
+"""A record that another actor writes and this version cannot read."""
 
 
 @pytest.mark.parametrize("conflicts", [1, 2])
@@ -35,7 +37,7 @@ async def test_a_turn_that_another_actor_recorded_leaves_no_session_in_the_engin
     shape, file = hugging_face.from_section(SHAPE), tmp_path / "0.safetensors"
     state_hash = tensor_state.write(file, Model(shape, probe(shape), seed=3).state())
     await stage(await connect("admin"), run, "n1", 0, str(file), state_hash)
-    other = TurnLog(await connect("rollout", node="n2"), run, group, trajectory_of(group))
+    other = await connect("rollout", node="n2")
     sample, left = spans.sample, conflicts
 
     async def raced(engine: Any, request: Any, trajectory: str) -> Any:
@@ -43,8 +45,7 @@ async def test_a_turn_that_another_actor_recorded_leaves_no_session_in_the_engin
         sampled = await sample(engine, request, trajectory)
         if left:
             left -= 1
-            await other.read()
-            await other.checkpoint(0, "n2", b"")
+            await other.publish_raw(TURN.at(run=run, trajectory=trajectory_of(group)), b"\x80", NEWER)
         return sampled
 
     monkeypatch.setattr(spans, "sample", raced)

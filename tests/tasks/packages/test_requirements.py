@@ -80,8 +80,8 @@ async def test_a_missing_module_comes_in_with_the_package(tmp_path: Path, monkey
     said: list[str] = []
     try:
         lab = Lab(host, "requirements", "light")
-        complete = await sdist.with_requirements(lab, package, "", said.append)
-        _, names, _ = await sdist.baseline(lab, complete, "", 0, said.append)
+        complete = await sdist.with_requirements(lab, package, said.append)
+        _, names, _ = await sdist.baseline(lab, complete, said.append)
     finally:
         await host.close()
     assert asked == [("helper-of-tests",)] and names == ("test_thing.py::test_f",)

@@ -3,6 +3,7 @@
 import random
 import tarfile
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,17 @@ from headrace.harness.loop import run_episode
 from headrace.harness.scripted import NAMES, ScriptedEngine, script
 from headrace.messages.rollout import Limits, RolloutRequest
 from headrace.messages.sandbox import Acquire, PullTree, Role, RunTests
+from headrace.messages.tasks import Oracle, Task
 from headrace.rendering import schemas
 from headrace.rendering.terse import TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import UnknownSuite, open_suite
-from headrace.tasks.packages import lab, sdist
-from headrace.tasks.packages.fetch import PackageError, fetch, read, unpack
-from headrace.tasks.packages.visible import choose, thin
+from headrace.tasks.making.journal import NoTask
+from headrace.tasks.packages import attempts, sdist
+from headrace.tasks.packages.attempts import choose, thin
+from headrace.tasks.packages.fetch import Package, PackageError, fetch, read, unpack
+from headrace.tasks.packages.lab import Lab, SuiteError
+from headrace.tasks.suites import write_suite
 from headrace.vmhost.node.host import Host
 
 pytestmark = pytest.mark.anyio
@@ -164,6 +169,15 @@ def test_thinning_keeps_what_is_used() -> None:
     assert thin(helped, {"test_b"}) == helped and thin(helped, {"test_a"}) == b"def test_a():\n    pass\n\n\n"
 
 
+async def first(lab: Lab, package: Package, said: list[str]) -> tuple[Task, Oracle]:
+    """The first task of a package's mutations."""
+    package, exam = await sdist.examined(lab, package, said.append)
+    for mutation in attempts.candidates(package, 1):
+        with suppress(NoTask):
+            return await attempts.attempt(lab, package, mutation, exam, package.name, 1)
+    raise AssertionError("no mutation makes a task")
+
+
 async def judged(host: Host, suite: str, id: str, root: Path, name: str, number: int) -> tuple[str, bool]:
     """An episode of a scripted policy and the judge's verdict on its diff."""
     opened = open_suite(suite, root)
@@ -212,20 +226,10 @@ async def judged(host: Host, suite: str, id: str, root: Path, name: str, number:
 
 async def test_a_suite_from_a_source_tree(tree: Path, host: Host, tmp_path: Path) -> None:
     said: list[str] = []
-    suite = await sdist.build(
-        sdist.SuiteRequest(
-            path=tree,
-            count=1,
-            name="shapes-1.0",
-            root=tmp_path,
-            repeats=1,
-        ),
-        host,
-        said.append,
-    )
-    assert "tests of shapes-1.0 do not pass here every time and are left out" in said[0] and said[-1].startswith(
-        "1/1: "
-    )
+    lab = Lab(host, "shapes", "debian")
+    package = await sdist.source_tree(str(tree), "shapes-1.0")
+    suite = write_suite("shapes-1.0", tmp_path / "shapes-1.0", [await first(lab, package, said)], str(tree))
+    assert "tests of shapes-1.0 do not pass here every time and are left out" in said[0]
     opened = open_suite("shapes-1.0", tmp_path)
     assert list(opened.ids()) == list(suite.ids()) and len(opened.ids()) == 1
     for id in opened.ids():
@@ -254,30 +258,11 @@ async def test_a_suite_from_a_source_tree(tree: Path, host: Host, tmp_path: Path
             open_suite(bad, tmp_path)
 
 
-@pytest.mark.slow  # the way is that of the suite above; what a command reports has tests in tests/vmhost/node
-async def test_a_suite_with_a_command_of_its_own(tree: Path, host: Host, tmp_path: Path) -> None:
-    command = "env PYTHONPATH=src python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . tests/test_area.py"
-    suite = await sdist.build(
-        sdist.SuiteRequest(
-            path=tree,
-            test_command=command,
-            count=1,
-            name="by-command",
-            root=tmp_path,
-            repeats=1,
-            parallel=1,
-        ),
-        host,
-    )
-    oracle = suite.oracle(suite.ids()[0])
-    assert oracle.expected == ("command",) and oracle.tests.kind == "command"
-
-
 async def test_tests_that_never_pass_make_no_suite(tmp_path: Path, host: Host) -> None:
     (tmp_path / "thing.py").write_text("def f():\n    return 1\n")
     (tmp_path / "test_thing.py").write_text("import not_there\n\n\ndef test_f():\n    pass\n")
-    with pytest.raises(lab.SuiteError, match=r"no test of thing passes in a sandbox: .*not_there"):
-        await sdist.build(sdist.SuiteRequest(path=tmp_path, name="thing", root=tmp_path), host)
+    with pytest.raises(SuiteError, match=r"no test of thing passes in a sandbox: .*not_there"):
+        await sdist.examined(Lab(host, "t", "debian"), read(tmp_path, "thing"), print)
 
 
 def test_a_full_host_has_time_for_a_suite() -> None:
@@ -288,5 +273,5 @@ async def test_an_error_before_the_collection_is_in_the_sentence(tmp_path: Path,
     (tmp_path / "thing.py").write_text("def f():\n    return 1\n")
     (tmp_path / "conftest.py").write_text("import plugin_that_is_missing\n")
     (tmp_path / "test_thing.py").write_text("def test_f():\n    pass\n")
-    with pytest.raises(lab.SuiteError, match="ModuleNotFoundError: No module named 'plugin_that_is_missing'"):
-        await sdist.build(sdist.SuiteRequest(path=tmp_path, name="thing", root=tmp_path), host)
+    with pytest.raises(SuiteError, match="ModuleNotFoundError: No module named 'plugin_that_is_missing'"):
+        await sdist.examined(Lab(host, "t", "debian"), read(tmp_path, "thing"), print)

@@ -43,11 +43,10 @@ def request(**changes: Any) -> Acquire:
 
 def test_built_in_backends_declare_what_they_can_do() -> None:
     assert backend_class("auto") is backend_class("qemu") is CloneBackend
-    assert capabilities("qemu").missing(("isolated", "fork", "checkpoint", "inspect", "hostname", "network_list")) == []
+    assert capabilities("qemu").missing(("isolated", "fork", "inspect", "hostname", "network_list")) == []
     limits = ("limit_vcpus", "limit_memory")
     assert capabilities("process").names() == ("network_list", *limits)
     assert capabilities("container").names() == ("upper_diff", "bounded", *limits, "limit_disk")
-    assert capabilities("swerex").names() == ()
 
 
 def test_an_unknown_backend_is_one_sentence() -> None:
@@ -86,8 +85,6 @@ async def test_a_host_refuses_what_its_backend_lacks_by_name() -> None:
         sandbox = await host.acquire(request())
         with pytest.raises(VmhostError, match="lacks the capability fork"):
             await host.fork(sandbox.id, [request(slot=1)])
-        with pytest.raises(VmhostError, match="lacks the capability checkpoint"):
-            await host.checkpoint(sandbox.id)
     finally:
         await host.close()
 

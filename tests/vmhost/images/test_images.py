@@ -1,6 +1,5 @@
-"""Imported images in real machines: their user, folder, environment and files; and tasks prepared on templates."""
+"""Imported images in real machines: their user, folder, environment and files, and templates by their parts."""
 
-import asyncio
 import fcntl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from headrace.messages.sandbox import (
     Acquire,
     CheckIntegrity,
     Exec,
-    GroupKey,
     ListFiles,
     OpResult,
     PullTar,
@@ -22,18 +20,21 @@ from headrace.messages.sandbox import (
     SandboxLost,
     WriteFiles,
 )
-from headrace.messages.tasks import TestPlan
+from headrace.messages.tasks import SandboxLimits, TestPlan
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import base, imported, packages
 from headrace.vmhost.node.host import Host, VmSandbox
 from headrace.vmhost.qemu import probe, process
-from headrace.vmhost.templates import cache_gc, task_templates, template
+from headrace.vmhost.templates import cache_gc, classes
 from tests.support.archives import Layout, Members, file, folder, link
+from tests.support.hosts import backend
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm, pytest.mark.timeout(600)]
 
 CACHE = ROOT / ".cache" / "headrace"
+FRAIL = SandboxLimits(memory_mib=256)
+"""A class of machines whose template no other test uses."""
 
 
 @pytest.fixture(scope="module")
@@ -141,81 +142,18 @@ async def test_an_image_runs_as_its_configuration_says(host: Host, busybox: str)
         host.release(taken.id)
 
 
-async def test_a_task_is_prepared_once_and_its_clones_begin_there(host: Host, cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "tool").write_text("#!/bin/sh\necho ran\n")
-    (tmp_path / "tool").chmod(0o750)
-    (tmp_path / "same").symlink_to("tool")
-    steps = (
-        Exec(
-            argv=("sh", "-c", "./tool > made; (while :; do sleep 0.05; date +%s > /tmp/beat; done) > /dev/null 2>&1 &")
-        ),
-        Exec(argv=("sh", "-c", "test -s made")),
-    )
-    task_templates.save(
-        cache, task_templates.Recipe(name="chore", base="light", tree=task_templates.archive(tmp_path), steps=steps)
-    )
-    one, two = [await host.acquire(ask("chore", "c", slot)) for slot in range(2)]
-    for sandbox in (one, two):
-        state = await sh(
-            sandbox, "stat -c '%a' tool; ls -l same | sed 's/.* same/same/'; cat made; test -e /tmp/beat && echo beats"
-        )
-        assert state.stdout.splitlines() == ["750", "same -> tool", "ran", "beats"], state
-    await one.call(WriteFiles(files={"made": b"changed"}))
-    fresh = await host.acquire(ask("chore", "d", files={"task.py": b"x = 1\n"}))
-    assert (await fresh.call(ReadFile(path="made"))).data == b"ran\n"
-    assert (await fresh.call(ReadFile(path="task.py"))).ok
-    for taken in (one, two, fresh):
-        looked = await taken.call(CheckIntegrity(thorough=taken is fresh))
-        assert looked.ok and looked.tampered == ()
-        host.release(taken.id)
-    for group in "cd":
-        host.release_group(GroupKey("r", "train", "rollout", group))
-    made = host._backend._templates["chore"].manifest  # type: ignore[attr-defined]
-    below = base.ensure(environment(cache))["light"].manifest
-    assert made.levels == (below.key,) and made.hardware == below.hardware and made.key != below.key
-
-
 async def test_what_a_template_is_made_of_decides_its_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = base.Parts(cache, next(cache.glob("base-*")), "7", "tcg", "microvm", print)
-    recipe = task_templates.Recipe(name="k", base="light", tree=b"t", steps=(Exec(argv=("true",)),))
-    keys = set()
-    for change in (
-        {},
-        {"tree": b"u"},
-        {"steps": ()},
-        {"steps": (Exec(argv=("true",), env={"A": "1"}),)},
-        {"base": "debian"},
-    ):
-        task_templates.save(cache, msgspec.structs.replace(recipe, **change))
-        keys.add(base.plan(environment(cache), "k").key(parts))
-    keys.add(base.plan(environment(cache), "k").key(parts._replace(version="8")))
-    assert base.plan(environment(cache), "k").key(parts) in keys
+    keys = [
+        base.plan(msgspec.structs.replace(environment(cache), **change), "light").key(parts)
+        for change in ({}, {"memory_mb": 256}, {"slots_per_vm": 3})
+    ]
+    keys.append(base.plan(environment(cache), "light").key(parts._replace(version="8")))
+    keys.append(base.plan(environment(cache), "debian").key(parts))
+    assert base.plan(environment(cache), "light").key(parts) == keys[0]
     monkeypatch.setitem(process._ACCEL, "tcg", ("-accel", "tcg,tb-size=16", "-cpu", "max"))
-    keys.add(base.plan(environment(cache), "k").key(parts))
-    assert len(keys) == 7
-    (cache / "task-k").unlink()
-
-
-async def test_a_preparation_that_fails_says_what_it_said(cache: Path) -> None:
-    task_templates.save(
-        cache, task_templates.Recipe(name="bad", base="light", steps=(Exec(argv=("sh", "-c", "echo oh; exit 7")),))
-    )
-    task_templates.save(cache, task_templates.Recipe(name="circle", base="circle"))
-    with pytest.raises(VmhostError, match=r"step 1 \(sh -c echo oh; exit 7\): exit code 7: oh"):
-        await _made(cache, "bad")
-    with pytest.raises(VmhostError, match="a circle of them"):
-        await _made(cache, "circle")
-    with pytest.raises(VmhostError, match=r"no template 'nobody'; known are light, debian, .*circle"):
-        await _made(cache, "nobody")
-    with pytest.raises(VmhostError, match=r"cannot have the name 'box/\.\.'"):
-        task_templates.save(cache, task_templates.Recipe(name="box/..", base="light"))
-    for name in ("bad", "circle"):
-        (cache / f"task-{name}").unlink()
-    assert not list(cache.glob("template-bad-*")) and not list(cache.glob("making-*"))
-
-
-async def _made(cache: Path, name: str) -> template.Template:
-    return (await asyncio.to_thread(base.ensure, environment(cache), print, (name,)))[name]
+    keys.append(base.plan(environment(cache), "light").key(parts))
+    assert len({*keys}) == len(keys)
 
 
 async def test_an_unknown_template_is_refused_and_costs_nothing(host: Host) -> None:
@@ -234,14 +172,11 @@ async def test_what_nothing_refers_to_is_collected(host: Host, cache: Path, busy
     held = {Path(holding.path).name: holding.why for holding in cache_gc.holdings(config)}
     assert held[stale.name] == held["making-dead"] == ""
     assert "a host has it open" in held.values()
-    with pytest.raises(VmhostError, match="no image or recipe 'nobody'"):
+    with pytest.raises(VmhostError, match="no image 'nobody'"):
         cache_gc.collect(config, ("nobody",))
-    task_templates.save(cache, task_templates.Recipe(name="upon", base=busybox))
-    with pytest.raises(VmhostError, match="upon is based on"):
-        cache_gc.collect(config, (busybox,))
     with stale.joinpath("manifest.json").open() as manifest:
         fcntl.flock(manifest, fcntl.LOCK_SH)
-        cache_gc.collect(config, ("upon",))
+        cache_gc.collect(config)
         assert stale.exists(), "a template that a host has open stays"
     gone = {Path(holding.path).name for holding in cache_gc.collect(config)}
     assert stale.name in gone and not stale.exists() and not (cache / "making-dead").exists()
@@ -253,17 +188,14 @@ async def test_what_nothing_refers_to_is_collected(host: Host, cache: Path, busy
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncated", "changed", "gone"])
 async def test_a_template_damaged_under_a_living_host_is_made_again(cache: Path, damage: str) -> None:
-    task_templates.save(
-        cache, task_templates.Recipe(name="frail", base="light", steps=(Exec(argv=("sh", "-c", "echo made > a")),))
-    )
     said: list[str] = []
     host = await Host.open(environment(cache), on_event=lambda kind, text, data: said.append(text))
     try:
-        first = await host.acquire(ask("frail", "one"))
-        assert (await first.call(ReadFile(path="a"))).data == b"made\n"
+        first = await host.acquire(ask("light", "one", limits=FRAIL, files={"a": b"one"}))
+        assert (await first.call(ReadFile(path="a"))).data == b"one"
         host.release(first.id)
         await host.settle()
-        (folder,) = cache.glob("template-frail-*")
+        folder = (await backend(host).template(classes.named("light", FRAIL))).folder
         ram = folder / "ram"
         ram.chmod(0o644)
         if damage == "gone":
@@ -271,8 +203,8 @@ async def test_a_template_damaged_under_a_living_host_is_made_again(cache: Path,
         else:
             with ram.open("r+b") as file:
                 file.truncate(1 << 20) if damage == "truncated" else file.write(b"changed" * 5000)
-        second = await host.acquire(ask("frail", "two"))
-        assert (await second.call(ReadFile(path="a"))).data == b"made\n"
+        second = await host.acquire(ask("light", "two", limits=FRAIL, files={"a": b"two"}))
+        assert (await second.call(ReadFile(path="a"))).data == b"two"
         assert any("were changed; it is checked again" in text for text in said) and any(
             "made again" in text for text in said
         )

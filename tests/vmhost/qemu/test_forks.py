@@ -1,8 +1,7 @@
-"""A running sandbox is forked, kept as a blob and restored: files, processes and memory as they were, identity new."""
+"""A running sandbox is forked: files, processes and memory as they were, identity new."""
 
 import secrets
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, Exec, GroupKey, NoCapacity, ReadFile, SandboxLost, WriteFiles
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.node.host import Host, VmSandbox
-from headrace.vmhost.qemu import snapshot
 from headrace.vmhost.qemu.clone import Clone
-from tests.support.hosts import backend
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
@@ -75,46 +72,6 @@ async def test_a_fork_goes_on_where_its_parent_was(host: Host, sandbox: VmSandbo
         host.release(one.id)
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])  # all of its memory: 10 CPU-s
-async def test_a_sandbox_comes_back_from_a_blob(host: Host, sandbox: VmSandbox, whole: bool) -> None:
-    await sandbox.call(WriteFiles(files={"a.txt": b"kept"}))
-    blob = await host.checkpoint(sandbox.id, whole=whole)
-    assert not whole or len(await host.checkpoint(sandbox.id)) < len(blob) / 4
-    await sandbox.call(WriteFiles(files={"a.txt": b"later"}))
-    back = await host.restore(blob, ask("restored"))
-    assert (await back.call(ReadFile(path="a.txt"))).data == b"kept" and await goes_on(back)
-    host.release(back.id)
-
-
-@pytest.mark.slow
-async def test_a_whole_checkpoint_fits_another_nodes_template(host: Host, sandbox: VmSandbox) -> None:
-    """The template of the other node has other bytes: here, those of this one with pages changed behind its back."""
-    checkpoint = snapshot.unpack(await host.checkpoint(sandbox.id, whole=True))
-    template = await backend(host).template("light")
-    changed = Path(CACHE).parent / f"making-{secrets.token_hex(4)}"
-    try:
-        changed.write_bytes(template.ram.read_bytes())
-        with changed.open("r+b") as ram:
-            ram.seek(snapshot.PAGE * 7)
-            ram.write(b"other" * 3000)
-        plain, other = snapshot.rebase(checkpoint.snapshot, template.ram), snapshot.rebase(checkpoint.snapshot, changed)
-        assert len(plain.numbers) < len(checkpoint.snapshot.numbers) / 4 and len(other.numbers) > len(plain.numbers)
-        for base, delta in ((template.ram, plain), (changed, other)):
-            laid = bytearray(base.read_bytes())
-            for at in range(len(delta.numbers) // 4):
-                page = int.from_bytes(delta.numbers[4 * at : 4 * at + 4], "little") * snapshot.PAGE
-                laid[page : page + snapshot.PAGE] = delta.pages[at * snapshot.PAGE : (at + 1) * snapshot.PAGE]
-            full = bytearray(len(laid))
-            for at in range(len(checkpoint.snapshot.numbers) // 4):
-                page = int.from_bytes(checkpoint.snapshot.numbers[4 * at : 4 * at + 4], "little") * snapshot.PAGE
-                full[page : page + snapshot.PAGE] = checkpoint.snapshot.pages[
-                    at * snapshot.PAGE : (at + 1) * snapshot.PAGE
-                ]
-            assert laid == full
-    finally:
-        changed.unlink()
-
-
 async def test_what_cannot_be_forked_says_why(host: Host, sandbox: VmSandbox) -> None:
     shared = [await host.acquire(ask("shared", slot, isolation="group")) for slot in range(2)]
     with pytest.raises(VmhostError, match="isolation = episode"):
@@ -130,20 +87,6 @@ async def test_what_cannot_be_forked_says_why(host: Host, sandbox: VmSandbox) ->
     with pytest.raises(NoCapacity):
         await host.fork(sandbox.id, [ask("many", slot) for slot in range(8)])
     assert host.usage()["vms"] == vms
-    blob = await host.checkpoint(sandbox.id)
-    for damage, sentence in (
-        (blob[:-7], "damaged"),
-        (b"nonsense", "damaged"),
-        (blob[:99] + bytes((blob[99] ^ 1,)) + blob[100:], "damaged"),
-    ):
-        with pytest.raises(VmhostError, match=sentence):
-            await host.restore(damage, ask("y"))
-    other = snapshot.unpack(blob)
-    forged = snapshot.Checkpoint(
-        template="light", key=other.key, ram_hash="0", slot=0, whole=False, snapshot=other.snapshot
-    )
-    with pytest.raises(VmhostError, match="needs a whole checkpoint"):
-        await host.restore(snapshot.pack(forged), ask("y"))
     assert (await sandbox.call(ReadFile(path="a.txt"))).ok and await goes_on(sandbox)
 
 

@@ -1,1 +1,0 @@
-"""The `swerex` backend: sandboxes beside a SWE-ReX server, reached by HTTP alone."""
