@@ -31,7 +31,6 @@ from aiohttp import web
 
 from headrace.bus.errors import BusError, WrongSequence
 from headrace.bus.runtime.actor import Actor
-from headrace.gateway import tls
 from headrace.gateway.agents.opening import open_agents
 from headrace.gateway.agents.store import GatewayParts, Order
 from headrace.gateway.endpoints import Endpoints
@@ -129,8 +128,7 @@ class Gateway(Actor):
             admission.admit,
             self._report,
         )
-        certificate = tls.configured(production, self.every, self.event)
-        url = await self._listener.start(production.host, production.port, certificate)
+        url = await self._listener.start(production.host, production.port)
         (folder / "gateway.json").write_text(json.dumps({"url": url}))
         await self.event("listening", url)
 

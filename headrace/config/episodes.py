@@ -226,10 +226,6 @@ class Production(Section, frozen=True, kw_only=True):
     public_urls: tuple[HttpUrl, ...] = ()
     """Further addresses of the gateway, as https://name:port: for example a proxy's. The gateway accepts requests
     whose header Host names one of them, `host`, this machine or loopback. Origin, if sent, must be one of them."""
-    tls_certificate: OptionalPath = ""
-    """PEM file of the gateway's certificate chain; empty: plain HTTP. A renewed file is loaded within a minute."""
-    tls_key: OptionalPath = ""
-    """PEM file of the private key of `tls_certificate`."""
     tenant: Token = "default"
     """Tenant of the users of headrace's own agent; clients with an API key have the key's tenant."""
     training_allowed: bool = False
