@@ -33,8 +33,7 @@ from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.config import Config, Production, Run
-from headrace.gateway.http import MAX_CONNECTIONS
-from headrace.gateway.tenants.keys import ApiKeys, key_file
+from headrace.gateway.tenants.store import add
 
 RUN = "rabuse"
 GOOD = 16
@@ -206,9 +205,9 @@ async def opened(folder: Path, broker: Server) -> tuple[Gateway, dict[str, str],
     """The gateway with the keys of three tenants, and an agent of the first."""
     config = Config(run=Run(dir=str(folder)), production=Production(training_allowed=True))
     (folder / RUN).mkdir(parents=True)
-    tenants = ApiKeys(key_file(config))
-    keys = {name: tenants.add(name, training=True, requests_per_minute=RATE) for name in ("own", "other")}
-    keys["abuser"] = tenants.add("abuser")
+    async with await Bus.connect(broker.url, role="operator", credentials=broker.credentials) as operator:
+        keys = {name: await add(operator, name, training=True, requests_per_minute=RATE) for name in ("own", "other")}
+        keys["abuser"] = await add(operator, "abuser")
     arguments = [msgspec.json.encode(config).decode(), RUN, broker.url, str(broker.credentials)]
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", SCRIPT, *arguments, stderr=subprocess.DEVNULL)
     address = folder / RUN / "gateway.json"
@@ -253,7 +252,6 @@ async def run(connections: int, seconds: float, folder: Path) -> Figures:
             await gateway.process.wait()
     return {
         "connections": connections,
-        "limit": MAX_CONNECTIONS,
         "ends": dict(sorted(ends.items())),
         "before": before,
         "during": during,

@@ -43,7 +43,7 @@ from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.tenants.admission import Admission, check_own, keyed
-from headrace.gateway.tenants.keys import ApiKey, ApiKeys, Scope, key_file
+from headrace.gateway.tenants.keys import ApiKeys, Following
 from headrace.gateway.traffic import TrafficReports
 from headrace.gateway.user_keys import UserKeys
 from headrace.ledger.issuer import Issuer
@@ -52,7 +52,7 @@ from headrace.ledger.requests import limits_of, settings_of
 from headrace.ledger.state import RunState
 from headrace.messages import subjects
 from headrace.messages.operations import DeadLetter
-from headrace.messages.product import Feedback, OpenSession, gate_key, promotion_key
+from headrace.messages.product import ApiKey, Feedback, OpenSession, Scope, gate_key, promotion_key
 from headrace.messages.rollout import RolloutRequest, Sampling, SlotFailed, Trajectory, TurnDone, TurnSampled
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsSwapped
@@ -74,7 +74,9 @@ class Gateway(Actor):
     async def start(self) -> None:
         """Recover the open sessions, follow the streams, then open the port."""
         folder = Path(self.config.run.dir) / self.run
-        self.keys = UserKeys(folder / "user.key")
+        self.keys, self.api_keys = UserKeys(), ApiKeys()
+        following = Following(self.bus, self.api_keys, self.keys, self.event)
+        await following.read()
         self.sessions: dict[str, Session] = {}
         self.split = Split()
         self.ratings = Ratings(self.bus)
@@ -106,9 +108,9 @@ class Gateway(Actor):
         self.spawn(self.clients.follow(), "clients' sessions")
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
         self.every(5.0, lambda: self.metric(**self.clients.turns), "figures")
-        keys = ApiKeys(key_file(self.config))
+        self.spawn(following.follow(), "API keys")
         production = self.config.production
-        admission = Admission(keys, RequestNames((production.host,), production.public_urls))
+        admission = Admission(self.api_keys, RequestNames((production.host,), production.public_urls))
         self.turns = Endpoints(self.clients, self._report)
         parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
         self.agents, routes = await open_agents(parts, self.ratings, self.follow_ups)

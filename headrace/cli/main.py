@@ -103,6 +103,10 @@ def _open_streams() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a failure is one sentence on standard error and an exit code."""
     _open_streams()
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    if sys.stdout is None:
+        sys.stderr.write("headrace: standard output is closed: expected a terminal, a file or a pipe\n")
+        return WRONG_INPUT
     try:
         return run(parser().parse_args(argv))
     except UsageError as error:

@@ -231,8 +231,6 @@ class Production(Section, frozen=True, kw_only=True):
     training_allowed: bool = False
     """Opt-in of `tenant`: its rated sessions may be trained on. It is checked when a session is rated and again when a
     batch is made. Tenants with API keys opt in by their keys (`headrace keys --add --training`)."""
-    keys: OptionalPath = ""
-    """File of API keys (`headrace keys`); empty: <run dir>/keys.json."""
     turn_tokens: Positive = 4096
     """The most sampled tokens of a turn that a client's agent requests."""
     context_tokens: Positive = 32768

@@ -43,9 +43,8 @@ from headrace.gateway.dialects.writer import BrokenStream, Head, Writer
 from headrace.gateway.http import ENDS, HttpRefused, read_body, read_json, send
 from headrace.gateway.requests import NewRating, NewSession
 from headrace.gateway.tenants.admission import Keyed, keyed
-from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.tenants.limits import TurnsAtOnce
-from headrace.messages.product import ClientSession, ClientTurnPart, results_in_order
+from headrace.messages.product import ApiKey, ClientSession, ClientTurnPart, results_in_order
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
 COMMENT_EVERY_S = 10.0

@@ -13,11 +13,10 @@ from aiohttp import web
 from headrace.bus.connection import Bus
 from headrace.gateway.http import HttpRefused, answer
 from headrace.gateway.signals.ratings import Ratings
-from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
 from headrace.messages.operations import Ack
-from headrace.messages.product import DeniedUser, PurgeCertificate, PurgeUser, denied_key
+from headrace.messages.product import ApiKey, DeniedUser, PurgeCertificate, PurgeUser, denied_key
 
 PURGE_S = 60.0
 

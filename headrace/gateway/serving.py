@@ -30,7 +30,6 @@ from headrace.gateway.requests import NewRating
 from headrace.gateway.shadows import Shadows
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
-from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.traffic import TrafficReports
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
@@ -39,6 +38,7 @@ from headrace.messages.operations import Ack
 from headrace.messages.product import (
     CLIENT_SUITE,
     TURN_S,
+    ApiKey,
     AttemptControl,
     ClientMessage,
     ClientSession,

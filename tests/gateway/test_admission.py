@@ -13,8 +13,9 @@ from aiohttp import web
 
 from headrace.actors.gateway import Gateway
 from headrace.gateway.http import HEALTH, Listener
-from headrace.gateway.tenants.keys import SCOPES, ApiKeys, key_file
+from headrace.gateway.tenants.keys import ApiKeys
 from headrace.messages import subjects
+from headrace.messages.product import SCOPES
 from tests.conftest import Connect
 from tests.support.gateway import OpenGateway
 
@@ -68,7 +69,7 @@ async def opened(connect: Connect, tmp_path: Path, request: pytest.FixtureReques
         connect, tmp_path, subjects.token(request.node.name)[:40], public_urls=("https://ours.example:8443",)
     ).open()
     try:
-        theirs = ApiKeys(key_file(product.config)).add("other", scopes=SCOPES)
+        theirs = await product.other("other", scopes=SCOPES)
         yield Open(product, routes_of(product.gateway, await made(product)), theirs)
     finally:
         await product.gateway.shut(1.0)  # an event loop with an open port never closes
@@ -204,7 +205,7 @@ async def test_a_route_that_is_added_is_covered(tmp_path: Path) -> None:
     async def report(error: Exception, doing: str) -> None:
         raise AssertionError(doing) from error
 
-    listener = Listener([web.get("/new", handler)], Admission(ApiKeys(tmp_path / "keys.json")).admit, report)
+    listener = Listener([web.get("/new", handler)], Admission(ApiKeys()).admit, report)
     url = await listener.start("127.0.0.1", 0)
     try:
         async with aiohttp.ClientSession() as http, http.get(f"{url}/new") as answer:

@@ -19,7 +19,6 @@ from aiohttp import web
 from headrace.gateway.acp.api import AgentsApi
 from headrace.gateway.signals.follow_ups import dissatisfied
 from headrace.gateway.signals.reporting import Noted, Repository
-from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.messages import subjects
 from headrace.messages.base import Array
 from headrace.messages.product import AttemptControl, Feedback
@@ -45,7 +44,7 @@ class Product(OpenGateway):
 
     def __init__(self, connect: Connect, folder: Path, run: str) -> None:
         super().__init__(connect, folder, run, webhook_hosts=("127.0.0.1",))
-        self.key = ApiKeys(key_file(self.config)).add("acme", training=True)
+        self.owner = {"tenant": "acme", "training": True}
 
     async def asked(self, run: str) -> RolloutRequest:
         """The newest request, which is one of this run."""
@@ -206,7 +205,7 @@ def test_a_follow_up_is_dissatisfied_only_about_the_earlier_work(prompt: str, wo
 async def test_another_tenant_sees_no_agent(product: Product) -> None:
     _, made = await product.call("POST", "/v1/agents", {"prompt": "x"})
     where = f"/v1/agents/{made['agent']['id']}"
-    product.key = ApiKeys(key_file(product.config)).add("other")
+    product.key = await product.other("other")
     assert [(await product.call("GET", f"{where}{tail}"))[0] for tail in ("", "/usage", "/artifacts")] == [404] * 3
     assert (await product.call("GET", "/v1/agents"))[1] == {"agents": []}
     product.key = "hr-none"

@@ -2,25 +2,23 @@
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import aiohttp
-import msgspec
 import pytest
 from aiohttp import web
 
 from headrace.bus.errors import BusError
 from headrace.gateway import http
 from headrace.gateway.tenants.admission import Admission
-from headrace.gateway.tenants.keys import ApiKey, ApiKeys
+from headrace.gateway.tenants.keys import ApiKeys
+from tests.support.api_keys import entry
 
 pytestmark = pytest.mark.anyio
 KEY = "hr-front"
 HEADERS = {"x-api-key": KEY}
-ENTRY = ApiKey(id="front", tenant="acme", requests_per_minute=10**6, created=0.0)
+ENTRY = entry(KEY, requests_per_minute=10**6)
 
 
 class Front:
@@ -83,11 +81,9 @@ class Front:
 
 
 @pytest.fixture
-async def front(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> AsyncIterator[Front]:
+async def front(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Front]:
     caplog.set_level(logging.DEBUG)
-    path = tmp_path / "keys.json"
-    path.write_bytes(msgspec.json.encode({hashlib.sha256(KEY.encode()).hexdigest(): ENTRY}))
-    opened = await Front(ApiKeys(path)).open()
+    opened = await Front(ApiKeys([ENTRY])).open()
     yield opened
     opened.drop()
     await opened.listener.stop()

@@ -14,8 +14,8 @@ from headrace.gateway.endpoints import Begun, Endpoints
 from headrace.gateway.http import HttpRefused, Listener
 from headrace.gateway.requests import NewRating
 from headrace.gateway.tenants.admission import Admission
-from headrace.gateway.tenants.keys import ApiKey, ApiKeys
-from headrace.messages.product import ClientCall, ClientSession, ClientUsage
+from headrace.messages.product import ApiKey, ClientCall, ClientSession, ClientUsage
+from tests.support.api_keys import KnownKeys
 
 Script = Callable[[ModelRequest], tuple[str, tuple[ClientCall, ...]]]
 """From a request to the text and the calls of the turn."""
@@ -78,13 +78,13 @@ class Served(NamedTuple):
     url: str
     key: str
     sampler: ScriptedSampler
-    keys: ApiKeys
+    keys: KnownKeys
 
 
 @asynccontextmanager
 async def endpoints(folder: Path, script: Script) -> AsyncIterator[Served]:
     """The endpoints on a free port of loopback, and a key for them."""
-    keys = ApiKeys(folder / "keys.json")
+    keys = KnownKeys()
     key = keys.add("acme", training=True)
     sampler = ScriptedSampler(script)
 

@@ -105,6 +105,8 @@ WorkspaceCommand: run name image=image files=inside command=inside copies
 WorkspaceReport: output files node sandboxes failed
 PurgeUser: user
 ReadmitUser: user
+ApiKey: id digest tenant
+SealedSecret: boxes
 DeniedUser: run user
 PurgeCertificate: statement signature public_key detail
 Feedback: tenant user run trajectory comment untrainable

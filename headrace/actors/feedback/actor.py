@@ -58,7 +58,7 @@ class Feedback(Actor):
         self.book = FeedbackBook(self.run)
         self.branch = BranchLedger(self.bus, self.config, self.run)
         self.gate = Candidates(self.bus, self.config, self.run, self.publish_event)
-        self._consent = Consent(self.config)
+        self._consent = Consent(self.bus, self.config)
         self.replays = Replays(self.config, self.run, self.publish_event)
         self._newest: dict[str, Rating] = {}
         """Trajectory to its newest rating that waits or has a place in a batch."""
@@ -273,7 +273,7 @@ class Feedback(Actor):
     async def _choose(self, count: int, batch: int) -> list[tuple[Rating, Rated]]:
         """Up to `count` of the oldest ratings that may be trained on in a batch. Ratings that may not are settled
         here."""
-        allowed, now = self._consent.tenants(), time.time()
+        allowed, now = await self._consent.tenants(), time.time()
         chosen: list[tuple[Rating, Rated]] = []
         for rating in [*self.book.waiting.values()]:
             feedback = rating.feedback

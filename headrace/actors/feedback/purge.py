@@ -18,11 +18,13 @@ from headrace.actors.feedback.branch import BranchLedger
 from headrace.actors.feedback.certificate import Signer
 from headrace.actors.feedback.erasing import Eraser
 from headrace.bus.connection import Bus
+from headrace.gateway.tenants.store import KeysRefused, secret
 from headrace.ledger.feedback import FeedbackBook
 from headrace.messages.base import Message
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.operations import Ack
 from headrace.messages.product import (
+    PURGE_SECRET,
     AttemptControl,
     DeniedUser,
     FeedbackPurged,
@@ -69,7 +71,7 @@ class Purges:
         lock: asyncio.Lock,
         event: Callable[..., Awaitable[None]],
     ) -> None:
-        """folder: of the run, for the key. lock: held while the ledger of feedback changes. event: `Actor.event`."""
+        """folder: of the run, for the public key. lock: held while the ledger of feedback changes."""
         self._bus, self._run, self._book, self._branch = bus, run, book, branch
         self._folder, self._lock, self._event = folder, lock, event
         self.denied: set[str] = set()
@@ -106,6 +108,10 @@ class Purges:
     async def purge(self, user: str) -> PurgeCertificate | Ack:
         """Purge a user. An Ack says why there is no certificate."""
         asked = time.time()
+        try:
+            signer = Signer(await secret(self._bus, PURGE_SECRET), self._folder)
+        except KeysRefused as error:  # nothing is deleted without a certificate
+            return Ack(ok=False, detail=str(error))
         values = await self._bus.kv("HR_PRODUCT")
         await values.put(denied_key(self._run, user), DeniedUser(run=self._run, user=user, since=asked))
         self.denied.add(user)
@@ -138,7 +144,7 @@ class Purges:
             kept=KEPT,
         )
         detail = f"{removed} messages removed{_absorbed(record)}"
-        certificate = Signer(self._folder).certificate(statement, detail)
+        certificate = signer.certificate(statement, detail)
         await values.put(certificate_key(self._run, user), certificate)
         text = f"{removed} messages, {len(record.ratings)} ratings"
         await self._event("user_purged", text, messages=removed, ratings=len(record.ratings))

@@ -40,8 +40,7 @@ from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.persistence import kept_lines
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.tenants.admission import keyed
-from headrace.gateway.tenants.keys import ApiKey
-from headrace.messages.product import Agent, AgentRun, Feedback, Moment, Signal
+from headrace.messages.product import Agent, AgentRun, ApiKey, Feedback, Moment, Signal
 from headrace.messages.rollout import Trajectory, TurnSampled
 
 MOST = 100

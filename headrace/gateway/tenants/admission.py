@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from headrace.gateway.http import HEALTH, Handler, HttpRefused
-from headrace.gateway.tenants.keys import ApiKey, ApiKeys, Scope
+from headrace.gateway.tenants.keys import ApiKeys
 from headrace.gateway.tenants.limits import RateLimit
+from headrace.messages.product import ApiKey, Scope
 from headrace.request_names import RequestNames
 
 Keyed = Callable[[web.Request, ApiKey], Awaitable[web.StreamResponse]]

@@ -1,5 +1,5 @@
 """The product lane: serving users (serving.py), their ratings and the gate (ratings.py), their agents (agents.py),
-purges (privacy.py)."""
+purges (privacy.py), and the keys of tenants (keys.py)."""
 
 from headrace.messages.product.agents import (
     Agent,
@@ -7,6 +7,17 @@ from headrace.messages.product.agents import (
     AgentSet,
     WorkspaceCommand,
     WorkspaceReport,
+)
+from headrace.messages.product.keys import (
+    KEYS,
+    PURGE_SECRET,
+    SCOPES,
+    SECRETS,
+    USERS_SECRET,
+    USUAL,
+    ApiKey,
+    Scope,
+    SealedSecret,
 )
 from headrace.messages.product.privacy import (
     DeniedUser,
@@ -62,10 +73,17 @@ from headrace.messages.product.serving import (
 
 __all__ = [
     "CLIENT_SUITE",
+    "KEYS",
+    "PURGE_SECRET",
+    "SCOPES",
+    "SECRETS",
     "TURN_S",
+    "USERS_SECRET",
+    "USUAL",
     "Agent",
     "AgentRun",
     "AgentSet",
+    "ApiKey",
     "Arm",
     "AttemptControl",
     "Branch",
@@ -97,6 +115,8 @@ __all__ = [
     "PurgedRecords",
     "ReadmitUser",
     "RecordedTurn",
+    "Scope",
+    "SealedSecret",
     "ShadowTurn",
     "Signal",
     "Stage",

@@ -12,6 +12,7 @@ from headrace.actors.feedback.actor import Feedback
 from headrace.bus.broker.server import Server
 from headrace.cli.main import main
 from headrace.config import Bus as BusSection
+from headrace.gateway.tenants.store import make_secrets
 from headrace.ledger.lost_attempts import lost_attempt
 from headrace.messages import subjects
 from headrace.messages.operations import DeadLetter
@@ -49,6 +50,7 @@ async def test_a_purged_user_is_in_the_books_and_nowhere_else(
         while actor.book.ends({product.branch: actor.branch.state})["trained"] < 2 or len(actor.book.ratings) < 3:
             await asyncio.sleep(0.01)
         queued = await product.leave_traces("gone99")
+        await make_secrets(await product.bus("operator"))
         gateway = await product.bus("gateway")
         subject = subjects.RPC.at(service="feedback", caller="gateway", method="purge")
         answer = await gateway.request(subject, PurgeUser(user="gone99"), timeout=60.0)
