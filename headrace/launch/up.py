@@ -18,7 +18,7 @@ from headrace.config import Config
 from headrace.launch import runs
 from headrace.launch.guests import prepare_host
 from headrace.launch.output import say
-from headrace.launch.page import NO_PAGE, USERS_S, address_of, serving, websocket_of, write_place
+from headrace.launch.page import NO_PAGE, address_of, serving, websocket_of, write_place
 from headrace.launch.processes import Run, first_of
 from headrace.launch.product.gateway_key import key_of_run
 from headrace.launch.supervision.signals import Stopping, interruptible
@@ -149,4 +149,4 @@ async def serve_page(run: Run, bus: "Bus", address: "Address", stack: AsyncExitS
     page = await stack.enter_async_context(
         serving(run.config, run.folder.id, bus, address, websocket, run.broker.credentials)
     )
-    write_place(run.folder.path, address.url, page.access.key, page.access.token(USERS_S))
+    write_place(run.folder.path, address.url, page.access)

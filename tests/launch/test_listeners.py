@@ -111,7 +111,7 @@ def secrets_of(run: Path) -> list[str]:
     return [
         *seeds,
         place.key,
-        place.token,
+        place.secret,
         gateway_key.place(run).read_text(),
         (run.parent / "metrics.key").read_text(),
     ]

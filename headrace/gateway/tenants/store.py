@@ -90,7 +90,7 @@ async def add(
             return key
         except WrongSequence:  # another key has this id
             continue
-    raise KeysRefused("no id for another key was stored")
+    raise KeysRefused("no free id was found in five attempts: try again")
 
 
 async def entries(bus: Bus) -> list[ApiKey]:
