@@ -33,7 +33,11 @@ BUS_AGAIN_S = 5.0
 STOP_S = 1.0
 """Seconds that handlers get to finish when the listener stops."""
 MAX_WAIT_S = 60.0
+REDACTED = "[API key]"
+"""Takes the place of a key's text wherever a request has it beside its header."""
 
+TOKEN = web.RequestKey("token", str)
+"""The API key with which a request was admitted, as text."""
 ENDS = web.RequestKey("ends", bool)
 """Set on a request whose handler is cancelled when its client disconnects."""
 T = TypeVar("T")
@@ -70,10 +74,12 @@ async def send(response: web.StreamResponse, data: bytes) -> None:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body. HttpRefused with 400, 408 or 413."""
+    """The whole body, without the text of the request's API key: an agent may read its own environment, and a history
+    is stored. HttpRefused with 400, 408 or 413."""
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.read()
+            body = await request.read()
+        return body.replace(request[TOKEN].encode(), REDACTED.encode()) if TOKEN in request else body
     except TimeoutError:
         raise HttpRefused(408, f"the body did not arrive within {BODY_S:g} s") from None
     except web.HTTPRequestEntityTooLarge:
@@ -112,7 +118,11 @@ def guarded(handler: Handler, report: Report) -> Handler:
     """
 
     async def respond(request: web.Request) -> web.StreamResponse:
+        def clean(text: str) -> str:
+            return text.replace(request[TOKEN], REDACTED) if TOKEN in request else text
+
         def failed(status: int, text: str, field: str = "", code: str = "", retry_s: float = 0.0) -> web.Response:
+            text, field = clean(text), clean(field)
             if request.writer.output_size:  # an answer has begun: a second one would be read as the next answer
                 if request.transport is not None:
                     request.transport.abort()
@@ -137,7 +147,7 @@ def guarded(handler: Handler, report: Report) -> Handler:
         except BusError as error:
             return failed(503, f"the message bus is unavailable, try again: {error}", retry_s=BUS_AGAIN_S)
         except Exception as error:
-            await report(error, f"{request.method} {request.path}")
+            await report(error, clean(f"{request.method} {request.path}"))
             return failed(500, "internal error; the gateway has reported it")
 
     return respond

@@ -2,16 +2,18 @@
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from headrace.actors.gateway import Gateway
+from headrace.bus.broker.server import Server
 from headrace.gateway.http import HEALTH, Listener
 from headrace.gateway.tenants.keys import ApiKeys
 from headrace.messages import subjects
@@ -213,3 +215,37 @@ async def test_a_route_that_is_added_is_covered(tmp_path: Path) -> None:
     finally:
         await listener.stop()
     assert reached == []
+
+
+async def test_a_keys_text_is_in_no_answer_no_log_and_no_record(
+    opened: Open, server: Server, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever a request has it: an agent that reads its environment sends it in a history."""
+    caplog.set_level(logging.DEBUG)
+    product, key = opened.product, opened.product.key
+    turn = {"model": key, "user": key, "messages": [{"role": "user", "content": f"KEY={key}"}]}
+    asked: list[tuple[str, str, Any, dict[str, str]]] = [
+        *(("GET", f"{place}/{key}", None, {}) for place in ("", "/v1/models", "/v1/sessions", "/v1/agents")),
+        ("GET", f"/v1/sessions/x?wait={key}", None, {}),
+        ("DELETE", f"/v1/sessions/{key}", None, {}),
+        ("POST", "/v1/sessions", ASK | {"suite": key}, {}),
+        ("POST", "/v1/sessions", ASK | {"prompt": key, "files": {key: key}}, {}),
+        ("POST", "/v1/sessions", {"user": key, "task": key, "metadata": {key: key}}, {}),
+        ("POST", f"/v1/sessions/{key}/feedback", {"thumb": key}, {}),
+        ("POST", "/v1/agents", {"prompt": key, "workspace": {"files": {"a.py": key}}}, {}),
+        ("POST", "/v1/chat/completions", turn, {}),
+        ("POST", "/v1/chat/completions", turn, {"X-Headrace-Session": key}),
+        ("POST", "/v1/chat/completions", turn | {"stream": True}, {"Idempotency-Key": key}),
+        ("POST", "/v1/messages", turn | {key: key}, {}),
+        ("POST", "/v1/responses", {"input": [{"type": key}]}, {}),
+    ]
+    said = b""
+    async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
+        for method, path, body, headers in asked:
+            async with http.request(method, product.url + path, json=body, headers=headers) as answer:
+                said += str(answer.raw_headers).encode() + await answer.read()
+    assert said.count(b"[API key]") >= 5, "an answer names what it was asked"
+    told = capfd.readouterr()
+    assert key.encode() not in said and key not in caplog.text + told.out + told.err
+    for path in (*server.folder.rglob("*"), *product.folder.rglob("*")):
+        assert not path.is_file() or key.encode() not in path.read_bytes(), path
