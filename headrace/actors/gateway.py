@@ -111,7 +111,7 @@ class Gateway(Actor):
         self.spawn(following.follow(), "API keys")
         production = self.config.production
         admission = Admission(self.api_keys, RequestNames((production.host,), production.public_urls))
-        self.turns = Endpoints(self.clients, self._report)
+        self.turns = Endpoints(self.clients, self._report, production.turns_at_once)
         parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
         self.agents, routes = await open_agents(parts, self.ratings, self.follow_ups)
         self.spawn(forgetting.follow(), "the deny-list")

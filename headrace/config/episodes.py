@@ -231,6 +231,9 @@ class Production(Section, frozen=True, kw_only=True):
     training_allowed: bool = False
     """Opt-in of `tenant`: its rated sessions may be trained on. It is checked when a session is rated and again when a
     batch is made. Tenants with API keys opt in by their keys (`headrace keys --add --training`)."""
+    turns_at_once: Positive = 256
+    """Turns of clients that a gateway has sampled at once, further ones wait: the slots of the production lane's
+    engines, divided by the gateways. One tenant gets at most three quarters of them."""
     turn_tokens: Positive = 4096
     """The most sampled tokens of a turn that a client's agent requests."""
     context_tokens: Positive = 32768

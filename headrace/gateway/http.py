@@ -18,7 +18,6 @@ from headrace.bus.errors import BusError
 from headrace.errors import HeadraceError
 from headrace.gateway.dialects.base import Unusable
 from headrace.gateway.errors import error_of
-from headrace.gateway.tenants.limits import retry_after
 
 HEALTH = "/healthz"
 """The one route that needs no key."""
@@ -62,6 +61,11 @@ class HttpRefused(HeadraceError):
 def answer(value: dict[str, Any], status: int = 200, retry_s: float = 0.0) -> web.Response:
     """A JSON response. Strings may hold lone surrogates: json escapes them. retry_s: as in HttpRefused."""
     return web.json_response(value, status=status, headers={"Retry-After": retry_after(retry_s)} if retry_s else None)
+
+
+def retry_after(seconds: float) -> str:
+    """The header's value: whole seconds, at least one."""
+    return str(max(1, math.ceil(seconds)))
 
 
 async def send(response: web.StreamResponse, data: bytes) -> None:

@@ -163,10 +163,15 @@ class ClientServing:
         parts: Parts = asyncio.Queue()
         task = asyncio.create_task(self._sample(request, placed.turn, placed.known, parts))
         task.add_done_callback(partial(self._over, placed.turn))  # also of a task that was cancelled before it ran
-        return Begun(placed.group, task, parts)
+        return Begun(placed.group, task, parts, self._most(request))
 
     def _over(self, turn: Under, _: object) -> None:
         self._sessions.over(turn)
+
+    def _most(self, request: ModelRequest) -> int:
+        """Tokens that a turn may sample."""
+        limit = self._config.production.turn_tokens
+        return min(request.max_tokens or limit, limit)
 
     def _turn(self, request: ModelRequest, group: str, known: int = 0, recorded: int = -1) -> ClientTurn:
         production = self._config.production
@@ -182,7 +187,7 @@ class ClientServing:
             policy=session.policy if session is not None else self._split.promoted,
             sampling=Sampling(
                 temperature=request.temperature,
-                max_turn_tokens=min(request.max_tokens or production.turn_tokens, production.turn_tokens),
+                max_turn_tokens=self._most(request),
             ),
             seed=secrets.randbits(31),
             context_tokens=production.context_tokens,

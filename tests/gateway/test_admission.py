@@ -247,5 +247,5 @@ async def test_a_keys_text_is_in_no_answer_no_log_and_no_record(
     assert said.count(b"[API key]") >= 5, "an answer names what it was asked"
     told = capfd.readouterr()
     assert key.encode() not in said and key not in caplog.text + told.out + told.err
-    for path in (*server.folder.rglob("*"), *product.folder.rglob("*")):
-        assert not path.is_file() or key.encode() not in path.read_bytes(), path
+    for file in (*server.folder.rglob("*"), *product.folder.rglob("*")):
+        assert not file.is_file() or key.encode() not in file.read_bytes(), file

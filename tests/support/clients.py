@@ -43,7 +43,7 @@ class ScriptedSampler:
 
     async def begin(self, request: ModelRequest, caller: Caller) -> Begun:
         self.asked.append((request, caller))
-        return Begun("s1", self._sample(request), asyncio.Queue())
+        return Begun("s1", self._sample(request), asyncio.Queue(), MOST)
 
     async def _sample(self, request: ModelRequest) -> ModelReply:
         text, calls = self._script(request)
@@ -74,6 +74,12 @@ class ScriptedSampler:
         raise HttpRefused(404, "there is no such open session")
 
 
+MOST = 4096
+"""Tokens that a turn may sample."""
+PLACES = 64
+"""Turns that are sampled at once."""
+
+
 class Served(NamedTuple):
     url: str
     key: str
@@ -91,7 +97,7 @@ async def endpoints(folder: Path, script: Script) -> AsyncIterator[Served]:
     async def report(error: Exception, doing: str) -> None:
         raise AssertionError(doing) from error
 
-    listener = Listener(Endpoints(sampler, report).routes(), Admission(keys).admit, report)
+    listener = Listener(Endpoints(sampler, report, PLACES).routes(), Admission(keys).admit, report)
     try:
         yield Served(await listener.start("127.0.0.1", 0), key, sampler, keys)
     finally:

@@ -15,7 +15,6 @@ from headrace.bus.errors import BusError
 from headrace.bus.nats.streams import declare
 from headrace.bus.sealing import sealed, unsealed
 from headrace.gateway.tenants.keys import ApiKeys, digest_of
-from headrace.gateway.tenants.limits import RateLimit, retry_after
 from headrace.gateway.tenants.store import KeysRefused, add, entries, make_secrets, revoke, secret
 from headrace.messages.product import PURGE_SECRET, USERS_SECRET, SealedSecret
 from tests.conftest import Connect
@@ -124,13 +123,3 @@ def test_a_key_of_another_name_is_not_taken_up() -> None:
     keys = ApiKeys()
     keys.apply("key.12345678", None)
     assert keys.find("hr-x") is None
-
-
-def test_a_bucket_refills() -> None:
-    now = 0.0
-    limit = RateLimit(burst_s=2.0, clock=lambda: now)
-    assert [limit.take("k", 60) for _ in range(3)] == [0.0, 0.0, 1.0]
-    assert limit.take("other", 60) == 0.0
-    now = 1.0
-    assert limit.take("k", 60) == 0.0 and limit.take("k", 60) == pytest.approx(1.0)
-    assert retry_after(0.2) == "1" and retry_after(1.2) == "2"
