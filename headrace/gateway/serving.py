@@ -179,7 +179,6 @@ class ClientServing:
         return ClientTurn(
             run=self._run,
             group=group,
-            segment=0,
             messages=request.messages,
             known=known,
             tools=request.tools,
@@ -201,12 +200,12 @@ class ClientServing:
             asked = self._turn(request, turn.group, known)
             with self._traffic.turn():
                 done = await self._ask(asked, parts)
-            if done.begin_segment:
+            if done.behind:
                 turn = self._sessions.branch(turn, self._split.policy)
                 asked = self._turn(request, turn.group)
                 with self._traffic.turn():
                     done = await self._ask(asked, parts)
-                if done.begin_segment:
+                if done.behind:
                     raise HttpRefused(503, done.failed, 5.0)
             if self._split.shadow is not None:
                 self._shadows.mirror(msgspec.structs.replace(asked, stream=False), self._split.shadow)
@@ -237,7 +236,6 @@ class ClientServing:
         turn = ClientTurn(
             run=self._run,
             group=".",
-            segment=0,
             messages=request.messages,
             tools=request.tools,
             policy=self._split.promoted,
@@ -272,7 +270,7 @@ class ClientServing:
         if isinstance(answer, ClientTurnDone):
             if answer.refused:
                 raise HttpRefused(400, answer.refused)
-            if answer.failed and not answer.begin_segment:
+            if answer.failed and not answer.behind:
                 raise HttpRefused(503, answer.failed, 5.0)
             return answer
         raise HttpRefused(500, answer.detail if isinstance(answer, Ack) else f"unexpected answer {answer.type_name}")

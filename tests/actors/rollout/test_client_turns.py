@@ -306,7 +306,6 @@ async def test_a_turn_that_the_gateway_does_not_know_is_not_in_the_context_of_th
         lost = ClientTurn(
             run=run,
             group=client.session,
-            segment=0,
             messages=(*history, ClientMessage(role="user", text="go on")),
             known=2,
             tools=(ClientTool(name="read"),),
@@ -325,7 +324,7 @@ async def test_a_turn_that_the_gateway_does_not_know_is_not_in_the_context_of_th
             assert reply.status == 200
         opening = msgspec.structs.replace(lost, group=f"{group}b", messages=lost.messages[:1], known=0)
         asked = [await gateway.request(subject, opening, timeout=PATIENCE_S, owner=group[:20]) for _ in range(2)]
-        assert [done.begin_segment for done in asked if isinstance(done, ClientTurnDone)] == [0, 1]
+        assert [done.behind for done in asked if isinstance(done, ClientTurnDone)] == [False, True]
     for id in (root, branch):
         end = await trajectory_of(observer, run, id)
         assert [turn.segment for turn in end.turns] == [0, 0], "the branch goes on without it"
@@ -356,7 +355,6 @@ async def test_an_actor_reads_the_turns_of_another_before_it_samples(
     turn = ClientTurn(
         run=run,
         group=f"{'a' * 20}.s1",
-        segment=0,
         messages=(ClientMessage(role="user", text="hi"),),
         context_tokens=2048,
     )

@@ -100,7 +100,6 @@ async def _both(connect: Connect, run: str, folder: Path, count: int) -> None:
             turn = ClientTurn(
                 run=run,
                 group=f"{'a' * 20}.{'s' if stream else 'w'}{number}",
-                segment=0,
                 messages=(ClientMessage(role="user", text=f"mean of xs {number}"),),
                 tools=(ClientTool(name="read"),),
                 seed=number,
@@ -229,7 +228,7 @@ async def test_an_error_after_the_first_byte_comes_in_the_dialects_own_form(
 
 def test_thinking_behind_text_waits_for_the_answer() -> None:
     """A dialect of blocks would have to open a second block of text behind it."""
-    turn = ClientTurn(run="r", group="u.s", segment=0, messages=(), stream=True)
+    turn = ClientTurn(run="r", group="u.s", messages=(), stream=True)
     parts = _Parts(turn, 0, ClientUsage(prompt=1))
     readings = [("Hm.", ""), ("Hm.", "I look"), ("Hm.\nSo.", "I look at"), ("Hm.\nSo.", "I look at it.")]
     made = [parts.next(Settled(thinking=thinking, text=text), 1) for thinking, text in readings]
