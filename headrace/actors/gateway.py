@@ -89,7 +89,7 @@ class Gateway(Actor):
         self._incomplete: set[str] = set()
         """Groups of recovered sessions whose files are gone."""
         self._kept = await self.bus.kv("HR_SESSION")
-        forgetting = Forgetting(self.bus, self.run, self.keys, self.ratings, self._drop)
+        forgetting = Forgetting(self.bus, self.run, self.id, self.keys, self.ratings, self._drop)
         await forgetting.recover()
         after = await self._recover()
         group = {"run": self.run, "group": "*.*"}

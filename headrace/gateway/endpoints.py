@@ -271,7 +271,7 @@ def caller_of(request: web.Request, key: ApiKey, user: str) -> Caller:
     headers = request.headers
     return Caller(
         key=key,
-        user=user[:200],
+        user=user,
         session=headers.get(SESSION, "")[:200],
         name=session_name(headers)[:200],
         retry=headers.get("Idempotency-Key", "")[:200],

@@ -215,3 +215,16 @@ async def test_a_key_has_tokens_a_minute(tmp_path: Path) -> None:
         turn.cancel()
         while (await ask(left))[0] != 429:
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("named", ["user", "safety_identifier"])
+async def test_the_whole_name_of_the_person_is_the_user(served: Served, path: str, named: str) -> None:
+    """A purge names the person by the whole name; OpenAI's clients now send it under another key."""
+    name = "person" * 100
+    body = {"model": "latest", "input": "x", "messages": [{"role": "user", "content": "x"}], named: name}
+    del body["messages" if path == "/v1/responses" else "input"]
+    async with aiohttp.ClientSession(headers={"x-api-key": served.key}) as session:
+        async with session.post(served.url + path, json=body) as answer:
+            assert answer.status == 200 and named not in answer.headers.get("X-Headrace-Left-Out", "")
+    assert served.sampler.asked[-1][1].user == name

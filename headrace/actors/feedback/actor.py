@@ -92,6 +92,8 @@ class Feedback(Actor):
             self.every(5.0, self._measure, "figures"),
             self.every(5.0, self.purges.sweep, "late records of purged users"),
         ]
+        for caller in callers("feedback", "dropped"):
+            await self.listen(subjects.RPC.at(service="feedback", caller=caller, method="dropped"), self.purges.dropped)
         self._purging = [
             await self.serve(subjects.RPC.at(service="feedback", caller=caller, method="purge"), self.purges.answer)
             for caller in callers("feedback", "purge")

@@ -57,7 +57,7 @@ KV_READERS: dict[str, tuple[str, ...]] = {
     "HR_KEYS": ("gateway", "feedback", "operator"),
     "HR_LEASE": ("scavenger", "rollout", "dashboard", "operator"),
     "HR_PLUGINS": ("curriculum", "rollout", "environment", "judge", "trainer", "search", "operator", "replay"),
-    "HR_PRESENCE": ("curriculum", "dead_letter", "dashboard", "operator"),
+    "HR_PRESENCE": ("curriculum", "dead_letter", "feedback", "dashboard", "operator"),
 }
 """Bucket to the roles that may read it. A broker cannot fence single keys of a bucket, so users' prompts have a bucket
 of their own."""

@@ -2,6 +2,7 @@
 permit bursts; and the turns at once, which tenants that wait get in turns."""
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
@@ -62,16 +63,18 @@ class TurnsAtOnce:
         """By tenant; the one that waits longest for its next place comes first."""
         self._turn_s = 1.0
         """Seconds of a turn, on average over the last ones."""
+        self._began: dict[object, float] = {}
+        """When each turn under way began, the oldest first."""
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
         """A context around a turn of a tenant, which may wait for a place. HttpRefused with 429."""
         await self._place(tenant)
-        began = time.monotonic()
+        self._began[turn := object()] = time.monotonic()
         try:
             yield
         finally:
-            self._turn_s += 0.1 * (time.monotonic() - began - self._turn_s)
+            self._turn_s += 0.1 * (time.monotonic() - self._began.pop(turn) - self._turn_s)
             self._leave(tenant)
 
     async def _place(self, tenant: str) -> None:
@@ -79,7 +82,8 @@ class TurnsAtOnce:
             self._of[tenant] += 1
             return
         queue = self._waiting.setdefault(tenant, deque())
-        again_s = self._turn_s * (len(queue) + 1) / self._each
+        oldest = next(iter(self._began.values()), math.inf)
+        again_s = max(self._turn_s, time.monotonic() - oldest) * (len(queue) + 1) / self._each
         if len(queue) >= WAITING:
             raise HttpRefused(429, "too many turns of this tenant wait; ask again when others have ended", again_s)
         place = asyncio.get_running_loop().create_future()

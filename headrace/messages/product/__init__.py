@@ -26,6 +26,7 @@ from headrace.messages.product.privacy import (
     PurgeStatement,
     PurgeUser,
     ReadmitUser,
+    UserDropped,
     certificate_key,
     denied_key,
 )
@@ -122,6 +123,7 @@ __all__ = [
     "Stage",
     "Traffic",
     "TurnStop",
+    "UserDropped",
     "WorkspaceCommand",
     "WorkspaceReport",
     "branch_key",
