@@ -268,8 +268,8 @@ class Gateway(Actor):
             training_allowed=self.config.production.training_allowed,
             comment=given.comment,
         )
-        await self.ratings.publish(feedback)
-        return answer({"session": session.request.group, "thumb": feedback.thumb}, 202)
+        outcome = await self.ratings.publish(feedback)
+        return answer(outcome | {"session": session.request.group, "thumb": feedback.thumb}, 202)
 
     async def _drop(self, user: str) -> None:
         """Remove what this gateway holds of a user, by hash."""

@@ -335,8 +335,7 @@ class ClientServing:
             comment=rating.comment,
             untrainable=session.untrainable,
         )
-        await self._ratings.publish(feedback)
-        return self._ratings.outcome(feedback)
+        return await self._ratings.publish(feedback)
 
     async def _known(self, id: str, key: ApiKey) -> ClientSession:
         """A session of the key's tenant: open, remembered, or long ended and in HR_TRAJ. HttpRefused with 404;
@@ -377,6 +376,7 @@ class ClientServing:
             "branches": [each.group for each in self._sessions.tree(id) if id == root_of(id) != each.group],
             "untrainable": session.untrainable,
             "labels": session.labels,
+            **({"rating": await self._ratings.fate(f"{id}-0-0")} if session.ended else {}),
         }
 
     async def close(self, id: str, key: ApiKey) -> None:

@@ -164,7 +164,8 @@ async def test_runs_follow_each_other_in_one_workspace(product: Product, tmp_pat
     assert (rating.message.tenant, rating.message.trajectory) == ("acme", first.trajectory)
     where = f"/v1/agents/{agent}/runs/{run}/feedback"
     assert (await product.call("POST", where, {"diff": "rejected"}))[1]["thumb"] == "down"
-    assert (await product.call("POST", where, {"undo": True}))[1] == {"id": run, "signal": "undo", "thumb": "down"}
+    told = (await product.call("POST", where, {"undo": True}))[1]
+    assert (told["id"], told["signal"], told["thumb"], told["outcome"]) == (run, "undo", "down", "waiting")
     for given in ({"diff": "accepted"}, {"undo": True}, {"diff": "accepted"}, {"diff": "accepted"}):
         assert (await product.call("POST", where, given))[0] == 202
     held = [each.message async for each in product.admin.history("HR_FEEDBACK", subjects.FEEDBACK.where())]

@@ -106,6 +106,8 @@ WorkspaceReport: output files node sandboxes failed
 PurgeUser: user
 ReadmitUser: user
 ApiKey: id digest tenant
+AskFate: trajectory
+UserDropped: user actor
 SealedSecret: boxes
 DeniedUser: run user
 PurgeCertificate: statement signature public_key detail

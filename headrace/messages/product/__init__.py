@@ -32,6 +32,7 @@ from headrace.messages.product.privacy import (
 )
 from headrace.messages.product.ratings import (
     Arm,
+    AskFate,
     Branch,
     Fate,
     Feedback,
@@ -86,6 +87,7 @@ __all__ = [
     "AgentSet",
     "ApiKey",
     "Arm",
+    "AskFate",
     "AttemptControl",
     "Branch",
     "CapacityLease",
