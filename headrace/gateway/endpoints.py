@@ -124,6 +124,7 @@ class Endpoints:
 
     def _turn(self, dialect: Dialect) -> Keyed:
         async def handler(request: web.Request, key: ApiKey) -> web.StreamResponse:
+            self._at_once.refuse_full(key.tenant)
             asked = dialect.request(await _body(request))
             asked = msgspec.structs.replace(asked, messages=results_in_order(asked.messages))
             caller = caller_of(request, key, asked.user)

@@ -1,4 +1,4 @@
-"""What becomes of a rating is in the answer to it where it is certain then, and in the session's state later."""
+"""The answer to a rating says what becomes of it where that is certain; the state of its session says it later."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -149,7 +149,7 @@ class Eraser:
         return self._found.setdefault((stream, filter), _Found(by_content))
 
     def records(self) -> tuple[PurgedRecords, ...]:
-        """What was searched, with the deleted records of all passes so far."""
+        """The streams and buckets that were searched, with the deleted records of all passes so far."""
         return tuple(erased.report(stream, filter) for (stream, filter), erased in self._found.items())
 
 

@@ -46,7 +46,7 @@ class Ratings:
         return {}
 
     async def fate(self, trajectory: str, since: int = 0) -> dict[str, str]:
-        """What has become of the newest rating of a session: its outcome and the reason; `waiting` before its end, and
+        """The outcome of the newest rating of a session and the reason; `waiting` before its end, and
         where no feedback actor answers. since: the sequence of a rating that the answer must have seen."""
         where = subjects.RPC.at(service="feedback", caller="gateway", method="fate")
         try:

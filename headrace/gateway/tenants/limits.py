@@ -81,11 +81,8 @@ class TurnsAtOnce:
         if self._free(tenant) and tenant not in self._waiting:
             self._of[tenant] += 1
             return
+        self.refuse_full(tenant)
         queue = self._waiting.setdefault(tenant, deque())
-        oldest = next(iter(self._began.values()), math.inf)
-        again_s = max(self._turn_s, time.monotonic() - oldest) * (len(queue) + 1) / self._each
-        if len(queue) >= WAITING:
-            raise HttpRefused(429, "too many turns of this tenant wait; ask again when others have ended", again_s)
         place = asyncio.get_running_loop().create_future()
         queue.append(place)
         try:
@@ -98,8 +95,20 @@ class TurnsAtOnce:
                 self._drop(tenant, place)
             if isinstance(error, TimeoutError):
                 text = f"no place for this turn within {WAIT_S:g} s; ask again when others have ended"
-                raise HttpRefused(429, text, again_s) from None
+                raise HttpRefused(429, text, self._again_s(tenant)) from None
             raise
+
+    def refuse_full(self, tenant: str) -> None:
+        """Refuse a turn that finds no place to wait, before its body is read. HttpRefused with 429."""
+        if len(self._waiting.get(tenant, ())) >= WAITING:
+            text = "too many turns of this tenant wait; ask again when others have ended"
+            raise HttpRefused(429, text, self._again_s(tenant))
+
+    def _again_s(self, tenant: str) -> float:
+        """Seconds until those that wait now have had their turns, as long as turns take lately."""
+        oldest = next(iter(self._began.values()), math.inf)
+        turn_s = max(self._turn_s, time.monotonic() - oldest)
+        return turn_s * (len(self._waiting.get(tenant, ())) + 1) / self._each
 
     def _free(self, tenant: str) -> bool:
         return self._of[tenant] < self._each and self._of.total() < self._places

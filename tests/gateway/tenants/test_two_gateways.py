@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,21 +138,22 @@ async def test_closed_streams_are_one_sentence(server: Server, tmp_path: Path) -
     """`headrace keys --add acme >&-` made a key that nobody saw, and ended with a traceback."""
     config = tmp_path / "elsewhere.toml"
     config.write_text(f'[run]\nid = "{RUN}"\n[bus]\nurl = "{server.url}"\ncredentials = "{server.credentials}"\n')
-    line = f"{sys.executable} -m headrace.cli keys --config {config}"
+    line, env = f"{sys.executable} -m headrace.cli keys --config {config}", os.environ | {"PYTHONPATH": str(ROOT)}
 
     async def shell(words: str) -> tuple[int, str]:
         process = await asyncio.create_subprocess_shell(
-            f"{line} {words}", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT
+            f"{line} {words}", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=tmp_path, env=env
         )
         _, error = await process.communicate()
         assert process.returncode is not None
         return process.returncode, error.decode()
 
+    assert await shell("--add acme > key") == (0, "")
     code, told = await shell(">&-")
-    assert code == 2 and told.startswith("headrace: ") and len(told.splitlines()) == 1
+    assert code == 3 and told.startswith("headrace: standard output") and len(told.splitlines()) == 1
     async with await Bus.connect(server.url, role="operator", credentials=server.credentials) as operator:
         before = len(await entries(operator))
-        for words, status in (("--add acme >&-", 2), ("--add acme >/dev/full", 3)):
+        for words, status in (("--add acme >&-", 3), ("--add acme >/dev/full", 3)):
             code, told = await shell(words)
             assert code == status and len(told.splitlines()) == 1, told
         assert len(await entries(operator)) == before
