@@ -80,6 +80,13 @@ async def test_two_operators_make_one_secret(server: Server, tmp_path: Path) -> 
             found = await (await operator.kv("HR_KEYS")).get(USERS_SECRET)
         assert found is not None and isinstance(found[0], SealedSecret)
         assert new.opened(found[0].boxes[new.public]) == before
+
+        # A secret that cannot be read is never replaced: a new one would give every user another hash.
+        await buses[0].publish_raw(f"$KV.HR_KEYS.{USERS_SECRET}", b"{]", {"Hr-Type": "sealed_secret/1"})
+        last = await buses[0].last_seq("KV_HR_KEYS")
+        with pytest.raises(KeysRefused, match="it is not replaced"):
+            await make_secrets(buses[1])
+        assert await buses[0].last_seq("KV_HR_KEYS") == last
         for bus in buses:
             await bus.close()
 
