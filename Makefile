@@ -13,6 +13,8 @@ CONFIG  ?= deploy/demo.toml
 DEBIAN := python3-venv qemu-system-x86 mmdebstrap cpio
 # What `headrace images` calls for registries and Dockerfiles. The demo uses no container image.
 IMAGES := skopeo buildah crun
+# Proxies that stand in front of the gateway in tests.
+PROXIES := nginx-light caddy
 
 # The CPU environment of the SGLang server: 3 GB, created by `make test-sglang` and `make demo-sglang-pretrained`.
 SGLANG  := .cache/sglang
@@ -23,7 +25,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian tools demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
+.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,7 +34,8 @@ setup: debian $(VENV)/.installed ## Debian packages and the virtual environment
 
 debian: PACKAGES := $(DEBIAN)
 tools: PACKAGES := $(IMAGES)
-debian tools:
+proxies: PACKAGES := $(PROXIES)
+debian tools proxies:
 	@missing=""; for p in $(PACKAGES); do dpkg-query -W -f '$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$p"; done; \
 	if [ -n "$$missing" ]; then \
 		if [ "$$(id -u)" != 0 ]; then echo "These Debian packages are missing, install them as root:$$missing" >&2; exit 1; fi; \
@@ -109,7 +112,7 @@ test: style tools compiled ## ruff, then the default suite (real broker, real mi
 test-all: style tools compiled ## also the tests that take minutes
 	$(call beside_mypy,$(PYTEST) -m "not gpu and not sglang and not clients")
 
-test-clients: setup $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/harbor/.installed ## unmodified client programs against the gateway, a taskset of verifiers, Harbor with Python 3.12 (installs 1.8 GB of packages, Node is needed)
+test-clients: setup proxies $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/harbor/.installed ## unmodified client programs and two proxies against the gateway, a taskset of verifiers, Harbor with Python 3.12 (installs 1.8 GB of packages, Node is needed)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[clients]'
 	$(BIN)/pytest -m clients tests/gateway tests/tasks/importing tests/tasks/exporting
 

@@ -32,7 +32,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.bus.payloads import renderer_bundles
 from headrace.config import AgentLimits, Config, Policy, Production, Run
-from headrace.gateway.tenants.keys import ApiKeys, key_file
+from headrace.gateway.tenants.store import add
 from headrace.messages.subjects import EVENT
 from headrace.messages.weights import WeightsStaged
 from headrace.policy.layout import hugging_face
@@ -116,12 +116,13 @@ async def measure(clients: int, turns: int, folder: Path) -> Figures:
     production = Production(rollouts=("rollout-1",), limits=AgentLimits(max_turn_tokens=TOKENS, context_tokens=2048))
     config = Config(run=Run(dir=str(folder / "runs")), policy=shape, production=production)
     (folder / "runs" / RUN).mkdir(parents=True)
-    key = ApiKeys(key_file(config)).add("acme", requests_per_minute=1_000_000)
     log = folder / "first.jsonl"
     processes: list[asyncio.subprocess.Process] = []
     async with Server(folder / "broker") as broker:
         async with await Bus.connect(broker.url, role="admin", credentials=broker.credentials) as admin:
             await declare(admin)
+        async with await Bus.connect(broker.url, role="operator", credentials=broker.credentials) as operator:
+            key = await add(operator, "acme", requests_per_minute=1_000_000)
         await staged(broker, folder / "runs", shape)
         try:
             for actor in ("rollout", "gateway"):

@@ -1,13 +1,14 @@
-"""Serves well-behaved clients while ten thousand others misuse the gateway; nothing leaks, and memory is bounded.
+"""Serves well-behaved clients while one tenant misuses the gateway; the others' latency holds, and nothing leaks.
 
-    python -m benchmarks.gateway_abuse [--connections 10000] [--seconds 30]
+    python -m benchmarks.gateway_abuse [--seconds 15]
 
-The gateway runs in a process of its own behind a real broker. The misuse, all at the same time: `--connections`
-connections that are silent, send half a header, or send a body at one byte a second, each opened again when the gateway
-closes it; bodies of 100 MB; paths that leave their folder; user ids with dots, wildcards and line ends; ids of another
-tenant. Meanwhile well-behaved clients with a key list and read agents, each over one connection and one request after
-another. Their latencies are compared with those of the same clients before and after the misuse. Clients and gateway
-share the machine's cores.
+The gateway runs in a process of its own behind a real broker; in a second process a responder answers turns in place of
+the engine, those of the abuser after a minute, others at once. Each kind of misuse runs for `--seconds`, with one key:
+1,024 slow turns at once; turns whose clients leave after 20 ms; repeats of one turn
+(`Idempotency-Key`); bodies of 100 MB; paths that leave their folder, user ids with dots and line ends, ids of another
+tenant. Meanwhile `GOOD` clients of another tenant ask for turns and read agents, one request after another. Their
+latency is compared with that of the same clients before and after. All processes share the cores. Connections
+that never send a request are the business of the proxy in front.
 """
 
 import argparse
@@ -15,12 +16,14 @@ import asyncio
 import json
 import os
 import resource
+import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +31,12 @@ import aiohttp
 import msgspec
 import uvloop
 
-from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, at_most, cannot_run, finish
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.config import Config, Production, Run
-from headrace.gateway.http import MAX_CONNECTIONS
-from headrace.gateway.tenants.keys import ApiKeys, key_file
+from headrace.gateway.tenants.store import add
 
 RUN = "rabuse"
 GOOD = 16
@@ -49,12 +51,30 @@ SCRIPT = (
     "config = msgspec.json.decode(sys.argv[1], type=Config)\n"
     "uvloop.run(run_actors([(Gateway, 'gateway-1')], config, sys.argv[2], url=sys.argv[3], credentials=sys.argv[4]))"
 )
-HALVES = (
-    b"",
-    b"POST /v1/agents HTTP/1.1\r\nHost: localhost\r\nContent-",
-    b"POST /v1/agents HTTP/1.1\r\nHost: localhost\r\nx-api-key: %b\r\nContent-Type: application/json\r\n"
-    b"Content-Length: 90000\r\n\r\n{",
+RESPONDER = (
+    "import asyncio, sys, uvloop\n"
+    "from headrace.bus.connection import Bus\n"
+    "from headrace.messages.product import ClientTurnDone, ClientUsage\n"
+    "from headrace.messages.subjects import RPC, token\n"
+    "async def done(turn):\n"
+    "    if getattr(turn, 'messages', ()) and turn.messages[-1].text.startswith('slow'):\n"
+    "        try:\n"
+    "            async with asyncio.timeout(60): await cut.setdefault(turn.id, asyncio.Event()).wait()\n"
+    "        except TimeoutError: pass\n"
+    "    return ClientTurnDone(text='ok', usage=ClientUsage(prompt=1, sampled=1))\n"
+    "cut = {}\n"
+    "async def control(message, *_):\n"
+    "    cut.setdefault(message.turn, asyncio.Event()).set()\n"
+    "async def main(run, url, credentials):\n"
+    "    bus = await Bus.connect(url, role='rollout', credentials=credentials)\n"
+    "    await bus.listen(RPC.at(service='rollout', caller='gateway', method=f'control-{token(run)}'), control)\n"
+    "    await bus.respond(RPC.at(service='rollout', caller='gateway', method=f'turn-{token(run)}'), done)\n"
+    "    print('ready', flush=True)\n"
+    "    await asyncio.Event().wait()\n"
+    "uvloop.run(main(*sys.argv[1:]))"
 )
+MANY = 1024
+"""Slow turns at once of one key."""
 PATHS = (
     "/v1/agents/%2e%2e/%2e%2e/etc/passwd",
     "/v1/agents/{agent}/artifacts/..%2f..%2f..%2fetc%2fpasswd",
@@ -85,17 +105,24 @@ class Gateway:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
 
+def turn_of(text: str) -> dict[str, Any]:
+    """The body of a turn."""
+    return {"model": "latest", "messages": [{"role": "user", "content": text}]}
+
+
 async def good(url: str, key: str, agent: str, until: float) -> tuple[list[float], Counter[str]]:
     """One well-behaved client: milliseconds of every request, and the answers that were not 200."""
     took: list[float] = []
     wrong: Counter[str] = Counter()
     headers = {"x-api-key": key}
+    asked = (("POST", "/v1/chat/completions"), ("GET", f"/v1/agents/{agent}"))
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=30)) as http:
         while time.monotonic() < until:
-            for path in (f"/v1/agents/{agent}", "/v1/agents?limit=5"):
+            for method, path in asked:
                 began = time.perf_counter()
+                body = turn_of(secrets.token_hex(4)) if method == "POST" else None
                 try:
-                    async with http.get(url + path) as answer:
+                    async with http.request(method, url + path, json=body) as answer:
                         await answer.read()
                         if answer.status != 200:
                             wrong[str(answer.status)] += 1
@@ -116,38 +143,85 @@ async def measured(gateway: Gateway, key: str, agent: str, seconds: float) -> tu
     return {"requests": len(took), "p50_ms": round(cuts[49], 2), "p99_ms": round(cuts[98], 2)}, wrong
 
 
-async def slow(gateway: Gateway, number: int, key: str, over: asyncio.Event, ends: Counter[str]) -> None:
-    """One connection that never completes a request, opened again whenever it is closed."""
-    source = f"127.0.{1 + number // 5000}.1"
-    data = HALVES[number % 3]
-    if b"%b" in data:
-        data = data % key.encode()
-    while not over.is_set():
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port, local_addr=(source, 0))
-        except OSError as error:
-            ends[f"connect: {type(error).__name__}"] += 1
-            await asyncio.sleep(0.5)
-            continue
-        try:
-            writer.write(data)
-            while not over.is_set():
-                try:
-                    async with asyncio.timeout(1.0):
-                        answer = await reader.read(64)
-                    ends[answer[9:12].decode() or "closed"] += 1
-                    break
-                except TimeoutError:
-                    if number % 3 == 2:
-                        writer.write(b"x")
-        except ConnectionError:
-            ends["closed"] += 1
-        finally:
-            writer.transport.abort()
-        await asyncio.sleep(1.0)
+async def ask(http: aiohttp.ClientSession, url: str, ends: Counter[str], text: str, **headers: str) -> float:
+    """One turn of the abuser. Returns the seconds after which it may ask again, 0 for at once."""
+    try:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with http.post(f"{url}/v1/chat/completions", json=turn_of(text), headers=sent) as answer:
+            ends[str(answer.status)] += 1
+            await answer.read()
+            return float(answer.headers.get("Retry-After", 0))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        ends[type(error).__name__] += 1
+        return 1.0
 
 
-async def large(gateway: Gateway, key: str, over: asyncio.Event, ends: Counter[str]) -> None:
+async def slow(url: str, key: str, over: asyncio.Event, ends: Counter[str]) -> None:
+    """`MANY` turns at once that take a minute; one that is refused comes again when the gateway says."""
+
+    async def one(http: aiohttp.ClientSession, number: int) -> None:
+        while True:
+            await asyncio.sleep(await ask(http, url, ends, f"slow {number} {secrets.token_hex(4)}"))
+
+    await _many([one] * MANY, key, over)
+
+
+async def leaving(url: str, key: str, over: asyncio.Event, ends: Counter[str]) -> None:
+    """64 clients that leave their slow turn after 20 ms and begin another, twenty times a second each at most."""
+
+    async def one(http: aiohttp.ClientSession, number: int) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await ask(http, url, ends, f"slow {number} {secrets.token_hex(4)}")
+            ends["left"] += 1
+            await asyncio.sleep(0.05)
+
+    await _many([one] * 64, key, over)
+
+
+async def repeating(url: str, key: str, over: asyncio.Event, ends: Counter[str]) -> None:
+    """256 clients that repeat one slow turn under one key for repetitions; each leaves and asks again each second."""
+
+    async def one(http: aiohttp.ClientSession, number: int) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await ask(http, url, ends, "slow repeat", Idempotency_Key="k")
+            ends["left"] += 1
+
+    await _many([one] * 256, key, over)
+
+
+async def bodies(url: str, key: str, over: asyncio.Event, ends: Counter[str]) -> None:
+    """Four clients that send bodies of 100 MB."""
+    await asyncio.gather(*(large(url, key, over, ends) for _ in range(4)))
+
+
+async def _many(clients: list[Any], key: str, over: asyncio.Event) -> None:
+    unlimited = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(headers={"x-api-key": key}, connector=unlimited) as http:
+        tasks = [asyncio.create_task(one(http, number)) for number, one in enumerate(clients)]
+        await over.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+MISUSES = {"slow_turns": slow, "disconnects": leaving, "retries": repeating, "bodies": bodies}
+
+
+async def abuse(name: str, url: str, key: str) -> None:
+    """A misuse in a process of its own, until its standard input ends; prints how its requests ended."""
+    over, ends = asyncio.Event(), Counter[str]()
+    misuse = asyncio.create_task(MISUSES[name](url, key, over, ends))
+    await asyncio.to_thread(sys.stdin.read)
+    over.set()
+    await misuse
+    print(json.dumps(dict(sorted(ends.items()))))
+
+
+async def large(url: str, key: str, over: asyncio.Event, ends: Counter[str]) -> None:
     """Bodies of 100 MB, with and without a stated length."""
 
     async def chunks() -> Any:
@@ -160,7 +234,7 @@ async def large(gateway: Gateway, key: str, over: asyncio.Event, ends: Counter[s
             number += 1
             stated = {"Content-Length": str(100 << 20)} if number % 2 else {}
             try:
-                async with http.post(gateway.url + "/v1/agents", data=chunks(), headers=stated) as answer:
+                async with http.post(url + "/v1/agents", data=chunks(), headers=stated) as answer:
                     ends[f"100 MB: {answer.status}"] += 1
             except (aiohttp.ClientError, OSError, AssertionError) as error:
                 ends[f"100 MB: {type(error).__name__}"] += 1
@@ -206,9 +280,9 @@ async def opened(folder: Path, broker: Server) -> tuple[Gateway, dict[str, str],
     """The gateway with the keys of three tenants, and an agent of the first."""
     config = Config(run=Run(dir=str(folder)), production=Production(training_allowed=True))
     (folder / RUN).mkdir(parents=True)
-    tenants = ApiKeys(key_file(config))
-    keys = {name: tenants.add(name, training=True, requests_per_minute=RATE) for name in ("own", "other")}
-    keys["abuser"] = tenants.add("abuser")
+    async with await Bus.connect(broker.url, role="operator", credentials=broker.credentials) as operator:
+        keys = {name: await add(operator, name, training=True, requests_per_minute=RATE) for name in ("own", "other")}
+        keys["abuser"] = await add(operator, "abuser", requests_per_minute=60_000)
     arguments = [msgspec.json.encode(config).decode(), RUN, broker.url, str(broker.credentials)]
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", SCRIPT, *arguments, stderr=subprocess.DEVNULL)
     address = folder / RUN / "gateway.json"
@@ -222,45 +296,51 @@ async def opened(folder: Path, broker: Server) -> tuple[Gateway, dict[str, str],
     return gateway, keys, made["agent"]["id"]
 
 
-async def run(connections: int, seconds: float, folder: Path) -> Figures:
-    """Measure before, during and after."""
+async def run(seconds: float, folder: Path) -> Figures:
+    """Measure before, during each kind of misuse, and after."""
+    during: dict[str, dict[str, float]] = {}
+    ends: dict[str, dict[str, int]] = {}
+    missed: Counter[str] = Counter()
     async with Server(folder / "broker") as broker:
         async with await Bus.connect(broker.url, role="admin", credentials=broker.credentials) as admin:
             await declare(admin)
+        responder = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", RESPONDER, RUN, broker.url, str(broker.credentials), stdout=subprocess.PIPE
+        )
+        assert responder.stdout is not None and await responder.stdout.readline() == b"ready\n"
         gateway, keys, agent = await opened(folder / "runs", broker)
         try:
-            before, wrong_before = await measured(gateway, keys["own"], agent, 5.0)
+            await measured(gateway, keys["own"], agent, 3.0)  # the first requests load modules
+            before, wrong = await measured(gateway, keys["own"], agent, seconds)
+            missed += wrong
             rss_before, files_before = gateway.mib(), gateway.files()
-            over, ends = asyncio.Event(), Counter[str]()
-            abusers = [
-                asyncio.create_task(slow(gateway, number, keys[("abuser", "other")[number % 2]], over, ends))
-                for number in range(connections)
-            ]
-            abusers += [asyncio.create_task(large(gateway, keys["abuser"], over, ends)) for _ in range(4)]
-            await asyncio.sleep(2.0)
-            attacks = asyncio.create_task(hostile(gateway, keys, agent))
-            during_task = asyncio.create_task(measured(gateway, keys["own"], agent, seconds))
-            while not during_task.done():
+            for name in MISUSES:
+                abuser = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "benchmarks.gateway_abuse", "--misuse", name, gateway.url, keys["abuser"]),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+                await asyncio.sleep(5.0)  # the misuse has begun
+                during[name], wrong = await measured(gateway, keys["own"], agent, seconds)
+                missed += wrong
                 gateway.mib()
-                await asyncio.sleep(0.2)
-            (during, wrong), statuses = await during_task, await attacks
-            over.set()
-            await asyncio.gather(*abusers)
-            after, wrong_after = await measured(gateway, keys["own"], agent, 5.0)
+                ends[name] = json.loads((await abuser.communicate(b""))[0])
+                await settled(gateway, files_before + 2 * GOOD)
+            statuses = await hostile(gateway, keys, agent)
+            after, wrong = await measured(gateway, keys["own"], agent, seconds)
+            missed += wrong
             rss_after, files_after = gateway.mib(), await settled(gateway, files_before)
         finally:
-            gateway.process.terminate()
-            await gateway.process.wait()
+            for process in (gateway.process, responder):
+                process.terminate()
+                await process.wait()
     return {
-        "connections": connections,
-        "limit": MAX_CONNECTIONS,
-        "ends": dict(sorted(ends.items())),
+        "ends": ends,
         "before": before,
         "during": during,
         "after": after,
-        "p50_ratio": round(during["p50_ms"] / before["p50_ms"], 2),
-        "not_served": dict(wrong_before + wrong + wrong_after),
-        "not_served_share": round(sum(wrong.values()) / during["requests"], 5),
+        "p99_ratios": {name: round(one["p99_ms"] / before["p99_ms"], 3) for name, one in during.items()},
+        "not_served": dict(missed),
         "rss_before_mib": rss_before,
         "rss_most_mib": round(gateway.most_mib, 1),
         "rss_after_mib": rss_after,
@@ -275,20 +355,23 @@ async def run(connections: int, seconds: float, folder: Path) -> Figures:
 
 def main() -> None:
     """Run the benchmark and print one line of JSON."""
-    parser = argparse.ArgumentParser(description="well-behaved clients while others misuse the gateway")
-    parser.add_argument("--connections", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser = argparse.ArgumentParser(description="well-behaved clients while one tenant misuses the gateway")
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--misuse", nargs=3, metavar=("NAME", "URL", "KEY"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    need = args.connections + 1000
+    need = 2 * MANY + 1000
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < need:
-        cannot_run(f"{args.connections} connections need {need} open files, and the hard limit is {hard}")
+        cannot_run(f"{MANY} connections need {need} open files, and the hard limit is {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, need), hard))
+    if args.misuse:
+        uvloop.run(abuse(*args.misuse))
+        return
     with tempfile.TemporaryDirectory() as folder:
-        figures = uvloop.run(run(args.connections, args.seconds, Path(folder)))
+        figures = uvloop.run(run(args.seconds, Path(folder)))
     targets = {
-        "connections": at_least(figures["connections"], 10_000),
-        "not_served_share": at_most(figures["not_served_share"], 0.0),
+        **{f"p99_{name}": at_most(ratio, 1.1) for name, ratio in figures["p99_ratios"].items()},
+        "not_served": at_most(sum(figures["not_served"].values()), 0),
         "rss_most_mib": at_most(figures["rss_most_mib"], figures["rss_before_mib"] + 256),
         "files_left": at_most(figures["files_left"], 4),
         "served_wrongly": at_most(figures["served_wrongly"], 0),

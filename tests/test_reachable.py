@@ -18,9 +18,10 @@ MEASURING = {
 BY_NAME = re.compile(
     r"(visit|pytest|action|on)_\w+|do_GET|log_message|create_module|writable|initialize|new_session|__\w+__"
     r"|get_run_id|is_closed|set_closed|next_rendezvous|_should_skip_dynamo"
+    r"|connection_made|connection_lost|data_received|eof_received|pause_writing|resume_writing"
 )
-"""Methods that ast, pytest, textual, http.server, importlib, io, acp, torch's elastic agent and torch's modes call by
-their names."""
+"""Methods that ast, pytest, textual, http.server, importlib, io, asyncio, acp, torch's elastic agent and torch's modes
+call by their names."""
 DOTTED, WORD = re.compile(r"[\w.:-]+"), re.compile(r"\w+")
 
 

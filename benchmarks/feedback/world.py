@@ -39,7 +39,7 @@ from headrace.config import (
     branch_config,
     branch_name,
 )
-from headrace.gateway.tenants.keys import ApiKeys, key_file
+from headrace.gateway.tenants.store import add
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool, Promotion
 from headrace.messages.rollout import RendererBundle
 from headrace.messages.subjects import EVENT
@@ -237,7 +237,9 @@ class Users:
     @asynccontextmanager
     async def of(cls, product: Product) -> AsyncIterator["Users"]:
         """Authorise requests with a key of a tenant that allows training."""
-        key = ApiKeys(key_file(product.config)).add("acme", training=True, requests_per_minute=10**6)
+        server = product.server
+        async with await Bus.connect(server.url, role="operator", credentials=server.credentials) as operator:
+            key = await add(operator, "acme", training=True, requests_per_minute=10**6)
         async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
             yield cls(product, http)
 

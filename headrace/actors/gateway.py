@@ -31,7 +31,6 @@ from aiohttp import web
 
 from headrace.bus.errors import BusError, WrongSequence
 from headrace.bus.runtime.actor import Actor
-from headrace.gateway import tls
 from headrace.gateway.agents.opening import open_agents
 from headrace.gateway.agents.store import GatewayParts, Order
 from headrace.gateway.endpoints import Endpoints
@@ -44,7 +43,7 @@ from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.tenants.admission import Admission, check_own, keyed
-from headrace.gateway.tenants.keys import ApiKey, ApiKeys, Scope, key_file
+from headrace.gateway.tenants.keys import ApiKeys, Following
 from headrace.gateway.traffic import TrafficReports
 from headrace.gateway.user_keys import UserKeys
 from headrace.ledger.issuer import Issuer
@@ -53,7 +52,7 @@ from headrace.ledger.requests import limits_of, settings_of
 from headrace.ledger.state import RunState
 from headrace.messages import subjects
 from headrace.messages.operations import DeadLetter
-from headrace.messages.product import Feedback, OpenSession, gate_key, promotion_key
+from headrace.messages.product import ApiKey, Feedback, OpenSession, Scope, gate_key, promotion_key
 from headrace.messages.rollout import RolloutRequest, Sampling, SlotFailed, Trajectory, TurnDone, TurnSampled
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsSwapped
@@ -75,7 +74,9 @@ class Gateway(Actor):
     async def start(self) -> None:
         """Recover the open sessions, follow the streams, then open the port."""
         folder = Path(self.config.run.dir) / self.run
-        self.keys = UserKeys(folder / "user.key")
+        self.keys, self.api_keys = UserKeys(), ApiKeys()
+        following = Following(self.bus, self.api_keys, self.keys, self.event)
+        await following.read()
         self.sessions: dict[str, Session] = {}
         self.split = Split()
         self.ratings = Ratings(self.bus)
@@ -88,7 +89,7 @@ class Gateway(Actor):
         self._incomplete: set[str] = set()
         """Groups of recovered sessions whose files are gone."""
         self._kept = await self.bus.kv("HR_SESSION")
-        forgetting = Forgetting(self.bus, self.run, self.keys, self.ratings, self._drop)
+        forgetting = Forgetting(self.bus, self.run, self.id, self.keys, self.ratings, self._drop)
         await forgetting.recover()
         after = await self._recover()
         group = {"run": self.run, "group": "*.*"}
@@ -107,10 +108,10 @@ class Gateway(Actor):
         self.spawn(self.clients.follow(), "clients' sessions")
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
         self.every(5.0, lambda: self.metric(**self.clients.turns), "figures")
-        keys = ApiKeys(key_file(self.config))
+        self.spawn(following.follow(), "API keys")
         production = self.config.production
-        admission = Admission(keys, RequestNames((production.host,), production.public_urls))
-        self.turns = Endpoints(self.clients, self._report)
+        admission = Admission(self.api_keys, RequestNames((production.host,), production.public_urls))
+        self.turns = Endpoints(self.clients, self._report, production.turns_at_once)
         parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
         self.agents, routes = await open_agents(parts, self.ratings, self.follow_ups)
         self.spawn(forgetting.follow(), "the deny-list")
@@ -129,8 +130,7 @@ class Gateway(Actor):
             admission.admit,
             self._report,
         )
-        certificate = tls.configured(production, self.every, self.event)
-        url = await self._listener.start(production.host, production.port, certificate)
+        url = await self._listener.start(production.host, production.port)
         (folder / "gateway.json").write_text(json.dumps({"url": url}))
         await self.event("listening", url)
 
@@ -268,8 +268,8 @@ class Gateway(Actor):
             training_allowed=self.config.production.training_allowed,
             comment=given.comment,
         )
-        await self.ratings.publish(feedback)
-        return answer({"session": session.request.group, "thumb": feedback.thumb}, 202)
+        outcome = await self.ratings.publish(feedback)
+        return answer(outcome | {"session": session.request.group, "thumb": feedback.thumb}, 202)
 
     async def _drop(self, user: str) -> None:
         """Remove what this gateway holds of a user, by hash."""

@@ -183,6 +183,11 @@ class Trust:
                 raise Forged(f"{FORGED}the public keys of its writers cannot be read: {error}") from None
         return self._keys.get(public)
 
+    def of_role(self, role: str) -> dict[str, VerifyKey]:
+        """The public keys of a role, by their text. Forged where they cannot be read."""
+        self._key("")  # reads the file
+        return {public: key for public, (key, roles) in self._keys.items() if role in roles}
+
     def check(
         self, subject: str, kind: str, headers: Mapping[str, str], payload: bytes | memoryview, stored: float
     ) -> None:

@@ -55,7 +55,7 @@ async def _here(args: argparse.Namespace, closing: "AsyncExitStack") -> int:
     from headrace.config import Config, load
     from headrace.dashboard.live.server import Address
     from headrace.launch import runs
-    from headrace.launch.page import read_place, websocket_of
+    from headrace.launch.page import opened, read_place, websocket_of
 
     folder = runs.find(args.run)
     config = load(folder.config, args.set) if folder.config.is_file() else Config()
@@ -64,9 +64,9 @@ async def _here(args: argparse.Namespace, closing: "AsyncExitStack") -> int:
         live = read_place(folder.path)
         if live is None:
             raise RunError(f"{folder.id} runs with [dashboard] enabled = false; start it again with enabled = true")
-        say(f"{folder.id}: {live.address()}")
-        if args.users and live.token:
-            say(f"with users' sessions, for 12 hours from the run's start: {live.address(users=True)}")
+        say(f"{folder.id}: {opened(live.page, live.key)}")
+        if args.users:
+            say(f"with users' sessions for {args.users} minutes: {live.users(args.users)}")
         return 0
     address = Address(args.host or config.dashboard.host, config.dashboard.port if args.port is None else args.port)
     if not url:
@@ -122,7 +122,7 @@ async def _serve(
     folder = Path(config.run.dir) / run
     token = page.access.token(60 * args.users) if args.users else ""
     try:
-        write_place(folder, address.url, page.access.key, token)
+        write_place(folder, address.url, page.access, token)
     except OSError as error:
         raise RunError(f"the page's key cannot be written to {folder}/page.json: {error.strerror}", 3) from None
     closing.callback((folder / "page.json").unlink, missing_ok=True)

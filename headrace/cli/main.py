@@ -11,6 +11,8 @@ folder; 130 interrupted.
 """
 
 import argparse
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -118,9 +120,19 @@ def _open_streams() -> None:
     os.close(spare)
 
 
+class _Closed(io.TextIOBase):
+    """Standard output that is closed: only a command that prints something fails."""
+
+    def write(self, text: str) -> int:
+        """Raise an OSError."""
+        raise OSError(errno.EBADF, "it is closed; expected a terminal, a file or a pipe", "standard output")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a failure is one sentence on standard error and an exit code."""
     _open_streams()
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    sys.stdout = sys.stdout or _Closed()
     try:
         return run(parser().parse_args(argv))
     except UsageError as error:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from headrace.cli.arguments import add_config, add_key, add_run, integer, key_of
+from headrace.cli.arguments import add_elsewhere, add_key, add_run, integer, key_of
 from headrace.launch.output import say, say_report
 from headrace.launch.runs import RunError
 
@@ -165,7 +165,7 @@ async def purge(args: argparse.Namespace) -> int:
     from headrace.messages.product import PurgeCertificate, PurgeUser
 
     folder = runs.find(args.run)
-    user = _hash(folder, args)
+    user = await _hash(folder, args)
     answer = await _ask(folder, PurgeUser(user=user))
     if not isinstance(answer, PurgeCertificate):
         raise RunError(f"the user was not purged: {_detail(answer)}", 1)
@@ -182,25 +182,27 @@ async def readmit(args: argparse.Namespace) -> int:
     from headrace.messages.product import ReadmitUser
 
     folder = runs.find(args.run)
-    answer = await _ask(folder, ReadmitUser(user=_hash(folder, args)))
+    answer = await _ask(folder, ReadmitUser(user=await _hash(folder, args)))
     if not isinstance(answer, Ack) or not answer.ok:
         raise RunError(f"the user was not readmitted: {_detail(answer)}", 1)
     say(answer.detail)
     return 0
 
 
-def _hash(folder: "RunDir", args: argparse.Namespace) -> str:
-    """The hash that names the user on the bus. RunError where the gateway's key is not here."""
+async def _hash(folder: "RunDir", args: argparse.Namespace) -> str:
+    """The hash that names the user on the bus. KeysRefused where the operator's seed cannot open the gateways' key."""
     from headrace.config import Config, load
+    from headrace.gateway.tenants.store import secret
     from headrace.gateway.user_keys import UserKeys
+    from headrace.launch.session import bus_of
+    from headrace.messages.product import USERS_SECRET
 
     if args.hash:
         return str(args.user)
     config = load(folder.config) if folder.config.is_file() else Config()
-    key = folder.path / "user.key"
-    if not key.is_file():
-        raise RunError(f"{key} does not exist: run this where the gateway runs, or give the hash with --hash")
-    return UserKeys(key).hash(args.tenant or config.production.tenant, args.user)
+    async with bus_of(folder) as bus:
+        users = UserKeys(await secret(bus, USERS_SECRET))
+    return users.hash(args.tenant or config.production.tenant, args.user)
 
 
 async def _ask(folder: "RunDir", message: "Message") -> "Message":
@@ -226,17 +228,20 @@ def _detail(answer: "Message") -> str:
 
 def _add_keys(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("keys", help="API keys of the gateway: list, make, end")
+    parser = commands.add_parser("keys", help="API keys of the gateways: list, make, end")
+    add_run(parser)
+    add_elsewhere(parser)
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--add", metavar="TENANT", help="make a key and print it; only its hash is stored")
-    either.add_argument("--revoke", metavar="ID", help="end a key; a running gateway refuses it from then on")
+    either.add_argument("--revoke", metavar="ID", help="end a key; running gateways refuse it from then on")
     parser.add_argument(
         "--training",
         action="store_true",
         help="--add: the tenant opts in, rated sessions of this key may be trained on",
     )
+    parser.add_argument("--rate", type=integer(1), metavar="N", help="--add: requests a minute (default 600)")
     parser.add_argument(
-        "--rate", type=integer(1), default=600, metavar="N", help="--add: requests a minute (default 600)"
+        "--tokens", type=integer(0), metavar="N", help="--add: tokens a minute of prompts and turns (default: no limit)"
     )
     parser.add_argument(
         "--scope",
@@ -244,26 +249,45 @@ def _add_keys(commands: "Commands") -> None:
         choices=("turns", "agents", "feedback", "purge"),
         help="--add: what the key opens; repeat it for several (default: turns, agents, feedback)",
     )
-    add_config(parser)
     parser.set_defaults(handler=keys)
 
 
-def keys(args: argparse.Namespace) -> int:
-    """Make or end a key; otherwise print a line per key: id, tenant, rate, opt-in to training, scopes."""
-    from headrace.gateway.tenants.keys import USUAL, ApiKeys, key_file
+async def keys(args: argparse.Namespace) -> int:
+    """Make or end a key; otherwise print a line per key: id, tenant, limits, opt-in to training, scopes."""
+    import sys
 
-    known = ApiKeys(key_file(args.settings))
-    if args.add is not None:
-        scopes = args.scope or USUAL
-        say(known.add(args.add, training=args.training, requests_per_minute=args.rate, scopes=scopes))
-        return 0
-    if args.revoke is not None:
-        entry = known.revoke(args.revoke)
-        say(f"key {entry.id} of {entry.tenant} is revoked")
-        return 0
-    for entry in known.entries():
-        opted = "training allowed" if entry.training else "never trained on"
-        say(f"{entry.id}  {entry.tenant:<20}{entry.requests_per_minute:>6}/min  {opted:<18}{' '.join(entry.scopes)}")
+    from headrace.gateway.tenants import store
+    from headrace.gateway.tenants.keys import digest_of
+    from headrace.launch.session import run_of
+    from headrace.messages.product import USUAL
+
+    if args.add is None and (args.training or args.scope or args.rate is not None or args.tokens is not None):
+        raise RunError("--training, --rate, --tokens and --scope describe a new key: expected --add TENANT too", 2)
+    async with run_of(args.run, args.config) as run:
+        if args.revoke is not None:
+            await store.revoke(run.bus, args.revoke)
+            say(f"key {args.revoke} is revoked")
+        elif args.add is not None:
+            key = await store.add(
+                run.bus,
+                args.add,
+                training=args.training,
+                requests_per_minute=args.rate or 600,
+                tokens_per_minute=args.tokens or 0,
+                scopes=args.scope or USUAL,
+            )
+            try:
+                sys.stdout.write(key + "\n")
+                sys.stdout.flush()
+            except OSError:  # nobody has read it
+                await store.revoke(run.bus, digest_of(key)[:8])
+                raise
+        else:
+            await store.make_secrets(run.bus)
+            for entry in await store.entries(run.bus):
+                opted = "training allowed" if entry.training else "never trained on"
+                rates = f"{entry.requests_per_minute:>6}/min  {entry.tokens_per_minute or 'any':>8} tokens/min"
+                say(f"{entry.id}  {entry.tenant:<20}{rates}  {opted:<18}{' '.join(entry.scopes)}")
     return 0
 
 

@@ -233,17 +233,14 @@ class Production(Section, frozen=True, kw_only=True):
     public_urls: tuple[HttpUrl, ...] = ()
     """Further addresses of the gateway, as https://name:port: for example a proxy's. The gateway accepts requests
     whose header Host names one of them, `host`, this machine or loopback. Origin, if sent, must be one of them."""
-    tls_certificate: OptionalPath = ""
-    """PEM file of the gateway's certificate chain; empty: plain HTTP. A renewed file is loaded within a minute."""
-    tls_key: OptionalPath = ""
-    """PEM file of the private key of `tls_certificate`."""
     tenant: Token = "default"
     """Tenant of the users of headrace's own agent; clients with an API key have the key's tenant."""
     training_allowed: bool = False
     """Opt-in of `tenant`: its rated sessions may be trained on. It is checked when a session is rated and again when a
     batch is made. Tenants with API keys opt in by their keys (`headrace keys --add --training`)."""
-    keys: OptionalPath = ""
-    """File of API keys (`headrace keys`); empty: <run dir>/keys.json."""
+    turns_at_once: Positive = 256
+    """Turns of clients that a gateway has sampled at once, further ones wait: the slots of the production lane's
+    engines, divided by the gateways. One tenant gets at most three quarters of them."""
     idle_s: Duration = 900.0
     """A client's session ends after this time without a request."""
     limits: AgentLimits = AgentLimits()

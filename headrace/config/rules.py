@@ -225,14 +225,6 @@ def _weights(config: Config) -> Iterator[Problem]:
         )
 
 
-def _production(config: Config) -> Iterator[Problem]:
-    section = config.production
-    if section.tls_certificate and not section.tls_key:
-        yield "production.tls_key", "expected the key of production.tls_certificate, got none"
-    if section.tls_key and not section.tls_certificate:
-        yield "production.tls_certificate", "expected the certificate of production.tls_key, got none"
-
-
 def _processes(config: Config) -> Iterator[Problem]:
     if any(not group for group in config.processes.groups):
         yield "processes.groups", "expected at least one actor in every group, got an empty group"
@@ -262,7 +254,6 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _mid_training,
     _machines,
     _weights,
-    _production,
     _processes,
     _sandboxes,
 )

@@ -33,8 +33,7 @@ import msgspec
 
 from headrace.gateway.conversation import ModelRequest
 from headrace.gateway.http import HttpRefused
-from headrace.gateway.tenants.keys import ApiKey
-from headrace.messages.product import ClientMessage, ClientSession, RecordedTurn
+from headrace.messages.product import ApiKey, ClientMessage, ClientSession, RecordedTurn
 from headrace.messages.rollout import PolicyRef
 
 NAMED, BY_HISTORY, BEGUN, UNATTRIBUTED = "turns_named", "turns_by_history", "turns_begun", "turns_unattributed"

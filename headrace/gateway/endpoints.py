@@ -43,16 +43,13 @@ from headrace.gateway.dialects.writer import BrokenStream, Head, Writer
 from headrace.gateway.http import ENDS, HttpRefused, read_body, read_json, send
 from headrace.gateway.requests import NewRating, NewSession
 from headrace.gateway.tenants.admission import Keyed, keyed
-from headrace.gateway.tenants.keys import ApiKey
-from headrace.gateway.tenants.limits import TurnsAtOnce
-from headrace.messages.product import ClientSession, ClientTurnPart, results_in_order
+from headrace.gateway.tenants.limits import RateLimit, TurnsAtOnce
+from headrace.messages.product import ApiKey, ClientSession, ClientTurnPart, results_in_order
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
 COMMENT_EVERY_S = 10.0
 LATEST = "latest"
 """The only model name that `models` returns; every model name in a request selects the served policy."""
-TURN_AGAIN_S = 5.0
-"""Seconds after which a turn may be asked for again that found no place."""
 SESSION = "X-Headrace-Session"
 LEFT_OUT = "X-Headrace-Left-Out"
 PLAIN = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -71,6 +68,8 @@ class Begun(NamedTuple):
     """When it is cancelled, the engine ends the turn and records what it sampled."""
     parts: Parts
     """Its parts while it is sampled, if the request asks for a stream."""
+    most: int = 0
+    """Tokens that it may sample; 0 for one that is recorded already."""
 
 
 class Sampler(Protocol):
@@ -105,9 +104,10 @@ class Sampler(Protocol):
 class Endpoints:
     """Routes of the three dialects."""
 
-    def __init__(self, sampler: Sampler, report: Report) -> None:
-        """report: receives the gateway's own defects."""
-        self._sampler, self._report, self._at_once = sampler, report, TurnsAtOnce()
+    def __init__(self, sampler: Sampler, report: Report, places: int) -> None:
+        """report: receives the gateway's own defects. places: the turns that are sampled at once."""
+        self._sampler, self._report, self._at_once = sampler, report, TurnsAtOnce(places)
+        self._tokens = RateLimit(burst_s=60.0)
 
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
@@ -124,27 +124,42 @@ class Endpoints:
 
     def _turn(self, dialect: Dialect) -> Keyed:
         async def handler(request: web.Request, key: ApiKey) -> web.StreamResponse:
+            self._at_once.refuse_full(key.tenant)
             asked = dialect.request(await _body(request))
             asked = msgspec.structs.replace(asked, messages=results_in_order(asked.messages))
             caller = caller_of(request, key, asked.user)
             request[ENDS] = True
-            with self._at_once.turn(key.tenant) as allowed:
-                if not allowed:
-                    raise HttpRefused(429, "too many turns at once; ask again when others have ended", TURN_AGAIN_S)
-                if asked.stream:
-                    return await self._stream(request, dialect, asked, caller)
+            if key.tokens_per_minute and (wait_s := self._tokens.wait(key.id, key.tokens_per_minute, 1.0)) > 0:
+                raise HttpRefused(429, f"more than {key.tokens_per_minute} tokens a minute with this key", wait_s)
+            async with self._at_once.turn(key.tenant):
                 begun = await self._sampler.begin(asked, caller)
+                if begun.most and key.tokens_per_minute:
+                    begun = begun._replace(reply=self._spent(begun, key))
+                if asked.stream:
+                    return await self._stream(request, dialect, asked, caller, begun)
                 reply = await begun.reply
                 await self._sampler.answered(reply, lost=caller.gone())
                 return web.json_response(dialect.reply(reply, asked), headers=_headers(reply.session, asked))
 
         return handler
 
+    async def _spent(self, begun: Begun, key: ApiKey) -> ModelReply:
+        """The reply, whose tokens the key has spent then. A turn that is cut counts with all that it might sample."""
+        tokens = begun.most
+        try:
+            reply = await begun.reply
+            tokens = reply.usage.prompt + reply.usage.sampled
+        except Exception:  # our own failure costs nothing
+            tokens = 0
+            raise
+        finally:
+            self._tokens.spend(key.id, key.tokens_per_minute, tokens)
+        return reply
+
     async def _stream(
-        self, request: web.Request, dialect: Dialect, asked: ModelRequest, caller: Caller
+        self, request: web.Request, dialect: Dialect, asked: ModelRequest, caller: Caller, begun: Begun
     ) -> web.StreamResponse:
         """The turn as server-sent events. A refusal before the first byte keeps its status; later ones are events."""
-        begun = await self._sampler.begin(asked, caller)
         turn = asyncio.ensure_future(begun.reply)
         turn.add_done_callback(lambda _: begun.parts.put_nowait(None))
         head = Head(id=secrets.token_hex(12), model=asked.model or LATEST, created=int(time.time()))
@@ -257,7 +272,7 @@ def caller_of(request: web.Request, key: ApiKey, user: str) -> Caller:
     headers = request.headers
     return Caller(
         key=key,
-        user=user[:200],
+        user=user,
         session=headers.get(SESSION, "")[:200],
         name=session_name(headers)[:200],
         retry=headers.get("Idempotency-Key", "")[:200],

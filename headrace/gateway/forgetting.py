@@ -13,11 +13,10 @@ from aiohttp import web
 from headrace.bus.connection import Bus
 from headrace.gateway.http import HttpRefused, answer
 from headrace.gateway.signals.ratings import Ratings
-from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
 from headrace.messages.operations import Ack
-from headrace.messages.product import DeniedUser, PurgeCertificate, PurgeUser, denied_key
+from headrace.messages.product import ApiKey, DeniedUser, PurgeCertificate, PurgeUser, UserDropped, denied_key
 
 PURGE_S = 60.0
 
@@ -26,10 +25,10 @@ class Forgetting:
     """The deny-list of a gateway's run, and the endpoint that purges a user."""
 
     def __init__(
-        self, bus: Bus, run: str, keys: UserKeys, ratings: Ratings, drop: Callable[[str], Awaitable[None]]
+        self, bus: Bus, run: str, id: str, keys: UserKeys, ratings: Ratings, drop: Callable[[str], Awaitable[None]]
     ) -> None:
-        """drop: removes the gateway's data of a user, by the user's hash."""
-        self._bus, self._run, self._keys = bus, run, keys
+        """id: of the gateway. drop: removes its data of a user, by the user's hash."""
+        self._bus, self._run, self._id, self._keys = bus, run, id, keys
         self._ratings, self._drop = ratings, drop
         self._newest = 0
 
@@ -50,6 +49,8 @@ class Forgetting:
             elif isinstance(entry, DeniedUser) and revision > self._newest:
                 self._ratings.denied.add(entry.user)
                 await self._drop(entry.user)
+                where = subjects.RPC.at(service="feedback", caller="gateway", method="dropped")
+                await self._bus.emit(where, UserDropped(user=entry.user, actor=f"gateway.{self._id}"))
 
     async def delete(self, request: web.Request, key: ApiKey) -> web.Response:
         """DELETE /v1/users/USER: purge a user of the key's tenant everywhere, and answer with the certificate."""

@@ -30,7 +30,6 @@ from headrace.gateway.requests import NewRating
 from headrace.gateway.shadows import Shadows
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
-from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.traffic import TrafficReports
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
@@ -39,6 +38,7 @@ from headrace.messages.operations import Ack
 from headrace.messages.product import (
     CLIENT_SUITE,
     TURN_S,
+    ApiKey,
     AttemptControl,
     ClientMessage,
     ClientSession,
@@ -163,10 +163,15 @@ class ClientServing:
         parts: Parts = asyncio.Queue()
         task = asyncio.create_task(self._sample(request, placed.turn, placed.known, parts))
         task.add_done_callback(partial(self._over, placed.turn))  # also of a task that was cancelled before it ran
-        return Begun(placed.group, task, parts)
+        return Begun(placed.group, task, parts, self._most(request))
 
     def _over(self, turn: Under, _: object) -> None:
         self._sessions.over(turn)
+
+    def _most(self, request: ModelRequest) -> int:
+        """Tokens that a turn may sample."""
+        limit = self._config.production.limits.max_turn_tokens
+        return min(request.max_tokens or limit, limit)
 
     def _turn(self, request: ModelRequest, group: str, known: int = 0, recorded: int = -1) -> ClientTurn:
         limits = self._config.production.limits
@@ -174,7 +179,6 @@ class ClientServing:
         return ClientTurn(
             run=self._run,
             group=group,
-            segment=0,
             messages=request.messages,
             known=known,
             tools=request.tools,
@@ -182,7 +186,7 @@ class ClientServing:
             policy=session.policy if session is not None else self._split.promoted,
             sampling=Sampling(
                 temperature=request.temperature,
-                max_turn_tokens=min(request.max_tokens or limits.max_turn_tokens, limits.max_turn_tokens),
+                max_turn_tokens=self._most(request),
             ),
             seed=secrets.randbits(31),
             context_tokens=limits.context_tokens,
@@ -196,12 +200,12 @@ class ClientServing:
             asked = self._turn(request, turn.group, known)
             with self._traffic.turn():
                 done = await self._ask(asked, parts)
-            if done.begin_segment:
+            if done.behind:
                 turn = self._sessions.branch(turn, self._split.policy)
                 asked = self._turn(request, turn.group)
                 with self._traffic.turn():
                     done = await self._ask(asked, parts)
-                if done.begin_segment:
+                if done.behind:
                     raise HttpRefused(503, done.failed, 5.0)
             if self._split.shadow is not None:
                 self._shadows.mirror(msgspec.structs.replace(asked, stream=False), self._split.shadow)
@@ -232,7 +236,6 @@ class ClientServing:
         turn = ClientTurn(
             run=self._run,
             group=".",
-            segment=0,
             messages=request.messages,
             tools=request.tools,
             policy=self._split.promoted,
@@ -267,7 +270,7 @@ class ClientServing:
         if isinstance(answer, ClientTurnDone):
             if answer.refused:
                 raise HttpRefused(400, answer.refused)
-            if answer.failed and not answer.begin_segment:
+            if answer.failed and not answer.behind:
                 raise HttpRefused(503, answer.failed, 5.0)
             return answer
         raise HttpRefused(500, answer.detail if isinstance(answer, Ack) else f"unexpected answer {answer.type_name}")
@@ -332,8 +335,7 @@ class ClientServing:
             comment=rating.comment,
             untrainable=session.untrainable,
         )
-        await self._ratings.publish(feedback)
-        return self._ratings.outcome(feedback)
+        return await self._ratings.publish(feedback)
 
     async def _known(self, id: str, key: ApiKey) -> ClientSession:
         """A session of the key's tenant: open, remembered, or long ended and in HR_TRAJ. HttpRefused with 404;
@@ -374,6 +376,7 @@ class ClientServing:
             "branches": [each.group for each in self._sessions.tree(id) if id == root_of(id) != each.group],
             "untrainable": session.untrainable,
             "labels": session.labels,
+            **({"rating": await self._ratings.fate(f"{id}-0-0")} if session.ended else {}),
         }
 
     async def close(self, id: str, key: ApiKey) -> None:

@@ -36,7 +36,7 @@ class Shadows:
 
     async def _turn(self, turn: ClientTurn, candidate: PolicyRef) -> None:
         group = f"{turn.group.partition('.')[0]}.shadow-{secrets.token_hex(6)}"
-        shadow = msgspec.structs.replace(turn, group=group, segment=0, known=0, policy=candidate)
+        shadow = msgspec.structs.replace(turn, group=group, known=0, policy=candidate)
         try:
             done = await self._ask(shadow)
             result = ShadowTurn(run=self._run, policy=candidate, ok=True, sampled=done.usage.sampled)

@@ -16,12 +16,11 @@ from headrace.launch.runs import RunError
 
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
+    from headrace.dashboard.live.access import Access
     from headrace.dashboard.live.server import Address, LivePage
     from headrace.messages.tasks import TaskRef
 
 
-USERS_S = 12 * 3600.0
-"""Seconds for which the token of a live run's page shows users' sessions."""
 NO_PAGE = "no live page: [bus] url names a broker, and [dashboard] websocket does not say where its WebSocket is"
 """The message of `up` when a page needs a setting of the operator's broker."""
 
@@ -31,12 +30,16 @@ class OpenPage(msgspec.Struct):
 
     page: str
     key: str
-    token: str
-    """Shows users' sessions too; empty for a page that was started without."""
+    secret: str
+    """Signs the page's tokens, which show users' sessions too."""
+    token: str = ""
+    """One of them, of a page that was started with `--users`."""
 
-    def address(self, *, users: bool = False) -> str:
-        """The address to open, with the key or the token in its fragment."""
-        return opened(self.page, self.token if users else self.key)
+    def users(self, minutes: int) -> str:
+        """The address that shows users' sessions too, for so many minutes from now."""
+        from headrace.dashboard.live.access import Access
+
+        return opened(self.page, Access(secret=self.secret).token(60.0 * minutes))
 
 
 def opened(page: str, key: str) -> str:
@@ -44,10 +47,10 @@ def opened(page: str, key: str) -> str:
     return f"{page}#key={key}"
 
 
-def write_place(folder: Path, page: str, key: str, token: str) -> None:
-    """Write the page's address; key and token are for this machine's operator alone."""
+def write_place(folder: Path, page: str, access: "Access", token: str = "") -> None:
+    """Write the page's address; key, secret and token are for this machine's operator alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    private(folder / "page.json", msgspec.json.encode(OpenPage(page, key, token)).decode())
+    private(folder / "page.json", msgspec.json.encode(OpenPage(page, access.key, access.secret, token)).decode())
 
 
 def read_place(folder: Path) -> OpenPage | None:

@@ -18,7 +18,7 @@ from headrace.config import Config
 from headrace.launch import runs
 from headrace.launch.guests import prepare_host
 from headrace.launch.output import say
-from headrace.launch.page import NO_PAGE, USERS_S, address_of, serving, websocket_of, write_place
+from headrace.launch.page import NO_PAGE, address_of, serving, websocket_of, write_place
 from headrace.launch.processes import Run, first_of
 from headrace.launch.product.gateway_key import key_of_run
 from headrace.launch.supervision.signals import Stopping, interruptible
@@ -55,14 +55,15 @@ async def through(config: Config, stopping: Stopping, closing: AsyncExitStack, b
     if address is not None:
         closing.callback(address.socket.close)
         say(f"live page: {address.url}; `headrace dashboard {folder.id}` prints its address with its key")
-    if config.production.enabled:
-        key = closing.enter_context(key_of_run(config, folder.path))
-        say(f"gateway: address in {folder.path}/gateway.json, key in {key} (docs/clients.md)")
     run = Run(config, folder, folder.config, stopping, address.origins if address is not None else ())
     closing.push_async_callback(run.close)
     stopping.effect = f"run {folder.id} ends in order; acknowledged messages stay in {folder.path}/"
     await run.broker.start()
     await refuse_small_streams(run)
+    if config.production.enabled:
+        broker = run.broker
+        key = await closing.enter_async_context(key_of_run(config, folder.path, broker.url, str(broker.credentials)))
+        say(f"gateway: address in {folder.path}/gateway.json, key in {key} (docs/clients.md)")
     if address is None and config.dashboard.enabled:
         say(NO_PAGE)
     say(f"run {folder.id}: logs in {folder.logs}/, streams in {folder.broker}/")
@@ -148,4 +149,4 @@ async def serve_page(run: Run, bus: "Bus", address: "Address", stack: AsyncExitS
     page = await stack.enter_async_context(
         serving(run.config, run.folder.id, bus, address, websocket, run.broker.credentials)
     )
-    write_place(run.folder.path, address.url, page.access.key, page.access.token(USERS_S))
+    write_place(run.folder.path, address.url, page.access)

@@ -53,6 +53,8 @@ class Rating:
     """Seconds since the epoch at which its record was stored; 0 for a deleted record."""
     fate: str = ""
     """Empty while it waits for a batch; ``closed`` once it has a place in a batch; otherwise one of `ENDS`."""
+    detail: str = ""
+    """Why it ended so."""
     branch: str = ""
     group: str = ""
     purged: bool = False
@@ -120,6 +122,7 @@ class FeedbackBook:
                 self.problems.append(f"rating {rating.seq} ended twice: {rating.fate} and {record.fate}")
             return False
         rating.fate, rating.branch, rating.group = record.fate, record.branch, record.group
+        rating.detail = record.detail
         self.waiting.pop(rating.seq, None)
         return True
 
@@ -135,6 +138,14 @@ class FeedbackBook:
     def of_user(self, user: str) -> Iterator[Rating]:
         """The ratings of a user whose records are in the stream."""
         return (rating for rating in self.by_user.get(user, ()) if rating.feedback is not None)
+
+    def newest(self, trajectory: str) -> Rating | None:
+        """The newest rating of a session whose record is in the stream."""
+        last: Rating | None = None
+        for rating in self.of_user(trajectory.partition(".")[0]):
+            if rating.feedback is not None and rating.feedback.trajectory == trajectory:
+                last = rating if last is None or rating.seq > last.seq else last
+        return last
 
     def counted(self, user: str, since: float, up_to: int) -> int:
         """Number of a user's ratings that wait or have a place in a batch, stored since `since` (seconds since the

@@ -327,6 +327,7 @@ KEY_VALUES: dict[str, str] = {
     "HR_RENDERER": "the renderer bundle of a run; the trainer writes it",
     "HR_PRODUCT": "promoted version, gate, branches, deny-list and certificates of purges; feedback writes it",
     "HR_SESSION": "open sessions of users with their prompts; only gateways read and write it",
+    "HR_KEYS": "hashes of API keys, and sealed secrets of gateways and purges; the operator writes it",
     "HR_LEASE": "capacity leases; the revision is the fencing token; the scavenger writes it",
     "HR_PLUGINS": "hashes of the plugins of a run; every role writes under its own name",
     "HR_PRESENCE": "heartbeats of live actors; entries lapse after 15 s; every role writes under its own name",

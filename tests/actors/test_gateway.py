@@ -15,11 +15,10 @@ from headrace.actors.feedback.actor import Feedback
 from headrace.bus.connection import Bus
 from headrace.bus.nats import ordered_reader
 from headrace.gateway.http import MAX_BODY
-from headrace.gateway.tenants.keys import SCOPES, ApiKeys, key_file
 from headrace.launch.product import users
 from headrace.launch.product.gateway_key import place
 from headrace.messages import subjects
-from headrace.messages.product import ClientSession
+from headrace.messages.product import SCOPES, ClientSession
 from headrace.messages.rollout import RolloutRequest, SlotFailed
 from headrace.messages.weights import WeightsSwapped
 from tests.support.gateway import OpenGateway
@@ -177,14 +176,14 @@ async def test_a_thumb_becomes_a_rating_in_the_ledger_and_a_purge_removes_the_us
 async def test_a_session_and_a_purge_need_a_key_with_the_tenant_and_the_scope(
     product: Product, connect: Connect
 ) -> None:
-    keys = ApiKeys(key_file(product.config))
-    ours, theirs = keys.add("default", scopes=SCOPES), keys.add("other", scopes=("agents", "purge"))
+    ours = await product.other("default", scopes=SCOPES)
+    theirs = await product.other("other", scopes=("agents", "purge"))
     feedback = Feedback(product.config, await connect("feedback"), product.run, "feedback-1")
     await feedback.start()
     try:
         _, opened = await product.call("POST", "/v1/sessions", ASK)
         session = f"/v1/sessions/{opened['session']}"
-        usual = {"x_api_key": keys.add("default")}
+        usual = {"x_api_key": await product.other("default")}
         for method, path, body in (
             ("POST", "/v1/sessions", ASK),
             ("GET", session, None),

@@ -92,9 +92,9 @@ async def test_an_editor_prompts_gets_updates_merges_the_diff_and_cancels(
         (folder / "app.py").write_text("1\n2\n3\n4\n5\nsix\n")
 
     editor.on_ask = edit_meanwhile
-    env = {**os.environ, "HEADRACE_API_KEY": product.key, "PYTHONPATH": str(ROOT)}
     try:
         await product.open()
+        env = {**os.environ, "HEADRACE_API_KEY": product.key, "PYTHONPATH": str(ROOT)}
         command = (sys.executable, "-m", "headrace.cli", "acp", "--url", product.url)
         async with (
             asyncio.timeout(300),

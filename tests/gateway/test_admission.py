@@ -2,19 +2,22 @@
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from headrace.actors.gateway import Gateway
+from headrace.bus.broker.server import Server
 from headrace.gateway.http import HEALTH, Listener
-from headrace.gateway.tenants.keys import SCOPES, ApiKeys, key_file
+from headrace.gateway.tenants.keys import ApiKeys
 from headrace.messages import subjects
+from headrace.messages.product import SCOPES
 from tests.conftest import Connect
 from tests.support.gateway import OpenGateway
 
@@ -68,7 +71,7 @@ async def opened(connect: Connect, tmp_path: Path, request: pytest.FixtureReques
         connect, tmp_path, subjects.token(request.node.name)[:40], public_urls=("https://ours.example:8443",)
     ).open()
     try:
-        theirs = ApiKeys(key_file(product.config)).add("other", scopes=SCOPES)
+        theirs = await product.other("other", scopes=SCOPES)
         yield Open(product, routes_of(product.gateway, await made(product)), theirs)
     finally:
         await product.gateway.shut(1.0)  # an event loop with an open port never closes
@@ -204,7 +207,7 @@ async def test_a_route_that_is_added_is_covered(tmp_path: Path) -> None:
     async def report(error: Exception, doing: str) -> None:
         raise AssertionError(doing) from error
 
-    listener = Listener([web.get("/new", handler)], Admission(ApiKeys(tmp_path / "keys.json")).admit, report)
+    listener = Listener([web.get("/new", handler)], Admission(ApiKeys()).admit, report)
     url = await listener.start("127.0.0.1", 0)
     try:
         async with aiohttp.ClientSession() as http, http.get(f"{url}/new") as answer:
@@ -212,3 +215,37 @@ async def test_a_route_that_is_added_is_covered(tmp_path: Path) -> None:
     finally:
         await listener.stop()
     assert reached == []
+
+
+async def test_a_keys_text_is_in_no_answer_no_log_and_no_record(
+    opened: Open, server: Server, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever a request has it: an agent that reads its environment sends it in a history."""
+    caplog.set_level(logging.DEBUG)
+    product, key = opened.product, opened.product.key
+    turn = {"model": key, "user": key, "messages": [{"role": "user", "content": f"KEY={key}"}]}
+    asked: list[tuple[str, str, Any, dict[str, str]]] = [
+        *(("GET", f"{place}/{key}", None, {}) for place in ("", "/v1/models", "/v1/sessions", "/v1/agents")),
+        ("GET", f"/v1/sessions/x?wait={key}", None, {}),
+        ("DELETE", f"/v1/sessions/{key}", None, {}),
+        ("POST", "/v1/sessions", ASK | {"suite": key}, {}),
+        ("POST", "/v1/sessions", ASK | {"prompt": key, "files": {key: key}}, {}),
+        ("POST", "/v1/sessions", {"user": key, "task": key, "metadata": {key: key}}, {}),
+        ("POST", f"/v1/sessions/{key}/feedback", {"thumb": key}, {}),
+        ("POST", "/v1/agents", {"prompt": key, "workspace": {"files": {"a.py": key}}}, {}),
+        ("POST", "/v1/chat/completions", turn, {}),
+        ("POST", "/v1/chat/completions", turn, {"X-Headrace-Session": key}),
+        ("POST", "/v1/chat/completions", turn | {"stream": True}, {"Idempotency-Key": key}),
+        ("POST", "/v1/messages", turn | {key: key}, {}),
+        ("POST", "/v1/responses", {"input": [{"type": key}]}, {}),
+    ]
+    said = b""
+    async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
+        for method, path, body, headers in asked:
+            async with http.request(method, product.url + path, json=body, headers=headers) as answer:
+                said += str(answer.raw_headers).encode() + await answer.read()
+    assert said.count(b"[API key]") >= 5, "an answer names what it was asked"
+    told = capfd.readouterr()
+    assert key.encode() not in said and key not in caplog.text + told.out + told.err
+    for file in (*server.folder.rglob("*"), *product.folder.rglob("*")):
+        assert not file.is_file() or key.encode() not in file.read_bytes(), file

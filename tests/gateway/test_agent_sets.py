@@ -13,7 +13,6 @@ from headrace.actors.rollout.actor import Rollout
 from headrace.config import Environment as Section
 from headrace.gateway.agents.merging import merge
 from headrace.gateway.split import Split
-from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.messages import subjects
 from headrace.messages.rollout import PolicyRef, TurnDone
 from headrace.rendering.base import Call
@@ -99,7 +98,7 @@ async def test_agents_side_by_side_are_compared_and_one_is_merged(
             assert (hunk["path"], hunk["hunk"], hunk["codebase"], hunk["base"], hunk["agent"]) == (
                 "app.py", 1, "tres\n", "line 3\n", "three\n",
             )  # fmt: skip
-            product.key = ApiKeys(key_file(product.config)).add("other")
+            product.key = await product.other("other")
             assert (await product.call("GET", where))[0] == 404, "another tenant's set does not exist"
     finally:
         await product.gateway.shut(1.0)

@@ -19,7 +19,6 @@ from aiohttp import web
 from headrace.gateway.acp.api import AgentsApi
 from headrace.gateway.signals.follow_ups import dissatisfied
 from headrace.gateway.signals.reporting import Noted, Repository
-from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.messages import subjects
 from headrace.messages.base import Array
 from headrace.messages.product import AttemptControl, Feedback
@@ -45,7 +44,7 @@ class Product(OpenGateway):
 
     def __init__(self, connect: Connect, folder: Path, run: str) -> None:
         super().__init__(connect, folder, run, webhook_hosts=("127.0.0.1",))
-        self.key = ApiKeys(key_file(self.config)).add("acme", training=True)
+        self.owner = {"tenant": "acme", "training": True}
 
     async def asked(self, run: str) -> RolloutRequest:
         """The newest request, which is one of this run."""
@@ -165,7 +164,8 @@ async def test_runs_follow_each_other_in_one_workspace(product: Product, tmp_pat
     assert (rating.message.tenant, rating.message.trajectory) == ("acme", first.trajectory)
     where = f"/v1/agents/{agent}/runs/{run}/feedback"
     assert (await product.call("POST", where, {"diff": "rejected"}))[1]["thumb"] == "down"
-    assert (await product.call("POST", where, {"undo": True}))[1] == {"id": run, "signal": "undo", "thumb": "down"}
+    told = (await product.call("POST", where, {"undo": True}))[1]
+    assert (told["id"], told["signal"], told["thumb"], told["outcome"]) == (run, "undo", "down", "waiting")
     for given in ({"diff": "accepted"}, {"undo": True}, {"diff": "accepted"}, {"diff": "accepted"}):
         assert (await product.call("POST", where, given))[0] == 202
     held = [each.message async for each in product.admin.history("HR_FEEDBACK", subjects.FEEDBACK.where())]
@@ -206,7 +206,7 @@ def test_a_follow_up_is_dissatisfied_only_about_the_earlier_work(prompt: str, wo
 async def test_another_tenant_sees_no_agent(product: Product) -> None:
     _, made = await product.call("POST", "/v1/agents", {"prompt": "x"})
     where = f"/v1/agents/{made['agent']['id']}"
-    product.key = ApiKeys(key_file(product.config)).add("other")
+    product.key = await product.other("other")
     assert [(await product.call("GET", f"{where}{tail}"))[0] for tail in ("", "/usage", "/artifacts")] == [404] * 3
     assert (await product.call("GET", "/v1/agents"))[1] == {"agents": []}
     product.key = "hr-none"

@@ -8,8 +8,7 @@ import pytest
 from headrace.gateway.client_sessions import Caller, ClientSessions, Placed, Under, root_of, user_of
 from headrace.gateway.conversation import ModelRequest
 from headrace.gateway.http import HttpRefused
-from headrace.gateway.tenants.keys import ApiKey
-from headrace.messages.product import ClientCall, ClientMessage, ClientSession, ClientTool
+from headrace.messages.product import ApiKey, ClientCall, ClientMessage, ClientSession, ClientTool
 from headrace.messages.rollout import PolicyRef
 
 READ = ClientTool(name="read")

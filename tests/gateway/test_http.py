@@ -1,27 +1,24 @@
-"""Clients that never finish, read nothing, leave or are too many: every connection ends without a traceback."""
+"""Clients that never finish a body, leave, or send what is no HTTP: every request ends without a traceback."""
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import resource
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import aiohttp
-import msgspec
 import pytest
 from aiohttp import web
 
 from headrace.bus.errors import BusError
 from headrace.gateway import http
 from headrace.gateway.tenants.admission import Admission
-from headrace.gateway.tenants.keys import ApiKey, ApiKeys
+from headrace.gateway.tenants.keys import ApiKeys
+from tests.support.api_keys import entry
 
 pytestmark = pytest.mark.anyio
 KEY = "hr-front"
 HEADERS = {"x-api-key": KEY}
-ENTRY = ApiKey(id="front", tenant="acme", requests_per_minute=10**6, created=0.0)
+ENTRY = entry(KEY, requests_per_minute=10**6)
 
 
 class Front:
@@ -64,8 +61,8 @@ class Front:
         self.port = int(self.url.rpartition(":")[2])
         return self
 
-    async def connect(self, data: bytes, source: str = "127.0.0.1") -> asyncio.StreamReader:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0))
+    async def connect(self, data: bytes) -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(data)
         self._writers.append(writer)
         return reader
@@ -77,17 +74,16 @@ class Front:
         self._writers.clear()
 
     async def until_closed(self) -> None:
-        assert self.listener.connections is not None
-        while len(self.listener.connections):
+        server = self.listener._runner.server
+        assert server is not None
+        while server.connections:
             await asyncio.sleep(0.01)
 
 
 @pytest.fixture
-async def front(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> AsyncIterator[Front]:
+async def front(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Front]:
     caplog.set_level(logging.DEBUG)
-    path = tmp_path / "keys.json"
-    path.write_bytes(msgspec.json.encode({hashlib.sha256(KEY.encode()).hexdigest(): ENTRY}))
-    opened = await Front(ApiKeys(path)).open()
+    opened = await Front(ApiKeys([ENTRY])).open()
     yield opened
     opened.drop()
     await opened.listener.stop()
@@ -115,72 +111,9 @@ HALF_BODY = (
 WAITS = b"GET /wait?wait=30 HTTP/1.1\r\nHost: localhost\r\nx-api-key: hr-front\r\n\r\n"
 
 
-async def open_half(front: Front, count: int) -> None:
-    """Open `count` connections that never finish their request, and wait until the listener has closed all."""
-    readers = []
-    for number in range(count):
-        readers.append(await front.connect([b"", HALF_HEADERS, HALF_BODY][number % 3]))
-    ends = await asyncio.gather(*(reader.read() for reader in readers), return_exceptions=True)
-    assert len(ends) == count
-    assert {bytes(end[9:12]) for end in ends if isinstance(end, bytes)} <= {b"", b"408", b"503"}
-    await front.until_closed()
-
-
-async def test_half_open_requests_are_closed(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HEADER_S", "BODY_S", "IDLE_S", "SWEEP_S"):
-        monkeypatch.setattr(http, name, 0.1)
-    await open_half(front, 60)
-
-
-@pytest.mark.slow
-async def test_three_thousand_half_open_requests_are_closed_in_time(front: Front) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 8192:
-        pytest.skip(f"the hard limit of open files is {hard}")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 8192), hard))
-    async with asyncio.timeout(http.BODY_S + http.IDLE_S + 30.0):
-        await open_half(front, 3000)
-
-
-async def closed(reader: asyncio.StreamReader) -> bool:
-    with contextlib.suppress(ConnectionError):
-        await reader.read()
-    return True
-
-
-async def test_connections_above_the_limit_are_refused(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
-    reading = await front.connect(HALF_BODY)
-    await front.entered.wait()
-    silent = await front.connect(HALF_HEADERS)
-    front.entered.clear()
-    waiting = await front.connect(WAITS)
-    await front.entered.wait()
-    assert await closed(silent) and not reading.at_eof(), "a connection without a request goes first"
-    front.entered.clear()
-    other = await front.connect(WAITS)
-    await front.entered.wait()
-    assert await closed(reading), "then one with an incomplete body"
-    refused = await front.connect(HALF_HEADERS)
-    assert (await refused.read()).startswith(b"HTTP/1.1 503")
-    assert not waiting.at_eof() and not other.at_eof(), "the others are not disturbed"
-    front.drop()
-    await front.until_closed()
-    async with (
-        aiohttp.ClientSession(headers=HEADERS) as client,
-        client.post(front.url + "/read", json={"a": 1}) as answer,
-    ):
-        assert (answer.status, await answer.json()) == (200, {"got": {"a": 1}})
-
-
-async def test_a_silent_connection_gives_way_at_the_address_that_has_most(
-    front: Front, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http, "MAX_CONNECTIONS", 3)
-    alone = await front.connect(HALF_HEADERS, "127.0.0.2")
-    silent = [await front.connect(HALF_HEADERS) for _ in range(2)]
-    await front.connect(HALF_HEADERS)
-    assert await closed(silent[0]) and not alone.at_eof(), "it is older, and the only one of its address"
+async def test_a_body_that_does_not_arrive_is_refused(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BODY_S", 0.1)
+    assert (await (await front.connect(HALF_BODY)).read(12)) == b"HTTP/1.1 408"
 
 
 async def test_an_unknown_path_or_method_is_no_defect_of_the_gateway(front: Front) -> None:
@@ -197,13 +130,6 @@ async def test_clients_that_leave_cause_no_traceback(front: Front) -> None:
     await front.entered.wait()
     front.drop()
     await front.until_closed()
-
-
-async def test_a_request_that_waits_is_not_cut_off(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HEADER_S", "IDLE_S", "SWEEP_S"):
-        monkeypatch.setattr(http, name, 0.05)
-    async with aiohttp.ClientSession(headers=HEADERS) as client, client.get(front.url + "/wait?wait=0.4") as answer:
-        assert await answer.json() == {"waited": True}
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])

@@ -5,39 +5,56 @@ from pathlib import Path
 
 import pytest
 
+from headrace.bus.broker.server import Server
+from headrace.bus.connection import Bus
+from headrace.bus.nats.streams import declare
 from headrace.config import Config, Production, Run
-from headrace.gateway.tenants.keys import USUAL, ApiKeys, key_file
+from headrace.gateway.tenants.keys import digest_of
+from headrace.gateway.tenants.store import add, entries
 from headrace.launch.product.gateway_key import key_of_run, place
-from headrace.launch.runs import RunError
+from headrace.messages.product import USUAL
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
 
 
 def config(folder: Path) -> Config:
     return Config(run=Run(dir=str(folder)), production=Production(tenant="home", training_allowed=True))
 
 
-def test_a_run_has_a_key_until_it_ends(tmp_path: Path) -> None:
-    folder, keys = tmp_path / "r1", ApiKeys(key_file(config(tmp_path)))
+async def test_a_run_has_a_key_until_it_ends(connect: Connect, server: Server, tmp_path: Path) -> None:
+    operator, folder = await connect("operator"), tmp_path / "r1"
     folder.mkdir()
-    other = keys.add("acme")
-    with key_of_run(config(tmp_path), folder) as path:
+    other = digest_of(await add(operator, "acme"))
+    async with key_of_run(config(tmp_path), folder, server.url, str(server.credentials)) as path:
         assert path == place(folder) and stat.S_IMODE(path.stat().st_mode) == 0o600
-        entry = keys.find(path.read_text())
-        assert entry is not None and (entry.tenant, entry.training, entry.scopes) == ("home", True, USUAL)
-        made = path.read_text()
-    assert not path.exists() and keys.find(made) is None and keys.find(other) is not None
+        made = digest_of(path.read_text())
+        (entry,) = [each for each in await entries(operator) if each.digest == made]
+        assert (entry.tenant, entry.training, entry.scopes) == ("home", True, USUAL)
+    left = {each.digest for each in await entries(operator)}
+    assert not path.exists() and made not in left and other in left
 
 
-def test_the_key_of_an_interrupted_run_ends_with_its_next_start(tmp_path: Path) -> None:
-    folder, keys = tmp_path / "r1", ApiKeys(key_file(config(tmp_path)))
+async def test_the_key_of_an_interrupted_run_ends_with_its_next_start(
+    connect: Connect, server: Server, tmp_path: Path
+) -> None:
+    operator, folder = await connect("operator"), tmp_path / "r1"
     folder.mkdir()
-    place(folder).write_text(left := keys.add("home"))
-    with key_of_run(config(tmp_path), folder) as path:
-        assert keys.find(left) is None and keys.find(path.read_text()) is not None
-        assert len(keys.entries()) == 1
+    place(folder).write_text(left := await add(operator, "home"))
+    async with key_of_run(config(tmp_path), folder, server.url, str(server.credentials)) as path:
+        digests = {each.digest for each in await entries(operator)}
+        assert digest_of(left) not in digests and digest_of(path.read_text()) in digests
 
 
-def test_a_file_that_holds_no_keys_is_named(tmp_path: Path) -> None:
-    (tmp_path / "keys.json").write_text("{")
-    with pytest.raises(RunError, match=r"keys.json is not a file of API keys.*name another \[production\] keys"):
-        with key_of_run(config(tmp_path), tmp_path):
-            pass
+async def test_a_broker_that_is_gone_leaves_the_file_for_the_next_start(
+    connect: Connect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "r1"
+    folder.mkdir()
+    broker = Server(tmp_path / "broker")
+    await broker.start()
+    async with await Bus.connect(broker.url, role="admin", credentials=broker.credentials) as admin:
+        await declare(admin)
+    async with key_of_run(config(tmp_path), folder, broker.url, str(broker.credentials)) as path:
+        await broker.stop()
+    assert path.exists() and "is not revoked" in capsys.readouterr().err

@@ -111,7 +111,7 @@ def secrets_of(run: Path) -> list[str]:
     return [
         *seeds,
         place.key,
-        place.token,
+        place.secret,
         gateway_key.place(run).read_text(),
         (run.parent / "metrics.key").read_text(),
     ]
@@ -139,7 +139,7 @@ def files_of(started: Up) -> set[str]:
     return paths
 
 
-KEYS = ("keys.json", "keys.lock", "metrics.key")
+KEYS = ("metrics.key",)
 INSTALLED = ("/usr/", "/lib", str(ROOT), sys.prefix, "/proc/", "/sys/", "/etc/")
 PATHS = (
     *("/", "/config.json", "/api/history", "/api/steps", "/api/panel/leases", "/api/trajectory/1", "/metrics"),

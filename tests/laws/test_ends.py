@@ -27,7 +27,6 @@ from headrace.bus.connection import Bus
 from headrace.config import Config, Limits, Production, Run
 from headrace.config import Environment as EnvironmentSection
 from headrace.gateway.split import Split
-from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.messages.rollout import PolicyRef, RolloutRequest
 from headrace.messages.subjects import DLQ, STREAMS, TASK, token
 from headrace.messages.tasks import TaskRef
@@ -35,6 +34,7 @@ from headrace.vmhost.backends.process import ProcessBackend
 from headrace.vmhost.node import host
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.api_keys import made
 
 pytestmark = pytest.mark.anyio
 JSON = {"Content-Type": "application/json"}
@@ -92,8 +92,12 @@ class Product:
         self.url = json.loads((Path(config.run.dir) / run / "gateway.json").read_text())["url"]
         self.ends: Counter[str] = Counter()
         self.done = 0
-        self.headers = {"x-api-key": ApiKeys(key_file(config)).add("acme", requests_per_minute=1_000_000)}
-        self.own = {"x-api-key": ApiKeys(key_file(config)).add("default", requests_per_minute=1_000_000)}
+        self.headers: dict[str, str] = {}
+        self.own: dict[str, str] = {}
+
+    async def make_keys(self) -> None:
+        for tenant, headers in (("acme", self.headers), ("default", self.own)):
+            headers["x-api-key"] = await made(self.operator, tenant, self.gateway, requests_per_minute=1_000_000)
 
     async def start_rollout(self) -> asyncio.subprocess.Process:
         config = msgspec.json.encode(self.config).decode()
@@ -221,6 +225,7 @@ async def test_every_request_ends_and_nothing_is_left(
         # Users' tasks have no solution.
         gateway.agents._agents._split.promoted = PolicyRef("scripted", name="edit-tests")
         product = Product(server, config, run, gateway, operator)
+        await product.make_keys()
         durable = (await consumers(admin))[True] | {f"HR_TASK rollout-{run}-{lane}" for lane in LANES}
         ephemeral = (await consumers(admin))[False]
         open_files, folders = files(environment)

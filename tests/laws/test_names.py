@@ -32,7 +32,6 @@ from headrace.bus.runtime.actor import Actor
 from headrace.dashboard.live.server import Address, LivePage
 from headrace.gateway import requests as bodies
 from headrace.gateway.agents import requests as agent_bodies
-from headrace.gateway.tenants.keys import ApiKeys
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalResult
@@ -49,6 +48,7 @@ from headrace.tasks import UnknownSuite, open_suite
 from tests.conftest import Connect
 from tests.support import mutations
 from tests.support.actors import living
+from tests.support.api_keys import made
 from tests.support.judging import trajectory
 from tests.support.outside_names import KINDS, readable, sample, table, targets, text_fields
 from tests.support.witness import MODULE, NAMES, SOME, watched
@@ -279,7 +279,7 @@ def convert(fields: dict[str, Any], cls: type[Message]) -> Message | None:
 
 async def test_no_route_imports_opens_or_calls(connect: Connect, tmp_path: Path) -> None:
     run = f"r{token_hex(4)}"
-    key = ApiKeys(tmp_path / "keys.json").add("acme", training=True)
+    key = await made(await connect("operator"), "acme", training=True)
     async with actors(connect, tmp_path, run, ["gateway"]) as running:
         routes = running["gateway"]._listener._routes  # type: ignore[attr-defined]
         served = {f"{route.method} {route.path}".replace("{path:.+}", "{path}") for route in routes}

@@ -14,8 +14,8 @@ from headrace.gateway.endpoints import Begun, Endpoints
 from headrace.gateway.http import HttpRefused, Listener
 from headrace.gateway.requests import NewRating
 from headrace.gateway.tenants.admission import Admission
-from headrace.gateway.tenants.keys import ApiKey, ApiKeys
-from headrace.messages.product import ClientCall, ClientSession, ClientUsage
+from headrace.messages.product import ApiKey, ClientCall, ClientSession, ClientUsage
+from tests.support.api_keys import KnownKeys
 
 Script = Callable[[ModelRequest], tuple[str, tuple[ClientCall, ...]]]
 """From a request to the text and the calls of the turn."""
@@ -43,7 +43,7 @@ class ScriptedSampler:
 
     async def begin(self, request: ModelRequest, caller: Caller) -> Begun:
         self.asked.append((request, caller))
-        return Begun("s1", self._sample(request), asyncio.Queue())
+        return Begun("s1", self._sample(request), asyncio.Queue(), MOST)
 
     async def _sample(self, request: ModelRequest) -> ModelReply:
         text, calls = self._script(request)
@@ -74,24 +74,30 @@ class ScriptedSampler:
         raise HttpRefused(404, "there is no such open session")
 
 
+MOST = 4096
+"""Tokens that a turn may sample."""
+PLACES = 64
+"""Turns that are sampled at once."""
+
+
 class Served(NamedTuple):
     url: str
     key: str
     sampler: ScriptedSampler
-    keys: ApiKeys
+    keys: KnownKeys
 
 
 @asynccontextmanager
 async def endpoints(folder: Path, script: Script) -> AsyncIterator[Served]:
     """The endpoints on a free port of loopback, and a key for them."""
-    keys = ApiKeys(folder / "keys.json")
+    keys = KnownKeys()
     key = keys.add("acme", training=True)
     sampler = ScriptedSampler(script)
 
     async def report(error: Exception, doing: str) -> None:
         raise AssertionError(doing) from error
 
-    listener = Listener(Endpoints(sampler, report).routes(), Admission(keys).admit, report)
+    listener = Listener(Endpoints(sampler, report, PLACES).routes(), Admission(keys).admit, report)
     try:
         yield Served(await listener.start("127.0.0.1", 0), key, sampler, keys)
     finally:

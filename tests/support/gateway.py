@@ -11,11 +11,12 @@ import aiohttp
 from headrace.actors.gateway import Gateway
 from headrace.bus.connection import Bus
 from headrace.config import Config, Production, Run
-from headrace.gateway.tenants.keys import SCOPES, ApiKeys, key_file
 from headrace.messages import subjects
 from headrace.messages.codec import encode
 from headrace.messages.operations import DeadLetter
+from headrace.messages.product import SCOPES
 from headrace.messages.rollout import RolloutRequest, SlotFailed, Trajectory
+from tests.support.api_keys import made
 from tests.support.patience import PATIENCE_S
 
 
@@ -25,7 +26,8 @@ class OpenGateway:
     def __init__(self, connect: Callable[..., Awaitable[Bus]], folder: Path, run: str, **production: Any) -> None:
         self.connect, self.folder, self.run = connect, folder, run
         self.config = Config(run=Run(dir=str(folder)), production=Production(training_allowed=True, **production))
-        self.key = ApiKeys(key_file(self.config)).add("default", scopes=SCOPES, requests_per_minute=60_000)
+        self.owner: dict[str, Any] = {"tenant": "default", "scopes": SCOPES, "requests_per_minute": 60_000}
+        self.key = ""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -35,11 +37,16 @@ class OpenGateway:
     async def open(self) -> Self:
         """Start the gateway, or another one after it."""
         (self.folder / self.run).mkdir(parents=True, exist_ok=True)
+        self.key = self.key or await made(await self.connect("operator"), **self.owner)
         self.gateway = Gateway(self.config, await self.connect("gateway"), self.run, "gateway-1")
         await self.gateway.start()
         self.rollout, self.admin = await self.connect("rollout"), await self.connect("admin")
         self.url = json.loads((self.folder / self.run / "gateway.json").read_text())["url"]
         return self
+
+    async def other(self, tenant: str, **options: Any) -> str:
+        """A further key, which the gateway knows."""
+        return await made(await self.connect("operator"), tenant, self.gateway, **options)
 
     async def until(self, happened: asyncio.Event) -> None:
         """Wait for an effect of the gateway, or raise the error of a gateway that fails: no supervisor restarts it."""

@@ -103,6 +103,10 @@ WorkspaceCommand: run name image=image files=inside command=inside copies
 WorkspaceReport: output files node sandboxes failed
 PurgeUser: user
 ReadmitUser: user
+ApiKey: id digest tenant
+AskFate: trajectory
+UserDropped: user actor
+SealedSecret: boxes
 DeniedUser: run user
 PurgeCertificate: statement signature public_key detail
 Feedback: tenant user run trajectory comment untrainable

@@ -33,8 +33,10 @@ from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.tracing import link
 from headrace.ledger.feedback import ENDS, FeedbackBook, Rating, gated, outranks
 from headrace.messages import subjects
+from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalResult
-from headrace.messages.product import Fate, FeedbackSettled, Promotion, ShadowTurn
+from headrace.messages.operations import Ack
+from headrace.messages.product import AskFate, Fate, FeedbackSettled, Promotion, ShadowTurn
 from headrace.messages.product import Feedback as UserFeedback
 from headrace.messages.rollout import PolicyRef, Trajectory
 from headrace.messages.weights import WeightHead
@@ -43,6 +45,8 @@ CAP_S = 86400.0
 """Seconds over which `[feedback] user_cap` counts the ratings of a user."""
 LATE_S = 86400.0
 """A rating that arrives later than this after its session is not trained on."""
+EXAMINED_S = 2.0
+"""The longest wait for the examination of a rating that somebody asks about."""
 NOT_COUNTED = ("unattributed", "superseded", "capped")
 """Fates of ratings that the gate does not count."""
 
@@ -58,7 +62,7 @@ class Feedback(Actor):
         self.book = FeedbackBook(self.run)
         self.branch = BranchLedger(self.bus, self.config, self.run)
         self.gate = Candidates(self.bus, self.config, self.run, self.publish_event)
-        self._consent = Consent(self.config)
+        self._consent = Consent(self.bus, self.config)
         self.replays = Replays(self.config, self.run, self.publish_event)
         self._newest: dict[str, Rating] = {}
         """Trajectory to its newest rating that waits or has a place in a batch."""
@@ -68,7 +72,7 @@ class Feedback(Actor):
         """Branch versions that have been candidates."""
         self._stalled = -1
         self._one_at_a_time = asyncio.Lock()
-        self._news = asyncio.Event()
+        self._news, self._examined = asyncio.Event(), asyncio.Event()
         folder = Path(self.config.run.dir) / self.run
         shared = (self.book, self.branch, self._one_at_a_time)
         self.purges = Purges(self.bus, self.run, folder, *shared, self.event)
@@ -92,6 +96,10 @@ class Feedback(Actor):
             self.every(5.0, self._measure, "figures"),
             self.every(5.0, self.purges.sweep, "late records of purged users"),
         ]
+        for caller in callers("feedback", "fate"):
+            await self.serve(subjects.RPC.at(service="feedback", caller=caller, method="fate"), self._tell)
+        for caller in callers("feedback", "dropped"):
+            await self.listen(subjects.RPC.at(service="feedback", caller=caller, method="dropped"), self.purges.dropped)
         self._purging = [
             await self.serve(subjects.RPC.at(service="feedback", caller=caller, method="purge"), self.purges.answer)
             for caller in callers("feedback", "purge")
@@ -146,6 +154,27 @@ class Feedback(Actor):
                 if self.book.apply(received.message, received.seq, received.time):
                     await self._examine(self.book.ratings[received.seq])
             self._news.set()
+            examined, self._examined = self._examined, asyncio.Event()
+            examined.set()
+
+    async def _tell(self, message: Message) -> FeedbackSettled | Ack:
+        """Answer an AskFate."""
+        if not isinstance(message, AskFate):
+            return Ack(ok=False, detail="expected an AskFate")
+        try:
+            async with asyncio.timeout(EXAMINED_S):
+                while True:
+                    examined = self._examined
+                    async with self._one_at_a_time:
+                        rating = self.book.newest(message.trajectory)
+                    if rating is not None and rating.seq >= message.since:
+                        break
+                    await examined.wait()
+        except TimeoutError:
+            return Ack(detail="the feedback actor has not examined it yet")
+        if not rating.fate:
+            return Ack(detail="it waits for a batch")
+        return FeedbackSettled(run=self.run, feedback_seq=rating.seq, fate=rating.fate, detail=rating.detail)  # type: ignore[arg-type]
 
     async def _examine(self, rating: Rating) -> None:
         """Settle a rating that cannot be trained on, and count the rating at the gate."""
@@ -273,7 +302,7 @@ class Feedback(Actor):
     async def _choose(self, count: int, batch: int) -> list[tuple[Rating, Rated]]:
         """Up to `count` of the oldest ratings that may be trained on in a batch. Ratings that may not are settled
         here."""
-        allowed, now = self._consent.tenants(), time.time()
+        allowed, now = await self._consent.tenants(), time.time()
         chosen: list[tuple[Rating, Rated]] = []
         for rating in [*self.book.waiting.values()]:
             feedback = rating.feedback

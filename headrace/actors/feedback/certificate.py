@@ -6,18 +6,17 @@ import msgspec
 import nacl.signing
 
 from headrace.messages.product import PurgeCertificate, PurgeStatement
-from headrace.secret_files import read_or_make
 
-KEY, PUBLIC = "purge.key", "purge.pub"
-"""Files of the run's folder: the seed (mode 0600) and the public key, both hexadecimal."""
+PUBLIC = "purge.pub"
+"""File of the run's folder: the public key, hexadecimal."""
 
 
 class Signer:
-    """The Ed25519 key with which a run signs its certificates; made at its first use."""
+    """The Ed25519 key with which the feedback actors of a broker sign their certificates."""
 
-    def __init__(self, folder: Path) -> None:
-        seed = read_or_make(folder / KEY, bytes(nacl.signing.SigningKey.generate()).hex().encode())
-        self._key = nacl.signing.SigningKey(bytes.fromhex(seed.decode()))
+    def __init__(self, seed: bytes, folder: Path) -> None:
+        """seed: 32 bytes. folder: gets the public key."""
+        self._key = nacl.signing.SigningKey(seed)
         self.public_key = bytes(self._key.verify_key).hex()
         (folder / PUBLIC).write_text(self.public_key + "\n")
 

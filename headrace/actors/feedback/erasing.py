@@ -52,7 +52,16 @@ class Eraser:
 
     def __init__(self, bus: Bus, run: str, user: str) -> None:
         self._bus, self._run, self._user = bus, run, user
+        self._kinds = tuple(EVENT.where(run=run, type=kind) for kind in EVENTS)
         self._found: dict[tuple[str, str], _Found] = {}
+        for stream, template in (*BY_SUBJECT, *UNREAD):
+            self._of(stream, template.format(user=user))
+        for stream, filter in (
+            ("HR_TASK", TASK.where(run=run)),
+            ("HR_EVENT", " ".join(self._kinds)),
+            ("HR_DLQ", DLQ.where()),
+        ):
+            self._of(stream, filter, by_content=True)
         self._after = {"HR_EVENT": 0, "HR_DLQ": 0}
         """Sequence up to which a stream was searched: a later pass reads only what came since."""
 
@@ -81,9 +90,8 @@ class Eraser:
 
     async def _search(self) -> int:
         removed = 0
-        kinds = [EVENT.where(run=self._run, type=kind) for kind in EVENTS]
-        async for record in self._naming("HR_EVENT", *kinds):
-            removed += await self._delete("HR_EVENT", " ".join(kinds), record.seq, bytes(record.data))
+        async for record in self._naming("HR_EVENT", *self._kinds):
+            removed += await self._delete("HR_EVENT", " ".join(self._kinds), record.seq, bytes(record.data))
         async for record in self._naming("HR_DLQ", DLQ.where()):
             await self._replace(record)
             removed += await self._delete("HR_DLQ", DLQ.where(), record.seq, bytes(record.data))
@@ -141,7 +149,7 @@ class Eraser:
         return self._found.setdefault((stream, filter), _Found(by_content))
 
     def records(self) -> tuple[PurgedRecords, ...]:
-        """The deleted records of all passes so far."""
+        """The streams and buckets that were searched, with the deleted records of all passes so far."""
         return tuple(erased.report(stream, filter) for (stream, filter), erased in self._found.items())
 
 

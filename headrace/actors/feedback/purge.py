@@ -18,11 +18,13 @@ from headrace.actors.feedback.branch import BranchLedger
 from headrace.actors.feedback.certificate import Signer
 from headrace.actors.feedback.erasing import Eraser
 from headrace.bus.connection import Bus
+from headrace.gateway.tenants.store import KeysRefused, secret
 from headrace.ledger.feedback import FeedbackBook
 from headrace.messages.base import Message
 from headrace.messages.ledger import SlotIssued
-from headrace.messages.operations import Ack
+from headrace.messages.operations import Ack, Heartbeat
 from headrace.messages.product import (
+    PURGE_SECRET,
     AttemptControl,
     DeniedUser,
     FeedbackPurged,
@@ -31,6 +33,7 @@ from headrace.messages.product import (
     PurgeStatement,
     PurgeUser,
     ReadmitUser,
+    UserDropped,
     certificate_key,
     denied_key,
 )
@@ -54,6 +57,14 @@ KEPT = (
     "outside of the run: backups, webhooks that were sent, logs of processes, caches in the memory of engines",
 )
 """Descriptions of the data that stays after a purge."""
+ELSEWHERE = (
+    "objects: full snapshots of weights alone",
+    "folders: [bus] blob_dir holds no payload of a user; caches of images, rubrics and search hold suites' tasks alone",
+    "environments: sandboxes end with their attempts, or when their lease lapses",
+    "regions: weights alone are mirrored",
+)
+HOLDERS = ("gateway", "rollout")
+"""Roles that hold users' sessions in memory."""
 
 
 class Purges:
@@ -69,12 +80,14 @@ class Purges:
         lock: asyncio.Lock,
         event: Callable[..., Awaitable[None]],
     ) -> None:
-        """folder: of the run, for the key. lock: held while the ledger of feedback changes. event: `Actor.event`."""
+        """folder: of the run, for the public key. lock: held while the ledger of feedback changes."""
         self._bus, self._run, self._book, self._branch = bus, run, book, branch
         self._folder, self._lock, self._event = folder, lock, event
         self.denied: set[str] = set()
         """Users who are never trained on."""
         self._late: dict[str, tuple[Eraser, float]] = {}
+        self._dropped: dict[str, set[str]] = {}
+        """User under purge to the actors that dropped the user."""
 
     async def recover(self) -> None:
         """Read the deny-list."""
@@ -87,6 +100,21 @@ class Purges:
         if not isinstance(message, PurgeUser | ReadmitUser) or not message.user.isalnum():
             return Ack(ok=False, detail="expected a PurgeUser or ReadmitUser with one user hash of letters and digits")
         return await (self.purge if isinstance(message, PurgeUser) else self.readmit)(message.user)
+
+    async def dropped(self, message: Message) -> None:
+        """Take up that an actor has dropped a user."""
+        if isinstance(message, UserDropped) and message.user in self._dropped:
+            self._dropped[message.user].add(message.actor)
+
+    async def _holders(self) -> dict[str, str]:
+        """The live actors that may hold a user: ``<role>.<id>`` to the node."""
+        presence = await self._bus.kv("HR_PRESENCE")
+        return {
+            name: beat.node
+            for role in HOLDERS
+            for name, (beat, _) in (await presence.items(f"{role}.>")).items()
+            if isinstance(beat, Heartbeat) and beat.run in ("", self._run) and beat.state != "stopped"
+        }
 
     async def readmit(self, user: str) -> Ack:
         """Take a user off the deny-list: later sessions are trained on as far as their tenant allows it."""
@@ -106,11 +134,17 @@ class Purges:
     async def purge(self, user: str) -> PurgeCertificate | Ack:
         """Purge a user. An Ack says why there is no certificate."""
         asked = time.time()
+        dropped = self._dropped[user] = set()
+        try:
+            signer = Signer(await secret(self._bus, PURGE_SECRET), self._folder)
+        except KeysRefused as error:  # nothing is deleted without a certificate
+            return Ack(ok=False, detail=str(error))
         values = await self._bus.kv("HR_PRODUCT")
         await values.put(denied_key(self._run, user), DeniedUser(run=self._run, user=user, since=asked))
         self.denied.add(user)
         eraser = Eraser(self._bus, self._run, user)
-        ended = await self._end_requests(user, eraser)
+        holders = await self._holders()
+        ended = await self._end_requests(user, eraser, dropped, set(holders))
         async with self._lock:
             record = await self._record(user)
         removed = 0
@@ -136,9 +170,14 @@ class Purges:
             pending_groups=self._pending_groups(user),
             denied=True,
             kept=KEPT,
+            elsewhere=ELSEWHERE,
+            reached=tuple(f"{name} on {node}" for name, node in sorted(holders.items()) if name in dropped),
+            unreached=tuple(f"{name} on {node}" for name, node in sorted(holders.items()) if name not in dropped),
         )
         detail = f"{removed} messages removed{_absorbed(record)}"
-        certificate = Signer(self._folder).certificate(statement, detail)
+        if statement.unreached:
+            detail += f"; not reached: {', '.join(statement.unreached)}"
+        certificate = signer.certificate(statement, detail)
         await values.put(certificate_key(self._run, user), certificate)
         text = f"{removed} messages, {len(record.ratings)} ratings"
         await self._event("user_purged", text, messages=removed, ratings=len(record.ratings))
@@ -154,8 +193,9 @@ class Purges:
             if time.monotonic() > until:
                 del self._late[user]
 
-    async def _end_requests(self, user: str, eraser: Eraser) -> tuple[str, ...]:
-        """Cancel the user's requests under way; the groups of those that had not ended."""
+    async def _end_requests(self, user: str, eraser: Eraser, dropped: set[str], holders: set[str]) -> tuple[str, ...]:
+        """Cancel the user's requests under way; the groups of those that had not ended. Returns when the holders have
+        dropped the user too, or after `CANCEL_S`."""
         where = RPC.at(service="rollout", caller="feedback", method=f"control-{token(self._run)}")
         deadline, open_groups = time.monotonic() + CANCEL_S, await self._open_groups(user)
         groups = tuple(sorted(open_groups))
@@ -169,7 +209,7 @@ class Purges:
                     if attempt.group in open_groups:
                         await self._fail(open_groups[attempt.group])
             open_groups = await self._open_groups(user)
-            if not open_groups or late:
+            if late or (not open_groups and holders <= dropped):
                 return groups
 
     async def _open_groups(self, user: str) -> dict[str, SlotIssued]:

@@ -37,7 +37,7 @@ from headrace.ledger.training import suites_during
 from headrace.messages.base import Message
 from headrace.messages.ledger import Admission, admission_key
 from headrace.messages.plugins import Plugin
-from headrace.messages.product import AttemptControl, CapacityLease, Promotion, lease_key, promotion_key
+from headrace.messages.product import AttemptControl, CapacityLease, Promotion, UserDropped, lease_key, promotion_key
 from headrace.messages.rollout import Lane, RolloutRequest, Trajectory
 from headrace.messages.sandbox import NoCapacity
 from headrace.messages.subjects import FAIL, RPC, TASK, token
@@ -258,7 +258,7 @@ class Rollout(Actor):
                 await self._clients.forget(message.user)
                 await self._sandboxes.release_all_held(f"{message.user}.")
             for work, request in self._running.items():
-                wanted = request.group == message.group or request.group.partition(".")[0] == message.user
+                wanted = request.group == message.group or _is_of(request, message.user)
                 if wanted and request.lane == "production":
                     # A cancellation is sent until the run has ended, also while its turns are being published.
                     if message.user or work not in self._cancelled:
@@ -266,6 +266,9 @@ class Rollout(Actor):
                         work.cancel()
             if message.workspace:
                 await self._sandboxes.release_held(message.workspace)
+            if message.user and not any(_is_of(request, message.user) for request in self._running.values()):
+                where = RPC.at(service="feedback", caller="rollout", method="dropped")
+                await self.bus.emit(where, UserDropped(user=message.user, actor=f"rollout.{self.id}"))
 
     def _task_of(self, request: RolloutRequest) -> Task:
         """The request's task. Reject: the suite or the task does not exist."""
@@ -378,3 +381,8 @@ class Rollout(Actor):
             sandboxes=len(self._sandboxes),
             version=version,
         )
+
+
+def _is_of(request: RolloutRequest, user: str | None) -> bool:
+    """Whether a request is one of a user, by hash."""
+    return request.group.partition(".")[0] == user

@@ -3,7 +3,7 @@
 A turn's input is the client's messages. The turn log holds the whole state of a session, and an actor reads it there if
 another actor sampled the last turn. So any rollout actor of the production lane can answer any turn, and an actor that
 is killed loses at most the turn that it was sampling. A turn may be stored and its answer lost (the request ran out of
-time, or the gateway was killed): the next request is then refused with `begin_segment`, and the gateway samples it in a
+time, or the gateway was killed): the next request is then refused with `behind`, and the gateway samples it in a
 branch, because the client repeats messages that the session's ids hold already. When a session ends, it becomes a
 Trajectory with the sampled token ids, log-probabilities, routed experts and versions.
 
@@ -74,17 +74,11 @@ class _Session:
         self.sampling = False
         self.engine: Engine | None = None
         """The engine that sampled its last turn here: a session may be of another run's policy."""
-        self.segments: set[int] = set()
-        """The segments that this engine was asked to sample, also those whose turn was not recorded."""
 
-    def ids(self, segment: int) -> list[int]:
-        """The token ids of a segment's context so far."""
-        return [
-            id
-            for turn in self.turns
-            if turn.segment == segment
-            for id in (*turn.prompt_ids.tolist(), *turn.ids.tolist())
-        ]
+    @property
+    def ids(self) -> list[int]:
+        """The token ids of its context so far."""
+        return [id for turn in self.turns for id in (*turn.prompt_ids.tolist(), *turn.ids.tolist())]
 
 
 class _UnderWay:
@@ -130,8 +124,7 @@ class ClientTurns:
         """Forget a session, in the engine too. Does nothing for a group without one."""
         session = self._sessions.pop(group, None)
         if session is not None and session.engine is not None:
-            for segment in session.segments:
-                await session.engine.close(f"{trajectory_of(group)}/{segment}")
+            await session.engine.close(_context_of(group))
 
     async def turn(self, request: ClientTurn) -> ClientTurnDone:
         """Sample and record a turn. The reply has `refused` for an unusable conversation, `failed` for
@@ -178,7 +171,7 @@ class ClientTurns:
             log = TurnLog(self._bus, run, group, trajectory_of(group))
             session = self._sessions[group] = _Session(log, (await log.read()).turns)
             if before is not None:
-                session.engine, session.segments = before.engine, before.segments
+                session.engine = before.engine
         session.used = time.monotonic()
         self._sessions.move_to_end(group)
         return session
@@ -198,7 +191,6 @@ class ClientTurns:
         await self._forget_idle()
         session = await self._session(request.run, request.group)
         session.sampling, session.engine = True, engine
-        session.segments.add(request.segment)
         try:
             return await self._turn(session, request, engine, renderer, progress)
         finally:
@@ -214,10 +206,9 @@ class ClientTurns:
     ) -> ClientTurnDone:
         if request.recorded >= 0:
             return _again(session.turns, request, renderer)
-        context = session.ids(request.segment)
+        context = session.ids
         if session.turns and _is_behind(request, session.turns[-1], renderer):
-            why = "the session has a turn whose answer the client never got"
-            return ClientTurnDone(failed=why, begin_segment=session.turns[-1].segment + 1)
+            return ClientTurnDone(failed="the session has a turn whose answer the client never got", behind=True)
         if context and request.known:
             last = session.turns[-1]
             results = _results(request)
@@ -237,14 +228,14 @@ class ClientTurns:
         trajectory = trajectory_of(request.group)
         index, prompt = len(session.turns), len(context) + len(more)
         asked = SampleRequest(
-            session=f"{trajectory}/{request.segment}",
+            session=_context_of(request.group),
             ids=(*context, *more),
             policy=request.policy,
             sampling=_limited(request, limit),
             stop_ids=renderer.stop_ids,
             seed=request.seed,
             lane="production",
-            routed=routes_end(session.turns, request.segment),
+            routed=routes_end(session.turns, 0),
             progress=progress,
         )
         parts = _Parts(request, index, ClientUsage(prompt=prompt, cached=len(context)))
@@ -255,7 +246,7 @@ class ClientTurns:
         parsed = renderer.parse(sample.ids, prompt=more)
         answer = _answer(parsed, request, index)
         kinds = renderer.kinds(sample.ids, parsed)
-        turn = _turn(index, request.segment, more, sample, answer.calls, kinds)
+        turn = _turn(index, more, sample, answer.calls, kinds)
         await session.log.sampled(turn, "", "", engine.fingerprint)
         session.turns.append(turn)
         return msgspec.structs.replace(
@@ -397,6 +388,11 @@ def _answer(parsed: Completion, request: ClientTurn, index: int) -> ClientTurnDo
     )
 
 
+def _context_of(group: str) -> str:
+    """The name of a session's context in the engine."""
+    return f"{trajectory_of(group)}/0"
+
+
 def _stop(sampled: str, answer: ClientTurnDone) -> TurnStop:
     """Why a turn ended, for its client: one that was cut has reached a limit."""
     return "length" if sampled != "stop" else "calls" if answer.calls else "stop"
@@ -408,7 +404,7 @@ def _again(turns: Sequence[Turn], request: ClientTurn, renderer: ClientRenderer)
     if turn is None:
         return ClientTurnDone(failed=f"the record has no turn {request.recorded}")
     answer = _answer(renderer.parse(_ids(turn.ids), prompt=_ids(turn.prompt_ids)), request, turn.index)
-    earlier = [each for each in turns if each.segment == turn.segment and each.index < turn.index]
+    earlier = [each for each in turns if each.index < turn.index]
     cached = sum(len(each.prompt_ids) + len(each.ids) for each in earlier)
     return msgspec.structs.replace(
         answer,
@@ -420,9 +416,7 @@ def _again(turns: Sequence[Turn], request: ClientTurn, renderer: ClientRenderer)
 
 def _is_behind(request: ClientTurn, last: Turn, renderer: ClientRenderer) -> bool:
     """Whether the session's last turn is not the one that the request continues: its answer did not arrive."""
-    if last.segment < request.segment:
-        return False
-    if last.segment > request.segment or not request.known:
+    if not request.known:
         return True
     parsed = renderer.parse(_ids(last.ids), prompt=_ids(last.prompt_ids))
     answer = _answer(parsed, request, last.index)
@@ -449,12 +443,10 @@ def _results(request: ClientTurn) -> tuple[ToolResult, ...]:
     )
 
 
-def _turn(
-    index: int, segment: int, more: Sequence[int], sample: Sample, calls: Sequence[ClientCall], kinds: TokenKinds
-) -> Turn:
+def _turn(index: int, more: Sequence[int], sample: Sample, calls: Sequence[ClientCall], kinds: TokenKinds) -> Turn:
     return Turn(
         index=index,
-        segment=segment,
+        segment=0,
         prompt_ids=Array.of(more, "<i4"),
         ids=Array.of(sample.ids, "<i4"),
         logprobs=Array.of(sample.logprobs, "<f4"),

@@ -24,7 +24,7 @@ CALLERS: dict[str, dict[str, tuple[str, ...]]] = {
         "command": ("gateway",),
         "control": ("gateway", "feedback"),
     },
-    "feedback": {"purge": ("gateway", "operator")},
+    "feedback": {"purge": ("gateway", "operator"), "dropped": ("gateway", "rollout"), "fate": ("gateway",)},
     "search": {"query": ("rollout",)},
 }
 """Service to method to the roles that call it. In subjects a method may end in ``-<run>``."""

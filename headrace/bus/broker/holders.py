@@ -18,7 +18,7 @@ CONSEQUENCES: dict[str, str] = {
     "trainer": "write any step and its outcome, name any file as the next snapshot, purge old records",
     "weight_sync": "withhold versions; none of its own is served without the publisher's key, which lies on the "
     "sender's node alone",
-    "gateway": "read its users' prompts and sessions, act in their names, rate in their names",
+    "gateway": "read its users' prompts and sessions, act in their names, rate in their names, hash their names",
     "feedback": "promote a version, score and close users' groups, answer gates, purge users",
     "scavenger": "lend or take back engines",
     "evaluator": "say that a version passed its evaluation",
@@ -26,7 +26,8 @@ CONSEQUENCES: dict[str, str] = {
     "dead_letter": "give up attempts: their slots count as failed and are issued again",
     "search": "answer searches wrongly",
     "dashboard": "read what is not users' data",
-    "operator": "promote a version, ask for evaluations and bounds, send messages again, read everything",
+    "operator": "promote a version, ask for evaluations and bounds, send messages again, make API keys, hash users' "
+    "names, sign certificates of purges, read everything",
     "replay": "read what is not users' data",
 }
 

@@ -8,7 +8,9 @@ import base64
 import os
 from pathlib import Path
 
-from nacl.signing import SigningKey
+from nacl.exceptions import CryptoError
+from nacl.public import SealedBox
+from nacl.signing import SigningKey, VerifyKey
 
 from headrace import nkeys
 
@@ -38,6 +40,18 @@ class Key:
     def sign_bytes(self, data: bytes) -> bytes:
         """The raw Ed25519 signature of any bytes, 64 of them: what weights are signed with."""
         return bytes(self._signing.sign(data).signature)
+
+    def opened(self, box: bytes) -> bytes | None:
+        """Open a box that was sealed for this key; None when it is damaged or for another key."""
+        try:
+            return SealedBox(self._signing.to_curve25519_private_key()).decrypt(box)
+        except CryptoError:
+            return None
+
+
+def sealed(secret: bytes, public: VerifyKey) -> bytes:
+    """A box that the holder of the seed of a public key can open."""
+    return SealedBox(public.to_curve25519_public_key()).encrypt(secret)
 
 
 def load(credentials: str | Path | None, role: str) -> Key | None:

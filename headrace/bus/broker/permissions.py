@@ -43,6 +43,7 @@ KV_WRITERS: dict[str, str] = {
     "HR_RENDERER": "trainer",
     "HR_PRODUCT": "feedback",
     "HR_SESSION": "gateway",
+    "HR_KEYS": "operator",
     "HR_LEASE": "scavenger",
 }
 """Bucket to the one role that writes it. In the other buckets every role writes the keys under its own name."""
@@ -53,9 +54,10 @@ KV_READERS: dict[str, tuple[str, ...]] = {
     "HR_RENDERER": ("rollout", "trainer", *_WATCH),
     "HR_PRODUCT": ("trainer", "rollout", "gateway", "feedback", *_WATCH),
     "HR_SESSION": ("gateway",),
+    "HR_KEYS": ("gateway", "feedback", "operator"),
     "HR_LEASE": ("scavenger", "rollout", "dashboard", "operator"),
     "HR_PLUGINS": ("curriculum", "rollout", "environment", "judge", "trainer", "search", "operator", "replay"),
-    "HR_PRESENCE": ("curriculum", "dead_letter", "dashboard", "operator"),
+    "HR_PRESENCE": ("curriculum", "dead_letter", "feedback", "dashboard", "operator"),
 }
 """Bucket to the roles that may read it. A broker cannot fence single keys of a bucket, so users' prompts have a bucket
 of their own."""

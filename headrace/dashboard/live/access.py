@@ -18,8 +18,9 @@ Scope = Literal["", "run", "users"]
 class Access:
     """The key and the tokens of one process."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._secret, self._clock = token_bytes(32), clock
+    def __init__(self, clock: Callable[[], float] = time.time, secret: str = "") -> None:
+        """secret: of another process's tokens, hexadecimal; empty: a new one."""
+        self.secret, self._clock = secret or token_bytes(32).hex(), clock
         self.key = token_urlsafe(32)
         """Gives access to the run without users' records."""
 
@@ -42,4 +43,4 @@ class Access:
         return "users" if signed and self._clock() < int(until) else ""
 
     def _sign(self, until: str) -> str:
-        return hmac.new(self._secret, until.encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self.secret.encode(), until.encode(), hashlib.sha256).hexdigest()

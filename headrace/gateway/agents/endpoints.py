@@ -40,8 +40,7 @@ from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.persistence import kept_lines
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.tenants.admission import keyed
-from headrace.gateway.tenants.keys import ApiKey
-from headrace.messages.product import Agent, AgentRun, Feedback, Moment, Signal
+from headrace.messages.product import Agent, AgentRun, ApiKey, Feedback, Moment, Signal
 from headrace.messages.rollout import Trajectory, TurnSampled
 
 MOST = 100
@@ -141,10 +140,10 @@ class AgentEndpoints:
     async def _rate(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         (agent, run), given = self._found(request, key), await read_json(request, NewRating)
         trajectory = await self._finished(agent, run)
-        await self._publish(
+        outcome = await self._publish(
             agent, key.training, trajectory, given.given, given.signal, given.comment, reward=given.reward
         )
-        return web.json_response({"id": run.id, "signal": given.signal, "thumb": given.given}, status=202)
+        return web.json_response(outcome | {"id": run.id, "signal": given.signal, "thumb": given.given}, status=202)
 
     async def _finished(self, agent: Agent, run: AgentRun) -> Trajectory:
         trajectory = await self._agents.trajectory(agent, run)
@@ -162,8 +161,8 @@ class AgentEndpoints:
         remaining, added = kept_lines(run.added, later.files.values()), len(run.added)
         thumb: Thumb = "up" if 2 * remaining >= added else "down"
         comment = f"{remaining} of {added} lines"
-        await self._publish(agent, key.training, trajectory, thumb, "persistence", comment, later.at)
-        counted = {"id": run.id, "at": later.at, "added": added, "kept": remaining, "thumb": thumb}
+        outcome = await self._publish(agent, key.training, trajectory, thumb, "persistence", comment, later.at)
+        counted = outcome | {"id": run.id, "at": later.at, "added": added, "kept": remaining, "thumb": thumb}
         return web.json_response(counted, status=202)
 
     async def _judge_follow_up(self, agent: Agent, run: AgentRun, key: ApiKey) -> None:
@@ -198,7 +197,7 @@ class AgentEndpoints:
         comment: str,
         at: Moment = "",
         reward: float | None = None,
-    ) -> None:
+    ) -> dict[str, str]:
         feedback = Feedback(
             tenant=agent.tenant,
             user=agent.user,
@@ -212,7 +211,7 @@ class AgentEndpoints:
             training_allowed=agent.training_allowed and training,
             comment=comment,
         )
-        await self._ratings.publish(feedback)
+        return await self._ratings.publish(feedback)
 
     async def _archive(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent = self._agents.owned(request.match_info["agent"], key)

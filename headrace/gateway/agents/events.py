@@ -18,8 +18,7 @@ from headrace.bus.errors import BusError
 from headrace.gateway.agents.requests import AgentRefused
 from headrace.gateway.agents.store import Agents, Sessions
 from headrace.gateway.http import send
-from headrace.gateway.tenants.keys import ApiKey
-from headrace.messages.product import Agent, AgentRun
+from headrace.messages.product import Agent, AgentRun, ApiKey
 from headrace.messages.rollout import TurnDone, TurnSampled
 
 HEARTBEAT_S = 10.0

@@ -21,8 +21,7 @@ from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.workspace import files_of
 from headrace.gateway.http import read_json
 from headrace.gateway.tenants.admission import keyed
-from headrace.gateway.tenants.keys import ApiKey
-from headrace.messages.product import Agent, AgentSet
+from headrace.messages.product import Agent, AgentSet, ApiKey
 
 
 class SetEndpoints:

@@ -18,9 +18,8 @@ from headrace.gateway.agents.merging import Merged, merge
 from headrace.gateway.agents.requests import AgentRefused, NewAgent
 from headrace.gateway.agents.store import IDLE_S, KEPT_BYTES, Agents, GatewayParts, Member, idempotent_id
 from headrace.gateway.agents.views import agent_view, check_view, run_view
-from headrace.gateway.tenants.keys import ApiKey
 from headrace.messages import subjects
-from headrace.messages.product import Agent, AgentSet, AttemptControl, WorkspaceCommand, WorkspaceReport
+from headrace.messages.product import Agent, AgentSet, ApiKey, AttemptControl, WorkspaceCommand, WorkspaceReport
 
 COMMAND_S = 120.0
 """Time limit of the commands `setup` and `check`."""

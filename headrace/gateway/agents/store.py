@@ -22,10 +22,9 @@ from headrace.gateway.agents.webhooks import Webhooks
 from headrace.gateway.sessions import Session
 from headrace.gateway.signals.persistence import added_lines
 from headrace.gateway.split import Split
-from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
-from headrace.messages.product import Agent, AgentRun, AttemptControl
+from headrace.messages.product import Agent, AgentRun, ApiKey, AttemptControl
 from headrace.messages.rollout import PolicyRef, SlotFailed, Trajectory, TurnSampled, Workspace
 
 KEPT_BYTES = 512 << 10

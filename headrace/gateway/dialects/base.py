@@ -115,6 +115,11 @@ def string(value: object, field: str, default: str = "") -> str:
     return plain(value, field)
 
 
+def end_user(body: Body) -> str:
+    """The person for whom a client of OpenAI's dialects asks; empty if it names none."""
+    return string(body.get("user"), "user") or string(body.get("safety_identifier"), "safety_identifier")
+
+
 def objects(value: object, field: str) -> list[dict[str, Any]]:
     """The value of a key that is a list of JSON objects; empty if the key is absent or null."""
     if value is None:

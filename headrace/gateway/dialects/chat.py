@@ -12,6 +12,7 @@ from headrace.gateway.dialects.base import (
     Body,
     Unusable,
     arguments,
+    end_user,
     event,
     flag,
     no_attachment,
@@ -55,7 +56,7 @@ class ChatCompletions:
             temperature=temperature(body.get("temperature")),
             stream=flag(body.get("stream"), "stream"),
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-            user=string(body.get("user"), "user"),
+            user=end_user(body),
             left_out=skipped,
         )
 

@@ -72,7 +72,7 @@ CHAT: Mapping[str, Key] = {
     "reasoning": _EFFORT,
     "thinking": _EFFORT,
     "verbosity": _EFFORT,
-    "safety_identifier": _VENDOR,
+    "safety_identifier": Key("honoured", "where `user` is absent"),
     "service_tier": _VENDOR,
     "store": _VENDOR,
 }
@@ -106,7 +106,7 @@ RESPONSES: Mapping[str, Key] = {
     "stream_options": _VENDOR,
     "client_metadata": _VENDOR,
     "prompt_cache_retention": _HINT,
-    "safety_identifier": _VENDOR,
+    "safety_identifier": Key("honoured", "where `user` is absent"),
     "service_tier": _VENDOR,
     "store": Key("left out", f"{_STORED} each turn"),
 }

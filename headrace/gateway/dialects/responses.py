@@ -14,6 +14,7 @@ from headrace.gateway.dialects.base import (
     Body,
     Unusable,
     arguments,
+    end_user,
     flag,
     no_attachment,
     objects,
@@ -69,7 +70,7 @@ class Responses:
             max_tokens=whole_number(body.get("max_output_tokens"), "max_output_tokens"),
             temperature=temperature(body.get("temperature")),
             stream=flag(body.get("stream"), "stream"),
-            user=string(body.get("user"), "user"),
+            user=end_user(body),
             left_out=(*skipped, *tools.vendors),
         )
 

@@ -11,9 +11,13 @@ from collections import OrderedDict
 import msgspec
 
 from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
 from headrace.messages import subjects
-from headrace.messages.product import Feedback
+from headrace.messages.operations import Ack
+from headrace.messages.product import AskFate, Feedback, FeedbackSettled
 
+FATE_S = 3.0
+"""The longest wait for what becomes of a rating."""
 REMEMBERED = 10_000
 """Sessions whose newest rating is kept in memory. A repeat of an older one is stored again and supersedes it."""
 
@@ -31,18 +35,30 @@ class Ratings:
         """Trajectory to its newest rating and the number of changes before it."""
 
     def outcome(self, feedback: Feedback) -> dict[str, str]:
-        """The outcome of a rating and its reason, as far as they are certain at once: what the feedback actor will
-        record, or `waiting` where that actor decides."""
+        """The outcome of a rating and its reason where the gateway is certain of what the feedback actor will record;
+        empty where that actor decides."""
         if feedback.user in self.denied:
             return {"outcome": "opted_out", "reason": "its user is on the deny-list"}
         if not feedback.training_allowed:
             return {"outcome": "opted_out", "reason": f"tenant {feedback.tenant} did not opt in with this key"}
         if feedback.untrainable:
             return {"outcome": "discarded", "reason": feedback.untrainable}
-        return {"outcome": "waiting", "reason": ""}
+        return {}
 
-    async def publish(self, feedback: Feedback) -> None:
-        """Store a rating. BusError."""
+    async def fate(self, trajectory: str, since: int = 0) -> dict[str, str]:
+        """The outcome of the newest rating of a session and the reason; `waiting` before its end, and
+        where no feedback actor answers. since: the sequence of a rating that the answer must have seen."""
+        where = subjects.RPC.at(service="feedback", caller="gateway", method="fate")
+        try:
+            told = await self._bus.request(where, AskFate(trajectory=trajectory, since=since), timeout=FATE_S)
+        except BusError:
+            return {"outcome": "waiting", "reason": "no feedback actor answers now"}
+        if isinstance(told, FeedbackSettled):
+            return {"outcome": told.fate, "reason": told.detail}
+        return {"outcome": "waiting", "reason": told.detail if isinstance(told, Ack) else ""}
+
+    async def publish(self, feedback: Feedback) -> dict[str, str]:
+        """Store a rating. Returns its outcome and the reason, as far as they are known at once. BusError."""
         if feedback.user in self.denied:
             feedback = msgspec.structs.replace(feedback, training_allowed=False)
         given = f"{feedback.signal}{feedback.at}.{feedback.thumb}"
@@ -55,4 +71,6 @@ class Ratings:
             self._newest.popitem(last=False)
         subject = subjects.FEEDBACK.at(tenant=subjects.token(feedback.tenant), user=feedback.user)
         msg_id = f"{self._instance}.{feedback.trajectory}.{number}.{given}"
-        await self._bus.publish(subject, feedback, msg_id=msg_id)
+        seq = await self._bus.publish(subject, feedback, msg_id=msg_id)
+        told = await self.fate(feedback.trajectory, seq)
+        return told if told["outcome"] != "waiting" else self.outcome(feedback) or told

@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from headrace.gateway.http import HEALTH, Handler, HttpRefused
-from headrace.gateway.tenants.keys import ApiKey, ApiKeys, Scope
+from headrace.gateway.http import HEALTH, TOKEN, Handler, HttpRefused
+from headrace.gateway.tenants.keys import ApiKeys
 from headrace.gateway.tenants.limits import RateLimit
+from headrace.messages.product import ApiKey, Scope
 from headrace.request_names import RequestNames
 
 Keyed = Callable[[web.Request, ApiKey], Awaitable[web.StreamResponse]]
@@ -61,6 +62,7 @@ class Admission:
         if wait > 0:
             raise HttpRefused(429, f"more than {key.requests_per_minute} requests a minute with this key", wait)
         check_scope(key, scope_of(route))
+        request[TOKEN] = token
         return key
 
 

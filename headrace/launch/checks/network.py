@@ -9,7 +9,6 @@ from headrace.bus.broker.credentials import of_run, unused
 from headrace.bus.broker.server import find_binary, refuse_busy_port
 from headrace.bus.errors import BusError
 from headrace.config import Config
-from headrace.gateway.tls import Certificate, CertificateError
 from headrace.launch.checks.finding import Finding, bad, good
 
 ANSWER_S = 1.0
@@ -40,10 +39,7 @@ async def check(config: Config) -> AsyncIterator[Finding]:
         try:
             refuse_busy_port(config.production.host, config.production.port, "[production] port")
             yield good("production", f"the gateway can listen on {config.production.host}")
-            if config.production.tls_certificate:
-                Certificate(config.production.tls_certificate, config.production.tls_key)
-                yield good("production", "the gateway's certificate and key can be loaded")
-        except (BusError, CertificateError) as error:
+        except BusError as error:
             yield bad("production", str(error))
     if section.blob_dir and not Path(section.blob_dir).is_dir():
         yield bad("bus.blob_dir", f"there is no folder {section.blob_dir}; create it, or set another bus.blob_dir")

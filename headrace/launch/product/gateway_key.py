@@ -1,13 +1,16 @@
 """The gateway's key of a run: for the simulated users, and for the operator of the machine."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.bus.broker.credentials import private
 from headrace.config import Config
-from headrace.gateway.tenants.keys import ApiKeys, KeyFileError, key_file
-from headrace.launch.runs import RunError
+from headrace.launch.output import complain
+
+if TYPE_CHECKING:
+    from headrace.bus.connection import Bus
 
 PER_MINUTE = 6000
 """Requests a minute of the key."""
@@ -18,30 +21,42 @@ def place(folder: Path) -> Path:
     return folder / "gateway.key"
 
 
-@contextmanager
-def key_of_run(config: Config, folder: Path) -> Iterator[Path]:
+@asynccontextmanager
+async def key_of_run(config: Config, folder: Path, url: str, credentials: str) -> AsyncIterator[Path]:
     """The file of a key that the run's gateways accept while the block runs, of the tenant of headrace's own agent.
 
-    A key that an interrupted `headrace up` of the same run left is revoked. RunError.
+    url, credentials: of the run's broker. A key that an interrupted `headrace up` of the same run left is revoked.
+    KeysRefused, BusError.
     """
-    keys, path = ApiKeys(key_file(config)), place(folder)
-    production = config.production
-    try:
+    from headrace.bus.connection import Bus
+    from headrace.bus.errors import BusError
+    from headrace.gateway.tenants.store import add
+
+    path, production = place(folder), config.production
+
+    async def connect() -> "Bus":
+        return await Bus.connect(url, role="operator", credentials=credentials)
+
+    async with await connect() as bus:
         if path.is_file():
-            _revoke(keys, path)
-        key = keys.add(production.tenant, training=production.training_allowed, requests_per_minute=PER_MINUTE)
-    except KeyFileError as error:
-        raise RunError(f"{error}; move it away, or name another [production] keys", 3) from None
+            await _revoke(bus, path)
+        key = await add(bus, production.tenant, training=production.training_allowed, requests_per_minute=PER_MINUTE)
     private(path, key)
     try:
         yield path
     finally:
-        _revoke(keys, path)
+        try:
+            async with await connect() as bus:
+                await _revoke(bus, path)
+        except BusError as error:
+            complain(f"the key in {path} is not revoked, the next start of this run does it: {error}")
 
 
-def _revoke(keys: ApiKeys, path: Path) -> None:
-    """Remove the file, and its key from the gateway's."""
-    entry = keys.find(path.read_text(encoding="ascii").strip())
+async def _revoke(bus: "Bus", path: Path) -> None:
+    """End the key, then remove its file."""
+    from headrace.gateway.tenants.keys import digest_of
+    from headrace.gateway.tenants.store import KeysRefused, revoke
+
+    with suppress(KeysRefused):  # somebody has ended it
+        await revoke(bus, digest_of(path.read_text(encoding="ascii").strip())[:8])
     path.unlink()
-    if entry is not None:
-        keys.revoke(entry.id)

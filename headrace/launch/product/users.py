@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
 from headrace.errors import HeadraceError
-from headrace.gateway.tls import client_context
 from headrace.launch.product.gateway_key import place
 from headrace.messages.tasks import Oracle
 
@@ -38,14 +37,6 @@ def satisfied(files: dict[str, str], oracle: Oracle) -> bool:
     return all(files.get(path, "").encode() == content for path, content in oracle.solution.items())
 
 
-def _connector(config: Config) -> "aiohttp.TCPConnector":
-    """Connections to the gateway; with TLS they trust its own certificate alone."""
-    import aiohttp
-
-    certificate = config.production.tls_certificate
-    return aiohttp.TCPConnector(ssl=client_context(certificate) if certificate else True)
-
-
 async def simulate(config: Config, run_dir: Path, stopping: asyncio.Event) -> None:
     """Send requests until `stopping` is set."""
     import aiohttp
@@ -55,7 +46,7 @@ async def simulate(config: Config, run_dir: Path, stopping: asyncio.Event) -> No
     suite = open_suite(config.tasks.heldout, config.tasks.dir)
     ids = suite.ids()
     rng = random.Random(config.run.seed)
-    async with aiohttp.ClientSession(connector=_connector(config)) as http, asyncio.TaskGroup() as group:
+    async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
         product = Product(http, run_dir, stopping)
         await product.opened()
         begin = time.monotonic()

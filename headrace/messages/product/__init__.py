@@ -1,5 +1,5 @@
 """The product lane: serving users (serving.py), their ratings and the gate (ratings.py), their agents (agents.py),
-purges (privacy.py)."""
+purges (privacy.py), and the keys of tenants (keys.py)."""
 
 from headrace.messages.product.agents import (
     Agent,
@@ -8,6 +8,17 @@ from headrace.messages.product.agents import (
     WorkspaceCommand,
     WorkspaceReport,
 )
+from headrace.messages.product.keys import (
+    KEYS,
+    PURGE_SECRET,
+    SCOPES,
+    SECRETS,
+    USERS_SECRET,
+    USUAL,
+    ApiKey,
+    Scope,
+    SealedSecret,
+)
 from headrace.messages.product.privacy import (
     DeniedUser,
     PurgeCertificate,
@@ -15,11 +26,13 @@ from headrace.messages.product.privacy import (
     PurgeStatement,
     PurgeUser,
     ReadmitUser,
+    UserDropped,
     certificate_key,
     denied_key,
 )
 from headrace.messages.product.ratings import (
     Arm,
+    AskFate,
     Branch,
     Fate,
     Feedback,
@@ -62,11 +75,19 @@ from headrace.messages.product.serving import (
 
 __all__ = [
     "CLIENT_SUITE",
+    "KEYS",
+    "PURGE_SECRET",
+    "SCOPES",
+    "SECRETS",
     "TURN_S",
+    "USERS_SECRET",
+    "USUAL",
     "Agent",
     "AgentRun",
     "AgentSet",
+    "ApiKey",
     "Arm",
+    "AskFate",
     "AttemptControl",
     "Branch",
     "CapacityLease",
@@ -97,11 +118,14 @@ __all__ = [
     "PurgedRecords",
     "ReadmitUser",
     "RecordedTurn",
+    "Scope",
+    "SealedSecret",
     "ShadowTurn",
     "Signal",
     "Stage",
     "Traffic",
     "TurnStop",
+    "UserDropped",
     "WorkspaceCommand",
     "WorkspaceReport",
     "branch_key",

@@ -23,6 +23,15 @@ class PurgeUser(Message, frozen=True, kw_only=True):
     user: str
 
 
+@message("user_dropped")
+class UserDropped(Message, frozen=True, kw_only=True):
+    """An actor has dropped what its memory held of a user whose purge it heard of. Core NATS, at most once."""
+
+    user: str
+    actor: str
+    """``<role>.<id>``, as its heartbeats are named."""
+
+
 @message("readmit_user")
 class ReadmitUser(Message, frozen=True, kw_only=True):
     """Take a user off the deny-list. Answered with an Ack: of a user who is not on it, or whose purge is not over, with
@@ -83,6 +92,13 @@ class PurgeStatement(msgspec.Struct, frozen=True, kw_only=True):
     denied: bool
     kept: tuple[str, ...]
     """Descriptions of the data that stays."""
+    elsewhere: tuple[str, ...] = ()
+    """Objects, folders and machines, and why they hold nothing of the user."""
+    reached: tuple[str, ...] = ()
+    """The actors that said that they dropped the user from their memory, as ``<role>.<id> on <node>``."""
+    unreached: tuple[str, ...] = ()
+    """The actors that lived and did not say so in time: what they hold of the user ends with them, or when they hear
+    of the purge."""
 
 
 @message("purge_certificate")

@@ -67,6 +67,16 @@ class FeedbackSettled(Message, frozen=True, kw_only=True):
     """The group under which the branch trains on it; only with ``closed``."""
 
 
+@message("ask_fate")
+class AskFate(Message, frozen=True, kw_only=True):
+    """What has become of the newest rating of a session? Answered with a FeedbackSettled, or with an Ack while the
+    rating waits for a batch."""
+
+    trajectory: str
+    since: Count = 0
+    """Sequence of a rating: the answer waits until this one is examined."""
+
+
 class PurgedFeedback(msgspec.Struct, frozen=True):
     """A rating that is deleted with its user."""
 

@@ -161,7 +161,7 @@ TURN_S = 300.0
 """The longest wait of a gateway for a turn that a client's agent requests."""
 
 
-@message("client_turn")
+@message("client_turn", version=2)
 class ClientTurn(Message, frozen=True, kw_only=True):
     """A request to a rollout actor of the production lane for a turn of an agent that runs its own tools. The turn log
     holds the whole state, so any rollout actor of the lane may answer the next request."""
@@ -169,12 +169,10 @@ class ClientTurn(Message, frozen=True, kw_only=True):
     run: str
     group: str
     """``<user hash>.<session>``."""
-    segment: Count
-    """Grows when the client rewrote its history: the context starts again."""
     messages: tuple[ClientMessage, ...]
     """The whole history, as the client sends it."""
     known: Count = 0
-    """How many of them the segment's ids hold already; the last of those is the turn that was sampled."""
+    """How many of them the session's ids hold already; the last of those is the turn that was sampled."""
     tools: tuple[ClientTool, ...] = ()
     parallel: bool = True
     """False: the turn has one call at most; the words of further ones stay in its ids."""
@@ -194,6 +192,19 @@ class ClientTurn(Message, frozen=True, kw_only=True):
     """Send ClientTurnParts while it is sampled."""
 
 
+class _ClientTurn1(ClientTurn, frozen=True, kw_only=True):
+    """Version 1 counted the rewrites of a history."""
+
+    segment: Count
+
+
+def _of_one_history(was: _ClientTurn1) -> ClientTurn:
+    return ClientTurn(**{name: getattr(was, name) for name in ClientTurn.__struct_fields__})
+
+
+older(ClientTurn, 1, _ClientTurn1, _of_one_history)
+
+
 @message("client_turn_part")
 class ClientTurnPart(Message, frozen=True, kw_only=True):
     """The tokens of a turn since the part before, read. At most once: ClientTurnDone has the whole turn. Its texts
@@ -209,7 +220,7 @@ class ClientTurnPart(Message, frozen=True, kw_only=True):
     """Calls that begin or go on; the arguments are the next piece."""
 
 
-@message("client_turn_done")
+@message("client_turn_done", version=2)
 class ClientTurnDone(Message, frozen=True, kw_only=True):
     """The answer to a ClientTurn."""
 
@@ -226,14 +237,28 @@ class ClientTurnDone(Message, frozen=True, kw_only=True):
     """Why there is no turn, for the client: its request cannot be used. Empty when there is one."""
     failed: str = ""
     """Why there is no turn: a part of headrace failed. Asking again may help."""
-    begin_segment: Count = 0
-    """Above 0: nothing was sampled, because the session has a turn that the gateway does not know. The gateway begins a
+    behind: bool = False
+    """Nothing was sampled, because the session has a turn that the gateway does not know. The gateway begins a
     branch."""
 
     @property
     def said(self) -> str:
         """All of its text."""
         return "\n".join(filter(None, (self.text, self.after)))
+
+
+class _ClientTurnDone1(ClientTurnDone, frozen=True, kw_only=True):
+    """Version 1 named the next segment."""
+
+    begin_segment: Count = 0
+
+
+def _in_a_branch(was: _ClientTurnDone1) -> ClientTurnDone:
+    fields = {name: getattr(was, name) for name in ClientTurnDone.__struct_fields__}
+    return ClientTurnDone(**fields | {"behind": was.begin_segment > 0})
+
+
+older(ClientTurnDone, 1, _ClientTurnDone1, _in_a_branch)
 
 
 @message("client_session_end")

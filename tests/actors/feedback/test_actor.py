@@ -13,6 +13,7 @@ from headrace.actors.gateway import Gateway
 from headrace.config import Config, branch_config
 from headrace.config import Feedback as FeedbackSection
 from headrace.config import Gate as GateSection
+from headrace.gateway.tenants.store import make_secrets
 from headrace.messages import subjects
 from headrace.messages.evaluation import EvalRequest
 from headrace.messages.ledger import GroupClosed
@@ -290,6 +291,7 @@ async def test_of_two_feedback_actors_the_later_acts_and_the_earlier_stands_down
             while len(late.book.ratings) < 3:
                 await asyncio.sleep(0.01)
             assert early.status == "superseded" and not early.failed.done() and len(early.book.ratings) == 1
+            await make_secrets(await product.bus("operator"))
             user = PurgeUser(user="nobody")
             subject = subjects.RPC.at(service="feedback", caller="gateway", method="purge")
             answer = await (await product.bus("gateway")).request(subject, user, timeout=60.0)

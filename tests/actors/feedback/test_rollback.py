@@ -19,9 +19,10 @@ import msgspec
 import pytest
 
 from benchmarks.feedback.world import PASSED, RUN, TOOL, Product, Taught, Users, ask, configuration, product
+from headrace.bus.connection import Bus
 from headrace.config import Bus as BusSection
 from headrace.config import Config, Feedback, Gate
-from headrace.gateway.tenants.keys import ApiKeys, key_file
+from headrace.gateway.tenants.store import add
 from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import EVENT, TRAJ
 
@@ -149,7 +150,9 @@ async def measure(folder: Path, clients: int, before_s: float, after_s: float) -
         urls = await replicas(running)
         await branch_version(running, users)
         await command(folder, "gate", str(folder / RUN), "--promote", "1", "--branch")
-        key = ApiKeys(key_file(config)).add("acme", requests_per_minute=10**6)
+        operator = await Bus.connect(running.server.url, role="operator", credentials=running.server.credentials)
+        async with operator:
+            key = await add(operator, "acme", requests_per_minute=10**6)
         async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
             traffic = Clients(http, urls)
             tasks = [asyncio.create_task(traffic.hold(number)) for number in range(clients)]

@@ -49,9 +49,7 @@ async def test_a_turn_that_another_actor_recorded_leaves_no_session_in_the_engin
         return sampled
 
     monkeypatch.setattr(spans, "sample", raced)
-    turn = ClientTurn(
-        run=run, group=group, segment=0, messages=(ClientMessage(role="user", text="hi"),), context_tokens=2048
-    )
+    turn = ClientTurn(run=run, group=group, messages=(ClientMessage(role="user", text="hi"),), context_tokens=2048)
     async with living(Rollout, config(tmp_path), await connect("rollout", node="n1"), run, "product") as actor:
         done = await actor._clients.turn(turn)
         engine = actor._policies.engine

@@ -20,7 +20,6 @@ from headrace.bus.connection import Bus
 from headrace.bus.payloads import renderer_bundles
 from headrace.config import AgentLimits, Config, Engine, Policy, Production, Run
 from headrace.engines.embedded.engine import EmbeddedEngine
-from headrace.gateway.tenants.keys import ApiKeys
 from headrace.messages.product import (
     AttemptControl,
     ClientCall,
@@ -43,6 +42,7 @@ from headrace.rendering.tokenizer import Tokenizer
 from headrace.weights import tensor_state
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.api_keys import made
 from tests.support.chat_formats import bundle_of_run, tokenizer_json
 from tests.support.patience import PATIENCE_S
 
@@ -81,6 +81,7 @@ class Client:
         self.http, self.url = http, url
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": f"mean of xs {HOSTILE}"}]
         self.session = ""
+        self.gateway: Gateway
 
     async def turn(self, **changes: Any) -> dict[str, Any]:
         """Request a turn and append it to the history."""
@@ -121,11 +122,13 @@ async def client(connect: Connect, tmp_path: Path, run: str) -> AsyncIterator[Cl
 @asynccontextmanager
 async def client_of(settings: Config, connect: Connect, tmp_path: Path, run: str) -> AsyncIterator[Client]:
     (tmp_path / run).mkdir()
-    key = ApiKeys(tmp_path / "keys.json").add("acme", training=True)
-    async with living(Gateway, settings, await connect("gateway"), run, "gateway"):
+    key = await made(await connect("operator"), "acme", training=True)
+    async with living(Gateway, settings, await connect("gateway"), run, "gateway") as gateway:
         url = json.loads((tmp_path / run / "gateway.json").read_text())["url"]
         async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
-            yield Client(http, url)
+            client = Client(http, url)
+            client.gateway = gateway
+            yield client
 
 
 def segment_of(turns: tuple[Turn, ...], segment: int) -> list[Turn]:
@@ -199,14 +202,14 @@ async def test_a_session_that_has_ended_is_rated_as_it_was_captured(
     connect: Connect, client: Client, run: str, tmp_path: Path
 ) -> None:
     """It ended without a rating, as an idle one does. Before, a later rating of it was refused and lost."""
-    observer, keys = await connect("admin"), ApiKeys(tmp_path / "keys.json")
+    observer, operator = await connect("admin"), await connect("operator")
     async with living(Rollout, config(tmp_path), await connect("rollout", node="n1"), run, "product"):
         await client.turn()
         group = client.session
         url = f"{client.url}/v1/client/sessions/{group}"
         async with client.http.delete(url) as answer:
             assert answer.status == 200, await answer.text()
-        other = {"x-api-key": keys.add("other", training=True)}
+        other = {"x-api-key": await made(operator, "other", client.gateway, training=True)}
         for path, headers in ((url, other), (f"{client.url}/v1/client/sessions/a.b", {}), (f"{url}*", {})):
             async with client.http.post(f"{path}/feedback", json={"thumb": "up"}, headers=headers) as answer:
                 assert answer.status == 404
@@ -216,7 +219,7 @@ async def test_a_session_that_has_ended_is_rated_as_it_was_captured(
         async with client.http.post(
             f"{client.url}/v1/chat/completions",
             json={"model": "latest", "messages": client.messages},
-            headers={"x-api-key": keys.add("acme")},
+            headers={"x-api-key": await made(operator, "acme", client.gateway)},
         ) as answer:
             private = answer.headers["X-Headrace-Session"]
         await client.http.delete(f"{client.url}/v1/client/sessions/{private}")
@@ -305,7 +308,6 @@ async def test_a_turn_that_the_gateway_does_not_know_is_not_in_the_context_of_th
         lost = ClientTurn(
             run=run,
             group=client.session,
-            segment=0,
             messages=(*history, ClientMessage(role="user", text="go on")),
             known=2,
             tools=(ClientTool(name="read"),),
@@ -324,7 +326,7 @@ async def test_a_turn_that_the_gateway_does_not_know_is_not_in_the_context_of_th
             assert reply.status == 200
         opening = msgspec.structs.replace(lost, group=f"{group}b", messages=lost.messages[:1], known=0)
         asked = [await gateway.request(subject, opening, timeout=PATIENCE_S, owner=group[:20]) for _ in range(2)]
-        assert [done.begin_segment for done in asked if isinstance(done, ClientTurnDone)] == [0, 1]
+        assert [done.behind for done in asked if isinstance(done, ClientTurnDone)] == [False, True]
     for id in (root, branch):
         end = await trajectory_of(observer, run, id)
         assert [turn.segment for turn in end.turns] == [0, 0], "the branch goes on without it"
@@ -355,7 +357,6 @@ async def test_an_actor_reads_the_turns_of_another_before_it_samples(
     turn = ClientTurn(
         run=run,
         group=f"{'a' * 20}.s1",
-        segment=0,
         messages=(ClientMessage(role="user", text="hi"),),
         context_tokens=2048,
     )
@@ -409,8 +410,7 @@ async def test_sessions_are_opened_named_repeated_and_rated_by_one_id(
     """The same through two gateways: the second takes up what the first stored."""
     observer = await connect("admin")
     (tmp_path / "two" / run).mkdir(parents=True)
-    second = config(tmp_path / "two", keys=str(tmp_path / "keys.json"))
-    (tmp_path / "two" / run / "user.key").write_bytes((tmp_path / run / "user.key").read_bytes())
+    second = config(tmp_path / "two")
     async with (
         living(Rollout, config(tmp_path), await connect("rollout", node="n1"), run, "product"),
         living(Gateway, second, await connect("gateway"), run, "gateway-2"),

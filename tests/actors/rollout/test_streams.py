@@ -108,7 +108,6 @@ async def _both(connect: Connect, run: str, folder: Path, count: int) -> None:
             turn = ClientTurn(
                 run=run,
                 group=f"{'a' * 20}.{'s' if stream else 'w'}{number}",
-                segment=0,
                 messages=(ClientMessage(role="user", text=f"mean of xs {number}"),),
                 tools=(ClientTool(name="read"),),
                 seed=number,
@@ -171,15 +170,15 @@ async def test_a_token_is_at_the_client_while_the_turn_is_sampled(
             assert isinstance(engine, EmbeddedEngine) and engine.stats()["running"] == 1
             assert list(events(data[: data.rindex(b"\n\n") + 2]))
     # The client has left in the middle of its turn.
-    await _is_cut(connect, run, actor)
+    await is_cut(connect, run, actor)
 
 
-async def _is_cut(connect: Connect, run: str, actor: Rollout) -> None:
+async def is_cut(connect: Connect, run: str, actor: Rollout) -> None:
     observer = await connect("admin")
     async for received in observer.follow("HR_TURN", TURN.where(run=run, trajectory=">")):
         record = received.message
         assert isinstance(record, TurnSampled)
-        assert record.turn.stop == "abort" and 0 < len(record.turn.ids) < LONG
+        assert record.turn.stop == "abort" and 0 < len(record.turn.ids) < LONG, len(record.turn.ids)
         assert len(record.turn.logprobs) == len(record.turn.ids)
         break
 
@@ -205,7 +204,7 @@ async def test_a_client_that_goes_away_frees_its_place_in_the_engine(
         while engine.stats()["running"]:
             await engine.unpin(-1)
         assert engine.stats()["sampled"] < LONG
-        await _is_cut(connect, run, actor)
+        await is_cut(connect, run, actor)
         # The session goes on: the turn that its client does not have is in no context.
         short = body | {"max_tokens": 4, "stream": False}
         async with client.http.post(f"{client.url}/v1/chat/completions", json=short) as answer:
@@ -237,7 +236,7 @@ async def test_an_error_after_the_first_byte_comes_in_the_dialects_own_form(
 
 def test_thinking_behind_text_waits_for_the_answer() -> None:
     """A dialect of blocks would have to open a second block of text behind it."""
-    turn = ClientTurn(run="r", group="u.s", segment=0, messages=(), stream=True)
+    turn = ClientTurn(run="r", group="u.s", messages=(), stream=True)
     parts = _Parts(turn, 0, ClientUsage(prompt=1))
     readings = [("Hm.", ""), ("Hm.", "I look"), ("Hm.\nSo.", "I look at"), ("Hm.\nSo.", "I look at it.")]
     made = [parts.next(Settled(thinking=thinking, text=text), 1) for thinking, text in readings]

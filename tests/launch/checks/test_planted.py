@@ -170,18 +170,6 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
         "bus.credentials is set and bus.url names no broker",
         "set bus.url to the broker of keys, or remove bus.credentials",
     ),
-    "no certificate": (
-        lambda *_: PRODUCT | {"production.tls_certificate": "/nowhere.pem", "production.tls_key": "/nowhere.pem"},
-        1,
-        "certificate /nowhere.pem and key /nowhere.pem cannot be used (No such file or directory)",
-        "expected a PEM certificate chain",
-    ),
-    "certificate without key": (
-        lambda *_: {"production.tls_certificate": "/nowhere.pem"},
-        2,
-        "production.tls_key: expected the key of production.tls_certificate",
-        "got none",
-    ),
     "no collector": (
         lambda *_: {"bus.otlp_endpoint": "http://127.0.0.1:1"},
         1,
