@@ -16,6 +16,10 @@ from headrace.config.tree import Config
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
 """Keys that moved to another section: files and recorded runs with the old keys are still read."""
+ENGINE_OPTIONS = (
+    *("args", "python", "server_devices", "servers", "sparse", "stage_dir", "start_s", "swap", "url", "weights"),
+)
+"""Keys of [engine] that are keys of [engine.options] now. A file with one is refused; a recorded run is read."""
 ANY = object()
 """In `FORMER`: a recorded run is read whatever value it has, because reading it does not depend on the key."""
 FORMER: dict[str, object] = {
@@ -206,6 +210,11 @@ def _move(raw: dict[str, Any], *, recorded: bool = False) -> None:
     algorithm = raw.get("algorithm")
     if isinstance(algorithm, dict) and (former := algorithm.pop("reward_options", None)):
         algorithm.setdefault("options", {}).setdefault("reward", former)
+    engine = raw.get("engine")
+    if recorded and isinstance(engine, dict):
+        former = {key: engine.pop(key) for key in ENGINE_OPTIONS if key in engine}
+        if former and engine.get("kind") == "sglang":
+            engine["options"] = former | engine.get("options", {})
     tasks = raw.get("tasks")
     servers = tasks.get("mcp") if isinstance(tasks, dict) else None
     for server in servers.values() if isinstance(servers, dict) else ():
@@ -220,6 +229,9 @@ def _move(raw: dict[str, Any], *, recorded: bool = False) -> None:
 
 def _gone(path: str) -> str:
     """The end of a former key's error, which says what became of it; empty for any other."""
+    section, _, key = path.partition(".")
+    if section == "engine" and key in ENGINE_OPTIONS:
+        return f" since this version: write it as {key} under [engine.options], or --set engine.options.{key}=..."
     if path not in FORMER:
         return ""
     value = FORMER[path]

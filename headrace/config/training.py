@@ -11,6 +11,7 @@ from headrace.config.base import (
     Count,
     Device,
     Duration,
+    Option,
     OptionalPath,
     Positive,
     Rate,
@@ -25,8 +26,6 @@ Sequence = Annotated[int, Meta(ge=2, le=1 << 24)]
 """Number of tokens of a sequence; the first one is not a target."""
 
 
-Option = float | int | str | bool
-"""Value of a plugin's option."""
 Factor = Annotated[float, Meta(ge=0.0, le=1e6)]
 """Weight of one kind of effort."""
 

@@ -15,8 +15,8 @@ import pytest
 from msgspec import UNSET
 
 from headrace.engines.base import Engine, EngineError, Progress
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.weights.lock import NotServed
+from headrace.engines.server.engine import OneServer
+from headrace.engines.server.weights.lock import NotServed
 from headrace.messages.rollout import PolicyRef, Span
 from headrace.policy import moe
 from tests.support import tiny
@@ -26,7 +26,7 @@ from tests.support.sglang.requests import attached, begun
 
 pytestmark = pytest.mark.anyio
 
-Pair = tuple[SglangEngine, Double]
+Pair = tuple[OneServer, Double]
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from headrace.engines.sglang.weights import cuda_digest, sparse
-from headrace.engines.sglang.weights.checksums import fused
+from headrace.engines.server.weights.checksums import fused
+from headrace.engines.sglang import cuda_digest, sparse
 from headrace.policy.config import PolicyConfig
 from tests.support.sglang.double import Double
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headrace.engines.sglang.compatibility import IncompatibleServer
-from headrace.engines.sglang.weights import sparse
-from headrace.engines.sglang.weights.checksums import digest, fused
+from headrace.engines.server.backend import IncompatibleServer
+from headrace.engines.server.weights.checksums import fused
+from headrace.engines.sglang import sparse
+from headrace.engines.sglang.backend import digest
 from headrace.weights import tensor_state
 from tests.support import tiny
 from tests.support.engines import Versions
@@ -116,8 +117,3 @@ async def test_a_server_without_the_loader_is_refused_and_never_asked_for_it(tmp
     with pytest.raises(IncompatibleServer, match="--custom-weight-loader"):
         async with attached(versions, tmp_path, sparse=True):
             pass
-    async with attached(versions, tmp_path) as (engine, double):
-        engine._swapper.sparse = True
-        near = tensor_state.write(tmp_path / "near", step(versions.model(0).state(), 3, density=0.01))
-        await engine.load(1, str(tmp_path / "near"), near)
-        assert engine.stats()["sparse_bytes"] == 0 and not double.bodies("/update_weights_from_tensor")

@@ -9,15 +9,21 @@ Trade-off: both versions are held in memory while they are compared, and it work
 server is known (one rank, nothing quantised). Elsewhere the version is loaded from disk.
 """
 
+import asyncio
 import base64
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from headrace.engines.sglang.weights.checksums import fused
+from headrace.engines.base import EngineError
+from headrace.engines.server.backend import UPDATE_S, Terms
+from headrace.engines.server.http import ServerError, Wire
+from headrace.engines.server.weights.checksums import fused
+from headrace.engines.server.weights.lock import VersionFile
 from headrace.policy.config import PolicyConfig
 from headrace.weights import tensor_state
 
@@ -69,3 +75,53 @@ def body(file: Path, label: str) -> dict[str, Any]:
         "flush_cache": False,
         "weight_version": label,
     }
+
+
+class Sparse:
+    """The changed elements as a `backend.Way`."""
+
+    def __init__(self, wire: Wire, folder: Path, config: PolicyConfig) -> None:
+        """folder: of the staged checkpoint."""
+        self._wire, self._config = wire, config
+        self._changes = folder.with_name(f"{folder.name}.changes")
+        """Not inside the folder, because the server reads every weight file in it."""
+        self._bytes = 0
+
+    async def prepare(self, before: VersionFile | None, model: Path, terms: Terms, *, compared: bool) -> bool:
+        """Write the elements that differ from `before`. False without a useful file."""
+        self._bytes = 0
+        if compared and terms.tp_size == 1 and before is not None and Path(before.path).exists():
+            what = self._changes, Path(before.path), model, self._config, terms.dtype
+            self._bytes = await asyncio.to_thread(write, *what)
+        return bool(self._bytes)
+
+    async def send(self, label: str, terms: Terms) -> bool:
+        """Make the loader apply the changed elements. ServerError when the server is gone."""
+        try:
+            await self._wire.post("/begin_weight_update", {})
+            try:
+                asked = body(self._changes, label)
+                answer = await self._wire.post("/update_weights_from_tensor", asked, UPDATE_S)
+            finally:
+                with suppress(ServerError):
+                    await self._wire.post("/end_weight_update", {})
+        except EngineError as error:
+            if isinstance(error, ServerError) and error.kind == "gone":
+                raise
+            answer = {}
+        if answer.get("success") is not True:
+            self.failed("the loader refused the changed elements")
+            return False
+        return True
+
+    def failed(self, reason: str) -> None:
+        """The next version is sent as changed elements again: a load from the folder repairs this one."""
+        self._bytes = 0
+
+    def discard(self) -> None:
+        """Delete the file."""
+        self._changes.unlink(missing_ok=True)
+
+    def stats(self) -> dict[str, float]:
+        """Bytes of the changed elements that the last change sent; 0 when it loaded from disk."""
+        return {"sparse_bytes": self._bytes}

@@ -5,7 +5,7 @@ little, and an error would appear late. The server describes itself in /openapi.
 requests. This module compares them with the requests that the client sends. The same list is compared with the source
 of released packages (`source`), which gives the range of releases in `versions`.
 
-A description does not contain replies. The first turn after a server's start is a probe for them (`lifecycle`).
+A description does not contain replies. The first turn after a server's start is a probe for them (`server.lifecycle`).
 """
 
 from collections.abc import Callable, Mapping
