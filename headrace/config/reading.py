@@ -16,9 +16,7 @@ from headrace.config.tree import Config
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
 """Keys that moved to another section: files and recorded runs with the old keys are still read."""
-ENGINE_OPTIONS = (
-    *("args", "python", "server_devices", "servers", "sparse", "stage_dir", "start_s", "swap", "url", "weights"),
-)
+ENGINE_OPTIONS = (*("args", "python", "server_devices", "servers", "stage_dir", "start_s", "swap", "url", "weights"),)
 """Keys of [engine] that are keys of [engine.options] now. A file with one is refused; a recorded run is read."""
 ANY = object()
 """In `FORMER`: a recorded run is read whatever value it has, because reading it does not depend on the key."""
@@ -27,6 +25,7 @@ FORMER: dict[str, object] = {
     "algorithm.objective": "dr_grpo",
     "curriculum.lost_groups": 64,
     "engine.deadline_s": 600.0,
+    "engine.sparse": ANY,
     "environment.group_idle_s": 10.0,
     "environment.key": "",
     "environment.warm_most": 4,

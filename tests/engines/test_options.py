@@ -44,10 +44,10 @@ def test_an_engine_without_options_takes_none() -> None:
 
 
 def test_only_sglang_has_the_options_of_sglang() -> None:
-    table: dict[str, Any] = {"url": "http://x", "sparse": True}
+    table: dict[str, Any] = {"url": "http://x", "weights": "auto"}
     options = registry.ENGINES.options("sglang", table, "engine.options")
-    assert isinstance(options, SglangOptions) and options.sparse
-    with pytest.raises(PluginError, match=r"engine.options.sparse"):
+    assert isinstance(options, SglangOptions) and options.weights == "auto"
+    with pytest.raises(PluginError, match=r"engine.options.weights"):
         registry.ENGINES.options("vllm", table, "engine.options")
 
 
@@ -67,6 +67,6 @@ def test_a_recorded_run_with_former_keys_is_read(tmp_path: Path, kind: str, opti
 
 
 def test_an_option_is_set_on_the_command_line() -> None:
-    overrides = ("engine.kind=sglang", "engine.options.args=['--a']", "engine.options.sparse=true")
+    overrides = ("engine.kind=sglang", "engine.options.args=['--a']", "engine.options.servers=2")
     config: Config = parse("", overrides=overrides)
-    assert config.engine.options == {"args": ["--a"], "sparse": True}
+    assert config.engine.options == {"args": ["--a"], "servers": 2}

@@ -109,7 +109,7 @@ class Command(NamedTuple):
     """How a server is started."""
 
     arguments: Sequence[str]
-    """What follows the interpreter."""
+    """The words behind the interpreter."""
     environment: Mapping[str, str]
     """Variables where this process has no value."""
     forced: Mapping[str, str]
@@ -151,7 +151,7 @@ class Backend(Protocol):
         on a port of loopback."""
 
     async def describe(self) -> Terms:
-        """What the server says about itself; asked until it answers. IncompatibleServer when it cannot be used."""
+        """The server's description of itself; asked until it answers. IncompatibleServer when it cannot be used."""
 
     async def ping(self, timeout_s: float) -> None:
         """An answer of the HTTP process alone."""

@@ -146,17 +146,6 @@ class OneServer:
             **{name: value for way in self._backend.ways for name, value in way.stats().items()},
         }
 
-    async def health(self) -> Literal["serving", "paused", "down"]:
-        """The server's state. `paused` while weights change: its own /health answers 503 then although it is
-        healthy."""
-        if self._swapper.paused:
-            return "paused"
-        try:
-            await self._backend.ping(5.0)
-        except ServerError as error:
-            return "serving" if error.kind == "late" and self._in_flight else "down"
-        return "serving"
-
     async def outside(self) -> Requests | None:
         """The server's requests of clients other than headrace; None when the server cannot tell them apart.
         ServerError when it does not answer."""

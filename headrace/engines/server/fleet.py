@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from headrace.backoff import Backoff
 from headrace.engines.base import EngineError, RefusedVersion, Sample, SampleRequest, Swap, UnusableEngine
@@ -28,8 +28,6 @@ T = TypeVar("T")
 LARGEST = ("pause_ms", "stage_ms", "kv_usage", "cache_hit_rate")
 """Figures of which the largest server's counts; the others are added."""
 SMALLEST = ("checked",)
-STATES: tuple[Literal["down", "paused", "serving"], ...] = ("down", "paused", "serving")
-"""States of a server, the worst first."""
 AGAIN_S = (1.0, 60.0)
 """The first and the largest delay in seconds before a lost server is tried again."""
 _log = logging.getLogger("headrace.engines.server")
@@ -77,11 +75,6 @@ class Fleet:
             values = [part[name] for part in parts]
             out[name] = max(values) if name in LARGEST else min(values) if name in SMALLEST else sum(values)
         return out | {"out": len(self._out), "losses": self._losses, "returns": self._returns}
-
-    async def health(self) -> Literal["serving", "paused", "down"]:
-        """The worst state of a server."""
-        states = await asyncio.gather(*(engine.health() for engine in self.engines))
-        return min(states, key=STATES.index)
 
     async def outside(self) -> Requests | None:
         """Requests of other clients in all live servers; None when one cannot tell them apart. ServerError."""

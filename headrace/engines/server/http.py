@@ -55,10 +55,9 @@ def reason(body: bytes) -> str:
 class Wire:
     """The HTTP client of one server. `close` ends its connections."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        """url: such as http://127.0.0.1:30000. api_key: needed where the server was started with one."""
+    def __init__(self, url: str) -> None:
+        """url: such as http://127.0.0.1:30000."""
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -68,7 +67,6 @@ class Wire:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
-                headers=self._headers,
                 read_bufsize=BUFFER,
                 json_serialize=lambda value: msgspec.json.encode(value).decode(),
             )

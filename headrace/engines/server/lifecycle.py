@@ -149,10 +149,6 @@ class Life:
         if latest is not None:
             await self.gate.turn_to(lambda: self._latest or latest)
 
-    async def attach(self) -> None:
-        """Check a running server. IncompatibleServer, EngineError."""
-        await self._answer()
-
     async def _change(self, weights: VersionFile) -> None:
         """Make the server serve `weights`, in whatever state it is. NotServed, EngineError."""
         try:
@@ -199,7 +195,7 @@ class Life:
                 await self._server.start(self._backend.command(self._swapper.folder, weights.label, port))
             if self.terms is None:
                 try:
-                    return await self._answer()
+                    return await self.attach()
                 except NotServed:
                     if fresh:
                         raise
@@ -228,8 +224,8 @@ class Life:
         if attempt.finish == "length":
             self._proven.add(terms.fingerprint)
 
-    async def _answer(self) -> Terms:
-        """What the server says about itself, as soon as it answers. NotServed when this engine's server ended;
+    async def attach(self) -> Terms:
+        """The server's description of itself, as soon as it answers. NotServed when this engine's server ended;
         ServerError after `start_s` seconds; IncompatibleServer."""
         end = asyncio.get_running_loop().time() + self._start_s
         while True:

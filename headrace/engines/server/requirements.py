@@ -1,4 +1,4 @@
-"""What every engine over a server requires: consistent options, its package, a staging folder. Imports no torch."""
+"""The requirements of every engine over a server: consistent options, its package, a staging folder. Imports no torch."""
 
 import json
 import subprocess

@@ -34,7 +34,6 @@ from headrace.engines.server.weights.checksums import label
 from headrace.engines.sglang import capabilities, cuda_digest, metrics, versions
 from headrace.engines.sglang.options import SglangOptions
 from headrace.engines.sglang.reply import body, read
-from headrace.engines.sglang.sparse import FOLDER, LOADER, Sparse
 from headrace.engines.sglang.transport import Transport
 from headrace.policy.config import PolicyConfig
 
@@ -89,8 +88,7 @@ class Sglang:
         """folder: of the staged checkpoint. most: largest number of requests of a server that is started."""
         self._config, self._options, self.wire, self._most = config, options, wire, most
         self._transport = Transport(wire, options.weights, folder, started=bool(options.python))
-        sparse = [Sparse(wire, folder, config)] if options.sparse else []
-        self.ways: Sequence[Way] = (*sparse, self._transport)
+        self.ways: Sequence[Way] = (self._transport,)
         self._seeded = self._priorities = False
 
     def command(self, folder: Path, label: str, port: int) -> Command:
@@ -105,9 +103,6 @@ class Sglang:
         forced = {"DISABLE_OPENAPI_DOC": "0"}  # the client reads the description
         if cpu:
             forced["SGLANG_USE_CPU_ENGINE"] = "1"
-        if self._options.sparse:
-            forced["PYTHONPATH"] = str(FOLDER)
-            argv += ["--custom-weight-loader", LOADER]
         return Command(argv, NO_DUMPS | cpu, forced)
 
     async def describe(self) -> Terms:
@@ -160,10 +155,6 @@ class Sglang:
         device = str(info.get("device", "unknown"))
         if version not in versions.MEASURED:
             _log.warning("%s; it has what this client asks for, so it is used", versions.said(version))
-        if self._options.sparse and LOADER not in (info.get("custom_weight_loader") or ()):
-            raise IncompatibleServer(
-                f"sparse = true needs --custom-weight-loader {LOADER}, and {FOLDER} on the server's PYTHONPATH"
-            )
         self._transport.check(able)
         self._seeded = bool(info.get("enable_deterministic_inference"))
         self._priorities = (

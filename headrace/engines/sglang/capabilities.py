@@ -63,7 +63,6 @@ Fields = Callable[[str], frozenset[str] | None]
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """The optional capabilities of a server that has the required ones."""
 
-    replay: bool = True
     priorities: bool = True
     tensors: bool = True
     session: bool = True
@@ -107,7 +106,6 @@ def decide(fields: Fields, *, mixture: bool) -> tuple[Capabilities, list[str]]:
     lost = missing(REQUIRED + (REPLAY if mixture else ()), fields)
     tensors = not missing(TENSORS, fields)
     return Capabilities(
-        replay=not missing(REPLAY, fields),
         priorities=not missing(PRIORITIES, fields),
         tensors=tensors,
         session=not missing(SESSION, fields),

@@ -48,7 +48,7 @@ MEASURED = ("0.32.0",)
 """The tests of the real server ran with these releases."""
 GENERATE = "/inference/v1/generate"
 PREFIX = "generate-tokens-"
-"""What the server puts before a request's id."""
+"""The server's prefix of a request's id."""
 NEEDED = {
     GENERATE: "--enable-scale-out",
     **dict.fromkeys(
@@ -60,7 +60,7 @@ NEEDED = {
 PRIORITY: Mapping[Lane, int] = {"production": -1, "eval": 100, "train": 100}
 """Lane to priority, the lowest first. Requests of other clients have 0."""
 LOWEST = -9999.0
-"""What the server sends instead of a log-probability that is not finite."""
+"""The server's figure for a log-probability that is not finite."""
 EMPTY = hashlib.sha256().hexdigest()
 """The checksum of a parameter that was packed away."""
 ALWAYS = (
@@ -248,10 +248,10 @@ class Vllm:
         out: dict[str, str] = {}
         for name, value in (answer.get("checksums") or {}).items():
             place, _, tensor = name.rpartition(":")
-            found = re.search(r"tp(\d+)$", place)
-            if found is None:
+            rank = re.search(r"tp(\d+)$", place)
+            if rank is None:
                 raise EngineError(f"/weight_checker names {name}, expected its tensor-parallel rank")
-            out[rank_label(tensor, int(found[1]), ranks)] = "" if value == EMPTY else value
+            out[rank_label(tensor, int(rank[1]), ranks)] = "" if value == EMPTY else value
         if not any(out.values()):
             raise EngineError("/weight_checker answered without the server's checksums")
         return out

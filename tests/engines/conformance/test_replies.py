@@ -29,7 +29,7 @@ ASKED = ask(start=1, stops=(5,), left=3)
 
 
 class Said(NamedTuple):
-    """What a server says about three tokens behind two, with routes from row 1 on."""
+    """A reply of three tokens to two, with routes from row 1 on."""
 
     ids: Any = (7, 8, 9)
     logprobs: Any = (-0.5, -1.5, -0.1)

@@ -206,23 +206,6 @@ async def test_a_reply_without_routed_experts_is_an_error(pair: Pair) -> None:
         await engine.sample(request())
 
 
-async def test_paused_is_not_unhealthy(pair: Pair, versions: Versions) -> None:
-    engine, double = pair
-    seen: list[str] = []
-    double.sick_when_paused = True
-    update = engine._swapper._load
-
-    async def watched(*args: object) -> None:
-        seen.append(await engine.health())
-        await update(*args)  # type: ignore[arg-type]
-
-    engine._swapper._load = watched  # type: ignore[method-assign, assignment]
-    await engine.load(1, *versions.files[1])
-    assert seen == ["paused"] and await engine.health() == "serving"
-    await double.die()
-    assert await engine.health() == "down"
-
-
 @pytest.mark.parametrize("how", ["refuse", "half", "lie"])
 async def test_a_failed_update_reloads_the_old_version_and_never_resumes_half_of_it(
     pair: Pair, versions: Versions, how: str

@@ -27,13 +27,12 @@ def sglang_engine(
     url: str = "",
     server: Server | None = None,
     args: Sequence[str] = (),
-    sparse: bool = False,
     weights: Literal["disk", "tensor", "auto"] = "disk",
     **more: Any,
 ) -> OneServer:
     """Either `url` or `server` is given. more: of `OneServer`."""
     python = server.python if server is not None else ""
-    options = SglangOptions(url=url, python=python, args=tuple(args), sparse=sparse, weights=weights)
+    options = SglangOptions(url=url, python=python, args=tuple(args), weights=weights)
     wire = Wire(server.url if server is not None else url)
     return OneServer(config, folder, Sglang(config, options, wire, folder), server=server, **more)
 

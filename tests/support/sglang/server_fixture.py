@@ -46,14 +46,14 @@ def prepared(versions: Versions, folder: Path, more: Sequence[str] = ()) -> OneS
     args = [*arguments(), "--context-length", "2048", "--max-running-requests", str(MAX_RUNNING), *more]
     server = Server(python(), log)
     return sglang_engine(
-        versions.config, folder / "stage", server=server, args=args, sparse=True, tokenizer=tokenizer,
+        versions.config, folder / "stage", server=server, args=args, tokenizer=tokenizer,
         max_batch=MAX_RUNNING,
     )  # fmt: skip
 
 
 @asynccontextmanager
 async def real(versions: Versions, folder: Path, more: Sequence[str] = ()) -> AsyncIterator[OneServer]:
-    """An engine with a server of its own that serves version 0 and could take differences. more: of its arguments."""
+    """An engine with a server of its own that serves version 0. more: of its arguments."""
     engine = prepared(versions, folder, more)
     try:
         await versions.load(engine, 0)

@@ -24,7 +24,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from headrace.engines.base import EngineError
@@ -53,6 +52,8 @@ class Swapper:
 
     def __init__(self, backend: Backend, stage: Stage, config: PolicyConfig) -> None:
         self._backend, self._stage, self._config = backend, stage, config
+        self.folder = stage.folder
+        """The folder of the staged checkpoint."""
         self._way: Way | None = None
         """The way that is prepared for the next change."""
         self.paused = False
@@ -77,11 +78,6 @@ class Swapper:
         """Number of kinds of servers that are not compared: their first load had other checksums, or none are computed
         for the model."""
         return sum(not comparable for comparable in self._comparable.values()) + len(self._unknown)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the staged checkpoint."""
-        return self._stage.folder
 
     async def ready(self, weights: VersionFile) -> None:
         """Stage a version in the folder. EngineError when its file is not that version."""

@@ -13,14 +13,12 @@ from headrace.engines.base import EngineError, Sample
 from headrace.engines.server.engine import OneServer
 from headrace.engines.server.weights import checksums
 from headrace.engines.sglang import cuda_digest
-from headrace.weights import tensor_state
 from tests.support import tiny
 from tests.support.engines import Versions, request
 from tests.support.sglang import opening
 from tests.support.sglang.cuda import CudaDouble
 from tests.support.sglang.opening import sglang_engine
 from tests.support.sglang.requests import attached, begun
-from tests.support.weights import step
 
 GOLDEN = {
     0: "0000000000000000",
@@ -130,17 +128,15 @@ async def test_a_first_load_with_other_checksums_is_reported_and_the_server_is_n
 ) -> None:
     double = CudaDouble(versions.config, swapped=fault == "layout")
     double.checker_fails = fault == "checker"
-    async with attached(versions, tmp_path, double=double, sparse=True) as (engine, _):
+    async with attached(versions, tmp_path, double=double) as (engine, _):
         (record,) = caplog.records
         assert record.levelno == logging.WARNING and "first load (version 0)" in record.message
         why = f"2 of 21 tensors in the server differ from the version's; {EXPERTS} has other bits"
         assert (why if fault == "layout" else "out of memory") in record.message
         assert checked(engine) == (False, 1)
-        near = tensor_state.write(tmp_path / "near", step(versions.model(0).state(), 3, density=0.01))
-        await engine.load(1, str(tmp_path / "near"), near)
+        await versions.load(engine, 1)
         assert engine.version == 1 and checked(engine) == (False, 1)
         assert len(double.bodies("/weights_checker")) == 1 and len(caplog.records) == 1, "decided once"
-        assert not double.bodies("/update_weights_from_tensor"), "differences need checksums"
         assert {span.version for span in (await engine.sample(request())).spans} == {1}
         await restarted(engine, double)
         assert checked(engine) == (False, 1) and len(double.bodies("/weights_checker")) == 1, "the same settings"
@@ -167,19 +163,3 @@ async def test_a_server_that_has_the_version_by_its_own_words_is_loaded_before_i
         with pytest.raises(EngineError, match="has other bits"):
             await versions.load(second, 1)
         await second.stop()
-
-
-@pytest.mark.anyio
-async def test_a_checked_server_takes_differences(versions: Versions, tmp_path: Path) -> None:
-    double = CudaDouble(versions.config)
-    async with attached(versions, tmp_path, double=double, sparse=True) as (engine, _):
-        state = versions.model(0).state()
-        for version in (1, 2):
-            state = step(state, version, density=0.01)
-            file = tmp_path / f"near{version}"
-            double.spoilt = EXPERTS if version == 2 else ""
-            await engine.load(version, str(file), tensor_state.write(file, state))
-            assert checked(engine) == (True, 0) and engine.version == version
-            loads = len(double.bodies("/update_weights_from_disk"))
-            assert bool(engine.stats()["sparse_bytes"]) == (version == 1) and loads == version
-        assert len(double.bodies("/update_weights_from_tensor")) == 2, "the wrong one was loaded whole"
