@@ -147,8 +147,10 @@ class Wire:
         except msgspec.DecodeError as error:
             raise ServerError("garbled", f"{self.url}{path} sent an event that is not JSON: {error}") from None
         if not isinstance(decoded, dict) or "error" in decoded or decoded.get("object") == "error":
-            code = decoded.get("code", 0) if isinstance(decoded, dict) else 0
-            raise ServerError("refused", f"{self.url}{path} refused: {reason(data)}", code if code else 400)
+            said = decoded.get("error", decoded) if isinstance(decoded, dict) else {}
+            status = said.get("code") if isinstance(said, dict) else None
+            status = status if isinstance(status, int) else 400
+            raise ServerError("refused", f"{self.url}{path} refused: {reason(data)}", status)
         return decoded
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The requirements of every engine over a server: consistent options, its package, a staging folder. Imports no torch."""
+"""Requirements of every engine over a server: consistent options, its package, a staging folder. Imports no torch."""
 
 import json
 import subprocess

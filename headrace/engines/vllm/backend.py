@@ -15,7 +15,7 @@ import hashlib
 import io
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from headrace.engines.server.backend import (
     Terms,
     Way,
 )
-from headrace.engines.server.http import LARGE, Wire
+from headrace.engines.server.http import LARGE, ServerError, Wire
 from headrace.engines.server.options import ServerOptions
 from headrace.engines.server.reply import checked, garbled
 from headrace.engines.server.weights.checksums import label as rank_label
@@ -99,6 +99,7 @@ class Vllm:
 
     async def describe(self) -> Terms:
         """The settings in the replies of /version, /server_info and /openapi.json."""
+        await self.wire.get("/health", 10.0)  # refused while a server ends whose scheduler died
         version = str((await self.wire.get("/version", 10.0)).get("version", "unknown"))
         described = await self.wire.get("/openapi.json", 60.0)
         lost = {by: path for path, by in NEEDED.items() if path not in (described.get("paths") or {})}
@@ -186,7 +187,7 @@ class Vllm:
         ids: list[Any] = []
         logprobs: list[Any] = []
         last: Mapping[str, Any] = {}
-        async for event in self.wire.events(GENERATE, self.body(ask)):
+        async for event in self._events(self.body(ask)):
             try:
                 for choice in event["choices"]:
                     new, scored = choice["token_ids"] or (), (choice["logprobs"] or {}).get("content") or ()
@@ -201,6 +202,17 @@ class Vllm:
         if len(last.get("routed_experts") or "") >= LARGE:
             return await asyncio.to_thread(self.read, ask, ids, logprobs, last)
         return self.read(ask, ids, logprobs, last)
+
+    async def _events(self, asked: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+        """The events of a turn. A status of 500 means that the scheduler died: the HTTP process answers so until it
+        ends."""
+        try:
+            async for event in self.wire.events(GENERATE, asked):
+                yield event
+        except ServerError as error:
+            if error.status == 500:
+                raise ServerError("gone", str(error)) from None
+            raise
 
     def read(self, ask: Ask, ids: Sequence[Any], logprobs: Sequence[Any], last: Mapping[str, Any]) -> Attempt:
         """The attempt of all events. last: the last one's choice. ServerError `garbled`."""

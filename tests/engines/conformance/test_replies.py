@@ -195,6 +195,14 @@ async def test_what_the_server_sends_for_minus_infinity_is_refused(tmp_path: Pat
         backend.read(ASKED, [7], [LOWEST], {"finish_reason": "length", "weight_versions": []})
 
 
+async def test_a_scheduler_that_died_is_gone(pair: Pair) -> None:
+    """vLLM's HTTP process answers with 500 until it ends; SGLang's ends at once, so its 500 is a refusal."""
+    pair.server.events = [{"error": {"message": "EngineCore encountered an issue", "code": 500}}]
+    with pytest.raises(ServerError) as caught:
+        await pair.backend.generate(ASKED, lambda ids: None)
+    assert caught.value.kind == ("gone" if pair.kind == "vllm" else "refused")
+
+
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 async def test_a_server_that_is_not_there_is_gone(kind: str, tmp_path: Path) -> None:
     wire = Wire("http://127.0.0.1:9")
