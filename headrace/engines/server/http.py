@@ -149,8 +149,7 @@ class Wire:
         if not isinstance(decoded, dict) or "error" in decoded or decoded.get("object") == "error":
             said = decoded.get("error", decoded) if isinstance(decoded, dict) else {}
             status = said.get("code") if isinstance(said, dict) else None
-            status = status if isinstance(status, int) else 400
-            raise ServerError("refused", f"{self.url}{path} refused: {reason(data)}", status)
+            raise ServerError("refused", f"{self.url}{path} refused: {reason(data)}", status or 400)
         return decoded
 
     async def close(self) -> None:

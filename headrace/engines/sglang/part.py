@@ -4,8 +4,7 @@ The client is imported only when an engine is opened, so that `headrace check` d
 """
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace.config import Engine as EngineSection
 from headrace.engines.registry import EngineSetup, Problem, Requirement
@@ -26,10 +25,9 @@ class Sglang:
         from headrace.engines.server.open import open_engine
         from headrace.engines.sglang import backend
 
-        def make(wire: Any, folder: Path, most: int) -> backend.Sglang:
-            return backend.Sglang(setup.policy, options, wire, folder, most)
-
-        return await open_engine(setup, options, make)
+        return await open_engine(
+            setup, options, lambda wire, folder, most: backend.Sglang(setup.policy, options, wire, folder, most)
+        )
 
     def problems(self, section: EngineSection, options: SglangOptions) -> Iterator[Problem]:
         """Keys that contradict each other with this engine."""
