@@ -18,6 +18,8 @@ PROXIES := nginx-light caddy
 
 # The CPU environment of the SGLang server: 3 GB, created by `make test-sglang` and `make demo-sglang-pretrained`.
 SGLANG  := .cache/sglang
+# The CPU environment of the vLLM server: 3.5 GB, created by `make test-vllm`.
+VLLM    := .cache/vllm
 
 # Client programs of other projects that use the gateway, each in its own environment.
 CLIENTS := .cache/clients
@@ -25,7 +27,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-kernels fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
+.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-vllm test-kernels fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -110,7 +112,7 @@ test: style tools compiled ## ruff, then the default suite (real broker, real mi
 	$(call beside_mypy,$(PYTEST))
 
 test-all: style tools compiled ## also the tests that take minutes
-	$(call beside_mypy,$(PYTEST) -m "not gpu and not sglang and not clients")
+	$(call beside_mypy,$(PYTEST) -m "not gpu and not sglang and not vllm and not clients")
 
 test-clients: setup proxies $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/harbor/.installed ## unmodified client programs and two proxies against the gateway, a taskset of verifiers, Harbor with Python 3.12 (installs 1.8 GB of packages, Node is needed)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[clients]'
@@ -152,6 +154,14 @@ $(SGLANG)/.installed: $(wildcard deploy/sglang/*.txt deploy/sglang/shims/* deplo
 	$(SGLANG)/bin/pip install -q --disable-pip-version-check --no-deps -r deploy/sglang/requirements-without-dependencies.txt
 	@rm -rf $(SGLANG)/shims && cp -r deploy/sglang/shims $(SGLANG)/shims
 	$(SGLANG)/bin/pip install -q --disable-pip-version-check --no-deps --force-reinstall $(SGLANG)/shims
+	@touch $@
+
+test-vllm: setup $(VLLM)/.installed ## tests with a real vLLM server on this CPU (installs 3.5 GB of packages, then takes minutes)
+	HEADRACE_VLLM=$(VLLM)/bin/python $(BIN)/pytest -m vllm --timeout 900 tests/engines
+
+$(VLLM)/.installed: deploy/vllm/requirements.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps -r deploy/vllm/requirements.txt
 	@touch $@
 
 test-kernels: $(KERNELS)/pinned/.installed $(KERNELS)/older/.installed ## Triton kernels in the interpreter, on torch 2.13 and 2.11 (installs 2 GB, or 8 with torch's CUDA builds)

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
 from headrace.config import load
 
-EMBEDDED = ("engine.kind=embedded", "engine.python=", "engine.args=[]")
+EMBEDDED = ("engine.kind=embedded", "engine.options={}")
 SAID = ("steps", "episodes", "rescored_tokens", "max_abs_dlp", "heldout_tasks", "heldout_before", "heldout_after_t1",
         "heldout_after_greedy", "wall_s")  # fmt: skip
 KEPT = ("k1", "k3", "max_abs_dlp", "differ", "flips", "tokens")
@@ -77,8 +77,8 @@ def main() -> None:
     parser.add_argument("--dir", default="runs")
     parser.add_argument("--kill", action="store_true")
     args = parser.parse_args()
-    python = load(args.config).engine.python
-    if not Path(python).exists():
+    python = load(args.config).engine.options.get("python")
+    if not Path(str(python)).exists():
         cannot_run(f"{python} is not there; `make test-sglang` builds the server's environment")
     figures: Figures = {"config": args.config}
     reports: dict[str, dict[str, Any]] = {}

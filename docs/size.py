@@ -19,7 +19,7 @@ CONCERNS = {
     "launch and CLI": ("headrace/launch", "headrace/cli"),
     "weights": (
         "headrace/weights",
-        "headrace/engines/sglang/weights",
+        "headrace/engines/server/weights",
         "headrace/actors/weight_sender.py",
         "headrace/actors/weight_receiver.py",
         "headrace/cli/weights.py",

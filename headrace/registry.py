@@ -25,6 +25,7 @@ import importlib.metadata
 import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -114,18 +115,23 @@ class Registry(Generic[T]):
         PluginError as in `get`, for an option that the part does not have and for a value of another type.
         """
         part: Any = self.get(name)
-        kind = _options_of(part)
+        made = self.options(name, options, where)
+        return cast(T, part if made is None else functools.partial(part, options=made))
+
+    def options(self, name: str, options: Mapping[str, object], where: str) -> msgspec.Struct | None:
+        """The options that the part reads, in its own type; None for a part without any. PluginError as in `bound`."""
+        kind = _options_of(self.get(name))
         if kind is None:
             if options:
                 raise PluginError(f"{where}: {self.seam} {name!r} takes no options, got {', '.join(options)}")
-            return cast(T, part)
+            return None
         if unknown := sorted(options.keys() - set(kind.__struct_fields__)):
             expected = ", ".join(kind.__struct_fields__)
             raise PluginError(
                 f"{where}.{unknown[0]}: {self.seam} {name!r} has no such option; expected one of {expected}"
             )
         try:
-            return cast(T, functools.partial(part, options=msgspec.convert(options, kind)))
+            return msgspec.convert(options, kind)
         except msgspec.ValidationError as error:
             raise PluginError(f"{where}: {self.seam} {name!r}: {error}") from None
 
@@ -221,11 +227,16 @@ def _entry_points(seam: str) -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def _options_of(part: Any) -> type[msgspec.Struct] | None:
-    """The type of a function's parameter `options`; None for a function without one. PluginError for another type."""
-    parameter = inspect.signature(part, eval_str=True).parameters.get("options")
+    """The type of the parameter `options` of a function, or of an object that is called; None without one. PluginError
+    for another type."""
+    parameter = inspect.signature(part).parameters.get("options")
     if parameter is None:
         return None
     kind = parameter.annotation
+    if isinstance(kind, str):  # alone: other annotations may name what is imported for type checkers only
+        called = part if inspect.isroutine(part) else type(part).__call__
+        with suppress(AttributeError):
+            kind = functools.reduce(getattr, kind.split("."), sys.modules[called.__module__])
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         raise PluginError(f"{part!r}: its parameter `options` needs the annotation of a msgspec.Struct, got {kind!r}")
     return kind

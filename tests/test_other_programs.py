@@ -96,7 +96,7 @@ def of_nats(words: list[str]) -> str:
 
 def of_python(words: list[str]) -> str:
     if words[1] == "-m" and words[2] == "sglang.launch_server":
-        sources = "".join((ROOT / "headrace/engines/sglang" / name).read_text() for name in ("server.py", "open.py"))
+        sources = (ROOT / "headrace/engines/sglang/backend.py").read_text()
         unknown = [word for word in words[3:] if word.startswith("--") and f'"{word}"' not in sources]
         return f"headrace starts SGLang without {unknown}" if unknown else ""
     if words[1] == "-m":

@@ -13,7 +13,7 @@ PICKLES = {
     "jsonpickle", "multiprocessing", "torch.multiprocessing",
 }  # fmt: skip
 """Modules that pickle, or whose queues, pipes and pools do."""
-SGLANG = {Path("engines/sglang/weights/tensors.py"), Path("engines/sglang/weights/sparse.py")}
+SGLANG = {Path("engines/sglang/tensors.py")}
 """They write pickles, because SGLang's API takes weights as such. The server reads them."""
 READERS = {
     "Unpickler", "ProcessPoolExecutor", "read_pickle", "all_gather_object", "gather_object", "broadcast_object_list",

@@ -89,3 +89,5 @@ Word = Annotated[str, Meta(pattern=PATH, max_length=4096)]
 """One word of a command line, or one name whose meaning its own key defines."""
 Prompt = Annotated[str, Meta(max_length=1 << 20)]
 """Text of many lines."""
+Option = float | int | str | bool
+"""Value of a plugin's option."""

@@ -9,8 +9,7 @@ from headrace.config.base import (
     Amount,
     Count,
     Device,
-    Duration,
-    HttpUrl,
+    Option,
     OptionalPath,
     Path,
     Positive,
@@ -69,7 +68,7 @@ class Engine(Section, frozen=True, kw_only=True):
     """The engine that samples."""
 
     kind: Text = "embedded"
-    """embedded, sglang, an installed plugin of ``headrace.engines``, or module:attribute."""
+    """embedded, sglang, vllm, an installed plugin of ``headrace.engines``, or module:attribute."""
     exact: bool = True
     """Sample with exactly the bits of the trainer's scoring, for any batch. The engine refuses to start on a machine
     where the numerics probe finds no exact arithmetic."""
@@ -84,30 +83,8 @@ class Engine(Section, frozen=True, kw_only=True):
     engine also holds two copies of the weights there. On a CPU the cache grows as it is used."""
     threads: Threads = 1
     """Torch threads of the embedded engine."""
-    url: HttpUrl = ""
-    """Address of a running SGLang server. Each rollout actor needs a server of its own."""
-    python: OptionalPath = ""
-    """Interpreter of the environment that has SGLang (docs/sglang.md): the actor then starts a server itself."""
-    args: tuple[Text, ...] = ()
-    """Further arguments of the server that is started."""
-    servers: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Servers that a rollout actor starts, each on a port of its own; they share `max_batch`."""
-    server_devices: tuple[Text, ...] = ()
-    """The GPUs of each server, as in CUDA_VISIBLE_DEVICES: ["0,1", "2,3"] for two servers. Empty: all that the actor
-    sees, for one server or for servers on a CPU."""
-    swap: Literal["in_place", "abort"] = "in_place"
-    """in_place: change weights under running requests. abort: abort them, keep the sampled tokens, and request the rest
-    again."""
-    sparse: bool = False
-    """Write only the elements that differ between versions into the server's weights
-    (engines/sglang/weights/sparse.py)."""
-    weights: Literal["disk", "tensor", "auto"] = "disk"
-    """How a version comes into a server. disk: as the staged file, which is also the fallback of tensor. tensor: in
-    shared memory of this machine. auto: tensor for a server on a CPU that headrace starts, otherwise disk."""
-    start_s: Duration = 600.0
-    """Time limit of a server's start."""
-    stage_dir: Path = "/dev/shm"
-    """Folder in memory that holds the checkpoint which a server loads."""
+    options: dict[str, Option | list[Option]] = {}
+    """Options of the engine in a type of its own, [engine.options]: those of sglang and vllm are in docs/engines.md."""
 
 
 class Numerics(Section, frozen=True, kw_only=True):

@@ -27,6 +27,8 @@ SHAPED = (
     "length_calls", "length_turns", "overlong_penalty", "overlong_tokens", "todo_penalty", "broken_call_penalty",
 )  # fmt: skip
 """Former keys of [algorithm] that are options of the built-in reward: [algorithm.options.reward]."""
+ENGINE_OPTIONS = (*("args", "python", "server_devices", "servers", "stage_dir", "start_s", "swap", "url", "weights"),)
+"""Keys of [engine] that are keys of [engine.options] now. A file with one is refused; a recorded run is read."""
 ANY = object()
 """In `FORMER`: a recorded run is read whatever value it has, because reading it does not depend on the key."""
 FORMER: dict[str, object] = {
@@ -39,6 +41,7 @@ FORMER: dict[str, object] = {
     "algorithm.objective": "dr_grpo",
     "curriculum.lost_groups": 64,
     "engine.deadline_s": 600.0,
+    "engine.sparse": ANY,
     "environment.group_idle_s": 10.0,
     "environment.key": "",
     "environment.key_file": "",
@@ -247,6 +250,11 @@ def _move(raw: dict[str, Any], *, recorded: bool = False) -> None:
         if algorithm.get("reward", "shaped") == "shaped":
             options = algorithm.setdefault("options", {})
             options["reward"] = former | options.get("reward", {})
+    engine = raw.get("engine")
+    if recorded and isinstance(engine, dict):
+        former = {key: engine.pop(key) for key in ENGINE_OPTIONS if key in engine}
+        if former and engine.get("kind") == "sglang":
+            engine["options"] = former | engine.get("options", {})
     tasks = raw.get("tasks")
     servers = tasks.get("mcp") if isinstance(tasks, dict) else None
     for server in servers.values() if isinstance(servers, dict) else ():
@@ -261,6 +269,9 @@ def _move(raw: dict[str, Any], *, recorded: bool = False) -> None:
 
 def _gone(path: str) -> str:
     """The end of a former key's error, which says what became of it; empty for any other."""
+    section, _, key = path.partition(".")
+    if section == "engine" and key in ENGINE_OPTIONS:
+        return f" since this version: write it as {key} under [engine.options], or --set engine.options.{key}=..."
     if path not in FORMER:
         return ""
     value = FORMER[path]

@@ -181,10 +181,10 @@ def _trainer(config: Config) -> Iterator[Problem]:
         )
     if section.lora.rank and section.ranks > 1:
         yield "trainer.ranks", f"expected 1 with trainer.lora.rank = {section.lora.rank}, got {section.ranks}"
-    if section.lora.rank and config.engine.kind == "sglang":
+    if section.lora.rank and config.engine.kind in ("sglang", "vllm"):
         yield (
             "trainer.lora.rank",
-            f"expected 0 with engine.kind = 'sglang', which gets whole weights and no adapters, got "
+            f"expected 0 with engine.kind = {config.engine.kind!r}, which gets whole weights and no adapters, got "
             f"{section.lora.rank}; set engine.kind = 'embedded'",
         )
 

@@ -11,6 +11,7 @@ from headrace.config.base import (
     Count,
     Device,
     Duration,
+    Option,
     OptionalPath,
     Positive,
     Rate,
@@ -23,11 +24,6 @@ from headrace.config.base import (
 
 Sequence = Annotated[int, Meta(ge=2, le=1 << 24)]
 """Number of tokens of a sequence; the first one is not a target."""
-
-
-Option = float | int | str | bool
-"""Value of a plugin's option."""
-"""Weight of one kind of effort."""
 
 
 class Data(Section, frozen=True, kw_only=True):

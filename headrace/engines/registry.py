@@ -1,14 +1,15 @@
-"""Engines by name: ``embedded``, ``sglang``, entry points of ``headrace.engines``, ``module:attribute``.
+"""Engines by name: ``embedded``, ``sglang``, ``vllm``, entry points of ``headrace.engines``, ``module:attribute``.
 
 A part of this seam is a coroutine function that opens an engine from an `EngineSetup`. It is called when a rollout
-actor serves its first version. A part that declares its needs as well is a callable object with the
-methods of `Demanding`, which `headrace check` and the start of a run call. The built-in parts import torch and
+actor serves its first version. It may take `[engine.options]` in a struct of its own (`headrace.registry`). A part that
+declares its needs as well is a callable object with the methods of `Demanding`, which `headrace check` and the start of
+a run call. The built-in parts import torch and
 their clients only when they open an engine, so a node without those libraries can still run every other actor.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -52,12 +53,12 @@ class Requirement(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Demanding(Protocol):
-    """The methods of a part that declares what its engine needs."""
+    """The methods of a part that declares what its engine needs. options: in its own type, None for a part without."""
 
-    def problems(self, section: EngineSection) -> Iterator[Problem]:
+    def problems(self, section: EngineSection, options: Any) -> Iterator[Problem]:
         """Keys of the section that this engine cannot use together: a run is refused before it starts."""
 
-    def requirements(self, section: EngineSection) -> Iterator[Requirement]:
+    def requirements(self, section: EngineSection, options: Any) -> Iterator[Requirement]:
         """The requirements of the engine and whether this machine meets them; `headrace check` opens no engine for
         this."""
 
@@ -67,12 +68,26 @@ ENGINES: Registry[OpenEngine] = Registry(
     {
         "embedded": "headrace.engines.embedded.part:open_engine",
         "sglang": "headrace.engines.sglang.part:SGLANG",
+        "vllm": "headrace.engines.vllm.part:VLLM",
     },
     needs=("__call__",),
 )
 
 
-def demands(section: EngineSection) -> Demanding | None:
-    """The part of the section's engine if it declares requirements, otherwise None. PluginError for an unknown kind."""
+def opener(section: EngineSection) -> OpenEngine:
+    """The part of the section's engine with its options. PluginError."""
+    return ENGINES.bound(section.kind, section.options, "engine.options")
+
+
+def problems(section: EngineSection) -> Iterator[Problem]:
+    """Keys of the section that its engine cannot use. PluginError for an unknown kind or option."""
+    options = ENGINES.options(section.kind, section.options, "engine.options")
     part = ENGINES.get(section.kind)
-    return part if isinstance(part, Demanding) else None
+    return part.problems(section, options) if isinstance(part, Demanding) else iter(())
+
+
+def requirements(section: EngineSection) -> Iterator[Requirement]:
+    """The requirements of the section's engine. PluginError for an unknown kind or option."""
+    options = ENGINES.options(section.kind, section.options, "engine.options")
+    part = ENGINES.get(section.kind)
+    return part.requirements(section, options) if isinstance(part, Demanding) else iter(())

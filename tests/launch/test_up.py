@@ -289,9 +289,14 @@ def test_what_this_machine_cannot_do_is_refused_at_once(
             ({"environment.backend": "qemu"}, 3, "qemu-system-x86_64 is not installed: apt-get install", tmp_path),
             ({"environment.backend": "qemu", "environment.memory_mb": 1 << 20}, 3, "free memory", None),
             ({"curriculum.step": 1}, 2, "curriculum.step: unknown key", None),
-            ({"engine.kind": "sglang"}, 2, "engine.kind: expected either engine.url", None),
-            ({"engine.kind": "sglang", "engine.url": "http://x"}, 2, "engine.exact: expected false", None),
-            ({"engine.kind": "nothing"}, 2, "engine.kind: headrace.engines: expected one of embedded, sglang", None),
+            ({"engine.kind": "sglang"}, 2, "engine.options: expected either url", None),
+            ({"engine.kind": "sglang", "engine.options.url": "http://x"}, 2, "engine.exact: expected false", None),
+            (
+                {"engine.kind": "nothing"},
+                2,
+                "engine.kind: headrace.engines: expected one of embedded, sglang, vllm",
+                None,
+            ),
         ):
             settings = [f"{key}={json.dumps(value)}" for key, value in (TINY | changes).items()]
             with monkeypatch.context() as patched:

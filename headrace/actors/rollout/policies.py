@@ -22,7 +22,7 @@ from headrace.bus.errors import BusError, MessageGone
 from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config
 from headrace.engines.base import Engine, EngineError, RefusedVersion, UnusableEngine
-from headrace.engines.registry import ENGINES, EngineSetup
+from headrace.engines.registry import EngineSetup, opener
 from headrace.harness.scripted import ScriptedEngine, script
 from headrace.harness.tools.registry import schemas_of
 from headrace.harness.tools.toolbox import tools_of
@@ -301,10 +301,10 @@ class Policies:
                 section = self._config.engine
                 policy = hugging_face.of_run(self._config)
                 try:
-                    opener = ENGINES.get(section.kind)
+                    opened = opener(section)
                 except PluginError as error:
                     raise UnusableEngine(str(error)) from None
-                self._engine = await opener(EngineSetup(section, policy, self._folder, self._id, self._tokenizer))
+                self._engine = await opened(EngineSetup(section, policy, self._folder, self._id, self._tokenizer))
             return self._engine
 
     async def _tokenizer(self) -> Path | None:

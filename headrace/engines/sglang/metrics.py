@@ -12,10 +12,10 @@ many steps. The requests of a server without priority scheduling cannot be told 
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.engines.server.backend import Requests
 from headrace.messages.rollout import Lane
 
 PRIORITY: Mapping[Lane, int] = {"production": 1, "eval": -100, "train": -100}
@@ -25,15 +25,6 @@ RUNNING, QUEUED, DONE = "sglang:num_running_reqs", "sglang:num_queue_reqs", "sgl
 _WANTED = re.compile(rf"^(?:# (?:TYPE|HELP) )?(?:{RUNNING}|{QUEUED}|{DONE})[ {{].*$", re.MULTILINE)
 """The lines that are parsed: the page has a thousand lines, and parsing all of them every second would cost too
 much."""
-
-
-class Requests(NamedTuple):
-    """Numbers of requests in a server, or of some of its clients."""
-
-    running: int = 0
-    queued: int = 0
-    done: int = 0
-    """Finished since the server's start."""
 
 
 def by_priority(page: str) -> dict[str, Requests]:

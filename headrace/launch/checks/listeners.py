@@ -94,11 +94,11 @@ LISTENERS = (
         "take a rank's place in the exchange of gradients and orders while the group is formed",
     ),
     Listener(
-        "SGLang",
+        "SGLang or vLLM",
         "127.0.0.1, a reserved port",
-        'the server of a rollout actor, if `[engine] kind = "sglang"` without `url`',
+        'the server of a rollout actor, if `[engine] kind = "sglang"` or `"vllm"` without `url`',
         "nothing: every user of the machine reaches it",
-        "sample, load weights, pause and flush the server; SGLang's own processes have further ports on loopback",
+        "sample, load weights, pause and flush the server; the server's own processes have further ports on loopback",
     ),
     Listener(
         "tunnel of a sandbox",

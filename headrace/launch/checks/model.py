@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.config import Config, ConfigError, Engine
-from headrace.engines.registry import demands
+from headrace.engines import registry as engines
 from headrace.launch.checks.finding import Finding, bad, good
 from headrace.registry import PluginError
 
@@ -22,13 +22,11 @@ def check(config: Config) -> Iterator[Finding]:
 def refuse(config: Config) -> None:
     """Refuse an unknown engine, a section that the engine cannot use, and a checkpoint that cannot be trained, before a
     run starts. ConfigError."""
-    section = config.engine
     try:
-        engine = demands(section)
+        for key, text in engines.problems(config.engine):
+            raise ConfigError(f"engine.{key}: {text}")
     except PluginError as error:
         raise ConfigError(f"engine.kind: {error}") from None
-    for key, text in engine.problems(section) if engine is not None else ():
-        raise ConfigError(f"engine.{key}: {text}")
     for finding in _checkpoint(config) if config.policy.checkpoint else ():
         if not finding.good:
             raise ConfigError(f"{finding.part}: {finding.text}")
@@ -36,15 +34,12 @@ def refuse(config: Config) -> None:
 
 def _engine(section: Engine) -> Iterator[Finding]:
     try:
-        engine = demands(section)
+        for key, text in engines.problems(section):
+            yield bad(f"engine.{key}", text)
+        for need in engines.requirements(section):
+            yield Finding(f"engine.{need.key}", need.met, need.text)
     except PluginError as error:
         yield bad("engine.kind", str(error))
-        return
-    if engine is not None:
-        for key, text in engine.problems(section):
-            yield bad(f"engine.{key}", text)
-        for need in engine.requirements(section):
-            yield Finding(f"engine.{need.key}", need.met, need.text)
 
 
 def _checkpoint(config: Config) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import pytest
 from msgspec import UNSET
 
 from headrace.engines.base import SampleRequest
-from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.server.engine import OneServer
 from headrace.messages.rollout import Span
 from tests.support import tiny
 from tests.support.engines import Versions, request
@@ -41,7 +41,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
     return Versions(CONFIG, tmp_path_factory.mktemp("versions"), exact=False)
 
 
-async def turn(engine: SglangEngine, double: Counting, asked: SampleRequest) -> tuple[int, int, int, tuple[int, ...]]:
+async def turn(engine: OneServer, double: Counting, asked: SampleRequest) -> tuple[int, int, int, tuple[int, ...]]:
     """Bytes of the request, of all events and of the last event; and the sampled ids."""
     double.events.clear()
     sample = await engine.sample(asked)

@@ -15,8 +15,8 @@ import pytest
 from msgspec import UNSET
 
 from headrace.engines.base import Engine, EngineError, Progress
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.weights.lock import NotServed
+from headrace.engines.server.engine import OneServer
+from headrace.engines.server.weights.lock import NotServed
 from headrace.messages.rollout import PolicyRef, Span
 from headrace.policy import moe
 from tests.support import tiny
@@ -26,7 +26,7 @@ from tests.support.sglang.requests import attached, begun
 
 pytestmark = pytest.mark.anyio
 
-Pair = tuple[SglangEngine, Double]
+Pair = tuple[OneServer, Double]
 
 
 @pytest.fixture(scope="module")
@@ -204,23 +204,6 @@ async def test_a_reply_without_routed_experts_is_an_error(pair: Pair) -> None:
     double.drop_routes = True
     with pytest.raises(EngineError, match="--enable-return-routed-experts"):
         await engine.sample(request())
-
-
-async def test_paused_is_not_unhealthy(pair: Pair, versions: Versions) -> None:
-    engine, double = pair
-    seen: list[str] = []
-    double.sick_when_paused = True
-    update = engine._swapper._load
-
-    async def watched(*args: object) -> None:
-        seen.append(await engine.health())
-        await update(*args)  # type: ignore[arg-type]
-
-    engine._swapper._load = watched  # type: ignore[method-assign, assignment]
-    await engine.load(1, *versions.files[1])
-    assert seen == ["paused"] and await engine.health() == "serving"
-    await double.die()
-    assert await engine.health() == "down"
 
 
 @pytest.mark.parametrize("how", ["refuse", "half", "lie"])

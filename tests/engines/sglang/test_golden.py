@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from headrace.engines.sglang.compatibility import terms
-from headrace.engines.sglang.http import ServerError, reason
-from headrace.engines.sglang.load import load_of
-from headrace.engines.sglang.metrics import Requests, by_priority, outside
-from headrace.engines.sglang.probes.versions import MEASURED
-from headrace.engines.sglang.reply import read
-from headrace.engines.sglang.weights.checksums import fused
+from headrace.engines.server.backend import Requests
+from headrace.engines.server.http import ServerError, reason
+from headrace.engines.server.weights.checksums import fused
+from headrace.engines.sglang.backend import load_of
+from headrace.engines.sglang.metrics import by_priority, outside
+from headrace.engines.sglang.versions import MEASURED
 from tests.support import tiny
+from tests.support.sglang.opening import read_reply as read
+from tests.support.sglang.opening import terms
 from tests.support.sglang.record import GOLDEN
 from tests.support.sglang.updates import openapi
 
@@ -37,7 +38,6 @@ def test_every_version_that_counts_as_measured_was_recorded() -> None:
 def test_its_terms_are_accepted(golden: dict[str, Any]) -> None:
     accepted = terms(golden["server_info"], openapi(), CONFIG)
     assert (accepted.device, accepted.dtype, accepted.tp_size, accepted.context) == ("cpu", "float32", 1, 2048)
-    assert accepted.priorities
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from headrace.actors.rollout.actor import Rollout
 from headrace.actors.rollout.server import ServerReports
 from headrace.actors.scavenger.actor import LENT, OWN
 from headrace.config import Config, Production
-from headrace.config import Engine as EngineSection
 from headrace.engines.base import SampleRequest
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.load import Admission
-from headrace.engines.sglang.metrics import Requests, by_priority, outside
+from headrace.engines.server.backend import Load, Requests
+from headrace.engines.server.engine import OneServer
+from headrace.engines.server.load import Admission
+from headrace.engines.sglang.metrics import by_priority, outside
 from headrace.messages.codec import decode
 from headrace.messages.product import CapacityLease, Traffic
 from headrace.messages.rollout import Lane
@@ -27,7 +27,7 @@ from headrace.weights import tensor_state
 from tests.actors.rollout.test_actor import event, waiting
 from tests.actors.rollout.test_policies import end_of, issue
 from tests.conftest import Connect
-from tests.engines.sglang.test_rollout import POLICY, config
+from tests.engines.sglang.test_rollout import POLICY, config, section
 from tests.support import tiny
 from tests.support.actors import living
 from tests.support.engines import Record, Versions, request
@@ -76,8 +76,8 @@ def test_others_are_what_is_left_of_all() -> None:
 
 
 async def test_production_takes_no_place_from_training_nor_waits_for_one() -> None:
-    async def ask() -> dict[str, object]:
-        return {}
+    async def ask() -> Load:
+        return Load()
 
     admission, entered, leave = Admission(2, ask), [], asyncio.Event()
 
@@ -109,8 +109,8 @@ class Counting(Admission):
         return super()._may_enter(first)
 
 
-async def nothing() -> dict[str, object]:
-    return {}
+async def nothing() -> Load:
+    return Load()
 
 
 async def test_hundreds_of_requests_enter_in_order_and_wake_one_another_once() -> None:
@@ -234,8 +234,7 @@ async def test_a_lent_server_is_given_back_in_the_middle_of_a_turn_and_nothing_i
     async def lend(lanes: tuple[str, ...]) -> None:
         await leases.put("s7.lent", CapacityLease(rollout="lent", lanes=lanes, reason="test", since=0.0))
 
-    section = EngineSection(kind="sglang", exact=False, url=double.url, stage_dir=str(tmp_path))
-    settings = config(tmp_path, section)
+    settings = config(tmp_path, section(double, tmp_path))
     await prepare(connect, "s7")
     await stage(observer, "s7", "here", 0, str(file), digest)
     await lend(LENT)
@@ -251,7 +250,7 @@ async def test_a_lent_server_is_given_back_in_the_middle_of_a_turn_and_nothing_i
         await double.until(lambda: not double.running and not double.queue)
         await event(observer, "s7", "handed_back")
         engine = actor._policies.engine
-        assert isinstance(engine, SglangEngine)
+        assert isinstance(engine, OneServer)
         await double.let_go()
         assert len((await engine.sample(on("production", "user"))).ids) == 8
         while (back := await waiting(observer, "s7")) is None or not back.handovers:

@@ -11,9 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.engines.sglang.http import Wire
-from headrace.engines.sglang.reply import attempt_of, read
+from headrace.engines.server.http import Wire
+from headrace.engines.sglang.backend import Sglang
+from headrace.engines.sglang.options import SglangOptions
 from tests.support import tiny
+from tests.support.sglang import opening
 
 pytestmark = pytest.mark.anyio
 
@@ -66,16 +68,16 @@ async def test_the_loop_serves_other_turns_while_a_large_reply_is_decoded(tmp_pa
     )
     assert server.stdout is not None
     wire = Wire(f"http://127.0.0.1:{int(await server.stdout.readline())}")
+    server_of = Sglang(CONFIG, SglangOptions(), wire, tmp_path / "stage")
     lags, directs = [], []
     try:
         for _ in range(3):
             began = time.perf_counter()
-            direct = read(reply, prompt=1, start=0, config=CONFIG, stops=())
+            direct = opening.read_reply(reply, prompt=1, config=CONFIG)
             directs.append(time.perf_counter() - began)
             stop = asyncio.Event()
             lag = asyncio.create_task(longest_lag(stop))
-            received = await wire.generate({}, lambda event: None)
-            attempt = await attempt_of(received, 1, 0, CONFIG, ())
+            attempt = await server_of.generate(opening.ask((0,), left=ROWS), lambda ids: None)
             stop.set()
             lags.append(await lag)
             assert attempt.ids == direct.ids and attempt.logprobs == direct.logprobs

@@ -18,17 +18,20 @@ import pytest
 import torch
 
 from headrace.engines.base import EngineError, Sample
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.http import ServerError
-from headrace.engines.sglang.metrics import Requests
-from headrace.engines.sglang.reply import read
-from headrace.engines.sglang.weights import checksums, tensors
-from headrace.engines.sglang.weights.transport import LOAD_S, Transport
+from headrace.engines.server.backend import Requests
+from headrace.engines.server.engine import OneServer
+from headrace.engines.server.http import ServerError
+from headrace.engines.server.weights import checksums
+from headrace.engines.sglang import tensors
+from headrace.engines.sglang.backend import digest
+from headrace.engines.sglang.transport import Transport
 from headrace.messages.rollout import Span
 from headrace.messages.weights import WeightManifest
 from headrace.weights import tensor_state
 from tests.support import tiny
 from tests.support.engines import Record, Versions, request
+from tests.support.sglang.opening import generate
+from tests.support.sglang.opening import read_reply as read
 from tests.support.sglang.record import asked, raw, record_golden
 from tests.support.sglang.requests import begun
 from tests.support.sglang.server_fixture import MAX_RUNNING, checked, python, real
@@ -51,7 +54,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 @pytest.fixture(scope="module")
 async def engine(
     anyio_backend: object, versions: Versions, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[SglangEngine]:
+) -> AsyncIterator[OneServer]:
     async with real(versions, tmp_path_factory.mktemp("server")) as made:
         yield made
 
@@ -76,7 +79,7 @@ def routes(record: Record, versions: Versions, version: int) -> tuple[torch.Tens
     return torch.stack(recorder, 1), record.routed()[: len(record.ids) - 1]
 
 
-async def on(engine: SglangEngine, versions: Versions, version: int) -> int:
+async def on(engine: OneServer, versions: Versions, version: int) -> int:
     """Load the next version number whose weights are those of `version` mod 4, if it is not served."""
     if engine.version % 4 != version % 4 or engine.version < 0:
         number = engine.version + 1
@@ -97,7 +100,7 @@ def received(state: dict[str, torch.Tensor], base: Path, folder: Path) -> tuple[
     return after, manifest, folder / "received"
 
 
-async def idle(engine: SglangEngine) -> None:
+async def idle(engine: OneServer) -> None:
     """Until the server itself says that it runs nothing."""
     while True:
         (rank,) = (await engine._wire.get("/v1/loads?include=core"))["loads"]
@@ -106,12 +109,12 @@ async def idle(engine: SglangEngine) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_it_started_fit_and_serves_the_exported_checkpoint(engine: SglangEngine) -> None:
+async def test_it_started_fit_and_serves_the_exported_checkpoint(engine: OneServer) -> None:
     assert engine.version == 0 and checked(engine), "its checksums are those of the file"
-    assert engine.fingerprint.startswith("sglang-") and await engine.health() == "serving"
+    assert engine.fingerprint.startswith("sglang-")
 
 
-async def test_turns_have_our_trainers_logprobs_and_routes(engine: SglangEngine, versions: Versions) -> None:
+async def test_turns_have_our_trainers_logprobs_and_routes(engine: OneServer, versions: Versions) -> None:
     record, before = Record(temperature=1.0), engine.counts["cached"]
     for more in (list(range(10, 40)), [5, 6, 7], [8]):
         sample = await engine.sample(request("turns", ids=(*record.ids, *more), tokens=24))
@@ -129,7 +132,7 @@ async def test_turns_have_our_trainers_logprobs_and_routes(engine: SglangEngine,
 
 
 async def test_greedy_and_other_temperatures_have_the_logprobs_that_they_say(
-    engine: SglangEngine, versions: Versions
+    engine: OneServer, versions: Versions
 ) -> None:
     for temperature in (0.5, 0.0):
         sample = await engine.sample(request(f"t{temperature}", ids=(9, 8, 7, 6), tokens=16, temperature=temperature))
@@ -139,7 +142,7 @@ async def test_greedy_and_other_temperatures_have_the_logprobs_that_they_say(
 
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
-async def test_spans_are_right_over_a_live_swap(engine: SglangEngine, versions: Versions, mode: str) -> None:
+async def test_spans_are_right_over_a_live_swap(engine: OneServer, versions: Versions, mode: str) -> None:
     old = await on(engine, versions, 0)
     engine._mode = mode  # type: ignore[assignment]
     prompt = [11, 12, 13, 14]
@@ -169,35 +172,25 @@ async def test_spans_are_right_over_a_live_swap(engine: SglangEngine, versions: 
     assert again.spans == (Span(first, len(record.ids) + 4, old + 1),)
 
 
-@pytest.mark.parametrize("how", ["disk", "sparse", "sparse against other weights"])
 async def test_a_delta_applied_beside_the_server_ends_in_the_trainers_checksums(
-    engine: SglangEngine, versions: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    engine: OneServer, versions: Versions, tmp_path: Path
 ) -> None:
     """Sender, chunks, receiver, stage, server: the checksums are computed from the trainer's own tensors here."""
     await on(engine, versions, 0)
-    monkeypatch.setattr(engine._swapper, "sparse", how != "disk")
-    if "other" in how:
-        held = engine._life._held
-        assert held is not None
-        engine._life._held = held._replace(path=versions.files[2][0])
     state = versions.model(0).state()
     after, manifest, file = received(state, Path(versions.files[0][0]), tmp_path)
     assert 0 < manifest.wire_bytes < manifest.raw_bytes / 10, "a delta, and no whole version"
     number = engine.version + 1
     await engine.load(number, str(file), manifest.state_hash)
-    stats = engine.stats()
-    print(f"{how}: {stats['sparse_bytes']:.0f} of {manifest.raw_bytes} bytes, pause {stats['pause_ms']:.0f} ms")
-    assert (stats["sparse_bytes"] > 0) == (how == "sparse"), "what went wrong was loaded from disk"
-    answer = await engine._swapper._wire.post("/weights_checker", {"action": "checksum"}, LOAD_S)
-    served = checksums.served(answer, 1)
+    served = await engine._backend.checksums(1)
     for version, words in ((after, ""), (state, "tensors in the server differ from the version's")):
-        wanted = {name: checksums.digest(tensor) for name, tensor in checksums.fused(version, versions.config).items()}
+        wanted = {name: digest(tensor) for name, tensor in checksums.fused(version, versions.config).items()}
         message = checksums.difference(wanted, served)
         assert words in message and bool(message) == bool(words)
     await versions.load(engine, number + 4 - number % 4)
 
 
-async def test_what_a_server_aborts_is_kept_and_resumed(engine: SglangEngine, versions: Versions) -> None:
+async def test_what_a_server_aborts_is_kept_and_resumed(engine: OneServer, versions: Versions) -> None:
     attempts = engine.counts["attempts"]
     work = asyncio.create_task(engine.sample(request("aborted", ids=(3, 1, 4), tokens=LONG * 8)))
     await begun(engine)
@@ -211,7 +204,7 @@ async def test_what_a_server_aborts_is_kept_and_resumed(engine: SglangEngine, ve
     assert (ours.sort(-1).values == theirs.sort(-1).values).all(), "no row is lost or doubled at the seam"
 
 
-async def test_a_cancelled_turn_is_freed(engine: SglangEngine) -> None:
+async def test_a_cancelled_turn_is_freed(engine: OneServer) -> None:
     work = asyncio.create_task(engine.sample(request("cancelled", ids=(3, 1, 5), tokens=LONG * 16)))
     await begun(engine)
     work.cancel()
@@ -220,9 +213,7 @@ async def test_a_cancelled_turn_is_freed(engine: SglangEngine) -> None:
     await idle(engine)
 
 
-async def test_a_prompt_is_shared_under_one_version_and_not_over_a_swap(
-    engine: SglangEngine, versions: Versions
-) -> None:
+async def test_a_prompt_is_shared_under_one_version_and_not_over_a_swap(engine: OneServer, versions: Versions) -> None:
     prompt = tuple(range(100, 150))
     counts = [engine.counts["cached"]]
     for name in ("a", "b"):
@@ -235,28 +226,28 @@ async def test_a_prompt_is_shared_under_one_version_and_not_over_a_swap(
     assert worst(kept(list(prompt), sample, versions), versions) < NATS_TOLERANCE
 
 
-async def test_guards_keep_the_server_alive(engine: SglangEngine, versions: Versions) -> None:
+async def test_guards_keep_the_server_alive(engine: OneServer, versions: Versions) -> None:
     with pytest.raises(EngineError, match="outside the vocabulary"):
         await engine.sample(request(ids=(1, 99_999)))
     with pytest.raises(EngineError, match="outside the vocabulary"):
         await engine.sample(request(stops=(320,)))
     assert (await engine.sample(request("alive"))).stop == "length"
     misspelt = {key.replace("return_routed", "return_rooted"): value for key, value in asked([1, 2], 4).items()}
-    reply = await engine._wire.generate(misspelt, lambda event: None)
+    reply = await generate(engine._wire, misspelt, lambda event: None)
     with pytest.raises(ServerError, match="no routed_experts"):
         read(reply, prompt=2, start=0, config=versions.config, stops=())
 
 
-async def test_a_paused_server_holds_requests_and_is_not_ill(engine: SglangEngine) -> None:
+async def test_a_paused_server_holds_requests_and_is_not_ill(engine: OneServer) -> None:
     await engine._wire.post("/pause_generation", {"mode": "in_place"})
     work = asyncio.create_task(engine.sample(request("held")))
     ready = await raw(engine._wire.url, "/ready")
-    assert ready["status"] == 503 and await engine.health() == "serving" and not work.done()
+    assert ready["status"] == 503 and not work.done()
     await engine._wire.post("/continue_generation", {"torch_empty_cache": False})
     assert len((await work).ids) == 8
 
 
-async def test_production_goes_first_and_others_are_counted(engine: SglangEngine, versions: Versions) -> None:
+async def test_production_goes_first_and_others_are_counted(engine: OneServer, versions: Versions) -> None:
     """All places taken by training: a user's turn takes one, and the training turn goes on afterwards."""
     training = [
         asyncio.create_task(engine.sample(request(f"learner{index}", ids=(index, 2, 3), tokens=LONG * 8)))
@@ -278,7 +269,7 @@ async def test_production_goes_first_and_others_are_counted(engine: SglangEngine
 
 
 async def test_a_version_as_tensors_is_the_one_of_its_file(
-    engine: SglangEngine, versions: Versions, monkeypatch: pytest.MonkeyPatch
+    engine: OneServer, versions: Versions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several buckets under a running turn, checksums of all tensors afterwards, and the same from disk."""
     old = await on(engine, versions, 0)
@@ -299,7 +290,7 @@ async def test_a_version_as_tensors_is_the_one_of_its_file(
     print(f"pauses in ms: {pauses}")
 
 
-async def test_golden_files_can_be_recorded(engine: SglangEngine, versions: Versions) -> None:
+async def test_golden_files_can_be_recorded(engine: OneServer, versions: Versions) -> None:
     """The quirks that the double copies, asked of the server itself; HEADRACE_RECORD=1 writes them down."""
     exchanges = await record_golden(engine._wire, versions.config, engine._stage.folder)
     await versions.load(engine, engine.version + 4)
@@ -308,7 +299,7 @@ async def test_golden_files_can_be_recorded(engine: SglangEngine, versions: Vers
     )
 
 
-async def test_an_update_that_fails_is_never_served(engine: SglangEngine, versions: Versions, tmp_path: Path) -> None:
+async def test_an_update_that_fails_is_never_served(engine: OneServer, versions: Versions, tmp_path: Path) -> None:
     """A file that is whole and verified, and does not fit the model. The server's own rollback reads the same file
     again and ends the server (0.5.23); the turn that ran goes on under the old version all the same."""
     version = await on(engine, versions, 0)
@@ -325,7 +316,7 @@ async def test_an_update_that_fails_is_never_served(engine: SglangEngine, versio
     assert worst(kept([3, 4, 5], sample, versions), versions) < NATS_TOLERANCE and checked(engine)
 
 
-async def test_a_turn_outlives_a_killed_server(engine: SglangEngine, versions: Versions) -> None:
+async def test_a_turn_outlives_a_killed_server(engine: OneServer, versions: Versions) -> None:
     version = await on(engine, versions, 2)
     lost, starts = engine.counts["lost"], engine.stats()["starts"]
     work = asyncio.create_task(engine.sample(request("killed", ids=(3, 4, 5), tokens=LONG * 4)))
@@ -341,12 +332,12 @@ async def test_a_turn_outlives_a_killed_server(engine: SglangEngine, versions: V
 
 
 async def test_what_the_guard_keeps_out_ends_a_server_and_it_is_started_again(
-    engine: SglangEngine, versions: Versions
+    engine: OneServer, versions: Versions
 ) -> None:
     """Nobody waits for a turn here: the server comes back because its process is watched."""
     starts, version = engine.stats()["starts"], engine.version
     with pytest.raises(ServerError) as caught:
-        await engine._wire.generate(asked([1, 99_999], 4), lambda event: None)
+        await generate(engine._wire, asked([1, 99_999], 4), lambda event: None)
     assert caught.value.kind == "gone"
     while engine.stats()["starts"] == starts or engine._life.gate.serving is None:
         await asyncio.sleep(0.1)

@@ -15,8 +15,7 @@ from headrace.actors.scavenger.actor import LENT, OWN
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.config import Engine as EngineSection
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.server import arguments
+from headrace.engines.server.engine import OneServer
 from headrace.messages.operations import Event
 from headrace.messages.product import CapacityLease
 from headrace.messages.rollout import Limits, RolloutRequest, Sampling
@@ -34,7 +33,7 @@ from tests.support import tiny
 from tests.support.actors import living
 from tests.support.engines import request
 from tests.support.sglang.requests import begun
-from tests.support.sglang.server_fixture import checked, python
+from tests.support.sglang.server_fixture import arguments, checked, python
 from tests.support.staged import prepare, stage
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
@@ -56,12 +55,12 @@ async def issue(bus: Bus, run: str, group: str) -> None:
     await bus.publish(TASK.at(run=run, lane="train", suite=token("generated/train")), wanted)
 
 
-async def engine_of(actor: Rollout) -> SglangEngine:
+async def engine_of(actor: Rollout) -> OneServer:
     """Once it serves a version."""
     while actor._policies.version < 0:
         await asyncio.sleep(0.05)
     engine = actor._policies.engine
-    assert isinstance(engine, SglangEngine)
+    assert isinstance(engine, OneServer)
     return engine
 
 
@@ -73,10 +72,9 @@ async def test_lent_given_back_lent_again_and_killed_under_its_turns(connect: Co
     async def lend(lanes: tuple[str, ...]) -> None:
         await leases.put("s8.lent", CapacityLease(rollout="lent", lanes=lanes, reason="test", since=0.0))
 
-    section = EngineSection(
-        kind="sglang", exact=False, python=python(), max_batch=8, args=(*arguments(), "--context-length", "8192")
-    )
-    settings: Config = config(tmp_path, msgspec.structs.replace(section, stage_dir=str(tmp_path)))
+    options = {"python": python(), "args": [*arguments(), "--context-length", "8192"], "stage_dir": str(tmp_path)}
+    section = EngineSection(kind="sglang", exact=False, max_batch=8, options=options)  # type: ignore[arg-type]
+    settings: Config = config(tmp_path, section)
     await prepare(connect, "s8")
     await stage(observer, "s8", "here", 0, str(file), digest)
     await lend(LENT)

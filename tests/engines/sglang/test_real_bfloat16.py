@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.server.engine import OneServer
 from headrace.weights import tensor_state
 from tests.engines.sglang.test_real import routes
 from tests.support import tiny
@@ -34,7 +34,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 @pytest.fixture(scope="module")
 async def engine(
     anyio_backend: object, versions: Versions, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[SglangEngine]:
+) -> AsyncIterator[OneServer]:
     async with real(versions, tmp_path_factory.mktemp("server")) as made:
         yield made
 
@@ -47,7 +47,7 @@ def worst(record: Record, versions: Versions) -> float:
     return float((scored - scored.new_tensor(record.logprobs)).abs().max())
 
 
-async def test_turns_are_within_a_hundredth_of_a_nat(engine: SglangEngine, versions: Versions) -> None:
+async def test_turns_are_within_a_hundredth_of_a_nat(engine: OneServer, versions: Versions) -> None:
     assert checked(engine), "its checksums are those of the file"
     gaps, equal = [], []
     for play in range(4):
@@ -64,7 +64,7 @@ async def test_turns_are_within_a_hundredth_of_a_nat(engine: SglangEngine, versi
     assert share > 0.98, "experts of nearly equal score change places in bfloat16; that is why routes are replayed"
 
 
-async def test_a_swap_in_place_carries_the_old_keys_along(engine: SglangEngine, versions: Versions) -> None:
+async def test_a_swap_in_place_carries_the_old_keys_along(engine: OneServer, versions: Versions) -> None:
     work = asyncio.create_task(engine.sample(request("swap", ids=(11, 12, 13, 14), tokens=768)))
     await begun(engine)
     await versions.load(engine, engine.version + 1)

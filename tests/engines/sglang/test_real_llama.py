@@ -10,15 +10,13 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from headrace.cli.main import main
 from headrace.config import load
 from headrace.engines.base import Sample, SampleRequest
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.open import opened
+from headrace.engines.server.engine import OneServer
 from headrace.messages.rollout import Sampling, ToolResult
 from headrace.policy import scoring
 from headrace.policy.layout import checkpoint
@@ -32,6 +30,7 @@ from tests.policy.gguf.test_convert import written
 from tests.support import tiny
 from tests.support.engines import LATEST, Record
 from tests.support.paths import ROOT
+from tests.support.sglang.opening import opened
 from tests.support.sglang.requests import begun
 from tests.support.sglang.server_fixture import python
 
@@ -69,9 +68,9 @@ class Served:
             self.files.append((str(path), tensor_state.write(path, state)))
             self.models[version] = Model(self.config, tiny.numerics(self.config, False), seed=None)
             self.models[version].load_state(state)
-        section = msgspec.structs.replace(load(DEMO).engine, python=python(), stage_dir=str(work), weights="auto")
-        made = opened(section, self.config, work, "llama")
-        assert isinstance(made, SglangEngine)
+        options = load(DEMO).engine.options | {"python": python(), "stage_dir": str(work), "weights": "auto"}
+        made = opened(self.config, work, "llama", **options)  # type: ignore[arg-type]
+        assert isinstance(made, OneServer)
         self.engine = made
 
     async def turn(self, name: str, ids: list[int], tokens: int, stops: tuple[int, ...]) -> Sample:

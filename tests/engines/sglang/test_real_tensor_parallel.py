@@ -13,11 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.http import ServerError, Wire
-from headrace.engines.sglang.weights import checksums, tensors
-from headrace.engines.sglang.weights.staging import Stage
-from headrace.engines.sglang.weights.transport import LOAD_S, Transport
+from headrace.engines.server.engine import OneServer
+from headrace.engines.server.http import ServerError
+from headrace.engines.server.weights import checksums
+from headrace.engines.sglang import tensors
+from headrace.engines.sglang.backend import digest
+from headrace.engines.sglang.transport import Transport
 from headrace.weights import tensor_state
 from tests.engines.sglang.test_real import LONG, NATS_TOLERANCE, kept, received, routes, worst
 from tests.support import tiny
@@ -48,22 +49,22 @@ def cores() -> Iterator[None]:
 @pytest.fixture(scope="module")
 async def engine(
     anyio_backend: object, versions: Versions, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[SglangEngine]:
+) -> AsyncIterator[OneServer]:
     async with real(versions, tmp_path_factory.mktemp("server"), ("--tp-size", str(RANKS.tensor))) as made:
         yield made
 
 
-async def held(wire: Wire) -> dict[str, str]:
+async def held(engine: OneServer) -> dict[str, str]:
     """The checksums that the server's ranks report."""
-    return checksums.served(await wire.post("/weights_checker", {"action": "checksum"}, LOAD_S), RANKS.tensor)
+    return await engine._backend.checksums(RANKS.tensor)
 
 
-async def test_every_rank_holds_its_part_of_the_exported_checkpoint(engine: SglangEngine, versions: Versions) -> None:
+async def test_every_rank_holds_its_part_of_the_exported_checkpoint(engine: OneServer, versions: Versions) -> None:
     terms, stats = engine._life.terms, engine.stats()
     assert terms is not None and (terms.tp_size, terms.ep_size) == RANKS and engine.version == 0
     assert stats["checked"] and not stats["unchecked"], "the shards' checksums were compared and are those of the file"
-    wanted = checksums.expected(versions.files[0][0], versions.config, "float32", RANKS)
-    seen = await held(engine._wire)
+    wanted = checksums.expected(versions.files[0][0], versions.config, "float32", digest, RANKS)
+    seen = await held(engine)
     assert not checksums.difference(wanted, seen)
     assert {name.split(":")[0] for name in seen} == {"rank 0", "rank 1"}
     parts = [name.removeprefix("rank 0: ") for name in seen if name.startswith("rank 0: ")]
@@ -71,7 +72,7 @@ async def test_every_rank_holds_its_part_of_the_exported_checkpoint(engine: Sgla
     assert divided and len(divided) < len(parts), "matrices are divided, norms and routers are not"
 
 
-async def test_turns_have_the_trainers_logprobs_and_routes(engine: SglangEngine, versions: Versions) -> None:
+async def test_turns_have_the_trainers_logprobs_and_routes(engine: OneServer, versions: Versions) -> None:
     record = Record(temperature=1.0)
     for more in (list(range(10, 40)), [5, 6, 7], [8]):
         sample = await engine.sample(request("turns", ids=(*record.ids, *more), tokens=24))
@@ -85,7 +86,7 @@ async def test_turns_have_the_trainers_logprobs_and_routes(engine: SglangEngine,
 
 @pytest.mark.parametrize("way", ["disk", "tensors"])
 async def test_a_version_is_swapped_under_a_turn_with_the_checksums_of_every_rank(
-    engine: SglangEngine, versions: Versions, monkeypatch: pytest.MonkeyPatch, way: str
+    engine: OneServer, versions: Versions, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     old = engine.version
     transport = Transport(engine._wire, "auto", engine._swapper.folder, started=True)
@@ -104,7 +105,7 @@ async def test_a_version_is_swapped_under_a_turn_with_the_checksums_of_every_ran
 
 
 async def test_a_delta_ends_in_the_trainers_checksums_of_every_rank(
-    engine: SglangEngine, versions: Versions, tmp_path: Path
+    engine: OneServer, versions: Versions, tmp_path: Path
 ) -> None:
     """Sender, chunks, receiver, stage, server; differences inside the server are for one rank alone."""
     number = engine.version + 4 - engine.version % 4
@@ -112,17 +113,17 @@ async def test_a_delta_ends_in_the_trainers_checksums_of_every_rank(
     state = versions.model(0).state()
     after, manifest, file = received(state, Path(versions.files[0][0]), tmp_path)
     await engine.load(number + 1, str(file), manifest.state_hash)
-    assert not engine.stats()["sparse_bytes"] and checked(engine)
-    seen = await held(engine._wire)
+    assert checked(engine)
+    seen = await held(engine)
     for version, equal in ((after, True), (state, False)):
         tensor_state.write(tmp_path / "whole", version)
-        wanted = checksums.expected(tmp_path / "whole", versions.config, "float32", RANKS)
+        wanted = checksums.expected(tmp_path / "whole", versions.config, "float32", digest, RANKS)
         assert (not checksums.difference(wanted, seen)) == equal
     await versions.load(engine, number + 4)
 
 
 async def test_bits_of_one_rank_alone_show_in_its_checksums(
-    engine: SglangEngine, versions: Versions, tmp_path: Path
+    engine: OneServer, versions: Versions, tmp_path: Path
 ) -> None:
     """The last rows of a divided matrix are in rank 1."""
     state = versions.model(engine.version).state()
@@ -130,23 +131,23 @@ async def test_bits_of_one_rank_alone_show_in_its_checksums(
     name = "model.layers.0.self_attn.q_proj.weight"
     state[name] = state[name].clone()
     state[name][-1] += 1e-3
-    digest = tensor_state.write(tmp_path / "after", state)
-    await engine.load(engine.version + 1, str(tmp_path / "after"), digest)
+    after = tensor_state.write(tmp_path / "after", state)
+    await engine.load(engine.version + 1, str(tmp_path / "after"), after)
     assert checked(engine)
-    wanted = checksums.expected(tmp_path / "before", versions.config, "float32", RANKS)
-    seen = await held(engine._wire)
+    wanted = checksums.expected(tmp_path / "before", versions.config, "float32", digest, RANKS)
+    seen = await held(engine)
     differing = [label for label, value in wanted.items() if seen[label] != value]
     assert differing == ["rank 1: model.layers.0.self_attn.qkv_proj.weight"]
 
 
 async def test_ranks_with_experts_of_their_own_hold_their_run_of_them(versions: Versions, tmp_path: Path) -> None:
     ranks = checksums.Ranks(2, 2)
-    server, tokenizer = prepared(versions, tmp_path, ("--tp-size", "2", "--ep-size", "2"))
-    stage = Stage(tmp_path / "stage", versions.config, tokenizer)
+    engine = prepared(versions, tmp_path, ("--tp-size", "2", "--ep-size", "2"))
+    server, wire, stage = engine._server, engine._wire, engine._stage
+    assert server is not None
     stage.put(0, *versions.files[0])
-    wire = Wire(server.url)
     try:
-        await server.start(stage.folder, "0")
+        await server.start(engine._backend.command(stage.folder, "0", server.port))
         while True:
             assert server.alive, server.reason()
             try:
@@ -155,12 +156,12 @@ async def test_ranks_with_experts_of_their_own_hold_their_run_of_them(versions: 
             except ServerError:
                 await asyncio.sleep(0.2)
         assert checksums.Ranks(info["tp_size"], info["ep_size"]) == ranks
-        wanted = checksums.expected(versions.files[0][0], versions.config, "float32", ranks)
-        seen = await held(wire)
+        wanted = checksums.expected(versions.files[0][0], versions.config, "float32", digest, ranks)
+        seen = await held(engine)
         assert not checksums.difference(wanted, seen)
         experts = "model.layers.0.mlp.experts.w13_weight"
         assert seen[f"rank 0: {experts}"] != seen[f"rank 1: {experts}"]
-        divided = checksums.expected(versions.files[0][0], versions.config, "float32", RANKS)
+        divided = checksums.expected(versions.files[0][0], versions.config, "float32", digest, RANKS)
         assert divided[f"rank 0: {experts}"] != wanted[f"rank 0: {experts}"], "another part than without groups"
     finally:
         await wire.close()

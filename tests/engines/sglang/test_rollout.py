@@ -39,6 +39,10 @@ async def double() -> AsyncIterator[Double]:
     await one.close()
 
 
+def section(double: Double, folder: Path) -> EngineSection:
+    return EngineSection(kind="sglang", exact=False, options={"url": double.url, "stage_dir": str(folder)})
+
+
 def config(folder: Path, engine: EngineSection) -> Config:
     return Config(
         run=Run(dir=str(folder)),
@@ -57,7 +61,7 @@ async def test_a_rollout_actor_follows_staged_versions_on_a_server(
         file = tmp_path / f"{version}.safetensors"
         files[version] = (str(file), tensor_state.write(file, tiny.model(POLICY, exact=False, seed=version).state()))
     observer = await connect("admin")
-    settings = config(tmp_path, EngineSection(kind="sglang", exact=False, url=double.url, stage_dir=str(tmp_path)))
+    settings = config(tmp_path, section(double, tmp_path))
     await prepare(connect, "s1")
     await stage(observer, "s1", "here", 0, *files[0])
     swaps = EVENT.where(run="s1", type="weights_swapped")
@@ -83,15 +87,16 @@ async def test_a_rollout_actor_follows_staged_versions_on_a_server(
     [
         ({"exact": True}, "", "engine.exact: expected false"),
         ({}, "/update_weights_from_disk", r"the server \(SGLang 0.5.23\) cannot be used: "),
-        ({"url": ""}, "", "engine.kind: expected either engine.url"),
+        ({"options": {}}, "", "engine.options: expected either url"),
+        ({"options": {"url": 3}}, "", "engine.options: engines 'sglang': Expected `str`"),
+        ({"options": {"adress": "x"}}, "", "engine.options.adress: engines 'sglang' has no such option"),
     ],
 )
 async def test_an_actor_that_cannot_have_its_engine_gives_up_with_a_sentence(
     connect: Connect, double: Double, tmp_path: Path, changes: dict[str, object], lacking: str, words: str
 ) -> None:
     double.openapi["paths"].pop(lacking, None)
-    section = EngineSection(kind="sglang", exact=False, url=double.url, stage_dir=str(tmp_path))
-    settings = config(tmp_path, msgspec.structs.replace(section, **changes))
+    settings = config(tmp_path, msgspec.structs.replace(section(double, tmp_path), **changes))
     bus: Bus = await connect("rollout", node="here")
 
     async def ignore(*args: object) -> None:

@@ -5,20 +5,20 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.config import Engine as Section
 from headrace.engines.base import EngineError
-from headrace.engines.sglang.compatibility import IncompatibleServer
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.open import opened
-from headrace.engines.sglang.server import Server
-from headrace.engines.sglang.weights.lock import NotServed
+from headrace.engines.server.backend import IncompatibleServer
+from headrace.engines.server.engine import OneServer
+from headrace.engines.server.process import Server
+from headrace.engines.server.weights.lock import NotServed
 from headrace.messages.rollout import Span
 from tests.support import tiny
 from tests.support.engines import Versions, request
 from tests.support.paths import ROOT
+from tests.support.sglang.opening import opened, sglang_engine
 from tests.support.sglang.requests import begun
 
 pytestmark = pytest.mark.anyio
@@ -36,8 +36,8 @@ def interpreter(folder: Path, command: str) -> str:
 async def test_it_is_started_on_the_version_it_serves_and_again_when_it_was_killed(tmp_path: Path) -> None:
     versions = Versions(tiny.config(), tmp_path, exact=False)
     python = interpreter(tmp_path, f"{sys.executable} -m tests.support.sglang.double_process")
-    server = Server(python, ["--device", "cpu"], tmp_path / "logs" / "server.log")
-    engine = SglangEngine(versions.config, tmp_path / "stage", server=server, start_s=60.0)
+    server = Server(python, tmp_path / "logs" / "server.log")
+    engine = sglang_engine(versions.config, tmp_path / "stage", server=server, args=("--device", "cpu"), start_s=60.0)
     await versions.load(engine, 0)
     assert engine.stats()["pause_ms"] == 0.0 and engine.stats()["checked"], "what it started on is what it serves"
     await versions.load(engine, 1)
@@ -56,8 +56,8 @@ async def test_it_is_started_on_the_version_it_serves_and_again_when_it_was_kill
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     versions = Versions(tiny.config(), tmp_path, exact=False)
     python = interpreter(tmp_path, "sh -c 'echo ImportError: no such kernel >&2; exit 1'")
-    server = Server(python, [], tmp_path / "server.log")
-    engine = SglangEngine(versions.config, tmp_path / "stage", server=server, start_s=20.0)
+    server = Server(python, tmp_path / "server.log")
+    engine = sglang_engine(versions.config, tmp_path / "stage", server=server, start_s=20.0)
     with pytest.raises(NotServed, match="ImportError: no such kernel"):
         await versions.load(engine, 0)
     assert engine.version == -1
@@ -67,16 +67,16 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     await engine.stop()
 
 
-def test_a_section_that_cannot_be_meant_is_refused(tmp_path: Path) -> None:
+def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     config = tiny.config()
     with pytest.raises(IncompatibleServer, match=r"engine\.exact: expected false"):
-        opened(Section(kind="sglang", url="http://x"), config, tmp_path, "r")
-    for section in (Section(kind="sglang", exact=False), Section(kind="sglang", exact=False, url="u", python="p")):
-        with pytest.raises(IncompatibleServer, match=r"either engine\.url"):
-            opened(section, config, tmp_path, "r")
-    with pytest.raises(EngineError, match="expected either the url"):
-        SglangEngine(config, tmp_path)
-    made = opened(Section(kind="sglang", exact=False, python="p", stage_dir=str(tmp_path)), config, tmp_path, "r")
-    assert isinstance(made, SglangEngine) and made.version == -1 and made._server is not None
-    assert made._server.args[:4] == ["--dtype", "float32", "--max-running-requests", "64"]
-    assert made._server.args[4:] == ["--enable-return-routed-experts"]
+        opened(config, tmp_path, exact=True, url="http://x")
+    cases: tuple[dict[str, Any], ...] = ({}, {"url": "http://x", "python": "p"})
+    for options in cases:
+        with pytest.raises(IncompatibleServer, match=r"either url"):
+            opened(config, tmp_path, **options)
+    made = opened(config, tmp_path, python="p", stage_dir=str(tmp_path), args=["--context-length", "9"])
+    assert isinstance(made, OneServer) and made.version == -1
+    command = made._backend.command(tmp_path, "0-a", 1)
+    own = ["--dtype", "float32", "--max-running-requests", "64", "--enable-return-routed-experts"]
+    assert [*command.arguments][-7:] == [*own, "--context-length", "9"]

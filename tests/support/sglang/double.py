@@ -21,7 +21,8 @@ import torch
 from aiohttp import web
 from numpy.typing import NDArray
 
-from headrace.engines.sglang.weights.checksums import digest, fused
+from headrace.engines.server.weights.checksums import fused
+from headrace.engines.sglang.backend import digest
 from headrace.kernels.block_attention import BLOCK
 from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig

@@ -12,11 +12,12 @@ from typing import Any
 
 import aiohttp
 
-from headrace.engines.sglang.compatibility import ARITHMETIC
-from headrace.engines.sglang.http import Wire
+from headrace.engines.server.http import Wire
+from headrace.engines.sglang import capabilities
+from headrace.engines.sglang.backend import ARITHMETIC
 from headrace.engines.sglang.metrics import _WANTED
-from headrace.engines.sglang.probes import capabilities
 from headrace.policy.config import PolicyConfig
+from tests.support.sglang.opening import generate
 
 GOLDEN = Path(__file__).parent / "golden"
 KEPT = (*ARITHMETIC, "frontend", "dp_size", "context_length", "enable_return_routed_experts", "speculative_algorithm",
@@ -79,7 +80,7 @@ async def record_golden(wire: Wire, config: PolicyConfig, folder: Path) -> dict[
             events.append(len(event["output_ids"]))
             first.set()
 
-        work = asyncio.create_task(wire.generate(body, heard))
+        work = asyncio.create_task(generate(wire, body, heard))
         if after_first is not None:
             await first.wait()
             await after_first()

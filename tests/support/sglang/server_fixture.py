@@ -1,17 +1,19 @@
 """The real server of a test module: SGLang in its own environment, on a tiny random Qwen3-MoE exported here."""
 
 import os
+import shlex
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.server import Server, arguments
+from headrace.engines.server.engine import OneServer
+from headrace.engines.server.process import Server
 from headrace.rendering import schemas
 from headrace.rendering.tokenizer import Tokenizer
 from tests.support.engines import Versions
+from tests.support.sglang.opening import sglang_engine
 
 MAX_RUNNING = 8
 
@@ -24,21 +26,35 @@ def python() -> str:
     return os.path.abspath(interpreter)
 
 
-def prepared(versions: Versions, folder: Path, more: Sequence[str] = ()) -> tuple[Server, Path]:
-    """A server that is not started, and the run's tokenizer.json. more: of its arguments."""
+ARGUMENTS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-overlap-schedule", "--mem-fraction-static", "0.05", "--max-total-tokens", "65536"),
+)
+"""Arguments with which the server runs without a GPU (docs/engines.md)."""
+
+
+def arguments() -> list[str]:
+    """HEADRACE_SGLANG_ARGS where it is set (on a machine with a GPU), else `ARGUMENTS`."""
+    return shlex.split(os.environ["HEADRACE_SGLANG_ARGS"]) if "HEADRACE_SGLANG_ARGS" in os.environ else [*ARGUMENTS]
+
+
+def prepared(versions: Versions, folder: Path, more: Sequence[str] = ()) -> OneServer:
+    """An engine whose server is not started. more: of its arguments."""
     tokenizer = folder / "tokenizer.json"
     Tokenizer.train((), 256 + len(schemas.tags())).save(tokenizer)
-    args = [*arguments(), "--dtype", versions.config.dtype, "--context-length", "2048"]
-    args += ["--max-running-requests", str(MAX_RUNNING), "--enable-return-routed-experts", *more]
     log = Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "server.log")
-    return Server(python(), args, log, sparse=True), tokenizer
+    args = [*arguments(), "--context-length", "2048", "--max-running-requests", str(MAX_RUNNING), *more]
+    server = Server(python(), log)
+    return sglang_engine(
+        versions.config, folder / "stage", server=server, args=args, tokenizer=tokenizer,
+        max_batch=MAX_RUNNING,
+    )  # fmt: skip
 
 
 @asynccontextmanager
-async def real(versions: Versions, folder: Path, more: Sequence[str] = ()) -> AsyncIterator[SglangEngine]:
-    """An engine with a server of its own that serves version 0 and could take differences. more: of its arguments."""
-    server, tokenizer = prepared(versions, folder, more)
-    engine = SglangEngine(versions.config, folder / "stage", server=server, tokenizer=tokenizer, max_batch=MAX_RUNNING)
+async def real(versions: Versions, folder: Path, more: Sequence[str] = ()) -> AsyncIterator[OneServer]:
+    """An engine with a server of its own that serves version 0. more: of its arguments."""
+    engine = prepared(versions, folder, more)
     try:
         await versions.load(engine, 0)
         yield engine
@@ -46,7 +62,7 @@ async def real(versions: Versions, folder: Path, more: Sequence[str] = ()) -> As
         await engine.stop()
 
 
-def checked(engine: SglangEngine) -> bool:
+def checked(engine: OneServer) -> bool:
     """Whether the last load compared checksums; on a GPU also whether the first one decided against it."""
     terms, stats = engine._life.terms, engine.stats()
     assert terms is not None

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from headrace.engines.sglang.compatibility import IncompatibleServer
-from headrace.engines.sglang.lifecycle import PROBE
-from headrace.engines.sglang.probes import capabilities, versions
+from headrace.engines.server.backend import IncompatibleServer
+from headrace.engines.sglang import capabilities, versions
+from headrace.engines.sglang.part import _release
 from headrace.engines.sglang.reply import body
-from headrace.engines.sglang.requirements import _release
 from tests.support import tiny
 from tests.support.engines import Versions, request
 from tests.support.paths import ROOT
 from tests.support.sglang.double import Double
+from tests.support.sglang.opening import ask
 from tests.support.sglang.requests import attached
 from tests.support.sglang.updates import openapi
 
@@ -61,8 +61,7 @@ def test_each_missing_need_is_named(need: capabilities.Need) -> None:
 def test_a_dense_policy_needs_no_router_replay() -> None:
     described = without("/generate", "routed_experts_start_len")
     assert decided(described)[1] == ["router replay needs routed_experts_start_len of /generate"]
-    able, lost = decided(described, mixture=False)
-    assert not lost and not able.replay
+    assert not decided(described, mixture=False)[1]
 
 
 def test_optional_capabilities_are_declared_and_nothing_is_refused() -> None:
@@ -77,10 +76,10 @@ def test_optional_capabilities_are_declared_and_nothing_is_refused() -> None:
 
 
 def test_every_field_that_a_turn_sends_is_a_need() -> None:
-    asked = body(PROBE, (1, 2), 2, rid="r", start=0, salt="s", sparse=True, seeded=False, priority=1)
+    asked = body(ask(), sparse=True, seeded=False, priority=1)
     needed = {field for need in capabilities.REQUIRED + capabilities.REPLAY + capabilities.PRIORITIES
               if need.path == "/generate" for field in need.fields}  # fmt: skip
-    assert needed == {*asked, "stream"}
+    assert needed == {*asked}
 
 
 @pytest.mark.anyio

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from headrace.engines.base import EngineError
-from headrace.engines.sglang import engine as sglang_engine
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.probes import liveness
-from headrace.engines.sglang.server import Server
+from headrace.engines.server import engine as one_server
+from headrace.engines.server import liveness
+from headrace.engines.server.engine import OneServer
+from headrace.engines.server.process import Server
 from headrace.messages.rollout import Span
 from tests.engines.sglang.test_server import interpreter
 from tests.support import tiny
 from tests.support.engines import Versions, request
 from tests.support.patience import PATIENCE_S
+from tests.support.sglang.opening import sglang_engine
 from tests.support.sglang.requests import attached, begun
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +37,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "PING_S", 0.5)
 
 
-async def hung(engine: SglangEngine) -> None:
+async def hung(engine: OneServer) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not engine.counts["hung"]:
             await asyncio.sleep(0.01)
@@ -50,8 +51,10 @@ async def test_a_server_process_that_stands_still_is_ended_and_started_again(
     monkeypatch.setattr(liveness, "LOADS_S", 5.0)
     monkeypatch.setattr(liveness, "PING_S", 5.0)
     python = interpreter(tmp_path, f"{sys.executable} -m tests.support.sglang.double_process")
-    server = Server(python, ["--device", "cpu"], tmp_path / "server.log")
-    engine = SglangEngine(versions.config, tmp_path / "stage", server=server, start_s=60.0, deadline_s=120.0)
+    server = Server(python, tmp_path / "server.log")
+    engine = sglang_engine(
+        versions.config, tmp_path / "stage", server=server, args=("--device", "cpu"), start_s=60.0, deadline_s=120.0
+    )
     await versions.load(engine, 1)
     work = asyncio.create_task(engine.sample(request(ids=(1, 2), tokens=400)))
     await begun(engine)
@@ -61,7 +64,7 @@ async def test_a_server_process_that_stands_still_is_ended_and_started_again(
     assert sample.spans == (Span(0, 401, 1),) and sample.stop == "length"
     assert server.starts == 2 and (engine.counts["hung"], engine.counts["lost"]) == (1, 1)
     # A server that stands still between turns is found by the next change of its weights.
-    monkeypatch.setattr(sglang_engine, "GRACE_S", 0.5)
+    monkeypatch.setattr(one_server, "GRACE_S", 0.5)
     assert server.process is not None
     process = server.process
     os.killpg(process.pid, signal.SIGSTOP)
@@ -110,7 +113,7 @@ async def test_a_busy_scheduler_is_not_a_server_that_hangs(versions: Versions, t
 async def test_a_turn_that_cannot_be_aborted_at_its_deadline_has_its_server_probed(
     versions: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang_engine, "GRACE_S", 0.3)
+    monkeypatch.setattr(one_server, "GRACE_S", 0.3)
     async with attached(versions, tmp_path, deadline_s=0.3) as (engine, double):
         for silent, count in ({"/abort_request"}, 0), ({"/abort_request", "/v1/loads"}, 1):
             await double.let_go(hold_at=3)

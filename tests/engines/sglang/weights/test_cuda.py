@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from headrace.engines.base import EngineError, Sample
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.weights import checksums, cuda_digest
-from headrace.weights import tensor_state
+from headrace.engines.server.engine import OneServer
+from headrace.engines.server.weights import checksums
+from headrace.engines.sglang import cuda_digest
 from tests.support import tiny
 from tests.support.engines import Versions, request
+from tests.support.sglang import opening
 from tests.support.sglang.cuda import CudaDouble
+from tests.support.sglang.opening import sglang_engine
 from tests.support.sglang.requests import attached, begun
-from tests.support.weights import step
 
 GOLDEN = {
     0: "0000000000000000",
@@ -68,15 +69,14 @@ def test_the_digest_is_that_of_the_bytes_in_the_order_of_the_elements(dtype: tor
 
 def test_a_tensor_that_the_kernel_cannot_hash_is_never_asked_for() -> None:
     config = msgspec.structs.replace(tiny.config(), experts=256, expert_dim=2048, dim=7168)
-    assert not checksums.unknown(config, dtype="bfloat16"), "on a CPU"
-    assert "tensors above" in checksums.unknown(config, device="cuda", dtype="bfloat16"), "15 GB in one tensor"
-    assert "2 tensor-parallel ranks" in checksums.unknown(
-        config, checksums.Ranks(2), device="cuda", dtype="bfloat16"
-    ), "three heads"
-    halved = msgspec.structs.replace(config, heads=4)
-    assert not checksums.unknown(halved, checksums.Ranks(2), device="cuda", dtype="bfloat16")
-    assert "tensors above" in checksums.unknown(halved, checksums.Ranks(2), device="cuda", dtype="float32")
-    assert checksums.unknown(tiny.config(), device="xpu") == "the device xpu"
+    asked = opening.backend(config).digest
+    whole = checksums.largest(config, checksums.ONE, "bfloat16")
+    assert asked("cpu", whole) is not None and asked("cuda", whole) is None, "15 GB in one tensor"
+    halved = checksums.Ranks(2)
+    assert asked("cuda", checksums.largest(config, halved, "bfloat16")) is cuda_digest.digest
+    assert asked("cuda", checksums.largest(config, halved, "float32")) is None
+    assert asked("xpu", 1) is None
+    assert "2 tensor-parallel ranks" in checksums.unknown(config, halved), "three heads"
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
     return Versions(tiny.config("bfloat16"), tmp_path_factory.mktemp("versions"), exact=False)
 
 
-async def restarted(engine: SglangEngine, double: CudaDouble) -> Sample:
+async def restarted(engine: OneServer, double: CudaDouble) -> Sample:
     """A turn during which the server ends and is started again."""
     await double.let_go(hold_at=1)
     work = asyncio.create_task(engine.sample(request()))
@@ -95,7 +95,7 @@ async def restarted(engine: SglangEngine, double: CudaDouble) -> Sample:
     return await work
 
 
-def checked(engine: SglangEngine) -> tuple[bool, int]:
+def checked(engine: OneServer) -> tuple[bool, int]:
     stats = engine.stats()
     return bool(stats["checked"]), int(stats["unchecked"])
 
@@ -128,17 +128,15 @@ async def test_a_first_load_with_other_checksums_is_reported_and_the_server_is_n
 ) -> None:
     double = CudaDouble(versions.config, swapped=fault == "layout")
     double.checker_fails = fault == "checker"
-    async with attached(versions, tmp_path, double=double, sparse=True) as (engine, _):
+    async with attached(versions, tmp_path, double=double) as (engine, _):
         (record,) = caplog.records
         assert record.levelno == logging.WARNING and "first load (version 0)" in record.message
         why = f"2 of 21 tensors in the server differ from the version's; {EXPERTS} has other bits"
         assert (why if fault == "layout" else "out of memory") in record.message
         assert checked(engine) == (False, 1)
-        near = tensor_state.write(tmp_path / "near", step(versions.model(0).state(), 3, density=0.01))
-        await engine.load(1, str(tmp_path / "near"), near)
+        await versions.load(engine, 1)
         assert engine.version == 1 and checked(engine) == (False, 1)
         assert len(double.bodies("/weights_checker")) == 1 and len(caplog.records) == 1, "decided once"
-        assert not double.bodies("/update_weights_from_tensor"), "differences need checksums"
         assert {span.version for span in (await engine.sample(request())).spans} == {1}
         await restarted(engine, double)
         assert checked(engine) == (False, 1) and len(double.bodies("/weights_checker")) == 1, "the same settings"
@@ -156,7 +154,7 @@ async def test_a_server_that_has_the_version_by_its_own_words_is_loaded_before_i
     double.told = f"0-{versions.files[0][1][:16]}"  # as a client left it that ended during an update
     async with attached(versions, tmp_path, double=double) as (engine, _):
         assert len(double.bodies("/update_weights_from_disk")) == 1 and checked(engine) == (True, 0)
-        second = SglangEngine(versions.config, tmp_path / "second", url=double.url, start_s=20.0)
+        second = sglang_engine(versions.config, tmp_path / "second", url=double.url, start_s=20.0)
         await second.attach()
         await versions.load(second, 0)
         assert len(double.bodies("/update_weights_from_disk")) == 1, "it holds the version, as its checksums show"
@@ -165,19 +163,3 @@ async def test_a_server_that_has_the_version_by_its_own_words_is_loaded_before_i
         with pytest.raises(EngineError, match="has other bits"):
             await versions.load(second, 1)
         await second.stop()
-
-
-@pytest.mark.anyio
-async def test_a_checked_server_takes_differences(versions: Versions, tmp_path: Path) -> None:
-    double = CudaDouble(versions.config)
-    async with attached(versions, tmp_path, double=double, sparse=True) as (engine, _):
-        state = versions.model(0).state()
-        for version in (1, 2):
-            state = step(state, version, density=0.01)
-            file = tmp_path / f"near{version}"
-            double.spoilt = EXPERTS if version == 2 else ""
-            await engine.load(version, str(file), tensor_state.write(file, state))
-            assert checked(engine) == (True, 0) and engine.version == version
-            loads = len(double.bodies("/update_weights_from_disk"))
-            assert bool(engine.stats()["sparse_bytes"]) == (version == 1) and loads == version
-        assert len(double.bodies("/update_weights_from_tensor")) == 2, "the wrong one was loaded whole"

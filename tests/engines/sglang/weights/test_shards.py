@@ -11,10 +11,11 @@ from aiohttp import web
 from torch import Tensor
 
 from headrace.engines.base import EngineError
-from headrace.engines.sglang.weights.checksums import DIGESTS, Ranks, fused, unknown
+from headrace.engines.server.weights.checksums import Ranks, fused, unknown
 from headrace.policy.config import PolicyConfig
 from tests.support import tiny
 from tests.support.engines import Versions
+from tests.support.sglang import opening
 from tests.support.sglang.double import Double
 from tests.support.sglang.requests import attached
 
@@ -64,7 +65,9 @@ class Sharded(Double):
         super().__init__(config)
         self.info = {"tp_size": RANKS, "ep_size": groups, "device": device}
         self.groups = groups
-        self.digest = DIGESTS[device]
+        digest = opening.backend(config).digest(device, 1)
+        assert digest is not None
+        self.digest = digest
         self.reported = [2, 0, 3, 1]
         self.spoilt: tuple[int, str] | None = None
 

@@ -9,10 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from headrace.engines.sglang.compatibility import IncompatibleServer
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.sglang.weights import tensors
-from headrace.engines.sglang.weights.lock import NotServed
+from headrace.engines.server.backend import IncompatibleServer
+from headrace.engines.server.engine import OneServer
+from headrace.engines.server.weights.lock import NotServed
+from headrace.engines.sglang import tensors
+from headrace.engines.sglang.capabilities import Capabilities
+from headrace.engines.sglang.transport import Transport
 from headrace.messages.rollout import Span
 from headrace.weights import tensor_state
 from tests.engines.sglang.weights.test_shards import Sharded
@@ -20,6 +22,7 @@ from tests.support import tiny
 from tests.support.engines import Record, Versions, request
 from tests.support.sglang.cuda import CudaDouble
 from tests.support.sglang.double import Double
+from tests.support.sglang.opening import sglang_engine
 from tests.support.sglang.requests import attached, begun
 from tests.support.sglang.updates import load
 
@@ -76,7 +79,7 @@ def test_buckets_have_at_most_so_many_bytes_unless_one_tensor_has_more() -> None
 
 def test_an_engine_deletes_the_segments_that_it_left_when_it_was_killed(versions: Versions, tmp_path: Path) -> None:
     left = [tensors.Segment({"a": torch.ones(3)}, tensors.prefix(tmp_path / name)) for name in ("stage", "other")]
-    SglangEngine(CONFIG, tmp_path / "stage", url="http://127.0.0.1:9")
+    sglang_engine(CONFIG, tmp_path / "stage", url="http://127.0.0.1:9")
     assert [segment.path.exists() for segment in left] == [False, True]
     left[1].remove()
 
@@ -198,7 +201,7 @@ async def test_four_ranks_get_a_payload_each(versions: Versions, tmp_path: Path)
 async def test_auto_sends_no_tensors_to_a_server_that_it_did_not_start(versions: Versions, tmp_path: Path) -> None:
     async with attached(versions, tmp_path, weights="auto") as (engine, double):
         assert not double.bodies(UPDATE) and len(double.bodies(DISK)) == 1
-        engine._swapper.transport._started = True
+        transport(engine)._started = True
         await versions.load(engine, 1)
         assert double.bodies(UPDATE) and len(double.bodies(DISK)) == 1
         assert engine._life.terms is not None
@@ -220,13 +223,17 @@ async def test_the_first_load_of_a_gpu_is_from_disk_because_it_decides_about_che
 async def test_a_server_that_cannot_take_the_required_tensors_is_refused(versions: Versions, tmp_path: Path) -> None:
     double = Double(CONFIG)
     del double.openapi["paths"][UPDATE]
-    with pytest.raises(IncompatibleServer, match=r"engine\.weights = 'tensor' needs /update_weights_from_tensor"):
+    with pytest.raises(IncompatibleServer, match=r"weights = 'tensor' needs /update_weights_from_tensor"):
         async with attached(versions, tmp_path, double=double, weights="tensor"):
             pass
-    other = SglangEngine(CONFIG, tmp_path / "far", url="http://10.1.2.3:30000", weights="tensor")
-    double = Double(CONFIG)
-    async with attached(versions, tmp_path, double=double) as (engine, _):
-        assert engine._life.terms is not None
-        with pytest.raises(IncompatibleServer, match="needs a server on this machine"):
-            other._swapper.transport.check(engine._life.terms)
+    other = sglang_engine(CONFIG, tmp_path / "far", url="http://10.1.2.3:30000", weights="tensor")
+    with pytest.raises(IncompatibleServer, match="needs a server on this machine"):
+        transport(other).check(Capabilities())
     await other.stop()
+
+
+def transport(engine: OneServer) -> Transport:
+    """Of the engine's backend."""
+    (way,) = engine._backend.ways
+    assert isinstance(way, Transport)
+    return way

@@ -19,14 +19,14 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from headrace.engines.base import EngineError
-from headrace.engines.sglang.compatibility import IncompatibleServer, Terms
-from headrace.engines.sglang.http import ServerError, Wire
-from headrace.engines.sglang.weights import tensors
+from headrace.engines.server.backend import UPDATE_S, IncompatibleServer, Terms
+from headrace.engines.server.http import ServerError, Wire
+from headrace.engines.server.weights.lock import VersionFile
+from headrace.engines.sglang import tensors
+from headrace.engines.sglang.capabilities import Capabilities
 from headrace.weights import tensor_state
 
 Choice = Literal["auto", "tensor", "disk"]
-LOAD_S = 600.0
-"""Seconds after which an update has failed."""
 HERE = ("127.0.0.1", "localhost", "::1")
 _log = logging.getLogger("headrace.engines.sglang")
 
@@ -45,46 +45,46 @@ class Transport:
         """Bytes of tensors that the last change gave to the server; 0 when it loaded from disk."""
         self.failures = 0
         """Number of versions that were to be sent as tensors and were loaded from disk."""
+        self._session = False
         tensors.discard_abandoned(self._prefix)
 
-    def check(self, terms: Terms) -> None:
+    def check(self, able: Capabilities) -> None:
         """IncompatibleServer when tensors are required and this server cannot take them."""
+        self._session = able.session
         if self._choice != "tensor":
+            self._off = self._off or not able.tensors
             return
-        if not terms.tensors:
+        if not able.tensors:
             raise IncompatibleServer(
-                "engine.weights = 'tensor' needs /update_weights_from_tensor, which the server does not have; set auto"
+                "engine.options.weights = 'tensor' needs /update_weights_from_tensor, which the server lacks; set auto"
             )
         if not self._started and urlsplit(self._wire.url).hostname not in HERE:
             raise IncompatibleServer(
-                f"engine.weights = 'tensor' needs a server on this machine, got {self._wire.url}; set auto or disk"
+                f"engine.options.weights = 'tensor' needs a server on this machine, not {self._wire.url}; set disk"
             )
 
-    async def prepare(self, model: Path, terms: Terms, *, compared: bool) -> None:
-        """Write the first bucket of a staged version, if it is to be sent. compared: the server's checksums will be
-        compared."""
+    async def prepare(self, before: VersionFile | None, model: Path, terms: Terms, *, compared: bool) -> bool:
+        """Write the first bucket of a staged version, if it is to be sent."""
         self.bytes = 0
         self.discard()
-        if self._off or not terms.tensors:
-            return
-        if self._choice == "auto" and not (self._started and compared and terms.device == "cpu"):
-            return
+        if self._off or (self._choice == "auto" and not (self._started and compared and terms.device == "cpu")):
+            return False
         try:
             self._rest = deque(tensors.buckets(tensor_state.read(model)))
             await self._write()
         except OSError as error:
             self._failed(f"shared memory cannot be written: {error}")
-
-    @property
-    def ready(self) -> bool:
-        """Whether a version is prepared."""
         return self._next is not None
+
+    def stats(self) -> dict[str, float]:
+        """Bytes of tensors that the last change gave to the server, and the versions that were to be and were not."""
+        return {"tensor_bytes": self.bytes, "tensor_failures": self.failures}
 
     async def send(self, label: str, terms: Terms) -> bool:
         """Give the prepared version to a paused server. False when that failed: the server's weights are then unknown.
         ServerError when the server is gone."""
         try:
-            if terms.session:
+            if self._session:
                 await self._begin()
             await self._send(label, terms)
         except (EngineError, OSError) as error:
@@ -116,12 +116,12 @@ class Transport:
     async def _begin(self) -> None:
         """Open an update session. A client that ended during an update has left its own open, which is closed first."""
         try:
-            await self._wire.post("/begin_weight_update", {}, LOAD_S)
+            await self._wire.post("/begin_weight_update", {}, UPDATE_S)
         except ServerError as error:
             if error.kind != "refused":
                 raise
-            await self._wire.post("/end_weight_update", {}, LOAD_S)
-            await self._wire.post("/begin_weight_update", {}, LOAD_S)
+            await self._wire.post("/end_weight_update", {}, UPDATE_S)
+            await self._wire.post("/begin_weight_update", {}, UPDATE_S)
 
     async def _write(self) -> None:
         """Write the next bucket into shared memory, if there is one. OSError."""
@@ -133,12 +133,12 @@ class Transport:
         try:
             await self._buckets(label, terms.tp_size)
         except (EngineError, OSError):
-            if terms.session:
+            if self._session:
                 with contextlib.suppress(ServerError):  # the first error is the reason
-                    await self._wire.post("/end_weight_update", {}, LOAD_S)
+                    await self._wire.post("/end_weight_update", {}, UPDATE_S)
             raise
-        if terms.session:
-            await self._wire.post("/end_weight_update", {}, LOAD_S)
+        if self._session:
+            await self._wire.post("/end_weight_update", {}, UPDATE_S)
 
     async def _buckets(self, label: str, ranks: int) -> None:
         """Send all buckets; the next one is written while the server loads one. EngineError, OSError."""
@@ -150,7 +150,7 @@ class Transport:
             writing = asyncio.create_task(self._write())
             try:
                 asked = tensors.body(segment, ranks, name)
-                answer = await self._wire.post("/update_weights_from_tensor", asked, LOAD_S)
+                answer = await self._wire.post("/update_weights_from_tensor", asked, UPDATE_S)
             finally:
                 segment.remove()
                 await asyncio.wait([writing])

@@ -5,7 +5,7 @@ little, and an error would appear late. The server describes itself in /openapi.
 requests. This module compares them with the requests that the client sends. The same list is compared with the source
 of released packages (`source`), which gives the range of releases in `versions`.
 
-A description does not contain replies. The first turn after a server's start is a probe for them (`lifecycle`).
+A description does not contain replies. The first turn after a server's start is a probe for them (`server.lifecycle`).
 """
 
 from collections.abc import Callable, Mapping
@@ -63,7 +63,6 @@ Fields = Callable[[str], frozenset[str] | None]
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """The optional capabilities of a server that has the required ones."""
 
-    replay: bool = True
     priorities: bool = True
     tensors: bool = True
     session: bool = True
@@ -107,7 +106,6 @@ def decide(fields: Fields, *, mixture: bool) -> tuple[Capabilities, list[str]]:
     lost = missing(REQUIRED + (REPLAY if mixture else ()), fields)
     tensors = not missing(TENSORS, fields)
     return Capabilities(
-        replay=not missing(REPLAY, fields),
         priorities=not missing(PRIORITIES, fields),
         tensors=tensors,
         session=not missing(SESSION, fields),

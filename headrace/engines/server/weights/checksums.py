@@ -1,36 +1,35 @@
 """Computes the checksums that a server must report from a file whose state hash was verified.
 
-Idea: /weights_checker hashes the bits that the server computes with, under its fused names. This module fuses the
-file's tensors in the same way (query, key and value; gate and up of all experts; the vocabulary padded to a multiple of
-64 rows), hashes them with the same function, and compares. Equality proves that the server serves the version that the
-trainer published, after any number of updates in place.
+Idea: SGLang and vLLM hash the bits that they compute with, under the same fused names. This module fuses the file's
+tensors in the same way (query, key and value; gate and up of all experts; the vocabulary padded to a multiple of 64
+rows), hashes them with the server's function (`Backend.digest`), and compares. Equality proves that the server serves
+the version that the trainer published, after any number of updates in place.
 
-On the CPU the server's hash of a tensor is the first eight bytes of SHA-256 over its bits; on a GPU it is another
-function (`cuda_digest`). With tensor parallelism each rank reports its part: heads, inner width and vocabulary are
+With tensor parallelism each rank reports its part: heads, inner width and vocabulary are
 divided, norms and routers are not. With expert parallelism the ranks form groups, each of which has a run of the
 experts and divides their inner width.
 """
 
 import asyncio
-import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engines.sglang.weights import cuda_digest
 from headrace.policy.config import PolicyConfig
 from headrace.weights import tensor_state
 
 VOCAB_PAD = 64
 THREADS = 8
-"""The most threads that compute a GPU's checksums."""
+"""The most threads that compute the checksums of a server on a GPU."""
+Digest = Callable[[Tensor], str]
+"""A server's checksum of a tensor."""
 RECENT = 4
 """Number of versions, layouts and dtypes whose checksums are kept."""
 
@@ -47,19 +46,23 @@ class Ranks(NamedTuple):
 ONE = Ranks()
 
 
-def unknown(config: PolicyConfig, ranks: Ranks = ONE, *, device: str = "cpu", dtype: str = "bfloat16") -> str:
+def largest(config: PolicyConfig, ranks: Ranks, dtype: str) -> int:
+    """Bytes of the largest fused tensor of a rank."""
+    rows = max(config.vocab + VOCAB_PAD, 2 * config.expert_dim * max(1, config.experts))
+    return rows * config.dim // ranks.tensor * int(getattr(torch, dtype).itemsize)
+
+
+def unknown(config: PolicyConfig, ranks: Ranks = ONE) -> str:
     """Why the checksums of this model on these ranks are not known here; empty when they are: those of Llama, or Qwen3
-    with all layers dense or all layers a mixture, on the CPU or on GPUs that can hash its largest tensor.
+    with all layers dense or all layers a mixture.
 
     On a GPU the MoE runner decides the layout of the experts, so that the first comparison may still differ.
     """
     count, groups = ranks
-    largest = max(config.vocab + VOCAB_PAD, 2 * config.expert_dim * max(1, config.experts)) * config.dim // count
     parts = (config.heads % count or VOCAB_PAD % count or count % groups or config.expert_dim % (count // groups)) or (
         config.kv_heads % count and count % config.kv_heads
     )
     reasons = {
-        f"the device {device}": device not in DIGESTS,
         f"the architecture {config.model_type}": config.model_type not in ("", "llama"),
         "biases of attention": config.qkv_bias or config.out_bias,
         "latent attention": config.latent is not None,
@@ -69,18 +72,16 @@ def unknown(config: PolicyConfig, ranks: Ranks = ONE, *, device: str = "cpu", dt
         f"{count} tensor-parallel ranks, which do not divide the model's heads, inner width or vocabulary": parts,
         f"{groups} groups of ranks, which do not divide {config.experts} experts": groups > 1
         and (config.experts % groups or not config.experts),
-        f"tensors above {cuda_digest.MOST_BYTES} bytes on {device}": device != "cpu"
-        and largest * getattr(torch, dtype).itemsize > cuda_digest.MOST_BYTES,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def expected(
-    path: str | Path, config: PolicyConfig, dtype: str, ranks: Ranks = ONE, device: str = "cpu"
+    path: str | Path, config: PolicyConfig, dtype: str, digest: Digest, ranks: Ranks = ONE, device: str = "cpu"
 ) -> dict[str, str]:
-    """The checksums (16 hex digits) by `label`, of a snapshot file that a server on `device` holds in `dtype`. Besides
-    the file it holds one fused tensor per thread."""
-    kind, tensors, digest = getattr(torch, dtype), tensor_state.read(path), DIGESTS[device]
+    """The checksums by `label`, of a snapshot file that a server on `device` holds in `dtype`. Besides the file it
+    holds one fused tensor per thread."""
+    kind, tensors = getattr(torch, dtype), tensor_state.read(path)
     threads = 1 if device == "cpu" else min(THREADS, len(os.sched_getaffinity(0)))
     out: dict[str, str] = {}
     with ThreadPoolExecutor(threads) as pool:
@@ -95,7 +96,7 @@ def expected(
     return out
 
 
-def _digest_as(digest: Callable[[Tensor], str], tensor: Tensor, dtype: torch.dtype) -> str:
+def _digest_as(digest: Digest, tensor: Tensor, dtype: torch.dtype) -> str:
     return digest(tensor.to(dtype))
 
 
@@ -107,7 +108,7 @@ class Expectations:
         self._sums: dict[tuple[str, str, Ranks, str], asyncio.Future[dict[str, str]]] = {}
 
     async def of(
-        self, path: Path, state_hash: str, config: PolicyConfig, dtype: str, ranks: Ranks, device: str
+        self, path: Path, state_hash: str, config: PolicyConfig, dtype: str, digest: Digest, ranks: Ranks, device: str
     ) -> dict[str, str]:
         """`expected`, of a file with this state hash. The caller does not change its file until this returns or is
         cancelled; after a cancellation another caller computes from its own file."""
@@ -118,7 +119,7 @@ class Expectations:
                 return sums.result()
         sums = self._sums[key] = asyncio.get_running_loop().create_future()
         try:
-            sums.set_result(await asyncio.to_thread(expected, path, config, dtype, ranks, device))
+            sums.set_result(await asyncio.to_thread(expected, path, config, dtype, digest, ranks, device))
         except BaseException:
             sums.cancel()
             del self._sums[key]
@@ -131,18 +132,6 @@ class Expectations:
 def label(name: str, rank: int, ranks: int) -> str:
     """The fused name, behind the rank's number where there are several."""
     return name if ranks == 1 else f"rank {rank}: {name}"
-
-
-def served(answer: Mapping[str, Any], ranks: int) -> dict[str, str]:
-    """The checksums by `label` in an answer of /weights_checker. KeyError, TypeError, AttributeError, ValueError when
-    it lacks them, or has another number of ranks."""
-    out: dict[str, str] = {}
-    for part in answer["ranks"]:
-        place = part["parallelism_info"][0]["tp_rank"] if ranks > 1 else 0
-        out |= {label(name, place, ranks): value for name, value in part["checksums"].items()}
-    if len(answer["ranks"]) != ranks:
-        raise ValueError(f"expected {ranks} ranks, got {len(answer['ranks'])}")
-    return out
 
 
 def shard(tensors: Mapping[str, Tensor], config: PolicyConfig, rank: int, of: Ranks) -> dict[str, Tensor]:
@@ -175,8 +164,8 @@ def shard(tensors: Mapping[str, Tensor], config: PolicyConfig, rank: int, of: Ra
 
 
 def fused(tensors: Mapping[str, Tensor], config: PolicyConfig, ranks: Ranks = ONE) -> dict[str, Tensor]:
-    """Hugging Face tensors, or a rank's `shard` of them, under the names and in the layout of SGLang's Qwen3 and
-    Llama models."""
+    """Hugging Face tensors, or a rank's `shard` of them, under the names and in the layout of SGLang's and
+    vLLM's Qwen3 and Llama models."""
     return dict(_fused(tensors, config, ranks))
 
 
@@ -209,19 +198,10 @@ def _gate_up(tensors: Mapping[str, Tensor], at: str) -> Tensor:
     return torch.cat([tensors[f"{at}gate_proj.weight"], tensors[f"{at}up_proj.weight"]])
 
 
-def digest(tensor: Tensor) -> str:
-    """The server's checksum of a tensor on the CPU."""
-    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(bits.data).digest()[:8].hex()
-
-
-DIGESTS = {"cpu": digest, "cuda": cuda_digest.digest}
-"""The server's checksum of a tensor, by the device that the server reports."""
-
-
 def difference(wanted: Mapping[str, str], served: Mapping[str, str]) -> str:
-    """A text about the first difference; empty when every tensor is there with its bits."""
-    wrong = sorted(name for name in wanted if served.get(name) != wanted[name])
+    """A text about the first difference; empty when every tensor is there with its bits. A tensor that is served with
+    an empty checksum is not compared."""
+    wrong = sorted(name for name in wanted if served.get(name) not in (wanted[name], ""))
     extra = sorted(name for name in served if name not in wanted and not name.endswith("_cache"))
     if wrong:
         state = "is missing" if wrong[0] not in served else "has other bits"

@@ -16,29 +16,27 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from headrace.backoff import Backoff
 from headrace.engines.base import EngineError, RefusedVersion, Sample, SampleRequest, Swap, UnusableEngine
-from headrace.engines.sglang.engine import ServerLost, SglangEngine
-from headrace.engines.sglang.metrics import Requests
-from headrace.engines.sglang.weights.checksums import Expectations
+from headrace.engines.server.backend import Requests
+from headrace.engines.server.engine import OneServer, ServerLost
+from headrace.engines.server.weights.checksums import Expectations
 
 T = TypeVar("T")
 LARGEST = ("pause_ms", "stage_ms", "kv_usage", "cache_hit_rate")
 """Figures of which the largest server's counts; the others are added."""
 SMALLEST = ("checked",)
-STATES: tuple[Literal["down", "paused", "serving"], ...] = ("down", "paused", "serving")
-"""States of a server, the worst first."""
 AGAIN_S = (1.0, 60.0)
 """The first and the largest delay in seconds before a lost server is tried again."""
-_log = logging.getLogger("headrace.engines.sglang")
+_log = logging.getLogger("headrace.engines.server")
 
 
 class Fleet:
     """An `engines.base.ServerEngine` over several engines of one server each, which serve the same versions."""
 
-    def __init__(self, engines: Sequence[SglangEngine]) -> None:
+    def __init__(self, engines: Sequence[OneServer]) -> None:
         """engines: at least one, before their first load. EngineError otherwise."""
         if not engines:
             raise EngineError("expected at least one server")
@@ -69,7 +67,7 @@ class Fleet:
         return self._before[0] if self._before is not None else -1
 
     def stats(self) -> dict[str, float]:
-        """The figures of `SglangEngine.stats` over all servers, their number, and that of lost ones. `returns` counts
+        """The figures of `OneServer.stats` over all servers, their number, and that of lost ones. `returns` counts
         servers that serve the node's version again."""
         parts = [engine.stats() for engine in self.engines]
         out: dict[str, float] = {"servers": len(parts)}
@@ -77,11 +75,6 @@ class Fleet:
             values = [part[name] for part in parts]
             out[name] = max(values) if name in LARGEST else min(values) if name in SMALLEST else sum(values)
         return out | {"out": len(self._out), "losses": self._losses, "returns": self._returns}
-
-    async def health(self) -> Literal["serving", "paused", "down"]:
-        """The worst state of a server."""
-        states = await asyncio.gather(*(engine.health() for engine in self.engines))
-        return min(states, key=STATES.index)
 
     async def outside(self) -> Requests | None:
         """Requests of other clients in all live servers; None when one cannot tell them apart. ServerError."""
@@ -132,7 +125,7 @@ class Fleet:
 
     async def sample(self, request: SampleRequest) -> Sample:
         """Sample one generation on the session's server, or on another one when that is lost. EngineError as of
-        `SglangEngine.sample`."""
+        `OneServer.sample`."""
         for _ in self.engines:
             home = await self._home(request.session)
             try:
@@ -212,13 +205,11 @@ class Fleet:
         del self._out[index]
         self._returns += 1
 
-    async def _each(
-        self, servers: Sequence[int], call: Callable[[SglangEngine], Awaitable[T]]
-    ) -> list[T | BaseException]:
+    async def _each(self, servers: Sequence[int], call: Callable[[OneServer], Awaitable[T]]) -> list[T | BaseException]:
         """Results or errors of servers, at the same time."""
         return await asyncio.gather(*(call(self.engines[index]) for index in servers), return_exceptions=True)
 
 
-def _refuses(error: BaseException, engine: SglangEngine) -> bool:
+def _refuses(error: BaseException, engine: OneServer) -> bool:
     """Whether a failed load is the version's fault and not the loss of the server."""
     return engine.serves or isinstance(error, RefusedVersion) or not isinstance(error, EngineError)

@@ -1,16 +1,15 @@
-"""HTTP to one SGLang server: JSON requests, streamed generations, and one typed error for every failure.
+"""HTTP to one server: JSON requests, streamed generations, and one typed error for every failure.
 
-Idea: the server reports errors in three formats (`{"error": "..."}`, `{"error": {"message": ...}}`, `{"object":
-"error", "message": ...}`), also inside a stream that began with status 200, and it may end without any. Callers need
-only one fact, the kind of the failure: refused (the same request would be refused again), gone, late, or garbled.
+Idea: servers report errors in three formats (`{"error": "..."}`, `{"error": {"message": ...}}`, `{"object": "error",
+"message": ...}`), also inside a stream that began with status 200, and may end without any. Callers need only one fact,
+the kind of the failure: refused (the same request would be refused again), gone, late, or garbled.
 
 This module splits streams into events, because the HTTP client's line reader has a limit and routed experts make lines
-of megabytes. Without `--incremental-streaming-output` every event repeats all earlier content, so the last one is the
-whole reply.
+of megabytes.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Literal
 
 import aiohttp
@@ -56,10 +55,9 @@ def reason(body: bytes) -> str:
 class Wire:
     """The HTTP client of one server. `close` ends its connections."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        """url: such as http://127.0.0.1:30000. api_key: needed where the server was started with one."""
+    def __init__(self, url: str) -> None:
+        """url: such as http://127.0.0.1:30000."""
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -69,7 +67,6 @@ class Wire:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
-                headers=self._headers,
                 read_bufsize=BUFFER,
                 json_serialize=lambda value: msgspec.json.encode(value).decode(),
             )
@@ -108,21 +105,18 @@ class Wire:
             raise ServerError("refused", f"{self.url}{path} refused: {reason(data)}", answer.status)
         return data
 
-    async def generate(self, body: Mapping[str, Any], on_event: Callable[[Reply], None]) -> Reply:
-        """POST /generate as a stream. `on_event` gets the reply so far at each event; the last one is returned.
-        ServerError.
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Reply]:
+        """POST JSON and yield each event of the streamed answer, until the one that ends it. ServerError.
 
         There is no time limit here: a paused server may hold a request for any time.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        asked = {**body, "stream": True}
-        last: Reply | None = None
-        done = False
+        done = some = False
         try:
-            async with self._open().post(self.url + "/generate", json=asked, timeout=limit) as answer:
+            async with self._open().post(self.url + path, json=body, timeout=limit) as answer:
                 if answer.status != 200:
                     text = reason(await answer.read())
-                    raise ServerError("refused", f"{self.url}/generate refused: {text}", answer.status)
+                    raise ServerError("refused", f"{self.url}{path} refused: {text}", answer.status)
                 rest = bytearray()
                 async for part in answer.content.iter_any():
                     seen = max(0, len(rest) - 1)
@@ -132,19 +126,18 @@ class Wire:
                             data, seen = bytes(view[:end]), 0
                         del rest[: end + 2]
                         large = len(data) >= LARGE
-                        event = await asyncio.to_thread(self._event, data) if large else self._event(data)
+                        event = await asyncio.to_thread(self._event, path, data) if large else self._event(path, data)
                         if event is None:
-                            done = True
+                            done = True  # what follows is read, so that the connection can be used again
                         else:
-                            last = event
-                            on_event(event)
+                            some = True
+                            yield event
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError("gone", f"{self.url} broke the connection: {error or type(error).__name__}") from None
-        if not done or last is None:
+        if not done or not some:
             raise ServerError("gone", f"{self.url} broke the connection in the middle of a reply")
-        return last
 
-    def _event(self, event: bytes) -> Reply | None:
+    def _event(self, path: str, event: bytes) -> Reply | None:
         """The reply in one event; None at the end of the stream. ServerError for an error or for invalid JSON."""
         data = event.strip().removeprefix(b"data:").strip()
         if data == b"[DONE]":
@@ -152,10 +145,11 @@ class Wire:
         try:
             decoded = msgspec.json.decode(data)
         except msgspec.DecodeError as error:
-            raise ServerError("garbled", f"{self.url}/generate sent an event that is not JSON: {error}") from None
+            raise ServerError("garbled", f"{self.url}{path} sent an event that is not JSON: {error}") from None
         if not isinstance(decoded, dict) or "error" in decoded or decoded.get("object") == "error":
-            code = decoded.get("code", 0) if isinstance(decoded, dict) else 0
-            raise ServerError("refused", f"{self.url}/generate refused: {reason(data)}", code if code else 400)
+            said = decoded.get("error", decoded) if isinstance(decoded, dict) else {}
+            status = said.get("code") if isinstance(said, dict) else None
+            raise ServerError("refused", f"{self.url}{path} refused: {reason(data)}", status or 400)
         return decoded
 
     async def close(self) -> None:

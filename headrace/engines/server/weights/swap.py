@@ -1,45 +1,40 @@
 """Changes a server's weights with a short pause; a server with neither the old nor the new version stays paused.
 
     stage the version (while serving) -> compute the expected checksums (while serving)
-    -> pause in place -> load from tmpfs -> compare all checksums -> continue
+    -> pause in place -> load -> compare all checksums -> continue
 
 During a pause in place requests keep their KV cache and continue with the new weights afterwards; their spans name the
 version of each token. Nothing is flushed: prefix-cache keys contain the version, and old entries are evicted in time.
 In the other mode the caller first aborts every request, keeps its tokens, and sends the rest again, so that no token is
 decoded with another version's KV cache; this costs a second prefill.
 
-Trap: with the default of flush_cache, an update under running requests answers 400 although it happened. So after any
-error of an update the server's weights are unknown, and it stays paused until the old version is loaded in full and has
+Trap: an update may answer with an error although it happened. So after any error of an update the server's weights are
+unknown, and it stays paused until the old version is loaded in full and has
 its checksums. If that fails too, it stays paused and no request is admitted.
 
 On a GPU the MoE runner may hold the experts in another layout than `checksums` computes, and the server does not report
 which. So the first load decides: if its checksums differ, a warning names the first such tensor, and this server is not
 compared; if they match, every later difference is an error.
 
-With `sparse` the load is a scattered write of the changed elements (`weights.sparse`); otherwise the whole version may
-be given as tensors in shared memory (`weights.transport`). Both are verified by the same checksums, and where one is
-not available, or fails, the version is loaded from disk.
+A backend may have faster ways (`backend.Way`). They are verified by the same checksums, and where one is not available,
+or fails, the version is loaded from the folder.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from headrace.engines.base import EngineError
-from headrace.engines.sglang.compatibility import Terms
-from headrace.engines.sglang.http import ServerError, Wire
-from headrace.engines.sglang.weights import checksums
-from headrace.engines.sglang.weights import sparse as sglang_sparse
-from headrace.engines.sglang.weights.lock import NotServed, VersionFile
-from headrace.engines.sglang.weights.staging import Stage
-from headrace.engines.sglang.weights.transport import LOAD_S, Choice, Transport
+from headrace.engines.server.backend import Backend, Terms, Way
+from headrace.engines.server.http import ServerError
+from headrace.engines.server.weights import checksums
+from headrace.engines.server.weights.lock import NotServed, VersionFile
+from headrace.engines.server.weights.staging import Stage
 from headrace.policy.config import PolicyConfig
 
-_log = logging.getLogger("headrace.engines.sglang")
+_log = logging.getLogger("headrace.engines.server")
 
 
 class Wanted(NamedTuple):
@@ -55,24 +50,12 @@ class Wanted(NamedTuple):
 class Swapper:
     """The only caller of a server's administrative endpoints."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        stage: Stage,
-        config: PolicyConfig,
-        *,
-        sparse: bool = False,
-        weights: Choice = "disk",
-        started: bool = False,
-    ) -> None:
-        """sparse: the server has headrace's loader and gets changed elements. weights: how it gets whole versions.
-        started: this engine starts the server."""
-        self._wire, self._stage, self._config, self.sparse = wire, stage, config, sparse
-        self.transport = Transport(wire, weights, stage.folder, started=started)
-        self._changes = stage.folder.with_name(f"{stage.folder.name}.changes")
-        """Not inside the folder, because the server reads every weight file in it."""
-        self.sparse_bytes = 0
-        """Bytes of the changed elements that the last change sent to the server; 0 when it loaded from disk."""
+    def __init__(self, backend: Backend, stage: Stage, config: PolicyConfig) -> None:
+        self._backend, self._stage, self._config = backend, stage, config
+        self.folder = stage.folder
+        """The folder of the staged checkpoint."""
+        self._way: Way | None = None
+        """The way that is prepared for the next change."""
         self.paused = False
         """Whether this class has paused the server, which then does not answer health checks."""
         self.pause_ms = 0.0
@@ -96,19 +79,13 @@ class Swapper:
         for the model."""
         return sum(not comparable for comparable in self._comparable.values()) + len(self._unknown)
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the staged checkpoint."""
-        return self._stage.folder
-
     async def ready(self, weights: VersionFile) -> None:
         """Stage a version in the folder. EngineError when its file is not that version."""
         await asyncio.to_thread(self._stage.put, *weights)
 
     async def holds(self, weights: VersionFile, terms: Terms) -> bool:
         """Whether the server serves exactly this version already, for example after a start from the staged folder."""
-        info = await self._wire.get("/model_info")
-        if info.get("weight_version") != weights.label:
+        if await self._backend.served() != weights.label:
             return False
         wanted = await self._wanted(weights, terms)
         self.checked = wanted is not None
@@ -145,9 +122,11 @@ class Swapper:
             await self.ready(weights)
             wanted = await self._wanted(weights, terms)
             verified = wanted is not None and not wanted.undecided
-            self.sparse_bytes = await self._differences(before, terms) if verified else 0
-            if not self.sparse_bytes and (wanted is None or verified):
-                await self.transport.prepare(self._stage.model, terms, compared=verified)
+            self._way = None
+            for way in self._backend.ways if wanted is None or verified else ():
+                if await way.prepare(before, self._stage.model, terms, compared=verified):
+                    self._way = way
+                    break
         except EngineError:
             if before is not None:
                 await self.ready(before)  # a later restart of the server must find the weights that it served
@@ -158,7 +137,7 @@ class Swapper:
             await take_back()
             await self._pause()
             try:
-                if not await self._without_disk(weights, wanted, terms):
+                if not await self._fast(weights, wanted, terms):
                     await self._load(weights, wanted)
             except EngineError as error:
                 await self._go_back(before, terms, error)
@@ -170,24 +149,20 @@ class Swapper:
         except ServerError as error:
             raise NotServed(f"the server was lost during the change to version {weights.version}: {error}") from error
         finally:
-            self.transport.discard()
+            for way in self._backend.ways:
+                way.discard()
             self.pause_ms = (time.perf_counter() - began) * 1e3
 
-    async def _without_disk(self, weights: VersionFile, wanted: Wanted | None, terms: Terms) -> bool:
-        """Write the changed elements, or give the whole version as tensors, if one of them is prepared. True when the
-        server then serves exactly that version."""
-        if self.sparse_bytes:
-            if await self._apply(weights, wanted):
-                return True
-            self.sparse_bytes = 0
-        if not self.transport.ready or not await self.transport.send(weights.label, terms):
+    async def _fast(self, weights: VersionFile, wanted: Wanted | None, terms: Terms) -> bool:
+        """Use the way that is prepared, if there is one. True when the server then serves exactly that version."""
+        if self._way is None or not await self._way.send(weights.label, terms):
             return False
         try:
             await self._check(weights, wanted)
-        except ServerError:
-            raise
         except EngineError as error:
-            self.transport.failed(str(error))
+            if isinstance(error, ServerError) and error.kind == "gone":
+                raise
+            self._way.failed(str(error))
             return False
         return True
 
@@ -206,61 +181,20 @@ class Swapper:
 
     async def _pause(self) -> None:
         self.paused = True
-        await self._wire.post("/pause_generation", {"mode": "in_place"})
+        await self._backend.pause()
 
     async def _continue(self) -> None:
-        await self._wire.post("/continue_generation", {"torch_empty_cache": False})
+        await self._backend.resume()
         self.paused = False
 
-    async def _differences(self, before: VersionFile | None, terms: Terms) -> int:
-        """Write the elements that differ from `before`, for the loader in the server. Returns bytes; 0 without a useful
-        file."""
-        usable = self.sparse and terms.loader and terms.tp_size == 1
-        if not usable or before is None or not Path(before.path).exists():
-            return 0
-        what = self._changes, Path(before.path), self._stage.model, self._config, terms.dtype
-        return await asyncio.to_thread(sglang_sparse.write, *what)
-
-    async def _apply(self, weights: VersionFile, wanted: Wanted | None) -> bool:
-        """Make the loader apply the changed elements. True when the server then serves exactly that version."""
-        try:
-            await self._wire.post("/begin_weight_update", {})
-            try:
-                asked = sglang_sparse.body(self._changes, weights.label)
-                answer = await self._wire.post("/update_weights_from_tensor", asked, LOAD_S)
-            finally:
-                with suppress(ServerError):
-                    await self._wire.post("/end_weight_update", {})
-            if answer.get("success") is not True:
-                return False
-            await self._check(weights, wanted)
-        except ServerError as error:
-            if error.kind == "gone":
-                raise
-            return False
-        except EngineError:
-            return False
-        finally:
-            self._changes.unlink(missing_ok=True)
-        return True
-
     async def _load(self, weights: VersionFile, wanted: Wanted | None) -> None:
-        body = {
-            "model_path": str(self._stage.folder),
-            "weight_version": weights.label,
-            "flush_cache": False,
-            "abort_all_requests": False,
-            "torch_empty_cache": False,
-        }
-        answer = await self._wire.post("/update_weights_from_disk", body, LOAD_S)
-        if answer.get("success") is not True:
-            raise EngineError(f"the server could not load version {weights.version}: {answer.get('message')}")
+        await self._backend.load_folder(self._stage.folder, weights.label)
         await self._check(weights, wanted)
 
     async def _check(self, weights: VersionFile, wanted: Wanted | None) -> None:
         """EngineError unless the server reports the version and, where they are known, its checksums. An undecided
         server is decided."""
-        served = (await self._wire.get("/model_info")).get("weight_version")
+        served = await self._backend.served()
         if served != weights.label:
             raise EngineError(f"the server reports weight version {served}, expected {weights.label}")
         self.checked = wanted is not None
@@ -274,21 +208,17 @@ class Swapper:
         if wrong:
             _log.warning(
                 "the first load (version %d) of the server at %s does not have the expected checksums: %s. Either the "
-                "server holds weights in another layout (docs/sglang.md), or they are wrong; they are not checked from "
-                "now on",
+                "server holds weights in another layout (docs/engines.md), or they are wrong; they are not checked "
+                "from now on",
                 weights.version,
-                self._wire.url,
+                self._backend.wire.url,
                 wrong,
             )
 
     async def _difference(self, wanted: Wanted) -> str:
         """A text about the first difference between the server's checksums and these; empty when there is none."""
         try:
-            answer = await self._wire.post("/weights_checker", {"action": "checksum"}, LOAD_S)
-            try:
-                served = checksums.served(answer, wanted.ranks)
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
-                raise EngineError(f"/weights_checker answered without the server's checksums: {error}") from None
+            served = await self._backend.checksums(wanted.ranks)
         except EngineError as error:
             lost = isinstance(error, ServerError) and error.kind in ("gone", "late")
             if lost or not wanted.undecided:
@@ -302,8 +232,8 @@ class Swapper:
             self._unknown.add(terms.fingerprint)
             _log.warning(
                 "the weights of the server at %s are not compared with the published ones: checksums are not computed "
-                "for %s. The staged file is verified, and what the server makes of it is not (docs/sglang.md)",
-                self._wire.url,
+                "for %s. The staged file is verified, and what the server makes of it is not (docs/engines.md)",
+                self._backend.wire.url,
                 reason,
             )
 
@@ -314,9 +244,11 @@ class Swapper:
         gpu = device != "cpu"
         if gpu and not self._comparable.get(terms.fingerprint, True):
             return None
-        if reason := checksums.unknown(config, ranks, device=device, dtype=dtype):
+        digest = self._backend.digest(device, checksums.largest(config, ranks, dtype))
+        reason = checksums.unknown(config, ranks) or ("" if digest else f"tensors of this size on {device}")
+        if reason or digest is None:
             self._say_unknown(reason, terms)
             return None
-        sums = await self.expectations.of(model, weights.state_hash, config, dtype, ranks, device)
+        sums = await self.expectations.of(model, weights.state_hash, config, dtype, digest, ranks, device)
         undecided = gpu and terms.fingerprint not in self._comparable
         return Wanted(sums, ranks.tensor, terms.fingerprint if undecided else "")

@@ -13,7 +13,7 @@ Spans name versions alone: when a version gets other bits, a turn with tokens of
 
 import asyncio
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +21,9 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from headrace.engines.base import Progress, Sample, SampleRequest
-from headrace.engines.sglang.http import Reply, ServerError
-from headrace.engines.sglang.reply import Attempt
-from headrace.engines.sglang.weights.lock import VersionFile
+from headrace.engines.server.backend import Attempt
+from headrace.engines.server.http import ServerError
+from headrace.engines.server.weights.lock import VersionFile
 from headrace.messages.base import Array
 from headrace.messages.rollout import Span
 from headrace.policy.config import PolicyConfig
@@ -45,21 +45,20 @@ class InFlight:
         """label: of the weights that begin it. progress: of its turn, which has `before` sampled ids already."""
         self.label, self._progress, self._before = label, progress, before
         self.rid = uuid.uuid4().hex
-        """Of fixed length, because the server aborts every request whose id begins with the given one."""
+        """Of fixed length, because a server may abort every request whose id begins with the given one."""
         self.started = False
         """Whether a token has arrived: then the server has forwarded the prompt."""
-        self.work: asyncio.Task[Reply] | None = None
+        self.work: asyncio.Task[Attempt] | None = None
         """Waits for the reply. It is cancelled when the server hangs."""
 
-    def heard(self, reply: Reply) -> None:
-        """Called with the reply so far, at every event of the stream."""
-        ids = reply.get("output_ids")
+    def heard(self, ids: Sequence[int]) -> None:
+        """Called with all ids of the attempt so far."""
         self.started = self.started or bool(ids)
         if ids and self._progress is not None:
             self._progress.add(ids, self._before)
 
-    def reply(self) -> Reply:
-        """The reply of ended work. ServerError."""
+    def attempt(self) -> Attempt:
+        """The result of ended work. ServerError."""
         assert self.work is not None
         if self.work.cancelled():
             raise ServerError("gone", "the server hangs: it did not answer, and the request was given up")

@@ -1,50 +1,24 @@
 """Back-pressure: limits the number of requests inside a server, by the server's load figures.
 
 Idea: a request gains nothing from waiting inside the server, and after a swap it would be computed with other weights
-than its prefix-cache key names. So requests wait here. While any request is inside, /v1/loads is read: the allowance
-falls by the number of requests that wait in the server, and grows by half when none waits and memory is free.
+than its prefix-cache key names. So requests wait here. While any request is inside, the scheduler's figures are
+read: the allowance falls by the number of requests that wait in the server, and grows by half when none waits and
+memory is free.
 
-Production goes first and has the whole allowance: training requests inside do not count against it. The server retracts
-training requests by priority when production needs the memory (`metrics`).
+Production goes first and has the whole allowance: training requests inside do not count against it. A server with
+priorities retracts training requests when production needs the memory.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
 
 from headrace.engines.base import EngineError
+from headrace.engines.server.backend import Load
 
 EVERY_S = 0.5
 FULL = 0.95
 """Share of KV memory in use from which the allowance does not grow."""
-
-
-class Load(NamedTuple):
-    """A server's figures, summed over its ranks."""
-
-    running: int = 0
-    waiting: int = 0
-    usage: float = 0.0
-    """Largest share of KV memory in use on any rank."""
-    tokens_per_s: float = 0.0
-    hit_rate: float = 0.0
-
-
-def load_of(reply: Mapping[str, Any]) -> Load:
-    """The figures in the reply of GET /v1/loads."""
-    ranks = [rank for rank in reply.get("loads", ()) if isinstance(rank, Mapping)]
-
-    def figures(key: str) -> list[float]:
-        return [float(rank.get(key) or 0.0) for rank in ranks] or [0.0]
-
-    return Load(
-        running=int(sum(figures("num_running_reqs"))),
-        waiting=int(sum(figures("num_waiting_reqs"))),
-        usage=max(figures("token_usage")),
-        tokens_per_s=sum(figures("gen_throughput")),
-        hit_rate=max(figures("cache_hit_rate")),
-    )
 
 
 def allowance(now: int, most: int, load: Load) -> int:
@@ -61,8 +35,8 @@ class Admission:
     exit of n requests would wake n tasks.
     """
 
-    def __init__(self, most: int, ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
-        """most: largest allowance. ask: GET /v1/loads; EngineError when the server does not answer."""
+    def __init__(self, most: int, ask: Callable[[], Awaitable[Load]]) -> None:
+        """most: largest allowance. ask: reads the scheduler's figures; EngineError when the server does not answer."""
         self.most = self.allowed = most
         self.load = Load()
         self.inside = 0
@@ -135,7 +109,7 @@ class Admission:
     async def look(self) -> None:
         """Read the figures once and adjust the allowance."""
         try:
-            self.load = load_of(await self._ask())
+            self.load = await self._ask()
         except EngineError:
             return  # the requests inside report a server that is gone
         self.allowed = allowance(self.allowed, self.most, self.load)

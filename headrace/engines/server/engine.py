@@ -1,16 +1,15 @@
-"""The production engine: `engines.base.Engine` over one SGLang server, by HTTP.
+"""`engines.base.Engine` over one server, by HTTP.
 
-Idea: the server keeps the KV cache and computes; this class keeps the guarantees of `engines.base.Engine`. Token ids
-are sent and received, and no text is tokenised. A turn is one or more attempts (`generation`). An attempt is one
-request: it is admitted (`load`), takes the weight lock (`weights.lock`), and its reply is decoded and checked
-(`reply`). The salt of its prefix-cache key names the version that serves. Weights change while requests run
-(`weights.swap`).
+Idea: the server keeps the KV cache and computes; this class keeps the guarantees of `engines.base.Engine`. A
+`backend.Backend` translates for one kind of server. A turn is one or more attempts (`generation`). An attempt is one
+request: it is admitted (`load`), takes the weight lock (`weights.lock`), and its reply is checked (`reply`). The salt
+of its prefix-cache key names the version that serves. Weights change while requests run (`weights.swap`).
 
 An id outside the vocabulary is refused here: it would end the server, and a redelivery would end the next one.
 
 The loss of a server costs only time. An interrupted attempt is sent again once a server serves the same version again;
 a turn during which the server ended twice is an EngineError. A server that runs and does not answer
-(`probes.liveness`) is killed, and is then lost like any other.
+(`liveness`) is killed, and is then lost like any other.
 
 Trade-off: the server draws the tokens. A repetition gives other ids, unless it runs with deterministic inference.
 """
@@ -20,22 +19,20 @@ import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap, check_request
-from headrace.engines.sglang.generation import InFlight, Session, Turn
-from headrace.engines.sglang.http import Reply, ServerError, Wire
-from headrace.engines.sglang.lifecycle import Life
-from headrace.engines.sglang.load import Admission
-from headrace.engines.sglang.metrics import PRIORITY, Requests, outside
-from headrace.engines.sglang.probes.liveness import Liveness
-from headrace.engines.sglang.reply import Attempt, attempt_of, body
-from headrace.engines.sglang.server import Server
-from headrace.engines.sglang.weights.checksums import Expectations
-from headrace.engines.sglang.weights.lock import VersionFile
-from headrace.engines.sglang.weights.staging import Stage
-from headrace.engines.sglang.weights.swap import Swapper
-from headrace.engines.sglang.weights.transport import Choice
+from headrace.engines.server.backend import Ask, Attempt, Backend, Requests
+from headrace.engines.server.generation import InFlight, Session, Turn
+from headrace.engines.server.http import ServerError
+from headrace.engines.server.lifecycle import Life
+from headrace.engines.server.liveness import Liveness
+from headrace.engines.server.load import Admission
+from headrace.engines.server.process import Server
+from headrace.engines.server.weights.checksums import Expectations
+from headrace.engines.server.weights.lock import VersionFile
+from headrace.engines.server.weights.staging import Stage
+from headrace.engines.server.weights.swap import Swapper
 from headrace.policy.config import PolicyConfig
 
 TURN_S = 600.0
@@ -46,55 +43,46 @@ IDLE_LEGS = 8
 """Number of consecutive attempts without a token after which a turn is given up."""
 GRACE_S = 5.0
 """Seconds in which an aborted request must return its tokens."""
-_log = logging.getLogger("headrace.engines.sglang")
+_log = logging.getLogger("headrace.engines.server")
 
 
 class ServerLost(EngineError):
     """The server of a turn is lost, and the caller has another one that can sample the turn."""
 
 
-class SglangEngine:
+class OneServer:
     """The engine of one server, which it starts, or which runs already."""
 
     def __init__(
         self,
         config: PolicyConfig,
         folder: str | Path,
+        backend: Backend,
         *,
-        url: str = "",
         server: Server | None = None,
         tokenizer: Path | None = None,
         max_batch: int = 64,
         swap: Literal["in_place", "abort"] = "in_place",
-        sparse: bool = False,
-        weights: Choice = "disk",
         deadline_s: float = TURN_S,
         start_s: float = 600.0,
     ) -> None:
-        """folder: a folder in tmpfs, for the checkpoint that the server loads. url: address of a running server;
-        otherwise `server` is the one to start.
+        """folder: a folder in tmpfs, for the checkpoint that the server loads. server: the one to start, at the address
+        of `backend`; None for one that runs.
 
-        swap: change weights while requests run, or abort the requests first and send them again. sparse: send the
-        server only changed elements, through the loader that it was started with (`weights.sparse`). weights: how whole
-        versions come into the server (`weights.transport`). deadline_s:
-        seconds after which a turn is aborted and returns its tokens so far. start_s: seconds in which a server must
-        answer. EngineError unless exactly one of `url` and `server` is given.
+        swap: change weights while requests run, or abort the requests first and send them again. deadline_s: seconds
+        after which a turn is aborted and returns its tokens so far. start_s: seconds in which a server must answer.
         """
-        if bool(url) == (server is not None):
-            raise EngineError("expected either the url of a running server or a server to start")
         self._config, self._server, self._mode = config, server, swap
         self._deadline_s = deadline_s
-        self._wire = Wire(server.url if server is not None else url)
+        self._backend, self._wire = backend, backend.wire
         self._stage = Stage(folder, config, tokenizer)
-        self._swapper = Swapper(
-            self._wire, self._stage, config, sparse=sparse, weights=weights, started=server is not None
-        )
-        self._life = Life(config, self._wire, self._swapper, server, start_s, self._take_back)
-        self._liveness = Liveness(self._wire, lambda: self._swapper.paused or not self._life.serves, self._hangs)
+        self._swapper = Swapper(backend, self._stage, config)
+        self._life = Life(backend, self._swapper, server, start_s, self._take_back)
+        self._liveness = Liveness(backend, lambda: self._swapper.paused or not self._life.serves, self._hangs)
         self._admission = Admission(max_batch, self._liveness.loads)
         self._watch: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._aborting: set[asyncio.Task[Reply]] = set()
+        self._aborting: set[asyncio.Task[Any]] = set()
         self._sessions: dict[str, Session] = {}
         self._in_flight: dict[str, InFlight] = {}
         self._fingerprint = ""
@@ -149,34 +137,19 @@ class SglangEngine:
             "pause_ms": swapper.pause_ms,
             "stage_ms": swapper.stage_ms,
             "staged_bytes": self._stage.written_bytes,
-            "sparse_bytes": swapper.sparse_bytes,
-            "tensor_bytes": swapper.transport.bytes,
-            "tensor_failures": swapper.transport.failures,
             "reloads": swapper.reloads,
             "checked": swapper.checked,
             "unchecked": swapper.unchecked,
             "losses": self._life.losses,
             "returns": self._life.returns,
             "starts": self._server.starts if self._server is not None else 0,
+            **{name: value for way in self._backend.ways for name, value in way.stats().items()},
         }
-
-    async def health(self) -> Literal["serving", "paused", "down"]:
-        """The server's state. `paused` while weights change: its own /health answers 503 then although it is
-        healthy."""
-        if self._swapper.paused:
-            return "paused"
-        try:
-            await self._wire.get("/ping", 5.0)
-        except ServerError as error:
-            return "serving" if error.kind == "late" and self._in_flight else "down"
-        return "serving"
 
     async def outside(self) -> Requests | None:
         """The server's requests of clients other than headrace; None when the server cannot tell them apart.
-        ServerError when it does not answer, or was started without --enable-metrics."""
-        if self._life.terms is None or not self._life.terms.priorities:
-            return None
-        return outside(await self._wire.text("/metrics", 5.0))
+        ServerError when it does not answer."""
+        return None if self._life.terms is None else await self._backend.outside()
 
     async def attach(self) -> None:
         """Check a running server before its first use; nothing for a server to start. IncompatibleServer,
@@ -325,13 +298,14 @@ class SglangEngine:
                 request.progress.on_cut = lambda: self._abort(flight.rid)
             self.counts["attempts"] += 1
             try:
-                terms = self._life.terms
-                asked = body(
-                    request, turn.ids, turn.left, rid=flight.rid, start=routes, salt=self._life.salt(weights),
-                    sparse=bool(self._config.experts), seeded=terms is not None and terms.deterministic,
-                    priority=PRIORITY[request.lane] if terms is not None and terms.priorities else None,
+                sampling = request.sampling
+                asked = Ask(
+                    flight.rid, tuple(turn.ids), turn.left, sampling.temperature, request.stop_ids, request.seed,
+                    routes,
+                    self._life.salt(weights), request.lane,
+                    followed=request.progress is not None and request.progress.followed,
                 )  # fmt: skip
-                reply, late = await self._send(asked, flight, deadline)
+                attempt, late = await self._send(asked, flight, deadline)
                 self._liveness.heard()
             except ServerError as error:
                 if error.kind == "gone":
@@ -339,7 +313,6 @@ class SglangEngine:
                 raise
             finally:
                 del self._in_flight[flight.rid]
-            attempt = await attempt_of(reply, len(turn.ids), routes, self._config, request.stop_ids)
             return self._take(turn, attempt, start, weights), late
 
     def _leave_lost_server(self) -> None:
@@ -362,14 +335,14 @@ class SglangEngine:
         turn.add(attempt, start, weights, self._life.versions)
         return attempt.finish
 
-    async def _send(self, asked: Reply, flight: InFlight, deadline: float) -> tuple[Reply, bool]:
-        """The reply, and whether it was aborted at the deadline. ServerError."""
-        flight.work = work = asyncio.create_task(self._wire.generate(asked, flight.heard))
+    async def _send(self, asked: Ask, flight: InFlight, deadline: float) -> tuple[Attempt, bool]:
+        """The attempt, and whether it was aborted at the deadline. ServerError."""
+        flight.work = work = asyncio.create_task(self._backend.generate(asked, flight.heard))
         try:
             left = deadline - asyncio.get_running_loop().time()
             await asyncio.wait({work}, timeout=max(0.0, left))
             if work.done():
-                return flight.reply(), False
+                return flight.attempt(), False
             self._abort(flight.rid)
             await asyncio.wait({work}, timeout=GRACE_S)
             if not work.done():
@@ -377,7 +350,7 @@ class SglangEngine:
                     "late",
                     f"a turn took more than {self._deadline_s:.0f} s and could not be aborted",
                 )
-            return flight.reply(), True
+            return flight.attempt(), True
         finally:
             if not work.done():
                 self._abort(flight.rid)  # the server notices a closed connection only seconds later
@@ -385,9 +358,9 @@ class SglangEngine:
                 with contextlib.suppress(asyncio.CancelledError, EngineError):
                     await work
 
-    def _abort(self, rid: str) -> "asyncio.Task[Reply]":
+    def _abort(self, rid: str) -> "asyncio.Task[Any]":
         """Tell the server to abort a request."""
-        task = asyncio.create_task(self._wire.post("/abort_request", {"rid": rid}, GRACE_S))
+        task = asyncio.create_task(self._backend.abort(rid, GRACE_S))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())

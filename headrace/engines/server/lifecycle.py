@@ -12,23 +12,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from headrace.engines.base import EngineError, SampleRequest
-from headrace.engines.sglang import metrics
-from headrace.engines.sglang.compatibility import IncompatibleServer, Terms, terms
-from headrace.engines.sglang.http import Reply, ServerError, Wire
-from headrace.engines.sglang.reply import body, read
-from headrace.engines.sglang.server import Server
-from headrace.engines.sglang.weights.lock import Gate, NotServed, VersionFile
-from headrace.engines.sglang.weights.sparse import FOLDER, LOADER
-from headrace.engines.sglang.weights.swap import Swapper
-from headrace.messages.rollout import PolicyRef, Sampling
-from headrace.policy.config import PolicyConfig
+from headrace.engines.server.backend import Ask, Backend, IncompatibleServer, Terms
+from headrace.engines.server.http import ServerError
+from headrace.engines.server.process import Server
+from headrace.engines.server.weights.lock import Gate, NotServed, VersionFile
+from headrace.engines.server.weights.swap import Swapper
 
 POLL_S = 0.25
-OPENAPI = "/openapi.json"
-PROBE = SampleRequest(
-    session="probe", ids=(0, 1), policy=PolicyRef(), sampling=Sampling(max_turn_tokens=2), stop_ids=(), seed=0
-)
-"""The turn that shows which parts of a reply a server has."""
 
 
 class Life:
@@ -36,15 +26,14 @@ class Life:
 
     def __init__(
         self,
-        config: PolicyConfig,
-        wire: Wire,
+        backend: Backend,
         swapper: Swapper,
         server: Server | None,
         start_s: float,
         take_back: Callable[[], Awaitable[None]],
     ) -> None:
         """start_s: seconds in which a server must answer. take_back: called right before a pause, aborts requests."""
-        self._config, self._wire, self._swapper, self._server = config, wire, swapper, server
+        self._backend, self._swapper, self._server = backend, swapper, server
         self._start_s, self._take_back = start_s, take_back
         self._loading = asyncio.Lock()
         self.gate = Gate(self._change)
@@ -135,7 +124,7 @@ class Life:
                 raise EngineError(f"version {request.policy.version} is not pinned in this engine")
             return pinned
         if request.policy.kind != "latest":
-            raise EngineError(f"an SGLang server has no {request.policy.kind} policy")
+            raise EngineError(f"a server has no {request.policy.kind} policy")
         if self._latest is None:
             raise EngineError("the engine has no weights yet; load a version first")
         return self._latest
@@ -144,8 +133,8 @@ class Life:
         """Record that the server is gone, or serves weights that this engine did not load (strange). The next request
         that enters restores it.
 
-        The /model_info of a strange server is not used: after a failed update it may differ from the weights that its
-        scheduler computes with.
+        The version that a strange server reports is not used: after a failed update it may differ from the weights that
+        its scheduler computes with.
         """
         served = self.gate.serving is not None
         self.gate.serving = self._held = self.terms = None
@@ -159,14 +148,6 @@ class Life:
         latest = self._latest
         if latest is not None:
             await self.gate.turn_to(lambda: self._latest or latest)
-
-    async def attach(self) -> None:
-        """Check a running server. IncompatibleServer, EngineError."""
-        accepted = self._accept(await self._answer())
-        if self._swapper.sparse and not accepted.loader:
-            raise IncompatibleServer(
-                f"sparse = true needs --custom-weight-loader {LOADER}, and {FOLDER} on the server's PYTHONPATH"
-            )
 
     async def _change(self, weights: VersionFile) -> None:
         """Make the server serve `weights`, in whatever state it is. NotServed, EngineError."""
@@ -210,40 +191,31 @@ class Life:
                 self.lost()
                 await self._swapper.ready(weights)
                 self._swapper.paused = False
-                await self._server.start(self._swapper.folder, weights.label)
+                port = self._server.port
+                await self._server.start(self._backend.command(self._swapper.folder, weights.label, port))
             if self.terms is None:
                 try:
-                    return self._accept(await self._answer())
+                    return await self.attach()
                 except NotServed:
                     if fresh:
                         raise
                     continue  # it ended during the check: start it again
             return self.terms
 
-    def _accept(self, replies: tuple[Reply, Reply]) -> Terms:
-        """Check a server's description of itself. IncompatibleServer."""
-        accepted = terms(*replies, self._config)
-        self._swapper.transport.check(accepted)
-        self.terms = accepted
-        return accepted
-
     async def _prove(self, weights: VersionFile, terms: Terms) -> None:
         """Ask for a turn of two tokens, which shows what a description does not contain: log-probabilities, the version
         of each token, and routed experts. IncompatibleServer when the reply lacks one of them."""
         if terms.fingerprint in self._proven:
             return
-        asked = body(
-            PROBE, PROBE.ids, PROBE.sampling.max_turn_tokens, rid=f"{PROBE.session}{uuid.uuid4().hex}"[:32],
-            start=0, salt=weights.label, sparse=bool(self._config.experts), seeded=terms.deterministic,
-            priority=metrics.PRIORITY["train"] if terms.priorities else None,
+        asked = Ask(
+            f"probe{uuid.uuid4().hex}"[:32], (0, 1), 2, 1.0, (), 0, 0, weights.label, "train", followed=False
         )  # fmt: skip
         try:
             async with asyncio.timeout(self._start_s):
-                reply = await self._wire.generate(asked, lambda event: None)
-            attempt = read(reply, prompt=len(PROBE.ids), start=0, config=self._config, stops=())
+                attempt = await self._backend.generate(asked, lambda ids: None)
         except TimeoutError:
             raise ServerError(
-                "late", f"the server at {self._wire.url} did not sample two tokens within {self._start_s:.0f} s"
+                "late", f"the server at {self._backend.wire.url} did not sample two tokens within {self._start_s:.0f} s"
             ) from None
         except ServerError as error:
             if error.kind in ("refused", "garbled"):
@@ -252,28 +224,23 @@ class Life:
         if attempt.finish == "length":
             self._proven.add(terms.fingerprint)
 
-    async def _answer(self) -> tuple[Reply, Reply]:
-        """The first replies of /server_info and /openapi.json. NotServed when this engine's server ended; ServerError
-        after `start_s` seconds; IncompatibleServer without a description."""
+    async def attach(self) -> Terms:
+        """The server's description of itself, as soon as it answers. NotServed when this engine's server ended;
+        ServerError after `start_s` seconds; IncompatibleServer."""
         end = asyncio.get_running_loop().time() + self._start_s
         while True:
-            asked = ""
             try:
-                info, asked = await self._wire.get("/server_info", 10.0), OPENAPI
-                return info, await self._wire.get(OPENAPI, 60.0)
+                self.terms = await self._backend.describe()
+                return self.terms
             except ServerError as error:
-                if error.status in (404, 405) and asked == OPENAPI:
-                    raise IncompatibleServer(
-                        f"{self._wire.url} has no /openapi.json: start the server without DISABLE_OPENAPI_DOC"
-                    ) from None
                 if self._server is not None and not self._server.alive:
                     why = f"{self._server.reason()} (log: {self._server.log})"
-                    raise NotServed(f"the SGLang server ended: {why}") from None
+                    raise NotServed(f"the {self._backend.name} server ended: {why}") from None
                 if asyncio.get_running_loop().time() > end:
                     # A server that accepts connections and does not answer hangs; one that still starts does not.
                     raise ServerError(
                         "late" if error.kind == "late" else "gone",
-                        f"no server answered within {self._start_s:.0f} s ([engine] start_s): {error}",
+                        f"no server answered within {self._start_s:.0f} s (start_s): {error}",
                     ) from None
             await asyncio.sleep(POLL_S)
 

@@ -1,0 +1,1 @@
+"""Weights of a server: staging, swaps, checksums."""

@@ -1,1 +1,0 @@
-"""Asks a server, or its source, which parts of SGLang's interface it has."""

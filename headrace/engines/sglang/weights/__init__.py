@@ -1,1 +1,0 @@
-"""Weights of an SGLang server: staging, swaps, checksums."""

@@ -1,0 +1,1 @@
+"""A production engine: a vLLM server over HTTP."""
