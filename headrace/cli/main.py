@@ -20,12 +20,13 @@ from types import ModuleType
 from typing import NoReturn
 
 from headrace import __version__
-from headrace.cli import bus, export, measure, observe, policy, product, replay, tasks, trainer, vm, weights
+from headrace.cli import bus, export, measure, observe, policy, product, recipe, replay, tasks, trainer, vm, weights
 from headrace.cli import run as running
 from headrace.errors import MACHINE, WRONG_INPUT, HeadraceError
 from headrace.terminal_text import plain
 
 MODULES: tuple[ModuleType, ...] = (
+    recipe,
     running,
     observe,
     replay,
