@@ -81,7 +81,7 @@ def choose(wanted: Wanted, given: Mapping[str, object]) -> list[Value]:
         Value("limits.max_tokens", context // 2, "sampled tokens: the other half is read"),
         Value("limits.context_tokens", context, "--context" if wanted.context else "of what the model has"),
         Value("limits.reserve_tokens", 2 * turn + 1, "a turn and its summary still end inside the context"),
-        Value("curriculum.steps", STEPS, "one day on eight GPUs, or less"),
+        Value("curriculum.steps", STEPS, "`headrace estimate` says how long they take"),
         Value("curriculum.groups_per_step", GROUPS, "published recipes: 16 x 8"),
         Value("curriculum.group_size", GROUP, "published recipes: 16 x 8"),
         Value("curriculum.replace_flat", GROUPS, "groups that all pass or all fail teach nothing"),
