@@ -82,8 +82,7 @@ def choose(wanted: Wanted, given: Mapping[str, object]) -> list[Value]:
         Value("limits.context_tokens", context, "--context" if wanted.context else "of what the model has"),
         Value("limits.reserve_tokens", 2 * turn + 1, "a turn and its summary still end inside the context"),
         Value("curriculum.steps", STEPS, "`headrace estimate` says how long they take"),
-        Value("curriculum.groups_per_step", GROUPS, "published recipes: 16 x 8"),
-        Value("curriculum.group_size", GROUP, "published recipes: 16 x 8"),
+        Value("curriculum.groups_per_step", GROUPS, "published recipes: 16 groups of 8 attempts"),
         Value("curriculum.replace_flat", GROUPS, "groups that all pass or all fail teach nothing"),
         Value(
             "algorithm.learning_rate",
@@ -130,6 +129,7 @@ def _engine(wanted: Wanted, policy: PolicyConfig, divided: hardware.Division, co
     split = ("--tp-size", str(divided.split), "--context-length", str(context))
     yield Value("engine.args", split, "one copy of the weights takes at most half of its GPUs")
     yield Value("engine.max_batch", 64 * len(divided.servers), "requests at once, over all servers")
+    yield Value("numerics.limit_k3", 0.05, "nats a token: above it, sampler and trainer compute other models")
     yield Value("rollout.credit", min(GROUPS * GROUP, 64 * len(divided.servers)), "episodes at once")
 
 
