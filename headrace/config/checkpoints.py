@@ -54,7 +54,8 @@ def limits(positions: int, given: dict[str, Any]) -> dict[str, Any]:
         for key in ("max_turn_tokens", "context_tokens", "max_tokens")
     )
     context = context or max(turn + 1, min(CONTEXT, positions - 2 * (turn or min(TURN, positions // 8))))
-    turn = turn or max(1, min(TURN, positions // 8, context // 4, most or TURN))
+    behind = (positions - context) // 2  # a turn and a summary, each of a turn's tokens
+    turn = turn or max(1, min(TURN, positions // 8, context // 4, most or TURN, behind if behind > 0 else TURN))
     return {
         "max_turns": 50,
         "max_turn_tokens": turn,

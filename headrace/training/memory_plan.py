@@ -184,8 +184,8 @@ def _offloaded(made: MemoryPlan, held: "State", layout: Layout) -> MemoryPlan:
 
 
 def rough(config: PolicyConfig, layout: Layout) -> int:
-    """More bytes than any plan of a layout has, in closed form and without torch: where they are few, none is
-    needed."""
+    """More bytes than the plan of a layout has, in closed form and without torch: where they are few, no plan is
+    needed. Not for gpt_oss, whose attention keeps its scores."""
     width = config.dim + config.heads * config.head_dim + max(config.dense_dim, config.top_k * config.expert_dim)
     activations = config.layers * 64 * (width + config.expert_dim) + 4 * config.vocab
     copies = 10 + 3 * layout.versions + 3 * layout.snapshots

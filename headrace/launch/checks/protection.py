@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from headrace.config import Config
 from headrace.launch.checks.finding import Finding, bad
 from headrace.policy.config import PolicyConfig
-from headrace.training.memory_plan import layout_of
 
 STEP = 0.05
 """The highest learning rate of RL, times the policy's width."""
@@ -38,7 +37,7 @@ def check(config: Config, policy: PolicyConfig) -> Iterator[Finding]:
                 f"{rate:g} would overwrite a checkpoint of width {policy.dim}: set {section}.learning_rate to at most "
                 f"{most:g}{NEVERTHELESS}",
             )
-    needed = [("limits.context_tokens", layout_of(config).longest)]
+    needed = [("limits.context_tokens", config.limits.context_tokens)]
     if config.production.enabled:
         needed.append(("production.context_tokens", config.production.context_tokens))
         needed.append(("production.limits.context_tokens", config.production.limits.context_tokens))
@@ -47,9 +46,8 @@ def check(config: Config, policy: PolicyConfig) -> Iterator[Finding]:
         needed += [("mid_training.phases", phase.sequence) for phase in config.mid_training.phases]
     for key, tokens in needed:
         if tokens > policy.max_positions:
-            turns = ", with the turn and the summary behind it," if key.startswith("limits") else ""
             yield bad(
                 key,
-                f"a sequence may have {tokens:,} tokens{turns} and the model has {policy.max_positions:,} positions: "
+                f"a sequence may have {tokens:,} tokens and the model has {policy.max_positions:,} positions: "
                 f"lower {key}{NEVERTHELESS}",
             )

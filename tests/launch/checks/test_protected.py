@@ -2,6 +2,8 @@
 refused."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -11,6 +13,7 @@ from headrace.cli.main import main
 from headrace.config import load
 from headrace.policy.layout import hugging_face
 from tests.support import model_folders, tiny
+from tests.support.paths import ROOT
 from tests.test_snippets import fenced
 
 PROCESS = ("environment.backend=process", "run.min_free_mb=16")
@@ -33,6 +36,17 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_bare_check_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert check(capsys) == (0, [])
+
+
+def test_a_demo_is_checked_without_torch() -> None:
+    """A plan is measured only where a bound in closed form does not fit."""
+    code = (
+        "import sys; from headrace.cli.main import main\n"
+        f"code = main(['check', {str(ROOT / 'deploy' / 'demo.toml')!r}, '--set', 'environment.backend=process'])\n"
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "ok   trainer: it needs less than" in done.stdout, done.stdout + done.stderr
 
 
 CONFIGURATIONS = [each for each in fenced("toml") if not each.text.startswith(("name =", "[project"))]
@@ -78,7 +92,7 @@ RUINOUS = {
     "algorithm.learning_rate": ["algorithm.learning_rate=1e-3"],
     "mid_training.learning_rate": ["mid_training.tokens=3000000"],
     "feedback.learning_rate": ["feedback.enabled=true", "feedback.learning_rate=1e-3"],
-    "limits.context_tokens": ["limits.context_tokens=40000"],
+    "limits.context_tokens": ["limits.context_tokens=41000"],
     "production.context_tokens": ["production.context_tokens=50000"],
     "mid_training.sequence": [
         "mid_training.tokens=1000",

@@ -206,7 +206,7 @@ def test_memory_and_disks_count_what_grows(
     assert check(capsys, good) == (0, [])
     simulate(monkeypatch, Machine(8, disk=20 << 20))
     assert check(capsys, good) == (1, ["run.dir"])
-    simulate(monkeypatch, Machine(8, disk=600 << 20))
+    simulate(monkeypatch, Machine(8, disk=8 << 30))
     assert check(capsys, good)[0] == 0
     assert check(capsys, good | {"trainer.checkpoint_every": 1, "curriculum.steps": 4000}) == (1, ["run.dir"])
     assert check(capsys, good | {"limits.context_tokens": 30_000, "curriculum.groups_per_step": 64}) == (1, ["run.dir"])
