@@ -12,7 +12,7 @@ from typing import NamedTuple
 from headrace.config import Config, Processes, checkpoints
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import hugging_face
-from headrace.policy.layout.sizes import MOMENTS, file_bytes
+from headrace.policy.layout.sizes import MOMENTS, POSITION, file_bytes
 from headrace.recipes import hardware
 from headrace.recipes.wanted import InitError, Wanted
 from headrace.registry import PluginError
@@ -181,7 +181,7 @@ def _trainer(divided: hardware.Division) -> Iterator[Value]:
 def _kept(wanted: Wanted, policy: PolicyConfig, divided: hardware.Division, context: int) -> Iterator[Value]:
     """The keys that bound the disk."""
     routes = policy.sparse_layers * policy.top_k if policy.experts else 0
-    step = GROUPS * GROUP * context * (32 + 2 * routes)
+    step = GROUPS * GROUP * context * (POSITION + 2 * routes)
     large = not divided.rank and 16 * file_bytes(policy) / 2 > LARGE
     every = Config().trainer.checkpoint_every
     count = min(every - 1 if large else 50, max(4, RECORDS // step))
