@@ -62,6 +62,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64, "vocab_size": 640,
     },
     "qwen3-0.6b": {**_QWEN3, "model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3-4b": {
+        **_QWEN3, "model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "intermediate_size": 9728, "tie_word_embeddings": True,
+    },
     "qwen3-30b-a3b-4-layers": {
         **_QWEN3, **_MIXTURE, "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 4,
         "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "tie_word_embeddings": False,

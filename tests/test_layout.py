@@ -39,6 +39,7 @@ MAY: dict[str, set[str]] = {
     "replay": {"bus", "training", "policy", "messages", "algorithms", "weights", "config", "ledger"},
     "gateway": {"archives", "messages", "config", "bus", "judging"},
 }
+MAY["recipes"] = {"config", "policy", "rendering", "tasks", "training"}
 _LIBRARIES = set(MAY)
 MAY["actors"] = _LIBRARIES
 MAY["dashboard"] = {"bench", "bus", "messages", "config", "ledger", "metrics", "replay", "vmhost", "weights"}
@@ -63,7 +64,8 @@ MAY["launch"] = {
     "weights",
 }
 MAY["chaos"] = {"launch", "dashboard", "bus", "messages", "metrics", "config", "replay"}
-MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos"}
+MAY["trial"] = _LIBRARIES | {"actors"}
+MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos", "trial"}
 
 # Modules below all folders: they import the standard library and one another.
 FOUNDATION = {
@@ -89,6 +91,8 @@ REGISTRY_IMPORTS = {"errors", "messages"}
 PARTS: dict[tuple[str, str], set[str]] = {
     ("launch", "engines"): {"registry"},
     ("launch", "policy"): {"config", "layout"},  # the shape of a checkpoint
+    ("recipes", "policy"): {"config", "layout", "adapters"},
+    ("recipes", "training"): {"memory_plan"},
     ("launch", "training"): {"memory_plan"},  # whether the trainer fits
     ("launch", "weights"): {"full"},  # whether the location of full snapshots can be opened
     ("harness", "engines"): {"base"},

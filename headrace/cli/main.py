@@ -31,6 +31,7 @@ from headrace.cli import (
     observe,
     policy,
     product,
+    recipe,
     replay,
     status,
     trainer,
@@ -43,6 +44,7 @@ from headrace.errors import MACHINE, WRONG_INPUT, HeadraceError
 from headrace.terminal_text import plain
 
 MODULES: tuple[ModuleType, ...] = (
+    recipe,
     running,
     status,
     dashboard,

@@ -23,6 +23,7 @@ def add(commands: "Commands") -> None:
 
 
 TRIALS = 5
+GPU = "NVIDIA H100 80GB HBM3"
 TRACES = 40
 
 """Generated traces whose length stands for that of attempts."""
@@ -30,8 +31,14 @@ TRACES = 40
 
 def _add_estimate(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("estimate", help="say how long a run takes on this machine's CPUs")
+    parser = commands.add_parser("estimate", help="say how long a run takes here, or on GPUs")
     add_config_file(parser, "configuration, such as deploy/demo-pretrained.toml")
+    parser.add_argument("--gpu", default=GPU, metavar="NAME", help=f"with a trainer on CUDA: board; default: {GPU}")
+    parser.add_argument("--gpu-hour", type=number(0), default=0.0, metavar="PRICE", help="price of a GPU-hour")
+    parser.add_argument("--mfu", type=number(0, above=True), metavar="SHARE", help="of the trainer, as it was measured")
+    parser.add_argument(
+        "--engine-tokens", type=number(0, above=True), default=0.0, metavar="N", help="sampled tokens a second of a GPU"
+    )
     parser.set_defaults(handler=estimate)
 
 
@@ -44,9 +51,13 @@ def estimate(args: argparse.Namespace) -> int:
     from headrace.training.figures import duration
 
     config = args.settings
-    if config.engine.kind != "embedded" or config.trainer.device == "cuda":
+    if config.trainer.device.startswith("cuda"):
+        return _on_gpus(args)
+    if config.engine.kind != "embedded":
         raise RunError(
-            'headrace estimate measures CPUs: it needs [engine] kind = "embedded" and a trainer on the CPU', 2
+            "headrace estimate measures CPUs with the embedded engine, or computes GPUs: set engine.kind = 'embedded', "
+            "or trainer.device = 'cuda'",
+            2,
         )
     policy = hugging_face.of_run(config)
     attempt = _attempt(config)
@@ -63,6 +74,36 @@ def estimate(args: argparse.Namespace) -> int:
     say(f"training        {_time(parts.steps * parts.step):>9}   {parts.steps} steps of {_time(parts.step)}")
     say(f"evaluations     {_time(parts.evaluations):>9}   {parts.evaluated} attempts")
     say(f"together about  {_time(parts.total):>9}   on {cores} cores without other work; a third more or less is usual")
+    return 0
+
+
+def _on_gpus(args: argparse.Namespace) -> int:
+    """Print the seconds of a step by part, the GPU-hours of the run and their price, from stated speeds."""
+    from headrace.launch.output import say
+    from headrace.launch.runs import RunError
+    from headrace.policy.layout import hugging_face
+    from headrace.training.figures import gpu_duration
+    from headrace.training.figures.peaks import board_peak
+
+    config = args.settings
+    peak = config.trainer.peak_tflops * 1e12 or board_peak(args.gpu)
+    if not peak:
+        raise RunError(f"--gpu: the peak of {args.gpu!r} is not known; set [trainer] peak_tflops", 2)
+    attempt = _attempt(config)
+    stated = gpu_duration.Stated(peak, args.mfu or gpu_duration.MFU, args.engine_tokens)
+    step = gpu_duration.predict(config, hugging_face.of_run(config), attempt, stated)
+    attempts = config.curriculum.groups_per_step * config.curriculum.group_size
+    say(
+        f"{attempts} attempts of {'at most' if attempt.bound else 'about'} {attempt.read + attempt.written:.0f} tokens "
+        f"a step, of which {attempt.written:.0f} are sampled; MFU {stated.mfu:.2f} of {peak / 1e12:.0f} TFLOPS, stated"
+    )
+    for name in ("sampling", "training", "rescoring", "weights"):
+        say(f"{name:<15} {_time(getattr(step, name)):>9}")
+    say(f"step            {_time(step.seconds):>9}   bound by {step.bound}{'' if step.apart else '; parts in turn'}")
+    hours = config.curriculum.steps * step.seconds / 3600
+    price = f", {hours * step.gpus * args.gpu_hour:,.0f} at {args.gpu_hour:g} an hour" if args.gpu_hour else ""
+    whole = f"{hours * step.gpus:,.1f} GPU-hours"
+    say(f"{config.curriculum.steps} steps in {hours:.1f} h on {step.gpus} GPUs: {whole}{price}")
     return 0
 
 

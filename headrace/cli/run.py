@@ -54,21 +54,22 @@ def _add_check(commands: "Commands") -> None:
         metavar="SECTION.KEY",
         help="check nothing; print this key's value, the layer that set it, its range and its meaning",
     )
+    parser.add_argument(
+        "--role", action="append", default=[], choices=tuple(ACTORS), help="an actor of this machine; default: all"
+    )
     parser.set_defaults(handler=check)
 
 
 async def check(args: argparse.Namespace) -> int:
     """Print a line per finding, problems first; 1 when there is a problem, 2 when the configuration is wrong."""
-    from headrace.launch.checks import actors, machine, model, network, trainer, versions
+    from headrace.launch.checks import host
     from headrace.launch.output import say
 
     config = args.settings
     if args.explain:
         return explain(args)
 
-    findings = [*actors.check(config), *machine.check(config), *model.check(config), *trainer.check(config)]
-    findings += [finding async for finding in network.check(config)]
-    findings += [finding async for finding in versions.check(config)]
+    findings = [finding async for finding in host.check(config, frozenset(args.role))]
     for finding in sorted(findings, key=lambda finding: finding.good):
         say(f"{'ok  ' if finding.good else 'BAD '} {finding.part}: {finding.text}")
     return 0 if all(finding.good for finding in findings) else 1

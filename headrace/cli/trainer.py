@@ -42,10 +42,6 @@ LEARNING_RATE = 1e-6
 
 """For a folder: it decides how many weights an update changes, and so what the undo entries of versions need."""
 
-SPARE = 0.2
-
-"""Share of a device that stays free for memory that the plan does not count."""
-
 
 def _add_plan(commands: "Commands") -> None:
     """Declare the command."""
@@ -96,9 +92,9 @@ def plan(args: argparse.Namespace) -> int:
             )
         memory = memory_plan.plan(policy, layout)
         available = int(args.gpu_gib * memory_plan.GIB)
-        limit = (1.0 - SPARE) * available
+        limit = (1.0 - memory_plan.SPARE) * available
         fits = memory.total <= limit
-        other = None if fits else memory_plan.fitting(policy, layout, available, SPARE)
+        other = None if fits else memory_plan.fitting(policy, layout, available)
     except (CheckpointError, ValueError) as error:
         raise RunError(str(error), 2) from None
     count = sizes.parameters(policy)
@@ -116,7 +112,7 @@ def plan(args: argparse.Namespace) -> int:
             say(line)
     verdict = "fits" if fits else "does not fit"
     nodes = f"{layout.nodes} nodes of " if layout.nodes > 1 else ""
-    spare = f"with {SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)"
+    spare = f"with {memory_plan.SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)"
     say(f"{verdict} {nodes}{devices} x {args.gpu_gib:g} GiB {spare}")
     if not fits and other is None:
         say(f"no setting makes it fit: use more {'memory' if policy.gpt_oss or layout.cpu else 'devices'}")

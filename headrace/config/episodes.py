@@ -83,7 +83,8 @@ class Tools(Section, frozen=True, kw_only=True):
 
 
 class Limits(Section, frozen=True, kw_only=True):
-    """Limits of an episode."""
+    """Limits of an episode. With `policy.checkpoint` those that are not set follow from the model's positions: up to 50
+    turns of 4,096 tokens in a context of 32,768 (headrace/config/checkpoints.py)."""
 
     max_turns: Positive = 6
     """Turns of an episode, summaries not counted; with the last one it ends."""

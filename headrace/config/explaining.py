@@ -43,10 +43,11 @@ def explain(
     section, _, name = key.partition(".")
     kind, default = existing[key]
     values: Section = getattr(config, section)
+    where = "default" if getattr(values, name) == default else "default of a run with policy.checkpoint"
     return Explanation(
         key,
         getattr(values, name),
-        _source(key, path, overrides, environment),
+        _source(key, path, overrides, environment) or where,
         described(msgspec.inspect.type_info(kind)),
         default,
         meanings(type(values))[name],
@@ -54,7 +55,7 @@ def explain(
 
 
 def _source(key: str, path: str, overrides: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The highest layer that sets a key."""
+    """The highest layer that sets a key; empty where none does."""
     for entry in reversed(overrides):
         if entry.partition("=")[0].strip() == key:
             return f"--set {entry}"
@@ -71,7 +72,7 @@ def _source(key: str, path: str, overrides: Sequence[str], environment: Mapping[
             if name in raw.get(section, {}):
                 line = line_of(text, written) or line_of(text, section)
                 return f"{path}{f', line {line}' if line else ''}" + (f" (as {written})" if written != key else "")
-    return "default"
+    return ""
 
 
 def described(kind: msgspec.inspect.Type) -> str:

@@ -155,6 +155,7 @@ class Processes(Section, frozen=True, kw_only=True):
         ("search",),
         ("judge",),
         ("rollout",),
+        ("rollout:product",),
         ("trainer",),
         ("weight_sender", "weight_receiver"),
     )

@@ -39,6 +39,8 @@ class Policy(Section, frozen=True, kw_only=True):
     """Variables for the chat template, such as ``enable_thinking = false``."""
     system: Prompt = ""
     """The system prompt in a chat format; empty: that of headrace/rendering/bundle.py."""
+    unprotected: bool = False
+    """Train a checkpoint also with a learning rate or beyond positions that `headrace check` refuses."""
     dim: Positive = 96
     """Width of the hidden state, in elements."""
     layers: Annotated[int, Meta(ge=1, le=1024)] = 2

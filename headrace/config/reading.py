@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from headrace.config import checkpoints
 from headrace.config.base import WORDS, ConfigError
 from headrace.config.rules import problems
 from headrace.config.tree import Config
@@ -115,6 +116,7 @@ def parse(
     overridden = {_override(raw, entry, variable): variable for variable, entry in from_environment(environment or {})}
     overridden |= {_override(raw, entry): "--set" for entry in overrides}
     _move(raw)
+    checkpoints.protect(raw)
 
     def refuse(path: str, what: str) -> ConfigError:
         key = re.sub(r"\[[^\]]*\]", "", path)

@@ -55,7 +55,8 @@ class MidTraining(Section, frozen=True, kw_only=True):
     """Supervised training on traces, before any rollout."""
 
     tokens: Count = 3_000_000
-    """Tokens to train on, without the first of every sequence; 0: no mid-training."""
+    """Tokens to train on, without the first of every sequence; 0: no mid-training, as with `policy.checkpoint`, which
+    needs none."""
     batch_tokens: Positive = 1024
     """Tokens of a batch: it takes sequences until it has as many."""
     learning_rate: Rate = 3e-3
@@ -115,7 +116,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
     collapse."""
 
     learning_rate: Rate = 1e-3
-    """Learning rate at the end of the warm-up."""
+    """Learning rate at the end of the warm-up; 1e-6 with `policy.checkpoint`."""
     warmup_steps: Count = 2
     """Updates over which the learning rate rises; a step makes `minibatches` of them."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -183,7 +184,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Tables advantage, loss and reward: the options that a plugin reads in a type of its own (docs/extending.md)."""
     constant_tokens: Count = 64
     """Dr. GRPO's constant divisor instead of each sequence's length; 0 divides by the batch's sampled tokens (DAPO),
-    which suits long trajectories."""
+    which suits long trajectories and is the default with `policy.checkpoint`."""
     sequence_mean: bool = False
     """Each sequence's terms are averaged over its own tokens (GSPO, GRPO), and constant_tokens is not read."""
     overlong: Literal["train", "mask"] = "train"

@@ -31,6 +31,17 @@ def versions_kept(config: Config) -> int:
     return newest + 1
 
 
+def checkpoints_kept(config: Config) -> int:
+    """The most checkpoints that are on the trainer's disk at once: the one that is written, the newest, and those from
+    which the kept steps can be replayed."""
+    return 2 + steps_kept(config) // config.trainer.checkpoint_every
+
+
+def steps_kept(config: Config) -> int:
+    """The most steps whose records are kept."""
+    return min(config.curriculum.steps, max(config.replay.keep_steps, config.curriculum.staleness + 2))
+
+
 def how_to_fit(config: Config) -> str:
     """The settings with which fewer bytes suffice in the stream."""
     fewer = f" or weights.collect_chains = 2 ({config.weights.collect_chains})"

@@ -21,16 +21,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.kernels import library
 from headrace.policy.config import PolicyConfig
-from headrace.policy.layout.sizes import element_bytes
+from headrace.policy.layout.sizes import element_bytes, parameters
 from headrace.training.figures.layout import MOMENTS, Layout, changed_share, layout_of, settings
 
 if TYPE_CHECKING:
     from headrace.training.planned.measured import State
 
-__all__ = ["GIB", "HostMemory", "Layout", "MemoryPlan", "attention_refusal", "fitting", "freed", "layout_of", "plan",
-           "settings"]  # fmt: skip
+__all__ = ["GIB", "SPARE", "HostMemory", "Layout", "MemoryPlan", "attention_refusal", "fitting", "freed", "layout_of",
+           "plan", "rough", "settings"]  # fmt: skip
 
 GIB = 1 << 30
+SPARE = 0.2
+"""Share of the available bytes that stays free for what is not counted."""
 _SPARSE = 1 / 4
 """Share of changed elements above which an undo entry holds the whole parameter, `served.versions`."""
 
@@ -181,7 +183,16 @@ def _offloaded(made: MemoryPlan, held: "State", layout: Layout) -> MemoryPlan:
     return there._replace(weights=made.weights - masters, gradients=0, reference=0, undo=0, versions=0, host=host)
 
 
-def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float = 0.2) -> Layout | None:
+def rough(config: PolicyConfig, layout: Layout) -> int:
+    """More bytes than the plan of a layout has, in closed form and without torch: where they are few, no plan is
+    needed. Not for gpt_oss, whose attention keeps its scores."""
+    width = config.dim + config.heads * config.head_dim + max(config.dense_dim, config.top_k * config.expert_dim)
+    activations = config.layers * 64 * (width + config.expert_dim) + 4 * config.vocab
+    copies = 10 + 3 * layout.versions + 3 * layout.snapshots
+    return 4 * (copies * parameters(config).total + activations * layout.inputs)
+
+
+def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float = SPARE) -> Layout | None:
     """The cheapest layout whose plan leaves the share `spare` of the available bytes free; None when none does.
 
     Tried in order of their cost: recompute, context parallelism, smaller moments, the optimizer in the host's memory.

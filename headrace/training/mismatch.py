@@ -57,8 +57,10 @@ class Measured(NamedTuple):
     """Of each re-scored trajectory, in the order of the batch."""
 
     def alarm(self, limits: Numerics) -> str:
-        """A text that names the exceeded limits and other fingerprints; empty when there are none."""
-        return "; ".join(text for text in (above(self.engines, limits), strangers(self.engines)) if text)
+        """A text that names an exceeded limit, with engines of other fingerprints; empty where no limit is exceeded: a
+        server's arithmetic always has another name than the trainer's."""
+        said = above(self.engines, limits)
+        return "; ".join(text for text in (said, strangers(self.engines)) if text) if said else ""
 
 
 class Compared(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import proof_compaction
 from headrace.config import load
 from headrace.launch import runs
-from headrace.launch.checks import actors as checks
+from headrace.launch.checks import suites as checks
 from tests.launch.test_up import HEADRACE, up
 from tests.support.paths import ROOT
 

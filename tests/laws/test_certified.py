@@ -19,7 +19,8 @@ from headrace.config import Config, Environment, Evaluation, Production, Run, Ta
 from headrace.config import Rollout as Waits
 from headrace.judging import HostMachines
 from headrace.judging.certifying import certify
-from headrace.launch.checks import actors as checks
+from headrace.launch.checks import actors
+from headrace.launch.checks import suites as checks
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT
 from headrace.messages.tasks import Grading, Oracle, SandboxLimits, Task, TaskRef, TestPlan
@@ -175,7 +176,7 @@ async def test_the_certifier_examines_what_has_no_certificate(connect: Connect, 
     oracle = msgspec.structs.replace(dev.oracle("10000"), ref=ref)
     suite = write_suite("sums", tmp_path / "suites" / "sums", [(task, oracle)], "made by a test")
     settings = config(tmp_path, certify=True, environment=Environment(backend="process", max_vms=4))
-    assert any("no process has the actor 'certifier'" in finding.text for finding in checks.check(settings))
+    assert any("no process has the actor 'certifier'" in finding.text for finding in actors.check(settings))
     observer, run = await connect("admin"), f"r{token_hex(4)}"
     async with (
         living(EnvironmentActor, settings, await connect("environment", node="n1"), ANY_RUN),

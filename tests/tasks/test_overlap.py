@@ -9,7 +9,7 @@ import pytest
 from headrace.actors.curriculum import Curriculum
 from headrace.bus.errors import Unrecoverable
 from headrace.config import Config, Production, Run, Tasks
-from headrace.launch.checks import actors as checks
+from headrace.launch.checks import suites as checks
 from headrace.messages.subjects import EVENT
 from headrace.messages.tasks import TaskRef
 from headrace.tasks import open_suite

@@ -17,7 +17,7 @@ from headrace.policy.layout import hugging_face
 from headrace.policy.layout.sizes import parameters
 from headrace.training.device import TrainerError, check_memory, layout_on
 from headrace.training.figures.layout import Layout, layout_of, settings
-from headrace.training.memory_plan import GIB, attention_refusal, fitting, plan
+from headrace.training.memory_plan import GIB, attention_refusal, fitting, plan, rough
 from headrace.training.planned import measured
 from headrace.training.trainer import PolicyTrainer
 from tests.support import live_memory
@@ -250,6 +250,17 @@ def test_the_command_says_how_ordinary_mode_attends(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    "shape", [{}, {"layers": 12, "dim": 256}, {"experts": 0, "top_k": 0, "expert_dim": 512}, {"vocab": 20_000}]
+)
+def test_the_bound_in_closed_form_is_above_the_plan(exact: bool, shape: dict[str, int]) -> None:
+    new = hugging_face.from_section(Policy())
+    policy = msgspec.structs.replace(new, **shape)
+    layout = Layout(tokens=4096, longest=6000, versions=3, snapshots=3, reference=True, exact=exact, cpu=True)
+    assert rough(policy, layout) > plan(policy, layout).total
+
+
 def test_nodes_hold_copies() -> None:
     layout = Layout(devices=8, context=4, tokens=65536, recompute=True)
     alone, two = plan(SHALLOW, layout), plan(SHALLOW, layout._replace(nodes=2))

@@ -93,13 +93,18 @@ def test_an_engine_that_was_not_drawn_is_still_named() -> None:
     mismatches = measured(sample=0)
     assert [engine.engine for engine in mismatches.engines] == ["bad", "good"]
     assert math.isnan(mismatches.rescored.max_abs_dlp) and mismatches.rescored.tokens == 0
-    assert "another cpu" in mismatches.alarm(Numerics())
+    assert [engine.same_fingerprint for engine in mismatches.engines] == [False, True]
 
 
-def test_a_fingerprint_of_its_own_is_flagged_even_when_the_numbers_agree() -> None:
-    mismatches = measured(by=0.0)
-    assert all(engine.max_abs_dlp == 0.0 for engine in mismatches.engines)
-    assert mismatches.alarm(Numerics()) == "other numerics fingerprint than the trainer's: bad (another cpu)"
+def test_a_fingerprint_of_its_own_alone_raises_no_alarm() -> None:
+    """A server's arithmetic always has another name than the trainer's."""
+    limits = Numerics(limit_k3=0.01)
+    agreeing = measured(by=0.0)
+    assert not agreeing.engines[0].same_fingerprint
+    assert (agreeing.alarm(Numerics()), agreeing.alarm(limits)) == ("", "")
+    assert measured().alarm(Numerics()) == "", "no limit is set"
+    said = measured().alarm(limits)
+    assert said.startswith("k3 ") and said.endswith("other numerics fingerprint than the trainer's: bad (another cpu)")
 
 
 def test_limits_are_per_engine_and_a_nan_is_above_all_of_them() -> None:

@@ -1,4 +1,4 @@
-"""Whether the process groups contain every actor that the run needs, and whether its task suites exist."""
+"""Whether the process groups contain every actor that the run needs."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,11 +6,6 @@ from collections.abc import Iterator
 from headrace.actors.registry import ACTORS
 from headrace.config import Config
 from headrace.launch.checks.finding import Finding, bad, good
-from headrace.ledger.training import evaluated
-from headrace.registry import PluginError
-from headrace.tasks import UnknownSuite, certificates, open_suite
-from headrace.tasks.base import try_first
-from headrace.tasks.overlap import overlap
 
 NEEDED = ("curriculum", "evaluator", "environment", "judge", "rollout", "trainer", "weight_sender", "weight_receiver")
 PRODUCT = ("gateway", "feedback", "scavenger")
@@ -20,41 +15,11 @@ SINGLE = ("curriculum", "evaluator", "trainer", "weight_sender", "scavenger")
 
 
 def check(config: Config) -> Iterator[Finding]:
-    """Findings about [processes], [production] and [tasks]."""
+    """Findings about [processes] and [production]."""
     entries = [name for group in config.processes.groups for name in group]
     names = Counter(name.partition(":")[0] for name in entries)
     problems = list(_groups(config, entries, names))
     yield from problems or [good("processes", f"{len(entries)} actors in {len(config.processes.groups)} processes")]
-    wanted = {
-        "tasks.suite": config.tasks.suite,
-        "tasks.heldout": config.tasks.heldout,
-        "tasks.unseen": config.tasks.unseen,
-    }
-    measured = (("evaluation.every_suites", name) for name in config.evaluation.every_suites)
-    opened = True
-    for key, name in (*wanted.items(), *measured):
-        try:
-            suite = open_suite(name, config.tasks.dir)
-            try_first(suite)
-            if key == "tasks.suite" and (refused := certificates.forgeable(suite, config.tasks.at_risk)):
-                yield bad(key, refused)
-            elif (
-                key == "tasks.suite"
-                and not config.tasks.certify
-                and (
-                    refused := certificates.refusal(
-                        suite, config.tasks.dir, config.tasks.uncertified, config.tasks.at_risk
-                    )
-                )
-            ):
-                yield bad(key, refused)
-        except (UnknownSuite, PluginError) as error:
-            yield bad(key, f"{error}; name another suite in {key}")
-            opened = False
-    if opened:
-        training = open_suite(config.tasks.suite, config.tasks.dir)
-        if refused := overlap(training, evaluated(config), config.tasks.dir).refused:
-            yield bad("tasks.suite", refused)
 
 
 def _groups(config: Config, entries: list[str], names: Counter[str]) -> Iterator[Finding]:

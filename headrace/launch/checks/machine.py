@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.config import Config
-from headrace.launch.checks.finding import Finding, bad, good
+from headrace.launch.checks.finding import Finding, Roles, bad, good, wanted
 from headrace.launch.supervision.down import supervisor_of
 from headrace.vmhost.backend import Demanding
 from headrace.vmhost.backends.registry import backend_class
 from headrace.vmhost.errors import VmhostError
 
 
-def check(config: Config) -> Iterator[Finding]:
-    """Findings about [run] and [environment]."""
+def check(config: Config, roles: Roles = frozenset()) -> Iterator[Finding]:
+    """Findings about [run], and about [environment] where sandboxes run. roles: as in `host.check`."""
     yield _folder(Path(config.run.dir), config.run.min_free_mb)
+    if not wanted(roles, "environment"):
+        return
     section = config.environment
     try:
         backend = backend_class(section.backend)

@@ -6,17 +6,32 @@ from pathlib import Path
 
 from headrace.config import Config, ConfigError, Engine
 from headrace.engines import registry as engines
+from headrace.launch.checks import protection
 from headrace.launch.checks.finding import Finding, bad, good
 from headrace.registry import PluginError
 
 
 def check(config: Config) -> Iterator[Finding]:
-    """Findings about [policy] and [engine]."""
-    if config.policy.checkpoint:
-        yield from _checkpoint(config)
-    else:
+    """Findings about [policy], for the trainer's host. The files of a checkpoint that has no other problem are
+    compared with the policy's shape, which imports torch."""
+    if not config.policy.checkpoint:
         yield good("policy", "a policy and a tokenizer are made from the section's sizes")
-    yield from _engine(config.engine)
+        return
+    findings = list(_checkpoint(config))
+    yield from findings
+    if all(finding.good for finding in findings):
+        yield from _weights(config)
+
+
+def engine(section: Engine) -> Iterator[Finding]:
+    """Findings about [engine], for a host with a rollout actor."""
+    try:
+        for key, text in engines.problems(section):
+            yield bad(f"engine.{key}", text)
+        for need in engines.requirements(section):
+            yield Finding(f"engine.{need.key}", need.met, need.text)
+    except PluginError as error:
+        yield bad("engine.kind", str(error))
 
 
 def refuse(config: Config) -> None:
@@ -32,14 +47,14 @@ def refuse(config: Config) -> None:
             raise ConfigError(f"{finding.part}: {finding.text}")
 
 
-def _engine(section: Engine) -> Iterator[Finding]:
+def _weights(config: Config) -> Iterator[Finding]:
+    from headrace.policy.config import CheckpointError
+    from headrace.policy.layout import hugging_face, pieces
+
     try:
-        for key, text in engines.problems(section):
-            yield bad(f"engine.{key}", text)
-        for need in engines.requirements(section):
-            yield Finding(f"engine.{need.key}", need.met, need.text)
-    except PluginError as error:
-        yield bad("engine.kind", str(error))
+        pieces.refuse(hugging_face.from_section(config.policy), Path(config.policy.checkpoint))
+    except CheckpointError as error:
+        yield bad("policy.checkpoint", f"{error}; copy the files of the original model again")
 
 
 def _checkpoint(config: Config) -> Iterator[Finding]:
@@ -47,6 +62,7 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
     from headrace.policy.layout import hugging_face
     from headrace.rendering.base import RendererError
     from headrace.rendering.bundle import checkpoint_bundle
+    from headrace.rendering.tokenizer import Tokenizer
 
     section = config.policy
     folder, key = Path(section.checkpoint), "policy.checkpoint"
@@ -64,15 +80,17 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
         yield bad(key, f"{folder}: {error}; choose a checkpoint whose architecture is supported (docs/models.md)")
         return
     try:
-        hugging_face.check_device(hugging_face.of_run(config), config.trainer.device)
+        policy = hugging_face.of_run(config)
+        hugging_face.check_device(policy, config.trainer.device)
         if config.engine.kind == "embedded":
-            hugging_face.check_device(hugging_face.of_run(config), config.engine.device, "[engine] device")
+            hugging_face.check_device(policy, config.engine.device, "[engine] device")
     except CheckpointError as error:  # names the key and its supported value
         yield bad(key, str(error))
         return
     if not any(folder.glob("*.safetensors")):
         yield bad(key, f"{folder} has no *.safetensors file; convert its weights to safetensors")
         return
+    yield from protection.check(config, policy)
     try:
         bundle = checkpoint_bundle(
             folder, section.renderer, section.chat_template, section.template_kwargs, system=section.system
@@ -80,4 +98,19 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
     except (RendererError, PluginError, ValueError, OSError) as error:
         yield bad(key, f"{error}; copy tokenizer and chat template from the original model")
         return
-    yield good(key, f"{kind} with the renderer {bundle.renderer}")
+    added = (token["id"] for token in json.loads(bundle.tokenizer_json).get("added_tokens", ()))
+    largest = max(len(Tokenizer.parse(bundle.tokenizer_json)), 1 + max(added, default=-1))
+    if largest > policy.vocab:
+        yield bad(
+            key,
+            f"{folder}/tokenizer.json has ids up to {largest - 1} and config.json a vocab_size of {policy.vocab}: "
+            "copy both files from one model",
+        )
+    elif beyond := [id for id in bundle.eos_ids if id >= policy.vocab]:
+        yield bad(
+            key,
+            f"the stop id {beyond[0]} is not below vocab_size {policy.vocab}: correct eos_token_id of {folder}/"
+            "generation_config.json and config.json",
+        )
+    else:
+        yield good(key, f"{kind} with the renderer {bundle.renderer}")

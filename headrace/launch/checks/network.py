@@ -9,14 +9,14 @@ from headrace.bus.broker.credentials import of_run, unused
 from headrace.bus.broker.server import find_binary, refuse_busy_port
 from headrace.bus.errors import BusError
 from headrace.config import Config
-from headrace.launch.checks.finding import Finding, bad, good
+from headrace.launch.checks.finding import Finding, Roles, bad, good, wanted
 
 ANSWER_S = 1.0
 """Seconds that an address may take to answer."""
 
 
-async def check(config: Config) -> AsyncIterator[Finding]:
-    """Findings about [bus] and the ports of [dashboard] and [production]."""
+async def check(config: Config, roles: Roles = frozenset()) -> AsyncIterator[Finding]:
+    """Findings about [bus] and the ports of [dashboard] and [production]. roles: as in `host.check`."""
     section = config.bus
     if section.url:
         async for finding in _broker(section.url, section.credentials, config.run.id):
@@ -30,12 +30,12 @@ async def check(config: Config) -> AsyncIterator[Finding]:
             yield bad("bus", str(error))
         if section.credentials:
             yield bad("bus.credentials", unused(section.credentials))
-    if config.dashboard.enabled:
+    if config.dashboard.enabled and not roles:
         try:
             refuse_busy_port(config.dashboard.host, config.dashboard.port, "[dashboard] port")
         except BusError as error:
             yield bad("dashboard", str(error))
-    if config.production.enabled:
+    if config.production.enabled and wanted(roles, "gateway"):
         try:
             refuse_busy_port(config.production.host, config.production.port, "[production] port")
             yield good("production", f"the gateway can listen on {config.production.host}")

@@ -10,15 +10,15 @@ from headrace.bus.errors import BusError
 from headrace.bus.nats import streams
 from headrace.bus.nats.capacity import WEIGHTS, lacking
 from headrace.config import Config, versions
-from headrace.launch.checks.finding import Finding, bad, good
+from headrace.launch.checks.finding import Finding, Roles, bad, good, wanted
 from headrace.launch.runs import RunError
 from headrace.policy.layout import sizes
 from headrace.weights.full.location import Location, NoSnapshot
 
 
-async def check(config: Config) -> AsyncIterator[Finding]:
+async def check(config: Config, roles: Roles = frozenset()) -> AsyncIterator[Finding]:
     """Findings about [weights], [bus] stream_gib and the free disk; without the disk where the size of a version is
-    unknown."""
+    unknown. roles: as in `host.check`."""
     try:
         Location.of_run(config.weights, Path(config.run.dir) / "r").open()
     except NoSnapshot as error:
@@ -34,22 +34,36 @@ async def check(config: Config) -> AsyncIterator[Finding]:
         yield bad("weights", f"{said}, and {where} allows {size(limit)}; {versions.how_to_fit(config)}")
     elif needed:
         yield good("weights", said)
-    stored = 0 if config.bus.url else needed
-    held = versions.versions_kept(config) * file_bytes
-    full = 0 if config.weights.full_snapshots_url else versions.chains_kept(config) * file_bytes
-    free = shutil.disk_usage(_existing(Path(config.run.dir))).free
-    parts = f"{versions.versions_kept(config)} versions as files {size(held)}"
-    parts += f", full snapshots {size(full)}" if full else ""
-    parts += f", the streams of them {size(stored)}" if stored else ""
-    if held + full + stored > free:
-        lower = f"weights.keep ({config.weights.keep}) and curriculum.staleness ({config.curriculum.staleness})"
-        fewer = stored + full > held and config.weights.collect_chains != 2
-        less = (
-            f", or set weights.collect_chains = 2 ({config.weights.collect_chains})" if fewer else f", or lower {lower}"
-        )
-        yield bad("run.dir", f"{config.run.dir}/ needs {parts}, and {size(free)} are free: free some space{less}")
-    else:
-        yield good("run.dir", f"{parts}, {size(free)} are free")
+    yield _disk(config, file_bytes, 0 if config.bus.url else needed, roles)
+
+
+def _disk(config: Config, file_bytes: int, stream: int, roles: Roles) -> Finding:
+    """Whether the disk holds what grows with the run. stream: bytes of the deltas in a broker's store there."""
+    held, bound = versions.versions_kept(config), config.curriculum.staleness
+    fewer = f"lower weights.keep ({config.weights.keep}) and curriculum.staleness ({bound})"
+    parts = [(held * file_bytes, f"{held} versions as files", fewer)]
+    if not config.weights.full_snapshots_url:
+        chains = f"set weights.collect_chains = 2 ({config.weights.collect_chains})"
+        parts.append((versions.chains_kept(config) * file_bytes, "full snapshots", chains))
+        parts.append((stream, "the streams of them", chains))
+    steps = versions.steps_kept(config)
+    keep = f"lower replay.keep_steps ({config.replay.keep_steps})"
+    if wanted(roles, "trainer"):
+        count, every = versions.checkpoints_kept(config), config.trainer.checkpoint_every
+        advice = f"{keep} or raise trainer.checkpoint_every ({every})"
+        parts.append((count * sizes.checkpoint_bytes(config), f"{count} checkpoints", advice))
+        parts.append(((bound + 2) * file_bytes, f"{bound + 2} versions of the trainer", fewer))
+    if not config.bus.url:
+        parts.append((steps * sizes.step_bytes(config), f"the records of {steps} steps", keep))
+    total, free = sum(each for each, _, _ in parts), shutil.disk_usage(_existing(Path(config.run.dir))).free
+    said = ", ".join(f"{name} {size(each)}" for each, name, _ in parts if each)
+    if total <= free:
+        return good("run.dir", f"{said}: {size(total)}, {size(free)} are free")
+    _, _, fix = max(parts)
+    return bad(
+        "run.dir",
+        f"{config.run.dir}/ needs {said}: {size(total)}, and {size(free)} are free: free some space, or {fix}",
+    )
 
 
 async def refuse(bus: Bus, configs: Iterable[Config]) -> None:

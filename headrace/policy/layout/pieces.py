@@ -10,12 +10,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import safetensors
 from torch import Tensor
 
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import checkpoint, formats, mxfp4
 from headrace.policy.layout.names import check_names
+from headrace.policy.model import Model
+from headrace.policy.numerics import Numerics
+
+
+def refuse(config: PolicyConfig, path: Path) -> None:
+    """CheckpointError where a folder's files lack a part of this policy, by their headers: no tensor is read."""
+    numerics = Numerics(exact=False, row_pad=1, reason="it computes nothing", fingerprint="")
+    config = msgspec.structs.replace(config, adapter=None)
+    views = Model(config, numerics, seed=None, device="meta").views()
+    Pieces(config, path, {name: tuple(view.shape) for name, view in views.items()})
 
 
 class Pieces:

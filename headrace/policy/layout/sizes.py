@@ -9,6 +9,11 @@ from headrace.policy.adapters import shape
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import hugging_face
 
+MOMENTS = {"float32": 4, "bfloat16": 2, "eight_bit": 1}
+"""Bytes of an element of a moment."""
+POSITION = 32
+"""Bytes of a recorded position without its routes."""
+
 
 class Parameters(NamedTuple):
     """Counts of elements."""
@@ -83,3 +88,19 @@ def version_bytes(config: Config) -> int:
         return file_bytes(hugging_face.of_run(config), config.weights.precision)
     except (CheckpointError, OSError, ValueError):
         return 0
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Bytes of a checkpoint of a run: masters, moments and changed weights of earlier versions, about."""
+    policy = hugging_face.of_run(config)
+    trained = shape.parameters(policy) if policy.adapter else parameters(policy).total
+    return trained * (4 + 2 * MOMENTS[config.algorithm.moments]) + trained * element_bytes(policy)
+
+
+def step_bytes(config: Config) -> int:
+    """Bytes of the records of a step whose attempts fill their context: ids, log-probabilities and text of a position,
+    and its routes twice, in the turn and in the trajectory."""
+    policy = hugging_face.of_run(config)
+    routes = policy.sparse_layers * policy.top_k * (1 if policy.experts <= 256 else 2) if policy.experts else 0
+    attempts = config.curriculum.groups_per_step * config.curriculum.group_size
+    return attempts * config.limits.context_tokens * (POSITION + 2 * routes)

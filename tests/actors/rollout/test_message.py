@@ -11,7 +11,7 @@ from headrace.actors.judge import Judge
 from headrace.actors.rollout.actor import Rollout
 from headrace.bus.errors import Unrecoverable
 from headrace.config import Config, Evaluation, Production, Run, Tasks
-from headrace.launch.checks import actors as checks
+from headrace.launch.checks import suites as checks
 from headrace.messages import tasks
 from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Trajectory
 from headrace.messages.subjects import SCORE, TASK, TRAJ, token

@@ -10,6 +10,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from headrace.actors.trainer.actor import Trainer
 from headrace.bus.runtime import tracing
+from headrace.messages.base import Array
+from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import EVENT, STEP, TRAJ
 from headrace.messages.training import StepDone, TokenGaps
 from tests.conftest import Connect
@@ -20,6 +22,15 @@ from tests.support.recorded_run import RunFeeder, config, new_run
 pytestmark = pytest.mark.anyio
 
 
+def shifted(made: Trajectory) -> Trajectory:
+    """The trajectory as an engine records it that is off by 0.1 nats."""
+    turns = (
+        msgspec.structs.replace(turn, logprobs=Array.of([each - 0.1 for each in turn.logprobs.tolist()], "<f4"))
+        for turn in made.turns
+    )
+    return msgspec.structs.replace(made, turns=tuple(turns))
+
+
 async def test_a_step_is_a_trace_with_a_link_per_trajectory(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -28,9 +39,10 @@ async def test_a_step_is_a_trace_with_a_link_per_trajectory(
     monkeypatch.setattr(tracing, "_tracer", provider.get_tracer("test"))
     bus = await connect()
     feeder = RunFeeder(bus, new_run(), tmp_path)
-    foreign = msgspec.structs.replace(world.NUMERICS, fingerprint="another machine")
-    monkeypatch.setattr(world, "NUMERICS", foreign)  # each batch is of another fingerprint than the trainer's
-    async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run):
+    sample = world.episodes
+    monkeypatch.setattr(world, "episodes", lambda *arguments: [shifted(each) for each in sample(*arguments)])
+    limited = config(tmp_path, numerics={"limit_max_abs_dlp": 0.05})  # each batch is above it
+    async with living(Trainer, limited, await connect("trainer"), feeder.run):
         for number in range(2):
             await feeder.batch(number)
         await feeder.version(2)
@@ -53,7 +65,7 @@ async def test_a_step_is_a_trace_with_a_link_per_trajectory(
     gaps = [r.message async for r in bus.history("HR_EVENT", where) if isinstance(r.message, TokenGaps)]
     assert [record.step for record in gaps] == [0, 1]
     ids = {getattr(r.message, "id", "") for r in sent}
-    assert all({gap.trajectory for gap in record.of} < ids and record.of[0].gaps is None for record in gaps)
+    assert all({gap.trajectory for gap in record.of} < ids and record.of[0].gaps is not None for record in gaps)
     alarms = [r async for r in bus.history("HR_EVENT", EVENT.where(run=feeder.run, actor="trainer"))]
     told = [getattr(r.message, "data", {}) for r in alarms if getattr(r.message, "kind", "") == "mismatch"]
     assert [attributes.get("trace") for attributes in told] == traces

@@ -30,9 +30,10 @@ def test_other_suites_are_estimated_by_their_limits(capsys: pytest.CaptureFixtur
 
 def test_what_is_no_cpu_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     demo = str(ROOT / "deploy" / "demo.toml")
-    for wrong in ("engine.kind=sglang", "trainer.device=cuda"):
-        assert main(["estimate", demo, "--set", wrong]) == 2
-        assert "headrace estimate measures CPUs" in capsys.readouterr().err
+    assert main(["estimate", demo, "--set", "engine.kind=sglang"]) == 2
+    assert "headrace estimate measures CPUs" in capsys.readouterr().err
+    assert main(["estimate", demo, "--set", "trainer.device=cuda", "--gpu", "none"]) == 2
+    assert "set [trainer] peak_tflops" in capsys.readouterr().err
     assert main(["estimate", demo, "--set", f"policy.checkpoint={tmp_path}"]) == 2
     assert "config.json" in capsys.readouterr().err
 

@@ -27,7 +27,7 @@ from tests.support import chat_formats, tiny
 GROUPS = [list(group) for group in Processes().groups]
 PROCESS = {"environment.backend": "process", "run.min_free_mb": 16, "production.enabled": False}
 """A configuration without problems on any machine."""
-PRODUCT = {"production.enabled": True, "processes.groups": [*GROUPS, ["rollout:product"]]}
+PRODUCT = {"production.enabled": True}
 
 
 def check(capsys: pytest.CaptureFixture[str], changes: dict[str, Any]) -> tuple[int, str]:

@@ -16,7 +16,7 @@ def found(devices: tuple[Gpu, ...] = EIGHT, **sections: dict[str, Any]) -> list[
     config = Config()
     for name, keys in sections.items():
         config = msgspec.structs.replace(config, **{name: msgspec.structs.replace(getattr(config, name), **keys)})
-    return [msgspec.structs.astuple(finding) for finding in on_devices(config, devices)]
+    return [msgspec.structs.astuple(finding) for finding in on_devices(config, devices, frozenset({"trainer"}))]
 
 
 @pytest.mark.parametrize(("ranks", "nodes", "fits"), [(8, 1, True), (16, 2, True), (16, 1, False), (32, 2, False)])
