@@ -36,12 +36,12 @@ def on_devices(config: Config, devices: Sequence[Gpu]) -> Iterator[Finding]:
             if part == "trainer":
                 return
     cuda = bool(devices) and section.device != "cpu"
-    local = section.ranks // section.nodes
+    local = section.machine_ranks
     if cuda and local > len(devices):
         here = "" if section.nodes == 1 else f" of each of {section.nodes} nodes"
         yield bad(
-            "trainer.ranks",
-            f"{local} processes{here} need a GPU each, this machine has {len(devices)}; lower trainer.ranks",
+            "trainer.mesh",
+            f"{local} processes{here} need a GPU each, this machine has {len(devices)}; lower trainer.mesh.shard",
         )
         return
     try:
