@@ -47,10 +47,8 @@ def _add_plan(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("plan", help="print the memory of a trainer by cause, and whether it fits")
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or a folder with config.json")
-    parser.add_argument(
-        "--gpus", type=integer(1), metavar="N", help="devices of a node: they share the state (trainer.ranks)"
-    )
-    parser.add_argument("--nodes", type=integer(1), metavar="N", help="nodes with so many devices (trainer.nodes)")
+    parser.add_argument("--gpus", type=integer(1), metavar="N", help="devices of a node (trainer.node_ranks)")
+    parser.add_argument("--nodes", type=integer(1), metavar="N", help="nodes that share one copy of the state")
     parser.add_argument("--gpu-gib", type=number(0, above=True), default=80.0, metavar="GIB", help="memory per device")
     parser.add_argument(
         "--skew", type=number(1), default=1.0, metavar="TIMES", help="rows of the busiest experts, in balanced ones"
@@ -78,7 +76,7 @@ def plan(args: argparse.Namespace) -> int:
         layout = layout_of(config)
         cpu = config.trainer.device == "cpu"
         layout = layout._replace(
-            devices=args.gpus or layout.devices,
+            devices=(args.gpus or layout.local) * (args.nodes or layout.nodes) // layout.copies,
             cpu=cpu,
             nodes=args.nodes or layout.nodes,
             longest=0 if shape else layout.longest,
@@ -105,7 +103,7 @@ def plan(args: argparse.Namespace) -> int:
     say(f"micro-batches of up to {layout.inputs} inputs{alone}")
     for line in table(memory):
         say(line)
-    devices = layout.devices
+    devices = layout.local
     if layout.offload:
         say(f"in the host's memory {hosts(memory, devices)} for {devices} processes, each with")
         for line in rows({**memory.host._asdict(), "total": memory.host.total}):
@@ -175,7 +173,7 @@ def join(args: argparse.Namespace) -> int:
     node = node_of(os.environ) if args.node is None else args.node
     address = args.master or master_of(os.environ) or config.trainer.rendezvous
     if config.trainer.nodes == 1:
-        raise RunError("trainer.nodes: expected 2 or more in the configuration of a run that nodes join, got 1")
+        raise RunError("trainer.node_ranks: expected fewer than the processes of trainer.mesh in a run that nodes join")
     if node is None:
         raise RunError(f"expected this machine's number: --node N, or one of {', '.join(NUMBERS)}")
 

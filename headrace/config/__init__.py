@@ -20,7 +20,7 @@ from headrace.config.feedback import Feedback, Gate, branch_name
 from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Sandboxes, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.reading import load, parse
-from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
+from headrace.config.training import Algorithm, Mesh, MidTraining, Replay, Trainer
 from headrace.config.tree import Config, branch_config
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Gate",
     "Judge",
     "Limits",
+    "Mesh",
     "Metrics",
     "MidTraining",
     "Numerics",

@@ -77,8 +77,12 @@ FORMER: dict[str, object] = {
     "tasks.train_on_logs": False,
     "tools.evaluation": "plain",
     "tools.vary": False,
+    "trainer.context_ranks": 1,
     "trainer.context_runs": 0,
+    "trainer.expert_ranks": 1,
     "trainer.micro_order": "flops",
+    "trainer.nodes": 1,
+    "trainer.ranks": 1,
     "weights.encoders": ANY,
     "weights.fold_every": ANY,
     "weights.full_snapshots": ANY,
@@ -90,6 +94,13 @@ FORMER: dict[str, object] = {
 }
 """Keys that are gone, with the value that is still read: recorded runs have every key of their time, and what they did
 with this value is done now. Each of `[tasks.mcp]` had `key`, too."""
+INSTEAD = {
+    "trainer.context_ranks": "trainer.mesh.context = N",
+    "trainer.expert_ranks": "trainer.mesh.expert = N",
+    "trainer.nodes": "trainer.node_ranks = N, the processes of a node; for a copy on each, trainer.mesh.replicate = N",
+    "trainer.ranks": "trainer.mesh.shard = N",
+}
+"""The line to write instead of a key of `FORMER`."""
 PREFIX = "HEADRACE_SET_"
 """Prefix of the environment variables that set a key: HEADRACE_SET_SECTION__KEY=value, in capitals."""
 _SHOWN = 60
@@ -276,6 +287,8 @@ def _gone(path: str) -> str:
         return f" since this version: write it as {key} under [engine.options], or --set engine.options.{key}=..."
     if path not in FORMER:
         return ""
+    if path in INSTEAD:
+        return f" since this version: write {INSTEAD[path]}"
     value = FORMER[path]
     always = "" if value is ANY or value in ("", {}) else f", and {_shown(value)} is what always holds"
     return f" since this version{always}: remove it{_suggestion(path)}"

@@ -155,32 +155,36 @@ def _policy(config: Config) -> Iterator[Problem]:
 
 def _trainer(config: Config) -> Iterator[Problem]:
     section = config.trainer
-    if section.ranks % section.nodes:
-        yield "trainer.nodes", f"expected a divisor of trainer.ranks ({section.ranks}), got {section.nodes}"
-        return
+    mesh, copy = section.mesh, section.machine_ranks
+    if section.ranks % copy:
+        yield "trainer.node_ranks", f"expected a divisor of the mesh's {section.ranks} processes, got {copy}"
+    elif (copy < mesh.shard and mesh.shard % copy) or (copy > mesh.shard and copy % mesh.shard):
+        yield (
+            "trainer.node_ranks",
+            f"expected a divisor or a multiple of trainer.mesh.shard ({mesh.shard}), so that whole nodes hold a copy "
+            f"or a node whole copies; got {copy}",
+        )
     if section.nodes > 1 and not section.rendezvous:
         yield (
             "trainer.rendezvous",
-            f"expected HOST:PORT of the trainer's machine with trainer.nodes = {section.nodes}, got none",
+            f"expected HOST:PORT of the trainer's machine with {section.nodes} nodes, got none",
         )
-    per_node = section.ranks // section.nodes
-    said = "trainer.ranks" if section.nodes == 1 else "trainer.ranks / trainer.nodes"
-    for key, count in (("expert_ranks", section.expert_ranks), ("context_ranks", section.context_ranks)):
-        if per_node % count:
-            yield f"trainer.{key}", f"expected a divisor of {said} ({per_node}), got {count}"
-    if section.offload != "none" and section.expert_ranks > 1:
+    for key, count in (("expert", mesh.expert), ("context", mesh.context)):
+        if mesh.shard % count:
+            yield f"trainer.mesh.{key}", f"expected a divisor of trainer.mesh.shard ({mesh.shard}), got {count}"
+    if section.offload != "none" and mesh.expert > 1:
         yield (
             "trainer.offload",
-            f"expected none with trainer.expert_ranks = {section.expert_ranks}, where experts are no shards of FSDP; "
+            f"expected none with trainer.mesh.expert = {mesh.expert}, where experts are no shards of FSDP; "
             f"got {section.offload!r}",
         )
     if section.ranks > 1 and ":" in section.device:
         yield (
             "trainer.device",
-            f"expected auto, cpu or cuda with trainer.ranks = {section.ranks}, got {section.device!r}",
+            f"expected auto, cpu or cuda with a mesh of {section.ranks} processes, got {section.device!r}",
         )
     if section.lora.rank and section.ranks > 1:
-        yield "trainer.ranks", f"expected 1 with trainer.lora.rank = {section.lora.rank}, got {section.ranks}"
+        yield "trainer.mesh", f"expected one process with trainer.lora.rank = {section.lora.rank}, got {section.ranks}"
     if section.lora.rank and config.engine.kind in ("sglang", "vllm"):
         yield (
             "trainer.lora.rank",

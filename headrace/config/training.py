@@ -216,6 +216,22 @@ class Lora(Section, frozen=True, kw_only=True):
     """Adapted projections; empty: all of attention, and those of a dense MLP (not of experts)."""
 
 
+class Mesh(Section, frozen=True, kw_only=True):
+    """The mesh of a trainer's processes, of which there are replicate x shard."""
+
+    replicate: Threads = 1
+    """Copies of weights and optimizer (HSDP). 1: one copy is in shards over all processes of all nodes."""
+    shard: Threads = 1
+    """Processes that hold one copy of weights and optimizer, each a shard of it (FSDP)."""
+    expert: Threads = 1
+    """Processes that share one copy of a mixture's experts, each with some of them; it divides `shard`. 1 shards
+    experts like all other weights."""
+    context: Threads = 1
+    """Processes that share the tokens of each micro-batch (context parallelism), for sequences whose activations one
+    device cannot hold; it divides `shard` and the policy's key-value heads. 1: each process has micro-batches of its
+    own."""
+
+
 class Trainer(Section, frozen=True, kw_only=True):
     """The trainer's process."""
 
@@ -227,21 +243,15 @@ class Trainer(Section, frozen=True, kw_only=True):
     a CPU it changes nothing."""
     threads: Threads = 1
     """Torch threads of each rank."""
-    ranks: Threads = 1
-    """Processes that train together, each with its part of weights and optimizer: the actor's own, others that it
-    starts on its machine, and those of other nodes. On CUDA each has one device, and `device` must not name one."""
-    nodes: Threads = 1
-    """Machines with ranks / nodes of the ranks each. Every node holds a whole copy of weights and optimizer, cut into
-    shards over its ranks (HSDP). The actor's is node 0; `headrace trainer join` starts the ranks of another."""
+    mesh: Mesh = Mesh()
+    """Processes that train together, [trainer.mesh]: the actor's own, others that it starts on its machine, and those
+    of other nodes. On CUDA each has one device, and `device` must not name one."""
+    node_ranks: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Processes of the mesh on each node; 0: all of them are on the actor's machine, which is node 0. `headrace trainer
+    join` starts those of another node."""
     rendezvous: Address = ""
     """HOST:PORT at which the actor waits for the other nodes: an address of its machine that they reach. Needed with
-    `nodes`. It asks for no key, so only a private network may reach it."""
-    expert_ranks: Threads = 1
-    """Ranks that share one copy of a mixture's experts, each with some of them; 1 shards experts like all other
-    weights."""
-    context_ranks: Threads = 1
-    """Ranks that share the tokens of each micro-batch (context parallelism), for sequences whose activations one device
-    cannot hold; it divides `ranks` and the policy's key-value heads. 1: each rank has micro-batches of its own."""
+    several nodes. It asks for no key, so only a private network may reach it."""
     rescore: Count = 8
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10
@@ -262,9 +272,19 @@ class Trainer(Section, frozen=True, kw_only=True):
     mid-training too."""
 
     @property
+    def ranks(self) -> int:
+        """Processes of the mesh."""
+        return self.mesh.replicate * self.mesh.shard
+
+    @property
     def machine_ranks(self) -> int:
-        """Ranks of one machine: all of them where the nodes have no rendezvous (a replay on one machine)."""
-        return self.ranks // self.nodes if self.rendezvous else self.ranks
+        """Processes of the mesh on one machine."""
+        return self.node_ranks or self.ranks
+
+    @property
+    def nodes(self) -> int:
+        """Machines of the mesh."""
+        return -(-self.ranks // self.machine_ranks)
 
 
 class Replay(Section, frozen=True, kw_only=True):

@@ -123,11 +123,13 @@ def _engine(wanted: Wanted, policy: PolicyConfig, divided: hardware.Division, co
     weights = file_bytes(policy) / GIB
     yield Value("engine.kind", "sglang", "more than one GPU")
     yield Value("engine.exact", False, "the embedded engine alone has exact mode")
-    yield Value("engine.python", wanted.python, "SGLang's environment (docs/sglang.md)")
-    yield Value("engine.servers", len(divided.servers), f"of {divided.split} GPUs: {weights:.1f} GiB of weights each")
-    yield Value("engine.server_devices", divided.servers, "the GPUs that the trainer leaves")
+    yield Value("engine.options.python", wanted.python, "SGLang's environment (docs/sglang.md)")
+    yield Value(
+        "engine.options.servers", len(divided.servers), f"of {divided.split} GPUs: {weights:.1f} GiB of weights each"
+    )
+    yield Value("engine.options.server_devices", divided.servers, "the GPUs that the trainer leaves")
     split = ("--tp-size", str(divided.split), "--context-length", str(context))
-    yield Value("engine.args", split, "one copy of the weights takes at most half of its GPUs")
+    yield Value("engine.options.args", split, "one copy of the weights takes at most half of its GPUs")
     yield Value("engine.max_batch", 64 * len(divided.servers), "requests at once, over all servers")
     yield Value("numerics.limit_k3", 0.05, "nats a token: above it, sampler and trainer compute other models")
     yield Value("rollout.credit", min(GROUPS * GROUP, 64 * len(divided.servers)), "episodes at once")
@@ -163,12 +165,12 @@ def _trainer(divided: hardware.Division) -> Iterator[Value]:
     layout, total = divided.layout, divided.memory.total / GIB
     moments = next(name for name, size in MOMENTS.items() if size == layout.moment_bytes)
     yield Value("trainer.device", "cuda", f"{total:.1f} GiB of each GPU by `headrace trainer plan`")
-    yield Value("trainer.ranks", divided.trainer, "GPUs that train")
     yield Value("trainer.micro_tokens", layout.tokens, "one backward pass")
     if divided.rank:
         yield Value("trainer.lora.rank", divided.rank, "adapters: one GPU has no memory for all moments")
+    yield Value("trainer.mesh.shard", divided.trainer, "GPUs that train")
     if layout.context > 1:
-        yield Value("trainer.context_ranks", layout.context, "the longest sequence's activations need so many GPUs")
+        yield Value("trainer.mesh.context", layout.context, "the longest sequence's activations need so many GPUs")
     if layout.recompute:
         yield Value("numerics.recompute", True, "activations do not fit")
     if moments != "float32":
@@ -191,5 +193,5 @@ def _kept(wanted: Wanted, policy: PolicyConfig, divided: hardware.Division, cont
     if wanted.nodes > 1:
         yield Value("weights.full_snapshots_url", "/mnt/headrace/weights", "a folder that both nodes see")
         yield Value("run.id", "first", "the nodes find each other by it")
-        yield Value("bus.url", "nats://10.0.0.1:4222", "of the trainer's node; `headrace launch` starts it there")
+        yield Value("bus.url", "nats://10.0.0.1:4222", "of the trainer's node; its units start it there")
         yield Value("bus.credentials", "/etc/headrace/credentials", "of headrace.bus.broker.credentials, on both nodes")

@@ -29,7 +29,7 @@ class Division(NamedTuple):
     trainer: int
     """GPUs of the trainer."""
     servers: tuple[str, ...]
-    """The GPUs of each server, as `engine.server_devices`."""
+    """The GPUs of each server, as `engine.options.server_devices`."""
     split: int
     """GPUs of a server."""
     layout: Layout

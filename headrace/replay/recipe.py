@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import Algorithm, Config, Numerics
+from headrace.config import Algorithm, Config, Mesh, Numerics
 from headrace.messages.training import RankLayout, StepManifest
 
 
@@ -31,9 +31,10 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
 
 def in_layout(config: Config, layout: RankLayout | None = None) -> Config:
     """The configuration with the processes of a manifest, all of them on this machine; None: one process."""
-    names = ("ranks", "nodes", "expert_ranks", "context_ranks")
-    counts = {name: getattr(layout, name) if layout is not None else 1 for name in names}
-    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, **counts, rendezvous=""))
+    mesh = Mesh(**{name: getattr(layout, name) for name in Mesh.__struct_fields__}) if layout is not None else Mesh()
+    return msgspec.structs.replace(
+        config, trainer=msgspec.structs.replace(config.trainer, mesh=mesh, node_ranks=0, rendezvous="")
+    )
 
 
 def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:

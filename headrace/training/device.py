@@ -58,7 +58,7 @@ def check_device(config: Config, needed: MemoryPlan, where: torch.device) -> Non
     """TrainerError when the memory plan is larger than the free memory of this process's device, or its share of the
     host's. A trainer that was killed before this one may take some seconds to free it."""
     layout = layout_on(config, where)
-    local, cpu = layout.devices, torch.device("cpu")
+    local, cpu = layout.local, torch.device("cpu")
     share = 1 if where.type == "cuda" else local
     free = memory_plan.freed(needed.total, lambda: available_bytes(where) // share)
     host = memory_plan.freed(needed.host.total, lambda: available_bytes(cpu) // local)

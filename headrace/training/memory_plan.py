@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.kernels import library
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout.sizes import element_bytes, parameters
-from headrace.training.figures.layout import MOMENTS, Layout, changed_share, layout_of, settings
+from headrace.training.figures.layout import MOMENTS, Layout, changed_share, divided, layout_of, settings
 
 if TYPE_CHECKING:
     from headrace.training.planned.measured import State
@@ -125,20 +125,20 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     group.
 
     ValueError when `layout.context` does not divide the devices or the key-value heads, or `layout.expert_ranks` the
-    devices, or the devices the experts.
+    devices or the experts.
     """
     if layout.devices % layout.context:
         raise ValueError(f"context parallelism of {layout.context} does not divide {layout.devices} devices")
     if config.kv_heads % layout.context:
         raise ValueError(f"context parallelism of {layout.context} does not divide {config.kv_heads} key-value heads")
     if layout.devices % layout.expert_ranks:
-        raise ValueError(f"{layout.expert_ranks} expert ranks do not divide {layout.devices} devices")
-    if layout.expert_ranks > 1 and (not config.experts or config.experts % layout.devices):
-        raise ValueError(f"{layout.devices} devices with expert ranks do not divide {config.experts} experts")
+        raise ValueError(f"{layout.expert_ranks} owners of experts do not divide {layout.devices} devices")
+    if layout.expert_ranks > 1 and not divided(config, layout.devices, layout.expert_ranks):
+        raise ValueError(f"{layout.expert_ranks} owners of experts do not divide {config.experts} experts")
     from headrace.training.planned import measured  # it imports torch
 
     # Without what changes no measured byte, so that layouts share their measurements.
-    same = layout._replace(offload=False, versions=0, learning_rate=0.0, minibatches=1, snapshots=0)
+    same = layout._replace(nodes=1, offload=False, versions=0, learning_rate=0.0, minibatches=1, snapshots=0)
     held = measured.state(config, same._replace(tokens=0, longest=0, recompute=False, skew=1.0))
     same = same._replace(moment_bytes=4, longest=layout.longest or layout.tokens)
     again = measured.scoring(config, same._replace(tokens=0, recompute=False, reference=False))

@@ -84,6 +84,10 @@ class Rows:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._discard()
 
+    def close(self) -> None:
+        """Close the file."""
+        self._discard()
+
     def _discard(self) -> None:
         self._file.close()
 

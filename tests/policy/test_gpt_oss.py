@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headrace.config import Mesh
 from headrace.policy.config import CheckpointError
 from headrace.policy.layout import checkpoint, hugging_face, sizes
 from headrace.policy.model import Model
@@ -97,7 +98,7 @@ def test_a_gpt_oss_that_is_unlike_the_published_ones_is_refused(changes: dict[st
     ("section", "changes", "text"),
     [
         ("engine", {"kind": "sglang"}, "kind = 'sglang'"),
-        ("trainer", {"ranks": 2}, "ranks = 2"),
+        ("trainer", {"mesh": Mesh(shard=2)}, "processes = 2"),
     ],
 )
 def test_parts_that_do_not_compute_a_gpt_oss_are_refused(

@@ -89,7 +89,7 @@ def test_init_writes_the_recipe_and_check_and_plan_accept_it(
     assert all("# " in line or written.partition(f"\n{line}")[0].splitlines()[-1].startswith("# ") for line in lines)
     config = load(recipe.name)
     simulate(monkeypatch, Machine({"1x80-qwen3-4b-lora": 1, "2x80-qwen3-4b": 2}.get(recipe.stem, 8)))
-    sets = ["--set", f"engine.python={sglang(models)}"] if config.engine.kind == "sglang" else []
+    sets = ["--set", f"engine.options.python={sglang(models)}"] if config.engine.kind == "sglang" else []
     sets += ["--set", f"weights.full_snapshots_url={models}"] if config.weights.full_snapshots_url else []
     # Without a broker of its own `check` starts none, so one that is not there is not a fault of the file.
     sets += ["--set", "bus.url=", "--set", "bus.credentials="] if config.bus.url else []
@@ -106,13 +106,13 @@ def test_a_recipe_on_too_little_hardware_is_refused_by_check(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = ROOT / "deploy" / "gpu" / "8x80-qwen3-8b.toml"
-    sets = ["--set", f"engine.python={sglang(models)}"]
+    sets = ["--set", f"engine.options.python={sglang(models)}"]
     simulate(monkeypatch, Machine(4))
     code, problems = checked(capsys, str(recipe), *sets)
-    assert code == 1 and [line.split(":")[0] for line in problems] == ["BAD  engine.server_devices"]
+    assert code == 1 and [line.split(":")[0] for line in problems] == ["BAD  engine.options.server_devices"]
     simulate(monkeypatch, Machine(8, disk=30 * GIB))
     code, problems = checked(capsys, str(recipe), *sets)
-    assert code == 1 and {line.split(":")[0] for line in problems} == {"BAD  engine.stage_dir", "BAD  run.dir"}
+    assert code == 1 and {line.split(":")[0] for line in problems} == {"BAD  engine.options.stage_dir", "BAD  run.dir"}
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,20 @@ from tests.support.paths import ROOT
 
 def group_of(module: str, config: Config, folder: Path, more: str = "") -> list[Any]:
     """The last lines of the processes of a group, read as JSON. Each calls `rank` of a test module with the text that
-    `joining` reads. folder: of all nodes, which are on this machine; it is made. more: passed on to `rank`."""
+    `joining` reads. folder: of node 0; it is made. Processes of other nodes (`trainer.node_ranks`) get a path that does
+    not exist. more: passed on to `rank`."""
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+
+    def place(number: int) -> Path:
+        return folder if number < config.trainer.machine_ranks else folder / "of another node"
+
     code = f"import sys; from {module} import rank; rank(sys.argv[1])"
     encoded = msgspec.json.encode(config).decode()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps([number, port, encoded, str(folder), more])],
+            [sys.executable, "-c", code, json.dumps([number, port, encoded, str(place(number)), more])],
             stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
         )
         for number in range(config.trainer.ranks)

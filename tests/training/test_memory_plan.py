@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.cli.main import main
-from headrace.config import Limits, Policy
+from headrace.config import Limits, Mesh, Policy
 from headrace.policy.adapters import shape
 from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.layout import hugging_face
@@ -78,7 +78,7 @@ def test_published_shapes_on_eight_devices_of_80_gib() -> None:
         assert layout is not None and layout.recompute, name
         assert plan(QWEN[name], layout).total <= 0.8 * 80 * GIB
         chosen = settings(layout)
-    recipe = {"trainer.context_ranks": 4, "numerics.recompute": True, "algorithm.moments": "bfloat16"}
+    recipe = {"trainer.mesh.context": 4, "numerics.recompute": True, "algorithm.moments": "bfloat16"}
     assert recipe.items() <= chosen.items(), "what a user sets for 30B-A3B"
     assert fitting(QWEN["30B-A3B"], long._replace(devices=1), 80 * GIB) is None
     with pytest.raises(ValueError, match="does not divide 4 key-value heads"):
@@ -105,7 +105,7 @@ def test_owned_experts_are_not_gathered() -> None:
     layout = Layout(devices=8, context=4, tokens=65536, recompute=True)
     sharded, owned = (plan(SHALLOW, layout._replace(expert_ranks=ranks)) for ranks in (1, 8))
     assert owned.weights == sharded.weights and owned.scoring < sharded.scoring
-    for config, ranks, said in ((QWEN["4B"], 8, "experts"), (SHALLOW, 3, "do not divide 8 devices")):
+    for config, ranks, said in ((QWEN["4B"], 8, "do not divide 0 experts"), (SHALLOW, 3, "do not divide 8 devices")):
         with pytest.raises(ValueError, match=said):
             plan(config, Layout(devices=8, expert_ranks=ranks))
 
@@ -263,14 +263,16 @@ def test_the_bound_in_closed_form_is_above_the_plan(exact: bool, shape: dict[str
 
 def test_nodes_hold_copies() -> None:
     layout = Layout(devices=8, context=4, tokens=65536, recompute=True)
-    alone, two = plan(SHALLOW, layout), plan(SHALLOW, layout._replace(nodes=2))
+    alone, two = plan(SHALLOW, layout), plan(SHALLOW, layout._replace(copies=2))
     assert two.held == pytest.approx(alone.held, rel=1e-3), "another node makes no shard smaller"
     assert alone.passes < two.passes < 1.05 * alone.passes, "sums over nodes are held until they have arrived"
-    keys = settings(layout._replace(nodes=2))
-    assert (keys["trainer.ranks"], keys["trainer.nodes"]) == (16, 2)
-    section = msgspec.structs.replace(CONFIG.trainer, ranks=16, nodes=2, rendezvous="node0:29500")
+    keys = settings(layout._replace(copies=2, nodes=2))
+    assert (keys["trainer.mesh.shard"], keys["trainer.mesh.replicate"], keys["trainer.node_ranks"]) == (8, 2, 8)
+    section = msgspec.structs.replace(
+        CONFIG.trainer, mesh=Mesh(replicate=2, shard=8), node_ranks=8, rendezvous="node0:29500"
+    )
     made = layout_of(msgspec.structs.replace(CONFIG, trainer=section))
-    assert (made.devices, made.nodes) == (8, 2)
+    assert (made.devices, made.copies, made.nodes) == (8, 2, 2)
 
 
 @pytest.mark.slow

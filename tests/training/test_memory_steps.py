@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from headrace.config import Config, Limits, Policy
+from headrace.config import Config, Limits, Mesh, Policy
 from headrace.kernels.block_attention import BLOCK
 from headrace.policy.cache import KVCache
 from headrace.policy.layout import hugging_face
@@ -51,9 +51,9 @@ CASES: dict[str, Sections] = {
 RANKS: dict[str, Sections] = {
     "float32": {},
     "bfloat16, reference": {"policy": BFLOAT16, "algorithm": {"kl_weight": 0.1}},
-    "context": {"policy": BFLOAT16, "trainer": {"context_ranks": 2}},
-    "context, recompute": {"policy": BFLOAT16, "trainer": {"context_ranks": 2}, "numerics": {"recompute": True}},
-    "experts": {"policy": BFLOAT16, "trainer": {"expert_ranks": 2}},
+    "context": {"policy": BFLOAT16, "trainer": {"mesh": Mesh(context=2)}},
+    "context, recompute": {"policy": BFLOAT16, "trainer": {"mesh": Mesh(context=2)}, "numerics": {"recompute": True}},
+    "experts": {"policy": BFLOAT16, "trainer": {"mesh": Mesh(expert=2)}},
 }
 
 
@@ -112,10 +112,13 @@ def started(hello: Hello) -> tuple[PrefixStore, "subprocess.Popen[bytes]"]:
 
 def made(config: Config, folder: Path) -> Config:
     """The configuration for two ranks; version 0 is in the folder."""
-    alone = msgspec.structs.replace(config.trainer, context_ranks=1, expert_ranks=1)
+    alone = msgspec.structs.replace(config.trainer, mesh=Mesh())
     first = msgspec.structs.replace(config, trainer=alone)
     PolicyTrainer.prepare(first, folder, tokenizer_json=TOKENIZER, traces=texts).close()
-    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=2))
+    return msgspec.structs.replace(
+        config,
+        trainer=msgspec.structs.replace(config.trainer, mesh=msgspec.structs.replace(config.trainer.mesh, shard=2)),
+    )
 
 
 def test_every_rank_compares_the_plan_with_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,6 @@ def check(config: Config, policy: PolicyConfig) -> Iterator[Finding]:
             )
     needed = [("limits.context_tokens", config.limits.context_tokens)]
     if config.production.enabled:
-        needed.append(("production.context_tokens", config.production.context_tokens))
         needed.append(("production.limits.context_tokens", config.production.limits.context_tokens))
     if config.mid_training.tokens and config.mid_training.data:
         needed.append(("mid_training.sequence", config.mid_training.sequence))

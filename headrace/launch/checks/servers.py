@@ -6,10 +6,13 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from headrace.config import Config
+from headrace.config import Config, Engine
+from headrace.engines.registry import ENGINES
+from headrace.engines.server.options import ServerOptions
 from headrace.launch.checks.finding import Finding, bad, gib, good
 from headrace.metrics.gpus import Gpu
 from headrace.policy.layout import sizes
+from headrace.registry import PluginError
 
 STATIC = 0.8
 """Share of a GPU that the weights may have: SGLang takes some nine tenths, and keys and values need the rest."""
@@ -18,35 +21,37 @@ SPLITS = ("--tp-size", "--tp", "--tensor-parallel-size")
 
 def check(config: Config, devices: Sequence[Gpu], ranks: range) -> Iterator[Finding]:
     """Findings about servers that a rollout actor of this machine starts. ranks: the GPUs of a trainer here."""
-    section = config.engine
+    options = options_of(config.engine)
+    if options is None or not options.python:
+        return
     weights = sizes.version_bytes(config)
-    if "cpu" not in section.args and (devices or section.server_devices):
-        yield from _gpus(config, devices, ranks, weights)
-    folder = Path(section.stage_dir)
+    if "cpu" not in options.args and (devices or options.server_devices):
+        yield from _gpus(options, devices, ranks, weights)
+    folder = Path(options.stage_dir)
     if not folder.is_dir() or not weights:
         return  # a finding of the engine's or of the checkpoint's
-    needed, free = section.servers * weights, shutil.disk_usage(folder).free
-    said = f"a version of {gib(weights)} for each of {section.servers} servers needs {gib(needed)} of {folder}"
+    needed, free = options.servers * weights, shutil.disk_usage(folder).free
+    said = f"a version of {gib(weights)} for each of {options.servers} servers needs {gib(needed)} of {folder}"
     if needed <= free:
-        yield good("engine.stage_dir", f"{said}, {gib(free)} are free")
+        yield good("engine.options.stage_dir", f"{said}, {gib(free)} are free")
     elif os.path.ismount(folder):
         yield bad(
-            "engine.stage_dir",
+            "engine.options.stage_dir",
             f"{said}, {gib(free)} are free: enlarge it (`mount -o remount,size=...`, `--shm-size` of a container), or "
-            "set engine.stage_dir",
+            "set engine.options.stage_dir",
         )
     else:
-        yield bad("engine.stage_dir", f"{said}, {gib(free)} are free: set another engine.stage_dir")
+        yield bad("engine.options.stage_dir", f"{said}, {gib(free)} are free: set another engine.options.stage_dir")
 
 
-def _gpus(config: Config, devices: Sequence[Gpu], ranks: range, weights: int) -> Iterator[Finding]:
-    section, key = config.engine, "engine.server_devices"
-    named = [seen.replace(" ", "").split(",") for seen in section.server_devices]
-    split = split_of(section.args)
+def _gpus(options: ServerOptions, devices: Sequence[Gpu], ranks: range, weights: int) -> Iterator[Finding]:
+    key = "engine.options.server_devices"
+    named = [seen.replace(" ", "").split(",") for seen in options.server_devices]
+    split = split_of(options.args)
     free = [str(number) for number in range(len(devices)) if number not in ranks]
     groups = named or [[str(number) for number in range(split)]]  # a server that names none starts at the first
-    example = ", ".join(f'"{",".join(free[n : n + split])}"' for n in range(0, split * section.servers, split))
-    fix = f"set {key} = [{example}]" if len(free) >= split * section.servers else "lower trainer.ranks"
+    example = ", ".join(f'"{",".join(free[n : n + split])}"' for n in range(0, split * options.servers, split))
+    fix = f"set {key} = [{example}]" if len(free) >= split * options.servers else "lower trainer.mesh.shard"
     used = [each for group in groups for each in group]
     if taken := [each for each in used if each.isdecimal() and int(each) in ranks]:
         yield bad(key, f"GPU {taken[0]} belongs to the trainer, whose ranks have {ranks[0]} to {ranks[-1]}: {fix}")
@@ -54,17 +59,27 @@ def _gpus(config: Config, devices: Sequence[Gpu], ranks: range, weights: int) ->
         yield bad(key, f"GPU {absent[0]} is not there, this machine has {len(devices)}: {fix}")
     elif short := [group for group in groups if len(group) < split]:
         yield bad(
-            "engine.args",
+            "engine.options.args",
             f"--tp-size {split} needs as many GPUs of a server, {key} gives {len(short[0])}: change one of them",
         )
     elif devices and weights / split > STATIC * min(gpu.total for gpu in devices):
         yield bad(
-            "engine.args",
+            "engine.options.args",
             f"weights of {gib(weights)} over {split} GPUs of {gib(devices[0].total)} leave no memory for keys and "
-            "values: raise --tp-size in engine.args",
+            "values: raise --tp-size in engine.options.args",
         )
     else:
-        yield good("engine", f"{section.servers} servers with {split} GPUs each")
+        yield good("engine", f"{options.servers} servers with {split} GPUs each")
+
+
+def options_of(section: Engine) -> ServerOptions | None:
+    """The options of an engine that starts servers; None of another, and of options that cannot be read, which are a
+    finding of the engine's."""
+    try:
+        options = ENGINES.options(section.kind, section.options, "engine.options")
+    except PluginError:
+        return None
+    return options if isinstance(options, ServerOptions) else None
 
 
 def split_of(args: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ def used(config: Config) -> dict[str, str]:
     """Name to key of the suites that a run takes tasks from."""
     section = config.evaluation
     named = [("tasks.suite", config.tasks.suite)]
-    if section.heldout_tasks or config.gate.tasks or config.production.simulate:
+    if section.heldout_tasks or config.gate.tasks:
         named.append(("tasks.heldout", config.tasks.heldout))
     if section.unseen_tasks:
         named.append(("tasks.unseen", config.tasks.unseen))

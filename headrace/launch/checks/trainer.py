@@ -42,15 +42,15 @@ def on_devices(config: Config, devices: Sequence[Gpu], roles: Roles = frozenset(
     cuda = bool(devices) and section.device != "cpu"
     first = int(section.device.partition(":")[2] or 0)
     ranks = range(first, first + local) if trains and cuda else range(0)
-    if samples and config.engine.kind == "sglang" and config.engine.python:
+    if samples:
         yield from servers.check(config, devices, ranks)
     if not trains:
         return
     if cuda and local > len(devices):
         here = "" if section.nodes == 1 else f" of each of {section.nodes} nodes"
         yield bad(
-            "trainer.ranks",
-            f"{local} processes{here} need a GPU each, this machine has {len(devices)}; lower trainer.ranks",
+            "trainer.mesh",
+            f"{local} processes{here} need a GPU each, this machine has {len(devices)}; lower trainer.mesh.shard",
         )
         return
     try:

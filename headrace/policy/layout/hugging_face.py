@@ -71,7 +71,7 @@ def of_run(config: Config) -> PolicyConfig:
     part of the run does not compute this policy."""
     policy, lora = from_section(config.policy), config.trainer.lora
     embedded = ("[engine] kind", config.engine.kind, "embedded")
-    process = ("[trainer] ranks", config.trainer.ranks, 1)
+    process = ("[trainer] mesh: processes", config.trainer.ranks, 1)
     if policy.gpt_oss:
         _check("gpt_oss", embedded, process, ("[trainer.lora] rank", lora.rank, 0))
     if policy.expert_format == "nvfp4":

@@ -72,7 +72,8 @@ def predict(config: Config, policy: PolicyConfig, attempt: Attempt, stated: Stat
     speed = stated.peak * stated.mfu
     passes = (2.0 if policy.adapter else 3.0) + config.numerics.recompute + (config.algorithm.kl_weight > 0.0)
     again = min(config.trainer.rescore, attempts) * (2 if policy.experts and not config.engine.exact else 1)
-    servers = sum(len(seen.split(",")) for seen in config.engine.server_devices)
+    devices = config.engine.options.get("server_devices", [])
+    servers = sum(len(str(seen).split(",")) for seen in devices) if isinstance(devices, list) else 0
     samplers = servers or 1
     count = parameters(policy)
     active = count.total - count.experts * (1.0 - policy.top_k / policy.experts if policy.experts else 0.0)

@@ -17,7 +17,7 @@ class Layout(NamedTuple):
     """The division of the work over devices, and the copies that are held."""
 
     devices: int = 1
-    """Devices that share parameters, masters, moments and gradients (FSDP): those of one node."""
+    """Devices that share one copy of parameters, masters, moments and gradients (FSDP)."""
     context: int = 1
     """Devices that share the tokens of a sequence (context parallelism); it divides `devices`."""
     tokens: int = 8192
@@ -49,8 +49,10 @@ class Layout(NamedTuple):
     """The device is a CPU."""
     offload: bool = False
     """Masters and moments are in the host's memory."""
+    copies: int = 1
+    """Copies of all parameters, masters and moments, on `devices` each (HSDP)."""
     nodes: int = 1
-    """Nodes with `devices` each, which hold a copy of all parameters, masters and moments each (HSDP)."""
+    """Machines with an equal share of all devices."""
     skew: float = 1.0
     """Rows of the busiest experts, as a multiple of balanced routing's rows."""
 
@@ -62,7 +64,21 @@ class Layout(NamedTuple):
     @property
     def sharded(self) -> bool:
         """Whether several processes hold the state."""
-        return self.devices * self.nodes > 1
+        return self.devices * self.copies > 1
+
+    @property
+    def local(self) -> int:
+        """Devices of one machine."""
+        return self.devices * self.copies // self.nodes
+
+
+def divided(policy: PolicyConfig, shard: int, owners: int) -> bool:
+    """Whether `owners` of a mixture's experts can have equal runs of them, and the processes of `shard` that share a
+    run equal parts of it: whole experts, or rows of them where they are too few."""
+    if not policy.experts or policy.experts % owners:
+        return False
+    each, parts = policy.experts // owners, shard // owners
+    return all(each * rows % parts == 0 for rows in (2 * policy.expert_dim, policy.dim))
 
 
 def changed_share(policy: PolicyConfig, learning_rate: float) -> float:
@@ -86,11 +102,12 @@ def changed_share(policy: PolicyConfig, learning_rate: float) -> float:
 def settings(layout: Layout) -> dict[str, str | int | bool]:
     """The configuration keys that give this layout."""
     return {
-        "trainer.ranks": layout.devices * layout.nodes,
-        **({"trainer.nodes": layout.nodes} if layout.nodes > 1 else {}),
+        "trainer.mesh.shard": layout.devices,
+        **({"trainer.mesh.replicate": layout.copies} if layout.copies > 1 else {}),
+        **({"trainer.node_ranks": layout.local} if layout.nodes > 1 else {}),
         "trainer.micro_tokens": layout.tokens,
-        "trainer.context_ranks": layout.context,
-        **({"trainer.expert_ranks": layout.expert_ranks} if layout.expert_ranks > 1 else {}),
+        "trainer.mesh.context": layout.context,
+        **({"trainer.mesh.expert": layout.expert_ranks} if layout.expert_ranks > 1 else {}),
         "numerics.recompute": layout.recompute,
         "algorithm.moments": next(name for name, each in MOMENTS.items() if each == layout.moment_bytes),
         "trainer.offload": "optimizer" if layout.offload else "none",
@@ -117,12 +134,13 @@ def layout_of(config: Config) -> Layout:
     algorithm, numerics = config.algorithm, config.numerics
     guarded = algorithm.guard_k1 > 0.0 or numerics.on_mismatch == "roll_back"
     return Layout(
-        devices=config.trainer.ranks // config.trainer.nodes,
+        devices=config.trainer.mesh.shard,
+        copies=config.trainer.mesh.replicate,
         nodes=config.trainer.nodes,
-        context=config.trainer.context_ranks,
+        context=config.trainer.mesh.context,
         tokens=config.trainer.micro_tokens,
         longest=longest(config),
-        expert_ranks=config.trainer.expert_ranks,
+        expert_ranks=config.trainer.mesh.expert,
         learning_rate=algorithm.learning_rate,
         minibatches=algorithm.minibatches,
         recompute=numerics.recompute,

@@ -14,7 +14,7 @@ Recorded routes are known before a pass: one exchange then gives the counts of a
 
 With several expert groups a run of experts is cut once more: each process stores float32 masters of its part, and the
 parts are rounded as they are served and gathered from the other groups before they are multiplied. Backward adds the
-gradients of the groups with a reduce-scatter in float32, and over nodes with an all-reduce, as FSDP2 does.
+gradients of the groups with a reduce-scatter in float32, and over copies of the state with an all-reduce.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,23 +35,23 @@ class Groups(NamedTuple):
 
     owners: dist.ProcessGroup
     """Those that together own one copy of the experts."""
+    run: dist.ProcessGroup
+    """Those of a copy of the state that share the same run of experts."""
     copies: dist.ProcessGroup
-    """Those of a node that share the same run of experts."""
-    nodes: dist.ProcessGroup
-    """Those that hold the same rows, one in each node."""
+    """Those that hold the same rows, one in each copy of the state."""
     clock: Clock
     """Gets the time of every exchange."""
 
     def added(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """The sum over copies and nodes of a gradient of their experts, float32: this process's part, shaped `like`."""
+        """The sum over all processes of a gradient of their experts, float32: this process's part, shaped `like`."""
         whole = gradient.to(torch.float32)
         with self.clock.transfer():
-            if self.copies.size() > 1:
+            if self.run.size() > 1:
                 out = torch.empty_like(like, dtype=torch.float32)
-                scatter_sum(out, whole.contiguous(), self.copies)
+                scatter_sum(out, whole.contiguous(), self.run)
                 whole = out
-            if self.nodes.size() > 1:
-                dist.all_reduce(whole, group=self.nodes)
+            if self.copies.size() > 1:
+                dist.all_reduce(whole, group=self.copies)
         return whole
 
 
@@ -75,7 +75,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, served: Callable[[Tensor], Tensor], groups: Groups) -> Tensor:
-        ctx.shard, ctx.groups, group = shard, groups, groups.copies
+        ctx.shard, ctx.groups, group = shard, groups, groups.run
         local = served(shard.detach()).contiguous()
         out = local.new_empty(group.size() * len(local), *local.shape[1:])
         if group.size() == 1:
@@ -213,7 +213,7 @@ class ExpertParallel:
     ) -> Tensor:
         """As `moe.OwnedExperts`; gate_up and down are this process's float32 shards."""
         groups, (sent, got) = self.groups, counts
-        up, out = (_Gathered.apply(shard, self._served, groups) for shard in (gate_up, down))  # type: ignore[no-untyped-call]
+        up, out = (self._gathered(shard) for shard in (gate_up, down))
         k = experts.shape[1]
         flat = experts.reshape(-1)
         owner = self._owner(flat)
@@ -226,6 +226,11 @@ class ExpertParallel:
         back: Tensor = _Exchange.apply(done, got, sent, groups)  # type: ignore[no-untyped-call]
         summed: Tensor = _Summed.apply(back, slots, gates, source)  # type: ignore[no-untyped-call]
         return summed
+
+    def _gathered(self, shard: Tensor) -> Tensor:
+        """All experts of this process's run, [e, rows, n]."""
+        whole: Tensor = _Gathered.apply(shard, self._served, self.groups)  # type: ignore[no-untyped-call]
+        return whole.view(self.each, -1, shard.shape[-1])
 
     def _owner(self, experts: Tensor) -> Tensor:
         return experts.div(self.each, rounding_mode="floor")

@@ -10,9 +10,10 @@ the first process means that its group has ended and that the trainer must be op
 
 import gc
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,10 +24,13 @@ from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from headrace.config import Mesh
 from headrace.messages.training import RankLayout
+from headrace.messages.weights import TensorInfo
 from headrace.training.figures.clock import Clock
+from headrace.training.parallel import far
 from headrace.training.parallel.context import ContextParallel
-from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.interface import GroupError, Writes
 from headrace.training.parallel.nodes import interfaces, values
 from headrace.training.parallel.nodes.values import Described
 
@@ -82,14 +86,15 @@ class PeerGroup:
     """Processes with a connection of their own, over gloo: an `interface.Peers`. A thread that does not train needs
     such a connection, because collectives of two threads over one connection would meet each other."""
 
-    def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
-        """Call it in every process after `join`. rank, size: in the whole group. nodes: 1, or the number of parts of
-        the group, of which this process connects to its own."""
-        per_node = size // nodes
-        self.rank, self.size = rank % per_node, per_node
+    def __init__(self, rank: int, size: int, parts: int = 1, node_ranks: int = 0) -> None:
+        """Call it in every process after `join`. rank, size: in the whole group. parts: of the group; this process
+        connects to its own. node_ranks: processes of a machine; 0: all are on one."""
+        each = size // parts
+        self.rank, self.size = rank % each, each
+        self.near = min(each, node_ranks or each)
         backend = "fake" if dist.get_backend() == "fake" else "gloo"  # fake: where memory is counted
-        for node in range(nodes):  # every process takes part in the making of every group
-            members = list(range(node * per_node, (node + 1) * per_node))
+        for part in range(parts):  # every process takes part in the making of every group
+            members = list(range(part * each, (part + 1) * each))
             made = dist.new_group(members, backend=backend, timeout=JOIN)
             if rank in members:
                 self.group = made
@@ -102,6 +107,26 @@ class PeerGroup:
         """The bytes of the first process, which passes them; the others wait for them. RuntimeError when a process has
         ended."""
         return _broadcast(data, self.group)
+
+    def writing(
+        self, path: Path, described: Sequence[TensorInfo], about: Mapping[str, str]
+    ) -> AbstractContextManager[Writes]:
+        """As `Peers`."""
+        return far.writing(self, path, described, about)
+
+    def send(self, rank: int, message: msgspec.Struct) -> None:
+        """A message to one process, which waits for it. RuntimeError when it has ended."""
+        data = torch.frombuffer(bytearray(values.encode(message)), dtype=torch.uint8)
+        dist.send(torch.tensor([len(data)]), group=self.group, group_dst=rank)
+        dist.send(data, group=self.group, group_dst=rank)
+
+    def receive(self, rank: int, kind: Any) -> Any:
+        """Wait for a message of one process, of a union of these types. RuntimeError, GroupError as `gathered`."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, group=self.group, group_src=rank)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, group=self.group, group_src=rank)
+        return values.decode(data.numpy().tobytes(), kind)
 
     def exchange(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
         """Send uint8 parts [n] to each rank; sizes: number of bytes from each rank. Returns the received bytes, by
@@ -117,50 +142,44 @@ class ProcessGroup:
     def __init__(
         self,
         device: torch.device,
-        expert_ranks: int = 1,
-        context_ranks: int = 1,
-        nodes: int = 1,
+        mesh: Mesh,
+        node_ranks: int = 0,
         limit: timedelta = PATIENCE,
     ) -> None:
-        """Call it in every process after `join`. expert_ranks: processes that share one copy of the experts;
-        context_ranks: processes that share the tokens of a micro-batch; nodes: machines, each with a copy of the
-        state in its processes. limit: time limit of a collective, other than the wait for an order."""
-        self.device, self.expert_ranks, self.context_ranks, self.nodes = device, expert_ranks, context_ranks, nodes
+        """Call it in every process after `join`. node_ranks: processes of a machine; 0: all are on one. limit: time
+        limit of a collective, other than the wait for an order. GroupError for a mesh of another size."""
+        self.device, self.dims = device, mesh
         self.clock = Clock()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        if self.size % nodes:
-            raise GroupError(f"{nodes} nodes do not divide {self.size} ranks")
-        self.per_node = self.size // nodes
-        """Processes of a node."""
-        if self.per_node % expert_ranks:
-            raise GroupError(f"{expert_ranks} expert ranks do not divide {self.per_node} ranks of a node")
-        if self.per_node % context_ranks:
-            raise GroupError(f"{context_ranks} context ranks do not divide {self.per_node} ranks of a node")
-        self.copy, self.place = divmod(self.rank, self.per_node)
-        """Number of this process's node, which is that of its copy of the state, and its number among the processes of
-        the node: processes with one number hold the same rows."""
-        self.node = PeerGroup(self.rank, self.size, nodes)
-        """The processes of this node."""
-        self.aside, self.ahead = PeerGroup(self.rank, self.size, nodes), PeerGroup(self.rank, self.size)
-        """Connections of the thread that copies versions, to the processes of the node, and of the thread that sends
-        or receives records, to all."""
-        self.orders = PeerGroup(self.rank, self.size)
-        whole = init_device_mesh(device.type, (nodes, self.per_node), mesh_dim_names=("nodes", "shard"))
-        self.mesh: DeviceMesh = whole if nodes > 1 else whole["shard"]
-        """Of FSDP2: with several nodes shards are copied along the first dimension (HSDP)."""
-        self.copies: dist.ProcessGroup = whole.get_group("nodes")
-        """The processes that hold the same rows, in the order of nodes."""
-        grid = (nodes, self.per_node // expert_ranks, expert_ranks)
-        self.grid: DeviceMesh = init_device_mesh(device.type, grid, mesh_dim_names=("nodes", "copies", "experts"))
+        if self.size != mesh.replicate * mesh.shard or mesh.shard % mesh.expert or mesh.shard % mesh.context:
+            raise GroupError(f"{mesh} is no mesh of {self.size} processes")
+        self.copy, self.place = divmod(self.rank, mesh.shard)
+        """Number of this process's copy of the state, and its number among the processes of the copy: processes with
+        one number hold the same rows."""
+        self.holders = PeerGroup(self.rank, self.size, mesh.replicate, node_ranks)
+        """The processes that hold this copy."""
+        self.aside = PeerGroup(self.rank, self.size, mesh.replicate, node_ranks)
+        """A connection to them for the thread that copies versions."""
+        self.ahead, self.orders = PeerGroup(self.rank, self.size), PeerGroup(self.rank, self.size)
+        """Connections to all, for the thread that sends or receives records, and for orders."""
+        names = ("replicate", "shard")
+        whole = init_device_mesh(device.type, (mesh.replicate, mesh.shard), mesh_dim_names=names)
+        self.mesh: DeviceMesh = whole if mesh.replicate > 1 else whole["shard"]
+        """Of FSDP2: gradients of several copies are added along the first dimension (HSDP)."""
+        self.copies: dist.ProcessGroup = whole.get_group("replicate")
+        """The processes that hold the same rows, in the order of copies."""
+        grid = (mesh.replicate, mesh.shard // mesh.expert, mesh.expert)
+        self.grid: DeviceMesh = init_device_mesh(device.type, grid, mesh_dim_names=("replicate", "runs", "experts"))
         """Experts are owned along the last dimension and cut into shards along the second."""
         self.context: ContextParallel | None = None
         """The processes that compute a micro-batch together with this one: neighbours in the order of ranks."""
-        if context_ranks > 1:
-            rows = (self.size // context_ranks, context_ranks)
-            mesh = init_device_mesh(device.type, rows, mesh_dim_names=("micro_batches", "context"))
-            self.context = ContextParallel(mesh.get_group("context"), self.clock)
-        groups = [None, self.node.group, self.aside.group, *whole.get_all_groups(), *self.grid.get_all_groups()]
-        for member in groups + (mesh.get_all_groups() if context_ranks > 1 else []):
+        groups = [None, self.holders.group, self.aside.group, *whole.get_all_groups(), *self.grid.get_all_groups()]
+        if mesh.context > 1:
+            rows = (self.size // mesh.context, mesh.context)
+            neighbours = init_device_mesh(device.type, rows, mesh_dim_names=("micro_batches", "context"))
+            self.context = ContextParallel(neighbours.get_group("context"), self.clock)
+            groups += neighbours.get_all_groups()
+        for member in groups:
             _set_pg_timeout(limit, member)
         for waiting in (self.ahead, self.orders):
             _set_pg_timeout(PATIENCE, waiting.group)
@@ -173,31 +192,31 @@ class ProcessGroup:
             told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
             told |= {name: os.environ.get(name.upper(), "") for name in ("nccl_algo", "nccl_proto")}
         return RankLayout(
-            ranks=self.size,
-            nodes=self.nodes,
-            expert_ranks=self.expert_ranks,
-            context_ranks=self.context_ranks,
+            replicate=self.dims.replicate,
+            shard=self.dims.shard,
+            expert=self.dims.expert,
+            context=self.dims.context,
             backend="nccl" if told else "gloo",
             torch=str(torch.__version__),
             **told,
         )
 
     def agree(self, digest: str, what: str) -> str:
-        """The hash of `what` of this node's copy. All processes must call this. GroupError when nodes have different
+        """The hash of `what` of this copy. All processes must call this. GroupError when copies have different
         ones."""
-        every = self.gathered(digest, str)[:: self.per_node] if self.nodes > 1 else []
-        for node, other in enumerate(every):
+        every = self.gathered(digest, str)[:: self.dims.shard] if self.dims.replicate > 1 else []
+        for copy, other in enumerate(every):
             if other != every[0]:
                 raise GroupError(
-                    f"the {what} of node {node} has hash {other}, that of node 0 {every[0]}: the machines round "
+                    f"the {what} of copy {copy} has hash {other}, that of copy 0 {every[0]}: the machines round "
                     "otherwise, or one of them is damaged"
                 )
         return digest
 
     def copied(self, work: Callable[[], tuple[T, dict[str, Tensor]]], kind: type[T]) -> tuple[T, dict[str, Tensor]]:
-        """A value of this type and tensors that node 0 makes by `work`, in every node: from the process with the same
-        rows. All processes must call this. The other nodes get their tensors on the CPU. GroupError as `gathered`."""
-        if self.nodes == 1:
+        """A value of this type and tensors that copy 0 makes by `work`, in every copy: from the process with the same
+        rows. All processes must call this. The other copies get their tensors on the CPU. GroupError as `gathered`."""
+        if self.dims.replicate == 1:
             return work()
         told: bytes | None = None
         tensors: dict[str, Tensor] = {}
@@ -223,8 +242,8 @@ class ProcessGroup:
         micro-batch have the same result.
         """
         mine: dict[int, T] = {}
-        together = self.size // self.context_ranks
-        number, member = divmod(self.rank, self.context_ranks)
+        together = self.size // self.dims.context
+        number, member = divmod(self.rank, self.dims.context)
         for first in range(0, count, together):
             at = first + number
             if at < count:

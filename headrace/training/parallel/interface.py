@@ -1,9 +1,14 @@
 """The interface to the processes that compute a batch: one, or several (`group.ProcessGroup`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from headrace.errors import HeadraceError
+from headrace.messages.weights import TensorInfo
+from headrace.weights import snapshot
+from headrace.weights.state import Bits
 
 T = TypeVar("T")
 
@@ -78,15 +83,35 @@ class Peers(Protocol):
         """One value of this type of every process, in the order of ranks. All processes must call this. RuntimeError
         when one has ended, GroupError for bytes that are no such value."""
 
+    near: int
+    """Number of those on node 0, which are the first ones: the others do not see its files."""
+
+    def writing(
+        self, path: Path, described: Sequence[TensorInfo], about: Mapping[str, str]
+    ) -> AbstractContextManager["Writes"]:
+        """A file that has its size already, to write to. On leaving, what processes of other nodes have written
+        through this one is in the file too. OSError, also of those writes. All processes must call this."""
+
+
+class Writes(Protocol):
+    """A file of tensors that is being written."""
+
+    def write(self, tensor: int, start: int, part: Bits) -> None:
+        """Write bits of the tensor with index `tensor` at item `start` of its flat view."""
+
 
 class SingleProcess:
     """`DataParallel` and `Peers` of one process: it computes every micro-batch."""
 
-    rank, size = 0, 1
+    rank, size, near = 0, 1, 1
 
     def gathered(self, value: T, kind: type[T]) -> list[T]:
         """As `Peers`."""
         return [value]
+
+    def writing(self, path: Path, described: Sequence[TensorInfo], about: Mapping[str, str]) -> snapshot.Rows:
+        """As `Peers`."""
+        return snapshot.Rows(path, described, about)
 
     def each(self, count: int, work: Callable[[int, bool], T], kind: type[T]) -> list[T]:
         """As `DataParallel`."""

@@ -18,6 +18,7 @@ from headrace.rendering.base import RendererError
 from headrace.training import checkpoint
 from headrace.training.data.base import DataError
 from headrace.training.device import TrainerError, check_device, check_exact, device_named, planned
+from headrace.training.figures.layout import divided
 from headrace.training.figures.memory import without_policy
 from headrace.training.memory_plan import MemoryPlan
 from headrace.training.mid_training import FILE, MidTrainingFailed, Progress, Trace
@@ -63,7 +64,7 @@ def joined(
     plans = [planned(phase, policy, device) for phase in phases]
     limit = timedelta(seconds=section.stall_s)
     group.join(device, rank, section.ranks, store, limit)
-    world = ProcessGroup(device, section.expert_ranks, section.context_ranks, section.nodes, limit)
+    world = ProcessGroup(device, section.mesh, section.node_ranks, limit)
     numerics = probe(policy, exact=config.engine.exact, device=device)
     marks = world.gathered(numerics.fingerprint, str)
     if len(set(marks)) > 1:
@@ -120,23 +121,22 @@ def _check_memory(config: Config, needed: MemoryPlan, world: ProcessGroup) -> No
 def _check(config: Config, policy: PolicyConfig) -> None:
     """TrainerError for what several ranks cannot do."""
     settings = config.trainer
-    per_node = settings.ranks // settings.nodes
-    if settings.expert_ranks > 1 and (not policy.experts or policy.experts % per_node):
-        where = "" if settings.nodes == 1 else " of a node"
+    mesh = settings.mesh
+    if mesh.expert > 1 and not divided(policy, mesh.shard, mesh.expert):
         raise TrainerError(
-            f"[trainer] expert_ranks: expected experts that {per_node} ranks{where} can share evenly, the policy has "
-            f"{policy.experts}; set expert_ranks = 1 or another number of ranks"
+            f"[trainer] mesh.expert: expected experts that {mesh.expert} owners can share evenly, the policy has "
+            f"{policy.experts}; set mesh.expert = 1 or another one"
         )
-    if policy.kv_heads % settings.context_ranks:
+    if policy.kv_heads % mesh.context:
         raise TrainerError(
-            f"[trainer] context_ranks: expected a divisor of the policy's {policy.kv_heads} key-value heads, got "
-            f"{settings.context_ranks}"
+            f"[trainer] mesh.context: expected a divisor of the policy's {policy.kv_heads} key-value heads, got "
+            f"{mesh.context}"
         )
     rounded = config.weights.precision == "bf16" and policy.dtype == "float32"
     if settings.frozen or rounded:
         key = "[trainer] frozen" if settings.frozen else '[weights] precision = "bf16" of a float32 policy'
         raise TrainerError(
-            f"[trainer] ranks: expected 1 with {key}, got {settings.ranks}; several ranks cannot do that yet"
+            f"[trainer] mesh: expected one process with {key}, got {settings.ranks}; several cannot do that yet"
         )
 
 
@@ -168,7 +168,8 @@ def open_ranks(
     device = device_named(settings.device)
     here = settings.machine_ranks
     if device.type == "cuda" and torch.cuda.device_count() < here:
-        raise TrainerError(f"[trainer] ranks: {here} need as many CUDA devices, got {torch.cuda.device_count()}")
+        got = torch.cuda.device_count()
+        raise TrainerError(f"[trainer] mesh: {here} processes of a node need a CUDA device each, it has {got}")
     begin = None if resumed else _beginning(config, base)
     others = ranks.Ranks(config, folder)
     started(others)

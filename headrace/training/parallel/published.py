@@ -19,6 +19,7 @@ from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import names
 from headrace.policy.layout.formats import SCALE
 from headrace.policy.layout.pieces import Pieces
+from headrace.training.parallel import far
 from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.sharding import ShardedModel
 from headrace.training.served import runs as served_runs
@@ -72,8 +73,7 @@ def parts(config: PolicyConfig, sharded: ShardedModel) -> list[Part]:
     out: list[Part] = []
     for name, place in sorted(places(config, sharded.shapes).items()):
         local = sharded.local[place.parameter]
-        row = torch.Size(sharded.shapes[place.parameter][1:]).numel()
-        at, held = sharded.first[place.parameter] * row, local.numel()
+        at, held = sharded.start[place.parameter], local.numel()
         first = max(place.start, at)
         end = min(place.start + torch.Size(place.shape).numel(), at + held)
         if first < end:
@@ -92,45 +92,49 @@ def runs(config: PolicyConfig, sharded: ShardedModel, reads: Mapping[str, Reader
 
 
 @torch.no_grad()
-def fill(config: PolicyConfig, sharded: ShardedModel, pieces: Pieces) -> None:
-    """Load this process's rows from a checkpoint, one part after the other, rounded to the policy's dtype.
-    CheckpointError."""
+def fill(config: PolicyConfig, sharded: ShardedModel, read: far.Read) -> None:
+    """Load this process's rows from a checkpoint, one part after the other, rounded to the policy's dtype. read: rows
+    of a published tensor."""
     whole = places(config, sharded.shapes)
     for part in parts(config, sharded):
         row = torch.Size(whole[part.name].shape[1:]).numel()
-        value = pieces.rows(part.name, part.start // row, part.items // row)
+        value = read(part.name, part.start // row, part.items // row)
         if not part.parameter.endswith(".correction"):
             value = value.to(config.torch_dtype)
         sharded.local[part.parameter].view(-1)[part.own : part.own + part.items].copy_(value.reshape(-1))
 
 
-def take(config: PolicyConfig, sharded: ShardedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This process's rows of published tensors in a mapped file: by parameter, in the policy's dtype, on its device."""
+def take(config: PolicyConfig, sharded: ShardedModel, read: far.Read) -> dict[str, Tensor]:
+    """This process's rows of published tensors: by parameter, in the policy's dtype, on its device. read: items of a
+    tensor."""
     out = {
         name: torch.empty(local.shape, dtype=local.dtype if name.endswith(".correction") else config.torch_dtype)
         for name, local in sharded.local.items()
     }
     for part in parts(config, sharded):
-        flat = tensors[part.name].reshape(-1)[part.start : part.start + part.items]
+        flat = read(part.name, part.start, part.items)
         if packed(config, part.name):
             size = mxfp8.BLOCK
-            scales = tensors[part.name + SCALE].reshape(-1)[part.start // size : (part.start + part.items) // size]
+            scales = read(part.name + SCALE, part.start // size, part.items // size)
             flat = mxfp8.dequantise(flat.reshape(-1, size), scales.reshape(-1, 1), config.torch_dtype).reshape(-1)
         out[part.parameter].view(-1)[part.own : part.own + part.items] = flat
     return {name: value.to(sharded.local[name].device) for name, value in out.items()}
 
 
 def read(config: PolicyConfig, sharded: ShardedModel, world: ProcessGroup, source: Path) -> int:
-    """Fill the shards from a checkpoint folder or a snapshot file: in node 0 each process reads its own rows, in the
-    others it gets them from the process of node 0 that has the same ones. Returns the bytes that it, or that process,
-    has read. All processes call it. CheckpointError of the policy."""
+    """Fill the shards from a checkpoint folder or a snapshot file of node 0: in copy 0 each process reads its own rows,
+    in the others it gets them from the process of copy 0 that has the same ones. Returns the bytes that were read here,
+    for itself and for other nodes, or by that process. All processes call it. CheckpointError of the policy."""
     count = 0
     if world.copy == 0:
-        whole = places(config, sharded.shapes)
-        pieces = Pieces(config, source, {name: place.shape for name, place in whole.items()})
-        fill(config, sharded, pieces)
-        count = pieces.read_bytes
-    for name, tensor in sharded.local.items():  # one after the other, so that no node has a second copy
+        pieces: Pieces | None = None
+        if world.place < world.holders.near:
+            whole = places(config, sharded.shapes)
+            pieces = Pieces(config, source, {name: place.shape for name, place in whole.items()})
+        with far.reading(world.holders, pieces.rows if pieces is not None else None) as rows:
+            fill(config, sharded, rows)
+        count = pieces.read_bytes if pieces is not None else 0
+    for name, tensor in sharded.local.items():  # one after the other, so that no process has a second copy
         count, values = world.copied(partial(_told, count, name, tensor), int)
         if world.copy:
             tensor.copy_(values[name])

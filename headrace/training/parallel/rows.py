@@ -5,9 +5,8 @@ of a block that two processes share go to the first of them, which hashes it. Th
 file does not depend on the number of processes that wrote it.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,9 @@ from torch import Tensor
 from headrace.algorithms import adamw
 from headrace.messages.weights import TensorInfo
 from headrace.training import checkpoint
+from headrace.training.parallel import far
 from headrace.training.parallel.group import PeerGroup
+from headrace.training.parallel.interface import Writes
 from headrace.training.served.runs import Run
 from headrace.weights import snapshot, state, tensor_state
 from headrace.weights.state import BLOCK, HASH_BYTES
@@ -122,18 +123,17 @@ def _pass_on(
             at[shared.source] += size
 
 
-def file_hashes(file: snapshot.Snapshot, world: PeerGroup) -> bytes:
-    """The hashes of all blocks of a file that every process can read, 16 bytes each; each process reads its share."""
+def file_hashes(file: snapshot.Snapshot, world: PeerGroup) -> dict[int, bytes]:
+    """The hashes of a file's blocks by number, 16 bytes each: of this process's share among those of node 0."""
     digests: dict[int, bytes] = {}
     number = 0
     for info in file.tensors:
         array = file.array(info)
         for start, count in state.blocks(info):
-            if number % world.size == world.rank:
+            if number % world.near == world.rank:
                 digests[number] = state.block_hash(array[start : start + count])
             number += 1
-    every = {block: digest for told in world.gathered(digests, dict[int, bytes]) for block, digest in told.items()}
-    return b"".join(every[block] for block in range(number))
+    return digests
 
 
 def write(
@@ -154,45 +154,69 @@ def write(
             raise OSError(told[1])
         error = ""
         try:
-            with snapshot.Rows(Path(told[0]), described, about) as file:
+            with world.writing(Path(told[0]), described, about) as file:
                 index = {info.name: number for number, info in enumerate(described)}
                 for run in runs:
                     _copy(file, index[run.name], run)
-                os.fsync(file.fileno())
         except OSError as refused:
             error = str(refused)
         errors = [text for text in world.gathered(error, str) if text]
         if draft is not None and not errors:
-            draft.commit()
+            draft.commit()  # one fsync covers what every process of this machine has written to the file
     world.gathered("", str)  # the file has its name when the first process returns, and in every other one as well
     if errors:
         raise OSError(errors[0])
 
 
-def _copy(file: snapshot.Rows, tensor: int, run: Run) -> None:
+def _copy(file: Writes, tensor: int, run: Run) -> None:
     for start in range(0, run.items, BLOCK):
         count = min(BLOCK, run.items - start)
         file.write(tensor, run.start + start, run.read(start, count))
 
 
 class Source:
-    """A checkpoint's file, of which a process reads its own rows."""
+    """A checkpoint's file in node 0, of which each process that holds a part of the copy reads its own rows."""
 
-    def __init__(self, file: Path, cut: Callable[[str, Tensor], Tensor], node: PeerGroup) -> None:
-        """cut: the rows of a whole tensor. The processes of the node check the file's hash together.
-        CheckpointError."""
-        mapped = checkpoint.opened(file)
-        self.about = mapped.metadata
-        checkpoint.check(file, self.about, state.root(mapped.tensors, file_hashes(mapped, node)))
-        self._tensors, self._cut = tensor_state.read(file), cut
+    def __init__(self, file: Path, cut: Callable[[TensorInfo], tuple[int, tuple[int, ...]]], world: PeerGroup) -> None:
+        """cut: a tensor -> this process's first item of it, and the shape of its part. The processes of node 0 check
+        the file's hash together. All processes must call this. CheckpointError."""
+        near = world.rank < world.near
+        mapped = checkpoint.opened(file) if near else None
+        told = world.gathered(file_hashes(mapped, world) if mapped is not None else {}, dict[int, bytes])
+        self._world, self._cut = world, cut
+        self._tensors: Mapping[str, Tensor] = {}
+        found: tuple[dict[str, str], tuple[TensorInfo, ...]] = ({}, ())
+        if mapped is not None:
+            digests = {block: digest for part in told for block, digest in part.items()}
+            blocks = b"".join(digests[block] for block in range(len(digests)))
+            checkpoint.check(file, mapped.metadata, state.root(mapped.tensors, blocks))
+            self._tensors = tensor_state.read(file)
+            found = dict(mapped.metadata), tuple(mapped.tensors)
+        self.about, infos = world.gathered(found, tuple[dict[str, str], tuple[TensorInfo, ...]])[0]
+        self._infos = {info.name: info for info in infos}
 
     def rows(self, kind: str) -> dict[str, Tensor]:
-        """The rows of `state` or of the `guard`. KeyError, ValueError for another model."""
+        """The rows of `state` or of the `guard`, on the CPU. All processes must call this. KeyError, ValueError for
+        another model."""
         heads = ("guard.",) if kind == "guard" else ("master.", "frozen.", *(f"{each}." for each in adamw.KINDS))
-        wanted = {name: value for name, value in self._tensors.items() if name.startswith(heads)}
-        return {name.removeprefix("guard."): self._cut(name, value) for name, value in wanted.items()}
+        out: dict[str, Tensor] = {}
+        with self._reading() as read:
+            for name, info in self._infos.items():
+                if name.startswith(heads):
+                    start, shape = self._cut(info)
+                    flat = read(name, start, torch.Size(shape).numel())
+                    out[name.removeprefix("guard.")] = flat.clone().view(shape)
+        return out
 
-    def kept(self, version: int) -> dict[str, Tensor]:
-        """The whole tensors of a kept version, mapped."""
+    @contextmanager
+    def kept(self, version: int) -> Iterator[far.Read]:
+        """Reads of items of a kept version's tensors. All processes must call this."""
         head = f"kept.{version}."
-        return {name[len(head) :]: value for name, value in self._tensors.items() if name.startswith(head)}
+        with self._reading() as read:
+            yield lambda name, first, count: read(head + name, first, count)
+
+    def _reading(self) -> AbstractContextManager[far.Read]:
+        return far.reading(self._world, self._items if self._world.rank < self._world.near else None)
+
+    def _items(self, name: str, first: int, count: int) -> Tensor:
+        return self._tensors[name].reshape(-1)[first : first + count]

@@ -1,17 +1,18 @@
-"""A model in shards: FSDP2 over float32 masters; with `[trainer] expert_ranks`, each expert has an owner.
+"""A model in shards: FSDP2 over float32 masters; with `[trainer] mesh.expert`, each expert has an owner.
 
 The idea: the optimizer's float32 masters are the shards themselves. They are cast to the policy's dtype when a layer is
 gathered, so the forward pass multiplies the very bits that are published, and gradients arrive in float32. PyTorch
 FSDP2: `torch.distributed.fsdp.fully_shard` (SimpleFSDP, arXiv 2411.00284, describes per-parameter shards).
 
-Gradients are added by FSDP2's reduce-scatter, and over nodes, of which each has all shards over its own processes, by
-its all-reduce (HSDP). The order of such a sum depends on the number of processes and on the library: the same layout
-gives the same bits, another one rounds otherwise.
+Gradients are added by FSDP2's reduce-scatter, and over several copies of the state by its all-reduce (HSDP). The order
+of such a sum depends on the number of processes and on the library: the same layout gives the same bits, another one
+rounds otherwise.
 
 With `offload` the shards, their gradients and the optimizer are in the host's memory (FSDP's CPUOffloadPolicy): shards
 are copied to the device when a layer is gathered.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from headrace.config import Mesh
 from headrace.kernels import dispatch, operators
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layer import Layer
@@ -79,7 +81,8 @@ class TimedGather:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which this process holds a part. Rows are along the first dimension."""
+    """A model of which this process holds a part. Rows are along the first dimension; of experts with owners they are
+    those of the matrices, one below the other, where the experts are too few to be divided."""
 
     model: Model
     parameters: dict[str, nn.Parameter]
@@ -87,8 +90,8 @@ class ShardedModel:
     local: dict[str, Tensor]
     """This process's rows of every parameter: float32; frozen parameters, and those of a fixed model, in the policy's
     dtype."""
-    first: dict[str, int]
-    """Index of the first of these rows in the whole parameter."""
+    start: dict[str, int]
+    """Index of the first of their elements in the flat whole parameter."""
     shapes: dict[str, tuple[int, ...]]
     """Shapes of the whole parameters."""
 
@@ -109,9 +112,9 @@ class Policies(NamedTuple):
 def build(
     config: PolicyConfig, numerics: Numerics, world: ProcessGroup, *, offload: bool = False, fixed: bool = False
 ) -> ShardedModel:
-    """A sharded model with unset weights. With expert ranks the caller makes sure that `world.per_node` divides the
-    experts. offload: the shards are in the host's memory; not with expert ranks. fixed: the weights are never updated:
-    shards have the policy's dtype, and nothing stays gathered after a forward pass."""
+    """A sharded model with unset weights. With owners of experts `layout.divided` is true. offload: the shards are in
+    the host's memory; not with owners of experts. fixed: the weights are never updated: shards have the policy's dtype,
+    and nothing stays gathered after a forward pass."""
     # The whole model may be larger than the memory of a process.
     model = Model(config, numerics, seed=None, device="meta")
     model.place, model.shared = world.device, world.context  # with offload the parameters are on the host
@@ -122,25 +125,24 @@ def build(
         CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy(),
     )
     owned: set[nn.Parameter] = set()
-    first: dict[str, int] = {}
+    start: dict[str, int] = {}
     modules: list[FSDPModule] = []
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         quantised = config.expert_format == "mxfp8"
         if layer.sparse and quantised:
             layer.function = OnGrid(layer.function, operators.rounded)
-        if layer.sparse and world.expert_ranks > 1:
+        if layer.sparse and world.dims.expert > 1:
             for name in OWNED:
-                rows = config.experts // world.per_node
                 whole = layer.get_parameter(name)
-                part = torch.empty(rows, *whole.shape[1:], dtype=held, device=world.device)
+                part, run = torch.empty(_owned(whole.shape, world.dims), dtype=held, device=world.device), whole.numel()
                 layer.register_parameter(name, nn.Parameter(part))
                 owned.add(layer.get_parameter(name))
-                copy, member = divmod(world.place, world.expert_ranks)
-                first[f"layers.{index}.{name}"] = member * (config.experts // world.expert_ranks) + copy * rows
-            owners, copies = world.grid.get_group("experts"), world.grid.get_group("copies")
+                number, member = divmod(world.place, world.dims.expert)
+                start[f"layers.{index}.{name}"] = member * (run // world.dims.expert) + number * part.numel()
+            owners, copies = world.grid.get_group("experts"), world.grid.get_group("runs")
             groups = Groups(owners, copies, world.copies, world.clock)
-            each = config.experts // world.expert_ranks
+            each = config.experts // world.dims.expert
             layer.owned = ExpertParallel(groups, each, config.torch_dtype, quantised)
         modules.append(_cut(layer, world, policy, owned, held))
     modules.append(_cut(model, world, policy, owned, held))
@@ -158,11 +160,19 @@ def build(
             part = parameter.detach()
             assert isinstance(part, DTensor)
             local[name] = part.to_local()
-            first[name] = min(-(-shapes[name][0] // world.per_node) * world.place, shapes[name][0])
+            row = torch.Size(shapes[name][1:]).numel()
+            start[name] = min(-(-shapes[name][0] // world.dims.shard) * world.place, shapes[name][0]) * row
         else:
             local[name] = parameter.detach()
-            first.setdefault(name, 0)
-    return ShardedModel(model, parameters, local, first, shapes)
+            start.setdefault(name, 0)
+    return ShardedModel(model, parameters, local, start, shapes)
+
+
+def _owned(whole: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+    """The shape of a process's part of experts [E, rows, n]: whole experts, or rows of them where they are too few."""
+    experts, rows, width = whole
+    each, runs = experts // mesh.expert, mesh.shard // mesh.expert
+    return (each * rows // runs, width) if each % runs else (each // runs, rows, width)
 
 
 def _cut(

@@ -67,7 +67,7 @@ class ShardedState(TrainerState):
         """Euclidean norm over all rows of all gradients; the same number in every process."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in self.gradients()]
         local = sum((norm**2 for norm in torch.stack(norms).cpu().tolist()), 0.0) if norms else 0.0
-        total = sum(self.world.gathered(local, float)[: self.world.per_node])  # in every node the numbers of node 0
+        total = sum(self.world.gathered(local, float)[: self.world.dims.shard])  # in every copy the numbers of copy 0
         return math.sqrt(total) if math.isfinite(total) else math.nan
 
     @torch.no_grad()
@@ -95,9 +95,9 @@ class ShardedState(TrainerState):
         one whole parameter at a time."""
         for name, whole in initial.values(self.model.config, self.sharded.shapes, seed):
             held = self.sharded.local[name]
-            first = self.sharded.first[name]
+            start = self.sharded.start[name]
             if held.numel():
-                part = whole[first : first + len(held)].to(held.device)
+                part = whole.reshape(-1)[start : start + held.numel()].view(held.shape).to(held.device)
                 held.copy_(as_served(self.model.config, name, part))
         self._hash = ""
 
@@ -150,7 +150,7 @@ class ShardedState(TrainerState):
         return self._contents
 
     def publish(self, folder: Path) -> Publication:
-        """As TrainerState. Only node 0 writes a file: every node holds the whole policy."""
+        """As TrainerState. Only copy 0 writes a file."""
         return Publication.existing(folder, "") if self.world.copy else super().publish(folder)
 
     def peers(self) -> Peers:
@@ -178,7 +178,7 @@ class ShardedState(TrainerState):
         """State hash of the published bytes, cached until they change."""
         if not self._hash:
             described = published.infos(self.model.config, self.sharded.shapes)
-            self.block_hashes = rows.hashes(described, self.runs(), self.world.node)
+            self.block_hashes = rows.hashes(described, self.runs(), self.world.holders)
             self._hash = self.world.agree(root(described, self.block_hashes), "policy")
         return self._hash
 
@@ -188,32 +188,34 @@ class ShardedState(TrainerState):
         parts: list[Run] = []
         for name, tensor in tensors.items():
             parameter = _parameter(name, self.sharded.shapes)
-            shape = (self.sharded.shapes[parameter][0], *tensor.shape[1:])  # scales of moments have shorter rows
+            shape, start = self.sharded.shapes[parameter], self.sharded.start[parameter]
+            if len(shape) > 1:  # scales of moments have shorter rows
+                start = start // shape[-1] * tensor.shape[-1]
+                shape = (*shape[:-1], tensor.shape[-1])
             described += tensor_state.infos({name: torch.empty(shape, dtype=tensor.dtype, device="meta")})
             replicated = tensor.numel() == torch.Size(shape).numel()
             if tensor.numel() and not (replicated and self.world.place):
-                start = self.sharded.first[parameter] * torch.Size(shape[1:]).numel()
                 parts.append(_run(name, start, tensor.reshape(-1)))
         return described, parts
 
     def write(self, file: Path, described: Sequence[TensorInfo], parts: Sequence[Run], about: dict[str, str]) -> None:
-        """Replace a checkpoint durably. All processes call it; node 0 writes. about: its metadata, without the hash.
+        """Replace a checkpoint durably. All processes call it; copy 0 writes. about: its metadata, without the hash.
         OSError in every process when one of them cannot write."""
         described = sorted(described, key=lambda info: info.name)
-        bits = root(described, rows.hashes(described, parts, self.world.node))
+        bits = root(described, rows.hashes(described, parts, self.world.holders))
         about = about | {"hash": self.world.agree(checkpoint.digest(about, bits), "checkpoint")}
         why = ""
         if self.world.copy == 0:
             try:
-                rows.write(file, described, about, parts, self.world.node)
+                rows.write(file, described, about, parts, self.world.holders)
             except OSError as error:
                 why = str(error)
         if errors := [text for text in self.world.gathered(why, str) if text]:
             raise OSError(errors[0])
 
     def source(self, file: Path) -> rows.Source | None:
-        """A checkpoint, of which this process takes its rows; None where another node sends them. CheckpointError."""
-        return rows.Source(file, self._cut, self.world.node) if self.world.copy == 0 else None
+        """A checkpoint, of which this process takes its rows; None where copy 0 sends them. CheckpointError."""
+        return rows.Source(file, self._cut, self.world.holders) if self.world.copy == 0 else None
 
     def read(self, file: Path, source: rows.Source | None) -> Mapping[str, str]:
         """Restore the state of a checkpoint, from its `source`; returns its metadata. All processes call it.
@@ -234,15 +236,16 @@ class ShardedState(TrainerState):
         """This process's rows of the parameter that a checkpoint's tensor belongs to."""
         return self.sharded.local[_parameter(f".{name}", self.sharded.shapes)]
 
-    def _cut(self, name: str, whole: Tensor) -> Tensor:
-        """This process's rows of a tensor of the checkpoint, copied."""
-        parameter = _parameter(name, self.sharded.shapes)
-        last = len(whole.shape) - (1 if "_scale." in name.removesuffix(parameter) else 0)
-        if tuple(whole.shape[:last]) != self.sharded.shapes[parameter][:last]:
-            raise ValueError(f"{name} has shape {tuple(whole.shape)}, not {self.sharded.shapes[parameter]}")
-        first = self.sharded.first[parameter]
-        held = self.rows_of(name)
-        return whole[first : first + len(held)].to(held.device, copy=True)
+    def _cut(self, info: TensorInfo) -> tuple[int, tuple[int, ...]]:
+        """This process's first item of a tensor of the checkpoint, and the shape of its part."""
+        parameter = _parameter(info.name, self.sharded.shapes)
+        last = len(info.shape) - (1 if "_scale." in info.name.removesuffix(parameter) else 0)
+        if tuple(info.shape[:last]) != self.sharded.shapes[parameter][:last]:
+            raise ValueError(f"{info.name} has shape {info.shape}, not {self.sharded.shapes[parameter]}")
+        held, width = self.rows_of(info.name), self.sharded.shapes[parameter][-1]
+        if len(info.shape) == 1:
+            return self.sharded.start[parameter], tuple(held.shape)
+        return self.sharded.start[parameter] // width * info.shape[-1], (*held.shape[:-1], info.shape[-1])
 
 
 def _run(name: str, start: int, flat: Tensor) -> Run:

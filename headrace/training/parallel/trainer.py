@@ -6,8 +6,8 @@ part of a step. Version 0 is made by all processes: each reads its own rows of a
 new one, and mid-training computes over all of them (`mid_training.ranks`). A checkpoint does not depend on the number
 of processes that wrote it, so any number of them can take rows of it.
 
-With several nodes every node has all rows, so node 0 writes all files alone, and nodes share no folder: the rows of
-another node are sent by the process of node 0 that holds the same ones.
+Nodes share no folder: all files are node 0's, and processes of other nodes read and write through it (`far`). Of
+several copies of the state the first one reads and writes, and the others get their rows from it.
 
 A process that ends, or raises where the others do not, ends the group with `GroupError`. The files are complete then,
 and a new trainer continues from the checkpoint. An exception of a step, in whichever process, is a `StepRaised`.
@@ -253,8 +253,8 @@ class ShardedTrainer(PolicyTrainer):
         self.sharded.hash()
 
     def load(self, file: Path) -> None:
-        """Restore the trainer from a checkpoint, of which this process takes its own rows: in node 0 from the file, in
-        the others from the process of node 0 that has the same rows. CheckpointError, TrainerError."""
+        """Restore the trainer from a checkpoint of node 0, of which this process takes its own rows: in copy 0 from the
+        file, in the others from the process of copy 0 that has the same rows. CheckpointError, TrainerError."""
         shards, world = self.sharded, self.world
         source = shards.source(file)
         about = shards.read(file, source)
@@ -280,7 +280,8 @@ class ShardedTrainer(PolicyTrainer):
     def _served(self, source: rows.Source | None, version: int) -> tuple[int, dict[str, Tensor]]:
         """A kept version, and this process's served rows of it."""
         assert source is not None
-        return version, published.take(self.state.model.config, self.sharded.sharded, source.kept(version))
+        with source.kept(version) as read:
+            return version, published.take(self.state.model.config, self.sharded.sharded, read)
 
     def _take_reference(self, served: Mapping[str, Tensor]) -> None:
         offload = self.config.trainer.offload == "optimizer"

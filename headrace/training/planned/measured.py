@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.algorithms.adamw import OptimizerSettings
+from headrace.config import Mesh
 from headrace.messages.rollout import Span
 from headrace.policy import scoring as rescoring
 from headrace.policy.adapters import low_rank
@@ -183,11 +184,12 @@ def _world(layout: Layout) -> Iterator[Any]:
 
     from headrace.training.parallel.group import ProcessGroup
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.devices * layout.nodes)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.devices * layout.copies)
+    mesh = Mesh(replicate=layout.copies, shard=layout.devices, expert=layout.expert_ranks, context=layout.context)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Set timeout is now only supported")
-            group = ProcessGroup(torch.device("cpu"), layout.expert_ranks, layout.context, layout.nodes)
+            group = ProcessGroup(torch.device("cpu"), mesh)
         yield group
         del group
     finally:

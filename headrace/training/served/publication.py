@@ -10,10 +10,11 @@ Between the update and the next forward pass several threads hand over to each o
 while another thread runs Python. So the copy begins when that forward pass has begun, or after `GRACE_S` where the
 trainer waits for a batch.
 
-Each process writes its rows into one preallocated file on a file system that all of them share, and hashes a block that
-it holds whole from the piece that it has just written. Blocks of several processes are assigned round-robin and read
-back from the file, which is in the page cache. So no process holds a whole tensor, and the added memory is one piece
-per process. The hash is that of `weights.state`, whatever the number of processes.
+Each process writes its rows into one preallocated file of node 0, those of other nodes through a process there, and
+hashes a block that it holds whole from the piece that it has just written. Blocks of several processes are assigned
+round-robin over those of node 0 and read back from the file, which is in the page cache. So no process holds a whole
+tensor, and the added memory is one piece per process. The hash is that of `weights.state`, whatever the number of
+processes.
 """
 
 import threading
@@ -27,7 +28,7 @@ import numpy as np
 import xxhash
 
 from headrace.messages.weights import TensorInfo
-from headrace.training.parallel.interface import Peers
+from headrace.training.parallel.interface import Peers, Writes
 from headrace.training.served.runs import Run
 from headrace.weights import snapshot, state
 from headrace.weights.state import HASH_BYTES
@@ -125,8 +126,7 @@ class Publisher:
             told, why = self._peers.gathered((str(draft.temporary) if draft else "", why), tuple[str, str])[0]
             if why:
                 raise OSError(why)
-            with snapshot.Rows(Path(told), parts.described, {"state_hash": _UNKNOWN}) as file:
-                digest = self._copy(out, file, parts)
+            digest = self._copy(out, Path(told), parts)
         except BaseException as error:
             if draft is not None:
                 draft.__exit__(None, None, None)
@@ -142,12 +142,14 @@ class Publisher:
             self._saving.submit(self._save, out, draft, path, digest)
         out.hashed.set_result(digest)
 
-    def _copy(self, out: Publication, file: snapshot.Rows, parts: Contents) -> str:
+    def _copy(self, out: Publication, path: Path, parts: Contents) -> str:
         """Write this process's rows; returns the state hash of all processes' rows."""
         peers, why, written = self._peers, "", 0
         hashes: dict[int, bytes] = {}
+        about = {"state_hash": _UNKNOWN}
         try:
-            written = _write(file, parts, hashes)
+            with peers.writing(path, parts.described, about) as file:
+                written = _write(file, parts, hashes)
         except (OSError, state.WeightError) as error:
             why = str(error)
         out.copied.set()
@@ -160,7 +162,10 @@ class Publisher:
         every = {block: digest for _, digests, _ in told for block, digest in digests.items()}
         count = sum(map(state.block_count, parts.described))
         shared = [block for block in range(count) if block not in every]
-        read = _read_back(file, parts.described, set(shared[peers.rank :: peers.size]))
+        read: dict[int, bytes] = {}
+        if peers.rank < peers.near:
+            with snapshot.Rows(path, parts.described, about) as written_file:
+                read = _read_back(written_file, parts.described, set(shared[peers.rank :: peers.near]))
         for digests in peers.gathered(read, dict[int, bytes]):
             every |= digests
         return state.root(parts.described, b"".join(every[block] for block in range(count)))
@@ -185,7 +190,7 @@ def _draft(path: Path, described: Sequence[TensorInfo]) -> tuple[snapshot.Draft 
         return None, str(error)
 
 
-def _write(file: snapshot.Rows, parts: Contents, hashes: dict[int, bytes]) -> int:
+def _write(file: Writes, parts: Contents, hashes: dict[int, bytes]) -> int:
     """Write all runs and add the hashes of the blocks that they hold whole. Returns the number of bytes."""
     place = _places(parts.described)
     written = 0

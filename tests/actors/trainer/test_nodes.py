@@ -42,18 +42,19 @@ def free_port() -> int:
 def spread(folder: Path, nodes: int, per_node: int = 1, **trainer: Any) -> Config:
     """The configuration of a run on several nodes, which meet at a free port."""
     where = f"127.0.0.1:{free_port()}"
-    return several(folder, nodes * per_node, **{"nodes": nodes, "rendezvous": where, **trainer})
+    return several(folder, nodes * per_node, **{"node_ranks": per_node, "rendezvous": where, **trainer})
 
 
 def overrides(config: Config) -> list[str]:
     """The words of a command line that give the sections which nodes compare."""
     words = []
     for name in meeting.COMPARED:
-        section: Any = getattr(config, name)
-        plain = type(section)()
-        for key in section.__struct_fields__:
-            if (value := getattr(section, key)) != getattr(plain, key):
-                words += ["--set", f"{name}.{key}={json.dumps(value) if isinstance(value, bool) else value}"]
+        section, plain = (msgspec.to_builtins(each) for each in (getattr(config, name), getattr(Config(), name)))
+        for key, value in section.items():
+            inner = value.items() if isinstance(value, dict) and key == "mesh" else [("", value)]
+            for last, each in inner if value != plain[key] else ():
+                path = f"{name}.{key}.{last}".removesuffix(".")
+                words += ["--set", f"{path}={json.dumps(each) if isinstance(each, bool) else each}"]
     return words
 
 
@@ -109,12 +110,15 @@ async def bits(feeder: RunFeeder, want: list[str]) -> None:
     assert all(record.incarnation == 0 for record in records)
 
 
-@pytest.mark.parametrize(("per_node", "trainer"), [(1, {}), (2, {}), (2, {"expert_ranks": 2})])
+@pytest.mark.parametrize(
+    ("per_node", "trainer"),
+    [(1, {}), (2, {}), (2, {"replicate": 2}), (2, {"expert": 2}), (2, {"replicate": 2, "expert": 2})],
+)
 async def test_two_nodes_make_the_same_versions_after_a_rank_of_the_other_is_killed(
     connect: Connect, server: Server, tmp_path: Path, per_node: int, trainer: dict[str, Any]
 ) -> None:
     (tmp_path / "one").mkdir()
-    want = await alone(server, tmp_path / "one", 4, 2 * per_node, nodes=2, **trainer)
+    want = await alone(server, tmp_path / "one", 4, 2 * per_node, **trainer)
     feeder = Uneven(await connect(), new_run(), tmp_path)
     setting = spread(tmp_path, 2, per_node, **trainer)
     with joined(tmp_path, setting) as (node,):
@@ -137,13 +141,15 @@ async def test_two_nodes_make_the_same_versions_after_a_rank_of_the_other_is_kil
     assert node.text().count("has joined the trainer") == 2
     manifests = [record for record in await feeder.steps() if isinstance(record, StepManifest)]
     layouts = [record.layout for record in manifests]
-    assert all(each is not None and (each.ranks, each.nodes) == (2 * per_node, 2) for each in layouts)
+    copies = trainer.get("replicate", 1)
+    wanted = copies, 2 * per_node // copies
+    assert all(each is not None and (each.replicate, each.shard) == wanted for each in layouts)
 
 
 async def test_torchrun_starts_a_node(connect: Connect, server: Server, tmp_path: Path) -> None:
     """Its variables MASTER_ADDR and MASTER_PORT name the store of its own agent, and not the trainer."""
     (tmp_path / "one").mkdir()
-    want = await alone(server, tmp_path / "one", 2, 2, nodes=2)
+    want = await alone(server, tmp_path / "one", 2, 2)
     feeder = Uneven(await connect(), new_run(), tmp_path)
     setting = spread(tmp_path, 2)
     torchrun = module_command("torch.distributed.run", "--standalone", "--nproc-per-node", "1")
@@ -165,7 +171,7 @@ async def test_a_machine_that_dies_is_waited_for_and_takes_its_rows_of_the_check
 ) -> None:
     """With a guard, whose copies of the state are rows of the checkpoint too."""
     (tmp_path / "one").mkdir()
-    want = await alone(server, tmp_path / "one", 4, 2, nodes=2)
+    want = await alone(server, tmp_path / "one", 4, 2)
     feeder = Uneven(await connect(), new_run(), tmp_path)
     setting = spread(tmp_path, 2)
     setting = msgspec.structs.replace(setting, algorithm=msgspec.structs.replace(setting.algorithm, guard_k1=100.0))

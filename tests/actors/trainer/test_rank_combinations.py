@@ -63,9 +63,9 @@ def assert_every_step_once(done: Sequence[StepDone]) -> None:
 @pytest.mark.parametrize(
     ("kind", "several"),
     [
-        (Kind("dense", "float32"), Ranks(4, context_ranks=2)),
-        (Kind("mixture", "bfloat16"), Ranks(4, context_ranks=2)),
-        (Kind("mixture", "bfloat16"), Ranks(4, expert_ranks=2, context_ranks=2)),
+        (Kind("dense", "float32"), Ranks(4, context=2)),
+        (Kind("mixture", "bfloat16"), Ranks(4, context=2)),
+        (Kind("mixture", "bfloat16"), Ranks(4, expert=2, context=2)),
     ],
     ids=str,
 )
@@ -80,9 +80,9 @@ async def test_everything_at_once_and_resumed_with_the_reference(
 
 @pytest.mark.parametrize("kind", [Kind("dense", "bfloat16"), Kind("mixture", "mxfp8")], ids=str)
 async def test_context_ranks_and_formats_over_two_nodes(server: Server, tmp_path: Path, kind: Kind) -> None:
-    nodes = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}"}
-    several = Ranks(4, context_ranks=2)
-    want, _ = await versions(server, tmp_path / "whole", kind, [(several, nodes)])
+    nodes = {"node_ranks": 2, "rendezvous": f"127.0.0.1:{free_port()}"}
+    several = Ranks(4, context=2)
+    want, _ = await versions(server, tmp_path / "whole", kind, [(several, {})])
     got, done = await versions(server, tmp_path / "nodes", kind, [(several, nodes), (several, nodes)])
     assert got == want
     assert_every_step_once(done)

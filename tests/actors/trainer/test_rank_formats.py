@@ -17,6 +17,7 @@ from headrace.actors.trainer.actor import Trainer
 from headrace.actors.trainer.initial_policy import BUNDLE
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
+from headrace.config import Mesh
 from headrace.messages.subjects import EVENT
 from headrace.messages.training import StepDone
 from headrace.policy.config import Latent, PolicyConfig
@@ -41,7 +42,8 @@ LATENT = msgspec.structs.replace(
     MIXTURE, kv_heads=8, scores="sigmoid", shared_experts=1, dense_layers=1, dense_dim=64,
     latent=Latent(q_rank=32, kv_rank=32, nope_dim=24, rope_dim=8, value_dim=32),
 )  # fmt: skip
-SHAPES = {"dense": DENSE, "mixture": MIXTURE, "latent": LATENT}
+FEW = msgspec.structs.replace(MIXTURE, experts=2)
+SHAPES = {"dense": DENSE, "mixture": MIXTURE, "latent": LATENT, "few": FEW}
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
@@ -67,12 +69,12 @@ class Kind(NamedTuple):
 class Ranks(NamedTuple):
     """A division of the work."""
 
-    ranks: int = 1
-    expert_ranks: int = 1
-    context_ranks: int = 1
+    shard: int = 1
+    expert: int = 1
+    context: int = 1
 
     def __str__(self) -> str:
-        return f"ranks{self.ranks}_experts{self.expert_ranks}_context{self.context_ranks}"
+        return f"ranks{self.shard}_experts{self.expert}_context{self.context}"
 
 
 class Run:
@@ -93,7 +95,7 @@ class Run:
             self.root,
             policy={"checkpoint": str(self.root / "model")},
             curriculum={"group_size": 3, "groups_per_step": 2, "steps": 50},
-            trainer={"micro_tokens": 9, "rescore": 6, **ranks._asdict(), **trainer},
+            trainer={"micro_tokens": 9, "rescore": 6, "mesh": Mesh(**ranks._asdict()), **trainer},
             algorithm={"grad_clip": 0.05, "moments": moments, **self.algorithm},
         )
 
@@ -218,16 +220,18 @@ BOUNDS = {"float32": (1e-6, 5e-5), "bfloat16": (1e-2, 0.1), "mxfp8": (0.05, 0.3)
     [
         (Kind("dense", "float32"), Ranks(4)),
         (Kind("dense", "bfloat16"), Ranks(2)),
-        (Kind("mixture", "float32"), Ranks(4, expert_ranks=2)),
-        (Kind("mixture", "bfloat16"), Ranks(4, expert_ranks=2)),
-        (Kind("mixture", "mxfp8"), Ranks(2, expert_ranks=2)),
-        (Kind("latent", "float32"), Ranks(2, expert_ranks=2)),
-        (Kind("latent", "bfloat16"), Ranks(4, expert_ranks=4)),
-        (Kind("dense", "float32"), Ranks(2, context_ranks=2)),
-        (Kind("dense", "bfloat16"), Ranks(4, context_ranks=2)),
-        (Kind("mixture", "bfloat16"), Ranks(4, expert_ranks=2, context_ranks=2)),
-        (Kind("mixture", "mxfp8"), Ranks(2, expert_ranks=2, context_ranks=2)),
-        (Kind("latent", "float32"), Ranks(4, context_ranks=4)),
+        (Kind("mixture", "float32"), Ranks(4, expert=2)),
+        (Kind("mixture", "bfloat16"), Ranks(4, expert=2)),
+        (Kind("mixture", "mxfp8"), Ranks(2, expert=2)),
+        (Kind("few", "bfloat16"), Ranks(4, expert=2)),
+        (Kind("few", "mxfp8"), Ranks(4, expert=2)),
+        (Kind("latent", "float32"), Ranks(2, expert=2)),
+        (Kind("latent", "bfloat16"), Ranks(4, expert=4)),
+        (Kind("dense", "float32"), Ranks(2, context=2)),
+        (Kind("dense", "bfloat16"), Ranks(4, context=2)),
+        (Kind("mixture", "bfloat16"), Ranks(4, expert=2, context=2)),
+        (Kind("mixture", "mxfp8"), Ranks(2, expert=2, context=2)),
+        (Kind("latent", "float32"), Ranks(4, context=4)),
     ],
     ids=str,
 )
@@ -250,7 +254,7 @@ async def test_settings_of_the_objective_hold_over_ranks(server: Server, tmp_pat
     """Decay, balance, masked attempts and dual clip: two ranks replay with their bits, and one process differs by
     rounding."""
     kind, results = Kind("latent", "float32"), []
-    for ranks in (ONE, Ranks(2, expert_ranks=2)):
+    for ranks in (ONE, Ranks(2, expert=2)):
         (tmp_path / str(ranks)).mkdir()
         results.append(await trained(server, tmp_path / str(ranks), kind, ranks, 4, OBJECTIVE, cut_off=1))
     expected, result = results
@@ -295,7 +299,7 @@ async def test_resumed_with_ranks_that_round_otherwise_the_repeated_steps_are_ne
     expected = await kept(results, server, tmp_path, kind, steps=9)
     async with await as_writers(server.url, server.credentials) as admin:
         run = Run(admin, tmp_path, kind)
-        divisions = (Ranks(2, expert_ranks=2), Ranks(2, expert_ranks=2, context_ranks=2))
+        divisions = (Ranks(2, expert=2), Ranks(2, expert=2, context=2))
         done = await lives(server, run, divisions, ((0, 1, 2, 3, 4), (5, 6, 7, 8)))
     order = [(step, 0) for step in range(5)] + [(3, 1), (4, 1), (5, 0), (6, 0), (7, 0), (8, 0)]
     assert [(record.step, record.incarnation) for record in done] == order

@@ -17,7 +17,7 @@ from headrace.actors.trainer.actor import Trainer
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.runtime.supervisor import Supervisor
-from headrace.config import Config
+from headrace.config import Config, Mesh
 from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import EVENT
 from headrace.messages.training import StepDone, StepManifest
@@ -39,8 +39,10 @@ pytestmark = pytest.mark.anyio
 
 def several(folder: Path, count: int, **trainer: Any) -> Config:
     """Small micro-batches, of one long episode or of two short ones: every rank has several, and the last round is not
-    full."""
-    section: dict[str, Any] = {"checkpoint_every": 2, "micro_tokens": 8, "ranks": count, **trainer}
+    full. trainer: keys of the section, and replicate, expert and context of its mesh."""
+    mesh: dict[str, int] = {n: trainer.pop(n) for n in ("replicate", "expert", "context") if n in trainer}
+    mesh["shard"] = count // mesh.get("replicate", 1)
+    section: dict[str, Any] = {"checkpoint_every": 2, "micro_tokens": 8, "mesh": Mesh(**mesh), **trainer}
     return config(folder, trainer=section, algorithm={"grad_clip": 0.05})
 
 
@@ -54,7 +56,7 @@ class Uneven(RunFeeder):
 
 
 async def alone(server: Server, folder: Path, steps: int, count: int = 1, **trainer: Any) -> list[str]:
-    """Hashes of versions 0 to `steps` by one process, or by ranks that are not killed; nodes are on this machine."""
+    """Hashes of versions 0 to `steps` by one process, or by ranks that are not killed."""
     async with (
         await as_writers(server.url, server.credentials) as admin,
         await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
@@ -131,7 +133,7 @@ async def test_two_ranks_make_the_same_versions_after_one_is_killed(
         assert each.peak_bytes > 0 and each.planned_bytes == plan(POLICY, layout_of(several(tmp_path, 2))).total
         assert each.mfu is None, "nobody said what the peak of a CPU rank is"
     manifests = [record for record in records if isinstance(record, StepManifest)]
-    assert all(record.layout is not None and record.layout.ranks == 2 for record in manifests)
+    assert all(record.layout is not None and record.layout.shard == 2 for record in manifests)
     recorded = await of_run(await connect("replay"), several(tmp_path, 2), feeder.folder, feeder.run)
     (line,) = [line async for line in replay_steps(recorded, [2])]
     assert line.bitwise_equal and line.weights_hash == want[3], "two processes replay what two have done"
@@ -160,17 +162,15 @@ def assert_near(path: str, other: Path, state_hash: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("count", "expert_ranks"), [(4, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("count", "expert"), [(4, 1), (2, 2), (4, 2), (4, 4)])
 async def test_more_ranks_and_owned_experts(
-    connect: Connect, server: Server, tmp_path: Path, count: int, expert_ranks: int
+    connect: Connect, server: Server, tmp_path: Path, count: int, expert: int
 ) -> None:
     """Within 1e-5 of one process after eight updates."""
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", 8)
     feeder = Uneven(await connect(), new_run(), tmp_path)
-    async with living(
-        Trainer, several(tmp_path, count, expert_ranks=expert_ranks), await connect("trainer"), feeder.run
-    ):
+    async with living(Trainer, several(tmp_path, count, expert=expert), await connect("trainer"), feeder.run):
         for number in range(8):
             await feeder.batch(number)
         last = await feeder.version(8)
@@ -227,8 +227,8 @@ async def test_a_random_rank_is_killed_twenty_times(connect: Connect, server: Se
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("expert_ranks", "expected experts that 3 ranks can share evenly, the policy has 4"),
-        ("context_ranks", "expected a divisor of the policy's 1 key-value heads, got 3"),
+        ("expert", "expected experts that 3 owners can share evenly, the policy has 4"),
+        ("context", "expected a divisor of the policy's 1 key-value heads, got 3"),
     ],
 )
 async def test_work_that_cannot_be_divided_is_refused_before_a_process_starts(

@@ -8,6 +8,10 @@ from headrace.cli.main import main
 from headrace.cli.trainer import master_of, node_of
 from headrace.launch.runs import RunError
 
+TWO_NODES = tuple(
+    word for key in ("mesh.shard=2", "node_ranks=1", "rendezvous=127.0.0.1:1") for word in ("--set", f"trainer.{key}")
+)
+
 
 def test_number_and_address_come_from_torchrun_or_slurm() -> None:
     assert node_of({"SLURM_NODEID": "2", "NODE_RANK": "1"}) == 1
@@ -24,9 +28,9 @@ def test_number_and_address_come_from_torchrun_or_slurm() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "trainer.nodes: expected 2 or more"),
+        ((), "trainer.node_ranks: expected fewer"),
         (
-            ("--set", "trainer.ranks=2", "--set", "trainer.nodes=2", "--set", "trainer.rendezvous=127.0.0.1:1"),
+            TWO_NODES,
             "expected this machine's number: --node N, or one of NODE_RANK, GROUP_RANK, SLURM_NODEID",
         ),
     ],
@@ -51,6 +55,5 @@ def test_one_process_of_a_machine_joins(
     """Before, a second one that torchrun started asked node 0 without end."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     (tmp_path / "run.toml").write_text("")
-    words = ["--set", "trainer.ranks=2", "--set", "trainer.nodes=2", "--set", "trainer.rendezvous=127.0.0.1:1"]
-    assert main(["trainer", "join", str(tmp_path / "run.toml"), "--node", "1", *words]) == 2
+    assert main(["trainer", "join", str(tmp_path / "run.toml"), "--node", "1", *TWO_NODES]) == 2
     assert "torchrun --nproc-per-node 1" in capsys.readouterr().err

@@ -30,11 +30,11 @@ def total(shown: str) -> float:
 
 
 def test_a_runs_own_ranks_nodes_and_device_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = run_toml(tmp_path, "[trainer]\nranks = 8\n")
+    file = run_toml(tmp_path, "[trainer.mesh]\nshard = 8\n")
     _, shown = planned(capsys, file)
-    assert "trainer.ranks = 8," in shown and "fits 8 x 80 GiB" in shown
-    assert "trainer.ranks = 2," in planned(capsys, file, "--gpus", "2")[1], "the option replaces the file's"
-    file = run_toml(tmp_path, '[trainer]\nranks = 16\nnodes = 2\nrendezvous = "node0:29500"\n')
+    assert "trainer.mesh.shard = 8," in shown and "fits 8 x 80 GiB" in shown
+    assert "trainer.mesh.shard = 2," in planned(capsys, file, "--gpus", "2")[1], "the option replaces the file's"
+    file = run_toml(tmp_path, '[trainer]\nmesh.shard = 16\nnode_ranks = 8\nrendezvous = "node0:29500"\n')
     assert "fits 2 nodes of 8 x 80 GiB" in planned(capsys, file)[1]
     file = run_toml(tmp_path, '[trainer]\ndevice = "cpu"\noffload = "optimizer"\n[engine]\nexact = false\n')
     _, shown = planned(capsys, file)
@@ -54,8 +54,8 @@ def test_the_longest_sequence_decides_where_it_is_longer(tmp_path: Path, capsys:
     assert total(long) > 3 * total(short)
 
 
-ONE_EACH = "trainer.context_ranks = 1, numerics.recompute = true, algorithm.moments = float32"
-FOUR_EACH = "trainer.context_ranks = 4, numerics.recompute = true, algorithm.moments = bfloat16"
+ONE_EACH = "trainer.mesh.context = 1, numerics.recompute = true, algorithm.moments = float32"
+FOUR_EACH = "trainer.mesh.context = 4, numerics.recompute = true, algorithm.moments = bfloat16"
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_three_published_policies_fit_eight_gpus_at_64k(
     assert recipe in fix and "trainer.offload = none" in fix
     keys = dict(pair.split(" = ") for pair in recipe.split(", "))
     arguments += [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    arguments += ["--set", "trainer.ranks=8"]
+    arguments += ["--set", "trainer.mesh.shard=8"]
     code, shown = planned(capsys, *arguments)
     assert code == 0 and "fits 8 x 80 GiB with 20% to spare (64.0 GiB)" in shown
     assert total(shown) == pytest.approx(gib, rel=0.01) and f"{total(shown):.1f} GiB of each device" in fix
@@ -95,11 +95,11 @@ def test_four_gpus_hold_30b_with_the_optimizer_on_the_host(capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_a_shape_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(SHAPES / "Qwen3-30B-A3B"), *TOKENS, "--set", "trainer.context_ranks=4"]
-    arguments += ["--set", "numerics.recompute=true", "--set", "trainer.ranks=8"]
+    arguments = [str(SHAPES / "Qwen3-30B-A3B"), *TOKENS, "--set", "trainer.mesh.context=4"]
+    arguments += ["--set", "numerics.recompute=true", "--set", "trainer.mesh.shard=8"]
     _, plain = planned(capsys, *arguments)
-    experts = ["--set", "trainer.expert_ranks=8"]
+    experts = ["--set", "trainer.mesh.expert=8"]
     (_, owned), (_, uneven) = (planned(capsys, *arguments, *experts, "--skew", skew) for skew in ("1", "8"))
-    assert "trainer.expert_ranks = 8" in owned and total(plain) != total(owned) < total(uneven)
+    assert "trainer.mesh.expert = 8" in owned and total(plain) != total(owned) < total(uneven)
     _, faster = planned(capsys, *arguments, "--set", "algorithm.learning_rate=1e-3")
     assert total(faster) > total(plain) + 2, "all weights change, so undo entries hold whole parameters"

@@ -74,7 +74,6 @@ def test_a_checkpoint_gets_a_small_rate_no_mid_training_and_the_limits_of_its_po
         limits = config.limits
         assert (limits.context_tokens, limits.max_turn_tokens, limits.max_turns) == (context, turn, 50)
         assert limits.context_tokens + 2 * limits.max_turn_tokens <= positions
-        assert config.production.context_tokens <= positions
     (tmp_path / "own.toml").write_text(
         '[policy]\ncheckpoint = "model"\n[mid_training]\ntokens = 7\n[limits]\ncontext_tokens = 2048\n'
         "[algorithm]\nlearning_rate = 2e-6\n"
@@ -93,7 +92,7 @@ RUINOUS = {
     "mid_training.learning_rate": ["mid_training.tokens=3000000"],
     "feedback.learning_rate": ["feedback.enabled=true", "feedback.learning_rate=1e-3"],
     "limits.context_tokens": ["limits.context_tokens=41000"],
-    "production.context_tokens": ["production.context_tokens=50000"],
+    "production.limits.context_tokens": ["production.limits.context_tokens=50000"],
     "mid_training.sequence": [
         "mid_training.tokens=1000",
         "mid_training.learning_rate=1e-6",

@@ -157,27 +157,38 @@ def test_a_seeded_fault_is_found_with_its_key(name: str, folder: Path, capsys: p
     assert check(capsys, seed(folder)) == (1, [key])
 
 
+DEVICES = "engine.options.server_devices"
+
+
 GPUS: dict[str, Any] = {
     "engine.kind": "sglang",
     "engine.exact": False,
     "trainer.device": "cuda",
-    "trainer.ranks": 4,
-    "engine.servers": 2,
-    "engine.server_devices": ["4,5", "6,7"],
-    "engine.args": ["--tp-size", "2"],
+    "trainer.mesh.shard": 4,
+    "engine.options.servers": 2,
+    DEVICES: ["4,5", "6,7"],
+    "engine.options.args": ["--tp-size", "2"],
 }
 NO_MEMORY = Machine(8, memory=1)
 HOSTS: dict[str, tuple[dict[str, Any], Machine, str]] = {
-    "a server on the trainer's GPU": ({"engine.server_devices": ["3,4", "6,7"]}, Machine(8), "engine.server_devices"),
-    "a server on a GPU that is not there": ({}, Machine(6), "engine.server_devices"),
-    "more ranks than GPUs": ({"trainer.ranks": 16, "engine.server_devices": ["20,21", "22,23"]}, Machine(8), "both"),
-    "a server with too few GPUs": ({"engine.args": ["--tp-size=4"]}, Machine(8), "engine.args"),
-    "servers that name no GPU": (
-        {"engine.servers": 1, "engine.server_devices": []},
+    "a server on the trainer's GPU": (
+        {DEVICES: ["3,4", "6,7"]},
         Machine(8),
-        "engine.server_devices",
+        DEVICES,
     ),
-    "no interpreter of SGLang": ({"engine.python": "/nowhere/python"}, Machine(8), "engine.python"),
+    "a server on a GPU that is not there": ({}, Machine(6), DEVICES),
+    "more ranks than GPUs": (
+        {"trainer.mesh.shard": 16, DEVICES: ["20,21", "22,23"]},
+        Machine(8),
+        "both",
+    ),
+    "a server with too few GPUs": ({"engine.options.args": ["--tp-size=4"]}, Machine(8), "engine.options.args"),
+    "servers that name no GPU": (
+        {"engine.options.servers": 1, DEVICES: []},
+        Machine(8),
+        DEVICES,
+    ),
+    "no interpreter of SGLang": ({"engine.options.python": "/nowhere/python"}, Machine(8), "engine.options.python"),
     "an optimizer that the host cannot hold": (
         {"trainer.offload": "optimizer"},
         Machine(8, memory=1),
@@ -192,8 +203,8 @@ def test_a_host_that_lacks_something_is_found_with_its_key(
 ) -> None:
     changes, machine, key = HOSTS[name]
     simulate(monkeypatch, machine)
-    keys = ["engine.server_devices", "trainer.ranks"] if key == "both" else [key]
-    code, problems = check(capsys, GPUS | {"engine.python": sglang(folder)} | changes)
+    keys = [DEVICES, "trainer.mesh"] if key == "both" else [key]
+    code, problems = check(capsys, GPUS | {"engine.options.python": sglang(folder)} | changes)
     assert (code, sorted(problems)) == (1, keys)
 
 
@@ -201,7 +212,7 @@ def test_memory_and_disks_count_what_grows(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Checkpoints, records and the staged versions of each server; trainer and plan leave the same share free."""
-    good = GPUS | {"engine.python": sglang(folder)}
+    good = GPUS | {"engine.options.python": sglang(folder)}
     simulate(monkeypatch, Machine(8))
     assert check(capsys, good) == (0, [])
     simulate(monkeypatch, Machine(8, disk=20 << 20))
@@ -216,7 +227,7 @@ def test_plan_and_check_have_one_margin(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"trainer.device": "cuda", "trainer.micro_tokens": 60_000, "engine.kind": "sglang", "engine.exact": False}
-    changes |= {"engine.url": "http://127.0.0.1:1"}
+    changes |= {"engine.options.url": "http://127.0.0.1:1"}
     words = [word for key, value in (GOOD | changes).items() for word in ("--set", f"{key}={json.dumps(value)}")]
     Path("run.toml").write_text('[policy]\ncheckpoint = "model"\n')
     assert main(["trainer", "plan", "run.toml", *words]) == 0
@@ -231,12 +242,17 @@ def test_plan_and_check_have_one_margin(
 
 @pytest.mark.parametrize(
     ("role", "keys"),
-    [("trainer", []), ("rollout", ["engine.server_devices"]), ("judge", ["tasks.suite"]), ("weight_sender", [])],
+    [
+        ("trainer", []),
+        ("rollout", [DEVICES]),
+        ("judge", ["tasks.suite"]),
+        ("weight_sender", []),
+    ],
 )
 def test_a_host_is_checked_for_its_own_actors(
     role: str, keys: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A host with four GPUs trains, and has neither the servers' GPUs nor the suite."""
     simulate(monkeypatch, Machine(4))
-    changes = GPUS | {"engine.python": sglang(folder), "tasks.suite": "swe"}
+    changes = GPUS | {"engine.options.python": sglang(folder), "tasks.suite": "swe"}
     assert check(capsys, changes, "--role", role) == (1 if keys else 0, keys)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config import Config
+from headrace.config import Config, Mesh
 from headrace.launch.checks.trainer import on_devices
 from headrace.metrics.gpus import Gpu
 
@@ -21,19 +21,28 @@ def found(devices: tuple[Gpu, ...] = EIGHT, **sections: dict[str, Any]) -> list[
 
 @pytest.mark.parametrize(("ranks", "nodes", "fits"), [(8, 1, True), (16, 2, True), (16, 1, False), (32, 2, False)])
 def test_each_node_needs_gpus_for_its_own_ranks(ranks: int, nodes: int, fits: bool) -> None:
-    ((part, good, text),) = found(trainer={"ranks": ranks, "nodes": nodes, "rendezvous": "node0:29500"})
+    ((part, good, text),) = found(
+        trainer={"mesh": Mesh(shard=ranks), "node_ranks": ranks // nodes, "rendezvous": "node0:29500"}
+    )
     assert good == fits, text
     if fits:
         assert part == "trainer" and "of a GPU of each of 8 processes" in text
     else:
         processes = "16 processes" if nodes == 1 else "16 processes of each of 2 nodes"
-        assert part == "trainer.ranks" and f"{processes} need a GPU each, this machine has 8" in text
+        assert part == "trainer.mesh" and f"{processes} need a GPU each, this machine has 8" in text
 
 
 def test_the_hosts_memory_holds_the_optimizer_of_this_nodes_ranks() -> None:
     of_one, of_two = (
-        found(trainer={"ranks": ranks, "nodes": nodes, "rendezvous": "node0:29500", "offload": "optimizer"})[1]
-        for ranks, nodes in ((8, 1), (16, 2))
+        found(
+            trainer={
+                "mesh": Mesh(replicate=nodes, shard=8),
+                "node_ranks": 8,
+                "rendezvous": "node0:29500",
+                "offload": "optimizer",
+            }
+        )[1]
+        for nodes in (1, 2)
     )
     assert of_one[0] == of_two[0] == "trainer.offload"
     needed = [text.partition(" of the host's memory")[0] for _, _, text in (of_one, of_two)]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from headrace.config import Config, Curriculum, Evaluation, MidTraining, Trainer
+from headrace.config import Config, Curriculum, Evaluation, Mesh, MidTraining, Trainer
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout.sizes import forward_flops
 from headrace.training.figures import duration
@@ -25,13 +25,15 @@ def test_mid_training_is_three_passes_over_its_tokens_on_its_processes() -> None
     assert predict(config).mid_training == pytest.approx(10_000 * per_token / 2)
     assert predict(config, cores=1).mid_training == pytest.approx(10_000 * per_token)
     for micro_tokens, ranks in ((1024, 2), (300, 4), (100, 8)):  # shares, then micro-batches of at most 1,024 tokens
-        section = Trainer(ranks=8, micro_tokens=micro_tokens)
+        section = Trainer(mesh=Mesh(shard=8), micro_tokens=micro_tokens)
         over = Config(mid_training=MidTraining(tokens=10_000, processes=2), trainer=section)
         assert predict(over, cores=16).mid_training == pytest.approx(10_000 * per_token / ranks)
 
 
 def test_a_step_takes_as_long_as_the_busiest_part_or_as_all_cores_together() -> None:
-    config = Config(curriculum=Curriculum(groups_per_step=2, group_size=4, steps=7), trainer=Trainer(ranks=1))
+    config = Config(
+        curriculum=Curriculum(groups_per_step=2, group_size=4, steps=7), trainer=Trainer(mesh=Mesh(shard=1))
+    )
     one, many = predict(config, cores=1), predict(config, cores=64)
     assert one.steps == 7 and one.step > many.step > 0.0
     slow = predict(config, Rates(large=1e6, small=1e15), cores=64)

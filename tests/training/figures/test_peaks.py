@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from headrace.config import Trainer
+from headrace.config import Mesh, Trainer
 from headrace.training.figures.peaks import board_peak, peak_flops, why_unknown
 from tests.support.world import CONFIG, POLICY
 
@@ -42,5 +42,5 @@ def test_the_configured_peak_counts_for_every_process() -> None:
     cpu = torch.device("cpu")
     assert peak_flops(CONFIG, POLICY, cpu) == 0.0
     assert why_unknown(CONFIG, POLICY, cpu).startswith("the peak of cpu")
-    told = msgspec.structs.replace(CONFIG, trainer=Trainer(peak_tflops=1.0, ranks=2))
+    told = msgspec.structs.replace(CONFIG, trainer=Trainer(peak_tflops=1.0, mesh=Mesh(shard=2)))
     assert (peak_flops(told, POLICY, cpu), why_unknown(told, POLICY, cpu)) == (2e12, "")

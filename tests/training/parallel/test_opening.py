@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
-from headrace.config import Config, Policy
+from headrace.config import Config, Mesh, Policy
 from headrace.config.training import Data, Phase
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import checkpoint, hugging_face
@@ -41,7 +41,10 @@ POLICIES = {
     "dense": DENSE,
     "mixture": MIXTURE,
     "mxfp8": msgspec.structs.replace(MIXTURE, expert_format="mxfp8"),
+    "few": msgspec.structs.replace(MIXTURE, experts=2, expert_format="mxfp8"),
 }
+EVEN = ("dense", "mixture", "mxfp8")
+"""Those whose experts four ranks share evenly without owners."""
 NEW = Policy(
     dim=128, layers=6, heads=4, kv_heads=4, head_dim=32, experts=8, top_k=2, expert_dim=64, vocab=512, dtype="bfloat16"
 )  # fmt: skip
@@ -54,7 +57,7 @@ NEW_POLICIES = {
 
 def setting(folder: Path, ranks: int) -> Config:
     """A run that imports the folder's policy."""
-    section = msgspec.structs.replace(CONFIG.trainer, ranks=ranks)
+    section = msgspec.structs.replace(CONFIG.trainer, mesh=Mesh(shard=ranks))
     return msgspec.structs.replace(
         CONFIG,
         policy=Policy(checkpoint=str(folder)),
@@ -100,9 +103,27 @@ def one_process(config: Config, folder: Path) -> tuple[str, int]:
     return made
 
 
-def divided(config: Config, ranks: int, nodes: int) -> Config:
-    """The configuration with so many ranks."""
-    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=ranks, nodes=nodes))
+class Division(NamedTuple):
+    """A division of the work."""
+
+    shard: int
+    replicate: int = 1
+    node_ranks: int = 0
+    expert: int = 1
+
+    @property
+    def processes(self) -> int:
+        return self.shard * self.replicate
+
+    @property
+    def near(self) -> int:
+        """Processes of a copy that see node 0's files."""
+        return min(self.shard, self.node_ranks or self.shard)
+
+    def of(self, config: Config) -> Config:
+        mesh = Mesh(replicate=self.replicate, shard=self.shard, expert=self.expert)
+        section = msgspec.structs.replace(config.trainer, mesh=mesh, node_ranks=self.node_ranks)
+        return msgspec.structs.replace(config, trainer=section)
 
 
 def over(config: Config, folder: Path, begin: Path | None) -> list[dict[str, Any]]:
@@ -111,15 +132,17 @@ def over(config: Config, folder: Path, begin: Path | None) -> list[dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("name", "counts"),
+    ("name", "divisions"),
     [
-        ("mixture", ((2, 1),)),
-        *(pytest.param(name, ((1, 1), (2, 1), (4, 1)), marks=pytest.mark.slow) for name in POLICIES),
-        pytest.param("mixture", ((4, 2),), marks=pytest.mark.slow),
+        ("mixture", (Division(2), Division(2, node_ranks=1))),
+        *(pytest.param(name, (Division(1), Division(2), Division(4)), marks=pytest.mark.slow) for name in EVEN),
+        *(pytest.param(name, (Division(4, node_ranks=2),), marks=pytest.mark.slow) for name in EVEN),
+        pytest.param("mixture", (Division(2, 2, 2), Division(2, 2, 1)), marks=pytest.mark.slow),
+        pytest.param("few", (Division(4, expert=2), Division(4, 1, 2, 2)), marks=pytest.mark.slow),
     ],
 )
 def test_each_rank_reads_its_rows_and_version_0_is_that_of_one_process(
-    name: str, counts: tuple[tuple[int, int], ...], tmp_path: Path
+    name: str, divisions: tuple[Division, ...], tmp_path: Path
 ) -> None:
     policy = POLICIES[name]
     size = saved(tmp_path / "model", policy)
@@ -127,17 +150,19 @@ def test_each_rank_reads_its_rows_and_version_0_is_that_of_one_process(
     if policy.expert_format:
         alone = msgspec.structs.replace(alone, policy=msgspec.structs.replace(alone.policy, expert_format="mxfp8"))
     want, masters = one_process(alone, tmp_path / "one")
-    for count, nodes in counts:
-        told = over(divided(alone, count, nodes), tmp_path / f"ranks{count}", tmp_path / "model")
-        assert [each["hash"] for each in told] == [want] * count
-        # Corrections of routers are read by every rank; other nodes are sent the rows of node 0.
-        read, each_node = [each["read"] for each in told], count // nodes
-        assert sum(read[:each_node]) == pytest.approx(size, rel=0.01) and read == read[:each_node] * nodes
-        assert max(read) <= 1.01 * size / each_node
-        if each_node > 1:
+    for number, division in enumerate(divisions):
+        told = over(division.of(alone), tmp_path / f"ranks{number}", tmp_path / "model")
+        assert [each["hash"] for each in told] == [want] * division.processes
+        # Corrections of routers are read for every rank; other nodes and copies are sent what node 0 reads.
+        read, shard, near = [each["read"] for each in told], division.shard, division.near
+        assert sum(read[:near]) == pytest.approx(size, rel=0.01) and read == [*read[:near], *[0] * (shard - near)] * (
+            division.replicate
+        )
+        assert max(read) <= 1.01 * size / near
+        if shard > 1:
             # Its rows, and for a moment a layer and a mapped file, which are large parts of so small a model.
-            assert max(each["peak"] for each in told) < masters * (1 / each_node + 0.45), "no rank held the whole model"
-        files = [snapshot.Snapshot(tmp_path / each / "checkpoint.safetensors") for each in ("one", f"ranks{count}")]
+            assert max(each["peak"] for each in told) < masters * (1 / shard + 0.45), "no rank held the whole model"
+        files = [snapshot.Snapshot(tmp_path / each / "checkpoint.safetensors") for each in ("one", f"ranks{number}")]
         assert files[0].metadata == files[1].metadata and files[0].state_hash() == files[1].state_hash()
 
 
@@ -157,7 +182,9 @@ def test_a_rank_that_hangs_while_it_loads_the_checkpoint_ends_the_group(tmp_path
         folder.unlink()
         folder.symlink_to(tmp_path / "whole")
 
-    two = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=2, stall_s=10.0))
+    two = msgspec.structs.replace(
+        config, trainer=msgspec.structs.replace(config.trainer, mesh=Mesh(shard=2), stall_s=10.0)
+    )
     with pytest.raises(GroupError, match="no exchange of the ranks ended within 10 s: the log has the stacks") as told:
         opening.open_ranks(two, folder, tokenizer_json=TOKENIZER, traces=tuple, waiting=waiting)
     assert told.value.alike == "the opening of its ranks: no exchange of the ranks ended within 10 s"
@@ -217,27 +244,28 @@ def test_another_models_checkpoint_is_refused_as_in_one_process(
 
 
 @pytest.mark.parametrize(
-    ("name", "counts"),
+    ("name", "divisions"),
     [
-        ("bfloat16", ((2, 1),)),
-        *(pytest.param(name, ((2, 1), (4, 1), (4, 2)), marks=pytest.mark.slow) for name in NEW_POLICIES),
+        ("bfloat16", (Division(2, node_ranks=1),)),
+        *(
+            pytest.param(name, (Division(2), Division(4), Division(2, 2)), marks=pytest.mark.slow)
+            for name in NEW_POLICIES
+        ),
     ],
 )
 def test_each_rank_draws_its_rows_of_a_new_policy_and_version_0_is_that_of_one_process(
-    name: str, counts: tuple[tuple[int, int], ...], tmp_path: Path
+    name: str, divisions: tuple[Division, ...], tmp_path: Path
 ) -> None:
     alone = msgspec.structs.replace(setting(tmp_path, 1), policy=NEW_POLICIES[name])
     want, masters = one_process(alone, tmp_path / "one")
-    for count, nodes in counts:
-        told = over(divided(alone, count, nodes), tmp_path / f"ranks{count}_{nodes}", None)
-        assert [each["hash"] for each in told] == [want] * count
-        if count > nodes:
+    for number, division in enumerate(divisions):
+        told = over(division.of(alone), tmp_path / f"ranks{number}", None)
+        assert [each["hash"] for each in told] == [want] * division.processes
+        if division.shard > 1:
             # Its rows, and for a moment a whole parameter and a layer, which are large parts of so small a model.
             peak = max(each["peak"] for each in told)
-            assert peak < masters * (nodes / count + 0.45), "no rank held the whole model"
-        files = [
-            snapshot.Snapshot(tmp_path / each / "checkpoint.safetensors") for each in ("one", f"ranks{count}_{nodes}")
-        ]
+            assert peak < masters * (1 / division.shard + 0.45), "no rank held the whole model"
+        files = [snapshot.Snapshot(tmp_path / each / "checkpoint.safetensors") for each in ("one", f"ranks{number}")]
         assert files[0].metadata == files[1].metadata and files[0].state_hash() == files[1].state_hash()
 
 
@@ -248,7 +276,7 @@ def test_a_new_policy_needs_the_memory_of_its_ranks(
     monkeypatch.setattr("headrace.training.device.available_bytes", lambda where: 1 << 20)
     monkeypatch.setattr(memory_plan, "FREED_S", 0.0)
     learning = msgspec.structs.replace(CONFIG.mid_training, tokens=tokens)
-    section = msgspec.structs.replace(CONFIG.trainer, ranks=2)
+    section = msgspec.structs.replace(CONFIG.trainer, mesh=Mesh(shard=2))
     config = msgspec.structs.replace(CONFIG, trainer=section, mid_training=learning)
     with pytest.raises(TrainerError, match=r"the trainer needs 0\.\d GiB and its device has 0\.0 GiB free"):
         opening.open_ranks(config, tmp_path, tokenizer_json=TOKENIZER, traces=tuple)

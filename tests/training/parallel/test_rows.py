@@ -1,5 +1,6 @@
 """A checkpoint that several processes write: its hash, and one of them dies."""
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ from headrace.training.parallel import rows
 from headrace.training.parallel.group import PeerGroup
 from headrace.training.parallel.interface import GroupError
 from headrace.training.served.runs import Run
-from headrace.weights import tensor_state
+from headrace.weights import snapshot, tensor_state
 from headrace.weights.state import block_hash
 from tests.support.expert_owners import connected
 
@@ -21,12 +22,13 @@ from tests.support.expert_owners import connected
 class Ending:
     """The first process of a group whose other process dies after `calls` exchanges."""
 
-    rank = 0
+    rank, near = 0, 1
 
     def __init__(self, calls: int) -> None:
         self._left = calls
 
-    def mark(self) -> None: ...
+    def writing(self, path: Path, described: Sequence[TensorInfo], about: Mapping[str, str]) -> snapshot.Rows:
+        return snapshot.Rows(path, described, about)
 
     def gathered(self, value: Any, kind: Any) -> list[Any]:
         if not self._left:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from headrace.config import Policy
+from headrace.config import Mesh, Policy
 from headrace.policy.config import CheckpointError, Dtype, PolicyConfig
 from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
@@ -129,7 +129,7 @@ def test_deepseeks_experts_too_and_widths_that_do_not_fit_are_refused() -> None:
     ("section", "changes", "text"),
     [
         ("engine", {"kind": "sglang"}, "kind = 'sglang'"),
-        ("trainer", {"ranks": 2}, "ranks = 2"),
+        ("trainer", {"mesh": Mesh(shard=2)}, "processes = 2"),
         ("weights", {"precision": "bf16"}, "precision = 'bf16'"),
     ],
 )

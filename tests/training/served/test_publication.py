@@ -1,7 +1,7 @@
 """A version's file, written behind the next step: the bytes and the hash of the state, and little memory."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +26,10 @@ class Together:
 
     def __init__(self, rank: int, values: list[object], all_here: threading.Barrier) -> None:
         self.rank, self.size, self._values, self._all_here = rank, len(values), values, all_here
+        self.near = self.size
+
+    def writing(self, path: Path, described: Sequence[TensorInfo], about: Mapping[str, str]) -> snapshot.Rows:
+        return snapshot.Rows(path, described, about)
 
     def gathered(self, value: T, kind: type[T]) -> list[T]:
         self._values[self.rank] = value

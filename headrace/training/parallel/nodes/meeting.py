@@ -57,6 +57,8 @@ class Coming(msgspec.Struct, frozen=True):
     version: str
     """As `version()`."""
     plugins: tuple[Plugin, ...]
+    nodes: int
+    """Nodes that its configuration expects."""
     settings: dict[str, Any]
     """The sections `COMPARED`."""
 
@@ -73,14 +75,14 @@ def version() -> str:
 def coming(config: Config, node: int) -> Coming:
     """The software and the settings of this node. TrainerError for a plugin that it does not have."""
     values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))  # as they arrive
-    return Coming(node, version(), plugins_of(config.algorithm), {name: values[name] for name in COMPARED})
+    settings = {name: values[name] for name in COMPARED}
+    return Coming(node, version(), plugins_of(config.algorithm), config.trainer.nodes, settings)
 
 
 def difference(here: Coming, other: Coming) -> str:
     """The reason for which a node may not train along with node 0 (`here`); empty when it may."""
-    nodes = here.settings["trainer"]["nodes"]
-    if not 0 < other.node < nodes:
-        return f"expected --node 1 to {nodes - 1}, because [trainer] nodes = {nodes}; got {other.node}"
+    if not 0 < other.node < here.nodes:
+        return f"expected --node 1 to {here.nodes - 1}, because the trainer has {here.nodes} nodes; got {other.node}"
     if other.version != here.version:
         return f"node 0 has {here.version}, node {other.node} has {other.version}; install the same on both"
     for section, values in here.settings.items():
@@ -183,7 +185,7 @@ class Host(Meeting):
     def __init__(self, config: Config) -> None:
         """Open the next group. TrainerError, GroupError as `opened`."""
         section = config.trainer
-        nodes = section.nodes if section.rendezvous else 1
+        nodes = section.nodes
         store = _lasting(*parted(section.rendezvous)) if nodes > 1 else opened("127.0.0.1", 0)
         super().__init__(store, coming(config, 0), nodes, alone=section.machine_ranks == 1)
         self.address = section.rendezvous

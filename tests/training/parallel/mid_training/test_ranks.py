@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.config import Config, Policy
+from headrace.config import Config, Mesh, Policy
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import checkpoint
 from headrace.policy.model import Model
@@ -57,11 +57,12 @@ def texts() -> Iterator[Text]:
         yield Text(ids, [0.0 if start % 7 == 3 else 1.0 - 0.9 * (i % 3 == 1) for i in range(len(ids))])
 
 
-def setting(ranks: int, tokens: int = 600, batch: int = 60, shares: int = 2, **trainer: Any) -> Config:
+def setting(ranks: int | Mesh, tokens: int = 600, batch: int = 60, shares: int = 2, **trainer: Any) -> Config:
     """A run with mid-training in ten steps."""
+    mesh = Mesh(shard=ranks) if isinstance(ranks, int) else ranks
     return changed(
         mid_training={"tokens": tokens, "batch_tokens": batch, "learning_rate": 1e-2, "processes": shares},
-        trainer={"ranks": ranks, **trainer},
+        trainer={"mesh": mesh, **trainer},
     )
 
 
@@ -238,14 +239,14 @@ def change(folder: Path, other: Path, first: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("name", "trainer"), [*((name, {}) for name in POLICIES), ("dense", {"nodes": 2})])
-def test_a_batch_of_one_micro_batch_makes_version_0_of_one_process(
-    name: str, trainer: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*((name, Mesh(shard=2)) for name in POLICIES), ("dense", Mesh(replicate=2))]
+)
+def test_a_batch_of_one_micro_batch_makes_version_0_of_one_process(name: str, mesh: Mesh, tmp_path: Path) -> None:
     """The second rank takes part and adds zeros. Owners of experts would multiply its rows with those of the first."""
     alone = of(setting(1, shares=1, micro_tokens=128), tmp_path / "model", POLICIES[name])
     one = prepare(alone, tmp_path / "one")
-    section = msgspec.structs.replace(alone.trainer, ranks=2, **trainer)
+    section = msgspec.structs.replace(alone.trainer, mesh=mesh)
     assert over(msgspec.structs.replace(alone, trainer=section), tmp_path / "two") == one
 
 
@@ -253,20 +254,20 @@ class Way(NamedTuple):
     """Divisions of the work, which round otherwise."""
 
     policy: str
-    divisions: tuple[dict[str, int], ...]
+    divisions: tuple[Mesh, ...]
     apart: float
     """Bound on the distance from one process, relative to the update."""
     moments: str = "float32"
 
 
 WAYS = {
-    "mixture": Way("mixture", ({"ranks": 2}, {"ranks": 2, "nodes": 2}), 1e-5),
-    "dense": Way("dense", ({"ranks": 2}, {"ranks": 4, "nodes": 2}), 1e-5),
-    "bfloat16": Way("bfloat16", ({"ranks": 2}, {"ranks": 4}), 0.05),
-    "mxfp8": Way("mxfp8", ({"ranks": 2},), 0.15),
-    "owned": Way("mixture", ({"ranks": 2, "expert_ranks": 2}, {"ranks": 4, "expert_ranks": 2}), 1e-5),
-    "eight_bits": Way("dense", ({"ranks": 2},), 0.05, "eight_bit"),
-    "context": Way("mixture", ({"ranks": 2, "context_ranks": 2}, {"ranks": 4, "context_ranks": 2}), 1e-5),
+    "mixture": Way("mixture", (Mesh(shard=2), Mesh(replicate=2)), 1e-5),
+    "dense": Way("dense", (Mesh(shard=2), Mesh(replicate=2, shard=2)), 1e-5),
+    "bfloat16": Way("bfloat16", (Mesh(shard=2), Mesh(shard=4)), 0.05),
+    "mxfp8": Way("mxfp8", (Mesh(shard=2),), 0.15),
+    "owned": Way("mixture", (Mesh(shard=2, expert=2), Mesh(shard=4, expert=2)), 1e-5),
+    "eight_bits": Way("dense", (Mesh(shard=2),), 0.05, "eight_bit"),
+    "context": Way("mixture", (Mesh(shard=2, context=2), Mesh(shard=4, context=2)), 1e-5),
 }
 """One process adds gradients of shares in the policy's dtype, and keeps moments in float32."""
 
@@ -279,8 +280,7 @@ def test_the_same_ranks_make_the_same_version_0_and_others_round_otherwise(way: 
     policy, divisions, most, moments = WAYS[way]
     made = []
     for number, division in enumerate((*divisions, divisions[0])):
-        rest = {key: value for key, value in division.items() if key != "ranks"}
-        config = setting(division["ranks"], micro_tokens=16, **rest)
+        config = setting(division, micro_tokens=16)
         config = of(config, tmp_path / "model", POLICIES[policy], moments=moments)
         made.append(over(config, tmp_path / f"ranks{number}"))
     assert made[-1] == made[0]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
-from headrace.config import Config, Trainer
+from headrace.config import Config, Mesh, Trainer
 from headrace.messages.plugins import Plugin
 from headrace.training.device import TrainerError
 from headrace.training.parallel.interface import GroupError, Loss
@@ -32,7 +32,7 @@ def config(**trainer: object) -> Config:
     """Of two nodes that meet at a free port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    section = Trainer(ranks=2, nodes=2, rendezvous=f"127.0.0.1:{port}", rescore=3)
+    section = Trainer(mesh=Mesh(shard=2), node_ranks=1, rendezvous=f"127.0.0.1:{port}", rescore=3)
     return Config(trainer=msgspec.structs.replace(section, **trainer))
 
 
@@ -73,7 +73,7 @@ HERE, COMES = coming(SETTING, 0), coming(SETTING, 1)
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (msgspec.structs.replace(COMES, node=2), "expected --node 1 to 1, because [trainer] nodes = 2; got 2"),
+        (msgspec.structs.replace(COMES, node=2), "expected --node 1 to 1, because the trainer has 2 nodes; got 2"),
         (
             msgspec.structs.replace(COMES, version="headrace 0.0"),
             f"node 0 has {meeting.version()}, node 1 has headrace 0.0; install the same on both",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
-from headrace.config import Config, Policy, Trainer
+from headrace.config import Config, Mesh, Policy, Trainer
 from headrace.training.parallel import group
 from headrace.training.parallel.interface import GroupError
 from headrace.training.parallel.nodes.meeting import opened
@@ -19,9 +19,11 @@ from tests.support.rank_processes import ranks_of
 
 def test_a_process_that_ends_before_it_joins_ends_the_group(tmp_path: Path) -> None:
     """Without this check the first process waited thirty days for it in the rendezvous."""
-    others = Ranks(Config(trainer=Trainer(ranks=2)), tmp_path)
+    others = Ranks(Config(trainer=Trainer(mesh=Mesh(shard=2))), tmp_path)
     unreadable = msgspec.structs.replace(Policy(), experts=0)  # the other process refuses to read it
-    others.hello = msgspec.structs.replace(others.hello, config=Config(policy=unreadable, trainer=Trainer(ranks=2)))
+    others.hello = msgspec.structs.replace(
+        others.hello, config=Config(policy=unreadable, trainer=Trainer(mesh=Mesh(shard=2)))
+    )
     others.wait()
     assert others._begun.wait(60.0)
     error = others.explained(RuntimeError("a process has ended"))
@@ -38,7 +40,7 @@ def test_a_process_that_never_comes_ends_the_rendezvous() -> None:
 
 
 def test_a_process_that_is_killed_before_it_comes_ends_the_wait(tmp_path: Path) -> None:
-    others = Ranks(Config(trainer=Trainer(ranks=2)), tmp_path)
+    others = Ranks(Config(trainer=Trainer(mesh=Mesh(shard=2))), tmp_path)
     killed = False
 
     def kill(_: str) -> None:
@@ -58,5 +60,5 @@ def test_a_process_that_is_killed_before_it_comes_ends_the_wait(tmp_path: Path) 
 def test_a_group_that_ends_before_its_ranks_have_started_leaves_none(tmp_path: Path) -> None:
     """Its agent may be about to start them."""
     for _ in range(3):
-        Ranks(Config(trainer=Trainer(ranks=3)), tmp_path).end()
+        Ranks(Config(trainer=Trainer(mesh=Mesh(shard=3))), tmp_path).end()
         assert not ranks_of()

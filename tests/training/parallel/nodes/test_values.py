@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from headrace.config import Mesh
 from headrace.training.parallel import group
 from headrace.training.parallel.interface import GroupError
 from headrace.training.parallel.mid_training import ranks as mid_training
@@ -44,13 +45,15 @@ class Evil:
 
 OTHER = """
 import os, sys, torch
+from headrace.config import Mesh
 from headrace.training.parallel import group
 from headrace.training.parallel.interface import GroupError
 from headrace.training.parallel.trainer import Order
 from tests.support.rank_processes import keys
 group.join(torch.device("cpu"), 1, 2, keys(int(sys.argv[1])))
-world = group.ProcessGroup(torch.device("cpu"))
-for wait in (lambda: world.hear(Order), lambda: world.gathered("mine", str), lambda: world.node.gathered(1.5, float)):
+world = group.ProcessGroup(torch.device("cpu"), Mesh(shard=2))
+waits = lambda: world.hear(Order), lambda: world.gathered("mine", str), lambda: world.holders.gathered(1.5, float)
+for wait in waits:
     try:
         print(wait(), flush=True)
     except GroupError as error:
@@ -69,10 +72,10 @@ def test_a_process_of_the_group_that_sends_a_pickle_runs_nothing(tmp_path: Path)
     data, size = torch.frombuffer(sent, dtype=torch.uint8), torch.tensor([len(sent)])
     try:
         group.join(torch.device("cpu"), 0, 2, PrefixStore("group", store))
-        world = group.ProcessGroup(torch.device("cpu"))
+        world = group.ProcessGroup(torch.device("cpu"), Mesh(shard=2))
         for part in (size, data):
             dist.broadcast(part, group_src=0, group=world.orders.group)
-        for member in (None, world.node.group):
+        for member in (None, world.holders.group):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
             dist.all_gather(sizes, size, group=member)
             dist.all_gather([torch.empty(len(sent), dtype=torch.uint8) for _ in range(2)], data, group=member)
