@@ -19,14 +19,12 @@ class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
 class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The processes that compute a step together. A sum's order follows from them, so equal layouts give equal bits."""
 
-    replicate: Count
-    """Copies of the weights."""
-    shard: Count
-    """Processes that hold one copy."""
-    expert: Count
-    """Processes that share one copy of a mixture's experts."""
-    context: Count
-    """Processes that share the tokens of a micro-batch."""
+    ranks: Count
+    """Number of all processes."""
+    nodes: Count
+    """Copies of the weights, each in shards over ranks / nodes processes."""
+    expert_ranks: Count
+    context_ranks: Count
     backend: str
     """Of the sums: gloo on CPUs, nccl on CUDA devices."""
     torch: str

@@ -31,7 +31,14 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
 
 def in_layout(config: Config, layout: RankLayout | None = None) -> Config:
     """The configuration with the processes of a manifest, all of them on this machine; None: one process."""
-    mesh = Mesh(**{name: getattr(layout, name) for name in Mesh.__struct_fields__}) if layout is not None else Mesh()
+    mesh = Mesh()
+    if layout is not None:
+        mesh = Mesh(
+            replicate=layout.nodes,
+            shard=layout.ranks // layout.nodes,
+            expert=layout.expert_ranks,
+            context=layout.context_ranks,
+        )
     return msgspec.structs.replace(
         config, trainer=msgspec.structs.replace(config.trainer, mesh=mesh, node_ranks=0, rendezvous="")
     )

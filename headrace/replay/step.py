@@ -213,7 +213,7 @@ class Rerun:
     def _startable(self, manifest: StepManifest) -> RankLayout | None:
         """The layout of a step if this machine can start it; None: one process."""
         layout = manifest.layout
-        return layout if layout is not None and layout.replicate * layout.shard <= self._most else None
+        return layout if layout is not None and layout.ranks <= self._most else None
 
     def _open_again(self, checkpoint: Path, manifest: StepManifest) -> None:
         self._close()
@@ -263,7 +263,7 @@ def most_ranks(recorded: RecordedRun) -> int:
 
 def counts(layout: RankLayout | None) -> tuple[int, ...]:
     """The numbers of processes of a layout."""
-    return (layout.replicate, layout.shard, layout.expert, layout.context) if layout is not None else (1,)
+    return (layout.ranks, layout.nodes, layout.expert_ranks, layout.context_ranks) if layout is not None else (1,)
 
 
 async def replay_steps(

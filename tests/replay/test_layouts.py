@@ -39,7 +39,7 @@ async def recorded_run(connect: Connect, folder: Path, lives: tuple[tuple[int, i
             first += steps
             await feeder.version(first)
     manifests = [record for record in await feeder.steps() if isinstance(record, StepManifest)]
-    told = [record.layout.shard if record.layout is not None else 1 for record in manifests]
+    told = [record.layout.ranks if record.layout is not None else 1 for record in manifests]
     assert told == [ranks for ranks, steps in lives for _ in range(steps)]
     # The configuration of the last life: a manifest says how a step was taken.
     return await of_run(await connect("replay"), setting(folder, lives[-1][0]), feeder.folder, feeder.run)
@@ -50,7 +50,7 @@ async def test_five_of_five_steps_of_two_ranks_have_their_bits(
 ) -> None:
     recorded = await recorded_run(connect, tmp_path, ((2, 5),))
     layout = recorded.manifests[0].layout
-    assert layout is not None and (layout.shard, layout.replicate, layout.backend) == (2, 1, "gloo")
+    assert layout is not None and (layout.ranks, layout.nodes, layout.backend) == (2, 1, "gloo")
     lines = [line async for line in replay_steps(recorded, range(5))]
     assert [(line.step, line.bitwise_equal, line.layout_match) for line in lines] == [(n, True, True) for n in range(5)]
     assert all(line.holds and not line.differences for line in lines)

@@ -17,7 +17,7 @@ def ranks(**trainer: Any) -> Config:
 def test_a_recorded_layout_is_started_on_one_machine() -> None:
     """The configuration may be of another life of the run, with nodes that are other machines."""
     run = ranks(mesh=Mesh(shard=4, context=2), node_ranks=2, rendezvous="node0:29500")
-    told = RankLayout(replicate=2, shard=3, expert=3, context=1, backend="gloo", torch="2.13.0")
+    told = RankLayout(ranks=6, nodes=2, expert_ranks=3, context_ranks=1, backend="gloo", torch="2.13.0")
     made = in_layout(run, told).trainer
     assert (made.mesh, made.nodes) == (Mesh(replicate=2, shard=3, expert=3), 1)
     assert made.machine_ranks == 6 and run.trainer.machine_ranks == 2

@@ -192,10 +192,10 @@ class ProcessGroup:
             told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
             told |= {name: os.environ.get(name.upper(), "") for name in ("nccl_algo", "nccl_proto")}
         return RankLayout(
-            replicate=self.dims.replicate,
-            shard=self.dims.shard,
-            expert=self.dims.expert,
-            context=self.dims.context,
+            ranks=self.size,
+            nodes=self.dims.replicate,
+            expert_ranks=self.dims.expert,
+            context_ranks=self.dims.context,
             backend="nccl" if told else "gloo",
             torch=str(torch.__version__),
             **told,

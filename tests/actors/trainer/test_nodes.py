@@ -142,8 +142,7 @@ async def test_two_nodes_make_the_same_versions_after_a_rank_of_the_other_is_kil
     manifests = [record for record in await feeder.steps() if isinstance(record, StepManifest)]
     layouts = [record.layout for record in manifests]
     copies = trainer.get("replicate", 1)
-    wanted = copies, 2 * per_node // copies
-    assert all(each is not None and (each.replicate, each.shard) == wanted for each in layouts)
+    assert all(each is not None and (each.ranks, each.nodes) == (2 * per_node, copies) for each in layouts)
 
 
 async def test_torchrun_starts_a_node(connect: Connect, server: Server, tmp_path: Path) -> None:

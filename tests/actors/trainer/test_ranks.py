@@ -133,7 +133,7 @@ async def test_two_ranks_make_the_same_versions_after_one_is_killed(
         assert each.peak_bytes > 0 and each.planned_bytes == plan(POLICY, layout_of(several(tmp_path, 2))).total
         assert each.mfu is None, "nobody said what the peak of a CPU rank is"
     manifests = [record for record in records if isinstance(record, StepManifest)]
-    assert all(record.layout is not None and record.layout.shard == 2 for record in manifests)
+    assert all(record.layout is not None and record.layout.ranks == 2 for record in manifests)
     recorded = await of_run(await connect("replay"), several(tmp_path, 2), feeder.folder, feeder.run)
     (line,) = [line async for line in replay_steps(recorded, [2])]
     assert line.bitwise_equal and line.weights_hash == want[3], "two processes replay what two have done"
