@@ -84,8 +84,8 @@ class MidTraining(Section, frozen=True, kw_only=True):
     context_weight: Share = 0.05
     """Loss weight of the tokens that a policy reads; those that it writes have 1. A pretrained policy needs 0."""
     processes: Threads = 2
-    """Processes that share each batch, one torch thread each. The number changes the bits of the result. With
-    `[trainer] ranks` the shares of a batch, which ranks compute. A GPU computes a batch as one share."""
+    """Processes that share each batch, one torch thread each. The number changes the bits of the result. With several
+    ranks the shares of a batch, which they compute. A GPU computes a batch as one share."""
     data: tuple[Data, ...] = ()
     """Sources, as tables [[mid_training.data]]. Empty: generated traces alone."""
     sequence: Sequence = 4096

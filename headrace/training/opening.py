@@ -1,4 +1,4 @@
-"""Opens a run's trainer: in this process, or in the processes of `[trainer] ranks`."""
+"""Opens a run's trainer: in this process, or in the processes of `[trainer] mesh`."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path

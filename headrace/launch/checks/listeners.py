@@ -81,7 +81,7 @@ LISTENERS = (
     Listener(
         "torch's store",
         "127.0.0.1, a free port; with several nodes `[trainer] rendezvous`",
-        "the first rank, if `[trainer] ranks` is above 1",
+        "the first rank, if `[trainer] mesh` has several",
         "nothing: name an address of a private network",
         "join the group as a node, get the configuration, and disturb the group",
     ),
@@ -89,7 +89,7 @@ LISTENERS = (
         "gloo and NCCL",
         "free ports of loopback; with several nodes of the interface that leads to `[trainer] rendezvous`, unless "
         "`GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` name another",
-        "every rank, if `[trainer] ranks` is above 1",
+        "every rank, if `[trainer] mesh` has several",
         "nothing",
         "take a rank's place in the exchange of gradients and orders while the group is formed",
     ),

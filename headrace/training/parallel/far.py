@@ -1,8 +1,8 @@
 """Files of node 0 for the processes of other nodes, which share no folder with it.
 
 The idea: a process of another node sends its reads and writes to one partner among the processes of node 0, which
-answers after its own. Pieces are small, so no process holds another's rows. What a process reads and writes is what it
-would read and write in the file itself, so a file does not depend on the number of nodes.
+answers after its own. Pieces are small, so no process holds another's rows. Both read and write the same bytes that
+they would in the file itself, so a file does not depend on the number of nodes.
 
 Every copy of the state is read and written by copy 0 alone, so all processes here are of one copy (`PeerGroup.near`).
 """

@@ -158,7 +158,7 @@ def open_ranks(
     waiting: Callable[[str], None] = lambda _: None,
     started: Callable[[Others], None] = lambda _: None,
 ) -> ShardedTrainer:
-    """As `PolicyTrainer.prepare`, in the first of `[trainer] ranks` processes; starts the others of its machine and
+    """As `PolicyTrainer.prepare`, in the first of several processes; starts the others of its machine and
     waits for those of other nodes. GroupError when one ends. waiting: called often while it waits, with a text about
     the missing nodes; it may raise. started: gets the others before they join."""
     resumed = (folder / "checkpoint.safetensors").exists()
