@@ -28,14 +28,16 @@ def protect(raw: dict[str, Any]) -> None:
         "mid_training": {"tokens": 0},
         "algorithm": {"learning_rate": RATE, "constant_tokens": 0},
         "limits": limits(most, given if isinstance(given := raw.get("limits"), dict) else {}),
-        "production": {"context_tokens": min(CONTEXT, most)},
     }
+    production = raw.setdefault("production", {})
+    if CONTEXT + 2 * TURN > most and isinstance(production, dict):
+        given = production.setdefault("limits", {})
+        for key, value in limits(most, given).items() if isinstance(given, dict) else ():
+            given.setdefault(key, value)
     for name, defaults in chosen.items():
         keys = raw.setdefault(name, {})
         for key, value in defaults.items() if isinstance(keys, dict) else ():
             keys.setdefault(key, value)
-    if CONTEXT + 2 * TURN > most and isinstance(raw["production"], dict):
-        raw["production"].setdefault("limits", limits(most, {}))
 
 
 def positions(folder: str) -> int:

@@ -46,11 +46,11 @@ def refuse(wanted: Wanted, agent: str) -> None:
             "not yet form the groups of a suite's tasks; leave --agent out"
         )
     if wanted.engine not in ("", "embedded", "sglang"):
-        raise InitError(f"--engine {wanted.engine}: expected embedded or sglang; no other engine has a part yet")
+        raise InitError(f"--engine {wanted.engine}: expected embedded or sglang; init writes no other engine yet")
     if wanted.nodes > 2:
         raise InitError(
             f"--nodes {wanted.nodes}: init places the trainer on one node and the samplers on a second; a third gets "
-            "rollout actors in the file of `headrace launch` (docs/operating.md)"
+            "rollout actors by its own units of `headrace deploy systemd` (docs/operating.md)"
         )
     if wanted.engine == "embedded" and wanted.gpus * wanted.nodes > 1:
         raise InitError(
