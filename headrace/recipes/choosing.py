@@ -166,11 +166,11 @@ def _trainer(divided: hardware.Division) -> Iterator[Value]:
     moments = next(name for name, size in MOMENTS.items() if size == layout.moment_bytes)
     yield Value("trainer.device", "cuda", f"{total:.1f} GiB of each GPU by `headrace trainer plan`")
     yield Value("trainer.micro_tokens", layout.tokens, "one backward pass")
-    if divided.rank:
-        yield Value("trainer.lora.rank", divided.rank, "adapters: one GPU has no memory for all moments")
     yield Value("trainer.mesh.shard", divided.trainer, "GPUs that train")
     if layout.context > 1:
         yield Value("trainer.mesh.context", layout.context, "the longest sequence's activations need so many GPUs")
+    if divided.rank:
+        yield Value("trainer.lora.rank", divided.rank, "adapters: one GPU has no memory for all moments")
     if layout.recompute:
         yield Value("numerics.recompute", True, "activations do not fit")
     if moments != "float32":
