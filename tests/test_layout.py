@@ -89,7 +89,7 @@ REGISTRY_IMPORTS = {"errors", "messages"}
 
 # Where only some parts of a folder may be imported.
 PARTS: dict[tuple[str, str], set[str]] = {
-    ("launch", "engines"): {"registry"},
+    ("launch", "engines"): {"registry", "server"},
     ("launch", "policy"): {"config", "layout"},  # the shape of a checkpoint
     ("recipes", "policy"): {"config", "layout", "adapters"},
     ("recipes", "training"): {"memory_plan"},

@@ -160,6 +160,7 @@ CHECKERS: dict[str, Callable[[list[str]], str]] = {
     "pip": of_pip,
     "prometheus": of_prometheus,
     "python": of_python,
+    "python3": known_elsewhere,
 }
 
 
@@ -172,7 +173,7 @@ def wrong(block: snippets.Snippet) -> list[str]:
         return []
     problems = []
     for words in commands(block.text):
-        checker = CHECKERS.get(words[0])
+        checker = CHECKERS.get(words[0].rpartition("/bin/")[2])
         if (why := checker(words) if checker else f"no checker for {words[0]!r}") != "":
             problems.append(f"{block.where}: {' '.join(words)}: {why}")
     return problems

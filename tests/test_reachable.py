@@ -7,8 +7,9 @@ from pathlib import Path
 
 from tests.support.paths import ROOT
 
-CALLERS = ("headrace",)
-"""The product alone: a kernel that a benchmark times and nothing else calls is deleted or connected."""
+CALLERS = ("headrace", "docs")
+"""The product and the scripts of its pages: a kernel that a benchmark times and nothing else calls is deleted or
+connected."""
 MEASURING = {
     "router_flips": "benchmarks.numerics: the share behind `flipped`, which the product calls",
     "from_array": "benchmarks.numerics: the routes of one message",

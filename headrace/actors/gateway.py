@@ -131,6 +131,7 @@ class Gateway(Actor):
             self._report,
         )
         url = await self._listener.start(production.host, production.port)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "gateway.json").write_text(json.dumps({"url": url}))
         await self.event("listening", url)
 

@@ -137,15 +137,6 @@ class FolderSuite:
         return oracle
 
 
-def write_suite(name: str, folder: Path, pairs: Sequence[tuple[Task, Oracle]], source: str) -> FolderSuite:
-    """Write a folder suite; the index comes last, so a half-written folder is not a suite."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for task, oracle in pairs:
-        write_task(folder, task, oracle)
-    trust: Trust = "log" if any(oracle.grading.trust == "log" for _, oracle in pairs) else "report"
-    return write_index(name, folder, [task.ref.task for task, _ in pairs], source, trust)
-
-
 def write_task(folder: Path, task: Task, oracle: Oracle) -> None:
     """Write both sides of a task into the folder of its suite. ValueError for an id that is no name of a file there."""
     for side in (task, oracle):

@@ -17,10 +17,10 @@ from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import TASK as REQUESTS
 from headrace.messages.subjects import token
 from headrace.messages.tasks import Oracle, Task, TaskRef
-from headrace.tasks.suites import write_suite
 from tests.actors.test_harbor_tasks import config, scored, trajectories
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.folder_suites import write_suite
 from tests.support.hostile_ends import FOLDER, program, states
 from tests.support.hosts import CACHE
 from tests.support.judging import ORACLE, TASK

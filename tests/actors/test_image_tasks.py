@@ -17,12 +17,12 @@ from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Traject
 from headrace.messages.sandbox import ANY_RUN, Change
 from headrace.messages.subjects import FAIL, SCORE, TASK, TRAJ, token
 from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
-from headrace.tasks.suites import write_suite
 from headrace.vmhost.images import base, imported, packages
 from headrace.vmhost.qemu import probe
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.archives import Members, docker_save, file, folder, link
+from tests.support.folder_suites import write_suite
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm, pytest.mark.timeout(600)]

@@ -17,10 +17,10 @@ from headrace.messages.ledger import GroupDropped
 from headrace.messages.operations import Event
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import CLOSE, EVENT, FAIL, SCORE, TRAJ
-from headrace.tasks.suites import write_suite
 from headrace.vmhost.node import pool
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.folder_suites import write_suite
 from tests.support.judging import FIXED, ORACLE, PATH, TASK, config, first, judged, trajectory
 
 pytestmark = pytest.mark.anyio

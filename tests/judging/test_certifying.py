@@ -17,11 +17,11 @@ from headrace.judging.machines import Named
 from headrace.messages.sandbox import Acquire, Op, OpResult, RunTests
 from headrace.messages.tasks import Grading, Oracle, SandboxLimits, Steps, Task, TaskRef, TestPlan
 from headrace.tasks import Suite, certificates, open_suite
-from headrace.tasks.suites import write_suite
 from headrace.vmhost.backends.container.backend import unavailable
 from headrace.vmhost.images import imported
 from headrace.vmhost.node.host import Host
 from tests.support.archives import docker_save, file, folder
+from tests.support.folder_suites import write_suite
 from tests.support.playing import report
 from tests.support.programs import programs, tree
 from tests.tasks.importing import test_stepwise

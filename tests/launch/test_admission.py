@@ -125,8 +125,8 @@ def test_processes_do_not_start_under_names_of_a_recorded_run(tmp_path: Path) ->
 def test_a_recorded_run_starts_no_program_and_names_no_server(tmp_path: Path, changes: dict[str, Any]) -> None:
     root = tmp_path / "runs"
     folder = runs.create(root, "r1")
-    folder.config.write_bytes(msgspec.json.encode(Config(engine=Engine(kind="sglang", exact=False, **changes))))
-    with pytest.raises(RunError, match=f"run r1 has engine.{next(iter(changes))}"):
+    folder.config.write_bytes(msgspec.json.encode(Config(engine=Engine(kind="sglang", exact=False, options=changes))))
+    with pytest.raises(RunError, match=f"run r1 has engine.options.{next(iter(changes))}"):
         open_run(Config(run=Run(dir=str(root))), policy_of("r1"), Stopping(), None)  # type: ignore[arg-type]
     assert not (folder.path / "config-eval.json").exists()
 

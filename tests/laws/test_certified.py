@@ -27,10 +27,10 @@ from headrace.messages.tasks import Grading, Oracle, SandboxLimits, Task, TaskRe
 from headrace.tasks import Suite, certificates, open_suite
 from headrace.tasks.generated import notes, repositories
 from headrace.tasks.generated.templates import UNSEEN
-from headrace.tasks.suites import write_suite
 from headrace.vmhost.node.host import Host
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.folder_suites import write_suite
 from tests.support.patience import PATIENCE_S
 from tests.support.playing import report
 

@@ -25,12 +25,12 @@ from headrace.messages.sandbox import Change, Snapshot
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
 from headrace.tasks.importing import verification
 from headrace.tasks.importing.base import ImportOptions
-from headrace.tasks.suites import write_suite
 from headrace.vmhost.backends.container.backend import unavailable
 from headrace.vmhost.images import imported
 from headrace.vmhost.node.host import Host
 from tests.support.archives import Members, docker_save, file, folder
 from tests.support.cheating import BUG, CHEATS, FIX, KNOWN, NEW, Files, code
+from tests.support.folder_suites import write_suite
 from tests.support.honest import HONEST
 from tests.support.judging import trajectory
 from tests.support.programs import programs, tree

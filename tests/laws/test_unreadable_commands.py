@@ -63,7 +63,7 @@ OTHERS = {
     "retrain": "replays steps as `replay` does, for minutes",
     "bus restore": "writes the files of a backup",
     "down, logs": "read processes and log files",
-    "check, estimate, deploy, trainer plan, bus declare": "read no records",
+    "init, check, try, estimate, deploy, trainer plan, bus declare": "read no records",
     "acp": "read no records",
     "trainer join": "starts ranks, which take their records from the trainer",
     "tasks make, tasks import, tasks certify, tasks export, tasks show": "files",

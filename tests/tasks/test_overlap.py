@@ -14,9 +14,9 @@ from headrace.messages.subjects import EVENT
 from headrace.messages.tasks import TaskRef
 from headrace.tasks import open_suite
 from headrace.tasks.overlap import content, overlap
-from headrace.tasks.suites import write_suite
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.folder_suites import write_suite
 
 
 def made(root: Path, name: str, tasks: Iterable[tuple[str, int]]) -> str:

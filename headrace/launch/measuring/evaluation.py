@@ -144,10 +144,10 @@ def open_run(config: Config, named: Measurable, stopping: Stopping, closing: Asy
     # A trained policy keeps its run's sizes, limits and engine; the command line chooses the environment.
     recorded = load(folder.config) if named.run else config
     for key in ("python", "args", "url"):  # a recorded run starts no program and names no server
-        if (wanted := getattr(recorded.engine, key)) and wanted != getattr(config.engine, key):
+        if (wanted := recorded.engine.options.get(key)) and wanted != config.engine.options.get(key):
             raise RunError(
-                f"run {folder.id} has engine.{key} = {wanted!r:.200}, and the configuration of this command does not: "
-                f"if you trust it, give --set engine.{key}=... or a --config that has it"
+                f"run {folder.id} has engine.options.{key} = {wanted!r:.200}, and the configuration of this command "
+                f"does not: if you trust it, give --set engine.options.{key}=... or a --config that has it"
             )
     if named.checkpoint:
         recorded = msgspec.structs.replace(

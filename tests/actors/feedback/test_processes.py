@@ -18,8 +18,8 @@ from headrace.messages import subjects as s
 from headrace.messages.product import GateVerdict, Promotion
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
 from headrace.messages.training import StepDone
-from headrace.tasks.suites import write_suite
 from tests.launch.test_up import Up, command, headrace, up
+from tests.support.folder_suites import write_suite
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]

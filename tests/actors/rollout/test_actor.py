@@ -41,10 +41,10 @@ from headrace.messages.sandbox import ANY_RUN, ToolLog
 from headrace.messages.subjects import EVENT, FAIL, TASK, TRAJ, TURN, token
 from headrace.tasks import diff as task_diff
 from headrace.tasks import open_suite
-from headrace.tasks.suites import write_suite
 from headrace.vmhost.channel import ENDED
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.folder_suites import write_suite
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio

@@ -17,9 +17,9 @@ from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Traject
 from headrace.messages.subjects import SCORE, TASK, TRAJ, token
 from headrace.messages.tasks import ANSWER, Grading, Oracle, Task, TaskRef
 from headrace.registry import PluginError
-from headrace.tasks.suites import write_suite
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.folder_suites import write_suite
 from tests.support.judging import first, trajectory
 
 pytestmark = pytest.mark.anyio

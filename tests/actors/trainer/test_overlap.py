@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.trainer.actor import OnRecord, Trainer
+from headrace.config import Mesh
 from headrace.messages.training import StepDone, StepFailed, StepManifest
 from headrace.replay.fetching import Records
 from headrace.replay.recorded_run import of_run
@@ -72,7 +73,7 @@ async def test_a_gradient_is_computed_before_the_outcome_of_the_step_before(
 
     monkeypatch.setattr(Sent, "sent", remembered)
     feeder = RunFeeder(await connect(), new_run(), tmp_path)
-    settings = config(tmp_path, trainer={"ranks": ranks, "micro_tokens": 20, "checkpoint_every": 10})
+    settings = config(tmp_path, trainer={"mesh": Mesh(shard=ranks), "micro_tokens": 20, "checkpoint_every": 10})
     async with living(Late, settings, await connect("trainer"), feeder.run):
         await feeder.version(0)
         for number in range(2 * PER_STEP):

@@ -41,7 +41,7 @@ async def test_a_step_is_a_trace_with_a_link_per_trajectory(
     feeder = RunFeeder(bus, new_run(), tmp_path)
     sample = world.episodes
     monkeypatch.setattr(world, "episodes", lambda *arguments: [shifted(each) for each in sample(*arguments)])
-    limited = config(tmp_path, numerics={"limit_max_abs_dlp": 0.05})  # each batch is above it
+    limited = config(tmp_path, numerics={"limit_k3": 0.001})  # each batch is above it
     async with living(Trainer, limited, await connect("trainer"), feeder.run):
         for number in range(2):
             await feeder.batch(number)

@@ -12,9 +12,9 @@ from headrace.launch.checks import trainer
 from headrace.messages.tasks import Oracle, SandboxLimits, Task, TaskRef, TestPlan
 from headrace.metrics.gpus import Gpu
 from headrace.policy.layout import hugging_face
-from headrace.tasks.suites import write_suite
 from tests.recipes.test_init import Machine, sglang, simulate
 from tests.support import model_folders, tiny
+from tests.support.folder_suites import write_suite
 
 SHAPE = hugging_face.as_json(tiny.config(vocab=600, layers=3)) | {"max_position_embeddings": 40960}
 GOOD: dict[str, Any] = {

@@ -23,8 +23,8 @@ from headrace.tasks.packages import attempts, sdist
 from headrace.tasks.packages.attempts import choose, thin
 from headrace.tasks.packages.fetch import Package, PackageError, fetch, read, unpack
 from headrace.tasks.packages.lab import Lab, SuiteError
-from headrace.tasks.suites import write_suite
 from headrace.vmhost.node.host import Host
+from tests.support.folder_suites import write_suite
 
 pytestmark = pytest.mark.anyio
 
