@@ -106,13 +106,26 @@ def run(args: argparse.Namespace) -> int:
 
             args.settings = own(args.config, args.set)
         done = args.handler(args)
-        return looped(done) if isawaitable(done) else int(done)
+        code = looped(done) if isawaitable(done) else int(done)
+        sys.stdout.flush()
+        return code
     except HeadraceError as error:
         text, code = str(error), error.exit_status
     except OSError as error:
         text, code = f"{error.filename or 'this machine'}: {error.strerror or error}", MACHINE
+        _drop_unwritten()
     complain(text)
     return code
+
+
+def _drop_unwritten() -> None:
+    """Drop what standard output does not take: the interpreter would write it again at its end, and fail with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def _open_streams() -> None:
