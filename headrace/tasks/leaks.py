@@ -1,4 +1,4 @@
-"""Finds text that a task's solution adds in the task's files: in other files, archives or git.
+"""Finds text that a task's solution adds in the task's files: in other files, byte code, archives or git.
 
 A short text occurs twice by chance, so a block counts from `_LINES` code lines on, and counts as leaked where a file
 holds half of its windows of that many lines.
@@ -19,6 +19,7 @@ _LINES, _CHARACTERS = 3, 60
 """Size of a window: code lines, and the characters that they have at least."""
 _LIMITS = Limits(100_000, 64 << 20)
 """Of one archive."""
+_COMPILED = (".pyc", ".pyo", ".so", ".pyd")
 
 
 def added(before: bytes, after: bytes) -> list[str]:
@@ -28,12 +29,15 @@ def added(before: bytes, after: bytes) -> list[str]:
     return ["\n".join(new[a:b]) for kind, _, _, a, b in blocks if kind != "equal" and b > a]
 
 
-def remains(files: Mapping[str, bytes], texts: list[str]) -> Iterator[str]:
-    """A sentence for each file with parts of these texts."""
+def remains(files: Mapping[str, bytes], texts: list[str], names: tuple[str, ...] = ()) -> Iterator[str]:
+    """A sentence for each file with parts of these texts. names: of functions and classes; compiled files that hold one
+    of them count as the deleted code."""
     wanted = set[str]()
     for text in texts:
         wanted |= _windows(text)
     for path, content in sorted(files.items()):
+        if path.endswith(_COMPILED) and any(name.encode() in content for name in names):
+            yield f"{path} is compiled code that names {', '.join(n for n in names if n.encode() in content)}"
         try:
             for inside, data in _contents(path, content) if wanted else ():
                 if 2 * len(wanted & _windows(data.decode("utf-8", "replace"))) >= len(wanted):

@@ -1,4 +1,4 @@
-"""`headrace tasks make`: mutations of a package, or a repository's commits."""
+"""`headrace tasks make`: mutations of a package, its deleted features, a repository's commits."""
 
 import argparse
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("make", help="make tasks: mutations of a package, or a repository's commits")
-    parser.add_argument("kind", choices=("mutations", "commits"))
+    parser = commands.add_parser("make", help="make tasks from a package's or a repository's code and tests")
+    parser.add_argument("kind", choices=("mutations", "features", "commits"))
     parser.add_argument(
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help="mutations: NAME==VERSION or a source tree; commits: a repository",
+        help="mutations and features: NAME==VERSION or a source tree; commits: a repository",
     )
     parser.add_argument(
         "--name",
@@ -34,7 +34,7 @@ def add(commands: "Commands") -> None:
     )
     parser.add_argument("--count", type=integer(1), default=10, help="tasks of each source")
     parser.add_argument("--tries", type=integer(1), default=60, help="candidates of each source that are tried")
-    parser.add_argument("--seed", type=int, default=1, help="seed that draws the mutations")
+    parser.add_argument("--seed", type=int, default=1, help="seed that draws the mutations or features")
     parser.add_argument(
         "--changed-tests",
         action="store_true",
@@ -109,7 +109,7 @@ async def _source(args: argparse.Namespace, source: str, journal: "Journal", hos
 
     lab = Lab(host, f"make-{args.name}", "debian")
     tried = 0
-    candidates = _mutations if args.kind == "mutations" else _commits
+    candidates = {"mutations": _mutations, "features": _features, "commits": _commits}[args.kind]
     try:
         async for id, attempt in candidates(lab, source, args):
             if journal.tasks(source) >= args.count or tried >= args.tries:
@@ -139,6 +139,21 @@ async def _mutations(lab: "Lab", source: str, args: argparse.Namespace) -> "Asyn
             return await attempts.attempt(lab, package, mutation, exam, args.name, args.seed)
 
         yield attempts.id_of(package, mutation), attempt
+
+
+async def _features(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncIterator[tuple[str, Attempt]]":
+    """The candidates of a package, after its unchanged tests have run."""
+    from headrace.tasks.making import features
+    from headrace.tasks.packages import sdist
+
+    package = await sdist.source_tree(source, "")
+    package, exam = await sdist.examined(lab, package, say)
+    for feature in features.candidates(package, args.seed):
+
+        async def attempt(feature: Any = feature) -> "tuple[Task, Oracle]":
+            return await features.attempt(lab, package, feature, exam, args.name)
+
+        yield features.id_of(package, feature), attempt
 
 
 async def _commits(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncIterator[tuple[str, Attempt]]":

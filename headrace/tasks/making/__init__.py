@@ -1,1 +1,1 @@
-"""Tasks from the commits of a repository, and the journal of a suite that is being made."""
+"""Makers of tasks from code with tests: features that are deleted, commits of a repository."""

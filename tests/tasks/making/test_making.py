@@ -12,9 +12,12 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.config import Environment
+from headrace.messages.tasks import TestPlan
 from headrace.tasks import certificates, open_suite
 from headrace.tasks.leaks import remains
-from headrace.tasks.making import commits
+from headrace.tasks.making import commits, features, removal
+from headrace.tasks.packages.fetch import read
+from headrace.tasks.packages.lab import Exam, Lab
 from headrace.vmhost.node.host import Host
 from tests.support import forged
 
@@ -59,11 +62,16 @@ def test_initials():
 def test_initials_of_nothing():
     assert initials("") == ""
 """
+NAMES = tuple(
+    f"tests/test_words.py::test_{name}" for name in ("initials", "initials_of_nothing", "longest", "longest_of_several")
+)
 FILES = {
     "words/__init__.py": "from words.text import initials, longest\n",
     "words/text.py": WORDS,
     "tests/test_words.py": TESTS,
 }
+
+USED = "\nfrom words import text\n\nOLD_NAMES = {'widest': text.longest}\n"
 
 
 @pytest.fixture
@@ -85,15 +93,47 @@ def make(kind: str, source: Path, suites: Path, *more: str) -> int:
     return main(["tasks", "make", kind, str(source), "--name", "made", *more, *backend])
 
 
+async def test_a_deleted_feature_is_a_task(tmp_path: Path, host: Host) -> None:
+    package = read(write(tmp_path, FILES), "words-1.0")
+    exam = Exam(plan=TestPlan(kind="pytest", paths=package.tests), expected=NAMES)
+    (feature,) = [each for each in removal.features(package) if each.name == "longest"]
+    task, oracle = await features.attempt(Lab(host, "making", "debian"), package, feature, exam, "made")
+    assert "def longest(text)" in task.prompt and task.family == "feature:words"
+    assert task.files["words/__init__.py"].decode() == "from words.text import initials\n"
+    assert not any(b"longest" in content for content in task.files.values())
+    assert set(oracle.expected) == {name for name in NAMES if "longest" in name}
+    assert {*oracle.expected, *oracle.grading.pass_to_pass} == set(NAMES)
+    assert {path: content.decode() for path, content in oracle.solution.items()} == {
+        path: FILES[path] for path in ("words/__init__.py", "words/text.py")
+    }
+
+
+async def test_a_feature_that_the_import_needs_keeps_its_signature(tmp_path: Path, host: Host) -> None:
+    package = read(write(tmp_path, FILES | {"words/__init__.py": FILES["words/__init__.py"] + USED}), "words-1.0")
+    exam = Exam(plan=TestPlan(kind="pytest", paths=package.tests), expected=NAMES)
+    (feature,) = [each for each in removal.features(package) if each.name == "longest"]
+    task, oracle = await features.attempt(Lab(host, "making", "debian"), package, feature, exam, "made")
+    left = task.files["words/text.py"].decode()
+    assert "has lost the body of `longest`" in task.prompt and "for word in text.split():" not in left
+    assert left.partition("an empty text has none.")[2].startswith(
+        '"""\n    raise NotImplementedError\n\n\n# The letters'
+    )
+    assert set(oracle.expected) == {name for name in NAMES if "longest" in name}
+    assert set(oracle.grading.pass_to_pass) == {name for name in NAMES if "initials" in name}
+
+
 @pytest.mark.slow
-def test_the_command_makes_certified_tasks_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["features", "mutations"])
+def test_the_command_makes_certified_tasks_and_goes_on(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tree = write(tmp_path / "words", FILES)
-    assert make("mutations", tree, tmp_path / "suites", "--count", "1") == 0
+    assert make(kind, tree, tmp_path / "suites", "--count", "1") == 0
     suite = open_suite("made", tmp_path / "suites")
     assert len(suite.ids()) == 1 and suite.oracle(suite.ids()[0]).sealed
     assert certificates.refusal(suite, tmp_path / "suites", False) == ""
     capsys.readouterr()
-    assert make("mutations", tree, tmp_path / "suites", "--count", "1") == 0  # there is nothing left to make
+    assert make(kind, tree, tmp_path / "suites", "--count", "1") == 0  # there is nothing left to make
     assert "must pass" not in capsys.readouterr().out
 
 
@@ -147,7 +187,7 @@ def test_globs_choose_the_tests_that_count(tmp_path: Path, capsys: pytest.Captur
     assert [one.tests for one in commits.commits(tree, ["tests/fast/*", "*/test_z.py"])] == [("tests/fast/test_x.py",)]
     assert list(commits.commits(tree, ["*/test_z.py"])) == []
     assert make("commits", tree, tmp_path / "suites", "--only-tests", "tests/fast/*") == 2
-    assert make("mutations", tree, tmp_path / "suites", "--changed-tests", "--only-tests", "tests/fast/*") == 2
+    assert make("features", tree, tmp_path / "suites", "--changed-tests", "--only-tests", "tests/fast/*") == 2
     assert capsys.readouterr().err.count("--only-tests needs `make commits` with --changed-tests") == 2
 
 
@@ -159,11 +199,11 @@ def test_the_agent_runs_the_changed_tests_or_the_nearest_ones() -> None:
     assert commits.visible(tests, ("more/test_new.py",)) == tests
 
 
-def test_no_package_and_no_commit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_feature_and_no_commit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = write(tmp_path / "words", {"words.py": "x = 1\n"})
     assert make("commits", tree, tmp_path / "suites") == 1
     assert "git cannot read" in capsys.readouterr().err
-    assert make("mutations", tree, tmp_path / "suites") == 1
+    assert make("features", tree, tmp_path / "suites") == 1
     assert "has no test files" in capsys.readouterr().err
 
 
@@ -174,6 +214,29 @@ def test_a_repository_that_git_does_not_read_in_time_is_said(
     monkeypatch.setattr(commits, "GIT_S", 1e-6)
     assert make("commits", tmp_path, tmp_path / "suites") == 1
     assert f"git did not read {tmp_path} within 1e-06 s" in capsys.readouterr().err
+
+
+def test_a_test_names_a_feature_in_its_function_or_its_class(tmp_path: Path) -> None:
+    methods = "    def test_it(self):\n        initials\n\n    def test_b(self): ...\n"
+    text = f"class TestText:\n    call = words.longest\n\n{methods}"
+    package = read(write(tmp_path, FILES | {"tests/test_words.py": text}), "words-1.0")
+    named = {
+        word: removal.mentions(package, {"tests/test_words.py::TestText::test_b[1]": None}, word)
+        for word in ("longest", "initials")
+    }
+    assert named == {"longest": True, "initials": False}
+    assert removal.mentions(package, {"tests/test_words.py::TestText::test_it": None}, "initials")
+
+
+def test_imports_lose_the_name_alone(tmp_path: Path) -> None:
+    many = "from words.text import (  # all\n    initials,\n    longest as long,\n)\nfrom words import longest\n"
+    package = read(write(tmp_path, FILES | {"words/more.py": many}), "words")
+    (feature,) = [each for each in removal.features(package) if each.name == "longest"]
+    changed = removal.without(package, feature)
+    assert changed is not None
+    assert changed["words/more.py"] == b"from words.text import initials\npass\n"
+    assert changed["words/text.py"].startswith(b'"""Words."""\n\n__all__ = ["initials"]\n\n\n# The letters')
+    assert b"longest" not in changed["words/text.py"]
 
 
 def test_deleted_text_is_found_wherever_it_is_left() -> None:
@@ -190,10 +253,11 @@ def test_deleted_text_is_found_wherever_it_is_left() -> None:
         "old.whl": packed.getvalue(),
         "old.tar.gz": tar.getvalue(),
         ".git/objects/ab/cdef": zlib.compress(b"blob 5\0" + text.encode()),
+        "words/__pycache__/text.cpython-311.pyc": compile(text, "text.py", "exec").co_names[0].encode(),
     }
     clean = {"words/text.py": WORDS.replace(text, "").encode(), ".git/HEAD": b"x", "broken.zip": b"PK\x03\x04"}
-    leftovers = list(remains(left | clean, [text]))
-    assert len(leftovers) == len(left) and not list(remains(clean, [text]))
+    leftovers = list(remains(left | clean, [text], ("longest",)))
+    assert len(leftovers) == len(left) and not list(remains(clean, [text], ("longest",)))
 
 
 def test_an_archive_that_is_too_large_to_search_is_named_instead_of_passed() -> None:
