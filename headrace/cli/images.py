@@ -51,7 +51,7 @@ def show_image(image: "Image") -> None:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("images", help="store a container image; list those of the store")
+    parser = commands.add_parser("images", help="store a container image; list the store")
     parser.add_argument(
         "source",
         nargs="?",

@@ -22,7 +22,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face folder to train")
     parser.add_argument("--tasks", required=True, metavar="SUITE", help="suite to train on")
     parser.add_argument("--gpus", required=True, metavar="NxGIB", help="GPUs of a node and their memory, such as 8x80")
-    parser.add_argument("--nodes", type=integer(1), default=1, metavar="N", help="nodes with so many GPUs; default: 1")
+    parser.add_argument("--nodes", type=integer(1), default=1, metavar="N", help="number of nodes; default: 1")
     parser.add_argument("--engine", default="", help="embedded or sglang; default: sglang on more than one GPU")
     parser.add_argument("--context", type=integer(1), default=0, metavar="TOKENS", help="default: 32768")
     parser.add_argument("--agent", default="headrace", help="the agent that works on the tasks; default: headrace")

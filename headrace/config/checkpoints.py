@@ -1,5 +1,4 @@
-"""Defaults of a run that begins with a checkpoint: those of a new policy would overwrite its weights and cut its
-context.
+"""Defaults of a run that begins with a checkpoint. A new policy's would overwrite its weights and cut its context.
 
 Limits follow from the model's positions: a context ends at its limit, the turn that reaches it and a summary.
 """
@@ -50,7 +49,7 @@ def positions(folder: str) -> int:
 
 
 def limits(positions: int, given: dict[str, Any]) -> dict[str, Any]:
-    """The keys of [limits] that a model with so many positions can hold. given: those that are set."""
+    """The keys of [limits] for a model with this number of positions. given: keys that are set."""
     turn, context, most = (
         value if isinstance(value := given.get(key), int) and value > 0 else 0
         for key in ("max_turn_tokens", "context_tokens", "max_tokens")

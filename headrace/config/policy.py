@@ -86,7 +86,7 @@ class Engine(Section, frozen=True, kw_only=True):
     threads: Threads = 1
     """Torch threads of the embedded engine."""
     options: dict[str, Option | list[Option]] = {}
-    """Options of the engine in a type of its own, [engine.options]: those of sglang and vllm are in docs/engines.md."""
+    """Options of the engine in a type of its own, [engine.options]; docs/engines.md has the keys of sglang and vllm."""
 
 
 class Numerics(Section, frozen=True, kw_only=True):

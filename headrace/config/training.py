@@ -248,7 +248,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     of other nodes. On CUDA each has one device, and `device` must not name one."""
     node_ranks: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Processes of the mesh on each node; 0: all of them are on the actor's machine, which is node 0. `headrace trainer
-    join` starts those of another node."""
+    join` starts the processes of another node."""
     rendezvous: Address = ""
     """HOST:PORT at which the actor waits for the other nodes: an address of its machine that they reach. Needed with
     several nodes. It asks for no key, so only a private network may reach it."""

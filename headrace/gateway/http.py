@@ -33,7 +33,7 @@ STOP_S = 1.0
 """Seconds that handlers get to finish when the listener stops."""
 MAX_WAIT_S = 60.0
 REDACTED = "[API key]"
-"""Takes the place of a key's text wherever a request has it beside its header."""
+"""Takes the place of a key's text in a request's body."""
 
 TOKEN = web.RequestKey("token", str)
 """The API key with which a request was admitted, as text."""

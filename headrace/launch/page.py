@@ -36,7 +36,7 @@ class OpenPage(msgspec.Struct):
     """One of them, of a page that was started with `--users`."""
 
     def users(self, minutes: int) -> str:
-        """The address that shows users' sessions too, for so many minutes from now."""
+        """The address that also shows users' sessions, for a number of minutes from now."""
         from headrace.dashboard.live.access import Access
 
         return opened(self.page, Access(secret=self.secret).token(60.0 * minutes))

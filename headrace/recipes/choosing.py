@@ -28,7 +28,7 @@ STEPS = 100
 MICRO = 16_384
 """Tokens of a micro-batch: fewer leave a GPU idle, and a longer sequence is a micro-batch of its own."""
 BESIDE_S = 300.0
-"""Seconds of an episode that tests get beside the policy's turns."""
+"""Seconds of an episode for tests, in addition to the policy's turns."""
 ADAPTER_RATE = 1e-5
 """Adapters begin at zero and take ten times the rate."""
 RECORDS = 200 * 10**9
@@ -168,7 +168,7 @@ def _trainer(divided: hardware.Division) -> Iterator[Value]:
     yield Value("trainer.micro_tokens", layout.tokens, "one backward pass")
     yield Value("trainer.mesh.shard", divided.trainer, "GPUs that train")
     if layout.context > 1:
-        yield Value("trainer.mesh.context", layout.context, "the longest sequence's activations need so many GPUs")
+        yield Value("trainer.mesh.context", layout.context, "the longest sequence's activations do not fit fewer GPUs")
     if divided.rank:
         yield Value("trainer.lora.rank", divided.rank, "adapters: one GPU has no memory for all moments")
     if layout.recompute:

@@ -30,7 +30,7 @@ GOOD: dict[str, Any] = {
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose weights are those of a small model."""
+    """A folder with the weights of a small model."""
     monkeypatch.chdir(tmp_path)
     config = tiny.config(vocab=600)
     folder = tmp_path / "model"

@@ -39,7 +39,7 @@ def checked(
     if len(ids) > ask.left:
         raise garbled(f"{len(ids)} ids were sampled, and {ask.left} requested")
     if len(logprobs) != len(ids):
-        raise garbled(f"the {len(logprobs)} log-probabilities are not those of the {len(ids)} sampled ids")
+        raise garbled(f"the {len(logprobs)} log-probabilities name other ids than the {len(ids)} sampled ones")
     if any(type(value) not in (int, float) or not math.isfinite(value) for value in logprobs):
         raise garbled("a log-probability is not finite: the weights give logits that are not finite")
     if any(value > ROUNDING for value in logprobs):

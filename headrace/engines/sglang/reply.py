@@ -77,7 +77,7 @@ def read(reply: Mapping[str, Any], ask: Ask, config: PolicyConfig) -> Attempt:
     except (KeyError, TypeError, IndexError) as error:
         raise garbled(f"the reply lacks {error}") from None
     if named != ids:
-        raise garbled(f"the {len(pairs)} log-probabilities are not those of the {len(ids)} sampled ids")
+        raise garbled(f"the {len(pairs)} log-probabilities name other ids than the {len(ids)} sampled ones")
     count = len(ask.ids) + len(ids) - 1 - ask.start
     coded = meta.get("routed_experts") if config.experts and ids else None
     return checked(

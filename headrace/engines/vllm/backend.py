@@ -192,7 +192,9 @@ class Vllm:
                 for choice in event["choices"]:
                     new, scored = choice["token_ids"] or (), (choice["logprobs"] or {}).get("content") or ()
                     if [score["token_id"] for score in scored] != list(new):
-                        raise garbled(f"the {len(scored)} log-probabilities are not those of the {len(new)} ids")
+                        raise garbled(
+                            f"the {len(scored)} log-probabilities name other ids than the {len(new)} sampled ones"
+                        )
                     ids += new
                     logprobs += [score["logprob"] for score in scored]
                     last = choice

@@ -53,7 +53,7 @@ async def secret(bus: Bus, name: str) -> bytes:
         raise KeysRefused(f"this broker has no {name}: run `headrace keys` with the operator's seed once")
     opened = unsealed(bus, stored[0])
     if opened is None:
-        raise KeysRefused(f"{name} is sealed for other seeds than that of {bus.role} here: run `headrace keys`")
+        raise KeysRefused(f"{name} is not sealed for the seed of {bus.role} here: run `headrace keys`")
     return opened
 
 

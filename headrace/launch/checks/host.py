@@ -1,4 +1,4 @@
-"""All checks of one machine: those of the actors that it runs, or of a whole run."""
+"""All checks of one machine: for the actors that it runs, or for a whole run."""
 
 import ctypes
 from collections.abc import AsyncIterator

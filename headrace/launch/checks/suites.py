@@ -101,7 +101,7 @@ _REQUEST = Acquire(run="check", lane="train", role="rollout", group="g", slot=0,
 
 
 def _tasks(config: Config) -> Iterator[tuple[Task, str]]:
-    """The tasks of the run's suites that need a sandbox, each with its machine, and with that of its verifier."""
+    """The tasks of the run's suites that need a sandbox, each with its machine and its verifier's."""
     for name in used(config):
         try:
             suite = open_suite(name, config.tasks.dir)

@@ -21,7 +21,7 @@ CAUSES = 3
 
 def check(config: Config, roles: Roles = frozenset()) -> Iterator[Finding]:
     """Findings about the devices of [trainer] and [engine], and the bytes that the trainer needs on each of its own.
-    roles: those of this machine, all where there are none."""
+    roles: this machine's; empty: all."""
     return on_devices(config, visible(gpus()), roles)
 
 

@@ -17,7 +17,7 @@ KEYS = "key."
 USERS_SECRET, PURGE_SECRET = "secret.users", "secret.purge"
 """The key that hashes users' names, of gateways; the seed that signs certificates of purges, of feedback actors."""
 SECRETS: dict[str, str] = {USERS_SECRET: "gateway", PURGE_SECRET: "feedback"}
-"""Name in HR_KEYS to the role that opens it beside the operator."""
+"""Name in HR_KEYS to the role that opens it; the operator opens all."""
 
 
 @message("api_key")

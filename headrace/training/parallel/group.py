@@ -208,7 +208,7 @@ class ProcessGroup:
         for copy, other in enumerate(every):
             if other != every[0]:
                 raise GroupError(
-                    f"the {what} of copy {copy} has hash {other}, that of copy 0 {every[0]}: the machines round "
+                    f"the {what} of copy {copy} has hash {other}, copy 0 has {every[0]}: the machines round "
                     "otherwise, or one of them is damaged"
                 )
         return digest

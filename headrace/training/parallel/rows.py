@@ -124,7 +124,8 @@ def _pass_on(
 
 
 def file_hashes(file: snapshot.Snapshot, world: PeerGroup) -> dict[int, bytes]:
-    """The hashes of a file's blocks by number, 16 bytes each: of this process's share among those of node 0."""
+    """The hashes of this process's share of a file's blocks, 16 bytes each, by number; the processes of node 0 divide
+    them."""
     digests: dict[int, bytes] = {}
     number = 0
     for info in file.tensors:

@@ -81,8 +81,8 @@ class TimedGather:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which this process holds a part. Rows are along the first dimension; of experts with owners they are
-    those of the matrices, one below the other, where the experts are too few to be divided."""
+    """A model of which this process holds a part. Rows are along the first dimension. Where experts with owners
+    are too few to be divided, their matrices are stacked and cut into rows."""
 
     model: Model
     parameters: dict[str, nn.Parameter]

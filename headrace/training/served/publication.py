@@ -10,10 +10,10 @@ Between the update and the next forward pass several threads hand over to each o
 while another thread runs Python. So the copy begins when that forward pass has begun, or after `GRACE_S` where the
 trainer waits for a batch.
 
-Each process writes its rows into one preallocated file of node 0, those of other nodes through a process there, and
-hashes a block that it holds whole from the piece that it has just written. Blocks of several processes are assigned
-round-robin over those of node 0 and read back from the file, which is in the page cache. So no process holds a whole
-tensor, and the added memory is one piece per process. The hash is that of `weights.state`, whatever the number of
+Each process writes its rows into one preallocated file of node 0, from other nodes through a process there. It hashes a
+block that it holds whole from the piece that it has just written. Blocks of several processes are assigned round-robin
+over the processes of node 0 and read back from the file, which is in the page cache. So no process holds a whole
+tensor, and the added memory is one piece per process. The hash is the one of `weights.state`, whatever the number of
 processes.
 """
 
