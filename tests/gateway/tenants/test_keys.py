@@ -32,9 +32,9 @@ async def test_the_broker_holds_neither_a_key_nor_a_secret(connect: Connect, ser
         assert text.encode() not in stored
     assert users not in stored and users.hex().encode() not in stored
     assert digest_of(key).encode() in stored
-    with pytest.raises(KeysRefused, match="sealed for other seeds"):
+    with pytest.raises(KeysRefused, match="not sealed for the seed"):
         await secret(await connect("gateway"), PURGE_SECRET)
-    with pytest.raises(KeysRefused, match="sealed for other seeds"):
+    with pytest.raises(KeysRefused, match="not sealed for the seed"):
         await secret(await connect("feedback"), USERS_SECRET)
 
 
