@@ -155,14 +155,14 @@ def _policy(config: Config) -> Iterator[Problem]:
 
 def _trainer(config: Config) -> Iterator[Problem]:
     section = config.trainer
-    mesh, copy = section.mesh, section.machine_ranks
-    if section.ranks % copy:
-        yield "trainer.node_ranks", f"expected a divisor of the mesh's {section.ranks} processes, got {copy}"
-    elif (copy < mesh.shard and mesh.shard % copy) or (copy > mesh.shard and copy % mesh.shard):
+    mesh, each = section.mesh, section.machine_ranks
+    if section.ranks % each:
+        yield "trainer.node_ranks", f"expected a divisor of the mesh's {section.ranks} processes, got {each}"
+    elif (each < mesh.shard and mesh.shard % each) or (each > mesh.shard and each % mesh.shard):
         yield (
             "trainer.node_ranks",
             f"expected a divisor or a multiple of trainer.mesh.shard ({mesh.shard}), so that whole nodes hold a copy "
-            f"or a node whole copies; got {copy}",
+            f"or a node whole copies; got {each}",
         )
     if section.nodes > 1 and not section.rendezvous:
         yield (

@@ -179,7 +179,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Factor by which each rollback multiplies the learning rate."""
     reward: Reference = "shaped"
     """A reward of the registry: shaped, an installed entry point of `headrace.rewards`, or module:attribute. The
-    options of shaped (penalties for effort, length, open to-dos and broken calls) are those of `rewards.Shaped`."""
+    options of shaped are penalties for effort, length, open to-dos and broken calls: `rewards.Shaped` names them."""
     options: Options = Options()
     """Tables advantage, loss and reward: the options that a plugin reads in a type of its own (docs/extending.md)."""
     constant_tokens: Count = 64
@@ -244,8 +244,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     threads: Threads = 1
     """Torch threads of each rank."""
     mesh: Mesh = Mesh()
-    """Processes that train together, [trainer.mesh]: the actor's own, others that it starts on its machine, and those
-    of other nodes. On CUDA each has one device, and `device` must not name one."""
+    """Processes that train together, [trainer.mesh]. The actor is one; it starts the others of its machine, and
+    `headrace trainer join` starts them on another node. On CUDA each has one device, and `device` must not name one."""
     node_ranks: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Processes of the mesh on each node; 0: all of them are on the actor's machine, which is node 0. `headrace trainer
     join` starts the processes of another node."""

@@ -135,7 +135,7 @@ def demand_images(suite: "Suite", id: str, host: "Host") -> None:
 
 
 def images_of(suite: "Suite", ids: "Sequence[str]") -> set[str]:
-    """The images of tasks, and those of the verifiers of them and of their steps."""
+    """The images of tasks, of their verifiers and of the verifiers of their steps."""
     images = {suite.task(id).image for id in ids}
     for oracle in map(suite.oracle, ids):
         verifiers = [oracle.verifier, *(step.verifier for step in (oracle.steps.tests if oracle.steps else ()))]

@@ -2,7 +2,7 @@
 
 The server ignores a misspelled request key without an error, so a reply without routed experts means that they were not
 requested or not recorded. Routes come as base64 of little-endian int32 [rows, all layers, top_k], 2,048 bytes per token
-for a large model. Log-probabilities are those of the whole distribution at the request's temperature (temperature 1 for
+for a large model. Log-probabilities come from the whole distribution at the request's temperature (temperature 1 for
 greedy draws). That is the sampled distribution as long as nothing truncates it, and `body` sets every parameter that
 could.
 """
