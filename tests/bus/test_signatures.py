@@ -1,6 +1,8 @@
 """Every type of stored record is refused when its writer did not sign it: generated from the table of subjects, against
 a real broker, with the admin's permissions."""
 
+import base64
+import hashlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,6 +170,23 @@ async def test_a_signature_of_another_time_is_refused() -> None:
             trust.check(where, "fence", headers, payload, stored)
     windows = [stream.duplicate_window_s for stream in s.STREAMS]
     assert min(windows) >= 2 * signatures.FRESH_S
+
+
+async def test_a_record_of_an_earlier_headrace_is_signed_over_its_sha256() -> None:
+    trust, where, payload = Trust(None), s.STEP.at(run="r"), b"x"
+    trust._keys = signatures.parse(f"trainer {STRANGER.public}\n")
+    moment_ms = int(time.time() * 1000)
+    lines = ["headrace record 1", where, "fence/1", "", "", "", "", str(moment_ms), hashlib.sha256(payload).hexdigest()]
+    signature = base64.b64encode(STRANGER.sign_bytes("\n".join(lines).encode())).decode()
+    headers = {"Hr-Type": "fence/1", signatures.HEADER: f"{STRANGER.public} {moment_ms} {signature}"}
+    trust.check(where, "fence", headers, payload, moment_ms / 1000)
+    with pytest.raises(Forged):
+        trust.check(where, "fence", headers, b"y", moment_ms / 1000)
+    now = signatures.signed(STRANGER, where, {"Hr-Type": "fence/1"}, payload)
+    for digest in ("", " sha1"):  # neither the other digest nor an unknown one fits the signature
+        other = {**now, signatures.HEADER: now[signatures.HEADER].removesuffix(f" {signatures.DIGEST}") + digest}
+        with pytest.raises(Forged):
+            trust.check(where, "fence", other, payload, moment_ms / 1000)
 
 
 async def test_a_forged_entry_or_deletion_of_a_bucket_changes_nothing(server: Server, connect: Connect) -> None:
