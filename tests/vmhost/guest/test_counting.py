@@ -8,8 +8,9 @@ import pytest
 from headrace.vmhost.guest.testing.pytests import Miscounted, counted
 
 COLLECTED: list[Any] = [["collected", "a.py::test_a"], ["collected", "a.py::test_b"]]
-RAN: list[Any] = [["started", 0], ["ended", 0], ["started", 1], ["ended", 1]]
-ROWS: list[Any] = [[0, "passed", "", ["x"]], [1, "failed", "why", []]]
+FIRST: list[Any] = [["started", 0], ["outcome", 0, "passed", ""], ["ended", 0, ["x"]]]
+SECOND: list[Any] = [["started", 1], ["outcome", 1, "failed", "why"], ["ended", 1, []]]
+RAN: list[Any] = [*FIRST, *SECOND]
 BOTH = [("a.py::test_a", "passed", "", ["x"]), ("a.py::test_b", "failed", "why", [])]
 
 
@@ -18,25 +19,35 @@ def sent(*lines: Any) -> bytes:
 
 
 def test_an_ordinary_run_is_read() -> None:
-    assert counted(sent(*COLLECTED, *RAN, ["finished", 1, ROWS]), 1) == BOTH
-    again = [["started", 0], ["ended", 0], *RAN]
-    assert counted(sent(*COLLECTED, *again, ["finished", 1, ROWS]), 1) == BOTH, "a test that is repeated"
-    broken = [["b.py", "error", "SyntaxError", []]]
+    assert counted(sent(*COLLECTED, *RAN, ["finished", 1, []]), 1) == BOTH
+    again = [["started", 0], ["outcome", 0, "passed", ""], ["ended", 0, []], *RAN]
+    assert counted(sent(*COLLECTED, *again, ["finished", 1, []]), 1) == BOTH, "a test that is repeated"
+    broken = [["b.py", "SyntaxError"]]
     assert counted(sent(["finished", 2, broken]), 2) == [("b.py", "error", "SyntaxError", [])]
-    stopped = [*COLLECTED, *RAN[:2], ["finished", 2, ROWS[:1]]]
+    stopped = [*COLLECTED, *FIRST, ["finished", 2, []]]
     assert counted(sent(*stopped), 2) == BOTH[:1], "a run that stops at the first failure"
+    silent = [*COLLECTED, *FIRST, ["started", 1], ["ended", 1, []], ["finished", 0, []]]
+    assert counted(sent(*silent), 0) == BOTH[:1], "a test without a report"
+    crashed = [*COLLECTED, *FIRST, ["outcome", 1, "failed", "why"], ["finished", 1, []]]
+    assert counted(sent(*crashed), 1) == BOTH, "a failure of a test whose worker crashed"
+    halfway = [*COLLECTED, *FIRST, ["started", 1], ["outcome", 1, "passed", ""], ["finished", 0, []]]
+    assert counted(sent(*halfway), 0) == BOTH[:1], "a test that did not end"
+
+
+def test_a_failure_that_was_told_is_not_taken_back() -> None:
+    later = [["started", 1], ["outcome", 1, "passed", ""], ["ended", 1, []]]
+    assert counted(sent(*COLLECTED, *RAN, *later, ["finished", 0, []]), 0) == BOTH
 
 
 @pytest.mark.parametrize(
     ("lines", "code", "why"),
     [
         ([], 0, "ended after 0 of 0 tests"),
-        ([*COLLECTED, *RAN[:3]], 0, "ended after 1 of 2 tests"),
-        ([["finished", 0, [["a.py::test_a", "passed", "", []]]]], 0, "a.py::test_a, which did not end"),
-        ([*COLLECTED, *RAN[:3], ["finished", 0, [[1, "passed", "", []]]]], 0, "a.py::test_b, which did not end"),
-        ([*COLLECTED, *RAN, ["finished", 0, ROWS]], 1, "reported exit code 0 and ended with 1"),
-        ([*COLLECTED, *RAN, ["finished", 0, ROWS], ["started", 0], ["finished", 0, ROWS]], 0, "out of turn|values"),
-        ([*COLLECTED, ["ended", 0], ["finished", 0, []]], 0, "ended 0 out of turn"),
+        ([*COLLECTED, *RAN[:4]], 0, "ended after 1 of 2 tests"),
+        ([*COLLECTED, ["outcome", 0, "passed", ""], ["finished", 0, []]], 0, "outcome 0 out of turn"),
+        ([*COLLECTED, *RAN, ["finished", 0, []]], 1, "reported exit code 0 and ended with 1"),
+        ([*COLLECTED, *RAN, ["finished", 0, []], ["started", 0], ["finished", 0, []]], 0, "out of turn|values"),
+        ([*COLLECTED, ["ended", 0, []], ["finished", 0, []]], 0, "ended 0 out of turn"),
         ([*COLLECTED, ["started", 0], ["started", 0], ["finished", 0, []]], 0, "started 0 out of turn"),
         ([*COLLECTED, ["started", 2], ["finished", 0, []]], 0, "started 2 out of turn"),
         ([*COLLECTED, ["passed", 0], ["finished", 0, []]], 0, "passed 0 out of turn"),

@@ -1,8 +1,9 @@
 """Test runs of real packages: pytest in a fork of the slot agent, which has it imported; and any command.
 
-The fork writes a line when tests are collected, when each starts and ends, and the report with its exit code at last.
-The agent, which no code under test can reach, counts: a report that disagrees with the lines or with the exit status is
-none. Code under test that writes a report of its own must write the lines too, before pytest writes any.
+The fork writes a line when tests are collected, when each starts, has an outcome and ends, and the exit code with the
+files that fail to import at last. The agent, which no code under test can reach, counts: a report that disagrees with
+the lines or with the exit status is none, and a failure that was told is not taken back. Code under test that writes a
+report of its own must write the lines too, before pytest writes any.
 
 The result of a command is the JUnit report that its arguments name (``--junitxml=PATH``), otherwise its exit code.
 """
@@ -24,6 +25,7 @@ from ..walks import OperationError
 from .observing import Observations
 
 Rows = list[tuple[str, str, str, list[str]]]
+_BAD = ("failed", "error")
 
 
 def available() -> bool:
@@ -52,14 +54,15 @@ def load() -> None:
 
 
 class Collector:
-    """A pytest plugin that collects one outcome per test: the worst of set-up, call and tear-down."""
+    """A pytest plugin that tells the outcomes of tests: of set-up or tear-down that failed, and of the call."""
 
     def __init__(self, tell: Callable[..., None]) -> None:
         """tell: sends a line to the agent."""
         self._tell = tell
         self.numbers: dict[str, int] = {}
         """Tests in the order in which they were collected, or begun where another process collects them."""
-        self.rows: dict[str, tuple[str, str]] = {}
+        self.broken: dict[str, str] = {}
+        """File that fails to import to its error."""
         self.observations = Observations()
         self.observed: dict[str, list[str]] = {}
 
@@ -74,7 +77,7 @@ class Collector:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Part of pytest's plugin protocol."""
-        self._tell("ended", self._number(nodeid))
+        self._tell("ended", self._number(nodeid), self.observed.pop(nodeid, []))
 
     def _number(self, nodeid: str) -> int:
         if nodeid not in self.numbers:
@@ -88,19 +91,18 @@ class Collector:
         if report.failed:
             outcome = "failed" if report.when == "call" else "error"
         elif report.skipped and hasattr(report, "wasxfail"):  # an expected failure, also in set-up, is a pass
-            self.rows.setdefault(report.nodeid, ("passed", ""))
-            return
-        else:
+            outcome = "passed"
+        elif report.skipped or report.when == "call":
             outcome = "skipped" if report.skipped else "passed"
-        if self.rows.get(report.nodeid, ("",))[0] in ("failed", "error"):
+        else:
             return
-        if report.when == "call" or outcome != "passed":
-            self.rows[report.nodeid] = (outcome, _line(report) if outcome in ("failed", "error") else "")
+        # At once: what is kept here, code under test can change.
+        self._tell("outcome", self._number(report.nodeid), outcome, _line(report) if report.failed else "")
 
     def pytest_collectreport(self, report: Any) -> None:
         """Part of pytest's plugin protocol: a file that fails to import is an error of that file."""
         if report.failed:
-            self.rows[report.nodeid] = ("error", _line(report))
+            self.broken[report.nodeid] = _line(report)
 
 
 def _line(report: Any) -> str:
@@ -158,11 +160,7 @@ def _run(root: str, paths: list[str], report: int) -> None:
     vars(builtins)["__observe__"] = collector.observations.observe
     arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", *paths]
     code = int(pytest.main(arguments, plugins=[collector]))
-    rows = [
-        (collector.numbers.get(name, name), outcome, message, collector.observed.get(name, ()))
-        for name, (outcome, message) in collector.rows.items()
-    ]
-    tell("finished", code, rows)
+    tell("finished", code, list(collector.broken.items()))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -179,28 +177,34 @@ def counted(lines: bytes, code: int) -> Rows:
     report = events.pop() if events and events[-1][0] == "finished" else None
     names: list[str] = []
     running: set[int] = set()
-    ended: set[int] = set()
-    for event, of in events:
+    outcomes: dict[int, tuple[str, str]] = {}
+    ended: dict[int, list[str]] = {}
+    for event, of, *told in events:
         if event == "collected":
             names.append(str(of))
         elif event == "started" and 0 <= of < len(names) and of not in running:
             running.add(of)
+        elif event == "outcome" and (of in running or (0 <= of < len(names) and told[0] in _BAD)):
+            outcome, message = told
+            if outcomes.get(of, ("",))[0] not in _BAD:
+                outcomes[of] = outcome, message
         elif event == "ended" and of in running:
             running.remove(of)
-            ended.add(of)
+            ended.setdefault(of, []).extend(*told)
         else:
             raise Miscounted(f"the test process wrote {event} {of} out of turn"[:500])
     if report is None:
         raise Miscounted(f"the test process ended after {len(ended)} of {len(names)} tests, without a report")
-    _, told, reported = report
-    if told != code:
-        raise Miscounted(f"the test process reported exit code {told} and ended with {code}"[:500])
-    tests = rows([(names[row[0]] if isinstance(row[0], int) else row[0], *row[1:]) for row in reported])
-    whole = {names[of] for of in ended - running}
-    unended = [name for name, outcome, *_ in tests if outcome != "error" and name not in whole]
-    if unended:
-        raise Miscounted(f"the report has {unended[0]}, which did not end"[:500])
-    return tests
+    _, exit_code, broken = report
+    if exit_code != code:
+        raise Miscounted(f"the test process reported exit code {exit_code} and ended with {code}"[:500])
+    whole = ended.keys() - running
+    tests = [
+        (names[of], *outcome, ended.get(of, []))
+        for of, outcome in outcomes.items()
+        if of in whole or outcome[0] in _BAD
+    ]
+    return rows(tests + [(name, "error", message, []) for name, message in broken])
 
 
 def rows(report: Any) -> Rows:
@@ -213,7 +217,7 @@ def rows(report: Any) -> Rows:
 
 def verdict(rows: Rows) -> dict[str, Any]:
     """The common head of a test answer: ok only if at least one test ran and none failed."""
-    bad = sum(outcome in ("failed", "error") for _, outcome, *_ in rows)
+    bad = sum(outcome in _BAD for _, outcome, *_ in rows)
     error = f"{bad} of {len(rows)} tests failed" if bad else "" if rows else "no tests ran"
     return {"ok": not error, "error": error, "code": 1 if error else 0, "tests": rows}
 
