@@ -242,7 +242,7 @@ async def containers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{sys.base_prefix}/bin:{os.environ['PATH']}")
         built = Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so")
-        needed = programs("python3", "bash", "cat", "cp", "mkdir", "rm", "true", modules=built)
+        needed = programs("python3", "bash", "cat", "chmod", "cp", "mkdir", "rm", "true", modules=built)
     members = [
         *needed,
         *installed(),

@@ -49,8 +49,9 @@ def asks(role: str) -> list[Sent]:
     """Requests of a role that somebody answers: a record, every kind of read, every call."""
     allowed = [concrete(name) for name in permissions.of(role).publish]
     records = [Sent(name) for name in allowed if s.stream_of(name) is not None or name.startswith("$KV.")]
-    reads = [Sent(name, payload=b'{"seq":1}') for name in allowed if ".GET." in name]
-    reads += [Sent(name) for name in allowed if ".INFO" in name or ".PURGE." in name]
+    # A purge below sequence 1 is answered and removes nothing.
+    reads = [Sent(name, payload=b'{"seq":1}') for name in allowed if ".GET." in name or ".PURGE." in name]
+    reads += [Sent(name) for name in allowed if ".INFO" in name]
     calls = [Sent(name) for name in allowed if name.startswith("hr.rpc.")]
     return [*records, *reads, *calls]
 
