@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.conditions import Figures
+from benchmarks.feedback.probability import told
 from headrace.config import Weights, load
 from headrace.launch import runs
 from headrace.launch.session import bus_of, looped
@@ -18,6 +19,8 @@ from headrace.messages.weights import WeightHead
 from headrace.weights import chain
 from headrace.weights.codecs import ulp_delta
 from headrace.weights.codecs.codec import CODECS
+from headrace.weights.full.location import Location
+from headrace.weights.full.snapshots import FullSnapshots
 from headrace.weights.signing import Trust
 from headrace.weights.snapshot import Snapshot
 
@@ -36,7 +39,8 @@ def measure(run: str, codec: Measure, repeats: int) -> Figures:
             trust = Trust.load(bus.credentials, section.publishers, unsigned=section.unsigned)
             heads = [head async for _, head in chain.heads(bus, folder.id)]
             with tempfile.TemporaryDirectory(prefix="headrace-delta-") as text:
-                figures.update(await of_versions(bus, heads, trust, Path(text), codec, repeats))
+                fetch = FullSnapshots(Location.of_run(section, folder.path), None, told).fetch
+                figures.update(await of_versions(bus, heads, trust, fetch, Path(text), codec, repeats))
         return 0
 
     looped(body())
@@ -47,6 +51,7 @@ async def of_versions(
     bus: chain.StreamSource,
     heads: list[WeightHead],
     trust: Trust,
+    fetch: chain.Fetch,
     folder: Path,
     codec: Measure,
     repeats: int,
@@ -62,7 +67,7 @@ async def of_versions(
         def find(version: int, state_hash: str, known: tuple[int, str, Path] | None = older) -> Path | None:
             return known[2] if known is not None and known[:2] == (version, state_hash) else None
 
-        await chain.obtain(bus, head, path, find, trust=trust)
+        await chain.obtain(bus, head, path, find, trust=trust, fetch=fetch)
         if older is not None:
             share, single = changed(Snapshot(older[2]), Snapshot(path))
             if share == 0.0:

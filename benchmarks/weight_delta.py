@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks import recorded_deltas
-from benchmarks.conditions import Figures, at_least, finish
+from benchmarks.conditions import Figures, arguments, at_least, finish
 from benchmarks.weight_peers import Peer, peers
 from benchmarks.weight_steps import SIZES, Trained, Weights, density, mxfp8, rate_for
 from headrace.messages.weights import WeightManifest
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--rates", default="1e-7,3e-7,1e-6,3e-6,1e-5")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--run", help="a recorded run, such as latest: measure its published versions instead")
-    args = parser.parse_args()
+    args = arguments(parser, size="1m", pretrain=1, steps=1, rates="1e-6", repeats=1)
     torch.set_num_threads(1)
     if args.run:
         finish({"run": args.run} | recorded_deltas.measure(args.run, ours, args.repeats), {}, "numpy", "zstandard")
