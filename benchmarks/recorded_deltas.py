@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.conditions import Figures
-from benchmarks.feedback.probability import told
+from headrace.cli.weights import snapshots_of
 from headrace.config import Weights, load
 from headrace.launch import runs
 from headrace.launch.session import bus_of, looped
@@ -19,8 +19,6 @@ from headrace.messages.weights import WeightHead
 from headrace.weights import chain
 from headrace.weights.codecs import ulp_delta
 from headrace.weights.codecs.codec import CODECS
-from headrace.weights.full.location import Location
-from headrace.weights.full.snapshots import FullSnapshots
 from headrace.weights.signing import Trust
 from headrace.weights.snapshot import Snapshot
 
@@ -39,8 +37,8 @@ def measure(run: str, codec: Measure, repeats: int) -> Figures:
             trust = Trust.load(bus.credentials, section.publishers, unsigned=section.unsigned)
             heads = [head async for _, head in chain.heads(bus, folder.id)]
             with tempfile.TemporaryDirectory(prefix="headrace-delta-") as text:
-                fetch = FullSnapshots(Location.of_run(section, folder.path), None, told).fetch
-                figures.update(await of_versions(bus, heads, trust, fetch, Path(text), codec, repeats))
+                fetch = snapshots_of(folder, section).fetch
+                figures.update(await of_versions(bus, heads, trust, Path(text), codec, repeats, fetch))
         return 0
 
     looped(body())
@@ -51,12 +49,13 @@ async def of_versions(
     bus: chain.StreamSource,
     heads: list[WeightHead],
     trust: Trust,
-    fetch: chain.Fetch,
     folder: Path,
     codec: Measure,
     repeats: int,
+    fetch: chain.Fetch | None = None,
 ) -> Figures:
-    """`measure` over an open stream. heads: of the versions, oldest first; folder: holds two versions at a time."""
+    """`measure` over an open stream. heads: of the versions, oldest first; folder: holds two versions at a time.
+    fetch: of full snapshots; None where the stream holds them."""
     figures: Figures = {}
     rows: list[Figures] = []
     unchanged = 0

@@ -86,18 +86,22 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         last[:] = zip(prompts[-len(completion_ids) :], completion_ids, strict=True)
         return rewards
 
-    class Stamps(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.began = now()
-            spent.update(wall=0.0, cpu=0.0, tokens=0)
+    began = now()
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            wall, cpu = now()
-            step = {"wall_s": wall - self.began[0], "cpu_s": cpu - self.began[1], "generation_s": spent["wall"]}
-            step |= {"generation_cpu_s": spent["cpu"], "tokens": spent["tokens"], "reward": spent["reward"]}
-            steps.append(step)
-            print(json.dumps(steps[-1]), file=sys.stderr, flush=True)
+    def begin(*_: Any, **__: Any) -> None:
+        nonlocal began
+        began = now()
+        spent.update(wall=0.0, cpu=0.0, tokens=0)
 
+    def end(*_: Any, **__: Any) -> None:
+        wall, cpu = now()
+        step = {"wall_s": wall - began[0], "cpu_s": cpu - began[1], "generation_s": spent["wall"]}
+        step |= {"generation_cpu_s": spent["cpu"], "tokens": spent["tokens"], "reward": spent["reward"]}
+        steps.append(step)
+        print(json.dumps(step), file=sys.stderr, flush=True)
+
+    stamps = transformers.TrainerCallback()
+    stamps.on_step_begin, stamps.on_step_end = begin, end
     config = trl.GRPOConfig(
         output_dir=job["folder"], use_cpu=True, bf16=job["dtype"] == "bfloat16", seed=1, report_to="none",
         save_strategy="no", shuffle_dataset=False, max_steps=job["steps"], per_device_train_batch_size=size,
@@ -106,7 +110,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         loss_type="dr_grpo", scale_rewards="none", gradient_checkpointing=False, disable_tqdm=True,
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
-        model=model, args=config, reward_funcs=reward, processing_class=tokenizer, callbacks=[Stamps()],
+        model=model, args=config, reward_funcs=reward, processing_class=tokenizer, callbacks=[stamps],
         train_dataset=datasets.Dataset.from_list([{"prompt": tokenizer.decode(ids)} for ids in job["prompts"]]),
     )  # fmt: skip
     generate = model.generate

@@ -31,7 +31,7 @@ NEEDS = {
     "regions": "network namespaces",
     "vm_clone": "microVMs",
 }
-"""What a machine may lack; then the benchmark says so and exits with code 2."""
+"""Parts that a machine may lack; the benchmark then names the reason and exits with code 2."""
 UNTYPED = {"ahead_of_time"}
 """They call Triton, which has no types."""
 
