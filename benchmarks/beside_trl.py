@@ -225,7 +225,7 @@ async def recorded(run: Path, processors: Processors) -> Side:
     steps, prompts, before = [], [], processors.samples[0][0]
     for at, step in done:
         group_turns = [[made.turns[0] for made in attempts[group]] for group in step.groups]
-        prompts += [turns[0].prompt_ids.tolist() for turns in group_turns]
+        prompts += [[int(id) for id in turns[0].prompt_ids.tolist()] for turns in group_turns]
         turns = [turn for group in group_turns for turn in group]
         spent, tokens = processors.between(before, at), sum(len(turn.ids.tolist()) for turn in turns)
         steps.append(

@@ -228,8 +228,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--runs", default="runs", help="folder of the runs that --at-once makes")
     parser.add_argument("--at-once", action="store_true", help="all runs beside each other, each with its evaluations")
-    small = {"seeds": "1", "tasks": 2, "config": "deploy/demo.toml", "at_once": True, "runs": scratch()}
-    args = arguments(parser, **small, set=tiny_run.settings(curriculum__steps=1))
+    tiny = tiny_run.settings(curriculum__steps=1)
+    args = arguments(parser, seeds="1", tasks=2, config="deploy/demo.toml", at_once=True, runs=scratch(), set=tiny)
     partial = (Path(args.runs) if args.smoke else RESULTS) / "proof_pretrained.partial.json"
     passes = (at_once if args.at_once else measure)(args, partial)
     figures = summary(passes, args.seeds.split(","), args.tasks)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from headrace.weights.codecs import streams, ulp_delta
+from headrace.weights.codecs import loops, streams, ulp_delta
 from headrace.weights.state import WeightError
 from tests.support.weights import DENSITIES, stepped, weights
 
@@ -56,7 +56,7 @@ def test_positions_survive_their_gaps(positions: list[int]) -> None:
 def test_random_positions_survive_their_gaps(density: float) -> None:
     at = np.flatnonzero(np.random.default_rng(3).random(200_000) < density)
     gaps = ulp_delta.gaps_of(at)
-    assert gaps.size <= at.size + 200_000 // ulp_delta.ESCAPE + 1
+    assert gaps.size <= at.size + 200_000 // loops.ESCAPE + 1
     assert np.array_equal(ulp_delta.positions_of(gaps), at)
 
 
