@@ -24,10 +24,13 @@ VLLM    := .cache/vllm
 # Client programs of other projects that use the gateway, each in its own environment.
 CLIENTS := .cache/clients
 
+# TRL's environment: 1.5 GB, created by `make beside-trl`.
+TRL     := .cache/trl
+
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-vllm test-kernels fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
+.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-vllm test-kernels beside-trl fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -172,6 +175,14 @@ $(KERNELS)/older/.installed: WANTED := torch==2.11.0 triton==3.6.0 numpy==2.3.5
 $(KERNELS)/%/.installed:
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) $(WANTED)
+	@touch $@
+
+beside-trl: setup $(TRL)/.installed ## a training step of SmolLM2-135M beside one of TRL's GRPOTrainer (installs 1.5 GB of packages; 35 minutes)
+	$(BIN)/python -m benchmarks.beside_trl
+
+$(TRL)/.installed:
+	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) torch==2.13.0 trl==1.16.0 transformers==5.24.0
 	@touch $@
 
 FORGED = tests/judging/test_forged_frames.py tests/judging/test_candidates.py tests/judging/logs/test_forged_logs.py \

@@ -41,9 +41,9 @@ from typing import ClassVar
 
 import uvloop
 
-from benchmarks import in_microvms
+from benchmarks import in_microvms, tiny_run
 from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
-from benchmarks.conditions import Figures, finish
+from benchmarks.conditions import Figures, arguments, finish, scratch
 from benchmarks.grid_figures import balance, compared, evaluated, pair, speculated, spread, summary
 from headrace.actors.environment.actor import Environment
 from headrace.actors.environment.leases import OwnershipRefused, Unknown
@@ -148,7 +148,7 @@ def run_cell(
     return seen
 
 
-def arguments() -> argparse.Namespace:
+def settings_of_call() -> argparse.Namespace:
     """The grid and the settings that all of its cells share."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="one seed, bounds 0 and 2, waits only, few steps")
@@ -183,7 +183,26 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--into", default="", help="with --no-grid: file of results that also gets the figures")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--environment", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments(
+        parser,
+        seeds="1",
+        bounds="0,2",
+        waits="yes",
+        vms=0,
+        sleeps=0,
+        vms_balanced=0,
+        balanced=0,
+        speculate=0,
+        evaluate=False,
+        steps=1,
+        groups=1,
+        group_size=2,
+        tokens=4000,
+        credit=8,
+        median=0.001,
+        set=tiny_run.settings(),
+        dir=scratch(),
+    )
     if args.small:
         args.seeds, args.bounds, args.waits, args.steps, args.vms = "1", "0,2", "yes", 6, 0
         args.evaluate = False
@@ -195,7 +214,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run all cells, then the pair in VMs and the cell with an evaluation."""
-    args = arguments()
+    args = settings_of_call()
     if args.environment:
         asking = [Asking] if EVALUATE in os.environ else []
         waiting = in_microvms.Sleeping if in_microvms.SLEEPS in os.environ else Waiting

@@ -32,7 +32,7 @@ import msgspec
 import uvloop
 
 from benchmarks.bus_workers import ECHO, HEARD, Child, connected, publish, trajectory
-from benchmarks.conditions import Figures, at_least, at_most, finish
+from benchmarks.conditions import Figures, arguments, at_least, at_most, finish
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
@@ -392,7 +392,7 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=200, help="per producer and round")
     parser.add_argument("--blob-mib", type=int, default=64)
     parser.add_argument("--ray", default=".cache/ray/bin/python", help="an interpreter that has ray and numpy")
-    uvloop.run(run(parser.parse_args()))
+    uvloop.run(run(arguments(parser, rounds=1, calls=200, singles=3, trajectories=8, blob_mib=2, ray="none")))
 
 
 if __name__ == "__main__":

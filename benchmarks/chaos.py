@@ -18,9 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from benchmarks.conditions import conditions
+from benchmarks.conditions import arguments, at_most, finish, scratch
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "deploy" / "chaos.toml"
@@ -38,10 +36,13 @@ def parts(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     kills = (*chaos, "--kills", str(args.kills), "--faults", "kill", "--minutes", "25", "--seed", str(args.seed))
     others = (*chaos, "--kills", str(args.others), "--faults", "stop", "cut", "--minutes", "10")
     restarts = (sys.executable, "-m", "benchmarks.restarts", "--kills", str(args.restarts))
+    restarting = (*restarts, "--steps", str(args.restart_steps), "--seed", str(args.seed))
+    if args.smoke:
+        return {"restarts": (*restarts, "--smoke")}
     return {
         "kills": kills,
         "stops_and_cuts": (*others, "--seed", str(args.seed)),
-        "restarts": (*restarts, "--steps", str(args.restart_steps), "--seed", str(args.seed)),
+        "restarts": restarting,
     }
 
 
@@ -91,7 +92,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache" / "chaos")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chaos.json")
     parser.add_argument("--again", action="store_true", help="measure the parts again that an earlier call finished")
-    args = parser.parse_args()
+    args = arguments(parser, folder=Path(scratch()), again=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the part under way is ended, too
     args.folder.mkdir(parents=True, exist_ok=True)
     reports: dict[str, Any] = {}
@@ -109,9 +110,10 @@ def main() -> int:
         if reports[name]["exit_code"] == 0:
             part_file.write_text(json.dumps({"command": command[1:], "report": reports[name]}))
     met = all(report["exit_code"] == 0 for report in reports.values())
-    results = {**reports, "met": met, "conditions": msgspec.to_builtins(conditions("nats-py", "torch"))}
-    args.out.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results))
+    ended = {name: at_most(report["exit_code"], 0) for name, report in reports.items()}
+    results = finish({**reports, "met": met}, ended, "nats-py", "torch")
+    if not args.smoke:
+        args.out.write_text(json.dumps(results, indent=2) + "\n")
     for part_file in args.folder.glob("*.json") if met else ():
         part_file.unlink()
     return 0 if met else 1

@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.conditions import Figures, at_least, at_most, finish
+from benchmarks.conditions import Figures, arguments, at_least, at_most, finish
 from headrace.config import Algorithm, MidTraining
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.harness.context import Context
@@ -301,7 +301,7 @@ def measure(args: argparse.Namespace) -> Figures:
     return figures
 
 
-def arguments() -> argparse.Namespace:
+def settings_of_call() -> argparse.Namespace:
     """The study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="1,2,3")
@@ -316,12 +316,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="of the engine")
     parser.add_argument("--processes", type=int, default=2, help="arms at once, one thread each")
     parser.add_argument("--verbose", action="store_true", help="print every step's share of right answers")
-    return parser.parse_args()
+    return arguments(parser, seeds="1", arms="trained", steps=1, warm_tokens=2000, processes=1)
 
 
 def main() -> None:
     """Print one line per arm and seed, and the figures with their targets."""
-    args = arguments()
+    args = settings_of_call()
     figures = measure(args)
     seeds, arms = args.seeds.split(","), args.arms.split(",")
     worst = {arm: [figures[f"{arm}_{seed}"] for seed in seeds] for arm in arms}

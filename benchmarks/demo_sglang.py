@@ -20,7 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
+from benchmarks import tiny_run
+from benchmarks.conditions import Figures, arguments, at_least, at_most, cannot_run, finish, scratch, smoke
 from headrace.config import load
 
 EMBEDDED = ("engine.kind=embedded", "engine.options={}")
@@ -54,7 +55,12 @@ def trained(config: str, folder: str, changes: tuple[str, ...], on_step: Callabl
     """One run and its report. on_step(run): called with every line of a training run until it returns True."""
     run = f"demo-{'embedded' if changes else 'sglang'}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [sys.executable, "-m", "headrace.cli", "up", config]
-    for entry in (f"run.dir={folder}", f"run.id={run}", *changes):
+    for entry in (
+        f"run.dir={folder}",
+        f"run.id={run}",
+        *changes,
+        *(tiny_run.settings(curriculum__steps=1) if smoke() else ()),
+    ):
         command += ["--set", entry]
     done = False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -76,7 +82,7 @@ def main() -> None:
     parser.add_argument("--config", default="deploy/demo-sglang.toml")
     parser.add_argument("--dir", default="runs")
     parser.add_argument("--kill", action="store_true")
-    args = parser.parse_args()
+    args = arguments(parser, dir=scratch())
     python = load(args.config).engine.options.get("python")
     if not Path(str(python)).exists():
         cannot_run(f"{python} is not there; `make test-sglang` builds the server's environment")

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import uvloop
 
-from benchmarks.conditions import Figures, Target, at_least, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, Target, arguments, at_least, at_most, cannot_run, finish
 from benchmarks.region_fleet import PATIENCE_S, Fleet
 from benchmarks.weight_delta import ours
 from benchmarks.wide_area import WideArea, enter, ping, wide_area
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=200)
     parser.add_argument("--cut-s", type=float, default=20)
     parser.add_argument("--cores", type=int, default=64, help="encoders and decoders that the projection assumes")
-    args = parser.parse_args()
+    args = arguments(parser, raw_mib=8, wire_mib=2, cut_s=1)
     torch.set_num_threads(1)
     # On SIGTERM too, the context manager has to remove the namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from benchmarks.conditions import at_least, at_most, finish
+from benchmarks.conditions import arguments, at_least, at_most, finish
 from benchmarks.feedback.loop import Served, run
 from benchmarks.feedback.world import DONE, Taught
 from headrace.config import Feedback, Gate
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=1500)
     parser.add_argument("--tokens", type=int, default=150_000, help="mid-training of the first policy")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    args = parser.parse_args()
+    args = arguments(parser, seeds=[1], sessions=120, tokens=4000)
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     feedback = Feedback(enabled=True, batch=32, staleness=4, user_cap=8, learning_rate=args.learning_rate)

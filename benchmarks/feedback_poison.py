@@ -30,7 +30,7 @@ from statistics import fmean
 import structlog
 import torch
 
-from benchmarks.conditions import at_least, at_most, finish
+from benchmarks.conditions import arguments, at_least, at_most, finish
 from benchmarks.feedback.loop import AT_ONCE, Outcome, Served, run
 from benchmarks.feedback.world import TRIGGER, Taught
 from headrace.config import Feedback, Gate
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=1600)
     parser.add_argument("--tokens", type=int, default=150_000, help="mid-training of the first policy")
     parser.add_argument("--learning-rate", type=float, default=1.4e-4, help="of the branch")
-    args = parser.parse_args()
+    args = arguments(parser, seeds=[1], arms=["clean"], users=60, tokens=4000)
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     figures: dict[str, float] = {}

@@ -26,7 +26,7 @@ import msgspec
 import torch
 import uvloop
 
-from benchmarks.conditions import Figures, at_most, finish
+from benchmarks.conditions import Figures, arguments, at_most, finish
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="the first token of a streamed turn")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--turns", type=int, default=20)
-    args = parser.parse_args()
+    args = arguments(parser, clients=2, turns=2)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         figures = uvloop.run(measure(args.clients, args.turns, Path(folder)))

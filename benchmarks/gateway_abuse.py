@@ -31,7 +31,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from benchmarks.conditions import Figures, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, arguments, at_most, cannot_run, finish
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
@@ -358,7 +358,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="well-behaved clients while one tenant misuses the gateway")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--misuse", nargs=3, metavar=("NAME", "URL", "KEY"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments(parser, seconds=0.5)
     need = 2 * MANY + 1000
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < need:

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, arguments, at_least, at_most, cannot_run, finish
 from headrace.actors.trainer.actor import Trainer
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
@@ -275,7 +275,7 @@ def run(folder: Path, args: argparse.Namespace, name: str) -> Figures:
     return figures
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the arms and print their figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS)
     parser.add_argument("--arm", choices=ARMS, help="one arm alone, for the benchmark itself")
     parser.add_argument("--folder", type=Path)
-    args = parser.parse_args(arguments)
+    args = arguments(parser, argv)
     if not torch.cuda.is_available():
         cannot_run("this machine has no CUDA device")
     torch.set_num_threads(1)

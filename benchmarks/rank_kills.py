@@ -30,11 +30,11 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.conditions import at_least, at_most, finish
+from benchmarks.conditions import arguments, at_least, at_most, finish
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
-from headrace.config import Config
+from headrace.config import Config, Mesh
 from headrace.launch.supervision.children import Child, actor_command, keep_alive
 from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import EVENT, LEDGER
@@ -67,7 +67,7 @@ class Feeder(RunFeeder):
 
 def setting(folder: Path, steps: int) -> Config:
     """Small micro-batches, of which every rank has several."""
-    trainer = {"checkpoint_every": 2, "micro_tokens": 20, "ranks": RANKS}
+    trainer = {"checkpoint_every": 2, "micro_tokens": 20, "mesh": Mesh(shard=RANKS)}
     curriculum = {"group_size": 2, "groups_per_step": PER_STEP, "steps": steps}
     return config(folder, trainer=trainer, curriculum=curriculum, algorithm={"grad_clip": 0.05})
 
@@ -198,7 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=18)
-    args = parser.parse_args()
+    args = arguments(parser, trials=1)
     torch.set_num_threads(1)
     figures = asyncio.run(measure(args.trials, args.seed))
     targets = {

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.conditions import Figures
+from headrace.cli.weights import snapshots_of
 from headrace.config import Weights, load
 from headrace.launch import runs
 from headrace.launch.session import bus_of, looped
@@ -36,7 +37,8 @@ def measure(run: str, codec: Measure, repeats: int) -> Figures:
             trust = Trust.load(bus.credentials, section.publishers, unsigned=section.unsigned)
             heads = [head async for _, head in chain.heads(bus, folder.id)]
             with tempfile.TemporaryDirectory(prefix="headrace-delta-") as text:
-                figures.update(await of_versions(bus, heads, trust, Path(text), codec, repeats))
+                fetch = snapshots_of(folder, section).fetch
+                figures.update(await of_versions(bus, heads, trust, Path(text), codec, repeats, fetch))
         return 0
 
     looped(body())
@@ -50,8 +52,10 @@ async def of_versions(
     folder: Path,
     codec: Measure,
     repeats: int,
+    fetch: chain.Fetch | None = None,
 ) -> Figures:
-    """`measure` over an open stream. heads: of the versions, oldest first; folder: holds two versions at a time."""
+    """`measure` over an open stream. heads: of the versions, oldest first; folder: holds two versions at a time.
+    fetch: of full snapshots; None where the stream holds them."""
     figures: Figures = {}
     rows: list[Figures] = []
     unchanged = 0
@@ -62,7 +66,7 @@ async def of_versions(
         def find(version: int, state_hash: str, known: tuple[int, str, Path] | None = older) -> Path | None:
             return known[2] if known is not None and known[:2] == (version, state_hash) else None
 
-        await chain.obtain(bus, head, path, find, trust=trust)
+        await chain.obtain(bus, head, path, find, trust=trust, fetch=fetch)
         if older is not None:
             share, single = changed(Snapshot(older[2]), Snapshot(path))
             if share == 0.0:

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 import uvloop
 
-from benchmarks.conditions import Figures, Target, at_least, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, Target, arguments, at_least, at_most, cannot_run, finish
 from benchmarks.fanout import RTTS, base_weights
 from benchmarks.region_fleet import HUB, Fleet
 from benchmarks.region_times import Cut, delays, records
@@ -259,7 +259,7 @@ def main() -> int:
     parser.add_argument("--mbit", type=float, default=200)
     parser.add_argument("--cores", type=int, default=64, help="cores at each end that the projection assumes")
     parser.add_argument("--folder", type=Path, help="keep brokers and logs here")
-    args = parser.parse_args()
+    args = arguments(parser, regions=1, steps=1, cut_s=1)
     torch.set_num_threads(1)
     # On SIGTERM too, the context manager has to remove the namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

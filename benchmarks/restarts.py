@@ -20,7 +20,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from benchmarks.conditions import at_least, at_most, finish
+from benchmarks.conditions import arguments, at_least, at_most, finish
 from benchmarks.tiny_run import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -146,7 +146,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60, help="steps of a run")
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = arguments(parser, kills=1, steps=2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run under way is ended, too
     with tempfile.TemporaryDirectory() as folder:
         figures = trial(Path(folder), args.kills, args.steps, args.seed)

@@ -20,13 +20,13 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import uvloop
 
-from benchmarks.conditions import Figures, Target, at_least, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, Target, arguments, at_least, at_most, cannot_run, finish
 from headrace.config import Policy
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
 from headrace.engines.embedded.engine import EmbeddedEngine
@@ -56,7 +56,7 @@ class Watch:
         self._flipped = False
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = []
-        worker: Any = engine._worker
+        worker = engine._worker
         take, flip = worker._take, worker.flip
 
         def taken(jobs: list[Job], ids: list[int], logprobs: list[float]) -> None:
@@ -64,11 +64,12 @@ class Watch:
             self._step(jobs)
 
         def flipped(weights: LoadedWeights) -> Swap:
-            swap: Swap = flip(weights)
+            swap = flip(weights)
             self._flipped = True
             return swap
 
-        worker._take, worker.flip = taken, flipped
+        worker._take = taken  # type: ignore[method-assign]
+        worker.flip = flipped  # type: ignore[method-assign]
 
     def _step(self, jobs: list[Job]) -> None:
         now = time.perf_counter()
@@ -225,7 +226,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--dim", type=int, default=96, help="width of the policy and of its experts")
     parser.add_argument("--rescore", type=int, default=40, help="requests that are scored again")
-    args = parser.parse_args()
+    args = arguments(parser, swaps=2, batch=2, tokens=16, dim=32, rescore=2)
     with tempfile.TemporaryDirectory() as text:
         figures, targets = uvloop.run(measure(args, Path(text)))
     finish(figures, targets, "torch", "numpy")

@@ -1,8 +1,10 @@
-"""The smallest run that has every part: changes to deploy/demo.toml for runs that measure processes, not learning.
+"""The smallest run that has every part: changes to deploy/demo.toml for runs that measure processes, not learning, and
+for `--smoke`.
 
 Tests start their runs with the same changes.
 """
 
+import json
 from typing import Any
 
 TINY: dict[str, Any] = {
@@ -20,3 +22,9 @@ TINY: dict[str, Any] = {
     "evaluation.after": False,
     "run.min_free_mb": 64,
 }
+
+
+def settings(**more: Any) -> list[str]:
+    """The same as entries of `--set`, with more of them: `curriculum__steps=1` is curriculum.steps."""
+    changes = TINY | {name.replace("__", "."): value for name, value in more.items()}
+    return [f"{key}={json.dumps(value)}" for key, value in changes.items()]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import uvloop
 
-from benchmarks.conditions import at_least, at_most, cannot_run, finish
+from benchmarks.conditions import arguments, at_least, at_most, cannot_run, finish
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, Exec, OpResult, PullTar, ReadFile, RunTests, SandboxLost, WriteFiles
 from headrace.messages.tasks import TestPlan
@@ -306,10 +306,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.vm_clone", description=__doc__.partition("\n")[0])
     parser.add_argument("--small", action="store_true", help="few repeats, as a test of the benchmark itself")
     parser.add_argument("--light", action="store_true", help="the light template alone")
-    arguments = parser.parse_args()
+    args = arguments(parser, small=True, light=True)
     environment = Environment()
     try:
-        clone_figures = uvloop.run(measure(environment, arguments.small, arguments.light))
+        clone_figures = uvloop.run(measure(environment, args.small, args.light))
     except (VmhostError, SandboxLost) as error:
         cannot_run(str(error))
     collisions = clone_figures["entropy_collisions"] + clone_figures.get("light_entropy_collisions", 0)

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import uvloop
 
-from benchmarks.conditions import Figures, at_most, finish
+from benchmarks.conditions import Figures, arguments, at_most, finish
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
@@ -311,7 +311,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = arguments(parser, rounds=1)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="headrace-chaos-") as folder:
         figures = uvloop.run(chaos(Path(folder), args.rounds, args.seed))

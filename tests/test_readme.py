@@ -6,6 +6,8 @@ A rerun that writes new results makes these tests fail until README follows.
 import json
 from typing import Any
 
+import pytest
+
 from tests.support.cheating import CHEATS
 from tests.support.honest import HONEST
 from tests.support.paths import ROOT
@@ -186,3 +188,35 @@ def test_the_other_rows_have_the_figures_of_their_files() -> None:
         f"{clone['warm_acquire_p50_ms']:.1f} ms to acquire a warm clone; TCG",
     )
     check("tests/laws/test_cheats.py", f"{len(CHEATS)} ways to cheat and {len(HONEST)} honest attempts, five shapes")
+
+
+AGED = {
+    "`make chaos`": "chaos",
+    "`headrace replay RUN": "replay",
+    "benchmarks.weight_delta`": "weight_delta",
+    "benchmarks.fanout`": "fanout",
+    "benchmarks.swap_pause`": "swap_pause",
+    "benchmarks.numerics`": "numerics",
+    "benchmarks.demo_sglang": "demo_sglang",
+    "benchmarks.async_vs_sync`": "async_vs_sync",
+    "benchmarks.bus`": "bus",
+    "benchmarks.lag_study`": "lag_study",
+    "`make proof-compaction": "proof_compaction_process",
+    "benchmarks.vm_clone`": "vm_clone",
+}
+"""The commands of the last table, and the files that hold what they measured."""
+
+
+@pytest.mark.parametrize("command", AGED)
+def test_every_row_with_a_command_names_the_age_of_its_figures(command: str) -> None:
+    found = results(AGED[command])
+    made = found["conditions"] if "conditions" in found else found["bfloat16"]["conditions"]
+    rows = [line for line in README.splitlines() if line.startswith("|") and command in line.rpartition(" | ")[2]]
+    assert [line.split(" | ")[-2] for line in rows] == [f"{made['date']}, {made['commit']}"]
+
+
+def test_every_command_of_the_table_has_an_age() -> None:
+    table = README.partition("| measured, commit | command |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ")[-2:] for line in table.splitlines()[2:]]
+    unaged = [command for age, command in rows if not any(known in command for known in AGED)]
+    assert [age for age, _ in rows if age == "at every `make test-all`"] == ["at every `make test-all`"] * len(unaged)

@@ -8,6 +8,7 @@ hold.
 """
 
 import math
+import sys
 import tempfile
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +28,8 @@ from headrace.rendering.native.renderer import NativeRenderer
 from headrace.rendering.registry import Renderers
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.weights import chain, report, tensor_state
+from headrace.weights.full.location import Location
+from headrace.weights.full.snapshots import FullSnapshots
 
 TEMPERATURE = 1.0
 """The clients name none, so the gateway samples at 1."""
@@ -41,14 +44,20 @@ class Behaviour(NamedTuple):
     """A session is one of the four scored conversations."""
 
 
+async def told(text: str) -> None:
+    """A copy of a full snapshot that cannot be used."""
+    sys.stderr.write(text + "\n")
+
+
 async def behaviour(source: chain.StreamSource, config: Config, run: str, version: int, trained_by: str) -> Behaviour:
     """Rebuild a version from the stream and score it. trained_by: the run whose trainer wrote the policy's shape."""
     head = await report.commit_of(source, run, version)
     shape = read(Path(config.run.dir) / trained_by / "checkpoints" / "policy")
     model = Model(shape, probe(shape), seed=None)
+    snapshots = FullSnapshots(Location.of_run(config.weights, Path(config.run.dir) / run), None, told)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "weights.safetensors"
-        await chain.obtain(source, head, file, lambda version, state_hash: None)
+        await chain.obtain(source, head, file, lambda version, state_hash: None, fetch=snapshots.fetch)
         model.load_state(tensor_state.read(file))
     return measured(model)
 

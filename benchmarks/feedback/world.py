@@ -250,7 +250,7 @@ class Users:
         tested = False
         while True:
             body = {"model": "latest", "messages": messages, "tools": [tool], "user": user}
-            headers = {"x-headrace-session": f"{user}-{number}"}
+            headers = {"x-session-id": f"{user}-{number}"}
             reply, session = await self._post("/v1/chat/completions", body, headers)
             said = reply["choices"][0]["message"]
             calls = said.get("tool_calls") or []
@@ -260,15 +260,9 @@ class Users:
             messages.append({"role": "assistant", "content": said["content"] or "", "tool_calls": calls})
             messages += [{"role": "tool", "tool_call_id": call["id"], "content": PASSED} for call in calls]
 
-    async def short_session(self, user: str, prompt: str) -> str:
-        """A session of one sampled token, still open: its id."""
-        body = {"model": "latest", "messages": [{"role": "user", "content": prompt}], "user": user, "max_tokens": 1}
-        _, session = await self._post("/v1/chat/completions", body, {"x-headrace-session": user})
-        return session
-
     async def rate(self, session: str, up: bool) -> None:
         """Send a rating of a session."""
-        await self._post(f"/v1/client/sessions/{session}/feedback", {"thumb": "up" if up else "down"}, {})
+        await self._post(f"/v1/sessions/{session}/feedback", {"thumb": "up" if up else "down"}, {})
 
     async def _post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[dict[str, Any], str]:
         while True:

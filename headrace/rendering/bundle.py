@@ -17,12 +17,10 @@ from headrace.rendering import schemas, tiktoken
 from headrace.rendering.base import RendererError
 from headrace.rendering.native.opening import detect
 from headrace.rendering.parsers.registry import SYNTAXES
-from headrace.rendering.registry import Renderers, source_hash
+from headrace.rendering.registry import SYSTEM, Renderers, source_hash
 from headrace.rendering.schemas import ToolSchema
 from headrace.rendering.tokenizer import Tokenizer
 
-SYSTEM = """You are a coding agent in a repository. Use the tools to find the cause of the problem, change as little \
-as possible, run the tests, then call finish."""
 _TEMPLATE = "chat_template.jinja"
 
 

@@ -16,6 +16,9 @@ from headrace.rendering.parsers.registry import SYNTAXES
 from headrace.rendering.schemas import ToolSchema
 from headrace.rendering.tokenizer import Tokenizer
 
+SYSTEM = """You are a coding agent in a repository. Use the tools to find the cause of the problem, change as little \
+as possible, run the tests, then call finish."""
+"""The system message of a run whose configuration has none."""
 OPENED = 64
 """Renderers that are kept: one per set of tools."""
 Builder = Callable[[RendererBundle, Tokenizer, Sequence[ToolSchema]], Renderer]
@@ -64,9 +67,9 @@ class Renderers:
         if key not in self._opened:
             while len(self._opened) >= OPENED:
                 del self._opened[next(iter(self._opened))]
-            if key:
+            if key or self.bundle.system != SYSTEM:
                 self._opened[key] = self._build(self.bundle, self._tokenizer, key)
-            else:  # the system text explains tools, so it is left out; the bundle's hash stays the run's
+            else:  # SYSTEM explains tools, so it is left out; the bundle's hash stays the run's
                 bare = self._build(msgspec.structs.replace(self.bundle, system=""), self._tokenizer, key)
                 bare.bundle = self.bundle.sha256
                 self._opened[key] = bare

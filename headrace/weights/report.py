@@ -163,7 +163,7 @@ def diff(before: Snapshot, after: Snapshot, *, lines: int = 20) -> str:
         return f"other tensors: {', '.join(sorted(theirs)) or 'the same names with other shapes or dtypes'}"
     rows, total = [], 0
     for info in before.tensors:
-        at, old, new = ulp_delta.changes(before.array(info), after.array(info))
+        at, old, new = ulp_delta.changes([before.array(info)], [after.array(info)])
         total += at.size
         if at.size:
             zigzagged = ulp_delta.zigzag_difference(old, new)

@@ -23,7 +23,7 @@ def test_the_twin_is_the_codecs_own_comparison(kinds: tuple[type, type], share: 
     new = np.where(rng.random(5000) < share, other, old)
     a, b = (torch.from_numpy(array.view(torch_kind)) for array in (old, new))
     at, zigzagged = delta.changes(a, b)
-    want, before, after = ulp_delta.changes(old, new)
+    want, before, after = ulp_delta.changes([old], [new])
     assert np.array_equal(at.numpy(), want)
     assert np.array_equal(
         zigzagged.numpy().astype(np.uint32).astype(codec_kind), ulp_delta.zigzag_difference(before, after)

@@ -17,7 +17,7 @@ from headrace.rendering.tokenizer import Tokenizer
 CHATML = """\
 {%- for m in messages %}
 {%- if m.role == 'system' %}{{ '<|im_start|>system\\n' + m.content }}
-{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- for tool in tools or [] %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
 {%- elif m.role == 'tool' %}
 {%- if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
 {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
@@ -32,7 +32,7 @@ CHATML = """\
 NEXT_ROLE = """\
 {{- '[gMASK]<sop>' }}{% for m in messages %}
 {%- if m.role == 'system' %}{{ '<|system|>\\n' + m.content }}
-{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
+{%- for tool in tools or [] %}{{ '\\n' + (tool | tojson) }}{% endfor %}
 {%- elif m.role == 'user' %}{{ '<|user|>\\n' + m.content }}
 {%- elif m.role == 'assistant' %}{{ '<|assistant|>' }}{% if m.content %}{{ '\\n' + m.content }}{% endif %}
 {%- for call in m.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name + '\\n' }}
@@ -48,7 +48,7 @@ JSON_RESULT = """\
 {%- for m in messages %}
 {%- if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}
 {%- if m.role == 'system' %}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' + m.content }}
-{%- for tool in tools %}{{ '\\n' + (tool | tojson(indent=4)) }}{% endfor %}{{ '<|eot_id|>' }}
+{%- for tool in tools or [] %}{{ '\\n' + (tool | tojson(indent=4)) }}{% endfor %}{{ '<|eot_id|>' }}
 {%- elif m.role == 'tool' %}{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
 {{- {'output': m.content} | tojson }}{{ '<|eot_id|>' }}
 {%- elif m.tool_calls %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
@@ -61,7 +61,7 @@ JSON_RESULT = """\
 PREFILLED_THINK = """\
 {%- for m in messages %}
 {%- if m.role == 'system' %}{{ '<|im_start|>system\\n' + m.content }}
-{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- for tool in tools or [] %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
 {%- elif m.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' + m.content | trim }}
 {{- '\\n</tool_response><|im_end|>\\n' }}
 {%- elif m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content | trim + '<|im_end|>\\n' }}
@@ -77,7 +77,7 @@ PREFILLED_THINK = """\
 COUNTED_IDS = """\
 {%- set count = namespace(n=0) %}{% for m in messages %}
 {%- if m.role == 'system' %}{{ '<|im_system|>system<|im_middle|>' + m.content }}
-{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>' }}
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>' }}
 {%- elif m.role == 'tool' %}{{ '<|im_system|>tool<|im_middle|>## Return of ' + m.tool_call_id }}
 {{- '\\n' + m.content + '<|im_end|>' }}
 {%- else %}{{ '<|im_' + m.role + '|>' + m.role + '<|im_middle|>' + m.content }}
@@ -92,7 +92,7 @@ LAST_SYSTEM = """\
 {{- bos_token }}{% for m in messages %}
 {%- if m.role == 'user' %}{{ '[INST]' }}
 {%- if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
-{{- m.content }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '[/INST]' }}
+{{- m.content }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ '[/INST]' }}
 {%- elif m.tool_calls %}{{ '[TOOL_CALLS][' }}{% for call in m.tool_calls %}{% if not loop.first %}{{ ', ' }}{% endif %}
 {{- {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}{% endfor %}
 {{- ']</s>' }}

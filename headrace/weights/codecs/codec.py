@@ -1,7 +1,7 @@
 """Encodes units as frames and applies frames: chooses the code of each unit.
 
 The idea: for each unit (`state.units`: a block, or a run of small ones) count the changes and take the code with the
-fewest bytes. An unchanged unit has no frame. Up to one change in twenty a sparse code is smallest: ``ulp_delta``, or
+fewest bytes. An unchanged unit has no frame. Up to one change in ten a sparse code is smallest: ``ulp_delta``, or
 ``context_delta`` for links that cost more than cores. Where changes lie close together ``difference`` is tried as well,
 and for small units every code. With more changes each code is tried on a sample of the unit, from its parts with the
 fewest changes to those with the most. Codes with close estimates are all run, and the smallest result is taken, so a
@@ -21,9 +21,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from headrace.weights.codecs import context_delta, ulp_delta
+from headrace.weights.codecs import context_delta, loops, ulp_delta
+from headrace.weights.codecs.loops import Positions
 from headrace.weights.codecs.streams import Stream, pack, unpack
-from headrace.weights.codecs.ulp_delta import Positions, planes, unplanes
+from headrace.weights.codecs.ulp_delta import planes, unplanes
 from headrace.weights.state import Bits, WeightError
 
 FULL, SPARSE, DIFFERENCE, CONTEXT = 0, 1, 2, 3
@@ -33,14 +34,14 @@ NAMES = {FULL: "full", SPARSE: "ulp_delta", DIFFERENCE: "difference", CONTEXT: "
 CODECS = {"d8-zstd": SPARSE, "d10-zstd": CONTEXT}
 """The values of `[weights] codec` with the code of their sparse changes: d8 is the ULP delta, d10 the context delta."""
 
-_ALWAYS_SPARSE = 0.05
+_ALWAYS_SPARSE = 0.1
 _FRAME_BYTES = 800 << 10
 """Largest number of bytes of a sparse frame's streams before compression, without escapes, which add up to 16 KiB."""
 _DENSE_BYTES = 256 << 10
 """Bytes of the unit that a dense frame covers."""
 _TINY = 1 << 18
 """Elements of a unit that is too small for an estimate: every code is tried."""
-_EVERY, _LOOK = 3200, 32
+_EVERY, _LOOK = 1 << 16, 64
 _NOWHERE, _NOTHING = np.empty(0, np.int64), np.empty(0, np.uint8)
 _SAMPLES, _SAMPLE = 16, 16384
 """Number of parts of a unit in the sample, and elements of each."""
@@ -110,7 +111,7 @@ def encode(
         codes = (CONTEXT, SPARSE)
     changes: tuple[Positions, Bits, Bits] | None = None
     if size <= _TINY or not _looks_dense(base, target):
-        changes = _changes(base, target)
+        changes = ulp_delta.changes(base, target)
         if not changes[0].size:
             return
     dense = changes is None or changes[0].size > _ALWAYS_SPARSE * size
@@ -121,7 +122,7 @@ def encode(
             codes = choose(base[0], target[0], codes, place.dtype)
     olds, news = base, target
     if changes is None and not {SPARSE, CONTEXT}.isdisjoint(codes):
-        changes = _changes(olds, news)
+        changes = ulp_delta.changes(olds, news)
     at, zigzagged = (_NOWHERE, _NOTHING)
     if changes is not None:
         at, zigzagged = changes[0], ulp_delta.zigzag_difference(changes[1], changes[2])
@@ -138,7 +139,7 @@ def encode(
 
 
 def _looks_dense(base: Sequence[Bits], target: Sequence[Bits]) -> bool:
-    """Whether more than a quarter of a unit changed, estimated from one element in a hundred."""
+    """Whether more than a quarter of a unit changed, estimated from one element in a thousand."""
     seen = looked = 0
     for old, new in zip(base, target, strict=True):
         rows = old.size // _EVERY
@@ -167,7 +168,7 @@ def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str) -> tuple[
     sizes = {code: 0 for code in codes if code != CONTEXT}  # a part has too few changes for the classes of CONTEXT
     for first in (parts * _SAMPLE).tolist():
         old, new = base[first : first + _SAMPLE], target[first : first + _SAMPLE]
-        where, before, after = ulp_delta.changes(old, new)
+        where, before, after = ulp_delta.changes([old], [new])
         for code in sizes:
             if code == SPARSE:
                 streams = _pack(SPARSE, where, ulp_delta.zigzag_difference(before, after), [old], dtype)
@@ -189,25 +190,11 @@ def _joined(parts: Sequence[Bits]) -> Bits:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _changes(base: Sequence[Bits], target: Sequence[Bits]) -> tuple[Positions, Bits, Bits]:
-    """Positions, old bits and new bits of a unit's changes; positions count through its blocks."""
-    if len(target) == 1:
-        return ulp_delta.changes(base[0], target[0])
-    changes, offset = [], 0
-    for before, after in zip(base, target, strict=True):
-        at, old, new = ulp_delta.changes(before, after)
-        at += offset
-        changes.append((at, old, new))
-        offset += after.size
-    return tuple(np.concatenate(column) for column in zip(*changes, strict=True))  # type: ignore[return-value]
-
-
 def _pack(codec: int, at: Positions, zigzagged: Bits, base: Sequence[Bits], dtype: str) -> tuple[Stream, ...]:
     """Streams of sparse changes; positions count from the first item of `base`."""
     if codec == SPARSE:
         return (pack(ulp_delta.gaps_of(at)), *ulp_delta.pack_values(zigzagged))
-    fields = [context_delta.exponents(part, dtype) for part in base]
-    return context_delta.encode(fields[0] if len(fields) == 1 else np.concatenate(fields), at, zigzagged)
+    return context_delta.encode(_joined(base), dtype, at, zigzagged)
 
 
 def _sparse(
@@ -269,14 +256,13 @@ def apply(frame: Frame, base: Bits | None, target: Bits, dtype: str) -> None:
     part = target[start:end]
     if frame.codec == SPARSE and len(frame.streams) == 3:
         at, zigzagged = _read_sparse(frame, target.dtype)
-        part[at] = _base(base, start, end)[at] + ulp_delta.unzigzag(zigzagged)
+        loops.add(_base(base, start, end), at, zigzagged, part)
     elif frame.codec == CONTEXT and dtype in context_delta.EXPONENTS and len(frame.streams) > 2:
         if not 0 < frame.items <= frame.count:
             raise WeightError(f"{frame.items} changes in a frame of {frame.count} elements")
         old = _base(base, start, end)
-        fields = context_delta.exponents(old, dtype)
-        at, zigzagged = context_delta.decode(fields, frame.streams, frame.items, target.dtype)
-        part[at] = old[at] + ulp_delta.unzigzag(zigzagged)
+        at, zigzagged = context_delta.decode(old, dtype, frame.streams, frame.items)
+        loops.add(old, at, zigzagged, part)
     elif frame.codec in (FULL, DIFFERENCE) and len(frame.streams) == target.itemsize and frame.items == frame.count:
         whole = _read_dense(frame, target.dtype)
         part[:] = whole if frame.codec == FULL else _base(base, start, end) + ulp_delta.unzigzag(whole)
@@ -287,7 +273,7 @@ def apply(frame: Frame, base: Bits | None, target: Bits, dtype: str) -> None:
 def _read_sparse(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
     if not 0 < frame.items <= frame.count:
         raise WeightError(f"{frame.items} changes in a frame of {frame.count} elements")
-    gaps = unpack(frame.streams[0], frame.items + frame.count // ulp_delta.ESCAPE + 1)
+    gaps = unpack(frame.streams[0], frame.items + frame.count // loops.ESCAPE + 1)
     at = ulp_delta.positions_of(gaps)
     if at.size != frame.items or at[-1] >= frame.count:
         raise WeightError(

@@ -1,5 +1,6 @@
 """Chat formats: ids equal the template's own, content never leaks, what is written is read back, nothing falls back."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from headrace.rendering.base import Answered, RendererError
 from headrace.rendering.native.opening import build, detect
 from headrace.rendering.native.renderer import SUMMARY_REQUEST
 from headrace.rendering.native.template import ChatTemplate
-from headrace.rendering.registry import Renderers
+from headrace.rendering.registry import SYSTEM, Renderers
 from headrace.rendering.tokenizer import Tokenizer
 from tests.support import chat_formats
 from tests.support.chat_formats import TEMPLATES, renderer
@@ -284,3 +285,15 @@ def test_a_template_cannot_reach_into_the_process() -> None:
     bundle = chat_formats.bundle("hermes", chat_template="{{ messages.append(1) }}{{ ''.__class__.__mro__ }}")
     with pytest.raises(RendererError, match="unsafe"):
         build(bundle, Tokenizer.parse(bundle.tokenizer_json), schemas.TABLE)
+
+
+@pytest.mark.parametrize("tools", [(), schemas.TABLE])
+def test_a_configured_system_message_is_in_the_prompt_of_a_task_with_tools_and_without(
+    tools: Sequence[schemas.ToolSchema],
+) -> None:
+    run = chat_formats.bundle("hermes")
+    asked, default = (msgspec.structs.replace(run, system=text) for text in ("Answer with the number alone.", SYSTEM))
+    configured, shipped = (Renderers(bundle).open(tools) for bundle in (asked, default))
+    assert configured.tokenizer.decode(configured.prompt("What is 3 + 4?")).count(asked.system) == 1
+    assert shipped.tokenizer.decode(shipped.prompt("What is 3 + 4?")).count(SYSTEM) == bool(tools)
+    assert (configured.bundle, shipped.bundle) == (asked.sha256, default.sha256)

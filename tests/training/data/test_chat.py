@@ -78,6 +78,7 @@ def test_the_bundle_of_a_run_reads_conversations_with_their_own_tools_and_withou
     assert reader.encode(line, FILE).ids == ChatReader(native).encode(line, FILE).ids
     message = Renderers(bundle).open(())  # of a task without a sandbox
     messages = [{"role": "user", "content": TASK}, {"role": "assistant", "content": "4"}]
+    messages.insert(0, {"role": "system", "content": bundle.system})
     document = reader.encode(json.dumps({"messages": messages}).encode(), FILE)
     assert document.ids == [*message.prompt(TASK), *message.tokenizer.encode("4"), message.stop_ids[0]]
 

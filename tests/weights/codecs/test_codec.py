@@ -1,5 +1,6 @@
 """Frames: exact at every density and dtype, small where few change, and refused when they do not fit."""
 
+import base64
 import itertools
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 from headrace.weights import state
 from headrace.weights.codecs import chunks, codec, context_delta, ulp_delta
 from headrace.weights.codecs.codec import CODECS, CONTEXT, DIFFERENCE, FULL, SPARSE, Frame, Place
+from headrace.weights.codecs.streams import pack
 from headrace.weights.state import Bits, WeightError
 from tests.support.weights import DENSITIES, stepped, weights
 
@@ -77,7 +79,7 @@ def test_special_values_of_bf16_to_each_other() -> None:
 def every_code(base: Bits, target: Bits, dtype: str) -> dict[int, int]:
     """Bytes of the frames that each code makes of a unit."""
     place = Place(0, dtype, b"b" * 16, b"t" * 16)
-    at, old, new = ulp_delta.changes(base, target)
+    at, old, new = ulp_delta.changes([base], [target])
     zigzagged = ulp_delta.zigzag_difference(old, new)
     made = {
         FULL: codec._dense(place, FULL, base, target),
@@ -225,3 +227,49 @@ def test_chunks_hold_whole_frames_and_say_when_they_do_not() -> None:
             list(chunks.frames(broken))
     with pytest.raises(WeightError, match="does not fit"):
         packer.add(b"x" * chunks.LIMIT)
+
+
+RECORDED = {
+    SPARSE: "m;eCH3%CJR#1LX)Vq#)qVq#)qVq#)qVq(M)baZrdbaZrdbaZrdbaZrdlam2f#2YBJFa01^l>h)h00bf@7!D^U0{}o10f3_gM"
+    "3Vtl#5E|jFa01^WdQ)-0{;U40{;U40{;U40{;U40{;U40s;a80s;a72@n7SXFPDm17|#N#={Vk02IU&u&}VOu&}VOu&@LK1O"
+    "x;G1Ox;G",
+    CONTEXT: "m;eCH3%CPT#1LX)Vq#)qVq#)qVq#)qVq(M)baZrdbaZrdbaZrdbaZrdl#>7g!~%SOlL1!58z{9e{UBDA002M$1R^IG4kso90"
+    "6-G~fTIOOlL1!5H7K<&{UBCl0RZ3v{{sI4{{sI4{{sI4{{sI4{{sI40s;a80s;XE5C8*bJaEPXXFPDm!w{1I6vPy;u&}VOu&"
+    "}VOuml7I1Ox;G1Ox;",
+}
+"""Frames that the numpy code of commit 370d8fe8 made, in base 85."""
+
+
+@pytest.mark.parametrize("code", RECORDED)
+def test_frames_that_runs_have_recorded_are_read_and_made_again(code: int) -> None:
+    base = (np.arange(3000, dtype=np.uint32) * 7 % 512 + 0x3E00).astype(np.uint16)
+    target = base.copy()
+    target[::40] += 1
+    target[5::300] += 600
+    target[2999] -= 1
+    frame = codec.from_bytes(base64.b85decode(RECORDED[code]))
+    assert np.array_equal(decoded([frame], base, base, "BF16"), target)
+    at, old, new = ulp_delta.changes([base], [target])
+    zigzagged = ulp_delta.zigzag_difference(old, new)
+    assert [made for made, _ in codec._sparse(Place(0, "BF16", b"b" * 16, b"t" * 16), code, at, zigzagged, [base])] == [
+        frame
+    ]
+
+
+def test_gaps_that_add_up_to_more_than_a_frame_are_refused() -> None:
+    """2^33 elements: a sum in 32 bits would come out inside the unit."""
+    base = weights(np.random.default_rng(20), state.BLOCK)
+    streams = (pack(np.full(state.BLOCK, 254, np.uint8)), pack(np.ones(state.BLOCK, np.uint8)), pack(base[:0]))
+    frame = Frame(
+        unit=0, start=0, count=base.size, codec=SPARSE, items=base.size, base=b"", target=b"", streams=streams
+    )  # fmt: skip
+    with pytest.raises(WeightError, match="positions below"):
+        codec.apply(frame, base, base.copy(), "BF16")
+
+
+def test_more_classes_than_an_encoder_makes_are_refused() -> None:
+    base = weights(np.random.default_rng(21), 1000)
+    bounds = np.repeat(np.arange(256, dtype=np.uint8), 2)
+    one = pack(np.zeros(1, np.uint8))
+    with pytest.raises(WeightError):
+        context_delta.decode(base, "BF16", (pack(bounds), *[one] * 512, pack(base[:0])), 256)

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.weights.codecs import context_delta, ulp_delta
+from headrace.weights.codecs import context_delta, loops, ulp_delta
 from headrace.weights.codecs.streams import Stream, pack
 from headrace.weights.state import Bits, WeightError
 from tests.support.weights import weights
@@ -24,23 +24,36 @@ def adam(rng: np.random.Generator, base: Bits, rate: float) -> Bits:
 
 
 def coded(base: Bits, target: Bits, dtype: str = "BF16") -> tuple[tuple[Stream, ...], int]:
-    at, old, new = ulp_delta.changes(base, target)
-    return context_delta.encode(
-        context_delta.exponents(base, dtype), at, ulp_delta.zigzag_difference(old, new)
-    ), at.size
+    at, old, new = ulp_delta.changes([base], [target])
+    return context_delta.encode(base, dtype, at, ulp_delta.zigzag_difference(old, new)), at.size
 
 
-def test_ranks_and_selection_are_each_others_inverse() -> None:
+@pytest.mark.parametrize("dtype", list(context_delta.EXPONENTS))
+def test_ranks_are_counted_within_classes_and_find_their_members_again(dtype: str) -> None:
     rng = np.random.default_rng(1)
     for count in (1, 63, 64, 65, 10_000):
-        fields = rng.integers(100, 110, count, dtype=np.uint8)
-        for low, high in ((100, 109), (104, 104), (107, 255), (0, 3)):
-            members = context_delta._Members(fields, low, high)
-            inside = np.flatnonzero((fields >= low) & (fields <= high))
-            assert np.array_equal(members.rank(inside), np.arange(inside.size))
-            assert np.array_equal(members.select(np.arange(inside.size)), inside)
-            with pytest.raises(WeightError, match="behind the last member"):
-                members.select(np.array([inside.size]))
+        bits = weights(rng, count, dtype)
+        fields = context_delta.exponents(bits, dtype)
+        bounds = [(int(fields.min()), int(fields.min())), (int(fields.max()), int(fields.max()))]
+        shift, table = (
+            context_delta.EXPONENTS[dtype][0],
+            context_delta._table(bounds[: 1 + (bounds[0] < bounds[1])], dtype),
+        )
+        classes = [np.flatnonzero(fields == low) for low, _ in bounds[: 1 + (bounds[0] < bounds[1])]]
+        at = np.sort(np.concatenate(classes))
+        ranks = np.empty(at.size, np.int64)
+        loops.ranks(bits, shift, table, at, ranks)
+        for members in classes:
+            assert np.array_equal(ranks[np.isin(at, members)], np.arange(members.size))
+        wanted, ends = (
+            np.concatenate([np.arange(members.size) for members in classes]),
+            np.cumsum([c.size for c in classes]),
+        )
+        found = np.empty(wanted.size, np.int64)
+        assert loops.members(bits, shift, table, ends, wanted, found) == wanted.size
+        assert np.array_equal(found, np.concatenate(classes))
+        wanted[-1] += 1
+        assert loops.members(bits, shift, table, ends, wanted, found) == wanted.size - 1, "behind the last member"
 
 
 @pytest.mark.parametrize("rate", [1e-7, 1e-6, 1e-5, 1e-3])
@@ -49,11 +62,11 @@ def test_it_is_exact_and_smaller_than_the_plain_code(rate: float) -> None:
     base = weights(rng, 600_000)
     target = adam(rng, base, rate)
     streams, items = coded(base, target)
-    at, zigzagged = context_delta.decode(context_delta.exponents(base, "BF16"), streams, items, base.dtype)
+    at, zigzagged = context_delta.decode(base, "BF16", streams, items)
     out = base.copy()
     out[at] += ulp_delta.unzigzag(zigzagged)
     assert np.array_equal(out, target)
-    changed, old, new = ulp_delta.changes(base, target)
+    changed, old, new = ulp_delta.changes([base], [target])
     plain = (
         pack(ulp_delta.gaps_of(changed)),
         *ulp_delta.pack_values(ulp_delta.zigzag_difference(old, new)),
@@ -75,7 +88,6 @@ def test_damaged_streams_are_refused() -> None:
     rng = np.random.default_rng(4)
     base = weights(rng, 100_000)
     streams, items = coded(base, adam(rng, base, 3e-6))
-    fields = context_delta.exponents(base, "BF16")
     for broken in (
         streams[:-1],
         streams[1:],
@@ -85,6 +97,6 @@ def test_damaged_streams_are_refused() -> None:
         (msgspec.structs.replace(streams[0], data=streams[0].data[::-1]), *streams[1:]),
     ):
         with pytest.raises(WeightError):
-            context_delta.decode(fields, broken, items, base.dtype)
+            context_delta.decode(base, "BF16", broken, items)
     with pytest.raises(WeightError, match="for"):
-        context_delta.decode(fields, streams, items + 1, base.dtype)
+        context_delta.decode(base, "BF16", streams, items + 1)

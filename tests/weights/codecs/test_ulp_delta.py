@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from headrace.weights.codecs import streams, ulp_delta
+from headrace.weights.codecs import loops, streams, ulp_delta
 from headrace.weights.state import WeightError
 from tests.support.weights import DENSITIES, stepped, weights
 
@@ -17,7 +17,7 @@ def test_changes_are_those_that_a_plain_comparison_finds(dtype: str, density: fl
     for count in (0, 1, 7, 20_001):
         base = weights(rng, count, dtype)
         target = stepped(rng, base, density)
-        at, old, new = ulp_delta.changes(base, target)
+        at, old, new = ulp_delta.changes([base], [target])
         assert np.array_equal(at, np.flatnonzero(base != target))
         assert np.array_equal(old, base[at])
         assert np.array_equal(new, target[at])
@@ -27,7 +27,7 @@ def test_changes_of_an_unaligned_slice() -> None:
     rng = np.random.default_rng(2)
     base = weights(rng, 5000)
     target = stepped(rng, base, 0.01)
-    at, _, _ = ulp_delta.changes(base[3:], target[3:])
+    at, _, _ = ulp_delta.changes([base[3:]], [target[3:]])
     assert np.array_equal(at, np.flatnonzero(base[3:] != target[3:]))
 
 
@@ -56,7 +56,7 @@ def test_positions_survive_their_gaps(positions: list[int]) -> None:
 def test_random_positions_survive_their_gaps(density: float) -> None:
     at = np.flatnonzero(np.random.default_rng(3).random(200_000) < density)
     gaps = ulp_delta.gaps_of(at)
-    assert gaps.size <= at.size + 200_000 // ulp_delta.ESCAPE + 1
+    assert gaps.size <= at.size + 200_000 // loops.ESCAPE + 1
     assert np.array_equal(ulp_delta.positions_of(gaps), at)
 
 

@@ -7,28 +7,16 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from secrets import token_hex
 
 import pytest
 
+from tests.support.marks import marked
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SMALL = ("--rounds", "1", "--calls", "200", "--singles", "3", "--trajectories", "8", "--blob-mib", "2", "--ray", "none")
-
-
-def marked(mark: str) -> dict[int, str]:
-    """The processes that inherited a mark, and their command lines."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (entry / "environ").read_bytes():
-                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-    return found
 
 
 @asynccontextmanager
