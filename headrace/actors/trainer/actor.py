@@ -433,7 +433,12 @@ class Trainer(Actor):
         try:
             with trainer.clock.spent("checkpoint"):
                 position = {"close_seq": batch.groups[-1].close_seq, "step_seq": self._step_seq}
-                await self._in_thread(lambda: self.store.checkpoint(position))
+                try:
+                    await self._in_thread(lambda: self.store.checkpoint(position))
+                except OSError as error:
+                    text = f"version {trainer.version}: {error}; the checkpoint before it stays"
+                    await self.event("checkpoint_failed", text, "error", version=trainer.version)
+                    raise
             await self.event("checkpoint", f"version {trainer.version}", version=trainer.version)
             if (old := await self.store.old_records(self.bus, self.run)) is not None:
                 self._step_seq = await self.bus.publish(STEP.at(run=self.run), old, expect=self._step_seq)

@@ -72,9 +72,11 @@ async def test_a_killed_probe_continues_and_repeats_no_attempt(tmp_path: Path) -
     async with asyncio.timeout(4 * PATIENCE_S):
         assert await again.wait() == 0
     after = await records(folder)
-    assert sum(after[LEDGER].values()) == sum(after[SCORE].values()) == 32
+    assert len(after[SCORE]) == len({(group, slot) for group, slot, _ in after[SCORE]}) == 32
     for family in (LEDGER, TRAJ, SCORE):
         assert set(after[family].values()) == {1} and before[family].items() <= after[family].items()
+    judged = {(group, slot) for group, slot, _ in before[TRAJ]}  # the others' sandboxes ended with the probe
+    assert not judged & {(group, slot) for group, slot, attempt in after[LEDGER] if attempt}
     made = msgspec.json.decode((tmp_path / "suites" / "band" / "probe.json").read_bytes(), type=Probe)
     assert (made.histogram, made.kept, made.unmeasured) == ((0, 0, 0, 0, 8), 8, 0)
     assert list(open_suite("band", tmp_path / "suites").ids()) == list(made.tasks)
