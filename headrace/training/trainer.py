@@ -213,6 +213,8 @@ class PolicyTrainer:
         work: Callable[[], Work] = Work
         left_out: tuple[LeftOut, ...] = ()
         try:
+            if manifest.restore >= 0:
+                raise RolledBack
             advantage = advantage_of(self.config.algorithm)
             by_class = self.config.algorithm.baseline == "class"
             shape, exact = self.state.model.config, self.numerics.exact
@@ -248,6 +250,9 @@ class PolicyTrainer:
         except TooFar as error:
             before_update()
             outcome = self._too_far(str(error), hashed)
+        except RolledBack:
+            before_update()
+            outcome = self._roll_back(manifest.restore, hashed)
         before_update()
         keep = int(manifest.objective.get("keep_versions", 0))  # more than the bound while the bound is growing
         self._advance(max(keep, self.config.curriculum.staleness))
@@ -296,6 +301,23 @@ class PolicyTrainer:
         outcome = refuse(self.state, "mismatch_over_limit", f"{said}; {where}", hashed=hashed)
         return msgspec.structs.replace(outcome, restored=restored)
 
+    def _roll_back(self, to: int, hashed: bool) -> StepOutcome:
+        """The outcome of an order: weights and optimizer of an earlier version, whose checkpoint this folder keeps."""
+        newest = self.state.version
+        self._restore(self.folder / f"v{to:08d}.safetensors")
+        self.state.version = newest
+        self.guard.taken_back(to, newest)
+        outcome = refuse(self.state, "rolled_back", f"back to version {to}, as ordered", hashed=hashed)
+        return msgspec.structs.replace(outcome, restored=to)
+
+    def _restore(self, file: Path) -> None:
+        checkpoint.load(file, self.state)
+
+    @property
+    def saved_guard(self) -> Guard | None:
+        """The guard where later steps depend on it."""
+        return self.guard if self.guarded or self.guard.discarded else None
+
     def publish(self, folder: Path) -> Publication:
         """Begin to write the served bytes as a file of `folder`, behind the next step. See `served.publication`."""
         return self.state.publish(folder)
@@ -310,9 +332,8 @@ class PolicyTrainer:
         self.versions.release()
         if self.reference is not None:
             earlier[-1] = trained(self.reference)
-        guard = self.guard if self.guarded else None
         file = self.folder / "checkpoint.safetensors"
-        checkpoint.save(file, self.state, kept=earlier, position=position, guard=guard)
+        checkpoint.save(file, self.state, kept=earlier, position=position, guard=self.saved_guard)
         self.position = dict(position)
 
     def _hold_reference(self) -> None:
@@ -338,6 +359,10 @@ class PolicyTrainer:
             raise TrainerError(f"{file} holds no reference policy, and kl_weight > 0 needs one")
         self.guard = contents.guard or Guard()
         self.position, self.resumed = contents.position, True
+
+
+class RolledBack(Exception):
+    """The step's manifest restores a version instead of training."""
 
 
 STEP_SEAMS = (ADVANTAGES.seam, LOSSES.seam)
