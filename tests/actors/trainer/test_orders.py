@@ -116,15 +116,15 @@ async def test_the_commands_print_the_trainer_s_answer(
     toml.write_text(f'[run]\nid = "{feeder.run}"\n[bus]\nurl = "{server.url}"\ncredentials = "{server.credentials}"\n')
 
     async def said(code: int, *words: str) -> str:
-        given = ["trainer", words[0], feeder.run, "--config", str(toml), *words[1:]]
-        assert await asyncio.to_thread(main, given) == code
+        assert await asyncio.to_thread(main, [*words, "--config", str(toml)]) == code
         out = capsys.readouterr()
         return out.out + out.err
 
+    change, back = ("status", feeder.run, "--set"), ("trainer", "rollback", feeder.run, "--to")
     async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run):
         await feeder.version(0)
-        assert "algorithm.grad_clip = 0.5" in await said(0, "set", "algorithm.grad_clip=0.5")
-        assert "back to version 0" in await said(0, "rollback", "--to", "0")
-        assert "no checkpoint of version 7 is kept" in await said(1, "rollback", "--to", "7")
-        assert "algorithm.moments stays as it is" in await said(1, "set", "algorithm.moments=eight_bit")
-        assert "trainer.threads" in await said(2, "set", "trainer.threads=4")
+        assert "algorithm.grad_clip = 0.5" in await said(0, *change, "algorithm.grad_clip=0.5")
+        assert "back to version 0" in await said(0, *back, "0")
+        assert "no checkpoint of version 7 is kept" in await said(1, *back, "7")
+        assert "algorithm.moments stays as it is" in await said(1, *change, "algorithm.moments=eight_bit")
+        assert "trainer.threads" in await said(2, *change, "trainer.threads=4")
