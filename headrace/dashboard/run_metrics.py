@@ -8,7 +8,7 @@ import math
 import shutil
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -67,7 +67,9 @@ def zero_advantage(group: GroupClosed) -> bool:
 class RunMetrics(Collector):
     """Call `follow` beside the run; Prometheus calls `collect` from its own thread."""
 
-    def __init__(self, watch: Watch, bus: Bus, folder: Path) -> None:
+    def __init__(self, watch: Watch, bus: Bus, folder: Path, record_bytes: Mapping[str, int] | None = None) -> None:
+        """record_bytes: planned for the streams of records, by name."""
+        self._record_bytes = record_bytes or {}
         self._watch, self._bus, self._folder = watch, bus, folder
         self._streams: dict[str, _Info] = {}
         self._file_bytes = 0
@@ -126,7 +128,7 @@ class RunMetrics(Collector):
         if limit > 0:
             return limit
         needed = versions.stream_bytes(self._watch.config, self._file_bytes) if name == "HR_WEIGHTS" else 0
-        return max(s.STREAM[name].max_bytes, needed)
+        return max(s.STREAM[name].max_bytes, needed, self._record_bytes.get(name, 0))
 
     def collect(self) -> Iterable[Metric]:
         """Every family that has a value."""

@@ -56,7 +56,7 @@ from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel, O
 from headrace.training.schedule import optimizer_settings
 from headrace.training.served import precision
 from headrace.training.served.publication import Publication
-from headrace.training.served.versions import Versions, adapters, trained
+from headrace.training.served.versions import Log, Versions, adapters, trained
 from headrace.training.state import TrainerState
 from headrace.training.step import take
 from headrace.weights import tensor_state
@@ -73,7 +73,7 @@ class PolicyTrainer:
         self.numerics = numerics
         self.versions = Versions(state.model, state.version)
         """The current version and the earlier ones within the staleness bound: bound + 1 of them."""
-        self.state.new_log()
+        self._new_log()
         self.reference: Model | None = None
         """Version 0, held only while `algorithm.kl_weight` > 0."""
         self.guard = Guard()
@@ -283,9 +283,16 @@ class PolicyTrainer:
 
     def _advance(self, bound: int) -> None:
         """Keep the versions whose tokens the next batch may hold."""
-        self.versions.advance(self.state.version, self.state.new_log())
-        discarded = self.versions.keep(self.state.version - bound)
+        self.versions.advance(self.state.version, self._new_log())
+        discarded = self.versions.keep(self.state.version - (bound if self.config.trainer.rescore else 0))
         self._beside.submit(discarded.clear)  # freeing gigabytes takes longer than the pause between two steps may
+
+    def _new_log(self) -> Log:
+        """Begin a log of undo entries, which only re-scoring reads; the one before."""
+        if self.config.trainer.rescore:
+            return self.state.new_log()
+        self.state.log = None
+        return Log()
 
     @property
     def guarded(self) -> bool:
@@ -344,7 +351,7 @@ class PolicyTrainer:
         """Restore state, kept versions, reference, guard and position from a checkpoint. CheckpointError,
         TrainerError."""
         contents = checkpoint.load(file, self.state)
-        self.state.new_log()
+        self._new_log()
         self.versions = Versions(self.state.model, self.state.version)
         later = self.state.model
         for version in sorted(contents.kept, reverse=True):

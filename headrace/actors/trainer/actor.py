@@ -307,7 +307,8 @@ class Trainer(Actor):
             return earlier.manifest
         window = self.closings.window(trainer.version)
         config = changed(self.config, self._orders.settings)
-        return self._orders.taken(records.manifest(config, self.run, trainer, batch.groups, window, used))
+        made = records.manifest(config, self.run, trainer, batch.groups, window, used, trajectories.values())
+        return self._orders.taken(msgspec.structs.replace(made, bytes=batch.bytes))
 
     async def _announce(self, trainer: PolicyTrainer, manifest: StepManifest, earlier: OnRecord | None) -> OnRecord:
         """The manifest on the bus, behind the outcome of the step before. One on record is written again, as a new
@@ -443,6 +444,7 @@ class Trainer(Actor):
         try:
             with trainer.clock.spent("checkpoint"):
                 position = {"close_seq": batch.groups[-1].close_seq, "step_seq": self._step_seq}
+                await self.store.read_manifests(self.bus, self.run)
                 try:
                     await self._in_thread(lambda: self.store.checkpoint(position))
                 except OSError as error:

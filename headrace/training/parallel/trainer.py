@@ -258,7 +258,7 @@ class ShardedTrainer(PolicyTrainer):
         shards, world = self.sharded, self.world
         source = shards.source(file)
         about = shards.read(file, source)
-        shards.new_log()
+        self._new_log()
         self.versions = ShardedVersions(shards)
         later = self.versions.rows(shards.version)
         for version in sorted(json.loads(about["kept"]), reverse=True):
