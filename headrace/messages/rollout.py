@@ -162,7 +162,7 @@ class PackedRoutes(msgspec.Struct, frozen=True):
     """Routes as they are stored (policy/routes.py)."""
 
     dtype: Literal["|u1", "<u2"]
-    shape: Annotated[tuple[Count, ...], Meta(min_length=3, max_length=3)]
+    shape: tuple[Count, Count, Count]
     """[positions, layers, top_k]"""
     data: bytes
 

@@ -5,9 +5,10 @@ sorted list need 42 after zstd. Routes that are not sorted are stored as they ar
 experts is the order of its sums, which a replay repeats.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -16,6 +17,10 @@ from headrace.messages.base import Array
 from headrace.messages.codec import MAX_DECODED
 from headrace.messages.rollout import PackedRoutes, Turn
 
+EIGHT = 8
+"""Experts of a token whose bytes are one number: the differences of all are then one product."""
+SAVES = 0.8
+"""Largest share of the bytes for which routes are packed."""
 BLOCK = 1 << 15
 """Rows that are sorted at a time: they stay in the processor's cache."""
 
@@ -57,23 +62,25 @@ def ascending(experts: Any) -> Any:
 
 
 def pack(routes: Array) -> PackedRoutes | None:
-    """Routes [positions, layers, k] in fewer bytes; None where they are few or not sorted."""
+    """Routes [positions, layers, k] in fewer bytes; None where that saves less than a fifth, as of unsorted ones."""
     import numpy as np
     import zstandard
 
     if routes.dtype not in ("|u1", "<u2") or not routes.data:
         return None
-    flat = np.frombuffer(routes.data, routes.dtype)
     k = routes.shape[-1]
-    rows = flat.reshape(-1, k)
-    if any((rows[:, at] < rows[:, at - 1]).any() for at in range(1, k)):
+    if routes.dtype == "|u1" and k == EIGHT:  # a token's list is a number, and this takes each byte from the next one
+        gaps = np.frombuffer(routes.data, "<u8") * np.uint64((1 - (1 << 8)) % (1 << 64))
+    else:
+        flat = np.frombuffer(routes.data, routes.dtype)
+        gaps = flat.copy()
+        gaps[1:] -= flat[:-1]
+        gaps[::k] = flat[::k]
+    packed = zstandard.ZstdCompressor(level=1).compress(gaps.data)
+    if len(packed) > SAVES * len(routes.data):
         return None
-    gaps = flat.copy()
-    gaps[1:] -= flat[:-1]
-    gaps[::k] = flat[::k]
-    packed = zstandard.ZstdCompressor(level=1).compress(gaps.tobytes())
-    dtype: Literal["|u1", "<u2"] = "|u1" if routes.dtype == "|u1" else "<u2"
-    return PackedRoutes(dtype, routes.shape, packed) if len(packed) < len(routes.data) else None
+    positions, layers, _ = routes.shape
+    return PackedRoutes("|u1" if routes.dtype == "|u1" else "<u2", (positions, layers, k), packed)
 
 
 def unpack(packed: PackedRoutes) -> Array:
@@ -81,15 +88,17 @@ def unpack(packed: PackedRoutes) -> Array:
     import numpy as np
     import zstandard
 
-    size = int(np.prod(packed.shape, dtype=object)) * np.dtype(packed.dtype).itemsize
+    k, size = packed.shape[-1], math.prod(packed.shape) * (1 if packed.dtype == "|u1" else 2)
     try:
         if zstandard.frame_content_size(packed.data) != size or size > MAX_DECODED:
             raise ValueError(f"packed routes of another size than {list(packed.shape)}")
-        rows = np.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(packed.data)), packed.dtype)
+        gaps = zstandard.ZstdDecompressor().decompress(packed.data)
     except zstandard.ZstdError as error:
         raise ValueError(f"packed routes cannot be read: {error}") from None
-    rows = rows.reshape(-1, packed.shape[-1])
-    for at in range(1, packed.shape[-1]):
+    if packed.dtype == "|u1" and k == EIGHT:
+        return Array(packed.dtype, packed.shape, (np.frombuffer(gaps, "<u8") * np.uint64(0x0101010101010101)).tobytes())
+    rows = np.frombuffer(bytearray(gaps), packed.dtype).reshape(-1, k)
+    for at in range(1, k):
         rows[:, at] += rows[:, at - 1]
     return Array(packed.dtype, packed.shape, rows.tobytes())
 

@@ -56,10 +56,14 @@ def test_a_position_of_48_layers_needs_260_bytes() -> None:
     assert packed is not None and len(packed.data) / len(values) < 260  # 242 hold the choice, 384 a list
 
 
-def test_an_order_of_experts_is_kept() -> None:
+@pytest.mark.parametrize("order", ["descending", "drawn"])
+def test_an_order_of_experts_is_kept(order: str) -> None:
     values = uniform(50, 4, 8, 128)[:, :, ::-1].copy()
-    turn = sampled(0, values)
-    assert routes.pack(array(values)) is None and routes.on_wire(turn) is turn
+    if order == "drawn":
+        np.random.default_rng(2).permuted(values, axis=-1, out=values)
+    stored = routes.on_wire(sampled(0, values))
+    assert (stored.packed is UNSET) == (order == "drawn"), "lists without an order save less than a fifth"
+    assert routes.in_memory(stored).routed == array(values)
 
 
 @pytest.mark.parametrize("data", [b"", b"no frame", "cut"])
