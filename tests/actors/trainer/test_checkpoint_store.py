@@ -163,3 +163,20 @@ async def test_the_turns_that_hold_a_kept_step_s_routes_stay(connect: Connect, t
     await store.purge(bus, old)
     left = [received.seq async for received in bus.history("HR_TURN", TURN.where(run=feeder.run))]
     assert left == [turns[2], turns[3]]
+
+
+async def test_a_checkpoint_that_cannot_be_written_is_an_event(connect: Connect, tmp_path: Path) -> None:
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    trainer = Trainer(config(tmp_path, trainer={"checkpoint_every": 1}), await connect("trainer"), feeder.run, "t-1")
+    await trainer.start()
+    try:
+        await feeder.version(0)
+        (feeder.folder / "checkpoints").rename(feeder.folder / "gone")
+        (feeder.folder / "checkpoints").touch()
+        await feeder.batch(0)
+        assert isinstance(await trainer.failed, OSError)
+    finally:
+        await trainer.shut(1.0)
+    where = EVENT.where(run=feeder.run, actor="trainer", type="event")
+    told = [received.message async for received in feeder.bus.history("HR_EVENT", where)]
+    assert [event.level for event in told if event.kind == "checkpoint_failed"] == ["error"]
