@@ -25,8 +25,6 @@ class CheckpointStore:
         self.snapshots, self.checkpoints = folder / "snapshots", folder / "checkpoints"
         self.trainer, self.config = trainer, config
         self.snapshots.mkdir(parents=True, exist_ok=True)
-        self.keep_steps = max(config.replay.keep_steps, config.curriculum.staleness + 2)
-        """Number of steps whose records are kept: at least as many as open groups and unretired batches may need."""
         self._firsts: dict[int, tuple[int, int]] = {}
         """Step to the first sequences of a trajectory and of a score in its manifests; without purged steps."""
         self._bytes: dict[int, int] = {}
@@ -67,15 +65,16 @@ class CheckpointStore:
             file.unlink(missing_ok=True)
 
     def kept_steps(self) -> int:
-        """Newest steps that are kept: as many as `replay.keep_gib` holds, but all that batches to come may need."""
-        left = self.config.replay.keep_gib * 2**30
-        fitting = 0
-        for step in sorted(self._bytes, reverse=True):
+        """Newest steps that are kept: `replay.keep_steps`, or as many as `replay.keep_gib` holds; at least as many as
+        open groups and batches to come may need, under the bound that the last step had."""
+        section, staleness = self.config.replay, self.config.curriculum.staleness
+        most, left = section.keep_steps, section.keep_gib * 2**30
+        for count, step in enumerate(sorted(self._bytes, reverse=True)):
             left -= self._bytes[step]
-            if left < 0 and self.config.replay.keep_gib:
-                return min(self.keep_steps, max(fitting, self.config.curriculum.staleness + 2))
-            fitting += 1
-        return self.keep_steps
+            if section.keep_gib and left < 0:
+                most = min(most, count)
+                break
+        return max(most, staleness + 2, self.trainer.config.curriculum.staleness + 2)
 
     def _name_checkpoint(self) -> None:
         named = self.checkpoints / f"v{self.trainer.version:08d}.safetensors"

@@ -133,6 +133,9 @@ async def test_as_many_steps_are_kept_as_the_budget_holds(
         store = CheckpointStore(feeder.folder, actor.trainer, settings)
     store._bytes = dict.fromkeys(range(20), STEPS)
     assert store.kept_steps() == kept
+    assert actor.trainer is not None
+    actor.trainer.config = config(tmp_path, curriculum={"staleness": 9})  # an operator has raised the bound
+    assert store.kept_steps() == max(kept, 11)
 
 
 async def test_the_turns_that_hold_a_kept_step_s_routes_stay(connect: Connect, tmp_path: Path) -> None:
