@@ -9,15 +9,17 @@ all processes of a node together.
 `trainer join` runs on every machine but the actor's, which is node 0. A node's number and the address of node 0 may
 come from the variables of torchrun and of Slurm: NODE_RANK, GROUP_RANK or SLURM_NODEID, and MASTER_ADDR with
 MASTER_PORT. Under torchrun these two are the address of its agent's store, so they are not read there.
+
+`trainer rollback` is an order to the trainer of a run, which its next manifest follows and names; so is `status --set`.
 """
 
 import argparse
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_config_file, add_set, group, integer, number
+from headrace.cli.arguments import add_config_file, add_elsewhere, add_run, add_set, group, integer, number
 from headrace.config import load
 from headrace.launch.admission import own
 from headrace.launch.output import say
@@ -33,9 +35,9 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the commands of the group."""
-    subcommands = group(commands, "trainer", "plan a trainer's memory; start another machine's ranks")
-    _add_plan(subcommands)
-    _add_join(subcommands)
+    subcommands = group(commands, "trainer", "plan a trainer's memory; join its ranks; give it orders")
+    for declare in (_add_plan, _add_join, _add_rollback):
+        declare(subcommands)
 
 
 LEARNING_RATE = 1e-6
@@ -142,6 +144,63 @@ def words(layout: "Layout") -> str:
 
     keys = settings(layout).items()
     return ", ".join(f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in keys)
+
+
+async def change(args: argparse.Namespace) -> int:
+    """Order the settings of `--set` and wait for the trainer's answer."""
+    from headrace.config import parse
+
+    algorithm = parse("", "--set", args.set).algorithm
+    settings: dict[str, float | int | str | bool] = {}
+    for entry in args.set:
+        section, _, key = entry.partition("=")[0].strip().partition(".")
+        if section != "algorithm" or "." in key:
+            raise RunError(f"expected algorithm.KEY=VALUE, got {entry!r}")
+        settings[key] = getattr(algorithm, key)
+    return await order(args, settings=settings)
+
+
+def _add_rollback(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("rollback", help="take the trainer back to a version, with its optimizer")
+    add_run(parser, optional=False)
+    parser.add_argument("--to", type=integer(0), required=True, metavar="VERSION", help="one whose checkpoint is kept")
+    add_elsewhere(parser)
+    parser.set_defaults(handler=lambda args: order(args, restore=args.to))
+
+
+ANSWER_S = 30.0
+
+
+async def order(args: argparse.Namespace, **fields: Any) -> int:
+    """Publish an order and print the trainer's answer; RunError when it is refused or not answered."""
+    import asyncio
+
+    from headrace.launch.session import run_of
+    from headrace.messages.operations import Event
+    from headrace.messages.subjects import EVENT
+    from headrace.messages.training import TrainerOrder
+
+    async with run_of(args.run, args.config) as (run, bus, _):
+        where = EVENT.at(run=run, actor="operator", type=TrainerOrder.type_name)
+        seq = await bus.publish(where, TrainerOrder(run=run, **fields))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answers = EVENT.where(run=run, actor="trainer", type="event")
+                async for received in bus.follow("HR_EVENT", answers, start=seq):
+                    answer = received.message
+                    if isinstance(answer, Event) and answer.data.get("order") == seq:
+                        break
+        except TimeoutError:
+            raise RunError(
+                f"the trainer of run {run} did not answer within {ANSWER_S:.0f} s. The order stays in the stream and a "
+                "trainer that starts later follows it",
+                1,
+            ) from None
+    if answer.level != "info":
+        raise RunError(answer.text, 1)
+    say(answer.text)
+    return 0
 
 
 NUMBERS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")

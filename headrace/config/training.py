@@ -292,3 +292,6 @@ class Replay(Section, frozen=True, kw_only=True):
 
     keep_steps: Count = 1000
     """Number of newest steps whose records and checkpoints are kept; at least staleness + 2."""
+    keep_gib: Amount = 0.0
+    """Most GiB of records: older steps are dropped before `keep_steps` are reached, but never the newest staleness + 2
+    nor a record that is not trained yet. 0 is no limit."""

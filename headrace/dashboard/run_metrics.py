@@ -8,7 +8,7 @@ import math
 import shutil
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,12 +22,17 @@ from headrace.config import versions
 from headrace.dashboard.efficiency import in_order
 from headrace.dashboard.watch import Watch
 from headrace.messages import subjects as s
+from headrace.messages.evaluation import EvalResult
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.product import Traffic
 from headrace.messages.training import Efficiency, SnapshotReady, StepDone
 from headrace.metrics import process
 
 POLL_S = 5.0
+TROUBLES = ("server_lost", "server_hung", "load_failed", "slot_failed", "checkpoint_failed")
+"""Kinds of events that are counted from 0 on, so that the first one is an increase."""
+WINDOW = 10
+"""Steps, or as many before them, whose mean the newest ones are compared with."""
 
 
 class _State(msgspec.Struct):
@@ -62,7 +67,9 @@ def zero_advantage(group: GroupClosed) -> bool:
 class RunMetrics(Collector):
     """Call `follow` beside the run; Prometheus calls `collect` from its own thread."""
 
-    def __init__(self, watch: Watch, bus: Bus, folder: Path) -> None:
+    def __init__(self, watch: Watch, bus: Bus, folder: Path, record_bytes: Mapping[str, int] | None = None) -> None:
+        """record_bytes: planned for the streams of records, by name."""
+        self._record_bytes = record_bytes or {}
         self._watch, self._bus, self._folder = watch, bus, folder
         self._streams: dict[str, _Info] = {}
         self._file_bytes = 0
@@ -121,7 +128,7 @@ class RunMetrics(Collector):
         if limit > 0:
             return limit
         needed = versions.stream_bytes(self._watch.config, self._file_bytes) if name == "HR_WEIGHTS" else 0
-        return max(s.STREAM[name].max_bytes, needed)
+        return max(s.STREAM[name].max_bytes, needed, self._record_bytes.get(name, 0))
 
     def collect(self) -> Iterable[Metric]:
         """Every family that has a value."""
@@ -131,10 +138,15 @@ class RunMetrics(Collector):
         alarms = sum(bool(step.alarm) for step in steps)
         yield CounterMetricFamily("headrace_mismatch_alarms", "Steps with a mismatch above a limit.", value=alarms)
         events = Counter(event.kind for _, event in list(self._watch.events))
+        troubles = CounterMetricFamily("headrace_troubles", "Events that need a look, by kind.", labels=["kind"])
+        for kind in TROUBLES:
+            troubles.add_metric([kind], events[kind])
+        yield troubles
         problems = events["ledger_problem"]
         yield CounterMetricFamily("headrace_ledger_problems", "Contradictions in the streams.", value=problems)
         if steps:
             yield from self._of_steps(steps)
+        yield from self._of_evaluations()
         told = [efficiency for _, efficiency in in_order(steps, list(self._watch.failed_steps))]
         if told:
             yield from self._of_efficiency(told[-1])
@@ -161,6 +173,11 @@ class RunMetrics(Collector):
             "headrace_mismatch_k1_nats": ("Mean of sampler minus trainer log-probability.", last.k1),
             "headrace_mismatch_k3_nats": ("Estimate of the divergence of sampler and trainer.", last.k3),
             "headrace_policy_entropy_nats": ("Entropy of the policy per token.", last.entropy),
+            "headrace_gradient_norm": ("Largest norm of an update's gradient, before clipping.", last.grad_norm),
+            "headrace_reward_fall_errors": (
+                "Best mean reward of ten steps less that of the newest ten, in standard errors of their difference.",
+                reward_fall([step.reward_mean for step in steps]),
+            ),
             "headrace_zero_advantage_ratio": (
                 "Share of the step's groups whose attempts have one reward.",
                 sum(groups) / len(groups) if groups else math.nan,
@@ -169,6 +186,14 @@ class RunMetrics(Collector):
         for name, (text, value) in figures.items():
             if math.isfinite(value):
                 yield GaugeMetricFamily(name, text, value=value)
+        usual = GaugeMetricFamily(
+            "headrace_figure_to_median_ratio", "The newest step's figure over the median before.", labels=["figure"]
+        )
+        for name in ("entropy", "grad_norm", "k3"):
+            before = [value for step in steps[-2 * WINDOW - 1 : -1] if math.isfinite(value := getattr(step, name))]
+            if len(before) >= WINDOW and (median := statistics.median(before)) > 0.0:
+                usual.add_metric([name], getattr(last, name) / median)
+        yield usual
         of_loss = GaugeMetricFamily(
             "headrace_loss_metric", "A figure of the run's loss, by its name.", labels=["metric"]
         )
@@ -176,6 +201,23 @@ class RunMetrics(Collector):
             if math.isfinite(value):
                 of_loss.add_metric([name], value)
         yield of_loss
+
+    def _of_evaluations(self) -> Iterable[Metric]:
+        """Of each suite that is measured again and again at one temperature."""
+        rates = GaugeMetricFamily("headrace_evaluation_pass_ratio", "Of the newest evaluation.", labels=["suite"])
+        falls = GaugeMetricFamily(
+            "headrace_evaluation_fall_errors",
+            "Best pass rate less that of the newest evaluation, in standard errors of their difference.",
+            labels=["suite"],
+        )
+        by_suite: dict[str, list[EvalResult]] = {}
+        for result in list(self._watch.evaluations):
+            if "greedy" not in result.reason and result.tasks > result.infra_failures:
+                by_suite.setdefault(result.suite, []).append(result)
+        for suite, results in by_suite.items():
+            rates.add_metric([suite], results[-1].rate)
+            falls.add_metric([suite], max(_fall(result, results[-1]) for result in results))
+        yield from (rates, falls)
 
     def _of_efficiency(self, efficiency: Efficiency) -> Iterable[Metric]:
         """Of the newest step, also of one that failed."""
@@ -209,6 +251,25 @@ class RunMetrics(Collector):
             stored.add_metric([name], info.state.bytes)
             planned.add_metric([name], self._planned(name, info.config.max_bytes))
         yield from (messages, stored, planned)
+
+
+def reward_fall(rewards: Sequence[float]) -> float:
+    """`headrace_reward_fall_errors` of the rewards of all steps; NaN before there are two windows."""
+    windows = [rewards[end - WINDOW : end] for end in range(len(rewards), WINDOW - 1, -WINDOW)]
+    if len(windows) < 2:
+        return math.nan
+    last, best = windows[0], max(windows[1:], key=statistics.fmean)
+    spread = math.sqrt((statistics.variance(last) + statistics.variance(best)) / WINDOW)
+    fall = statistics.fmean(best) - statistics.fmean(last)
+    return fall / max(spread, 1e-6)
+
+
+def _fall(before: EvalResult, now: EvalResult) -> float:
+    """How far the pass rate fell, in standard errors of the difference of two shares."""
+    counts = [result.tasks - result.infra_failures for result in (before, now)]
+    share = (before.passed + now.passed) / sum(counts)
+    error = math.sqrt(share * (1.0 - share) * sum(1.0 / count for count in counts))
+    return (before.rate - now.rate) / error if error else 0.0
 
 
 def _all_seconds(told: Sequence[Efficiency]) -> Metric:

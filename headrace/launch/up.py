@@ -113,9 +113,11 @@ async def see_through(
     from headrace.launch import closing
     from headrace.launch.product import users
     from headrace.launch.serve import measured
+    from headrace.policy.layout import sizes
 
     ready = time.time()
     await run.start()
+    planned = await asyncio.to_thread(sizes.record_bytes, run.config)
     async with await Bus.connect(run.broker.url, role="operator", credentials=run.broker.credentials) as bus:
         watch = Watch(bus, run.folder.id, run.config, started)
         try:
@@ -126,7 +128,7 @@ async def see_through(
                 async with asyncio.TaskGroup() as group:
                     keeper = group.create_task(run.watch())
                     meter = group.create_task(closing.meter(run, watch))
-                    figures = group.create_task(RunMetrics(watch, bus, run.folder.path).follow())
+                    figures = group.create_task(RunMetrics(watch, bus, run.folder.path, planned).follow())
                     other = group.create_task(beside(run, watch)) if beside is not None else None
                     simulated_users = None
                     if run.config.production.enabled and run.config.production.simulated_requests_per_s:

@@ -158,6 +158,15 @@ class TokenKinds(msgspec.Struct, frozen=True, kw_only=True):
     """With the markers of the calls."""
 
 
+class PackedRoutes(msgspec.Struct, frozen=True):
+    """Routes as they are stored (policy/routes.py)."""
+
+    dtype: Literal["|u1", "<u2"]
+    shape: tuple[Count, Count, Count]
+    """[positions, layers, top_k]"""
+    data: bytes
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One generation and its calls.
 
@@ -189,6 +198,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     routed_start: Count | UnsetType = UNSET
     """First position of `routed`. Unset: that of the first span. Positions before it were forwarded again, and their
     routes are in earlier turns: the trainer replays the routes of a position's first forward."""
+    packed: PackedRoutes | UnsetType = UNSET
+    """`routed` of a stored record, in fewer bytes; unset where it has none, or has them as they are."""
 
     @property
     def finishes(self) -> bool:
@@ -313,6 +324,8 @@ class Trajectory(Message, frozen=True, kw_only=True):
     plugins: tuple[Plugin, ...] = ()
     """Tools, engine, renderer and sandbox backend from outside of headrace: name, version and source hash. The Score
     repeats them."""
+    turns_from: Count = 0
+    """Its first record in HR_TURN, whose records have the routes of its turns; 0: the turns have them themselves."""
 
     @property
     def oldest_version(self) -> int:

@@ -173,6 +173,7 @@ EVENT = Subject(
         "gate_verdict",
         "shadow_turn",
         "bound_asked",
+        "trainer_order",
         "certify_asked",
         "certificate",
         "tool_log",

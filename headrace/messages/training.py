@@ -59,6 +59,27 @@ class StepManifest(Message, frozen=True, kw_only=True):
     """The plugins that the step depends on: its advantage and loss, and the plugins that its Scores and Trajectories
     name. A node where the advantage or the loss has another source hash refuses the step; a trainer
     refuses a batch that names another source than the run's record in HR_PLUGINS."""
+    bytes: Count = 0
+    """Of the batch's records at the broker, for their retention; 0 where it is not known."""
+    turn_seq: Count = 0
+    """First record in HR_TURN of the batch's trajectories whose routes are there; 0 for none."""
+    orders: Count = 0
+    """Sequence in HR_EVENT of the newest TrainerOrder that the trainer followed in this step or before; 0 for none."""
+    ordered: dict[str, float | int | str | bool] = {}
+    """The settings of `objective` that orders have changed since the run began."""
+    restore: Version = -1
+    """By an order the step trains on nothing: weights and optimizer go back to this version's; -1 otherwise."""
+
+
+@message("trainer_order")
+class TrainerOrder(Message, frozen=True, kw_only=True):
+    """An operator's order that the trainer's next manifest follows: other settings, or an earlier version."""
+
+    run: str
+    settings: dict[str, float | int | str | bool] = {}
+    """Names of [algorithm] to their new values."""
+    restore: Version = -1
+    """The version whose weights and optimizer become the next version's; -1 for none."""
 
 
 @message("records_purged")

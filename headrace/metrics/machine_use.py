@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.metrics import process
 from headrace.metrics.gpus import gpus, installed
 
 _STAT = Path("/proc/stat")
@@ -49,11 +50,14 @@ class MachineUse:
         return Use(self._cpu, self._gpu)
 
     def _watch_gpus(self) -> None:
-        while devices := gpus():
+        devices = gpus()
+        has_gpus = bool(devices)
+        while has_gpus:  # also once the driver answers for none of them
+            process.gpus(len(devices))
             told = [gpu.busy for gpu in devices if gpu.busy is not None]
             self._gpu = sum(told) / len(told) if told else None
             time.sleep(PERIOD_S)
-        self._gpu = None
+            devices = gpus()
 
 
 @functools.cache

@@ -42,6 +42,12 @@ _unlisted = Counter(
 _busy = Gauge(
     "headrace_actor_busy_ratio", "Share of the last interval in which the actor worked.", ("actor",), registry=registry
 )
+_gpus = Gauge("headrace_gpus", "GPUs of this machine that the driver answers for.", registry=registry)
+
+
+def gpus(count: int) -> None:
+    """The GPUs of this machine that its driver answers for."""
+    _gpus.set(count)
 
 
 def delivered(stream: str, outcome: str, seconds: float) -> None:

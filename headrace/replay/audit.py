@@ -26,7 +26,7 @@ from headrace.messages.ledger import GroupClosed
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import Trajectory, changes_digest
 from headrace.messages.subjects import CLOSE, DLQ, FAIL, LEDGER, SCORE, STEP, TRAJ
-from headrace.messages.training import StepDone
+from headrace.messages.training import StepDone, StepFailed
 from headrace.replay.feedback import feedback_books, purged_users
 from headrace.replay.tokens import versions
 
@@ -358,6 +358,10 @@ def _check_steps(state: RunState) -> list[str]:
             wrong.append(f"step {step}: its manifest does not name the closings of its batch")
         if list(outcome.groups) != [closed.group for _, closed in batch]:
             wrong.append(f"step {step}: its outcome does not name the groups of its batch")
+        before = state.outcomes.get(manifest.restore - 1)
+        if manifest.restore >= 0 and isinstance(outcome, StepFailed) and outcome.reason == "rolled_back":
+            if before is not None and before.state_hash != outcome.state_hash:
+                wrong.append(f"step {step}: its outcome has other bytes than version {manifest.restore}")
         slots = sum(len(closed.slots) for _, closed in batch)
         counted = (
             outcome.trained_slots + len(outcome.left_out) if isinstance(outcome, StepDone) else outcome.dropped_slots

@@ -3,13 +3,18 @@
 import asyncio
 from collections.abc import Iterable
 
+import msgspec
+from msgspec import UNSET
+
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone
 from headrace.bus.runtime.tracing import Link, link
 from headrace.messages.codec import UnreadableMessage
 from headrace.messages.judging import Score
-from headrace.messages.rollout import Trajectory
+from headrace.messages.rollout import Trajectory, Turn, TurnSampled
+from headrace.messages.subjects import TURN
 from headrace.messages.training import BatchGroup
+from headrace.policy import routes
 
 AT_ONCE = 16
 """Requests in flight: a trajectory is up to 1 MiB, so more requests would not arrive sooner."""
@@ -18,8 +23,11 @@ Records = tuple[dict[int, Trajectory], dict[int, Score]]
 """Trajectories and Scores by stream sequence. Records that were purged or cannot be read are missing."""
 
 
-async def fetch(bus: Bus, groups: Iterable[BatchGroup], links: list[Link] | None = None) -> Records:
-    """The Trajectory and Score of every slot of some groups. links: receives a link to the span of each trajectory."""
+async def fetch(
+    bus: Bus, groups: Iterable[BatchGroup], links: list[Link] | None = None, sizes: list[int] | None = None
+) -> Records:
+    """The Trajectory and Score of every slot of some groups. links: receives a link to the span of each trajectory;
+    sizes: the bytes of each record, with those of the turn log."""
     gate = asyncio.Semaphore(AT_ONCE)
     trajectories: dict[int, Trajectory] = {}
     scores: dict[int, Score] = {}
@@ -29,7 +37,12 @@ async def fetch(bus: Bus, groups: Iterable[BatchGroup], links: list[Link] | None
             try:
                 received = await bus.get(stream, seq)
                 message = received.message
-            except (MessageGone, UnreadableMessage):
+                read = [len(received.data)]
+                if isinstance(message, Trajectory):
+                    message = await _with_routes(bus, message, read)
+                if sizes is not None:
+                    sizes.append(sum(read))
+            except (MessageGone, UnreadableMessage, ValueError):
                 return
         if isinstance(message, Trajectory):
             trajectories[seq] = message
@@ -43,3 +56,21 @@ async def fetch(bus: Bus, groups: Iterable[BatchGroup], links: list[Link] | None
         *(one("HR_TRAJ", trajectory) for trajectory, _ in slots), *(one("HR_SCORE", score) for _, score in slots)
     )
     return trajectories, scores
+
+
+async def _with_routes(bus: Bus, trajectory: Trajectory, sizes: list[int]) -> Trajectory:
+    """A stored Trajectory with the routes of its turns. ValueError when they cannot be read. sizes: gets the bytes of
+    its turn log: those that are read, or about as many as the Trajectory has."""
+    logged: list[Turn] = []
+    if trajectory.turns_from:
+        subject = TURN.at(run=trajectory.run, trajectory=trajectory.id)
+        async for received in bus.history("HR_TURN", subject, start=trajectory.turns_from):
+            sizes.append(len(received.data))
+            if isinstance(record := received.message, TurnSampled):
+                logged.append(record.turn)
+    else:
+        sizes.append(sizes[0])
+        if all(turn.packed is UNSET for turn in trajectory.turns):
+            return trajectory
+    turns = await asyncio.to_thread(routes.filled, trajectory.turns, logged or trajectory.turns)
+    return msgspec.structs.replace(trajectory, turns=turns)

@@ -12,6 +12,26 @@ import msgspec
 from headrace.config import Algorithm, Config, Mesh, Numerics
 from headrace.messages.training import RankLayout, StepManifest
 
+CHANGEABLE = frozenset(
+    "learning_rate warmup_steps schedule decay_steps beta2 weight_decay balance_rate tis_clip dual_clip ratio_low "
+    "ratio_high minibatches kl_weight grad_clip max_grad_norm guard_k1 guard_patience guard_backoff constant_tokens "
+    "sequence_mean overlong".split()
+)
+"""Settings of [algorithm] that an order may change during a run: none of them decides the shape of a state."""
+
+
+def refused(config: Config, settings: Mapping[str, Any]) -> str:
+    """Why a run cannot take other settings of [algorithm], in one sentence; empty when it can."""
+    if other := sorted(set(settings) - CHANGEABLE):
+        return f"algorithm.{other[0]} stays as it is during a run; {', '.join(sorted(CHANGEABLE))} may change"
+    try:
+        new = changed(config, settings).algorithm
+    except msgspec.ValidationError as error:
+        return f"the settings cannot be used: {error}"
+    if new.kl_weight > 0.0 and not config.algorithm.kl_weight:
+        return "kl_weight needs the policy of version 0, which a run without it does not hold"
+    return ""
+
 
 def recipe(config: Config) -> dict[str, float | int | str | bool]:
     """Every setting on which a step's bits depend, in one struct: the `objective` of a manifest."""

@@ -10,6 +10,7 @@ are compared with the recorded ones.
 import asyncio
 import os
 import random
+import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -228,7 +229,18 @@ class Rerun:
             self._close()
             trainer = self._trainer = self.open(trainer.folder / "checkpoint.safetensors", wanted)
         trainer.config = under(in_layout(self.recorded.config, wanted), manifest)
+        if manifest.restore >= 0:
+            self._copy(manifest.restore, trainer.folder)
         return trainer
+
+    def _copy(self, version: int, folder: Path) -> None:
+        """Give a trainer the checkpoint to which its step goes back. ReplayError when it is not kept."""
+        file = self.recorded.checkpoints.get(version)
+        if file is None:
+            raise ReplayError(f"run {self.recorded.run} keeps no checkpoint of version {version}, which was restored")
+        target = folder / f"v{version:08d}.safetensors"
+        if not target.exists():
+            _link(file, target)
 
     def open(self, checkpoint: Path, layout: RankLayout | None = None) -> PolicyTrainer:
         """A trainer at a checkpoint, in a folder of its own, over the ranks of a layout. ReplayError when the
@@ -240,19 +252,24 @@ class Rerun:
         folder = Path(self._scratch.name) / str(self._opened)
         folder.mkdir()
         target = folder / "checkpoint.safetensors"
-        try:
-            os.link(checkpoint, target)
-        except OSError:  # another file system
-            try:
-                target.write_bytes(checkpoint.read_bytes())
-            except OSError as error:
-                raise ReplayError(f"{checkpoint} cannot be read: {error.strerror}") from None
+        _link(checkpoint, target)
         try:
             config = in_layout(self.recorded.config, layout)
             return opening.prepare(config, folder, tokenizer_json=self.recorded.tokenizer, traces=tuple)
         except (TrainerError, CheckpointError, UnusableCheckpoint, ValueError, GroupError) as error:
             text = str(error).replace(str(target), str(checkpoint))
             raise ReplayError(f"run {self.recorded.run} cannot be opened: {text}") from None
+
+
+def _link(checkpoint: Path, target: Path) -> None:
+    """A checkpoint under another name. ReplayError when it cannot be read."""
+    try:
+        os.link(checkpoint, target)
+    except OSError:  # another file system
+        try:
+            shutil.copyfile(checkpoint, target)
+        except OSError as error:
+            raise ReplayError(f"{checkpoint} cannot be read: {error.strerror}") from None
 
 
 def most_ranks(recorded: RecordedRun) -> int:

@@ -195,8 +195,9 @@ class AtIssue:
 
     def refusal(self, id: str) -> str:
         """Why the task may not be issued, in one sentence; empty when it may. UnknownSuite."""
-        find: Callable[[str], tuple[Suite, str]] | None = getattr(self._suite, "find", None)
-        suite, id = find(id) if find else (self._suite, id)
+        suite = self._suite
+        while find := getattr(suite, "find", None):
+            suite, id = find(id)
         cover: Callable[[str], str] | None = getattr(suite, "covered_by", None)
         if cover:
             id = cover(id)
@@ -213,9 +214,10 @@ class AtIssue:
 
 
 def _parts(suite: Suite) -> Iterator[tuple[Suite, Sequence[str]]]:
-    """The suites of a mix; any other suite alone; each with the ids that need a certificate."""
-    parts: Sequence[Suite] = getattr(suite, "parts", (suite,))
-    for part in parts:
-        # Impossible tasks are never trained on: no group of them is counted.
-        if not part.name.startswith(CANARY):
-            yield part, sample_of(part)
+    """The suites of a mix or a selection; any other suite alone; each with the ids that need a certificate."""
+    parts: Sequence[Suite] | None = getattr(suite, "parts", None)
+    if parts is not None:
+        for part in parts:
+            yield from _parts(part)
+    elif not suite.name.startswith(CANARY):  # impossible tasks are never trained on: no group of them is counted
+        yield suite, sample_of(suite)

@@ -1,7 +1,8 @@
-"""A suite of suites: ``mix/generated/train*3+sums*1`` holds three tasks of the first for each of the second.
+"""Suites made of others: mixes, and selections of tasks by their ids.
 
-The order is a fixed pattern: in every prefix each suite has its share, up to one task. A suite whose tasks are
-used up starts again; the mix ends when every suite was used completely.
+``mix/generated/train*3+sums*1`` holds three tasks of the first suite for each of the second. The order is a fixed
+pattern: in every prefix each suite has its share, up to one task. A suite whose tasks are used up starts again; the mix
+ends when every suite was used completely. `headrace tasks probe` writes selections.
 """
 
 import re
@@ -62,39 +63,20 @@ class _Ids(Sequence[str]):
         return f"{suite}~{each[(period * self._weights[suite] + before) % len(each)]}"
 
 
-class MixedSuite:
-    """The tasks of several suites."""
+class _OfOthers:
+    """Tasks of `parts`, each under this suite's name and with the part's prefix before its id."""
 
-    def __init__(self, text: str, open_one: Callable[[str], Suite]) -> None:
-        """UnknownSuite when a part is not a suite or has no tasks."""
-        named = parts(text)
-        self.name = f"{NAME}/{text}"
-        self._suites = [open_one(name) for name, _ in named]
-        empty = next((suite.name for suite in self._suites if not len(suite.ids())), "")
-        if empty:
-            raise UnknownSuite(f"{self.name}: suite {empty} has no tasks")
-        self._ids = _Ids([suite.ids() for suite in self._suites], [weight for _, weight in named])
-        self.trust: Trust = "log" if any(trust_of(suite) == "log" for suite in self._suites) else "report"
-
-    def ids(self) -> Sequence[str]:
-        """By weight."""
-        return self._ids
-
-    @property
-    def parts(self) -> Sequence[Suite]:
-        """The suites of the mix."""
-        return self._suites
+    name: str
+    parts: Sequence[Suite]
+    prefixes: Sequence[str]
+    trust: Trust
 
     def find(self, id: str) -> tuple[Suite, str]:
         """The suite that a task comes from, and its id there. UnknownSuite."""
-        number, tilde, inner = id.partition("~")
-        digits = number.isascii() and number.isdigit() and len(number) < 7
-        if not tilde or not digits or int(number) >= len(self._suites):
-            raise UnknownSuite(f"{self.name} has no task {id!r:.200}")
-        return self._suites[int(number)], inner
+        raise NotImplementedError
 
     def task(self, id: str) -> Task:
-        """The agent's side, under the mix's name."""
+        """The agent's side, under this suite's name."""
         suite, inner = self.find(id)
         return msgspec.structs.replace(suite.task(inner), ref=TaskRef(self.name, id))
 
@@ -102,6 +84,80 @@ class MixedSuite:
         """The judge's side."""
         suite, inner = self.find(id)
         return msgspec.structs.replace(suite.oracle(inner), ref=TaskRef(self.name, id))
+
+
+class MixedSuite(_OfOthers):
+    """The tasks of several suites."""
+
+    def __init__(self, text: str, open_one: Callable[[str], Suite]) -> None:
+        """UnknownSuite when a part is not a suite or has no tasks."""
+        named = parts(text)
+        self.name = f"{NAME}/{text}"
+        self.parts = [open_one(name) for name, _ in named]
+        empty = next((suite.name for suite in self.parts if not len(suite.ids())), "")
+        if empty:
+            raise UnknownSuite(f"{self.name}: suite {empty} has no tasks")
+        self.prefixes = [f"{number}~" for number in range(len(self.parts))]
+        self._ids = _Ids([suite.ids() for suite in self.parts], [weight for _, weight in named])
+        self.trust = "log" if any(trust_of(suite) == "log" for suite in self.parts) else "report"
+
+    def ids(self) -> Sequence[str]:
+        """By weight."""
+        return self._ids
+
+    def find(self, id: str) -> tuple[Suite, str]:
+        """The suite that a task comes from, and its id there. UnknownSuite."""
+        number, tilde, inner = id.partition("~")
+        digits = number.isascii() and number.isdigit() and len(number) < 7
+        if not tilde or not digits or int(number) >= len(self.parts):
+            raise UnknownSuite(f"{self.name} has no task {id!r:.200}")
+        return self.parts[int(number)], inner
+
+
+class SelectedSuite(_OfOthers):
+    """Some tasks of another suite, under their ids and with their certificates there."""
+
+    def __init__(self, name: str, ids: Sequence[str], of: Suite) -> None:
+        self.name, self._ids, self._of = name, ids, of
+        self.trust, self._known = trust_of(of), frozenset(ids)
+        chosen: dict[str, tuple[Suite, list[str]]] = {}
+        for id in ids:
+            part, inner = self.find(id)
+            chosen.setdefault(id.removesuffix(inner), (part, []))[1].append(inner)
+        self.prefixes = list(chosen)
+        self.parts = [_Chosen(part, of_part) for part, of_part in chosen.values()]
+
+    def ids(self) -> Sequence[str]:
+        """In the order in which they were written."""
+        return self._ids
+
+    def find(self, id: str) -> tuple[Suite, str]:
+        """As in a mix."""
+        if id not in self._known:
+            raise UnknownSuite(f"{self.name} has no task {id!r:.200}")
+        return self._of.find(id) if isinstance(self._of, _OfOthers) else (self._of, id)
+
+
+class _Chosen:
+    """A part of a selection: the other suite under its own name, with the chosen tasks alone."""
+
+    def __init__(self, suite: Suite, ids: Sequence[str]) -> None:
+        self.name, self._suite, self._ids = suite.name, suite, ids
+        self.trust = trust_of(suite)
+        self.source = str(getattr(suite, "source", ""))
+        self.sample = tuple(dict.fromkeys(map(getattr(suite, "covered_by", str), ids)))
+
+    def ids(self) -> Sequence[str]:
+        """The chosen ones."""
+        return self._ids
+
+    def task(self, id: str) -> Task:
+        """The agent's side."""
+        return self._suite.task(id)
+
+    def oracle(self, id: str) -> Oracle:
+        """The judge's side."""
+        return self._suite.oracle(id)
 
 
 def mixed(text: str, root: Path, open_suite: Callable[[str, Path], Suite]) -> MixedSuite:

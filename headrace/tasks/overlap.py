@@ -82,9 +82,11 @@ def _common(training: Suite, evaluated: Suite) -> list[str]:
 
 
 def _parts(suite: Suite) -> Iterator[tuple[str, Suite]]:
-    """The suites of a mix with the prefix of their ids in it; any other suite alone."""
+    """The suites of a mix or a selection with the prefix of their ids in it; any other suite alone."""
     parts: Sequence[Suite] | None = getattr(suite, "parts", None)
     if parts is None:
         yield "", suite
-    for number, part in enumerate(parts or ()):
-        yield f"{number}~", part
+        return
+    prefixes: Sequence[str] = getattr(suite, "prefixes", ())
+    for prefix, part in zip(prefixes, parts, strict=True):
+        yield from ((prefix + inner, each) for inner, each in _parts(part))

@@ -22,7 +22,7 @@ from headrace.tasks.generated import notes, repositories
 from headrace.tasks.generated.seeds import SeedIds
 from headrace.tasks.impossible import CanarySuite
 from headrace.tasks.mix import NAME as MIX
-from headrace.tasks.mix import mixed, parts
+from headrace.tasks.mix import SelectedSuite, mixed, parts
 from headrace.tasks.workspace import WORKSPACE, WorkspaceSuite
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
@@ -81,15 +81,17 @@ class _Index(msgspec.Struct, frozen=True, kw_only=True):
     ids: tuple[str, ...]
     source: str = ""
     trust: Trust = "report"
+    of: str = ""
+    """The suite whose tasks the ids name; empty: the folder has the tasks."""
 
 
 class FolderSuite:
-    """A suite written by `write_suite`."""
+    """A suite written by `write_task` and `write_index`."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self._folder = name, folder
         try:
-            self._index = msgspec.json.decode((folder / "suite.json").read_bytes(), type=_Index)
+            self.index = msgspec.json.decode((folder / "suite.json").read_bytes(), type=_Index)
         except FileNotFoundError:
             names = [f"generated/{kind}" for kind in (*repositories.SEEDS, *notes.SEEDS)]
             names += sorted(file.parent.name for file in folder.parent.glob("*/suite.json"))
@@ -99,16 +101,16 @@ class FolderSuite:
             ) from None
         except (OSError, msgspec.DecodeError) as error:
             raise UnknownSuite(f"{folder} is not a suite: {error}") from None
-        self._known = frozenset(self._index.ids)
+        self._known = frozenset(self.index.ids)
 
     @property
     def trust(self) -> Trust:
         """``log`` where the verdict of a task can be forged by a printed line."""
-        return self._index.trust
+        return self.index.trust
 
     def ids(self) -> Sequence[str]:
         """In the order in which they were written."""
-        return self._index.ids
+        return self.index.ids
 
     def _read(self, id: str, kind: type[Task] | type[Oracle]) -> Message:
         if id not in self._known:
@@ -143,9 +145,9 @@ def write_task(folder: Path, task: Task, oracle: Oracle) -> None:
         inner(folder, f"{task.ref.task}.{side.type_name}").write_bytes(encode(side)[0])
 
 
-def write_index(name: str, folder: Path, ids: Iterable[str], source: str, trust: Trust) -> FolderSuite:
-    """Write the index over the tasks of a folder."""
-    index = _Index(name=name, ids=tuple(ids), source=source, trust=trust)
+def write_index(name: str, folder: Path, ids: Iterable[str], source: str, trust: Trust, *, of: str = "") -> FolderSuite:
+    """Write the index over the tasks of a folder, or over tasks of the suite `of`."""
+    index = _Index(name=name, ids=tuple(ids), source=source, trust=trust, of=of)
     (folder / "suite.json").write_bytes(msgspec.json.format(msgspec.json.encode(index)))
     return FolderSuite(name, folder)
 
@@ -199,18 +201,19 @@ def _source(name: str) -> str:
 def open_suite(name: str, root: str | Path = "suites") -> Suite:
     """A suite by name: a source of the registry, a slash and a name that the source knows; else a folder under `root`.
     UnknownSuite when there is none."""
-    if source := _source(name):
-        try:
-            return SUITES.get(source)(name.partition("/")[2], Path(root))
-        except PluginError as error:
-            raise UnknownSuite(str(error)) from None
-        except RecursionError:
-            raise UnknownSuite(f"{name!r:.200} holds too many suites, one inside another") from None
     try:
-        folder = inner(Path(root), name)
-    except ValueError:
-        raise UnknownSuite(f"{name!a:.200} is not the name of a suite") from None
-    return FolderSuite(name, folder)
+        if source := _source(name):
+            return SUITES.get(source)(name.partition("/")[2], Path(root))
+        try:
+            folder = inner(Path(root), name)
+        except ValueError:
+            raise UnknownSuite(f"{name!a:.200} is not the name of a suite") from None
+        suite = FolderSuite(name, folder)
+        return SelectedSuite(name, suite.ids(), open_suite(suite.index.of, root)) if suite.index.of else suite
+    except PluginError as error:
+        raise UnknownSuite(str(error)) from None
+    except RecursionError:
+        raise UnknownSuite(f"{name!r:.200} holds too many suites, one inside another") from None
 
 
 def suite_plugins(names: Iterable[str]) -> tuple[Plugin, ...]:

@@ -154,6 +154,11 @@ class Guard:
         self.good = StateSnapshot(state.version + 1, self.good.step, self.good.tensors)
         return restored
 
+    def taken_back(self, to: int, newest: int) -> None:
+        """An order has restored a version: `newest` and those since are rolled back, and nothing confirms others."""
+        self.over, self.calm, self.good, self.candidate = 0, [], None, None
+        self.discarded.append((to + 1, newest))
+
     def dump(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The guard for a checkpoint: values that JSON can hold, and tensors by flat name."""
         about: dict[str, Any] = {

@@ -138,10 +138,13 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     from headrace.training.planned import measured  # it imports torch
 
     # Without what changes no measured byte, so that layouts share their measurements.
-    same = layout._replace(nodes=1, offload=False, versions=0, learning_rate=0.0, minibatches=1, snapshots=0)
+    same = layout._replace(
+        nodes=1, offload=False, versions=0, rescore=True, learning_rate=0.0, minibatches=1, snapshots=0
+    )
     held = measured.state(config, same._replace(tokens=0, longest=0, recompute=False, skew=1.0))
     same = same._replace(moment_bytes=4, longest=layout.longest or layout.tokens)
     again = measured.scoring(config, same._replace(tokens=0, recompute=False, reference=False))
+    scoring = again.peak if layout.rescore else 0
     moved = measured.passes(config, same)
     size, changed = element_bytes(config), changed_share(config, layout.learning_rate)
     entry = size * held.trained if changed > _SPARSE else int((size + 4) * changed * held.trained * layout.minibatches)
@@ -155,9 +158,9 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         moments=held.moments,
         reference=held.reference,
         snapshots=layout.snapshots * held.snapshot,
-        undo=(layout.versions + (layout.minibatches > 1)) * entry,
+        undo=(layout.versions + (layout.minibatches > 1)) * entry if layout.rescore else 0,
         versions=layout.versions * version + aside,
-        scoring=again.peak,
+        scoring=scoring,
         gradients=moved.gradients,
         passes=max(moved.backward.values()) - moved.gradients,
         update=max(0, held.update - moved.gradients),

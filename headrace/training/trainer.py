@@ -56,7 +56,7 @@ from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel, O
 from headrace.training.schedule import optimizer_settings
 from headrace.training.served import precision
 from headrace.training.served.publication import Publication
-from headrace.training.served.versions import Versions, adapters, trained
+from headrace.training.served.versions import Log, Versions, adapters, trained
 from headrace.training.state import TrainerState
 from headrace.training.step import take
 from headrace.weights import tensor_state
@@ -73,7 +73,7 @@ class PolicyTrainer:
         self.numerics = numerics
         self.versions = Versions(state.model, state.version)
         """The current version and the earlier ones within the staleness bound: bound + 1 of them."""
-        self.state.new_log()
+        self._new_log()
         self.reference: Model | None = None
         """Version 0, held only while `algorithm.kl_weight` > 0."""
         self.guard = Guard()
@@ -213,6 +213,8 @@ class PolicyTrainer:
         work: Callable[[], Work] = Work
         left_out: tuple[LeftOut, ...] = ()
         try:
+            if manifest.restore >= 0:
+                raise RolledBack
             advantage = advantage_of(self.config.algorithm)
             by_class = self.config.algorithm.baseline == "class"
             shape, exact = self.state.model.config, self.numerics.exact
@@ -248,6 +250,9 @@ class PolicyTrainer:
         except TooFar as error:
             before_update()
             outcome = self._too_far(str(error), hashed)
+        except RolledBack:
+            before_update()
+            outcome = self._roll_back(manifest.restore, hashed)
         before_update()
         keep = int(manifest.objective.get("keep_versions", 0))  # more than the bound while the bound is growing
         self._advance(max(keep, self.config.curriculum.staleness))
@@ -278,9 +283,16 @@ class PolicyTrainer:
 
     def _advance(self, bound: int) -> None:
         """Keep the versions whose tokens the next batch may hold."""
-        self.versions.advance(self.state.version, self.state.new_log())
-        discarded = self.versions.keep(self.state.version - bound)
+        self.versions.advance(self.state.version, self._new_log())
+        discarded = self.versions.keep(self.state.version - (bound if self.config.trainer.rescore else 0))
         self._beside.submit(discarded.clear)  # freeing gigabytes takes longer than the pause between two steps may
+
+    def _new_log(self) -> Log:
+        """Begin a log of undo entries, which only re-scoring reads; the one before."""
+        if self.config.trainer.rescore:
+            return self.state.new_log()
+        self.state.log = None
+        return Log()
 
     @property
     def guarded(self) -> bool:
@@ -296,6 +308,23 @@ class PolicyTrainer:
         outcome = refuse(self.state, "mismatch_over_limit", f"{said}; {where}", hashed=hashed)
         return msgspec.structs.replace(outcome, restored=restored)
 
+    def _roll_back(self, to: int, hashed: bool) -> StepOutcome:
+        """The outcome of an order: weights and optimizer of an earlier version, whose checkpoint this folder keeps."""
+        newest = self.state.version
+        self._restore(self.folder / f"v{to:08d}.safetensors")
+        self.state.version = newest
+        self.guard.taken_back(to, newest)
+        outcome = refuse(self.state, "rolled_back", f"back to version {to}, as ordered", hashed=hashed)
+        return msgspec.structs.replace(outcome, restored=to)
+
+    def _restore(self, file: Path) -> None:
+        checkpoint.load(file, self.state)
+
+    @property
+    def saved_guard(self) -> Guard | None:
+        """The guard where later steps depend on it."""
+        return self.guard if self.guarded or self.guard.discarded else None
+
     def publish(self, folder: Path) -> Publication:
         """Begin to write the served bytes as a file of `folder`, behind the next step. See `served.publication`."""
         return self.state.publish(folder)
@@ -310,9 +339,8 @@ class PolicyTrainer:
         self.versions.release()
         if self.reference is not None:
             earlier[-1] = trained(self.reference)
-        guard = self.guard if self.guarded else None
         file = self.folder / "checkpoint.safetensors"
-        checkpoint.save(file, self.state, kept=earlier, position=position, guard=guard)
+        checkpoint.save(file, self.state, kept=earlier, position=position, guard=self.saved_guard)
         self.position = dict(position)
 
     def _hold_reference(self) -> None:
@@ -323,7 +351,7 @@ class PolicyTrainer:
         """Restore state, kept versions, reference, guard and position from a checkpoint. CheckpointError,
         TrainerError."""
         contents = checkpoint.load(file, self.state)
-        self.state.new_log()
+        self._new_log()
         self.versions = Versions(self.state.model, self.state.version)
         later = self.state.model
         for version in sorted(contents.kept, reverse=True):
@@ -338,6 +366,10 @@ class PolicyTrainer:
             raise TrainerError(f"{file} holds no reference policy, and kl_weight > 0 needs one")
         self.guard = contents.guard or Guard()
         self.position, self.resumed = contents.position, True
+
+
+class RolledBack(Exception):
+    """The step's manifest restores a version instead of training."""
 
 
 STEP_SEAMS = (ADVANTAGES.seam, LOSSES.seam)

@@ -32,6 +32,8 @@ FIGURES = {
     "Event.data",
     "Metric.values",
     "StepManifest.objective",
+    "StepManifest.ordered",
+    "TrainerOrder.settings",
     "RendererBundle.template_kwargs",
     "RendererBundle.generation",
 }

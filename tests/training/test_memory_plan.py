@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from headrace.cli.main import main
-from headrace.config import Limits, Mesh, Policy
+from headrace.config import Config, Curriculum, Limits, Mesh, Policy
+from headrace.config import Trainer as TrainerSection
 from headrace.policy.adapters import shape
 from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.layout import hugging_face
@@ -281,3 +282,15 @@ def test_a_rebuilt_version_of_one_process_holds_what_changed_and_is_in_no_entry(
     assert plan(QWEN["0.6B"], layout).versions == 2 * 2 * parameters(QWEN["0.6B"]).total
     assert plan(ADAPTED, layout).versions == 0, "all adapters change: their entries hold the tensors"
     assert plan(POLICY, layout).versions == 0, "float32 the same"
+
+
+def test_a_trainer_that_scores_nothing_again_plans_nothing_for_it() -> None:
+    settings = Config(trainer=TrainerSection(rescore=0), curriculum=Curriculum(staleness=4))
+    scored = layout_of(msgspec.structs.replace(settings, trainer=TrainerSection(rescore=8)))
+    layout = layout_of(settings)
+    before, after = plan(POLICY, scored), plan(POLICY, layout)
+    assert before.undo > 0 and before.scoring > 0
+    assert (after.undo, after.versions, after.scoring) == (0, 0, 0)
+    assert before._replace(undo=0, versions=0, scoring=0) == after
+    ranks = plan(QWEN["0.6B"], scored._replace(devices=2)), plan(QWEN["0.6B"], layout._replace(devices=2))
+    assert ranks[0].versions > ranks[1].versions == 0, "nor masters set aside"

@@ -93,6 +93,17 @@ def test_a_killed_trainer_goes_on_bit_equal(tmp_path: Path) -> None:
     assert [o.state_hash for o in advance(second, 3)] == whole[3:]
 
 
+def test_a_trainer_that_scores_nothing_again_holds_no_earlier_version(tmp_path: Path) -> None:
+    scored, plain = prepare(tmp_path / "a"), prepare(tmp_path / "b", changed(trainer={"rescore": 0}))
+    for now in range(3):
+        taken = batch(models(scored), now, [max(0, now - 1), now, now, now], scored.config)
+        assert scored.step(*taken).state_hash == plain.step(*taken).state_hash
+    assert scored.versions.nbytes > 0 and scored.state.log is not None
+    assert plain.versions.nbytes == 0 and not plain.versions.earlier and plain.state.log is None
+    plain.save({})
+    assert prepare(tmp_path / "b", changed(trainer={"rescore": 0})).state.log is None
+
+
 def test_resuming_another_machine_copy_gives_the_same(tmp_path: Path) -> None:
     first = prepare(tmp_path / "a")
     advance(first, 2)

@@ -125,7 +125,7 @@ class Episode:
             plugins=(*self._plugins, *(self._sandbox.plugins if self._sandbox is not None else ())),
         )
         backend = self._sandbox.backend if self._sandbox is not None else ""
-        return await publish(self._bus, msgspec.structs.replace(trajectory, backend=backend))
+        return await publish(self._bus, msgspec.structs.replace(trajectory, backend=backend), self._log.first)
 
     def _hold(self, sandbox: RemoteSandbox) -> bool:
         """Keep the sandbox of a workspace for the next request in it."""
@@ -178,7 +178,7 @@ class Episode:
         )
         if over or self._over:
             trajectory = msgspec.structs.replace(trajectory, outcome="sandbox_limit")
-        return await publish(self._bus, trajectory)
+        return await publish(self._bus, trajectory, self._log.first)
 
     async def _acquire(self, resume: ResumeState) -> RemoteSandbox:
         """The attempt's sandbox. A resumed attempt gets the sandbox that holds its work."""

@@ -60,7 +60,7 @@ class MessageEpisode:
             plugins=self._plugins,
         )
         message = {ANSWER: text.encode("utf-8", "replace")}
-        return await publish(self._bus, msgspec.structs.replace(trajectory, diff=message))
+        return await publish(self._bus, msgspec.structs.replace(trajectory, diff=message), self._log.first)
 
     async def _on_sampled(self, turn: Turn) -> None:
         await self._log.sampled(turn, "", "", self._fingerprint)

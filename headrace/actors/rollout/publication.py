@@ -3,12 +3,15 @@
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from headrace.bus.connection import Bus
 from headrace.harness.loop import Episode as Turns
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import RolloutRequest, Trajectory
 from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import Task
+from headrace.policy import routes
 from headrace.rendering.base import Renderer
 
 
@@ -56,8 +59,19 @@ def message_id(run: str, trajectory: str) -> str:
     return f"{run}.{trajectory}"
 
 
-async def publish(bus: Bus, trajectory: Trajectory) -> Trajectory:
-    """Store a Trajectory; a repetition is dropped by its message id. BusError."""
+async def publish(bus: Bus, trajectory: Trajectory, first: int = 0) -> Trajectory:
+    """Store a Trajectory; a repetition is dropped by its message id. BusError.
+
+    first: of its turn log. Routes then stay there, where the trainer alone reads them. Records of users are copied into
+    the branch that trains on them, so they keep their routes.
+    """
+    if any(turn.routed for turn in trajectory.turns):
+        if first and trajectory.lane != "production":
+            turns = routes.without(trajectory.turns)
+            trajectory = msgspec.structs.replace(trajectory, turns=turns, turns_from=first)
+        else:
+            turns = tuple(map(routes.on_wire, trajectory.turns))
+            trajectory = msgspec.structs.replace(trajectory, turns=turns)
     subject = TRAJ.at(run=trajectory.run, group=trajectory.group)
     await bus.publish(subject, trajectory, msg_id=message_id(trajectory.run, trajectory.id))
     return trajectory

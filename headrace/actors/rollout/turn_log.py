@@ -19,6 +19,7 @@ from headrace.bus.signatures import ID_HEADER
 from headrace.messages.rollout import ToolResult, Turn, TurnDone, TurnSampled
 from headrace.messages.sandbox import Snapshot
 from headrace.messages.subjects import TRAJ, TURN
+from headrace.policy import routes
 
 
 class ResumeState(NamedTuple):
@@ -41,6 +42,8 @@ class TurnLog:
         self._bus, self._run, self._group, self._trajectory = bus, run, group, trajectory
         self._subject = TURN.at(run=run, trajectory=trajectory)
         self._last = 0
+        self.first = 0
+        """Sequence of the first record; 0 before there is one."""
         self._writing: asyncio.Task[int] | None = None
 
     async def read(self) -> ResumeState:
@@ -53,9 +56,10 @@ class TurnLog:
         steps: list[Snapshot] = []
         async for received in self._bus.history("HR_TURN", self._subject):
             self._last = max(self._last, received.seq)
+            self.first = self.first or received.seq
             record = received.message
             if isinstance(record, TurnSampled):
-                turns.append(record.turn)
+                turns.append(routes.in_memory(record.turn))
                 node, sandbox = record.node, record.sandbox
             elif isinstance(record, TurnDone):
                 turns[-1] = msgspec.structs.replace(turns[-1], results=record.results)
@@ -89,12 +93,13 @@ class TurnLog:
         record = TurnSampled(
             run=self._run,
             trajectory=self._trajectory,
-            turn=turn,
+            turn=await asyncio.to_thread(routes.on_wire, turn) if turn.routed else turn,
             node=node,
             sandbox=sandbox,
             fingerprint=fingerprint,
         )
         self._last = await self._bus.publish(self._subject, record, expect=self._last)
+        self.first = self.first or self._last
 
     async def done(self, index: int, results: Sequence[ToolResult], step: Snapshot | UnsetType = UNSET) -> None:
         """Write a turn's results while the next turn is sampled; `sampled` and `flush` wait for the write. step: as in

@@ -24,6 +24,7 @@ import msgspec
 from headrace.actors.trainer import base_policy, initial_policy, old_weights, other_ranks, raised, records, resume
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
 from headrace.actors.trainer.closings import Batch, Closings, Ready
+from headrace.actors.trainer.orders import Orders
 from headrace.bus.errors import Unrecoverable
 from headrace.bus.payloads import renderer_bundles
 from headrace.bus.runtime import tracing
@@ -36,7 +37,7 @@ from headrace.policy.config import CheckpointError
 from headrace.registry import merged
 from headrace.rendering.base import RendererError
 from headrace.replay.fetching import Records, fetch
-from headrace.replay.recipe import under
+from headrace.replay.recipe import changed, under
 from headrace.training import checkpoint, opening
 from headrace.training.data.base import DataError
 from headrace.training.device import TrainerError
@@ -85,6 +86,7 @@ class Trainer(Actor):
         self._stopping = False
         self.closings = Closings(self.bus, self.run, self.config.curriculum.groups_per_step)
         self._row = raised.Row()
+        self._orders = Orders(self, self.folder / "checkpoints")
         self._updated = asyncio.Event()
         """Set when no step computes."""
         self._updated.set()
@@ -190,6 +192,8 @@ class Trainer(Actor):
         self._hash = await self._in_thread(trainer.state.hash)
         await self._publish(trainer, await self._in_thread(lambda: self.store.publish(self._hash)), trainer.version)
         earlier = await self._on_record(trainer.version)
+        await self._orders.begin()
+        self.spawn(self._orders.follow(), "orders")
         self.spawn(self.closings.follow(trainer.version + len(earlier), trainer.expect), "collecting")
         if self.config.weights.collect_chains:
             self.spawn(old_weights.forget(self), "old weights")
@@ -213,7 +217,10 @@ class Trainer(Actor):
         steps: dict[int, OnRecord] = {}
         async for received in self.bus.history("HR_STEP", STEP.at(run=self.run)):
             match received.message:
-                case StepManifest() as manifest if manifest.step >= first:
+                case StepManifest() as manifest:
+                    self._orders.seen(manifest)
+                    if manifest.step < first:
+                        continue
                     steps[manifest.step] = OnRecord(received.seq, manifest)
                 case StepDone() | StepFailed() as outcome:
                     self._row.seen(outcome)
@@ -299,7 +306,9 @@ class Trainer(Actor):
         if earlier is not None:
             return earlier.manifest
         window = self.closings.window(trainer.version)
-        return records.manifest(self.config, self.run, trainer, batch.groups, window, used)
+        config = changed(self.config, self._orders.settings)
+        made = records.manifest(config, self.run, trainer, batch.groups, window, used, trajectories.values())
+        return self._orders.taken(msgspec.structs.replace(made, bytes=batch.bytes))
 
     async def _announce(self, trainer: PolicyTrainer, manifest: StepManifest, earlier: OnRecord | None) -> OnRecord:
         """The manifest on the bus, behind the outcome of the step before. One on record is written again, as a new
@@ -424,8 +433,10 @@ class Trainer(Actor):
         self.store.forget(version)
 
     async def _keep(self, trainer: PolicyTrainer, batch: Batch) -> None:
-        """At the checkpoint interval, write a checkpoint and purge records of steps that are not kept for replay."""
-        last = trainer.version >= self.config.curriculum.steps
+        """At the checkpoint interval and after a rollback, write a checkpoint and purge records of steps that are not
+        kept for replay."""
+        rolled_back = trainer.guard.discarded[-1:]
+        last = trainer.version >= self.config.curriculum.steps or trainer.version - 1 in [n for _, n in rolled_back]
         if trainer.version % self.config.trainer.checkpoint_every and not last:
             return
         with trainer.clock.spent("publish"):
@@ -433,7 +444,13 @@ class Trainer(Actor):
         try:
             with trainer.clock.spent("checkpoint"):
                 position = {"close_seq": batch.groups[-1].close_seq, "step_seq": self._step_seq}
-                await self._in_thread(lambda: self.store.checkpoint(position))
+                await self.store.read_manifests(self.bus, self.run)
+                try:
+                    await self._in_thread(lambda: self.store.checkpoint(position))
+                except OSError as error:
+                    text = f"version {trainer.version}: {error}; the checkpoint before it stays"
+                    await self.event("checkpoint_failed", text, "error", version=trainer.version)
+                    raise
             await self.event("checkpoint", f"version {trainer.version}", version=trainer.version)
             if (old := await self.store.old_records(self.bus, self.run)) is not None:
                 self._step_seq = await self.bus.publish(STEP.at(run=self.run), old, expect=self._step_seq)

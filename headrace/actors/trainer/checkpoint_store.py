@@ -25,10 +25,12 @@ class CheckpointStore:
         self.snapshots, self.checkpoints = folder / "snapshots", folder / "checkpoints"
         self.trainer, self.config = trainer, config
         self.snapshots.mkdir(parents=True, exist_ok=True)
-        self.keep_steps = max(config.replay.keep_steps, config.curriculum.staleness + 2)
-        """Number of steps whose records are kept: at least as many as open groups and unretired batches may need."""
         self._firsts: dict[int, tuple[int, int]] = {}
         """Step to the first sequences of a trajectory and of a score in its manifests; without purged steps."""
+        self._bytes: dict[int, int] = {}
+        """Step to the bytes of its records; without purged steps."""
+        self._turns: dict[int, int] = {}
+        """Step to the first sequence of its turns, where they have routes."""
         self._old: RecordsPurged | None = None
         """The newest deletion."""
         self._read = 0
@@ -56,11 +58,23 @@ class CheckpointStore:
         """Replace the checkpoint durably, and link it under its version's name for replay."""
         self.trainer.save(position)
         self._name_checkpoint()
-        oldest = self.trainer.version - self.keep_steps
+        oldest = self.trainer.version - self.kept_steps()
         files = sorted(self.checkpoints.glob("v*.safetensors"))
         starts = [file for file in files if int(file.name[1:9]) <= oldest]
         for file in starts[:-1]:  # the replay of the oldest kept step starts from the newest of them
             file.unlink(missing_ok=True)
+
+    def kept_steps(self) -> int:
+        """Newest steps that are kept: `replay.keep_steps`, or as many as `replay.keep_gib` holds; at least as many as
+        open groups and batches to come may need, under the bound that the last step had."""
+        section, staleness = self.config.replay, self.config.curriculum.staleness
+        most, left = section.keep_steps, section.keep_gib * 2**30
+        for count, step in enumerate(sorted(self._bytes, reverse=True)):
+            left -= self._bytes[step]
+            if section.keep_gib and left < 0:
+                most = min(most, count)
+                break
+        return max(most, staleness + 2, self.trainer.config.curriculum.staleness + 2)
 
     def _name_checkpoint(self) -> None:
         named = self.checkpoints / f"v{self.trainer.version:08d}.safetensors"
@@ -73,8 +87,10 @@ class CheckpointStore:
         A kept step is replayed from the checkpoint before it, so the steps between the two stay as well.
         """
         oldest = min((int(file.name[1:9]) for file in self.checkpoints.glob("v*.safetensors")), default=0)
-        await self._read_manifests(bus, run)
+        await self.read_manifests(bus, run)
         self._firsts = {step: first for step, first in self._firsts.items() if step >= oldest}
+        self._turns = {step: first for step, first in self._turns.items() if step >= oldest}
+        self._bytes = {step: size for step, size in self._bytes.items() if step >= oldest}
         if not oldest or not self._firsts:
             return None
         first, first_score = (min(column) for column in zip(*self._firsts.values(), strict=True))
@@ -96,16 +112,21 @@ class CheckpointStore:
             return purged
         if bus.shared_memory is not None:
             bus.shared_memory.collect(before=moment - STORED_BEFORE_S)
-        before = await self._turn_at(bus, run, moment)
+        # A trajectory without its routes has them in its turns. Those of a later batch began after a version that the
+        # oldest kept step precedes, so they lie behind.
+        before = min(self._turns.values(), default=0) or await self._turn_at(bus, run, moment)
         return purged + (await retention.purge(bus, "HR_TURN", TURN.where(run=run), before) if before else 0)
 
-    async def _read_manifests(self, bus: Bus, run: str) -> None:
+    async def read_manifests(self, bus: Bus, run: str) -> None:
         """Read the manifests that were written since the last call: a purge runs at every checkpoint, between two
         steps, and HR_STEP keeps the records of all steps."""
         async for received in bus.history("HR_STEP", STEP.at(run=run), start=self._read + 1):
             self._read, manifest = received.seq, received.message
             if not isinstance(manifest, StepManifest):
                 continue
+            self._bytes[manifest.step] = manifest.bytes
+            if manifest.turn_seq:
+                self._turns[manifest.step] = min(manifest.turn_seq, self._turns.get(manifest.step, manifest.turn_seq))
             for slot in (slot for group in manifest.groups for slot in group.slots):
                 first = self._firsts.get(manifest.step, slot)  # of an earlier incarnation of the step
                 self._firsts[manifest.step] = min(first[0], slot[0]), min(first[1], slot[1])

@@ -27,6 +27,8 @@ class Ready(NamedTuple):
     records: Records
     links: tuple[Link, ...]
     """Links to the spans that published its trajectories."""
+    bytes: int
+    """Of its records at the broker."""
 
 
 class Batch(NamedTuple):
@@ -35,6 +37,7 @@ class Batch(NamedTuple):
     groups: tuple[BatchGroup, ...]
     records: Records
     links: list[Link]
+    bytes: int = 0
 
     @classmethod
     def of(cls, ready: list[Ready]) -> "Batch":
@@ -42,7 +45,12 @@ class Batch(NamedTuple):
         trajectories = {seq: record for ready_group in ready for seq, record in ready_group.records[0].items()}
         scores = {seq: record for ready_group in ready for seq, record in ready_group.records[1].items()}
         links = [link for ready_group in ready for link in ready_group.links]
-        return cls(tuple(ready_group.group for ready_group in ready), (trajectories, scores), links)
+        return cls(
+            tuple(ready_group.group for ready_group in ready),
+            (trajectories, scores),
+            links,
+            sum(each.bytes for each in ready),
+        )
 
 
 class Closings:
@@ -82,11 +90,11 @@ class Closings:
                 continue
             if position >= taken:
                 group = records.batch_group(received.seq, closed)
-                links: list[Link] = []
+                links, sizes = list[Link](), list[int]()
                 await self._may_fetch.wait()
-                fetched = await fetch(self._bus, [group], links)
+                fetched = await fetch(self._bus, [group], links, sizes)
                 expect(fetched[0])
-                await self.ready.put(Ready(group, fetched, tuple(links)))
+                await self.ready.put(Ready(group, fetched, tuple(links), sum(sizes)))
             position += 1
 
     def window(self, step: int) -> StalenessWindow | None:

@@ -80,6 +80,7 @@ def manifest(
     groups: tuple[BatchGroup, ...],
     window: StalenessWindow | None,
     plugins: tuple[Plugin, ...],
+    trajectories: Iterable[Trajectory] = (),
 ) -> StepManifest:
     """The manifest of the trainer's next step, without the hash of the version that it updates: everything else that
     the step depends on. window: None for the configured bound. plugins: those that the batch's records name."""
@@ -95,6 +96,7 @@ def manifest(
         objective=recipe(config) | (window.words() if window is not None else {}),
         layout=trainer.layout,
         plugins=merged(plugins_of(config.algorithm), plugins),
+        turn_seq=min((made.turns_from for made in trajectories if made.turns_from), default=0),
     )
 
 

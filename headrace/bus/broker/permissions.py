@@ -29,6 +29,7 @@ EVENT_TYPES: dict[str, tuple[str, ...]] = {
     "gate_verdict": ("feedback",),
     "shadow_turn": ("gateway",),
     "bound_asked": ("operator",),
+    "trainer_order": ("operator",),
     "certify_asked": ("curriculum",),
     "certificate": ("certifier",),
     "tool_log": ("environment",),

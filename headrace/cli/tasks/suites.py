@@ -1,10 +1,10 @@
-"""Commands about suites of tasks: certify, show, export; making.py and importing.py have the others."""
+"""Commands about suites of tasks: certify, probe, show, export; making.py and importing.py have the others."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import add_config, group, integer
+from headrace.cli.arguments import add_config, add_config_file, group, integer
 from headrace.cli.tasks import importing, making
 from headrace.launch.output import complain, say
 from headrace.launch.runs import RunError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def add(commands: "Commands") -> None:
     """Declare the commands of the group."""
     subcommands = group(commands, "tasks", "make, import and export task suites")
-    for declare in (making.add, importing.add, _add_certify, _add_export, _add_show):
+    for declare in (making.add, importing.add, _add_certify, _add_probe, _add_export, _add_show):
         declare(subcommands)
 
 
@@ -158,6 +158,30 @@ def summary(made: "list[Certificate] | tuple[Certificate, ...]") -> str:
     passing = mutants - sum(certificate.killed for certificate in made)
     share = f", {passing} of {mutants} mutants pass ({passing / mutants:.1%})" if mutants else ""
     return f"{good} of {len(made)} tasks are certified{share}"
+
+
+def _add_probe(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("probe", help="select the tasks of [tasks] suite that a policy solves sometimes")
+    add_config_file(parser, "configuration of the run that is to train on them")
+    parser.add_argument("--attempts", type=integer(1), default=8, help="attempts at each task; default: 8")
+    parser.add_argument("--low", type=integer(0), default=1, help="least attempts that pass; default: 1")
+    parser.add_argument("--high", type=integer(0), help="most attempts that pass; default: --attempts less 1")
+    parser.add_argument("--tasks", type=integer(0), default=0, help="number of tasks, from the first; 0 means all")
+    parser.add_argument(
+        "--policy", default="", help="as of `headrace eval`; default: the policy with which the run begins"
+    )
+    parser.add_argument("--out", default="", metavar="NAME", help="name of the new suite; default: the suite's, -band")
+    parser.set_defaults(handler=probe)
+
+
+async def probe(args: argparse.Namespace) -> int:
+    """Sample and select; 1 when no task is kept. The same command continues one that was killed."""
+    from headrace.launch.measuring import probe
+
+    band = probe.Band(attempts=args.attempts, low=args.low, high=args.attempts - 1 if args.high is None else args.high)
+    name = args.out or args.settings.tasks.suite.replace("/", "-") + "-band"
+    return await probe.probe(args.settings, name, band, args.policy, args.tasks)
 
 
 def _add_show(commands: "Commands") -> None:

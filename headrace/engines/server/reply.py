@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from headrace.engines.server.backend import Ask, Attempt, Stretch
 from headrace.engines.server.http import ServerError
+from headrace.policy import routes
 from headrace.policy.config import PolicyConfig
 
 ROUNDING = 1e-6
@@ -68,7 +69,7 @@ def checked(
 
 
 def _compact(rows: NDArray[np.signedinteger] | None, count: int, config: PolicyConfig) -> NDArray[np.unsignedinteger]:
-    """Routes [count, sparse layers, top_k], with one byte per expert or two above 255 experts."""
+    """Routes [count, sparse layers, top_k], with one byte per expert or two above 255 experts, in ascending order."""
     if rows is None:
         raise garbled(
             "the reply has no routed_experts; start the server with --enable-return-routed-experts, because a mixture "
@@ -80,7 +81,9 @@ def _compact(rows: NDArray[np.signedinteger] | None, count: int, config: PolicyC
     wide = rows[:, config.dense_layers :]
     if wide.size and (wide.min() < -1 or wide.max() >= config.experts):
         raise garbled(f"routed_experts name experts {wide.min()} to {wide.max()}, the model has {config.experts}")
-    return np.where(wide < 0, _none(config), wide).astype(config.routed_dtype)
+    narrow = np.where(wide < 0, _none(config), wide).astype(config.routed_dtype)
+    ordered: NDArray[np.unsignedinteger] = routes.ascending(narrow)
+    return ordered
 
 
 def _none(config: PolicyConfig) -> int:

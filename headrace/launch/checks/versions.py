@@ -1,7 +1,7 @@
 """Whether the stream and the disks hold the versions of the weights that the run keeps."""
 
 import shutil
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 from headrace.bus.broker.credentials import of_run
@@ -34,7 +34,20 @@ async def check(config: Config, roles: Roles = frozenset()) -> AsyncIterator[Fin
         yield bad("weights", f"{said}, and {where} allows {size(limit)}; {versions.how_to_fit(config)}")
     elif needed:
         yield good("weights", said)
+    for finding in _records(config):
+        yield finding
     yield _disk(config, file_bytes, 0 if config.bus.url else needed, roles)
+
+
+def _records(config: Config) -> Iterator[Finding]:
+    """Whether [bus] stream_gib leaves the streams of records as much as the kept steps may need."""
+    for name, most in sizes.record_bytes(config).items():
+        key, limit = f"bus.stream_gib.{name[3:].lower()}", config.bus.stream_bytes.get(name, 0)
+        said = f"the records of the kept steps need up to {size(most)} of {name}"
+        if 0 < limit < most:
+            yield bad(key, f"{said}, and it allows {size(limit)}: raise it, lower replay.keep_steps or set keep_gib")
+        elif limit:
+            yield good(key, said)
 
 
 def _disk(config: Config, file_bytes: int, stream: int, roles: Roles) -> Finding:
@@ -54,7 +67,8 @@ def _disk(config: Config, file_bytes: int, stream: int, roles: Roles) -> Finding
         parts.append((count * sizes.checkpoint_bytes(config), f"{count} checkpoints", advice))
         parts.append(((bound + 2) * file_bytes, f"{bound + 2} versions of the trainer", fewer))
     if not config.bus.url:
-        parts.append((steps * sizes.step_bytes(config), f"the records of {steps} steps", keep))
+        records = sum(sizes.record_bytes(config).values())
+        parts.append((records, f"the records of {steps} steps and of those to come", f"{keep} or set replay.keep_gib"))
     total, free = sum(each for each, _, _ in parts), shutil.disk_usage(_existing(Path(config.run.dir))).free
     said = ", ".join(f"{name} {size(each)}" for each, name, _ in parts if each)
     if total <= free:

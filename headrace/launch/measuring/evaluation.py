@@ -67,6 +67,8 @@ class Measurable(NamedTuple):
     policy: PolicyRef
     checkpoint: str = ""
     """The folder of a policy that no run has published."""
+    publishes: bool = False
+    """The run's own trainer publishes it."""
 
 
 def policy_of(text: str) -> Measurable:
@@ -77,7 +79,7 @@ def policy_of(text: str) -> Measurable:
             raise RunError(f"there is no scripted policy {rest!r}; expected oracle, idle or edit-tests")
         return Measurable("", PolicyRef(kind="scripted", name=rest))
     if (Path(text) / "config.json").is_file() and not (Path(text) / "broker").exists():
-        return Measurable("", PolicyRef(kind="pinned", version=0), str(Path(text).resolve()))
+        return Measurable("", PolicyRef(kind="pinned", version=0), str(Path(text).resolve()), publishes=True)
     if rest and not (rest.isascii() and rest.isdigit() and len(rest) < 16):
         raise RunError(f"expected a policy scripted:NAME, a checkpoint folder, RUN or RUN:VERSION, got {text!r}")
     return Measurable(first, PolicyRef(kind="pinned", version=int(rest) if rest else -1))
@@ -129,11 +131,14 @@ async def prepare(config: Config, closing: AsyncExitStack) -> None:
     await prepare_host(config)
 
 
-def open_run(config: Config, named: Measurable, stopping: Stopping, closing: AsyncExitStack) -> Run:
-    """The run in which a policy is measured: its own, or a new one."""
+def open_run(config: Config, named: Measurable, stopping: Stopping, closing: AsyncExitStack, again: str = "") -> Run:
+    """The run in which a policy is measured: its own, or a new one. again: the id of a new one that continues where an
+    earlier call with the same configuration ended; RunError where it was another one."""
     root = Path(config.run.dir)
     if named.run:
         folder = runs.find(named.run, root)
+    elif again:
+        folder = runs.create(root, again, newest=False)
     else:
         # A comparison opens two runs within one second.
         name = free = "e" + runs.new_id(config.run.seed)[1:]
@@ -160,12 +165,14 @@ def open_run(config: Config, named: Measurable, stopping: Stopping, closing: Asy
         run=msgspec.structs.replace(recorded.run, dir=str(folder.path.parent), plugins=admitted()),
         environment=config.environment,
         tasks=config.tasks,
-        processes=Processes(groups=(*GROUPS, *PUBLISHERS) if named.checkpoint else GROUPS),
+        processes=Processes(groups=(*GROUPS, *PUBLISHERS) if named.publishes else GROUPS),
         production=Production(enabled=False),
         # The run's queue may still hold requests of its other lanes; this command runs none of them.
         rollout=msgspec.structs.replace(recorded.rollout, lanes=("eval",)),
     )
     if not named.run:
+        if again and folder.config.exists() and load(folder.config) != merged:
+            raise RunError(f"{folder.path} was begun with another configuration; remove it, or choose another name")
         folder.config.write_bytes(msgspec.json.format(msgspec.json.encode(merged)))
     run = Run(merged, folder, folder.path / "config-eval.json", stopping)
     closing.push_async_callback(run.close)
@@ -177,7 +184,7 @@ async def serve(run: Run, named: Measurable, closing: AsyncExitStack) -> PolicyR
     from headrace.bus.connection import Bus
 
     await run.broker.start()
-    if named.policy.kind != "pinned" or named.checkpoint:
+    if named.policy.kind != "pinned" or named.publishes:
         return named.policy
     async with await Bus.connect(run.broker.url, role="operator", credentials=run.broker.credentials) as bus:
         last = await newest(bus, run.folder.id)
@@ -225,15 +232,16 @@ async def ask(run: Run, requests: "Sequence[EvalRequest]") -> "list[EvalResult]"
 
 
 async def _answers(bus: "Bus", run: Run, requests: "Sequence[EvalRequest]") -> "list[EvalResult]":
-    """Publish the requests once there is a version to measure, and wait for their results."""
+    """Publish the requests once there is a version to measure, unless they were before; wait for their results."""
     from headrace.messages import subjects
 
     if PUBLISHERS[0] in run.config.processes.groups:
         async for _ in bus.follow("HR_WEIGHTS", subjects.WEIGHT_HEAD.at(run=run.folder.id)):
             break
     subject = subjects.EVENT.at(run=run.folder.id, actor="operator", type="eval_request")
-    asked = [await bus.publish(subject, request, msg_id=request.id) for request in requests]
-    return await asyncio.gather(*(result_of(bus, run.folder.id, request.id, asked[0]) for request in requests))
+    stored = {getattr(each.message, "id", ""): each.seq async for each in bus.history("HR_EVENT", subject)}
+    asked = [stored.get(each.id) or await bus.publish(subject, each, msg_id=each.id) for each in requests]
+    return await asyncio.gather(*(result_of(bus, run.folder.id, each.id, min(asked)) for each in requests))
 
 
 async def ensure_bundle(run: Run) -> None:

@@ -1,6 +1,7 @@
 """Counts of the parameters of `policy.model.Model`, and operations, in closed form: no allocation, no import
 of torch."""
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -13,6 +14,10 @@ MOMENTS = {"float32": 4, "bfloat16": 2, "eight_bit": 1}
 """Bytes of an element of a moment."""
 POSITION = 32
 """Bytes of a recorded position without its routes."""
+PACKED = 1.06
+"""Bytes of packed routes over the entropy of uniform choices."""
+INLINE = 1 << 20
+"""Bytes above which a record becomes a claim check (`bus.storing.MAX_INLINE`)."""
 
 
 class Parameters(NamedTuple):
@@ -98,9 +103,33 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def step_bytes(config: Config) -> int:
-    """Bytes of the records of a step whose attempts fill their context: ids, log-probabilities and text of a position,
-    and its routes twice, in the turn and in the trajectory."""
-    policy = hugging_face.of_run(config)
-    routes = policy.sparse_layers * policy.top_k * (1 if policy.experts <= 256 else 2) if policy.experts else 0
+    """Bytes of the records of a step whose attempts fill their context, in all streams."""
+    return sum(_of_attempt(config).values()) * config.curriculum.groups_per_step * config.curriculum.group_size
+
+
+def record_bytes(config: Config) -> dict[str, int]:
+    """Stream to the bytes of the records of all kept steps, whose attempts fill their context. With `replay.keep_gib`
+    together at most these."""
     attempts = config.curriculum.groups_per_step * config.curriculum.group_size
-    return attempts * config.limits.context_tokens * (POSITION + 2 * routes)
+    least = config.curriculum.staleness + 2
+    steps = min(config.curriculum.steps, max(config.replay.keep_steps, least)) + least  # those that are not trained yet
+    whole = step_bytes(config)
+    if whole and config.replay.keep_gib:
+        steps = min(steps, max(2 * least, int(config.replay.keep_gib * 2**30 / whole) + least))
+    return {name: size * attempts * steps for name, size in _of_attempt(config).items()}
+
+
+def _of_attempt(config: Config) -> dict[str, int]:
+    """Stream to the bytes of an attempt that fills its context: its Trajectory, and its turns, which have the routes.
+    What is larger than a claim check allows lies in HR_BLOB."""
+    policy, limits = hugging_face.of_run(config), config.limits
+    routes = 0.0
+    if policy.experts and config.engine.kind == "embedded":
+        routes = policy.sparse_layers * policy.top_k * (1 if policy.experts <= 255 else 2)
+    elif policy.experts:  # sets of experts (policy/routes.py)
+        routes = policy.sparse_layers * math.log2(math.comb(policy.experts, policy.top_k)) / 8 * PACKED
+    sizes = {"HR_TRAJ": 0, "HR_TURN": 0, "HR_BLOB": 0}
+    whole, turn = limits.context_tokens * POSITION, limits.context_tokens * (POSITION + routes)
+    sizes["HR_BLOB" if whole > INLINE else "HR_TRAJ"] += whole
+    sizes["HR_BLOB" if turn / limits.max_turns > INLINE else "HR_TURN"] += int(turn)
+    return sizes

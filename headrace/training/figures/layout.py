@@ -31,8 +31,10 @@ class Layout(NamedTuple):
     expert_ranks: int = 1
     """Devices that share one copy of a mixture's experts, each with some of them; 1 shards experts like all other
     weights."""
+    rescore: bool = True
+    """Trajectories are scored again (`trainer.rescore`)."""
     versions: int = 1
-    """Largest number of earlier versions that re-scoring rebuilds: the staleness bound."""
+    """Largest number of earlier versions that re-scoring rebuilds: the staleness bound, 0 without re-scoring."""
     learning_rate: float = 0.0
     """It decides how many served weights an update changes (`changed_share`); 0: all."""
     minibatches: int = 1
@@ -145,7 +147,8 @@ def layout_of(config: Config) -> Layout:
         minibatches=algorithm.minibatches,
         recompute=numerics.recompute,
         moment_bytes=MOMENTS[algorithm.moments],
-        versions=config.curriculum.staleness,
+        rescore=config.trainer.rescore > 0,
+        versions=config.curriculum.staleness if config.trainer.rescore else 0,
         reference=algorithm.kl_weight > 0.0,
         rounded=config.weights.precision == "bf16",
         snapshots=(2 if guarded else 0) + (1 if algorithm.minibatches > 1 else 0),

@@ -218,7 +218,7 @@ class ShardedTrainer(PolicyTrainer):
     def _save(self, position: Mapping[str, int | str]) -> None:
         shards = self.sharded
         shards.sharded.reshard()
-        guard = self.guard if self.guarded else None
+        guard = self.saved_guard
         copies = {f"guard.{name}": value for name, value in (guard or Guard()).dump()[1].items()}
         described, parts = shards.whole(shards.tensors() | copies)
         earlier = {version: self.versions.rows(version) for version in self.versions.earlier}
@@ -258,7 +258,7 @@ class ShardedTrainer(PolicyTrainer):
         shards, world = self.sharded, self.world
         source = shards.source(file)
         about = shards.read(file, source)
-        shards.new_log()
+        self._new_log()
         self.versions = ShardedVersions(shards)
         later = self.versions.rows(shards.version)
         for version in sorted(json.loads(about["kept"]), reverse=True):
@@ -276,6 +276,9 @@ class ShardedTrainer(PolicyTrainer):
         self.guard = Guard.load(json.loads(about["guard"]), copies) if "guard" in about else Guard()
         self.position, self.resumed = json.loads(about["position"]), True
         shards.hash()
+
+    def _restore(self, file: Path) -> None:
+        self.sharded.read(file, self.sharded.source(file))
 
     def _served(self, source: rows.Source | None, version: int) -> tuple[int, dict[str, Tensor]]:
         """A kept version, and this process's served rows of it."""

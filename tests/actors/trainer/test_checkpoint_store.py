@@ -1,18 +1,23 @@
 """The retention of records: what a purge deletes, and that it reads every record of a step once."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from headrace.actors.rollout.turn_log import TurnLog
 from headrace.actors.trainer.actor import Trainer
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
 from headrace.bus.connection import Bus
-from headrace.messages.subjects import STEP, TRAJ
+from headrace.messages.subjects import EVENT, STEP, TRAJ, TURN
 from headrace.messages.training import BatchGroup, RecordsPurged, StepManifest
+from headrace.replay.recorded_run import of_run
+from headrace.replay.step import replay_steps
 from tests.conftest import Connect
 from tests.support import records
 from tests.support.actors import living
+from tests.support.patience import PATIENCE_S
 from tests.support.recorded_run import RunFeeder, config, new_run
 
 pytestmark = pytest.mark.anyio
@@ -82,3 +87,99 @@ async def test_a_step_of_two_incarnations_keeps_the_records_of_both(connect: Con
     assert await store.old_records(bus, feeder.run) is None, "they are deleted once"
     kept = [received.seq async for received in feeder.bus.history("HR_TRAJ", TRAJ.where(run=feeder.run))]
     assert kept == [early, late]
+
+
+async def test_a_budget_of_bytes_drops_old_steps_alone(connect: Connect, tmp_path: Path) -> None:
+    """With a budget of less than one step, all that is not trained yet and the newest staleness + 2 steps stay."""
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    settings = config(tmp_path, trainer={"checkpoint_every": 1}, replay={"keep_gib": 1e-9})
+    async with living(Trainer, settings, await connect("trainer"), feeder.run):
+        for number in range(7):
+            await feeder.batch(number)
+        await feeder.version(7)
+        await feeder.group(7, 0)  # closed, and its batch is not full
+        await settled(feeder)
+    manifests = {record.step: record for record in await feeder.steps() if isinstance(record, StepManifest)}
+    assert all(manifest.bytes > 1000 for manifest in manifests.values())
+    places = [seq for group in manifests[4].groups for seq, _ in group.slots]
+    stored = [received async for received in feeder.bus.history("HR_TRAJ", TRAJ.where(run=feeder.run))]
+    assert min(places) == stored[0].seq, "step 4, the oldest of staleness + 2 = 3"
+    assert {received.message.group for received in stored if received.seq > max(places)} >= {"g000014"}
+    recorded = await of_run(await connect("replay"), settings, feeder.folder, feeder.run)
+    assert recorded.kept() == [4, 5, 6]
+    assert [replayed.bitwise_equal async for replayed in replay_steps(recorded, recorded.kept())] == [True] * 3
+
+
+async def settled(feeder: RunFeeder) -> None:
+    """Wait for the purge after version 7."""
+    async with asyncio.timeout(PATIENCE_S):
+        where = EVENT.where(run=feeder.run, actor="trainer", type="event")
+        purges = 0
+        async for received in feeder.bus.follow("HR_EVENT", where):
+            purges += received.message.kind == "purged"
+            if purges == 4:
+                return
+
+
+@pytest.mark.parametrize(("gib", "kept"), [(0.0, 50), (2.5 * STEPS / 2**30, 3), (7.5 * STEPS / 2**30, 7), (1e6, 50)])
+async def test_as_many_steps_are_kept_as_the_budget_holds(
+    connect: Connect, tmp_path: Path, gib: float, kept: int
+) -> None:
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    settings = config(tmp_path, replay={"keep_gib": gib, "keep_steps": 50})
+    async with living(Trainer, settings, await connect("trainer"), feeder.run) as actor:
+        await feeder.version(0)
+        assert actor.trainer is not None
+        store = CheckpointStore(feeder.folder, actor.trainer, settings)
+    store._bytes = dict.fromkeys(range(20), STEPS)
+    assert store.kept_steps() == kept
+    assert actor.trainer is not None
+    actor.trainer.config = config(tmp_path, curriculum={"staleness": 9})  # an operator has raised the bound
+    assert store.kept_steps() == max(kept, 11)
+
+
+async def test_the_turns_that_hold_a_kept_step_s_routes_stay(connect: Connect, tmp_path: Path) -> None:
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run) as actor:
+        await feeder.batch(0)
+        await feeder.version(1)
+    first, trainer = next(record for record in await feeder.steps() if isinstance(record, StepManifest)), actor.trainer
+    assert trainer is not None
+    bus, rollout = await connect("trainer"), await connect("rollout")
+    sampled = (await feeder.bus.get("HR_TRAJ", first.groups[0].slots[0][0])).message
+    turns: dict[int, int] = {}
+    for step in (1, 2, 3):  # every turn is older than every trajectory
+        log = TurnLog(rollout, feeder.run, f"g{step}", f"t{step}")
+        await log.sampled(sampled.turns[0], "n", "s", "f")
+        turns[step] = log.first
+    for step in (1, 2, 3):
+        made = msgspec.structs.replace(sampled, group=f"g{step}", id=f"t{step}", turns_from=turns[step])
+        seq = await feeder.bus.publish(TRAJ.at(run=feeder.run, group=made.group), made)
+        template = msgspec.structs.replace(first, turn_seq=turns[step])
+        await write(feeder.bus, template, step, ((seq, seq),))
+    store = CheckpointStore(feeder.folder, trainer, config(tmp_path))
+    for file in store.checkpoints.glob("v*"):
+        file.unlink()
+    (store.checkpoints / "v00000002.safetensors").touch()
+    old = await store.old_records(bus, feeder.run)
+    assert old is not None and old.step == 2
+    await store.purge(bus, old)
+    left = [received.seq async for received in bus.history("HR_TURN", TURN.where(run=feeder.run))]
+    assert left == [turns[2], turns[3]]
+
+
+async def test_a_checkpoint_that_cannot_be_written_is_an_event(connect: Connect, tmp_path: Path) -> None:
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    trainer = Trainer(config(tmp_path, trainer={"checkpoint_every": 1}), await connect("trainer"), feeder.run, "t-1")
+    await trainer.start()
+    try:
+        await feeder.version(0)
+        (feeder.folder / "checkpoints").rename(feeder.folder / "gone")
+        (feeder.folder / "checkpoints").touch()
+        await feeder.batch(0)
+        assert isinstance(await trainer.failed, OSError)
+    finally:
+        await trainer.shut(1.0)
+    where = EVENT.where(run=feeder.run, actor="trainer", type="event")
+    told = [received.message async for received in feeder.bus.history("HR_EVENT", where)]
+    assert [event.level for event in told if event.kind == "checkpoint_failed"] == ["error"]

@@ -14,8 +14,10 @@ from headrace.config import Config, Production, Run
 from headrace.config import Engine as EngineSection
 from headrace.config import Environment as Section
 from headrace.engines.base import UnusableEngine
+from headrace.messages.rollout import TurnSampled
 from headrace.messages.sandbox import ANY_RUN
-from headrace.messages.subjects import EVENT
+from headrace.messages.subjects import EVENT, TURN
+from headrace.policy import routes
 from headrace.policy.layout import hugging_face
 from headrace.weights import tensor_state
 from tests.actors.rollout.test_policies import end_of, issue
@@ -73,7 +75,11 @@ async def test_a_rollout_actor_follows_staged_versions_on_a_server(
         end = await end_of(observer, "s1", "g1")
         assert {span.version for turn in end.turns for span in turn.spans} == {0}
         assert end.fingerprint.startswith("sglang-")
-        assert all(turn.routed is not None and turn.routed.dtype == "|u1" for turn in end.turns)
+        assert end.turns_from and all(turn.routed is None for turn in end.turns), "the turn log has the routes"
+        logged = [each.message async for each in observer.history("HR_TURN", TURN.at(run="s1", trajectory=end.id))]
+        turns = [routes.in_memory(record.turn) for record in logged if isinstance(record, TurnSampled)]
+        assert len(turns) == len(end.turns)
+        assert all(turn.routed is not None and turn.routed.dtype == "|u1" for turn in turns)
         await stage(observer, "s1", "here", 1, *files[1])
         told = await first(observer, "HR_EVENT", swaps, swapped(1))
         assert told.state_hash == files[1][1] and told.pause_ms > 0

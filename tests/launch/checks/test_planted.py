@@ -183,6 +183,12 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
         "BAD  weights: 4 chains of deltas to versions of ",
         "and bus.stream_gib.weights allows 0.10 MiB; set bus.stream_gib.weights or weights.collect_chains = 2 (3)",
     ),
+    "a stream that cannot hold the records": (
+        lambda *_: {"bus.stream_gib.turn": 0.001},
+        1,
+        "BAD  bus.stream_gib.turn: the records of the kept steps need up to ",
+        "of HR_TURN, and it allows 1.02 MiB: raise it, lower replay.keep_steps or set keep_gib",
+    ),
     "a location of an unknown kind": (
         lambda *_: {"weights.full_snapshots_url": "nowhere://bucket"},
         1,

@@ -1,0 +1,128 @@
+"""Bytes at the broker and processor time of a step's routes: a scaled step through the real codec and a real broker.
+
+The attempts have random routes of a mixture (48 layers, 8 of 128 experts by default), which are the worst case: 242
+bytes a position hold a uniform choice. The figures are of one position, and those of 15 million positions follow.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from headrace.actors.rollout.publication import publish
+from headrace.actors.rollout.turn_log import TurnLog
+from headrace.bus.broker.server import Server
+from headrace.bus.connection import Bus
+from headrace.bus.nats.streams import declare
+from headrace.messages.base import Array
+from headrace.messages.ledger import SlotIssued
+from headrace.messages.rollout import Span, Turn
+from headrace.messages.subjects import TRAJ
+from headrace.messages.training import BatchGroup
+from headrace.metrics.conditions import conditions
+from headrace.policy import routes
+from headrace.replay.fetching import fetch
+from tests.support import records
+
+STEP = 15_000_000
+"""Positions of the step whose figures are computed."""
+
+
+def random_routes(positions: int, layers: int, k: int, experts: int) -> np.ndarray:
+    """Routes as a server reports them: int32, the best expert first."""
+    draws = np.random.default_rng()
+    rows = [draws.random((layers, experts), "f4").argpartition(k, axis=1)[:, :k] for _ in range(positions)]
+    return np.stack(rows).astype("i4")
+
+
+async def measure(
+    attempts: int, turns: int, positions: int, shape: tuple[int, int, int], folder: Path
+) -> dict[str, float]:
+    """Publish the attempts as a rollout actor does, and fetch them as a trainer does."""
+    raw = [random_routes(positions, *shape) for _ in range(turns)]
+    spent: dict[str, float] = {}
+
+    def lap(name: str, since: float) -> float:
+        now = time.process_time()
+        spent[name] = spent.get(name, 0.0) + now - since
+        return now
+
+    async with Server(folder) as server:
+        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+            await declare(admin)
+        async with await Bus.connect(server.url, role="rollout", credentials=server.credentials) as bus:
+            for slot in range(attempts):
+                issued: SlotIssued = msgspec.structs.replace(records.issued("g1", slot, 0), run="step")
+                made = records.trajectory(issued)
+                log, recorded = TurnLog(bus, "step", "g1", made.id), []
+                for index, wide in enumerate(raw):
+                    at = time.process_time()
+                    narrow = routes.ascending(wide.astype("u1"))
+                    at = lap("sort", at)
+                    ids = Array("<i4", (positions,), np.arange(positions, dtype="<i4").tobytes())
+                    logprobs = Array(
+                        "<f4", (positions,), np.random.default_rng(index).random(positions, "f4").tobytes()
+                    )
+                    span = Span(index * positions, (index + 1) * positions, 0)
+                    turn = Turn(
+                        index=index, segment=0, prompt_ids=Array.of([], "<i4"), ids=ids, logprobs=logprobs,
+                        routed=Array("|u1", narrow.shape, narrow.tobytes()), spans=(span,),
+                    )  # fmt: skip
+                    at = time.process_time()
+                    await log.sampled(turn, "n", "s", "f")
+                    lap("pack and publish", at)
+                    recorded.append(turn)
+                at = time.process_time()
+                await publish(bus, msgspec.structs.replace(made, turns=tuple(recorded)), log.first)
+                lap("pack and publish", at)
+        async with await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus:
+            stored = [each.seq async for each in bus.history("HR_TRAJ", TRAJ.at(run="step", group="g1"))]
+            group = BatchGroup(group="g1", close_seq=1, slots=tuple((seq, 10**6) for seq in stored))
+            at = time.process_time()
+            trajectories, _ = await fetch(bus, [group])
+            lap("fetch and unpack", at)
+            assert sum(len(turn.routed or ()) for made in trajectories.values() for turn in made.turns) == (
+                attempts * turns * positions
+            )
+        async with await Bus.connect(server.url, role="operator", credentials=server.credentials) as bus:
+            held = 0
+            for name in ("HR_TRAJ", "HR_TURN", "HR_BLOB"):
+                reply = msgspec.json.decode(await bus.connection.api(f"STREAM.INFO.{name}", {}))
+                held += reply["state"]["bytes"]
+    count = attempts * turns * positions
+    packed = routes.pack(Array("|u1", raw[0].shape, routes.ascending(raw[0].astype("u1")).tobytes()))
+    assert packed is not None
+    return {
+        "positions": count,
+        "route_bytes": round(len(packed.data) / positions, 1),
+        "broker_bytes": round(held / count, 1),
+        "broker_gb": round(held / count * STEP / 1e9, 2),
+        **{f"{name} cpu_s": round(seconds / count * STEP, 1) for name, seconds in spent.items()},
+    }
+
+
+def main() -> None:
+    """Print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--attempts", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--positions", type=int, default=1000, help="of a turn")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=128)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        shape = (args.layers, args.top_k, args.experts)
+        made = asyncio.run(measure(args.attempts, args.turns, args.positions, shape, Path(folder)))
+    print(json.dumps(made | {"conditions": msgspec.to_builtins(conditions("zstandard", "numpy"))}))
+
+
+if __name__ == "__main__":
+    main()
