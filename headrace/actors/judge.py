@@ -12,11 +12,12 @@ import asyncio
 import time
 from contextlib import AsyncExitStack
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
 
+from headrace.algorithms.rewards import REWARDS
 from headrace.bus.errors import Reject, Unrecoverable
 from headrace.bus.nats.received import Received
 from headrace.bus.nats.records import UNREADABLE
@@ -50,6 +51,16 @@ _ONCE = frozenset({"machines_not_checked", "rubric_not_judged"})
 FAULTS_IN_A_ROW = 3
 """Attempts in a row without a verdict, through faults of the judge, a checker or the reward, that end the run."""
 """Events about the node and not about a candidate, which are published once."""
+
+
+class Earlier(NamedTuple):
+    """A verdict that was known before the attempt, and where it is from."""
+
+    verdict: Verdict
+    same_as: int = 0
+    """Sequence of the Score of an examination of its content."""
+    certificate: str = ""
+    """Task hash of the certificate of the untouched repository."""
 
 
 class Judge(Actor):
@@ -134,20 +145,22 @@ class Judge(Actor):
             return ""
         return content if content and self._steady(candidate.trajectory.task) else ""
 
-    def _certified(self, ref: TaskRef) -> bool:
-        made = self._made.get(task_hash(*self._sides(ref)))
-        if made is not None:
-            return made.verdict == "certified"
+    def _certified(self, ref: TaskRef) -> Certificate | None:
+        """The certificate of a task that may be trained on."""
+        made: Certificate | str | None = self._made.get(task_hash(*self._sides(ref)))
         try:
-            return not self._at_issue(ref.suite).refusal(ref.task)
+            made = made or self._at_issue(ref.suite).of(ref.task)
         except ValueError:  # a damaged file certifies nothing; the curriculum refuses it at the start
-            return False
-
-    async def _recorded(self, content: str, candidate: Candidate) -> tuple[int, Verdict] | None:
-        """The verdict on a content, and the sequence of the Score that records it; None where it is to be examined."""
-        seq = self._known.find(content)
-        if not seq:
             return None
+        return made if isinstance(made, Certificate) and made.verdict == "certified" else None
+
+    async def _recorded(self, content: str, candidate: Candidate) -> Earlier | None:
+        """The verdict on a content; None where it is to be examined."""
+        if self._known.barred(content):
+            return None
+        seq, untouched = self._known.find(content), self._untouched(candidate)
+        if not seq:
+            return untouched
         try:
             score = (await self.bus.get("HR_SCORE", seq)).message
         except UNREADABLE:  # the trainer purged it
@@ -157,7 +170,20 @@ class Judge(Actor):
         if verdict is None:
             self._known.bar(content)
             return None
-        return seq, verdict
+        if untouched is not None and verdict.decision != untouched.verdict.decision:
+            self._known.bar(content)
+            text = f"{candidate.task.ref.task} is {verdict.decision} untouched, which its certificate denies"
+            await self.event("verdicts_differ", text, "error", content=content, score_seq=seq)
+            return None
+        return Earlier(verdict, same_as=seq)
+
+    def _untouched(self, candidate: Candidate) -> Earlier | None:
+        """The verdict of the task's certificate. A reward from outside may read the tests, of which it has none."""
+        certificate = self._steady(candidate.trajectory.task)
+        if certificate is None or not REWARDS.builtin(self._rewarder.name):
+            return None
+        verdict = reuse.by_certificate(candidate, certificate)
+        return Earlier(verdict, certificate=certificate.task_hash) if verdict is not None else None
 
     def _checked(self, trajectory: Trajectory) -> bool:
         """Whether this trajectory is examined although its content has a verdict; every judge draws the same ones."""
@@ -191,7 +217,7 @@ class Judge(Actor):
                 if earlier is not None or alone or self._known.barred(content):
                     await turn.aclose()
             await self._score(received, candidate, content, earlier, alone)
-            if content and not self._known.find(content):
+            if content and not self._known.find(content) and not (earlier is not None and earlier.certificate):
                 self._known.bar(content)  # no verdict counts: those that wait are examined at once
 
     async def _score(
@@ -199,13 +225,12 @@ class Judge(Actor):
         received: Received[Trajectory],
         candidate: Candidate,
         content: str,
-        earlier: tuple[int, Verdict] | None,
+        earlier: Earlier | None,
         alone: bool,
     ) -> None:
         """Publish the Score of a candidate, or say why it has none.
 
-        earlier: the verdict on its content and the sequence of the Score that it is from; None to examine it. alone: in
-        a machine of its own, whatever the run says.
+        earlier: the verdict on its content; None to examine it. alone: in a machine of its own, whatever the run says.
         """
         trajectory, oracle = candidate.trajectory, candidate.oracle
         options = Options(again=self._drawn(trajectory), lease_s=self.config.environment.lease_s)
@@ -220,7 +245,7 @@ class Judge(Actor):
                 verdict = await examine(examined, self._sandboxes, self._examination_event, options)
                 content = content if reuse.comparable(candidate, verdict) else ""
             else:
-                _, verdict = earlier
+                verdict, content = earlier.verdict, "" if earlier.certificate else content
         except NoVerdict as error:
             await self._leave_out(trajectory, error)
             return
@@ -257,7 +282,8 @@ class Judge(Actor):
             by=self._rewarder,
             wall_s=time.monotonic() - started,
             content=content,
-            same_as=earlier[0] if earlier is not None else 0,
+            same_as=earlier.same_as if earlier is not None else 0,
+            certificate=earlier.certificate if earlier is not None else "",
         )
         await self._publish(score)
 
@@ -301,7 +327,7 @@ class Judge(Actor):
         )
         self._note(seq, score)  # equal attempts wait for it
         self._scored += 1
-        self._reused += bool(score.same_as)
+        self._reused += bool(score.same_as or score.certificate)
         self._passed += score.passed
 
     async def _is_scored(self, trajectory: Trajectory, seq: int) -> bool:

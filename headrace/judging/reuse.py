@@ -10,6 +10,9 @@ Never counted again: what our own parts failed at (it has no Score), a run beyon
 output, a finding about the machine or the tests, a verdict that a second examination contradicts, and every verdict of
 a task whose certificate does not show that the known solution passes each time.
 
+An attempt that changed nothing is not examined at all where the task's certificate shows that the untouched repository
+fails (`by_certificate`); its Score names the certificate.
+
 A share of the attempts (`CHECKED`) is examined nevertheless, alone in a machine. Where two examinations of one content
 differ, its verdict does not count again.
 """
@@ -21,8 +24,8 @@ import msgspec
 
 from headrace.judging import rules, steps
 from headrace.judging.candidates import Candidate
-from headrace.judging.verdicts import Verdict, conclude, recorded
-from headrace.messages.judging import Score
+from headrace.judging.verdicts import Examination, Verdict, conclude, recorded
+from headrace.messages.judging import Certificate, Score
 from headrace.messages.rollout import changes_digest
 from headrace.messages.tasks import SandboxLimits
 from headrace.tasks.certificates import task_hash
@@ -81,6 +84,17 @@ def from_record(score: Score, candidate: Candidate) -> Verdict | None:
     verdict = conclude(candidate.oracle, recorded(score, candidate.oracle), matched)
     sandboxes = tuple(plugin for plugin in score.plugins if plugin.seam == "sandboxes")
     return msgspec.structs.replace(verdict, plugins=sandboxes) if verdict.decision == score.verdict else None
+
+
+def by_certificate(candidate: Candidate, certificate: Certificate) -> Verdict | None:
+    """The verdict on an attempt that changed nothing which is judged, where the certificate shows that the untouched
+    repository fails. None where it changed something, matches a rule, or is judged by a number."""
+    trajectory, grading = candidate.trajectory, candidate.oracle.grading
+    changed = trajectory.diff or trajectory.deleted or trajectory.changes or candidate.oracle.steps
+    number = grading.kind in ("reward_file", "checker")
+    if changed or number or certificate.noop != "failed" or steps.suspicions(candidate):
+        return None
+    return conclude(candidate.oracle, Examination(), ())
 
 
 def outcome_of(score: Score) -> bytes:

@@ -143,9 +143,11 @@ def score_of(
     wall_s: float,
     content: str = "",
     same_as: int = 0,
+    certificate: str = "",
 ) -> Score:
     """The Score of a trajectory that lies at sequence `seq`. content: as in `Score`, where the verdict may count again.
-    same_as: the sequence of the Score that the verdict is from."""
+    same_as: the sequence of the Score that the verdict is from; certificate: the task hash of the certificate that it
+    is from."""
     trajectory = candidate.trajectory
     return Score(
         run=trajectory.run,
@@ -177,6 +179,7 @@ def score_of(
         ),
         content=content or UNSET,
         same_as=same_as or UNSET,
+        certificate=certificate or UNSET,
         oldest_version=trajectory.oldest_version,
         sampled_tokens=sum(len(turn.ids) for turn in trajectory.turns),
         turns=len(trajectory.turns),
@@ -200,6 +203,7 @@ def scored_again(old: Score, trajectory: Trajectory, verdict: Verdict, reward: G
         parts=by.parts(trajectory, verdict, reward),
         rubric=verdict.rubric,
         same_as=UNSET,
+        certificate=UNSET,
         plugins=merged(
             by.plugins,
             [plugin for plugin in old.plugins if plugin.seam not in {"rewards", "sandboxes"}],

@@ -132,6 +132,9 @@ class Score(Message, frozen=True, kw_only=True):
     same_as: Count | UnsetType = UNSET
     """The sequence of the Score whose verdict this one repeats: an examination of the same content. Unset, and then not
     encoded, where this attempt itself was examined."""
+    certificate: str | UnsetType = UNSET
+    """The `Certificate.task_hash` of the certificate that shows how the untouched repository is judged, which this
+    attempt left: it was not examined. Unset, and then not encoded, for every other attempt."""
     oldest_version: Version = -1
     sampled_tokens: Count = 0
     turns: Count = 0

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
+from msgspec import UNSET
 
 from headrace.algorithms.staleness import places, staleness
 from headrace.bus.connection import Bus
@@ -76,7 +77,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Records of before headrace signed them. They are counted as they are: nothing shows who wrote them."""
     dropped_by_length: DropsByLength = DropsByLength()
     reused: int = 0
-    """Scores that repeat the verdict of an earlier examination of the same content, of all lanes."""
+    """Scores that repeat the verdict of an earlier examination of the same content or of a certificate, of all
+    lanes."""
     speculation: Speculation | None = None
     """None while no slot has a speculative attempt."""
     feedback: FeedbackReport | None = None
@@ -96,6 +98,8 @@ class Seen(msgspec.Struct, frozen=True):
     wall_s: float | None = None
     changes: bytes = b""
     """`messages.rollout.changes_digest`."""
+    changed: bool = True
+    """Whether it changed anything that is judged."""
 
 
 async def audit(bus: Bus, run: str) -> AuditReport:
@@ -114,7 +118,8 @@ async def prove(bus: Bus, run: str, gone_users: frozenset[str] = frozenset()) ->
         if isinstance(made, Trajectory):
             written = tuple(versions(made)) if made.lane == "train" else ()
             seen[received.seq] = Seen(
-                made.lane, made.group, made.slot, made.attempt, written, made.wall_s, changes_digest(made)
+                *(made.lane, made.group, made.slot, made.attempt, written, made.wall_s, changes_digest(made)),
+                changed=bool(made.diff or made.deleted or made.changes),
             )
     ledger = await _read(bus, "HR_LEDGER", LEDGER.where(run=run), FAIL.where(run=run))
     users = gone_users | await purged_users(bus, run)
@@ -190,7 +195,7 @@ def examine(
         staleness_bound=bound,
         duplicates=duplicates,
         dropped_by_length=by_length(list(_fates(state, train, seen))),
-        reused=sum(bool(score.same_as) for score in state.scores.values()),
+        reused=sum(bool(score.same_as or score.certificate) for score in state.scores.values()),
         speculation=speculation(train, {seq: made.wall_s for seq, made in seen.items()}),
     )
     return report, wrong
@@ -311,10 +316,17 @@ def _check_closings(state: RunState, seen: Mapping[int, Seen], gone_users: froze
 
 def _check_reuse(state: RunState, seen: Mapping[int, Seen]) -> list[str]:
     """Every Score that repeats a verdict names an earlier Score of the run that was itself examined, has the same
-    content and found the same. The trajectories show the same changes, whatever the judge wrote about them."""
+    content and found the same. The trajectories show the same changes, whatever the judge wrote about them. One that
+    names a certificate failed without a test, and its trajectory changed nothing."""
     wrong = []
     kept = state.purged.score_seq if state.purged is not None else 0
     for seq, score in state.scores.items():
+        ours = seen.get(score.trajectory_seq)
+        if score.certificate:
+            verdict = score.same_as, score.verdict, score.value, score.tests, score.steps
+            if verdict != (UNSET, "failed", None, (), UNSET) or (ours is not None and ours.changed):
+                wrong.append(f"{score.group} slot {score.slot}: score {seq} is no untouched repository's, which fails")
+            continue
         if not score.same_as:
             continue
         where = f"{score.group} slot {score.slot}: score {seq} repeats the verdict of score {score.same_as}"
@@ -323,7 +335,7 @@ def _check_reuse(state: RunState, seen: Mapping[int, Seen]) -> list[str]:
             if score.same_as >= min(seq, kept):
                 wrong.append(f"{where}, which is not in the stream or cannot be read")
             continue
-        ours, theirs = (seen.get(each.trajectory_seq) for each in (score, source))
+        theirs = seen.get(source.trajectory_seq)
         if score.same_as >= seq or source.same_as:
             wrong.append(f"{where}, which is no earlier examination")
         elif not score.content or (score.content, score.task) != (source.content, source.task):

@@ -42,6 +42,8 @@ class RemoteSandbox:
         self.id, self.node, self.backend = acquired.sandbox, acquired.node, acquired.backend
         self.machine = acquired.machine
         """Content address of what its machine was made of; empty where the backend cannot tell."""
+        self.digest = acquired.digest or ""
+        """Of its workspace before the first call; empty where `Acquired` has none."""
         self.capabilities = frozenset(acquired.capabilities)
         """Names of what its backend can do (vmhost/backend.py)."""
         self.plugins = acquired.plugins

@@ -195,22 +195,25 @@ class AtIssue:
 
     def refusal(self, id: str) -> str:
         """Why the task may not be issued, in one sentence; empty when it may. UnknownSuite."""
+        answer = self.of(id)
+        return answer if isinstance(answer, str) else ""
+
+    def of(self, id: str) -> Certificate | str:
+        """The certificate under which the task may be issued: its own, or that of its template's sample; in place of it
+        one sentence that says why it may not. UnknownSuite."""
         suite = self._suite
         while find := getattr(suite, "find", None):
             suite, id = find(id)
         cover: Callable[[str], str] | None = getattr(suite, "covered_by", None)
-        if cover:
-            id = cover(id)
-            if (suite.name, id) in self._generated:
-                return ""
+        id = cover(id) if cover else id
         certificate = self._known[suite.name].get(id)
         if certificate is None or certificate.verdict != "certified":
             return f"task {id} of suite {suite.name} has no certificate"
-        if changed := _changed(suite, id, certificate):
+        if (suite.name, id) not in self._generated and (changed := _changed(suite, id, certificate)):
             return f"{changed}; run `headrace tasks certify {suite.name}`, or {OPT_IN}"
         if cover:
             self._generated.add((suite.name, id))
-        return ""
+        return certificate
 
 
 def _parts(suite: Suite) -> Iterator[tuple[Suite, Sequence[str]]]:

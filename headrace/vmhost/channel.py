@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from headrace.messages.sandbox import SandboxLost
-from headrace.vmhost.guest.frames import Garbage, Reader, pack, start
+from headrace.vmhost.guest.frames import Garbage, Reader, parts, start
 
 ENDED = "the sandbox was ended by its own programs, or they kept it from answering; nothing works in it any more"
 """The sentence that a policy reads when its programs ended its sandbox."""
@@ -91,19 +91,19 @@ class Channel(asyncio.Protocol):
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Send a frame and wait `timeout` seconds for its answer. SandboxLost when the channel has ended or ends."""
         self._next += 1
-        return await self._send(self._next, pack({"i": self._next} | header, bodies), timeout)
+        return await self._send(self._next, parts({"i": self._next} | header, bodies), timeout)
 
     async def start(self, nanoseconds: int, entropy: bytes, timeout: float) -> dict[str, Any]:
         """Send START, a clone's first message: the time, and entropy or b"". One such call at a time. SandboxLost."""
-        return (await self._send(0, start(nanoseconds, entropy), timeout))[0]
+        return (await self._send(0, [start(nanoseconds, entropy)], timeout))[0]
 
-    async def _send(self, number: int, message: bytes, timeout: float) -> tuple[dict[str, Any], list[bytes]]:
+    async def _send(self, number: int, message: list[bytes], timeout: float) -> tuple[dict[str, Any], list[bytes]]:
         if self.lost.done():
             raise SandboxLost(f"{self.name}: {self.lost.result()}")
         assert self._transport is not None
         future: asyncio.Future[tuple[dict[str, Any], list[bytes]]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        self._transport.write(message)
+        self._transport.writelines(message)
         left = timeout
         while left > 0 and not future.done():
             began = time.monotonic()

@@ -112,10 +112,11 @@ def _forced(forced: bool) -> dict[str, Any]:
     return {"forced": True} if forced else {}
 
 
-def open_frame(files: dict[str, bytes], seed: int, workdir: str = "") -> Frame:
+def open_frame(files: dict[str, bytes], seed: int, workdir: str = "", digest: bool = False) -> Frame:
     """The first frame of a slot: its repository, the seed of its test processes, and the time that it waits for.
-    workdir: the workspace's folder in an image, where it is not the image's own."""
+    workdir: the workspace's folder in an image, where it is not the image's own. digest: answer with the tree's."""
     header = {"op": "open", "seed": seed, "time": time.time_ns(), "paths": list(map(of_key, files))}
+    header |= {"digest": True} if digest else {}
     return header | ({"op": "open_at", "workdir": workdir} if workdir else {}), list(files.values())
 
 

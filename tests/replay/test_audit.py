@@ -522,3 +522,20 @@ def test_a_repeated_verdict_needs_a_trajectory_with_the_same_changes() -> None:
     streams.seen[2] = msgspec.structs.replace(streams.seen[2], changes=b"other")
     _, wrong = streams.examine()
     assert [sentence.partition(", whose ")[2] for sentence in wrong] == ["trajectory has other changes"]
+
+
+def test_a_certificates_verdict_is_of_an_untouched_repository() -> None:
+    """It fails, has no tests, and its trajectory shows that nothing was changed."""
+    certified = {"certificate": "h", "verdict": "failed", "passed": False, "tests": ()}
+    for changes, changed, right in (
+        ({}, False, True),
+        ({}, True, False),
+        ({"verdict": "passed", "passed": True}, False, False),
+        ({"value": 0.5}, False, False),
+        ({"same_as": 1}, False, False),
+    ):
+        streams = run()
+        replace(streams.scores, 1, **(certified | changes))
+        streams.seen[2] = msgspec.structs.replace(streams.seen[2], changed=changed)
+        report, wrong = streams.examine()
+        assert (report.reused, not [each for each in wrong if "untouched" in each]) == (1, right)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import socket
 import struct
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -34,6 +35,32 @@ async def test_answers_may_come_in_any_order() -> None:
     for header, _ in reversed(heard):
         await loop.sock_sendall(guest, pack({"i": header["i"], "echo": header["op"]}, [b"x"]))
     assert (await first)[0] == {"echo": "a"} and (await second) == ({"echo": "b"}, [b"x"])
+    channel.close("done")
+    await channel.ended
+    guest.close()
+
+
+async def test_a_large_body_is_sent_without_a_copy_and_read_with_one() -> None:
+    size = 8 << 20
+    channel, guest = await connected()
+    loop, frame = asyncio.get_running_loop(), b""
+    tracemalloc.start()
+    try:
+        waiting = asyncio.ensure_future(channel.call({"op": "a"}, [bytes(size), b"", b"end"]))
+        await asyncio.sleep(0)
+        sent = tracemalloc.get_traced_memory()[1] - size
+        while not frame.endswith(b"end"):
+            frame += await loop.sock_recv(guest, 4 << 20)
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        ((header, bodies),) = Reader().feed(frame)
+        read = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert ([len(body) for body in bodies], bodies[0].count(0)) == ([size, 0, 3], size)
+    assert sent < size / 4 and read < 2.5 * size, "the reader's buffer, and each body once"
+    await loop.sock_sendall(guest, pack({"i": header["i"]}))
+    assert await waiting == ({}, [])
     channel.close("done")
     await channel.ended
     guest.close()

@@ -18,6 +18,8 @@ from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
+from msgspec import UNSET
+
 from headrace.actors.environment.leases import Lease, Leases, OwnershipRefused, Unknown
 from headrace.bus.broker.callers import callers
 from headrace.bus.runtime.actor import Actor
@@ -184,6 +186,7 @@ class Environment(Actor):
             epoch=lease.epoch,
             backend=self._host.backend,
             machine=sandbox.machine,
+            digest=sandbox.digest or UNSET,
             capabilities=self._host.capabilities.names(),
             plugins=self._host.plugins,
         )

@@ -25,7 +25,7 @@ from headrace.harness.tools.search.session import SearchSession, template_of
 from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn, Workspace
-from headrace.messages.sandbox import Acquire, PullTree, SandboxLost, Snapshot
+from headrace.messages.sandbox import Acquire, SandboxLost, Snapshot
 from headrace.messages.search import Searcher
 from headrace.messages.tasks import Task
 from headrace.rendering.base import Renderer
@@ -68,7 +68,6 @@ class Episode:
         self._sandbox: RemoteSandbox | None = None
         self._fingerprint = ""
         self._started = time.monotonic()
-        self._digest: asyncio.Task[str] | None = None
         self._searcher = searcher
         self._plugins = plugins
         self._over = False
@@ -100,9 +99,6 @@ class Episode:
             if self._sandbox is not None:
                 self._sandboxes.give_back(self._sandbox)
             raise
-        finally:
-            if self._digest is not None and not self._digest.cancel() and not self._digest.cancelled():
-                self._digest.exception()  # retrieved, so that asyncio does not log it
         assert self._sandbox is not None
         if not self._hold(self._sandbox):
             self._sandboxes.give_back(self._sandbox)
@@ -140,9 +136,6 @@ class Episode:
         self._fingerprint = engine.fingerprint
         self._steps, self._step = list(resume.steps), UNSET
         sandbox = self._sandbox = await self._acquire(resume)
-        if not resume.turns and self._digest is None and not task.image:
-            # The digest is computed while the first turn is sampled: no call has changed the workspace yet.
-            self._digest = asyncio.create_task(self._digest_of(sandbox))
         episode = await run_episode(
             engine=TracedEngine(engine, request.trajectory),
             sandbox=sandbox,
@@ -169,7 +162,7 @@ class Episode:
         )
         trajectory = msgspec.structs.replace(
             trajectory,
-            digest_before=await self._digest if self._digest is not None else "",
+            digest_before=sandbox.digest,
             digest_after=digest,
             backend=sandbox.backend,
             machine=sandbox.machine or UNSET,
@@ -240,13 +233,8 @@ class Episode:
         )
         return toolbox_for(task, renderer, self._request.limits.context_tokens, search, TracedToolbox)
 
-    async def _digest_of(self, sandbox: RemoteSandbox) -> str:
-        return (await sandbox.call(PullTree(patterns=()), f"{self._request.trajectory}-digest")).digest
-
     async def _on_sampled(self, turn: Turn) -> None:
         assert self._sandbox is not None
-        if self._digest is not None:
-            await self._digest
         await self._log.sampled(turn, self._sandbox.node, self._sandbox.id, self._fingerprint)
 
     async def _on_step(self, ended: int) -> None:

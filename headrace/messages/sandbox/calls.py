@@ -7,6 +7,7 @@ import hashlib
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.errors import HeadraceError
 from headrace.messages.base import Count, Finite, Integer, Message, Seconds, Seed, message
@@ -177,6 +178,9 @@ class Acquired(Message, frozen=True, kw_only=True):
     machine: str = ""
     """Content address of what the machine was made of: its template, or its image. Empty where the backend cannot tell.
     """
+    digest: str | UnsetType = UNSET
+    """Of the workspace when the files were pushed. Unset, and then not encoded, after the first call, in an image and
+    for another role than rollout."""
     capabilities: tuple[str, ...] = ()
     """Names of what the backend can do (vmhost/backend.py)."""
     plugins: tuple[Plugin, ...] = ()

@@ -88,7 +88,12 @@ def _open(path: str) -> int:
 
 def pack(header: dict[str, Any], bodies: Sequence[bytes] = ()) -> bytes:
     """One frame."""
-    return _head(header, bodies) + b"".join(bodies)
+    return b"".join(parts(header, bodies))
+
+
+def parts(header: dict[str, Any], bodies: Sequence[bytes] = ()) -> list[bytes]:
+    """One frame in pieces, none of them copied."""
+    return [_head(header, bodies), *bodies]
 
 
 def send(fd: int, header: dict[str, Any], bodies: Sequence[Body] = ()) -> None:
@@ -152,11 +157,12 @@ class Reader:
                     raise ValueError("more than one value")
                 lengths = header.pop("#")
                 at, bodies = 8 + text, []
-                for length in lengths:
-                    if length < 0 or at + length > 4 + size:
-                        raise ValueError("a body leaves its frame")
-                    bodies.append(bytes(buffer[at : at + length]))
-                    at += length
+                with memoryview(buffer) as view:
+                    for length in lengths:
+                        if length < 0 or at + length > 4 + size:
+                            raise ValueError("a body leaves its frame")
+                        bodies.append(bytes(view[at : at + length]))
+                        at += length
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StopIteration) as error:
                 raise Garbage(f"an unreadable frame: {error}") from None
             del buffer[: 4 + size]

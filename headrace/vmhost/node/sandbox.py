@@ -31,6 +31,7 @@ from headrace.vmhost.backend import Described, Machine, OnEvent
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.frames import Garbage
+from headrace.vmhost.images.packages import FLAVOURS
 from headrace.vmhost.network import Gate
 
 SLOW = ApplyChanges, ListFiles, PullTar, PullTree, PushTar, Search, WriteFiles
@@ -64,6 +65,8 @@ class VmSandbox:
         """Whether it was its machine's only sandbox when the machine ended."""
         self._judging = asyncio.Lock()
         self._slow = asyncio.Lock()
+        self.digest = ""
+        """Of the workspace of a rollout's sandbox as it was pushed, until the first call; empty in an image."""
         self.own_end = ""
         """How its own programs ended it, in the sentence that every call is answered with."""
         self.neighbours: Callable[[], int] = lambda: 0
@@ -79,7 +82,11 @@ class VmSandbox:
     async def begin(self, request: Acquire, events: OnEvent, private: Sequence[str]) -> None:
         """Push the repository into a slot that was just adopted, and open its network access. private: as for
         `network.Gate`. SandboxLost."""
-        result = await self._send(*protocol.open_frame(request.files, request.seed, request.workdir), protocol.SLACK_S)
+        digest = request.role == "rollout" and request.template in FLAVOURS
+        header, bodies = protocol.open_frame(
+            request.files, request.seed, request.workdir, digest and not request.entries
+        )
+        result = await self._send(header, bodies, protocol.SLACK_S)
         if not result.ok:
             if request.workdir:  # the request's fault: another node would refuse it too
                 raise VmhostError(
@@ -95,6 +102,9 @@ class VmSandbox:
             result = await self._send(header, bodies, protocol.SLACK_S)
             if not result.ok:
                 raise FilesRefused(f"{self.id}: the repository's links and modes could not be made: {result.error}")
+            if digest:
+                result = await self._send(*protocol.to_frame(PullTree(patterns=())), protocol.SLACK_S)
+        self.digest = result.digest
         if request.network:
             assert self._channel is not None
             self._gate = Gate(self._channel, self.id, request.network, private, events)
@@ -152,6 +162,7 @@ class VmSandbox:
         self.events("sandbox_ended", f"by its own programs: {lost}", {"sandbox": self.id, "group": self.key.group})
 
     async def _run(self, op: Op, call_id: str) -> OpResult:
+        self.digest = ""
         if isinstance(op, CheckIntegrity):
             return await self._check_integrity(op.thorough)
         if isinstance(op, PullChanges):

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from headrace.config import Environment
+from headrace.judging.rules import pushed
 from headrace.messages.sandbox import (
     Acquire,
     Exec,
@@ -26,7 +27,7 @@ from headrace.messages.sandbox import (
     Search,
     WriteFiles,
 )
-from headrace.messages.tasks import TestPlan
+from headrace.messages.tasks import Change, Task, TaskRef, TestPlan
 from headrace.vmhost import protocol
 from headrace.vmhost.backends.process import ProcessBackend
 from headrace.vmhost.errors import VmhostError
@@ -128,6 +129,24 @@ async def test_files(sandbox: VmSandbox) -> None:
     second = await sandbox.call(PullTree(patterns=()))
     assert second.digest != first.digest and second.files == {}
     assert (await sandbox.call(PullTree(patterns=()))).digest == second.digest
+
+
+@pytest.mark.parametrize("entries", [(), (Change("run", "link", 0o777, "README.md"),)])
+async def test_the_digest_of_what_was_pushed_is_that_of_a_pull_until_the_first_call(
+    host: Host, entries: tuple[Change, ...]
+) -> None:
+    group = f"digest{len(entries)}"
+    asked = request(0, group, entries=entries)
+    sandbox = await host.acquire(asked)
+    assert (await host.acquire(asked)).digest == sandbox.digest, "a repeated acquire has it too"
+    digest = sandbox.digest
+    task = Task(ref=TaskRef("s", "t"), family="f", prompt="", allowed=("*",), files=FILES, entries=entries, tests=PLAN)
+    assert digest == pushed(task) == (await sandbox.call(PullTree(patterns=()))).digest
+    assert sandbox.digest == "", "the workspace may be another now"
+    judge = await host.acquire(request(0, group, role="judge"))
+    assert judge.digest == ""
+    for each in (sandbox, judge):
+        host.release(each.id)
 
 
 async def test_line_edits(sandbox: VmSandbox) -> None:
