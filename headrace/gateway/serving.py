@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,8 +21,8 @@ import msgspec
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, BusTimeout, NoResponders, WrongSequence
 from headrace.config import Config
-from headrace.gateway.client_sessions import Caller, ClientSessions, Placed, Under, merged, root_of, user_of
-from headrace.gateway.conversation import ModelReply, ModelRequest
+from headrace.gateway.client_sessions import Caller, ClientSessions, Under, merged, root_of, user_of
+from headrace.gateway.conversation import ModelReply, ModelRequest, reply_id
 from headrace.gateway.endpoints import LATEST, Begun, Parts
 from headrace.gateway.http import HttpRefused
 from headrace.gateway.requests import NewRating
@@ -48,6 +47,7 @@ from headrace.messages.product import (
     ClientTurnPart,
     Feedback,
     RecordedTurn,
+    results_in_order,
 )
 from headrace.messages.rollout import Capture, Sampling, Trajectory
 
@@ -152,6 +152,9 @@ class ClientServing:
     async def begin(self, request: ModelRequest, caller: Caller) -> Begun:
         """See `Sampler.begin`."""
         user = self._user(caller)
+        request = await self._recalled(request, caller)
+        if request.previous is not None:
+            await self._known(request.previous.group, caller.key)
         if caller.session:
             await self._known(caller.session, caller.key)
         placed = self._sessions.place(request, caller, user, self._split.policy, sure=False)
@@ -159,14 +162,27 @@ class ClientServing:
             await (placed.wait.over.wait() if placed is not None and placed.wait is not None else self._caught_up())
             placed = self._sessions.place(request, caller, user, self._split.policy)
         if placed.turn is None:
-            return Begun(placed.group, self._again(request, placed), asyncio.Queue())
-        parts: Parts = asyncio.Queue()
-        task = asyncio.create_task(self._sample(request, placed.turn, placed.known, parts))
-        task.add_done_callback(partial(self._over, placed.turn))  # also of a task that was cancelled before it ran
-        return Begun(placed.group, task, parts, self._most(request))
+            again = self._again(request, placed.group, placed.recorded)
+            return Begun(lambda: (placed.group, placed.recorded), again, asyncio.Queue())
+        parts, turn = Parts(), placed.turn
+        task = asyncio.create_task(self._sample(request, turn, placed.known, parts))
+        task.add_done_callback(lambda _: self._sessions.over(turn))  # also of a task that was cancelled before it ran
+        return Begun(lambda: (turn.group, turn.index), task, parts, self._most(request))
 
-    def _over(self, turn: Under, _: object) -> None:
-        self._sessions.over(turn)
+    async def _recalled(self, request: ModelRequest, caller: Caller) -> ModelRequest:
+        """The request with the messages that it names by the ids of items. HttpRefused."""
+        if not request.recalled:
+            return request
+        messages = [*request.messages]
+        for at, (place, items) in request.recalled.items():
+            if place.index >= len((await self._known(place.group, caller.key)).turns):
+                raise HttpRefused(404, "the record of an item is gone: send the item itself")
+            asked = msgspec.structs.replace(request, messages=(), stream=False)
+            reply = await self._again(asked, place.group, place.index)
+            texts = (reply.text if "msg" in items else "", reply.after if "msg_after" in items else "")
+            calls = tuple(call for at, call in enumerate(reply.calls) if {f"fc_{at}", f"ctc_{at}"} & items)
+            messages[at] = ClientMessage(role="assistant", text="\n".join(filter(None, texts)), calls=calls)
+        return msgspec.structs.replace(request, messages=results_in_order(messages), recalled={})
 
     def _most(self, request: ModelRequest) -> int:
         """Tokens that a turn may sample."""
@@ -192,6 +208,11 @@ class ClientServing:
             context_tokens=limits.context_tokens,
             recorded=recorded,
             stream=request.stream and recorded < 0,
+            forced=request.forced,
+            stops=request.stops,
+            answer=request.answer,
+            logprobs=request.logprobs,
+            behind=request.previous,
         )
 
     async def _sample(self, request: ModelRequest, turn: Under, known: int, parts: Parts) -> ModelReply:
@@ -201,7 +222,7 @@ class ClientServing:
             with self._traffic.turn():
                 done = await self._ask(asked, parts)
             if done.behind:
-                turn = self._sessions.branch(turn, self._split.policy)
+                self._sessions.branch(turn, self._split.policy)
                 asked = self._turn(request, turn.group)
                 with self._traffic.turn():
                     done = await self._ask(asked, parts)
@@ -221,10 +242,10 @@ class ClientServing:
             raise
         return reply
 
-    async def _again(self, request: ModelRequest, placed: Placed) -> ModelReply:
-        """The recorded turn of a repeated request."""
-        done = await self._ask(self._turn(request, placed.group, recorded=placed.recorded), asyncio.Queue())
-        return _reply(request, done, placed.group, placed.recorded)
+    async def _again(self, request: ModelRequest, group: str, index: int) -> ModelReply:
+        """A recorded turn."""
+        done = await self._ask(self._turn(request, group, recorded=index))
+        return _reply(request, done, group, index)
 
     async def answered(self, reply: ModelReply, lost: bool) -> None:
         """See `Sampler.answered`."""
@@ -449,7 +470,7 @@ class ClientServing:
 
 def _reply(request: ModelRequest, done: ClientTurnDone, group: str, turn: int) -> ModelReply:
     return ModelReply(
-        id=f"{group.replace('.', '_')}_{turn}",
+        id=reply_id(group, turn),
         model=request.model or LATEST,
         created=int(time.time()),
         session=group,
@@ -459,5 +480,7 @@ def _reply(request: ModelRequest, done: ClientTurnDone, group: str, turn: int) -
         calls=done.calls,
         after=done.after,
         stop=done.stop,
+        stopped_by=done.stopped_by,
+        logprobs=done.logprobs,
         usage=done.usage,
     )

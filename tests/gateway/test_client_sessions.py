@@ -333,7 +333,8 @@ class World(RuleBasedStateMachine):
         prefix = placed.known
         try:
             if self.record.get(turn.group, 0) != before:
-                turn, before, prefix = gateway.branch(turn, lambda _: PolicyRef()), 0, 0
+                gateway.branch(turn, lambda _: PolicyRef())
+                before = prefix = 0
             text = self.random.choice("xxy")
             if prefix:
                 given = (turn.group, before - 1) in one.given or turn.group == one.session  # an id decides

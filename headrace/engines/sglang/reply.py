@@ -45,6 +45,8 @@ def body(ask: Ask, *, sparse: bool, seeded: bool, priority: int | None) -> dict[
         # and one for all, a turn's bytes would grow with the square of its tokens.
         "stream_interval": max(1, ask.left // EVENTS if ask.followed else ask.left),
     }
+    if ask.answer:
+        sampling["json_schema"] = ask.answer
     if seeded:
         sampling["sampling_seed"] = ask.seed % (1 << 31)
     routes = {"return_routed_experts": True, "routed_experts_start_len": ask.start} if sparse else {}

@@ -176,6 +176,8 @@ class Vllm:
             "logprobs": 0,
             "seed": ask.seed % (1 << 31),
         }
+        if ask.answer:
+            sampling["structured_outputs"] = {"json": ask.answer}
         if self._config.experts:
             sampling["routed_experts_prompt_start"] = ask.start
         asked = {"request_id": ask.rid, "token_ids": list(ask.ids), "sampling_params": sampling}

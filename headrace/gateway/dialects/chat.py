@@ -4,20 +4,25 @@ One message contains all tool calls of a turn, each with its index. A stream end
 asks for usage, a chunk without choices precedes it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.dialects.base import (
     Body,
+    OpenAiErrors,
     Unusable,
+    answer_schema,
     arguments,
     end_user,
     event,
     flag,
+    forced,
+    logprobs_of,
     no_attachment,
     objects,
     offered,
+    stops,
     string,
     temperature,
     text_of,
@@ -30,9 +35,10 @@ from headrace.messages.product import ClientCall, ClientMessage, ClientTool, Cli
 
 _FINISH = {"stop": "stop", "calls": "tool_calls", "length": "length"}
 _KINDS = ("text", "refusal")
+MOST_SAMPLES = 8
 
 
-class ChatCompletions:
+class ChatCompletions(OpenAiErrors):
     """The dialect of mini-swe-agent, aider, LiteLLM and most user interfaces."""
 
     path = "/v1/chat/completions"
@@ -47,44 +53,52 @@ class ChatCompletions:
         messages = tuple(_message(entry, index) for index, entry in enumerate(entries))
         longest = body.get("max_completion_tokens")
         options = body.get("stream_options")
+        tools = tuple(_tool(entry, f"tools[{index}]") for index, entry in enumerate(offered(body)))
+        stream = flag(body.get("stream"), "stream")
+        samples = whole_number(body.get("n"), "n", most=MOST_SAMPLES) or 1
+        if stream and samples > 1:
+            raise Unusable("n: expected 1 with stream; several choices come whole", "n")
         return ModelRequest(
             model=string(body.get("model"), "model"),
             messages=messages,
-            tools=tuple(_tool(entry, f"tools[{index}]") for index, entry in enumerate(offered(body))),
+            tools=tools,
+            forced=forced(body, [tool.name for tool in tools]),
+            stops=stops(body.get("stop"), "stop"),
+            answer=answer_schema(body.get("response_format"), "response_format", tools),
+            logprobs=flag(body.get("logprobs"), "logprobs"),
+            samples=samples,
             parallel=flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
             max_tokens=whole_number(body.get("max_tokens") if longest is None else longest, "max_tokens"),
             temperature=temperature(body.get("temperature")),
-            stream=flag(body.get("stream"), "stream"),
+            stream=stream,
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
             user=end_user(body),
             left_out=skipped,
         )
 
-    def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
+    def reply(self, replies: Sequence[ModelReply], request: ModelRequest) -> dict[str, Any]:
         """See `Dialect.reply`."""
-        message: dict[str, Any] = {"role": "assistant", "content": reply.said or None, "refusal": None}
-        if reply.thinking:
-            message["reasoning_content"] = reply.thinking
-        if reply.calls:
-            message["tool_calls"] = [_call(call) for call in reply.calls]
-        choice = {"index": 0, "message": message, "finish_reason": _FINISH[reply.stop], "logprobs": None}
-        return _head(reply, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+        choices = []
+        for index, reply in enumerate(replies):
+            message: dict[str, Any] = {"role": "assistant", "content": reply.said or None, "refusal": None}
+            if reply.thinking:
+                message["reasoning_content"] = reply.thinking
+            if reply.calls:
+                message["tool_calls"] = [_call(call) for call in reply.calls]
+            choice = {"index": index, "message": message, "finish_reason": _FINISH[reply.stop]}
+            choices.append(choice | {"logprobs": _logprobs(reply, request)})
+        return _head(replies[0], "chat.completion") | {"choices": choices, "usage": _usage(replies)}
 
     def writer(self, request: ModelRequest, head: Head) -> Writer:
         """See `Dialect.writer`."""
         return _Writer(request, head)
 
-    def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
-        """See `Dialect.error`."""
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": text, "type": kind, "param": field or None, "code": _CODES.get(status)}}
-
 
 class _Writer(Writer):
     """Chunks with one delta each. Thinking is in `reasoning_content`, as DeepSeek, vLLM and SGLang have it."""
 
-    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> Iterator[bytes]:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None, logprobs: object = None) -> Iterator[bytes]:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
         yield event(self._head() | {"choices": [choice]} | ({"usage": None} if self.request.include_usage else {}))
 
     def _head(self) -> dict[str, Any]:
@@ -116,9 +130,9 @@ class _Writer(Writer):
 
     def finish(self, reply: ModelReply) -> Iterator[bytes]:
         """See `Writer.finish`."""
-        yield from self._chunk({}, _FINISH[reply.stop])
+        yield from self._chunk({}, _FINISH[reply.stop], _logprobs(reply, self.request))
         if self.request.include_usage:
-            yield event(self._head() | {"choices": [], "usage": _usage(reply)})
+            yield event(self._head() | {"choices": [], "usage": _usage([reply])})
         yield b"data: [DONE]\n\n"
 
     def fail(self, status: int, text: str) -> Iterator[bytes]:
@@ -127,19 +141,20 @@ class _Writer(Writer):
         yield b"data: [DONE]\n\n"
 
 
-_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
-
-
 def _head(reply: ModelReply | Head, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": reply.model}
 
 
-def _usage(reply: ModelReply) -> dict[str, Any]:
-    usage = reply.usage
+def _logprobs(reply: ModelReply, request: ModelRequest) -> dict[str, Any] | None:
+    return {"content": logprobs_of(reply), "refusal": None} if request.logprobs else None
+
+
+def _usage(replies: Sequence[ModelReply]) -> dict[str, Any]:
+    usage, sampled = replies[0].usage, sum(reply.usage.sampled for reply in replies)
     return {
         "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.sampled,
-        "total_tokens": usage.prompt + usage.sampled,
+        "completion_tokens": sampled,
+        "total_tokens": usage.prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
     }
 

@@ -6,7 +6,7 @@ each block; ``message_delta`` with the stop reason; and ``message_stop``.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
@@ -14,20 +14,23 @@ from headrace.gateway.dialects.base import (
     ATTACHMENTS,
     Body,
     Unusable,
+    answer_schema,
     event,
     flag,
+    forced,
     no_attachment,
     objects,
     offered,
     placeholder,
     plain,
+    stops,
     string,
     temperature,
     text_of,
     tool_of,
     whole_number,
 )
-from headrace.gateway.dialects.keys import MESSAGES, left_out, no_format
+from headrace.gateway.dialects.keys import MESSAGES, left_out
 from headrace.gateway.dialects.writer import Head, Writer
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool, ClientUsage
 
@@ -51,7 +54,10 @@ class Messages:
     def request(self, body: Body) -> ModelRequest:
         """See `Dialect.request`."""
         skipped = left_out(body, MESSAGES)
-        no_format(body.get("output_config"), "output_config")
+        config = body.get("output_config")
+        if config is not None and not isinstance(config, dict):
+            raise Unusable("output_config: expected an object", "output_config")
+        form = (config or {}).get("format") or body.get("output_format")
         entries = objects(body.get("messages"), "messages")
         if entries:
             no_attachment(entries[-1].get("content"), f"messages[{len(entries) - 1}]")
@@ -70,6 +76,9 @@ class Messages:
             model=string(body.get("model"), "model"),
             messages=tuple(messages),
             tools=tools,
+            forced=forced(body, [tool.name for tool in tools]),
+            stops=stops(body.get("stop_sequences"), "stop_sequences"),
+            answer=answer_schema(form, "output_config.format", tools),
             parallel=not flag(alone, "tool_choice.disable_parallel_tool_use"),
             max_tokens=whole_number(body.get("max_tokens"), "max_tokens"),
             temperature=temperature(body.get("temperature")),
@@ -78,13 +87,11 @@ class Messages:
             left_out=(*skipped, *vendors),
         )
 
-    def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
+    def reply(self, replies: Sequence[ModelReply], request: ModelRequest) -> dict[str, Any]:
         """See `Dialect.reply`."""
-        return _head(reply) | {
-            "content": _blocks(reply),
-            "stop_reason": _STOP[reply.stop],
-            "usage": _prompt_usage(reply.usage) | {"output_tokens": reply.usage.sampled},
-        }
+        (reply,) = replies
+        usage = _prompt_usage(reply.usage) | {"output_tokens": reply.usage.sampled}
+        return _head(reply) | {"content": _blocks(reply), **_end(reply), "usage": usage}
 
     def writer(self, request: ModelRequest, head: Head) -> Writer:
         """See `Dialect.writer`."""
@@ -157,7 +164,7 @@ class _Writer(Writer):
         yield from self._stop()
         yield self._say(
             "message_delta",
-            delta={"stop_reason": _STOP[reply.stop], "stop_sequence": None},
+            delta=_end(reply),
             usage=_prompt_usage(reply.usage) | {"output_tokens": reply.usage.sampled},
         )
         yield self._say("message_stop")
@@ -177,6 +184,11 @@ def _head(reply: ModelReply | Head) -> dict[str, Any]:
         "stop_reason": None,
         "stop_sequence": None,
     }
+
+
+def _end(reply: ModelReply) -> dict[str, Any]:
+    reason = "stop_sequence" if reply.stopped_by else _STOP[reply.stop]
+    return {"stop_reason": reason, "stop_sequence": reply.stopped_by or None}
 
 
 def _prompt_usage(usage: ClientUsage) -> dict[str, int]:

@@ -30,9 +30,13 @@ class Tools(NamedTuple):
     def call(self, item: Body, field: str, arguments: str) -> ClientCall:
         """A call of the history."""
         name, namespace = string(item.get("name"), f"{field}.name"), string(item.get("namespace"), f"{field}.namespace")
-        known = (read for read, origin in self.origins.items() if (origin.name, origin.namespace) == (name, namespace))
         id = string(item.get("call_id"), f"{field}.call_id")
-        return ClientCall(id=id, name=next(known, name), arguments=arguments)
+        return ClientCall(id=id, name=self.named(name, namespace), arguments=arguments)
+
+    def named(self, name: str, namespace: str = "") -> str:
+        """The name that the policy reads of a client's tool."""
+        known = (read for read, origin in self.origins.items() if (origin.name, origin.namespace) == (name, namespace))
+        return next(known, name)
 
 
 def tools_of(body: Body, items: Sequence[dict[str, Any]]) -> Tools:
