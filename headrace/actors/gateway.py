@@ -3,7 +3,7 @@
     POST   /v1/sessions                {user, suite, task, prompt?, files?}   -> 202 {session}
                                        without `suite`: a client's session (gateway/endpoints.py)
     GET    /v1/sessions/ID?wait=S      state, turns, failed attempts, result; waits up to S seconds for a change
-    POST   /v1/sessions/ID/feedback    {thumb: up|down, comment?}
+    POST   /v1/sessions/ID/feedback    {thumb | diff | undo | reward, comment?}; /reward is the same
     DELETE /v1/users/USER              purge a user's data everywhere -> {purged, certificate}
     GET    /healthz                    {run, version, active, waiting}; 503 until a policy is served
     /v1/agents ...                     headrace's own agent in a lasting workspace (gateway/agents/endpoints.py)
@@ -36,7 +36,7 @@ from headrace.gateway.agents.store import GatewayParts, Order
 from headrace.gateway.endpoints import Endpoints
 from headrace.gateway.forgetting import Forgetting
 from headrace.gateway.http import HEALTH, HttpRefused, Listener, answer, read_json, wait_seconds
-from headrace.gateway.requests import NewFeedback, NewSession
+from headrace.gateway.requests import NewRating, NewSession
 from headrace.gateway.serving import ClientServing
 from headrace.gateway.sessions import Session, asked_by, attempt_record
 from headrace.gateway.signals.follow_ups import FollowUps
@@ -120,7 +120,7 @@ class Gateway(Actor):
                 web.post("/v1/sessions", keyed(self._create)),
                 web.get("/v1/sessions/{session}", keyed(self._read)),
                 web.post("/v1/sessions/{session}/feedback", keyed(self._feedback)),
-                web.post("/v1/sessions/{session}/reward", keyed(self.turns.rate)),
+                web.post("/v1/sessions/{session}/reward", keyed(self._feedback)),
                 web.delete("/v1/sessions/{session}", keyed(self.turns.close)),
                 web.delete("/v1/users/{user}", keyed(forgetting.delete)),
                 web.get(HEALTH, self._health),
@@ -256,7 +256,7 @@ class Gateway(Actor):
         session = self._session(request, key, "feedback")
         if session is None:
             return await self.turns.rate(request, key)
-        given = await read_json(request, NewFeedback)
+        given = await read_json(request, NewRating)
         if session.state != "finished":
             raise HttpRefused(400, f"feedback needs a finished session; this one is {session.state}")
         user = session.request.group.partition(".")[0]
@@ -265,7 +265,9 @@ class Gateway(Actor):
             user=user,
             run=self.run,
             trajectory=session.trajectory,
-            thumb=given.thumb,
+            thumb=given.given,
+            signal=given.signal,
+            reward=given.reward,
             training_allowed=self.config.production.training_allowed,
             comment=given.comment,
         )

@@ -25,7 +25,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -138,6 +138,8 @@ class ClientSessions:
         self._sessions: dict[str, ClientSession] = {}
         self._index: dict[tuple[str, ...], dict[str, None]] = {}
         """The sessions by everything that they are looked up by (`_keys`); the inner dicts are ordered sets."""
+        self._trees = OrderedDict[str, float]()
+        """When a turn last began or ended in each tree, the longest ago first."""
         self._under: dict[str, Under] = {}
         self._ending: set[str] = set()
         self.turns = Counter[str](dict.fromkeys((NAMED, BY_HISTORY, BEGUN, UNATTRIBUTED), 0))
@@ -171,6 +173,9 @@ class ClientSessions:
         """Store a session in place of its earlier state, as this gateway or another one changed it."""
         before = self._sessions.get(session.group)
         self._sessions[session.group] = session
+        if session.last_used > self._trees.get(root := root_of(session.group), -1.0):
+            self._trees[root] = session.last_used
+            self._trees.move_to_end(root)
         for key in _keys(session, len(before.turns) if before is not None else 0):
             self._index.setdefault(key, {})[session.group] = None
 
@@ -182,6 +187,8 @@ class ClientSessions:
                 groups.pop(group, None)
                 if not groups:
                     del self._index[key]
+                    if key[0] == "tree":
+                        self._trees.pop(key[1], None)
 
     # Turns
 
@@ -427,21 +434,22 @@ class ClientSessions:
 
     def idle(self, seconds: float) -> list[ClientSession]:
         """The open sessions of trees without a turn for this many seconds."""
-        return [session for session in self._quiet(seconds) if not self._closed(session)]
+        return [each for root in self._quiet(seconds) for each in self.tree(root) if not self._closed(each)]
 
     def expired(self, seconds: float) -> list[ClientSession]:
         """The sessions of trees that ended this many seconds ago."""
-        quiet = self._quiet(seconds)
-        open_trees = {root_of(session.group) for session in quiet if not session.ended}
         before = time.time() - seconds
-        late = {root_of(session.group) for session in quiet if session.ended > before}
-        return [session for session in quiet if root_of(session.group) not in open_trees | late]
+        trees = [self.tree(root) for root in self._quiet(seconds)]
+        return [each for tree in trees if all(0 < other.ended <= before for other in tree) for each in tree]
 
-    def _quiet(self, seconds: float) -> list[ClientSession]:
-        busy = {root_of(group) for group in self._under}
-        before = time.time() - seconds
-        busy |= {root_of(session.group) for session in self._sessions.values() if session.last_used >= before}
-        return [session for session in self._sessions.values() if root_of(session.group) not in busy]
+    def _quiet(self, seconds: float) -> Iterator[str]:
+        """The trees without a turn for this many seconds."""
+        busy, before = {root_of(group) for group in self._under}, time.time() - seconds
+        for root, used in self._trees.items():
+            if used >= before:
+                return
+            if root not in busy:
+                yield root
 
 
 GONE = "the user's data was purged while this turn was sampled"

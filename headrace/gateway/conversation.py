@@ -6,15 +6,7 @@ client's agent runs its own tools: a reply names the calls, and the next request
 
 import msgspec
 
-from headrace.messages.product import (
-    ClientCall,
-    ClientMessage,
-    ClientTool,
-    ClientUsage,
-    TokenLogprob,
-    TurnPlace,
-    TurnStop,
-)
+from headrace.messages.product import ClientMessage, ClientTool, ClientTurnDone, TurnPlace
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -67,7 +59,7 @@ def reply_id(session: str, turn: int) -> str:
     return f"{session.replace('.', '_')}_{turn}"
 
 
-class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
+class ModelReply(ClientTurnDone, frozen=True, kw_only=True):
     """One turn of the model."""
 
     id: str
@@ -78,18 +70,3 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
     """The id under which the session can be named, rated and closed."""
     turn: int = 0
     """The index of the turn in the session's record."""
-    thinking: str = ""
-    text: str = ""
-    calls: tuple[ClientCall, ...] = ()
-    after: str = ""
-    """Text behind the first call."""
-    stop: TurnStop = "stop"
-    stopped_by: str = ""
-    """The stop sequence that ended it."""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    usage: ClientUsage
-
-    @property
-    def said(self) -> str:
-        """All of its text."""
-        return "\n".join(filter(None, (self.text, self.after)))

@@ -59,6 +59,8 @@ CATCH_UP_S = 1.0
 """The longest wait for what other gateways stored."""
 WRITES = 5
 """Attempts to store a session that other gateways change at the same time."""
+AS_ASKED = ("messages", "tools", "parallel", "forced", "stops", "answer", "logprobs")
+"""The fields that a ClientTurn has from its request."""
 Tell = Callable[..., Awaitable[None]]
 """`Actor.event`."""
 
@@ -195,10 +197,7 @@ class ClientServing:
         return ClientTurn(
             run=self._run,
             group=group,
-            messages=request.messages,
             known=known,
-            tools=request.tools,
-            parallel=request.parallel,
             policy=session.policy if session is not None else self._split.promoted,
             sampling=Sampling(
                 temperature=request.temperature,
@@ -208,11 +207,8 @@ class ClientServing:
             context_tokens=limits.context_tokens,
             recorded=recorded,
             stream=request.stream and recorded < 0,
-            forced=request.forced,
-            stops=request.stops,
-            answer=request.answer,
-            logprobs=request.logprobs,
             behind=request.previous,
+            **{name: getattr(request, name) for name in AS_ASKED},
         )
 
     async def _sample(self, request: ModelRequest, turn: Under, known: int, parts: Parts) -> ModelReply:
@@ -475,12 +471,5 @@ def _reply(request: ModelRequest, done: ClientTurnDone, group: str, turn: int) -
         created=int(time.time()),
         session=group,
         turn=turn,
-        thinking=done.thinking,
-        text=done.text,
-        calls=done.calls,
-        after=done.after,
-        stop=done.stop,
-        stopped_by=done.stopped_by,
-        logprobs=done.logprobs,
-        usage=done.usage,
+        **msgspec.structs.asdict(done),
     )

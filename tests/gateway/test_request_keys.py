@@ -107,7 +107,8 @@ def test_a_call_is_forced(path: str, any: object, one: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("path", "key"), [("/v1/chat/completions", "stop"), ("/v1/messages", "stop_sequences")])
 def test_stop_sequences_are_texts(path: str, key: str) -> None:
     assert DIALECTS[path].request(BODIES[path] | {key: ["a", "b"]}).stops == ("a", "b")
-    for wrong in ([""], [7], 7, {}, ["x"] * 17):
+    bad: tuple[Any, ...] = ([""], [7], 7, {}, ["x"] * 17)
+    for wrong in bad:
         with pytest.raises(Unusable):
             DIALECTS[path].request(BODIES[path] | {key: wrong})
 

@@ -38,9 +38,6 @@ class Dialect(Protocol):
     def writer(self, request: ModelRequest, head: Head) -> Writer:
         """Makes the server-sent events of a streamed reply."""
 
-    def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
-        """An error as the dialect's clients expect it."""
-
 
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
     """One server-sent event."""
@@ -235,13 +232,10 @@ def logprobs_of(reply: ModelReply) -> list[dict[str, Any]]:
 _CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
 
-class OpenAiErrors:
-    """Errors as clients of OpenAI's dialects expect them."""
-
-    def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
-        """See `Dialect.error`."""
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": text, "type": kind, "param": field or None, "code": _CODES.get(status)}}
+def openai_error(status: int, text: str, field: str = "") -> dict[str, Any]:
+    """An error as clients of OpenAI's dialects expect it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": text, "type": kind, "param": field or None, "code": _CODES.get(status)}}
 
 
 def tool_of(tool: Body, key: str, field: str) -> ClientTool:

@@ -8,27 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
-from headrace.gateway.dialects.base import (
-    Body,
-    OpenAiErrors,
-    Unusable,
-    answer_schema,
-    arguments,
-    end_user,
-    event,
-    flag,
-    forced,
-    logprobs_of,
-    no_attachment,
-    objects,
-    offered,
-    stops,
-    string,
-    temperature,
-    text_of,
-    tool_of,
-    whole_number,
-)
+from headrace.gateway.dialects import base
+from headrace.gateway.dialects.base import Body, Unusable, event
 from headrace.gateway.dialects.keys import CHAT, left_out
 from headrace.gateway.dialects.writer import Head, Writer
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool, ClientUsage
@@ -38,7 +19,7 @@ _KINDS = ("text", "refusal")
 MOST_SAMPLES = 8
 
 
-class ChatCompletions(OpenAiErrors):
+class ChatCompletions:
     """The dialect of mini-swe-agent, aider, LiteLLM and most user interfaces."""
 
     path = "/v1/chat/completions"
@@ -46,33 +27,33 @@ class ChatCompletions(OpenAiErrors):
     def request(self, body: Body) -> ModelRequest:
         """See `Dialect.request`."""
         skipped = left_out(body, CHAT)
-        entries = objects(body.get("messages"), "messages")
+        entries = base.objects(body.get("messages"), "messages")
         if not entries:
             raise Unusable("messages: expected at least one message", "messages")
-        no_attachment(entries[-1].get("content") if entries[-1].get("role") == "user" else None, "messages")
+        base.no_attachment(entries[-1].get("content") if entries[-1].get("role") == "user" else None, "messages")
         messages = tuple(_message(entry, index) for index, entry in enumerate(entries))
         longest = body.get("max_completion_tokens")
         options = body.get("stream_options")
-        tools = tuple(_tool(entry, f"tools[{index}]") for index, entry in enumerate(offered(body)))
-        stream = flag(body.get("stream"), "stream")
-        samples = whole_number(body.get("n"), "n", most=MOST_SAMPLES) or 1
+        tools = tuple(_tool(entry, f"tools[{index}]") for index, entry in enumerate(base.offered(body)))
+        stream = base.flag(body.get("stream"), "stream")
+        samples = base.whole_number(body.get("n"), "n", most=MOST_SAMPLES) or 1
         if stream and samples > 1:
             raise Unusable("n: expected 1 with stream; several choices come whole", "n")
         return ModelRequest(
-            model=string(body.get("model"), "model"),
+            model=base.string(body.get("model"), "model"),
             messages=messages,
             tools=tools,
-            forced=forced(body, [tool.name for tool in tools]),
-            stops=stops(body.get("stop"), "stop"),
-            answer=answer_schema(body.get("response_format"), "response_format", tools),
-            logprobs=flag(body.get("logprobs"), "logprobs"),
+            forced=base.forced(body, [tool.name for tool in tools]),
+            stops=base.stops(body.get("stop"), "stop"),
+            answer=base.answer_schema(body.get("response_format"), "response_format", tools),
+            logprobs=base.flag(body.get("logprobs"), "logprobs"),
             samples=samples,
-            parallel=flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
-            max_tokens=whole_number(body.get("max_tokens") if longest is None else longest, "max_tokens"),
-            temperature=temperature(body.get("temperature")),
+            parallel=base.flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
+            max_tokens=base.whole_number(body.get("max_tokens") if longest is None else longest, "max_tokens"),
+            temperature=base.temperature(body.get("temperature")),
             stream=stream,
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-            user=end_user(body),
+            user=base.end_user(body),
             left_out=skipped,
         )
 
@@ -137,7 +118,7 @@ class _Writer(Writer):
 
     def fail(self, status: int, text: str) -> Iterator[bytes]:
         """See `Writer.fail`."""
-        yield event(ChatCompletions().error(status, text))
+        yield event(base.openai_error(status, text))
         yield b"data: [DONE]\n\n"
 
 
@@ -146,7 +127,7 @@ def _head(reply: ModelReply | Head, kind: str) -> dict[str, Any]:
 
 
 def _logprobs(reply: ModelReply, request: ModelRequest) -> dict[str, Any] | None:
-    return {"content": logprobs_of(reply), "refusal": None} if request.logprobs else None
+    return {"content": base.logprobs_of(reply), "refusal": None} if request.logprobs else None
 
 
 def _usage(replies: Sequence[ModelReply]) -> dict[str, Any]:
@@ -167,30 +148,32 @@ def _tool(entry: dict[str, Any], field: str) -> ClientTool:
     tool = entry.get("function")
     if entry.get("type") != "function" or not isinstance(tool, dict):
         raise Unusable(f"{field}: expected a tool of type 'function'", "tools")
-    return tool_of(tool, "parameters", f"{field}.function")
+    return base.tool_of(tool, "parameters", f"{field}.function")
 
 
 def _message(entry: dict[str, Any], index: int) -> ClientMessage:
     field = f"messages[{index}]"
-    role, text = entry.get("role"), text_of(entry.get("content"), f"{field}.content", _KINDS)
+    role, text = entry.get("role"), base.text_of(entry.get("content"), f"{field}.content", _KINDS)
     if role in ("system", "developer"):
         return ClientMessage(role="system", text=text)
     if role == "user":
         return ClientMessage(role="user", text=text)
     if role == "tool":
-        return ClientMessage(role="tool", text=text, call_id=string(entry.get("tool_call_id"), f"{field}.tool_call_id"))
+        return ClientMessage(
+            role="tool", text=text, call_id=base.string(entry.get("tool_call_id"), f"{field}.tool_call_id")
+        )
     if role != "assistant":
         raise Unusable(f"{field}.role: expected system, developer, user, assistant or tool, got {role!r}", "messages")
     calls: list[ClientCall] = []
-    for number, call in enumerate(objects(entry.get("tool_calls"), f"{field}.tool_calls")):
+    for number, call in enumerate(base.objects(entry.get("tool_calls"), f"{field}.tool_calls")):
         function = call.get("function")
         if not isinstance(function, dict):
             raise Unusable(f"{field}.tool_calls[{number}].function: expected an object", "messages")
         calls.append(
             ClientCall(
-                id=string(call.get("id"), f"{field}.tool_calls[{number}].id"),
-                name=string(function.get("name"), f"{field}.tool_calls[{number}].function.name"),
-                arguments=arguments(function.get("arguments"), f"{field}.tool_calls[{number}].function.arguments"),
+                id=base.string(call.get("id"), f"{field}.tool_calls[{number}].id"),
+                name=base.string(function.get("name"), f"{field}.tool_calls[{number}].function.name"),
+                arguments=base.arguments(function.get("arguments"), f"{field}.tool_calls[{number}].function.arguments"),
             )
         )
     return ClientMessage(role="assistant", text=text, calls=tuple(calls))

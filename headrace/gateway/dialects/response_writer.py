@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.gateway.conversation import ModelReply, ModelRequest, Origin
-from headrace.gateway.dialects.base import event, logprobs_of
+from headrace.gateway.dialects import base
+from headrace.gateway.dialects.base import event
 from headrace.gateway.dialects.response_tools import INPUT, call_item
 from headrace.gateway.dialects.writer import Head, Writer
 from headrace.messages.product import ClientCall, ClientUsage
@@ -198,7 +199,7 @@ class ResponsesWriter(Writer):
             yield from self._done()
         for item in self._output:
             if item["type"] == "message" and not item["id"].endswith("_after"):
-                item["content"][0]["logprobs"] = logprobs_of(reply)
+                item["content"][0]["logprobs"] = base.logprobs_of(reply)
         name = "response.incomplete" if reply.stop == "length" else "response.completed"
         yield self._say(name, response=ended(reply, self._output))
 

@@ -17,23 +17,8 @@ from typing import Any
 import msgspec
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
-from headrace.gateway.dialects.base import (
-    Body,
-    OpenAiErrors,
-    Unusable,
-    answer_schema,
-    arguments,
-    end_user,
-    flag,
-    forced,
-    logprobs_of,
-    no_attachment,
-    objects,
-    string,
-    temperature,
-    text_of,
-    whole_number,
-)
+from headrace.gateway.dialects import base
+from headrace.gateway.dialects.base import Body, Unusable
 from headrace.gateway.dialects.keys import RESPONSES, left_out
 from headrace.gateway.dialects.response_tools import Tools, call_item, custom_arguments, tools_of
 from headrace.gateway.dialects.response_writer import (
@@ -60,7 +45,7 @@ found, what is left to do. Call no tool."""
 _SUMMED_UP = "The conversation so far, summed up:\n"
 
 
-class Responses(OpenAiErrors):
+class Responses:
     """The dialect of the Codex command line and of OpenAI's Agents SDK."""
 
     path = "/v1/responses"
@@ -72,39 +57,39 @@ class Responses(OpenAiErrors):
         if text is not None and not isinstance(text, dict):
             raise Unusable("text: expected an object", "text")
         given = body.get("input")
-        items = [] if isinstance(given, str) else objects(given, "input")
+        items = [] if isinstance(given, str) else base.objects(given, "input")
         tools = tools_of(body, items)
         messages: list[ClientMessage] = []
-        if instructions := string(body.get("instructions"), "instructions"):
+        if instructions := base.string(body.get("instructions"), "instructions"):
             messages.append(ClientMessage(role="system", text=instructions))
         if isinstance(given, str):
-            messages.append(ClientMessage(role="user", text=string(given, "input")))
+            messages.append(ClientMessage(role="user", text=base.string(given, "input")))
         if items and items[-1].get("role") == "user":
-            no_attachment(items[-1].get("content"), f"input[{len(items) - 1}]")
+            base.no_attachment(items[-1].get("content"), f"input[{len(items) - 1}]")
         recalled: dict[int, tuple[TurnPlace, frozenset[str]]] = {}
         for index, item in enumerate(items):
             if item.get("type") == "item_reference":
                 _recall(messages, recalled, item.get("id"), f"input[{index}].id")
             else:
                 _add(messages, item, f"input[{index}]", tools)
-        previous = string(body.get("previous_response_id"), "previous_response_id")
+        previous = base.string(body.get("previous_response_id"), "previous_response_id")
         if not any(said.role != "system" for said in messages):
             raise Unusable("input: expected a text or at least one message", "input")
         return ModelRequest(
-            model=string(body.get("model"), "model"),
+            model=base.string(body.get("model"), "model"),
             messages=tuple(messages),
             tools=tools.tools,
             origins=tools.origins,
-            forced=forced(body, [tool.name for tool in tools.tools], tools.named),
-            answer=answer_schema((text or {}).get("format"), "text.format", tools.tools),
+            forced=base.forced(body, [tool.name for tool in tools.tools], tools.named),
+            answer=base.answer_schema((text or {}).get("format"), "text.format", tools.tools),
             logprobs="message.output_text.logprobs" in (body.get("include") or ()),
             previous=_place(previous, "previous_response_id")[0] if previous else None,
             recalled=recalled,
-            parallel=flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
-            max_tokens=whole_number(body.get("max_output_tokens"), "max_output_tokens"),
-            temperature=temperature(body.get("temperature")),
-            stream=flag(body.get("stream"), "stream"),
-            user=end_user(body),
+            parallel=base.flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
+            max_tokens=base.whole_number(body.get("max_output_tokens"), "max_output_tokens"),
+            temperature=base.temperature(body.get("temperature")),
+            stream=base.flag(body.get("stream"), "stream"),
+            user=base.end_user(body),
             left_out=(*skipped, *tools.vendors),
         )
 
@@ -174,7 +159,7 @@ def _items(reply: ModelReply, request: ModelRequest) -> list[dict[str, Any]]:
     if reply.thinking:
         items.append(thinking_item(f"rs_{reply.id}", reply.thinking))
     if reply.text or not reply.calls:
-        items.append(message_item(f"msg_{reply.id}", reply.text, logprobs_of(reply)))
+        items.append(message_item(f"msg_{reply.id}", reply.text, base.logprobs_of(reply)))
     items += [call_item(call, *named(request, call, reply.id, index)) for index, call in enumerate(reply.calls)]
     if reply.after:
         items.append(message_item(f"msg_{reply.id}_after", reply.after))
@@ -187,7 +172,7 @@ def _add(messages: list[ClientMessage], item: dict[str, Any], field: str, tools:
     if kind in _SKIPPED:
         return
     if kind == "compaction":
-        text = string(item.get("encrypted_content"), f"{field}.encrypted_content")
+        text = base.string(item.get("encrypted_content"), f"{field}.encrypted_content")
         try:
             summary = base64.b64decode(text.removeprefix(_SUMMARY), validate=True).decode()
         except ValueError:
@@ -198,7 +183,7 @@ def _add(messages: list[ClientMessage], item: dict[str, Any], field: str, tools:
         return
     if kind in ("function_call", "custom_tool_call"):
         custom = kind == "custom_tool_call"
-        given = custom_arguments(item, field) if custom else arguments(item.get("arguments"), f"{field}.arguments")
+        given = custom_arguments(item, field) if custom else base.arguments(item.get("arguments"), f"{field}.arguments")
         call = tools.call(item, field, given)
         if messages and messages[-1].role == "assistant":
             messages[-1] = msgspec.structs.replace(messages[-1], calls=(*messages[-1].calls, call))
@@ -208,12 +193,12 @@ def _add(messages: list[ClientMessage], item: dict[str, Any], field: str, tools:
         messages.append(
             ClientMessage(
                 role="tool",
-                text=text_of(item.get("output"), f"{field}.output", _KINDS),
-                call_id=string(item.get("call_id"), f"{field}.call_id"),
+                text=base.text_of(item.get("output"), f"{field}.output", _KINDS),
+                call_id=base.string(item.get("call_id"), f"{field}.call_id"),
             )
         )
     elif kind == "message":
-        role, text = item.get("role"), text_of(item.get("content"), f"{field}.content", _KINDS)
+        role, text = item.get("role"), base.text_of(item.get("content"), f"{field}.content", _KINDS)
         if role in ("system", "developer"):
             messages.append(ClientMessage(role="system", text=text))
         elif role == "user":

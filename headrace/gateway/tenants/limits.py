@@ -1,5 +1,5 @@
 """Limits that keep tenants apart, of one gateway: rates of API keys, token buckets that are refilled continuously and
-permit bursts; and the turns at once, which tenants that wait get in turns."""
+permit bursts; the turns at once, which tenants that wait get in turns; and the order in which requests are taken up."""
 
 import asyncio
 import math
@@ -50,6 +50,34 @@ class RateLimit:
         capacity = max(1.0, rate * self._burst_s)
         level, last = self._buckets.get(name, (capacity, 0.0))
         return min(capacity, level + (self._clock() - last) * rate)
+
+
+class Rounds:
+    """Lets requests in by rounds: in each pass of the event loop, the oldest one of every tenant. A request of one
+    tenant never waits behind the many that another one sent at once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def enter(self, tenant: str) -> None:
+        """Wait for the tenant's next round."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._next)
+        place = loop.create_future()
+        self._waiting.setdefault(tenant, deque()).append(place)
+        await place
+
+    def _next(self) -> None:
+        for tenant, queue in [*self._waiting.items()]:
+            while queue and (place := queue.popleft()).done():  # its client has left
+                pass
+            if not place.done():
+                place.set_result(None)
+            if not queue:
+                del self._waiting[tenant]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
 
 
 class TurnsAtOnce:

@@ -17,10 +17,10 @@ from headrace.messages.rollout import TurnSampled
 from headrace.messages.subjects import TURN
 from headrace.rendering.tokenizer import Tokenizer
 from tests.actors.rollout.test_client_turns import TOOL, Client, client_of, config, model, run
-from tests.actors.rollout.test_streams import events, streamed, whole
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.chat_formats import tokenizer_json
+from tests.support.events import events, streamed, whole
 
 __all__ = ["model", "run"]
 pytestmark = pytest.mark.anyio
