@@ -210,7 +210,8 @@ async def keeps_a_schema(engine: Engine, tokenizer: Tokenizer, stop: int) -> Non
     properties = {"a": {"enum": ["x", "yy"]}}
     schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
     for seed in range(3):
-        asked = request(f"s{seed}", tokens=64, seed=seed, stops=(stop,))
+        asked = request(f"s{seed}", tokens=1500, seed=seed, stops=(stop,))
         sample = await engine.sample(msgspec.structs.replace(asked, answer=json.dumps(schema)))
-        assert sample.stop == "stop" and sample.ids[-1] == stop
-        assert json.loads(tokenizer.decode(sample.ids[:-1]))["a"] in ("x", "yy")
+        assert sample.stop == "stop", "blanks between its parts may be many, not for ever"
+        ids = [id for id in sample.ids if id != stop]  # a server may end a turn where the grammar does
+        assert json.loads(tokenizer.decode(ids))["a"] in ("x", "yy"), sample.ids

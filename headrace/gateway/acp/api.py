@@ -47,10 +47,12 @@ class AgentsApi:
         assert self._http is not None, "use it as a context manager"
         return self._http
 
-    async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request and return the JSON of its answer. AgentsApiError for a refusal or an unreachable gateway."""
+    async def call(self, method: str, path: str, body: dict[str, Any] | None = None, once: str = "") -> dict[str, Any]:
+        """Send a request and return the JSON of its answer. once: the Idempotency-Key. AgentsApiError for a refusal or
+        an unreachable gateway."""
+        headers = {"Idempotency-Key": once} if once else {}
         try:
-            async with self._open.request(method, self._url + path, json=body) as answer:
+            async with self._open.request(method, self._url + path, json=body, headers=headers) as answer:
                 text = await answer.text()
                 if answer.status >= 300:
                     raise AgentsApiError(f"{method} {path}: {answer.status}: {_message(text)}")

@@ -2,7 +2,7 @@
 
     POST /v1/agents                          {prompt, workspace?, webhook?, user?} -> 201 {agent, run}
     POST /v1/agents                          {prompt, n, setup?, check?, ...} -> 201 {set, agents} (set_endpoints.py)
-    GET  /v1/agents?limit=&cursor=           the tenant's agents, newest first
+    GET  /v1/agents?limit=&cursor=           the tenant's agents, newest first; ?idempotencyKey= the one created with it
     GET  /v1/agents/ID                       one agent with its runs
     POST /v1/agents/ID/runs                  {prompt} -> 201; 409 while a run is under way
     GET  /v1/agents/ID/runs/RID              one run
@@ -30,7 +30,7 @@ from headrace.bus.errors import BusError
 from headrace.gateway.agents.events import Events
 from headrace.gateway.agents.requests import AgentRefused, LaterFiles, NewAgent, NewRun
 from headrace.gateway.agents.sets import AgentSets
-from headrace.gateway.agents.store import Agents, GatewayParts
+from headrace.gateway.agents.store import Agents, GatewayParts, idempotent_id
 from headrace.gateway.agents.views import agent_view, run_view
 from headrace.gateway.agents.webhooks import allowed
 from headrace.gateway.agents.workspace import files_of
@@ -107,6 +107,8 @@ class AgentEndpoints:
         if not limit.isascii() or not limit.isdigit() or len(limit) > 4 or not 1 <= int(limit) <= MOST:
             raise AgentRefused(400, "invalid_request", f"limit: expected 1 to {MOST}, got {limit[:20]!a}")
         agents, cursor = self._agents.of(key), request.query.get("cursor", "")
+        if once := request.query.get("idempotencyKey"):
+            agents = [agent for agent in agents if agent.id == idempotent_id(key.tenant, once)]
         if cursor:
             place = next((at for at, agent in enumerate(agents) if agent.id == cursor), None)
             if place is None:
