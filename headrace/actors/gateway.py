@@ -103,7 +103,8 @@ class Gateway(Actor):
         self.spawn(self.traffic.follow(), "traffic")
         self.every(5.0, self._end_overdue, "session deadlines")
         shared = (self.bus, self.config, self.run, self.keys, self.split)
-        self.clients = ClientServing(*shared, self.event, self.ratings, self.traffic)
+        parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
+        self.clients = ClientServing(parts, self.ratings, self.traffic)
         await self.clients.start()
         self.spawn(self.clients.follow(), "clients' sessions")
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
@@ -112,7 +113,6 @@ class Gateway(Actor):
         production = self.config.production
         admission = Admission(self.api_keys, RequestNames((production.host,), production.public_urls))
         self.turns = Endpoints(self.clients, self._report, production.turns_at_once)
-        parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
         self.agents, routes = await open_agents(parts, self.ratings, self.follow_ups)
         self.spawn(forgetting.follow(), "the deny-list")
         self._listener = Listener(

@@ -73,11 +73,8 @@ class Under(msgspec.Struct, kw_only=True, eq=False):
     index: int
     """Of the turn in its session."""
     scope: Scope
-    asked: str
-    heads: tuple[str, ...]
-    """The digest of every beginning of the request's history."""
-    tools: str
-    retry: str
+    record: RecordedTurn
+    """Without its reply: `history` is of the request's."""
     training: bool
     temperature: float
     formatted: bool
@@ -250,10 +247,7 @@ class ClientSessions:
             group=session.group,
             index=len(session.turns),
             scope=scope,
-            asked=asked,
-            heads=heads,
-            tools=tools,
-            retry=retry,
+            record=RecordedTurn(history=heads[-1], asked=asked, tools=tools, retry=retry),
             training=caller.key.training,
             temperature=request.temperature,
             formatted=bool(request.answer),
@@ -292,13 +286,8 @@ class ClientSessions:
         self.over(turn)
         if session is None:
             raise HttpRefused(409, GONE)
-        recorded = RecordedTurn(
-            history=_digest((turn.heads[-1], _said(reply))),
-            asked=turn.asked,
-            tools=turn.tools,
-            retry=turn.retry,
-            lost=turn.gone(),
-        )
+        history = _digest((turn.record.history, _said(reply)))
+        recorded = msgspec.structs.replace(turn.record, history=history, lost=turn.gone())
         session = msgspec.structs.replace(
             session,
             turns=(*session.turns, recorded),
@@ -340,10 +329,10 @@ class ClientSessions:
     def _repeated(self, scope: Scope, tree: ClientSession | None, asked: str, retry: str, again: bool) -> Placed | None:
         """The place of a request that was sent before; None for a new one. HttpRefused with 409."""
         by, value = ("retry", retry) if retry else ("asked", asked)
-        earlier: list[tuple[bool, RecordedTurn | Under, Placed]] = []
+        earlier: list[tuple[bool, RecordedTurn, Placed]] = []
         for turn in self._under.values():
-            if turn.scope == scope and getattr(turn, by) == value:
-                earlier.append((turn.gone(), turn, Placed(turn.group, wait=turn)))
+            if turn.scope == scope and getattr(turn.record, by) == value:
+                earlier.append((turn.gone(), turn.record, Placed(turn.group, wait=turn)))
         for session in self._found(by, *scope, value):
             for index, recorded in enumerate(session.turns):
                 if getattr(recorded, by) == value:

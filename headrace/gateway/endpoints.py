@@ -40,7 +40,7 @@ from headrace.gateway.dialects.clients import session_name
 from headrace.gateway.dialects.messages import Messages
 from headrace.gateway.dialects.responses import Compaction, Responses
 from headrace.gateway.dialects.writer import BrokenStream, Head, Writer
-from headrace.gateway.http import ENDS, HttpRefused, read_body, read_json, send
+from headrace.gateway.http import ENDS, STREAM, HttpRefused, read_body, read_json, send
 from headrace.gateway.requests import NewRating, NewSession
 from headrace.gateway.tenants.admission import Keyed, keyed
 from headrace.gateway.tenants.limits import RateLimit, TurnsAtOnce
@@ -187,8 +187,7 @@ class Endpoints:
         """The turn as server-sent events. A refusal before the first byte keeps its status; later ones are events."""
         turn = asyncio.ensure_future(begun.reply)
         turn.add_done_callback(lambda _: begun.parts.put_nowait(None))
-        stream = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        response = web.StreamResponse(headers=stream)
+        response = web.StreamResponse(headers=STREAM)
         writer: Writer | None = None
 
         async def opened() -> Writer:

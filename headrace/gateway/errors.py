@@ -7,15 +7,12 @@ from headrace.gateway.dialects.messages import anthropic_error
 
 _OPENAI = ("/v1/chat", "/v1/responses", "/v1/models", "/v1/client")
 _AGENTS = {
-    400: "invalid_request",
     401: "unauthorized",
     403: "forbidden",
     404: "not_found",
     408: "timeout",
     413: "too_large",
-    415: "invalid_request",
     429: "rate_limit",
-    500: "internal",
     503: "unavailable",
 }
 
@@ -23,7 +20,12 @@ _AGENTS = {
 def error_of(path: str, status: int, text: str, field: str = "", code: str = "") -> dict[str, Any]:
     """The JSON object of an error. path: of the request. code: of the agents API; empty: by the status."""
     if path.startswith("/v1/agent"):
-        return {"error": {"code": code or _AGENTS.get(status, "error"), "message": text}}
+        return {
+            "error": {
+                "code": code or _AGENTS.get(status, "invalid_request" if status < 500 else "internal"),
+                "message": text,
+            }
+        }
     if path.startswith("/v1/messages"):
         return anthropic_error(status, text)
     return openai_error(status, text, field) if path.startswith(_OPENAI) else {"error": text}

@@ -34,6 +34,8 @@ BUS_AGAIN_S = 5.0
 STOP_S = 1.0
 """Seconds that handlers get to finish when the listener stops."""
 MAX_WAIT_S = 60.0
+STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""The headers of server-sent events; the last one keeps nginx from holding them back."""
 REDACTED = "[API key]"
 """Takes the place of a key's text in a request's body."""
 

@@ -12,15 +12,14 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, BusTimeout, NoResponders, WrongSequence
-from headrace.config import Config
+from headrace.gateway.agents.store import GatewayParts
 from headrace.gateway.client_sessions import Caller, ClientSessions, Under, merged, root_of, user_of
 from headrace.gateway.conversation import ModelReply, ModelRequest, reply_id
 from headrace.gateway.endpoints import LATEST, Begun, Parts
@@ -28,9 +27,7 @@ from headrace.gateway.http import HttpRefused
 from headrace.gateway.requests import NewRating
 from headrace.gateway.shadows import Shadows
 from headrace.gateway.signals.ratings import Ratings
-from headrace.gateway.split import Split
 from headrace.gateway.traffic import TrafficReports
-from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.operations import Ack
@@ -61,27 +58,15 @@ WRITES = 5
 """Attempts to store a session that other gateways change at the same time."""
 AS_ASKED = ("messages", "tools", "parallel", "forced", "stops", "answer", "logprobs")
 """The fields that a ClientTurn has from its request."""
-Tell = Callable[..., Awaitable[None]]
-"""`Actor.event`."""
 
 
 class ClientServing:
     """The sampler behind the gateway's endpoints."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: Config,
-        run: str,
-        users: UserKeys,
-        split: Split,
-        event: Tell,
-        ratings: Ratings,
-        traffic: TrafficReports,
-    ) -> None:
-        self._bus, self._config, self._run, self._ratings = bus, config, run, ratings
-        self._users, self._split, self._event, self._traffic = users, split, event, traffic
-        self._shadows = Shadows(bus, run, self._ask)
+    def __init__(self, parts: GatewayParts, ratings: Ratings, traffic: TrafficReports) -> None:
+        self._bus, self._config, self._run, self._users = parts.bus, parts.config, parts.run, parts.users
+        self._split, self._event, self._ratings, self._traffic = parts.split, parts.event, ratings, traffic
+        self._shadows = Shadows(parts.bus, parts.run, self._ask)
         self._sessions = ClientSessions()
         self._revisions: dict[str, int] = {}
         """Of the stored sessions, as this gateway last read or wrote them."""

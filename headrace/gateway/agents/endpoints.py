@@ -21,6 +21,7 @@ first one's agent, set or run. Errors are {error: {code, message}}.
 """
 
 import logging
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -40,7 +41,7 @@ from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.persistence import kept_lines
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.tenants.admission import keyed
-from headrace.messages.product import Agent, AgentRun, ApiKey, Feedback, Moment, Signal
+from headrace.messages.product import Agent, AgentRun, ApiKey, Feedback, Signal
 from headrace.messages.rollout import Trajectory, TurnSampled
 
 MOST = 100
@@ -163,7 +164,7 @@ class AgentEndpoints:
         remaining, added = kept_lines(run.added, later.files.values()), len(run.added)
         thumb: Thumb = "up" if 2 * remaining >= added else "down"
         comment = f"{remaining} of {added} lines"
-        outcome = await self._publish(agent, key.training, trajectory, thumb, "persistence", comment, later.at)
+        outcome = await self._publish(agent, key.training, trajectory, thumb, "persistence", comment, at=later.at)
         counted = outcome | {"id": run.id, "at": later.at, "added": added, "kept": remaining, "thumb": thumb}
         return web.json_response(counted, status=202)
 
@@ -197,9 +198,9 @@ class AgentEndpoints:
         thumb: Thumb,
         signal: Signal,
         comment: str,
-        at: Moment = "",
-        reward: float | None = None,
+        **more: Any,
     ) -> dict[str, str]:
+        """more: `at` and `reward` of the Feedback."""
         feedback = Feedback(
             tenant=agent.tenant,
             user=agent.user,
@@ -207,11 +208,10 @@ class AgentEndpoints:
             trajectory=trajectory.id,
             thumb=thumb,
             signal=signal,
-            final=signal not in ("followup", "cancel") and at != "10m",
-            at=at,
-            reward=reward,
+            final=signal not in ("followup", "cancel") and more.get("at") != "10m",
             training_allowed=agent.training_allowed and training,
             comment=comment,
+            **more,
         )
         return await self._ratings.publish(feedback)
 
@@ -221,18 +221,16 @@ class AgentEndpoints:
 
     async def _usage(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent = self._agents.owned(request.match_info["agent"], key)
-        runs: list[dict[str, Any]] = []
+        runs = []
         for run in agent.runs:
-            used = {"id": run.id, "turns": 0, "inputTokens": 0, "outputTokens": 0}
+            used = Counter(turns=0, inputTokens=0, outputTokens=0)
             async for received in self._bus.history("HR_TURN", *self._agents.filters(agent, run)):
                 if isinstance(received.message, TurnSampled):
                     turn = received.message.turn
-                    used["turns"] += 1  # type: ignore[operator]
-                    used["inputTokens"] += len(turn.prompt_ids)  # type: ignore[operator]
-                    used["outputTokens"] += len(turn.ids)  # type: ignore[operator]
-            runs.append(used)
-        total = {name: sum(used[name] for used in runs) for name in ("turns", "inputTokens", "outputTokens")}
-        return web.json_response({"total": total, "runs": runs})
+                    used.update(turns=1, inputTokens=len(turn.prompt_ids), outputTokens=len(turn.ids))
+            runs.append((run.id, used))
+        total = {name: sum(used[name] for _, used in runs) for name in ("turns", "inputTokens", "outputTokens")}
+        return web.json_response({"total": total, "runs": [{"id": id} | used for id, used in runs]})
 
     async def _artifacts(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent = self._agents.owned(request.match_info["agent"], key)

@@ -39,10 +39,10 @@ class Dialect(Protocol):
         """Makes the server-sent events of a streamed reply."""
 
 
-def event(data: Mapping[str, Any], name: str = "") -> bytes:
+def event(data: Mapping[str, Any], name: str = "", id: str = "") -> bytes:
     """One server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(data, separators=(',', ':'), ensure_ascii=False)}\n\n".encode()
+    head = f"id: {id}\n" * bool(id) + f"event: {name}\n" * bool(name)
+    return f"{head}data: {json.dumps(data, separators=(',', ':'), ensure_ascii=False)}\n\n".encode(errors="replace")
 
 
 ATTACHMENTS = {

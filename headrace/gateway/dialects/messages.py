@@ -197,14 +197,9 @@ def _blocks(reply: ModelReply) -> list[dict[str, Any]]:
 
 def _tools(body: Body) -> tuple[tuple[ClientTool, ...], tuple[str, ...]]:
     """The tools that the client runs, and the names of those that only the vendor's servers run."""
-    tools: list[ClientTool] = []
-    vendors: list[str] = []
-    for index, entry in enumerate(base.offered(body)):
-        if entry.get("type") in (None, "custom"):
-            tools.append(base.tool_of(entry, "input_schema", f"tools[{index}]"))
-        else:
-            vendors.append(f"tools.{entry.get('type')}")
-    return tuple(tools), tuple(vendors)
+    entries = [(entry, entry.get("type"), f"tools[{index}]") for index, entry in enumerate(base.offered(body))]
+    tools = (base.tool_of(entry, "input_schema", place) for entry, kind, place in entries if kind in (None, "custom"))
+    return tuple(tools), tuple(f"tools.{kind}" for _, kind, _ in entries if kind not in (None, "custom"))
 
 
 def _person(user: str) -> str:
