@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -80,10 +80,10 @@ class ClientServing:
         for key, (entry, revision) in (await self._state.items(self._key("*", "*"))).items():
             self._apply(key, entry, revision)
 
-    async def follow(self) -> None:
-        """Take up what other gateways store."""
-        async for key, entry, revision in self._state.watch(self._key("*", "*")):
-            self._apply(key, entry, revision)
+    async def follow(self, others: Callable[[str, Message | None, int], None]) -> None:
+        """Take up what gateways store. others: takes what is no session of a client."""
+        async for key, entry, revision in self._state.watch(f"{self._run}.session.>"):
+            (self._apply if key.startswith(self._key("", "")[:-1]) else others)(key, entry, revision)
             self._seen = revision
             self._news.set()
 
@@ -97,9 +97,9 @@ class ClientServing:
                 self._revisions[group] = revision
                 self._sessions.put(entry)
 
-    async def _caught_up(self) -> None:
-        """Wait for everything that other gateways stored before now."""
-        newest = await self._state.newest(self._key("*", "*"))
+    async def caught_up(self) -> None:
+        """Wait for everything that gateways stored before now."""
+        newest = await self._state.newest(f"{self._run}.session.>")
         with suppress(TimeoutError):  # an entry that nobody signed is passed over
             async with asyncio.timeout(CATCH_UP_S):
                 while self._seen < newest:
@@ -146,7 +146,7 @@ class ClientServing:
             await self._known(caller.session, caller.key)
         placed = self._sessions.place(request, caller, user, self._split.policy, sure=False)
         while placed is None or placed.wait is not None:
-            await (placed.wait.over.wait() if placed is not None and placed.wait is not None else self._caught_up())
+            await (placed.wait.over.wait() if placed is not None and placed.wait is not None else self.caught_up())
             placed = self._sessions.place(request, caller, user, self._split.policy)
         if placed.turn is None:
             again = self._again(request, placed.group, placed.recorded)
@@ -344,7 +344,7 @@ class ClientServing:
         BusError."""
         session = self._sessions.get(id)
         if session is None and ID.fullmatch(id):
-            await self._caught_up()
+            await self.caught_up()
             session = self._sessions.get(id)
         if session is None and ID.fullmatch(id):
             last = await self._bus.last("HR_TRAJ", subjects.TRAJ.at(run=self._run, group=id))

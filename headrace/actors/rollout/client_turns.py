@@ -360,13 +360,13 @@ class _Parts:
         """Whether its text has one of its stops."""
 
     def ended(self, settled: Settled) -> Settled:
-        """What goes out of a turn with stops: the text before the first, and nothing that one may begin in."""
+        """The part of a turn with stops that goes out: it ends before the first, and before what may begin one."""
         stops = self._turn.stops
-        at, found = _first(settled.text, stops)
-        self.stopped = bool(found)
-        if not found and not settled.calls:
+        at, stop = _first(settled.text, stops)
+        self.stopped = bool(stop)
+        if not stop and not settled.calls:
             at -= unfinished(settled.text, stops)
-        calls = () if found else settled.calls
+        calls = () if stop else settled.calls
         return msgspec.structs.replace(settled, text=settled.text[:at].rstrip() if stops else settled.text, calls=calls)
 
     def next(self, settled: Settled, sampled: int) -> ClientTurnPart | None:
@@ -430,8 +430,8 @@ def _answer(parsed: Completion, request: ClientTurn, index: int) -> ClientTurnDo
 
 def _first(text: str, stops: Sequence[str]) -> tuple[int, str]:
     """Where the first of the stops begins, and which it is; the end of the text and none."""
-    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found, default=(len(text), ""))
+    places = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(places, default=(len(text), ""))
 
 
 def _stopped(
@@ -452,7 +452,7 @@ def _stopped(
     if count == len(sample.ids):
         return sample
     end = prompt + count - 1
-    kept = [msgspec.structs.replace(span, end=min(span.end, end)) for span in sample.spans if span.start < end]
+    spans_left = [msgspec.structs.replace(span, end=min(span.end, end)) for span in sample.spans if span.start < end]
     first = sample.routed_start if isinstance(sample.routed_start, int) else sample.spans[0].start
     routed = sample.routed
     if routed is not None:
@@ -463,7 +463,7 @@ def _stopped(
         sample,
         ids=sample.ids[:count],
         logprobs=sample.logprobs[:count],
-        spans=tuple(kept),
+        spans=tuple(spans_left),
         routed=routed,
         stop="abort",
     )

@@ -39,47 +39,35 @@ class Events:
         response = web.StreamResponse(headers=STREAM)
         await response.prepare(request)
         try:
-            await self._write(response, agent, run, key, filters, after, ended)
+            await send(response, event({"agent": agent.id, "run": run.id, "status": run.state}, "status"))
+            session = self._sessions.get(self._agents.group(agent, run))
+            while True:
+                over = session is None or session.over  # read before the records: they are complete once a run is over
+                changed = session.changed if session is not None else None
+                async for received in self._bus.history("HR_TURN", *filters, start=after + 1):
+                    after = received.seq
+                    if isinstance(received.message, TurnSampled | TurnDone):
+                        await send(response, turn_event(received.message, received.seq))
+                if over or changed is None:
+                    break
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await changed.wait()
+                except TimeoutError:
+                    await send(response, b": heartbeat\n\n")
+            try:
+                run = await self._end(agent.id, run.id, key)
+            except AgentRefused:
+                run = msgspec.structs.replace(run, state="ERROR", detail="purged")
+            if not ended:
+                result = {"status": run.state, "detail": run.detail, "changed": run.changed, "restored": run.restored}
+                await send(response, event(result, "result", f"{after}-end"))
+            await send(response, event({}, "done"))
         except BusError as error:
             # The answer has begun. The client sees a closed connection and asks again with its last id.
             raise ConnectionResetError(f"the message bus is unavailable: {error}") from error
         await response.write_eof()
         return response
-
-    async def _write(
-        self,
-        response: web.StreamResponse,
-        agent: Agent,
-        run: AgentRun,
-        key: ApiKey,
-        filters: list[str],
-        after: int,
-        ended: bool,
-    ) -> None:
-        await send(response, event({"agent": agent.id, "run": run.id, "status": run.state}, "status"))
-        session = self._sessions.get(self._agents.group(agent, run))
-        while True:
-            over = session is None or session.over  # read before the records: they are complete once a run is over
-            changed = session.changed if session is not None else None
-            async for received in self._bus.history("HR_TURN", *filters, start=after + 1):
-                after = received.seq
-                if isinstance(received.message, TurnSampled | TurnDone):
-                    await send(response, turn_event(received.message, received.seq))
-            if over or changed is None:
-                break
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await changed.wait()
-            except TimeoutError:
-                await send(response, b": heartbeat\n\n")
-        try:
-            run = await self._end(agent.id, run.id, key)
-        except AgentRefused:
-            run = msgspec.structs.replace(run, state="ERROR", detail="purged")
-        if not ended:
-            result = {"status": run.state, "detail": run.detail, "changed": run.changed, "restored": run.restored}
-            await send(response, event(result, "result", f"{after}-end"))
-        await send(response, event({}, "done"))
 
     async def _after(self, last: str, filters: list[str], run: AgentRun) -> tuple[int, bool]:
         """The sequence of the last event that the client received, and whether it received the result."""

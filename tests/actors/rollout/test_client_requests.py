@@ -1,5 +1,4 @@
-"""What a request may ask for beyond text and tools, through the whole path: forced calls, stops, samples,
-log-probabilities, and turns that are named instead of sent."""
+"""Forced calls, stops, samples, log-probabilities, and turns that are named instead of sent, through the whole path."""
 
 import json
 import secrets
@@ -50,11 +49,11 @@ async def post(client: Client, path: str, status: int = 200, **body: Any) -> tup
 
 async def records(connect: Connect, run: str) -> dict[str, list[TurnSampled]]:
     """The recorded turns of each session."""
-    found: dict[str, list[TurnSampled]] = {}
+    by_session: dict[str, list[TurnSampled]] = {}
     async for received in (await connect("admin")).history("HR_TURN", TURN.where(run=run, trajectory=">")):
         if isinstance(received.message, TurnSampled):
-            found.setdefault(received.message.trajectory.removesuffix("-0-0"), []).append(received.message)
-    return found
+            by_session.setdefault(received.message.trajectory.removesuffix("-0-0"), []).append(received.message)
+    return by_session
 
 
 def ids(record: TurnSampled) -> tuple[list[int], list[int]]:
@@ -145,15 +144,14 @@ async def test_a_turn_ends_before_its_stop_streamed_or_not(
             told = ends[-2]["delta"] if stream else ends[0]
             assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", stop)
     assert {each.text for each in answers} == {text[: text.index(stop)].rstrip()} != {text}
-    found = await records(connect, run)
-    turns = [found[session][0].turn for session in sessions]
+    turns_of = await records(connect, run)
+    turns = [turns_of[session][0].turn for session in sessions]
     assert turns[0] == turns[1], "the record does not depend on when the engine was cut"
     count = len(turns[0].ids)
-    assert (
-        0 < count < len(found[first][0].turn.ids) and turns[0].ids.tolist() == found[first][0].turn.ids.tolist()[:count]
-    )
-    assert stop in tokenizer.decode(ids(found[sessions[0]][0])[1])
-    assert stop not in tokenizer.decode(ids(found[sessions[0]][0])[1][:-1])
+    unstopped = ids(turns_of[first][0])[1]
+    assert 0 < count < len(unstopped) and turns[0].ids.tolist() == unstopped[:count]
+    assert stop in tokenizer.decode(ids(turns_of[sessions[0]][0])[1])
+    assert stop not in tokenizer.decode(ids(turns_of[sessions[0]][0])[1][:-1])
     assert turns[0].spans[-1].end == len(turns[0].prompt_ids) + count - 1
     more = [*SAID, {"role": "assistant", "content": answers[0].text}, {"role": "user", "content": "go on"}]
     headers = {"X-Headrace-Session": sessions[0]}
@@ -209,9 +207,9 @@ async def test_a_response_is_gone_on_with_by_its_id(connect: Connect, client: Cl
     fork, branch = await post(client, RESPONSES, input="or else", tools=tools, previous_response_id=first["id"])
     _, at = await post(client, RESPONSES, input="and on", tools=tools, previous_response_id=fork["id"])
     assert branch.startswith(f"{session}-") and at == branch
-    found = await records(connect, run)
-    (start, sampled), (more, _) = (ids(record) for record in found[session])
-    (forked, _), (_, _) = (ids(record) for record in found[branch])
+    turns_of = await records(connect, run)
+    (start, sampled), (more, _) = (ids(record) for record in turns_of[session])
+    (forked, _), (_, _) = (ids(record) for record in turns_of[branch])
     assert forked[: len(start) + len(sampled)] == start + sampled, "the ids of the record, not their text"
     told = [*SAID, *first["output"], {"role": "user", "content": "go on"}]
     client.http.headers["X-Headrace-Session"] = session
@@ -251,9 +249,9 @@ async def test_an_item_is_named_by_its_id(client: Client) -> None:
 async def test_a_history_is_summed_up(connect: Connect, client: Client, run: str) -> None:
     compacted, _ = await post(client, "/v1/responses/compact", input=SAID)
     assert compacted["object"] == "response.compaction"
-    kept, item = compacted["output"]
-    assert kept["content"][0]["text"] == "mean of xs" and item["type"] == "compaction"
-    await post(client, RESPONSES, input=[kept, item, {"role": "user", "content": "go on"}])
+    user, item = compacted["output"]
+    assert user["content"][0]["text"] == "mean of xs" and item["type"] == "compaction"
+    await post(client, RESPONSES, input=[user, item, {"role": "user", "content": "go on"}])
     foreign = {"type": "compaction", "encrypted_content": "gAAAA"}
     answer, _ = await post(client, RESPONSES, 400, input=[foreign, *SAID])
     assert "another server" in answer["error"]["message"]

@@ -109,7 +109,7 @@ async def test_a_turn_waits_no_longer_than_the_bound(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_a_storm_of_turns_ends_and_leaves_gives_every_place_back(seed: int) -> None:
+async def test_a_many_of_turns_ends_and_leaves_gives_every_place_back(seed: int) -> None:
     rng, running = random.Random(seed), Running(6)
     tasks: list[asyncio.Task[None]] = []
     for _ in range(400):
@@ -129,7 +129,7 @@ async def test_a_storm_of_turns_ends_and_leaves_gives_every_place_back(seed: int
     assert not running.turns._of and not running.turns._waiting and running.running.total() == 0
 
 
-async def test_a_request_waits_for_one_round_behind_a_storm() -> None:
+async def test_a_request_waits_for_one_round_behind_many_of_another_tenant() -> None:
     """However many requests another tenant sent before it."""
     rounds, order = Rounds(), list[str]()
 
@@ -137,12 +137,12 @@ async def test_a_request_waits_for_one_round_behind_a_storm() -> None:
         await rounds.enter(tenant)
         order.append(tenant)
 
-    storm = [asyncio.create_task(one("a")) for _ in range(500)]
+    many = [asyncio.create_task(one("a")) for _ in range(500)]
     await asyncio.sleep(0)
-    left = storm[1:100]
+    left = many[1:100]
     for task in left:
         task.cancel()
     await asyncio.gather(*(one("b") for _ in range(3)), return_exceptions=True)
     assert order.index("b") <= 2 and order.count("a") <= 5
-    await asyncio.gather(*storm, return_exceptions=True)
+    await asyncio.gather(*many, return_exceptions=True)
     assert order.count("a") == 401 and order.count("b") == 3 and not rounds._waiting

@@ -64,7 +64,7 @@ def test_results_follow_the_order_of_the_calls(syntax: str) -> None:
 @pytest.mark.parametrize("syntax", TEMPLATES)
 @pytest.mark.parametrize("names", [("bash",), ("bash", "browse")])
 def test_a_forced_turn_begins_with_a_call(syntax: str, names: tuple[str, ...]) -> None:
-    """Whatever the arguments are: the policy writes the rest as it writes a call that it chose."""
+    """The arguments do not matter. The policy writes the rest as it writes a call that it chose."""
     native = renderer(syntax)
     assert isinstance(native, NativeRenderer)
     client = ClientRenderer(native, [*TOOLS, ClientTool(name="browse")])
