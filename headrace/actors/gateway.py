@@ -3,7 +3,7 @@
     POST   /v1/sessions                {user, suite, task, prompt?, files?}   -> 202 {session}
                                        without `suite`: a client's session (gateway/endpoints.py)
     GET    /v1/sessions/ID?wait=S      state, turns, failed attempts, result; waits up to S seconds for a change
-    POST   /v1/sessions/ID/feedback    {thumb: up|down, comment?}
+    POST   /v1/sessions/ID/feedback    {thumb | diff | undo | reward, comment?}; /reward is the same
     DELETE /v1/users/USER              purge a user's data everywhere -> {purged, certificate}
     GET    /healthz                    {run, version, active, waiting}; 503 until a policy is served
     /v1/agents ...                     headrace's own agent in a lasting workspace (gateway/agents/endpoints.py)
@@ -36,7 +36,7 @@ from headrace.gateway.agents.store import GatewayParts, Order
 from headrace.gateway.endpoints import Endpoints
 from headrace.gateway.forgetting import Forgetting
 from headrace.gateway.http import HEALTH, HttpRefused, Listener, answer, read_json, wait_seconds
-from headrace.gateway.requests import NewFeedback, NewSession
+from headrace.gateway.requests import NewRating, NewSession
 from headrace.gateway.serving import ClientServing
 from headrace.gateway.sessions import Session, asked_by, attempt_record
 from headrace.gateway.signals.follow_ups import FollowUps
@@ -51,6 +51,7 @@ from headrace.ledger.lost_attempts import REASON, lost_attempt
 from headrace.ledger.requests import limits_of, settings_of
 from headrace.ledger.state import RunState
 from headrace.messages import subjects
+from headrace.messages.base import Message
 from headrace.messages.operations import DeadLetter
 from headrace.messages.product import ApiKey, Feedback, OpenSession, Scope, gate_key, promotion_key
 from headrace.messages.rollout import RolloutRequest, Sampling, SlotFailed, Trajectory, TurnDone, TurnSampled
@@ -103,24 +104,24 @@ class Gateway(Actor):
         self.spawn(self.traffic.follow(), "traffic")
         self.every(5.0, self._end_overdue, "session deadlines")
         shared = (self.bus, self.config, self.run, self.keys, self.split)
-        self.clients = ClientServing(*shared, self.event, self.ratings, self.traffic)
+        parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
+        self.clients = ClientServing(parts, self.ratings, self.traffic)
         await self.clients.start()
-        self.spawn(self.clients.follow(), "clients' sessions")
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
         self.every(5.0, lambda: self.metric(**self.clients.turns), "figures")
         self.spawn(following.follow(), "API keys")
         production = self.config.production
         admission = Admission(self.api_keys, RequestNames((production.host,), production.public_urls))
         self.turns = Endpoints(self.clients, self._report, production.turns_at_once)
-        parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
         self.agents, routes = await open_agents(parts, self.ratings, self.follow_ups)
+        self.spawn(self.clients.follow(self._take_up), "stored sessions and agents")
         self.spawn(forgetting.follow(), "the deny-list")
         self._listener = Listener(
             [
                 web.post("/v1/sessions", keyed(self._create)),
                 web.get("/v1/sessions/{session}", keyed(self._read)),
                 web.post("/v1/sessions/{session}/feedback", keyed(self._feedback)),
-                web.post("/v1/sessions/{session}/reward", keyed(self.turns.rate)),
+                web.post("/v1/sessions/{session}/reward", keyed(self._feedback)),
                 web.delete("/v1/sessions/{session}", keyed(self.turns.close)),
                 web.delete("/v1/users/{user}", keyed(forgetting.delete)),
                 web.get(HEALTH, self._health),
@@ -181,9 +182,20 @@ class Gateway(Actor):
 
     # Requests
 
-    def _session(self, request: web.Request, key: ApiKey, scope: Scope = "agents") -> Session | None:
+    def _take_up(self, key: str, entry: Message | None, revision: int) -> None:
+        """An entry of HR_SESSION that another gateway may have stored. The end of a session comes with its records."""
+        group = key.removeprefix(self._key(""))
+        if isinstance(entry, OpenSession) and group not in self.sessions:
+            self.sessions[group] = Session(entry.request, entry.started)
+            self.sessions[group].elsewhere = True
+        elif group.count(".") == 2:
+            self.agents.apply(key, entry, revision)
+
+    async def _session(self, request: web.Request, key: ApiKey, scope: Scope = "agents") -> Session | None:
         """The session of headrace's own agent that a request names; None for another id. HttpRefused with 403."""
-        session = self.sessions.get(request.match_info["session"])
+        if (id := request.match_info["session"]) not in self.sessions:
+            await self.clients.caught_up()
+        session = self.sessions.get(id)
         if session is not None:
             check_own(self.config.production.tenant, key, scope)
         return session
@@ -239,7 +251,7 @@ class Gateway(Actor):
 
     async def _read(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         """A session's state, at once or after the next change."""
-        session, wait = self._session(request, key), wait_seconds(request)
+        session, wait = await self._session(request, key), wait_seconds(request)
         if session is None:
             return await self.turns.view(request, key)
         if wait > 0 and not session.over:
@@ -253,10 +265,10 @@ class Gateway(Actor):
 
     async def _feedback(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         """Record a user's judgement of a finished session."""
-        session = self._session(request, key, "feedback")
+        session = await self._session(request, key, "feedback")
         if session is None:
             return await self.turns.rate(request, key)
-        given = await read_json(request, NewFeedback)
+        given = await read_json(request, NewRating)
         if session.state != "finished":
             raise HttpRefused(400, f"feedback needs a finished session; this one is {session.state}")
         user = session.request.group.partition(".")[0]
@@ -265,7 +277,9 @@ class Gateway(Actor):
             user=user,
             run=self.run,
             trajectory=session.trajectory,
-            thumb=given.thumb,
+            thumb=given.given,
+            signal=given.signal,
+            reward=given.reward,
             training_allowed=self.config.production.training_allowed,
             comment=given.comment,
         )
@@ -295,7 +309,7 @@ class Gateway(Actor):
         return f"{self.run}.session.{group}"
 
     def _count(self, state: str) -> int:
-        return sum(session.state == state for session in self.sessions.values())
+        return sum(session.state == state and not session.elsewhere for session in self.sessions.values())
 
     async def _keep(self, session: Session) -> None:
         """Store an open session in HR_SESSION, so that the next gateway recovers it."""
@@ -321,6 +335,8 @@ class Gateway(Actor):
         request = session.request
         if reason == "cancelled" or request.attempt + 1 >= self.config.curriculum.attempts:
             await self._end(session, reason, detail)
+        elif session.elsewhere:
+            session.on_retry(msgspec.structs.replace(request, attempt=request.attempt + 1), reason, detail)
         elif request.group in self._incomplete:
             await self._end(session, "files_lost", f"attempt {request.attempt} failed: {reason}")
         else:
@@ -330,6 +346,8 @@ class Gateway(Actor):
     async def _end(self, session: Session, reason: str, detail: str) -> None:
         """End a session without a result."""
         session.on_failure(reason, detail)
+        if session.elsewhere:
+            return
         await self.event("session_failed", detail, "warning", reason=reason, trajectory=session.request.trajectory)
         await self._discard(session.request.group)
 

@@ -373,4 +373,4 @@ async def _serve(url: str, key: str) -> None:
     from headrace.gateway.acp.api import AgentsApi
 
     async with AgentsApi(url, key) as api:
-        await acp.run_agent(cast(acp.Agent, Adapter(api)))
+        await acp.run_agent(cast(acp.Agent, Adapter(api)), use_unstable_protocol=True)

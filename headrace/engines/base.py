@@ -75,13 +75,17 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     routed: int = 0
     """Number of leading positions whose routes the caller has from earlier turns, less than `ids`. A sample need not
     repeat them, also where it forwards these positions again."""
+    answer: str = ""
+    """A JSON Schema, as JSON, that the text of the sampled ids keeps; empty: any text."""
     progress: Progress | None = None
     """Of a request whose tokens somebody follows, or that may be cut."""
 
 
-def check_request(request: SampleRequest, vocab: int, longest: int) -> None:
+def check_request(request: SampleRequest, vocab: int, longest: int, *, grammar: bool = False) -> None:
     """EngineError for a request that no engine can answer. longest: largest number of positions of a context and its
-    turn."""
+    turn. grammar: whether the engine keeps a schema."""
+    if request.answer and not grammar:
+        raise Unsupported("this policy's engine has no grammar, so no answer has a format: SGLang and vLLM have one")
     if not request.ids:
         raise EngineError("the context has no tokens; expected at least one")
     for what, ids in (("token", request.ids), ("stop", request.stop_ids)):
@@ -127,6 +131,10 @@ class Swap(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineError(HeadraceError):
     """The engine could not sample. This is an infrastructure failure and says nothing about the policy."""
+
+
+class Unsupported(EngineError):
+    """A request that asks for what this kind of engine does not have; the text is for the client."""
 
 
 class RefusedVersion(EngineError):

@@ -25,7 +25,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ import msgspec
 
 from headrace.gateway.conversation import ModelRequest
 from headrace.gateway.http import HttpRefused
-from headrace.messages.product import ApiKey, ClientMessage, ClientSession, RecordedTurn
+from headrace.messages.product import ApiKey, ClientMessage, ClientSession, RecordedTurn, TurnPlace
 from headrace.messages.rollout import PolicyRef
 
 NAMED, BY_HISTORY, BEGUN, UNATTRIBUTED = "turns_named", "turns_by_history", "turns_begun", "turns_unattributed"
@@ -67,16 +67,17 @@ class Scope(NamedTuple):
 
 
 class Under(msgspec.Struct, kw_only=True, eq=False):
-    """A turn under way."""
+    """A turn under way. `group` changes where it goes on in a branch."""
 
     group: str
+    index: int
+    """Of the turn in its session."""
     scope: Scope
-    asked: str
-    heads: tuple[str, ...]
-    """The digest of every beginning of the request's history."""
-    retry: str
+    record: RecordedTurn
+    """Without its reply: `history` is of the request's."""
     training: bool
     temperature: float
+    formatted: bool
     gone: Callable[[], bool]
     over: asyncio.Event
 
@@ -113,9 +114,10 @@ def _said(message: ClientMessage) -> tuple[object, ...]:
     return message.role, message.text.strip(), [(call.id, call.name) for call in message.calls], message.call_id
 
 
-def _heads(request: ModelRequest) -> tuple[str, ...]:
-    """The digest of every beginning of a history with its tools, the shortest first."""
-    head, heads = _digest(request.tools), []
+def _heads(request: ModelRequest, head: str) -> tuple[str, ...]:
+    """The digest of every beginning of a history, the shortest first. head: of what precedes it: its tools, or a
+    recorded turn."""
+    heads = []
     for message in request.messages:
         heads.append(head := _digest((head, _said(message))))
     return tuple(heads)
@@ -133,6 +135,8 @@ class ClientSessions:
         self._sessions: dict[str, ClientSession] = {}
         self._index: dict[tuple[str, ...], dict[str, None]] = {}
         """The sessions by everything that they are looked up by (`_keys`); the inner dicts are ordered sets."""
+        self._trees = OrderedDict[str, float]()
+        """When a turn last began or ended in each tree, the longest ago first."""
         self._under: dict[str, Under] = {}
         self._ending: set[str] = set()
         self.turns = Counter[str](dict.fromkeys((NAMED, BY_HISTORY, BEGUN, UNATTRIBUTED), 0))
@@ -166,6 +170,9 @@ class ClientSessions:
         """Store a session in place of its earlier state, as this gateway or another one changed it."""
         before = self._sessions.get(session.group)
         self._sessions[session.group] = session
+        if session.last_used > self._trees.get(root := root_of(session.group), -1.0):
+            self._trees[root] = session.last_used
+            self._trees.move_to_end(root)
         for key in _keys(session, len(before.turns) if before is not None else 0):
             self._index.setdefault(key, {})[session.group] = None
 
@@ -177,6 +184,8 @@ class ClientSessions:
                 groups.pop(group, None)
                 if not groups:
                     del self._index[key]
+                    if key[0] == "tree":
+                        self._trees.pop(key[1], None)
 
     # Turns
 
@@ -212,45 +221,64 @@ class ClientSessions:
         HttpRefused with 404 and 409."""
         tree = self._named(caller, user)
         scope = Scope(caller.key.id, user) if tree is None else _scope(tree)
-        asked, heads = _asked(request), _heads(request)
-        retry = _digest(caller.retry) if caller.retry else ""
+        asked, tools = _asked(request), _digest(request.tools)
+        before = self._recorded(request.previous, tools) if request.previous is not None else None
+        session: ClientSession | None
+        heads = _heads(request, tools if before is None else before.history)
+        retry = _digest((caller.retry, request.sample)) if caller.retry else ""
         if (repeated := self._repeated(scope, tree, asked, retry, caller.again)) is not None:
             return repeated
-        session, prefix = self._continued(scope, tree, heads)
+        if before is not None and request.previous is not None:
+            session, prefix = self._sessions[request.previous.group], 0
+        else:
+            session, prefix = self._continued(scope, tree, heads)
         answered = any(message.role == "assistant" for message in request.messages)
         if session is None and not sure and (answered or caller.name):
             return None
-        if tree is not None:
+        if tree is not None or before is not None:
             self.turns[NAMED] += 1
         else:
             self.turns[BY_HISTORY if session is not None else UNATTRIBUTED if answered else BEGUN] += 1
         if session is None:
             session = self.open(caller, user, policy, {}, caller.name)
-        elif not self._free(session, heads[prefix - 1] if prefix else ""):
+        elif not self._free(session, before.history if before is not None else heads[prefix - 1] if prefix else ""):
             session, prefix = self._branch(session, policy), 0
         turn = self._under[session.group] = Under(
             group=session.group,
+            index=len(session.turns),
             scope=scope,
-            asked=asked,
-            heads=heads,
-            retry=retry,
+            record=RecordedTurn(history=heads[-1], asked=asked, tools=tools, retry=retry),
             training=caller.key.training,
             temperature=request.temperature,
+            formatted=bool(request.answer),
             gone=caller.gone,
             over=asyncio.Event(),
         )
         return Placed(session.group, prefix, turn)
 
-    def branch(self, turn: Under, policy: Callable[[str], PolicyRef]) -> Under:
+    def _recorded(self, place: TurnPlace, tools: str) -> RecordedTurn:
+        """A turn that a request goes on behind. HttpRefused with 400 and 404."""
+        session = self._sessions.get(place.group)
+        turn = RecordedTurn(history="", asked="")
+        if session is not None and place.index < len(session.turns):
+            turn = session.turns[place.index]
+        if not turn.history:
+            raise HttpRefused(404, "the record of the previous response is gone: send the history as input")
+        if turn.tools and turn.tools != tools:
+            raise HttpRefused(
+                400, "tools: expected those of the previous response; for others send the history as input"
+            )
+        return turn
+
+    def branch(self, turn: Under, policy: Callable[[str], PolicyRef]) -> None:
         """Go on with a turn in a branch, because the record of its session has a turn that this gateway does not know.
         HttpRefused with 409."""
         session = self._sessions.get(turn.group)
         self.over(turn)
         if session is None:
             raise HttpRefused(409, GONE)
-        moved = msgspec.structs.replace(turn, group=self._branch(session, policy).group, over=asyncio.Event())
-        self._under[moved.group] = moved
-        return moved
+        turn.group, turn.index, turn.over = self._branch(session, policy).group, 0, asyncio.Event()
+        self._under[turn.group] = turn
 
     def took(self, turn: Under, reply: ClientMessage) -> ClientSession:
         """Record a turn: the session's new state. HttpRefused with 409 where the session was dropped meanwhile."""
@@ -258,15 +286,14 @@ class ClientSessions:
         self.over(turn)
         if session is None:
             raise HttpRefused(409, GONE)
-        recorded = RecordedTurn(
-            history=_digest((turn.heads[-1], _said(reply))), asked=turn.asked, retry=turn.retry, lost=turn.gone()
-        )
+        history = _digest((turn.record.history, _said(reply)))
+        recorded = msgspec.structs.replace(turn.record, history=history, lost=turn.gone())
         session = msgspec.structs.replace(
             session,
             turns=(*session.turns, recorded),
             training_allowed=session.training_allowed and turn.training,
             temperature=session.temperature if session.turns else turn.temperature,
-            untrainable=session.untrainable or _untrainable(session, turn.temperature),
+            untrainable=session.untrainable or _untrainable(session, turn),
             last_used=time.time(),
         )
         self.put(session)
@@ -302,10 +329,10 @@ class ClientSessions:
     def _repeated(self, scope: Scope, tree: ClientSession | None, asked: str, retry: str, again: bool) -> Placed | None:
         """The place of a request that was sent before; None for a new one. HttpRefused with 409."""
         by, value = ("retry", retry) if retry else ("asked", asked)
-        earlier: list[tuple[bool, RecordedTurn | Under, Placed]] = []
+        earlier: list[tuple[bool, RecordedTurn, Placed]] = []
         for turn in self._under.values():
-            if turn.scope == scope and getattr(turn, by) == value:
-                earlier.append((turn.gone(), turn, Placed(turn.group, wait=turn)))
+            if turn.scope == scope and getattr(turn.record, by) == value:
+                earlier.append((turn.gone(), turn.record, Placed(turn.group, wait=turn)))
         for session in self._found(by, *scope, value):
             for index, recorded in enumerate(session.turns):
                 if getattr(recorded, by) == value:
@@ -396,21 +423,22 @@ class ClientSessions:
 
     def idle(self, seconds: float) -> list[ClientSession]:
         """The open sessions of trees without a turn for this many seconds."""
-        return [session for session in self._quiet(seconds) if not self._closed(session)]
+        return [each for root in self._quiet(seconds) for each in self.tree(root) if not self._closed(each)]
 
     def expired(self, seconds: float) -> list[ClientSession]:
         """The sessions of trees that ended this many seconds ago."""
-        quiet = self._quiet(seconds)
-        open_trees = {root_of(session.group) for session in quiet if not session.ended}
         before = time.time() - seconds
-        late = {root_of(session.group) for session in quiet if session.ended > before}
-        return [session for session in quiet if root_of(session.group) not in open_trees | late]
+        trees = [self.tree(root) for root in self._quiet(seconds)]
+        return [each for tree in trees if all(0 < other.ended <= before for other in tree) for each in tree]
 
-    def _quiet(self, seconds: float) -> list[ClientSession]:
-        busy = {root_of(group) for group in self._under}
-        before = time.time() - seconds
-        busy |= {root_of(session.group) for session in self._sessions.values() if session.last_used >= before}
-        return [session for session in self._sessions.values() if root_of(session.group) not in busy]
+    def _quiet(self, seconds: float) -> Iterator[str]:
+        """The trees without a turn for this many seconds."""
+        busy, before = {root_of(group) for group in self._under}, time.time() - seconds
+        for root, used in self._trees.items():
+            if used >= before:
+                return
+            if root not in busy:
+                yield root
 
 
 GONE = "the user's data was purged while this turn was sampled"
@@ -447,10 +475,10 @@ def _scope(session: ClientSession) -> Scope:
     return Scope(session.key, user_of(session.group))
 
 
-def _untrainable(session: ClientSession, temperature: float) -> str:
+def _untrainable(session: ClientSession, turn: Under) -> str:
     """Why the turns of a session cannot be trained on together; empty when they can."""
-    if temperature <= 0.0:
+    if turn.temperature <= 0.0:
         return "sampled greedily, which has no log-probabilities to train on"
-    if session.turns and temperature != session.temperature:
-        return f"its turns were sampled at temperatures {session.temperature:g} and {temperature:g}"
-    return ""
+    if session.turns and turn.temperature != session.temperature:
+        return f"its turns were sampled at temperatures {session.temperature:g} and {turn.temperature:g}"
+    return "a grammar chose among its tokens" if turn.formatted else ""

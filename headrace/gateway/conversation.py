@@ -6,7 +6,7 @@ client's agent runs its own tools: a reply names the calls, and the next request
 
 import msgspec
 
-from headrace.messages.product import ClientCall, ClientMessage, ClientTool, ClientUsage, TurnStop
+from headrace.messages.product import ClientMessage, ClientTool, ClientTurnDone, TurnPlace
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -36,11 +36,30 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     origins: dict[str, Origin] = {}
     """By the tool's name: what the dialect has to know when it writes a call. A tool that is absent is an ordinary
     one."""
+    forced: tuple[str, ...] = ()
+    """The answer calls one of these tools; empty: it may call any."""
+    stops: tuple[str, ...] = ()
+    answer: str = ""
+    """A JSON Schema, as JSON, that the answer's text keeps."""
+    logprobs: bool = False
+    samples: int = 1
+    """Turns to sample side by side; `sample` counts them."""
+    sample: int = 0
+    previous: TurnPlace | None = None
+    """The turn that the request goes on behind: `messages` are the new ones."""
+    recalled: dict[int, tuple[TurnPlace, frozenset[str]]] = {}
+    """Messages that the request names by the ids of items: their turn, and the items by their endings. The message has
+    its place in `messages`."""
     left_out: tuple[str, ...] = ()
     """Keys of the request that nothing honours."""
 
 
-class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
+def reply_id(session: str, turn: int) -> str:
+    """The id of a reply, without the dialect's prefix: it names the place of the recorded turn."""
+    return f"{session.replace('.', '_')}_{turn}"
+
+
+class ModelReply(ClientTurnDone, frozen=True, kw_only=True):
     """One turn of the model."""
 
     id: str
@@ -51,15 +70,3 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
     """The id under which the session can be named, rated and closed."""
     turn: int = 0
     """The index of the turn in the session's record."""
-    thinking: str = ""
-    text: str = ""
-    calls: tuple[ClientCall, ...] = ()
-    after: str = ""
-    """Text behind the first call."""
-    stop: TurnStop = "stop"
-    usage: ClientUsage
-
-    @property
-    def said(self) -> str:
-        """All of its text."""
-        return "\n".join(filter(None, (self.text, self.after)))

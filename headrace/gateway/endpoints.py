@@ -1,6 +1,7 @@
 """HTTP endpoints for agents that run their own tools: three dialects over one function that samples a turn.
 
     POST /v1/chat/completions, /v1/responses, /v1/messages     one turn; a stream if the request asks for it
+    POST /v1/responses/compact                                 a summary that stands for a history
     POST /v1/messages/count_tokens                             the tokens of a prompt
     GET  /v1/models, /v1/models/NAME                           the policies that are served
     POST /v1/sessions                                          {task?, group?, user?, metadata?}: open a session
@@ -22,7 +23,6 @@ it dead. A client that goes away ends its turn, streamed or not. One that reads 
 import asyncio
 import json
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -32,21 +32,21 @@ import msgspec
 from aiohttp import web
 
 from headrace.bus.errors import BusError
-from headrace.gateway.client_sessions import Caller
-from headrace.gateway.conversation import ModelReply, ModelRequest
+from headrace.gateway.client_sessions import Caller, root_of
+from headrace.gateway.conversation import ModelReply, ModelRequest, reply_id
 from headrace.gateway.dialects.base import Dialect, Unusable, string
 from headrace.gateway.dialects.chat import ChatCompletions
 from headrace.gateway.dialects.clients import session_name
 from headrace.gateway.dialects.messages import Messages
-from headrace.gateway.dialects.responses import Responses
+from headrace.gateway.dialects.responses import Compaction, Responses
 from headrace.gateway.dialects.writer import BrokenStream, Head, Writer
-from headrace.gateway.http import ENDS, HttpRefused, read_body, read_json, send
+from headrace.gateway.http import ENDS, STREAM, HttpRefused, read_body, read_json, send
 from headrace.gateway.requests import NewRating, NewSession
 from headrace.gateway.tenants.admission import Keyed, keyed
 from headrace.gateway.tenants.limits import RateLimit, TurnsAtOnce
 from headrace.messages.product import ApiKey, ClientSession, ClientTurnPart, results_in_order
 
-DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Compaction(), Messages())
 COMMENT_EVERY_S = 10.0
 LATEST = "latest"
 """The only model name that `models` returns; every model name in a request selects the served policy."""
@@ -63,7 +63,8 @@ Report = Callable[[Exception, str], Awaitable[None]]
 class Begun(NamedTuple):
     """A turn under way."""
 
-    session: str
+    place: Callable[[], tuple[str, int]]
+    """The session, and the index of the turn in it. The turn may go on in a branch before its first part."""
     reply: Awaitable[ModelReply]
     """When it is cancelled, the engine ends the turn and records what it sampled."""
     parts: Parts
@@ -131,17 +132,41 @@ class Endpoints:
             request[ENDS] = True
             if key.tokens_per_minute and (wait_s := self._tokens.wait(key.id, key.tokens_per_minute, 1.0)) > 0:
                 raise HttpRefused(429, f"more than {key.tokens_per_minute} tokens a minute with this key", wait_s)
-            async with self._at_once.turn(key.tenant):
-                begun = await self._sampler.begin(asked, caller)
-                if begun.most and key.tokens_per_minute:
-                    begun = begun._replace(reply=self._spent(begun, key))
-                if asked.stream:
+            if asked.stream:
+                async with self._at_once.turn(key.tenant):
+                    begun = await self._begin(asked, caller)
                     return await self._stream(request, dialect, asked, caller, begun)
-                reply = await begun.reply
+            replies = await self._samples(asked, caller)
+            for reply in replies:
                 await self._sampler.answered(reply, lost=caller.gone())
-                return web.json_response(dialect.reply(reply, asked), headers=_headers(reply.session, asked))
+            return web.json_response(dialect.reply(replies, asked), headers=_headers(replies[0].session, asked))
 
         return handler
+
+    async def _begin(self, asked: ModelRequest, caller: Caller) -> Begun:
+        begun = await self._sampler.begin(asked, caller)
+        if begun.most and caller.key.tokens_per_minute:
+            begun = begun._replace(reply=self._spent(begun, caller.key))
+        return begun
+
+    async def _samples(self, asked: ModelRequest, caller: Caller) -> list[ModelReply]:
+        """The whole replies to a request. Further samples are branches of the first one's tree."""
+        first = asyncio.get_running_loop().create_future()
+
+        async def sample(number: int) -> ModelReply:
+            async with self._at_once.turn(caller.key.tenant):
+                by = msgspec.structs.replace(caller, session=root_of(await first)) if number else caller
+                begun = await self._begin(msgspec.structs.replace(asked, sample=number), by)
+                if not number:
+                    first.set_result(begun.place()[0])
+                return await begun.reply
+
+        samples = [asyncio.ensure_future(sample(number)) for number in range(asked.samples)]
+        try:
+            return await asyncio.gather(*samples)
+        finally:
+            for each in samples:
+                await _cancel(each)
 
     async def _spent(self, begun: Begun, key: ApiKey) -> ModelReply:
         """The reply, whose tokens the key has spent then. A turn that is cut counts with all that it might sample."""
@@ -162,10 +187,17 @@ class Endpoints:
         """The turn as server-sent events. A refusal before the first byte keeps its status; later ones are events."""
         turn = asyncio.ensure_future(begun.reply)
         turn.add_done_callback(lambda _: begun.parts.put_nowait(None))
-        head = Head(id=secrets.token_hex(12), model=asked.model or LATEST, created=int(time.time()))
-        writer = dialect.writer(asked, head)
-        stream = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        response = web.StreamResponse(headers=stream | _headers(begun.session, asked))
+        response = web.StreamResponse(headers=STREAM)
+        writer: Writer | None = None
+
+        async def opened() -> Writer:
+            """Begin the answer, now that the turn has its place."""
+            session, index = begun.place()
+            response.headers.update(_headers(session, asked))
+            await response.prepare(request)
+            head = Head(id=reply_id(session, index), model=asked.model or LATEST, created=int(time.time()))
+            return dialect.writer(asked, head)
+
         try:
             while not turn.done():
                 part, data = None, b": sampling\n\n"
@@ -174,13 +206,13 @@ class Endpoints:
                         part = await begun.parts.get()
                     if part is None:
                         break
+                writer = writer or await opened()
+                if part is not None:
                     data = b"".join(writer.part(part))
-                if not response.prepared:
-                    await response.prepare(request)
                 await send(response, data)
-            if not response.prepared:
+            if writer is None:
                 turn.result()
-                await response.prepare(request)
+                writer = await opened()
             await send(response, b"".join(await self._end(request, writer, turn, begun.parts)))
             await response.write_eof()
             if not turn.exception():

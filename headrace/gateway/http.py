@@ -27,11 +27,15 @@ BODY_S = 30.0
 """Seconds for a request's body to arrive."""
 IDLE_S = 30.0
 """Longest time in seconds between two requests of a connection, and for a client to read a part of a stream."""
+LINGER_S = 0.5
+"""Seconds for which the rest of a refused body is read, so that its client reads the refusal."""
 BUS_AGAIN_S = 5.0
 """Seconds after which a request that the bus could not take may be sent again."""
 STOP_S = 1.0
 """Seconds that handlers get to finish when the listener stops."""
 MAX_WAIT_S = 60.0
+STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""The headers of server-sent events; the last one keeps nginx from holding them back."""
 REDACTED = "[API key]"
 """Takes the place of a key's text in a request's body."""
 
@@ -42,6 +46,7 @@ ENDS = web.RequestKey("ends", bool)
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Report = Callable[[Exception, str], Awaitable[None]]
+Admit = Callable[[web.Request], Awaitable[None]]
 
 
 class HttpRefused(HeadraceError):
@@ -179,7 +184,7 @@ class _Requests(RequestHandler):
 class Listener:
     """One HTTP port: `start`, then `stop`."""
 
-    def __init__(self, routes: list[web.RouteDef], admit: Callable[[web.Request], None], report: Report) -> None:
+    def __init__(self, routes: list[web.RouteDef], admit: Admit, report: Report) -> None:
         """admit: stands before every handler, and raises HttpRefused. report: receives the handlers' exceptions other
         than HttpRefused, Unusable and BusError."""
         self._routes, self._admit, self._report = routes, admit, report
@@ -191,7 +196,7 @@ class Listener:
         @web.middleware
         async def admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
             async def respond(request: web.Request) -> web.StreamResponse:
-                self._admit(request)
+                await self._admit(request)
                 return await handler(request)
 
             return await guarded(respond, self._report)(request)
@@ -203,6 +208,7 @@ class Listener:
         server, loop = self._runner.server, asyncio.get_running_loop()
         assert server is not None
         options: dict[str, Any] = {"loop": loop, "access_log": None, "keepalive_timeout": IDLE_S}
+        options["lingering_time"] = LINGER_S
         self._server = await loop.create_server(lambda: _Requests(server, **options), host, port, backlog=512)
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"http://{host}:{port}"

@@ -52,15 +52,8 @@ class NewSession(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"files: {reason}")
 
 
-class NewFeedback(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/sessions/ID/feedback: a user's judgement of a finished session."""
-
-    thumb: Thumb
-    comment: Text = ""
-
-
 class NewRating(msgspec.Struct, frozen=True, kw_only=True):
-    """POST .../feedback and .../reward, of a run of an agent and of a client's session."""
+    """POST .../feedback and .../reward, of a run of an agent and of a session."""
 
     thumb: Thumb | None = None
     diff: Literal["accepted", "rejected"] | None = None

@@ -12,26 +12,22 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, BusTimeout, NoResponders, WrongSequence
-from headrace.config import Config
-from headrace.gateway.client_sessions import Caller, ClientSessions, Placed, Under, merged, root_of, user_of
-from headrace.gateway.conversation import ModelReply, ModelRequest
+from headrace.gateway.agents.store import GatewayParts
+from headrace.gateway.client_sessions import Caller, ClientSessions, Under, merged, root_of, user_of
+from headrace.gateway.conversation import ModelReply, ModelRequest, reply_id
 from headrace.gateway.endpoints import LATEST, Begun, Parts
 from headrace.gateway.http import HttpRefused
 from headrace.gateway.requests import NewRating
 from headrace.gateway.shadows import Shadows
 from headrace.gateway.signals.ratings import Ratings
-from headrace.gateway.split import Split
 from headrace.gateway.traffic import TrafficReports
-from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.operations import Ack
@@ -48,6 +44,7 @@ from headrace.messages.product import (
     ClientTurnPart,
     Feedback,
     RecordedTurn,
+    results_in_order,
 )
 from headrace.messages.rollout import Capture, Sampling, Trajectory
 
@@ -59,27 +56,17 @@ CATCH_UP_S = 1.0
 """The longest wait for what other gateways stored."""
 WRITES = 5
 """Attempts to store a session that other gateways change at the same time."""
-Tell = Callable[..., Awaitable[None]]
-"""`Actor.event`."""
+AS_ASKED = ("messages", "tools", "parallel", "forced", "stops", "answer", "logprobs")
+"""The fields that a ClientTurn has from its request."""
 
 
 class ClientServing:
     """The sampler behind the gateway's endpoints."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: Config,
-        run: str,
-        users: UserKeys,
-        split: Split,
-        event: Tell,
-        ratings: Ratings,
-        traffic: TrafficReports,
-    ) -> None:
-        self._bus, self._config, self._run, self._ratings = bus, config, run, ratings
-        self._users, self._split, self._event, self._traffic = users, split, event, traffic
-        self._shadows = Shadows(bus, run, self._ask)
+    def __init__(self, parts: GatewayParts, ratings: Ratings, traffic: TrafficReports) -> None:
+        self._bus, self._config, self._run, self._users = parts.bus, parts.config, parts.run, parts.users
+        self._split, self._event, self._ratings, self._traffic = parts.split, parts.event, ratings, traffic
+        self._shadows = Shadows(parts.bus, parts.run, self._ask)
         self._sessions = ClientSessions()
         self._revisions: dict[str, int] = {}
         """Of the stored sessions, as this gateway last read or wrote them."""
@@ -93,10 +80,10 @@ class ClientServing:
         for key, (entry, revision) in (await self._state.items(self._key("*", "*"))).items():
             self._apply(key, entry, revision)
 
-    async def follow(self) -> None:
-        """Take up what other gateways store."""
-        async for key, entry, revision in self._state.watch(self._key("*", "*")):
-            self._apply(key, entry, revision)
+    async def follow(self, others: Callable[[str, Message | None, int], None]) -> None:
+        """Take up what gateways store. others: takes what is no session of a client."""
+        async for key, entry, revision in self._state.watch(f"{self._run}.session.>"):
+            (self._apply if key.startswith(self._key("", "")[:-1]) else others)(key, entry, revision)
             self._seen = revision
             self._news.set()
 
@@ -110,9 +97,9 @@ class ClientServing:
                 self._revisions[group] = revision
                 self._sessions.put(entry)
 
-    async def _caught_up(self) -> None:
-        """Wait for everything that other gateways stored before now."""
-        newest = await self._state.newest(self._key("*", "*"))
+    async def caught_up(self) -> None:
+        """Wait for everything that gateways stored before now."""
+        newest = await self._state.newest(f"{self._run}.session.>")
         with suppress(TimeoutError):  # an entry that nobody signed is passed over
             async with asyncio.timeout(CATCH_UP_S):
                 while self._seen < newest:
@@ -152,21 +139,37 @@ class ClientServing:
     async def begin(self, request: ModelRequest, caller: Caller) -> Begun:
         """See `Sampler.begin`."""
         user = self._user(caller)
+        request = await self._recalled(request, caller)
+        if request.previous is not None:
+            await self._known(request.previous.group, caller.key)
         if caller.session:
             await self._known(caller.session, caller.key)
         placed = self._sessions.place(request, caller, user, self._split.policy, sure=False)
         while placed is None or placed.wait is not None:
-            await (placed.wait.over.wait() if placed is not None and placed.wait is not None else self._caught_up())
+            await (placed.wait.over.wait() if placed is not None and placed.wait is not None else self.caught_up())
             placed = self._sessions.place(request, caller, user, self._split.policy)
         if placed.turn is None:
-            return Begun(placed.group, self._again(request, placed), asyncio.Queue())
-        parts: Parts = asyncio.Queue()
-        task = asyncio.create_task(self._sample(request, placed.turn, placed.known, parts))
-        task.add_done_callback(partial(self._over, placed.turn))  # also of a task that was cancelled before it ran
-        return Begun(placed.group, task, parts, self._most(request))
+            again = self._again(request, placed.group, placed.recorded)
+            return Begun(lambda: (placed.group, placed.recorded), again, asyncio.Queue())
+        parts, turn = Parts(), placed.turn
+        task = asyncio.create_task(self._sample(request, turn, placed.known, parts))
+        task.add_done_callback(lambda _: self._sessions.over(turn))  # also of a task that was cancelled before it ran
+        return Begun(lambda: (turn.group, turn.index), task, parts, self._most(request))
 
-    def _over(self, turn: Under, _: object) -> None:
-        self._sessions.over(turn)
+    async def _recalled(self, request: ModelRequest, caller: Caller) -> ModelRequest:
+        """The request with the messages that it names by the ids of items. HttpRefused."""
+        if not request.recalled:
+            return request
+        messages = [*request.messages]
+        for at, (place, items) in request.recalled.items():
+            if place.index >= len((await self._known(place.group, caller.key)).turns):
+                raise HttpRefused(404, "the record of an item is gone: send the item itself")
+            asked = msgspec.structs.replace(request, messages=(), stream=False)
+            reply = await self._again(asked, place.group, place.index)
+            texts = (reply.text if "msg" in items else "", reply.after if "msg_after" in items else "")
+            calls = tuple(call for at, call in enumerate(reply.calls) if {f"fc_{at}", f"ctc_{at}"} & items)
+            messages[at] = ClientMessage(role="assistant", text="\n".join(filter(None, texts)), calls=calls)
+        return msgspec.structs.replace(request, messages=results_in_order(messages), recalled={})
 
     def _most(self, request: ModelRequest) -> int:
         """Tokens that a turn may sample."""
@@ -179,10 +182,7 @@ class ClientServing:
         return ClientTurn(
             run=self._run,
             group=group,
-            messages=request.messages,
             known=known,
-            tools=request.tools,
-            parallel=request.parallel,
             policy=session.policy if session is not None else self._split.promoted,
             sampling=Sampling(
                 temperature=request.temperature,
@@ -192,6 +192,8 @@ class ClientServing:
             context_tokens=limits.context_tokens,
             recorded=recorded,
             stream=request.stream and recorded < 0,
+            behind=request.previous,
+            **{name: getattr(request, name) for name in AS_ASKED},
         )
 
     async def _sample(self, request: ModelRequest, turn: Under, known: int, parts: Parts) -> ModelReply:
@@ -201,7 +203,7 @@ class ClientServing:
             with self._traffic.turn():
                 done = await self._ask(asked, parts)
             if done.behind:
-                turn = self._sessions.branch(turn, self._split.policy)
+                self._sessions.branch(turn, self._split.policy)
                 asked = self._turn(request, turn.group)
                 with self._traffic.turn():
                     done = await self._ask(asked, parts)
@@ -221,10 +223,10 @@ class ClientServing:
             raise
         return reply
 
-    async def _again(self, request: ModelRequest, placed: Placed) -> ModelReply:
-        """The recorded turn of a repeated request."""
-        done = await self._ask(self._turn(request, placed.group, recorded=placed.recorded), asyncio.Queue())
-        return _reply(request, done, placed.group, placed.recorded)
+    async def _again(self, request: ModelRequest, group: str, index: int) -> ModelReply:
+        """A recorded turn."""
+        done = await self._ask(self._turn(request, group, recorded=index))
+        return _reply(request, done, group, index)
 
     async def answered(self, reply: ModelReply, lost: bool) -> None:
         """See `Sampler.answered`."""
@@ -342,7 +344,7 @@ class ClientServing:
         BusError."""
         session = self._sessions.get(id)
         if session is None and ID.fullmatch(id):
-            await self._caught_up()
+            await self.caught_up()
             session = self._sessions.get(id)
         if session is None and ID.fullmatch(id):
             last = await self._bus.last("HR_TRAJ", subjects.TRAJ.at(run=self._run, group=id))
@@ -449,15 +451,10 @@ class ClientServing:
 
 def _reply(request: ModelRequest, done: ClientTurnDone, group: str, turn: int) -> ModelReply:
     return ModelReply(
-        id=f"{group.replace('.', '_')}_{turn}",
+        id=reply_id(group, turn),
         model=request.model or LATEST,
         created=int(time.time()),
         session=group,
         turn=turn,
-        thinking=done.thinking,
-        text=done.text,
-        calls=done.calls,
-        after=done.after,
-        stop=done.stop,
-        usage=done.usage,
+        **msgspec.structs.asdict(done),
     )

@@ -48,6 +48,8 @@ class Session:
         """Attempts that ended because of an infrastructure failure."""
         self.result: dict[str, Any] = {}
         self.trajectory = ""
+        self.elsewhere = False
+        """Another gateway opened it and issues its attempts."""
         self.changed = asyncio.Event()
 
     def _notify(self) -> None:

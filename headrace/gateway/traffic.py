@@ -64,7 +64,7 @@ class TrafficReports:
     def _report(self) -> Traffic:
         now = time.monotonic()
         self._moments = [moment for moment in self._moments if now - moment < RATE_S]
-        states = [session.state for session in self._sessions.values() if not session.over]
+        states = [session.state for session in self._sessions.values() if not session.over | session.elsewhere]
         active = states.count("running") + self._most_turns
         self._most_turns = self._reported = self._turns
         return Traffic(

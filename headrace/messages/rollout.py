@@ -195,6 +195,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["act", "summary"] = "act"
     kinds: TokenKinds | UnsetType = UNSET
     """Unset in older records, and where the renderer does not count them."""
+    forced: Count = 0
+    """The last ids of the prompt with which the turn itself begins: a client forced a call."""
     routed_start: Count | UnsetType = UNSET
     """First position of `routed`. Unset: that of the first span. Positions before it were forwarded again, and their
     routes are in earlier turns: the trainer replays the routes of a position's first forward."""

@@ -37,6 +37,10 @@ EDIT: list[list[Call]] = [
     [("edit_file", {"path": "app.py", "lines": "2", "text": "two"}), ("terminal", {"command": "cat app.py"})],
     [("finish", {"message": "I mended it."})],
 ]
+AGAIN: list[list[Call]] = [
+    [("edit_file", {"path": "app.py", "lines": "2", "text": "zwei"})],
+    [("finish", {"message": "Again."})],
+]
 WAIT: list[list[Call]] = [[("terminal", {"command": "echo > started; sleep 600"})], [("finish", {})]]
 
 
@@ -75,7 +79,7 @@ async def test_an_editor_prompts_gets_updates_merges_the_diff_and_cancels(
 ) -> None:
     # Users' sandboxes need an isolating backend; machines would make this minutes longer.
     monkeypatch.setattr(host, "demands", lambda request: set(request.requires))
-    scripts = iter((EDIT, WAIT))
+    scripts = iter((EDIT, WAIT, AGAIN))
     monkeypatch.setattr(policies, "script", lambda *_: next(scripts))
     monkeypatch.setattr(Split, "policy", lambda *_: PolicyRef(kind="scripted", name="idle"))
 
@@ -142,6 +146,28 @@ async def test_an_editor_prompts_gets_updates_merges_the_diff_and_cancels(
             assert [call.name for call in turn.calls] == ["terminal"] and not turn.results, "the call was under way"
             with pytest.raises(acp.RequestError):
                 await agent.prompt(session_id="none", prompt=[acp.text_block("x")])
+            await agent.close_session(session_id=session)
+            with pytest.raises(acp.RequestError):
+                await agent.prompt(session_id=session, prompt=[acp.text_block("x")])
+            again = Editor()
+            again.on_ask = lambda: None
+            async with acp.spawn_agent_process(cast(Any, again), *command, env=env) as (other, _):
+                able = (await other.initialize(protocol_version=acp.PROTOCOL_VERSION)).agent_capabilities
+                assert able is not None and able.load_session and able.session_capabilities is not None
+                assert able.session_capabilities.close and able.session_capabilities.resume
+                with pytest.raises(acp.RequestError):
+                    await other.load_session(cwd=str(folder), session_id="none", mcp_servers=[])
+                await other.load_session(cwd=str(folder), session_id=session, mcp_servers=[])
+                asked = [update.content.text for update in await again.until("user_message_chunk", 2)]
+                assert asked == ["mend app.py", "wait"] and len(await again.until("tool_call", 3)) == 3
+                await other.resume_session(cwd=str(folder), session_id=session, mcp_servers=[])
+                ended = await other.prompt(session_id=session, prompt=[acp.text_block("mend app.py again")])
+                assert ended.stop_reason == "end_turn"
+                (change,) = [
+                    u for u in again.kinds("tool_call") if u.kind == "edit" and u.content and u.status == "pending"
+                ]
+                assert change.content[0].old_text == "1\ntwo\n3\n4\n5\n6\n", "the base is the agent's own file"
+                assert (folder / "app.py").read_text() == "1\nzwei\n3\n4\n5\nsix\n"
     finally:
         await product.gateway.shut(1.0)
 

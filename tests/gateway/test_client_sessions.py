@@ -4,6 +4,9 @@ import random
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from headrace.gateway.client_sessions import Caller, ClientSessions, Placed, Under, root_of, user_of
 from headrace.gateway.conversation import ModelRequest
@@ -202,6 +205,12 @@ def test_a_turn_of_a_purged_user_is_refused() -> None:
     assert refused.value.status == 409 and placed.turn.over.is_set()
 
 
+STEPS = (
+    *("begin", "fork", *["say"] * 3, *["finish"] * 3),
+    *("fail", "lose", "repeat", "end", "restart", "purge"),
+)
+
+
 class Conversation:
     """A client that sends its whole history, and what it was given."""
 
@@ -214,11 +223,12 @@ class Conversation:
         self.gone = False
 
 
-class World:
+class World(RuleBasedStateMachine):
     """Two gateways of one run, the record of each session, and conversations of few words."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random()
         self.gateways = [ClientSessions(), ClientSessions()]
         self.stored: dict[str, ClientSession] = {}
         self.record: dict[str, int] = {}
@@ -234,9 +244,11 @@ class World:
         for gateway in self.gateways:
             gateway.put(session)
 
-    def step(self) -> None:
-        steps = (self.begin, self.fork, self.say, self.say, self.say, self.finish, self.finish, self.finish)
-        self.random.choice((*steps, self.fail, self.lose, self.repeat, self.end, self.restart, self.purge))()
+    @rule(step=st.sampled_from(STEPS), chance=st.integers(0, 2**16))
+    def step(self, step: str, chance: int) -> None:
+        """chance: decides what the step leaves open."""
+        self.random.seed(chance)
+        getattr(self, step)()
 
     def begin(self) -> None:
         pick = self.random.choice
@@ -321,7 +333,8 @@ class World:
         prefix = placed.known
         try:
             if self.record.get(turn.group, 0) != before:
-                turn, before, prefix = gateway.branch(turn, lambda _: PolicyRef()), 0, 0
+                gateway.branch(turn, lambda _: PolicyRef())
+                before = prefix = 0
             text = self.random.choice("xxy")
             if prefix:
                 given = (turn.group, before - 1) in one.given or turn.group == one.session  # an id decides
@@ -398,20 +411,24 @@ class World:
             ]
 
 
-def interleave(seeds: range) -> None:
-    for seed in seeds:
-        world = World(seed)
-        try:
-            for _ in range(60):
-                world.step()
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {type(error).__name__} {error}") from error
+def interleave(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        World,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=examples < 1000,
+        ),
+    )
 
 
 def test_interleavings() -> None:
-    interleave(range(500))
+    interleave(500, steps=30)
 
 
 @pytest.mark.slow
 def test_fifty_thousand_interleavings() -> None:
-    interleave(range(500, 50_500))
+    interleave(50_000, steps=60)

@@ -1,5 +1,6 @@
 """Each key of a request is honoured, refused, or left out and named."""
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from headrace.gateway.dialects.chat import ChatCompletions
 from headrace.gateway.dialects.keys import NOTHING, TABLES
 from headrace.gateway.dialects.messages import Messages
 from headrace.gateway.dialects.responses import Responses
+from headrace.messages.product import TurnPlace
 from tests.support.clients import Served, endpoints, two_reads
 
 DIALECTS = {dialect.path: dialect for dialect in (ChatCompletions(), Responses(), Messages())}
@@ -47,11 +49,84 @@ def test_what_nothing_honours_is_named(path: str) -> None:
     assert DIALECTS[path].request(body).left_out == tuple(sorted([*harmless, "unheard_of"]))
 
 
-@pytest.mark.parametrize(("path", "key"), [("/v1/responses", "text"), ("/v1/messages", "output_config")])
-def test_no_answer_has_a_format(path: str, key: str) -> None:
-    DIALECTS[path].request(BODIES[path] | {key: {"format": {"type": "text"}, "verbosity": "low"}})
-    with pytest.raises(Unusable, match=f"{key}.format"):
-        DIALECTS[path].request(BODIES[path] | {key: {"format": {"type": "json_schema", "schema": {}}}})
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMATS: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        "/v1/chat/completions",
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    ),
+    ("/v1/responses", "text", {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}),
+    ("/v1/messages", "output_config", {"format": {"type": "json_schema", "schema": SCHEMA}}),
+    ("/v1/messages", "output_format", {"type": "json_schema", "schema": SCHEMA}),
+]
+TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"type": "function", "function": {"name": "read"}},
+    "/v1/responses": {"type": "function", "name": "read"},
+    "/v1/messages": {"name": "read", "input_schema": {}},
+}
+
+
+@pytest.mark.parametrize(("path", "key", "form"), FORMATS)
+def test_an_answer_keeps_the_schema_of_its_request(path: str, key: str, form: dict[str, Any]) -> None:
+    assert DIALECTS[path].request(BODIES[path]).answer == ""
+    assert json.loads(DIALECTS[path].request(BODIES[path] | {key: form}).answer) == SCHEMA
+    inside = form.get("format", form)
+    bad: tuple[Any, ...] = ("x", {"type": "grammar"}, {"type": "json_schema"}, {"type": "json_schema", "schema": "x"})
+    for wrong in bad if inside is not form else bad[1:]:
+        with pytest.raises(Unusable):
+            DIALECTS[path].request(BODIES[path] | {key: {"format": wrong} if inside is not form else wrong})
+    with pytest.raises(Unusable, match="tool_choice none"):
+        DIALECTS[path].request(BODIES[path] | {key: form, "tools": [TOOLS[path]]})
+    none = "none" if path != "/v1/messages" else {"type": "none"}
+    asked = DIALECTS[path].request(BODIES[path] | {key: form, "tools": [TOOLS[path]], "tool_choice": none})
+    assert asked.answer and not asked.tools
+
+
+@pytest.mark.parametrize(
+    ("path", "any", "one"),
+    [
+        ("/v1/chat/completions", "required", {"type": "function", "function": {"name": "read"}}),
+        ("/v1/responses", "required", {"type": "function", "name": "read"}),
+        ("/v1/messages", {"type": "any"}, {"type": "tool", "name": "read"}),
+    ],
+)
+def test_a_call_is_forced(path: str, any: object, one: dict[str, Any]) -> None:
+    other = json.loads(json.dumps(TOOLS[path]).replace("read", "write"))
+    body = BODIES[path] | {"tools": [TOOLS[path], other]}
+    assert DIALECTS[path].request(body).forced == ()
+    assert DIALECTS[path].request(body | {"tool_choice": any}).forced == ("read", "write")
+    assert DIALECTS[path].request(body | {"tool_choice": one}).forced == ("read",)
+    for wrong in (json.loads(json.dumps(one).replace("read", "none_such")), "x", {"type": "x"}, 7, {"type": ["any"]}):
+        with pytest.raises(Unusable):
+            DIALECTS[path].request(body | {"tool_choice": wrong})
+    with pytest.raises(Unusable):
+        DIALECTS[path].request(BODIES[path] | {"tool_choice": any})
+
+
+@pytest.mark.parametrize(("path", "key"), [("/v1/chat/completions", "stop"), ("/v1/messages", "stop_sequences")])
+def test_stop_sequences_are_texts(path: str, key: str) -> None:
+    assert DIALECTS[path].request(BODIES[path] | {key: ["a", "b"]}).stops == ("a", "b")
+    bad: tuple[Any, ...] = ([""], [7], 7, {}, ["x"] * 17)
+    for wrong in bad:
+        with pytest.raises(Unusable):
+            DIALECTS[path].request(BODIES[path] | {key: wrong})
+
+
+def test_an_id_names_a_recorded_turn() -> None:
+    place = TurnPlace(group=f"{'a' * 20}.{'b' * 12}-{'c' * 8}", index=3)
+    id = f"{'a' * 20}_{'b' * 12}-{'c' * 8}_3"
+    asked = Responses().request({"input": "x", "previous_response_id": f"resp_{id}"})
+    assert asked.previous == place and [said.text for said in asked.messages] == ["x"]
+    items = [{"type": "item_reference", "id": f"{kind}_{id}{end}"} for kind, end in (("msg", ""), ("fc", "_0"))]
+    asked = Responses().request({"input": [*SAID, *items, {"role": "user", "content": "y"}]})
+    assert [said.role for said in asked.messages] == ["user", "assistant", "user"]
+    assert asked.recalled == {1: (place, frozenset({"msg", "fc_0"}))}
+    for wrong in ("msg_1", "", 7, f"msg_{id}_" + "x" * 3 + "!"):
+        with pytest.raises(Unusable):
+            Responses().request({"input": [{"type": "item_reference", "id": wrong}]})
+    with pytest.raises(Unusable):
+        Responses().request({"input": "x", "previous_response_id": "resp_of_another_server"})
 
 
 @pytest.mark.parametrize(

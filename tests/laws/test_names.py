@@ -58,7 +58,7 @@ pytestmark = pytest.mark.anyio
 BODIES: dict[str, type[msgspec.Struct] | None] = {
     "POST /v1/sessions": bodies.NewSession,
     "GET /v1/sessions/{session}": None,
-    "POST /v1/sessions/{session}/feedback": bodies.NewFeedback,
+    "POST /v1/sessions/{session}/feedback": bodies.NewRating,
     "POST /v1/sessions/{session}/reward": bodies.NewRating,
     "DELETE /v1/sessions/{session}": None,
     "DELETE /v1/users/{user}": None,
@@ -87,7 +87,10 @@ BODIES: dict[str, type[msgspec.Struct] | None] = {
     "GET /v1/models/{name}": None,
 }
 """Routes of the gateway to their JSON bodies. Those of `DIALECTS` name one thing, the model."""
-DIALECTS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+DIALECTS = (
+    *("/v1/chat/completions", "/v1/responses", "/v1/responses/compact"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,7 @@ class ScriptedSampler:
 
     async def begin(self, request: ModelRequest, caller: Caller) -> Begun:
         self.asked.append((request, caller))
-        return Begun("s1", self._sample(request), asyncio.Queue(), MOST)
+        return Begun(lambda: ("s1", 0), self._sample(request), asyncio.Queue(), MOST)
 
     async def _sample(self, request: ModelRequest) -> ModelReply:
         text, calls = self._script(request)

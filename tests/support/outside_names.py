@@ -121,15 +121,17 @@ AttemptControl: run group workspace user turn
 Traffic: region run server gateway
 CapacityLease: rollout lanes reason
 Promotion: run eval_id reason branch=run
-ClientTurn: run group id
+ClientTurn: run group id forced stops answer
+TurnPlace: group
+TokenLogprob: text
 ClientMessage: text call_id
 ClientCall: id name arguments
 ClientTool: name description parameters
 ClientTurnPart: thinking text
-ClientTurnDone: text refused failed thinking after
+ClientTurnDone: text refused failed thinking after stopped_by
 ClientSessionEnd: run group tenant untrainable labels
 ClientSession: group tenant key named untrainable labels
-RecordedTurn: history asked retry
+RecordedTurn: history asked retry tools
 RankLayout: backend torch nccl nccl_algo nccl_proto
 RecordsPurged: run
 StepManifest: run base_hash code fingerprint objective
@@ -150,7 +152,6 @@ WeightHead: run state_hash=hash source_hash signer
 WeightsStaged: run node region path=path state_hash=hash
 WeightsSwapped: run rollout node state_hash
 NewSession: user suite=suite task=task group metadata prompt files=inside
-NewFeedback: comment
 NewRating: comment
 NewAgent: prompt user setup=inside check=inside
 WorkspaceSource: files=inside image=image

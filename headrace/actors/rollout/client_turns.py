@@ -15,6 +15,7 @@ sampled until then is recorded.
 import asyncio
 import json
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -27,18 +28,20 @@ from headrace.actors.rollout.policies import ClientServed
 from headrace.actors.rollout.turn_log import TurnLog
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, WrongSequence
-from headrace.engines.base import Engine, EngineError, Progress, Sample, SampleRequest
+from headrace.engines.base import Engine, EngineError, Progress, Sample, SampleRequest, Unsupported
 from headrace.messages.base import Array
 from headrace.messages.operations import Ack
 from headrace.messages.plugins import Plugin
 from headrace.messages.product import (
     CLIENT_SUITE,
     ClientCall,
+    ClientMessage,
     ClientSessionEnd,
     ClientTurn,
     ClientTurnDone,
     ClientTurnPart,
     ClientUsage,
+    TokenLogprob,
     TurnStop,
 )
 from headrace.messages.rollout import (
@@ -55,7 +58,7 @@ from headrace.messages.rollout import (
 from headrace.messages.tasks import TaskRef
 from headrace.rendering.native.client import ClientRenderer, UnusableConversation
 from headrace.rendering.native.live import LiveTurn, Settled, arguments_json
-from headrace.rendering.parsers.base import Completion
+from headrace.rendering.parsers.base import Completion, unfinished
 
 PART_S = 0.02
 """Seconds between two parts of a turn, at least. The first token goes out at once."""
@@ -129,7 +132,7 @@ class ClientTurns:
     async def turn(self, request: ClientTurn) -> ClientTurnDone:
         """Sample and record a turn. The reply has `refused` for an unusable conversation, `failed` for
         infrastructure."""
-        task, progress = asyncio.current_task(), Progress(followed=request.stream)
+        task, progress = asyncio.current_task(), Progress(followed=request.stream or bool(request.stops))
         assert task is not None
         if request.id:
             self._under_way[request.id] = _UnderWay(task, progress)
@@ -150,7 +153,7 @@ class ClientTurns:
                 raise
             task.uncancel()
             return ClientTurnDone(failed="the turn was cut before its first token")
-        except UnusableConversation as error:
+        except (UnusableConversation, Unsupported) as error:
             return ClientTurnDone(refused=str(error))
         except WrongSequence:
             await self._drop(request.group)
@@ -206,19 +209,35 @@ class ClientTurns:
     ) -> ClientTurnDone:
         if request.recorded >= 0:
             return _again(session.turns, request, renderer)
-        context = session.ids
+        context, inherited = session.ids, list[int]()
         if session.turns and _is_behind(request, session.turns[-1], renderer):
             return ClientTurnDone(failed="the session has a turn whose answer the client never got", behind=True)
-        if context and request.known:
-            last = session.turns[-1]
+        if (place := request.behind) is not None:
+            turns = session.turns if session.turns else (await self._session(request.run, place.group)).turns
+            if len(turns) <= place.index:
+                raise UnusableConversation("the record of the response that this one follows is gone: send its history")
+            turns = turns[: place.index + 1]
+            inherited = [] if context else _Session(session.log, turns).ids
+            before = outline(turns)
+            request = msgspec.structs.replace(
+                request, messages=(*before, *request.messages), known=len(before), behind=None
+            )
+        else:
+            turns = session.turns
+        if turns and request.known:
+            last = turns[-1]
             results = _results(request)
-            if last.calls and not last.results and results:
+            if context and last.calls and not last.results and results:
                 await session.log.done(last.index, results)
                 session.turns[-1] = msgspec.structs.replace(last, results=results)
             stopped = int(last.ids.tolist()[-1]) if last.stop == "stop" else None
-            more = renderer.delta(request.messages, request.known, stopped=stopped)
+            more = [*inherited, *renderer.delta(request.messages, request.known, stopped=stopped)]
         else:
             more = renderer.start(request.messages)
+        forced: list[int] = []
+        if request.forced or (request.answer and renderer.thinks(more)):
+            forced = renderer.forced(request.messages, request.forced)
+        opening, more = more, [*more, *forced]
         limit = min(request.sampling.max_turn_tokens, request.context_tokens - len(context) - len(more))
         if limit < 1:
             raise UnusableConversation(
@@ -236,33 +255,33 @@ class ClientTurns:
             seed=request.seed,
             lane="production",
             routed=routes_end(session.turns, 0),
+            answer=request.answer,
             progress=progress,
         )
         parts = _Parts(request, index, ClientUsage(prompt=prompt, cached=len(context)))
-        async with self._telling(parts, progress, renderer.live(more)):
+        async with self._telling(parts, progress, renderer.live(opening), forced):
             sample = await spans.sample(engine, asked, trajectory)
         if sample.stop == "abort" and not progress.is_cut:
             raise EngineError(f"the engine aborted a turn of {trajectory}")
-        parsed = renderer.parse(sample.ids, prompt=more)
-        answer = _answer(parsed, request, index)
-        kinds = renderer.kinds(sample.ids, parsed)
-        turn = _turn(index, more, sample, answer.calls, kinds)
+        if request.stops:
+            sample = _stopped(sample, prompt, request, index, lambda ids: renderer.parse(ids, prompt=opening), forced)
+        ids = (*forced, *sample.ids)
+        parsed = renderer.parse(ids, prompt=opening)
+        kinds = renderer.kinds(ids, parsed, len(forced))
+        turn = _turn(index, more, sample, _answer(parsed, request, index).calls, kinds, len(forced))
         await session.log.sampled(turn, "", "", engine.fingerprint)
         session.turns.append(turn)
-        return msgspec.structs.replace(
-            answer,
-            stop=_stop(sample.stop, answer),
-            usage=ClientUsage(prompt=prompt, cached=len(context), sampled=len(sample.ids)),
-            version=max((span.version for span in sample.spans), default=-1),
-        )
+        return _told(turn, request, renderer, len(context))
 
     @asynccontextmanager
-    async def _telling(self, parts: "_Parts", progress: Progress, live: LiveTurn) -> AsyncIterator[None]:
-        """Send the parts of a turn while it is sampled in this context."""
+    async def _telling(
+        self, parts: "_Parts", progress: Progress, live: LiveTurn, forced: Sequence[int]
+    ) -> AsyncIterator[None]:
+        """Send the parts of a turn while it is sampled in this context, and end it where its text has a stop."""
         if not progress.followed:
             yield
             return
-        telling = asyncio.create_task(self._tell(parts, progress, live))
+        telling = asyncio.create_task(self._tell(parts, progress, live, forced))
         self._streams += 1
         try:
             yield
@@ -272,12 +291,16 @@ class ClientTurns:
             with suppress(asyncio.CancelledError, BusError):  # the answer has what a part that was lost had
                 await telling
 
-    async def _tell(self, parts: "_Parts", progress: Progress, live: LiveTurn) -> None:
+    async def _tell(self, parts: "_Parts", progress: Progress, live: LiveTurn, forced: Sequence[int]) -> None:
         while True:
             ids = await progress.news()
             began = time.perf_counter()
-            if (part := parts.next(live.read(ids), len(ids))) is not None:
+            settled = parts.ended(live.read([*forced, *ids]))
+            if (part := parts.next(settled, len(ids))) is not None:
                 await self._bus.say(part)
+            if parts.stopped:
+                progress.cut()
+                return
             took = time.perf_counter() - began
             await asyncio.sleep(max(PART_S, SHARE * self._streams * took))
 
@@ -333,10 +356,24 @@ class _Parts:
         """index: of the turn in its session. usage: of its prompt."""
         self._turn, self._index, self._usage = turn, index, usage
         self._sent, self._number = Settled(), 0
+        self.stopped = False
+        """Whether its text has one of its stops."""
+
+    def ended(self, settled: Settled) -> Settled:
+        """The part of a turn with stops that goes out: it ends before the first, and before what may begin one."""
+        stops = self._turn.stops
+        at, stop = _first(settled.text, stops)
+        self.stopped = bool(stop)
+        if not stop and not settled.calls:
+            at -= unfinished(settled.text, stops)
+        calls = () if stop else settled.calls
+        return msgspec.structs.replace(settled, text=settled.text[:at].rstrip() if stops else settled.text, calls=calls)
 
     def next(self, settled: Settled, sampled: int) -> ClientTurnPart | None:
         """The part with what came since the last one. None when nothing did, or when the engine began the turn again
         with other weights: then the answer alone is right."""
+        if not self._turn.stream:
+            return None
         before = self._sent
         if before.text or before.calls:  # a client gets the thinking before the text; more of it comes with the answer
             settled = msgspec.structs.replace(settled, thinking=before.thinking)
@@ -379,6 +416,9 @@ def _answer(parsed: Completion, request: ClientTurn, index: int) -> ClientTurnDo
     )
     text, after = parsed.texts
     malformed = [f"[a tool call that cannot be read: {call.error}]" for call in parsed.calls if call.error]
+    at, stop = _first(text, request.stops)
+    if stop:
+        return ClientTurnDone(thinking=parsed.thinking, text=text[:at].rstrip(), stopped_by=stop)
     notes = "\n".join(filter(None, (after if calls else text, *malformed)))
     return ClientTurnDone(
         thinking=parsed.thinking,
@@ -388,13 +428,56 @@ def _answer(parsed: Completion, request: ClientTurn, index: int) -> ClientTurnDo
     )
 
 
+def _first(text: str, stops: Sequence[str]) -> tuple[int, str]:
+    """Where the first of the stops begins, and which it is; the end of the text and none."""
+    places = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(places, default=(len(text), ""))
+
+
+def _stopped(
+    sample: Sample,
+    prompt: int,
+    request: ClientTurn,
+    index: int,
+    parse: Callable[[Sequence[int]], Completion],
+    forced: Sequence[int],
+) -> Sample:
+    """A sample that ends with the token that ended its first stop, however late the engine was cut. prompt: ids before
+    it."""
+
+    def has(count: int) -> bool:
+        return bool(_answer(parse((*forced, *sample.ids[:count])), request, index).stopped_by)
+
+    count = bisect_left(range(len(sample.ids)), True, key=has)
+    if count == len(sample.ids):
+        return sample
+    end = prompt + count - 1
+    spans_left = [msgspec.structs.replace(span, end=min(span.end, end)) for span in sample.spans if span.start < end]
+    first = sample.routed_start if isinstance(sample.routed_start, int) else sample.spans[0].start
+    routed = sample.routed
+    if routed is not None:
+        rows = max(0, end - first)
+        shape = (rows, *routed.shape[1:])
+        routed = Array(routed.dtype, shape, routed.data[: rows * (len(routed.data) // len(routed))])
+    return msgspec.structs.replace(
+        sample,
+        ids=sample.ids[:count],
+        logprobs=sample.logprobs[:count],
+        spans=tuple(spans_left),
+        routed=routed,
+        stop="abort",
+    )
+
+
 def _context_of(group: str) -> str:
     """The name of a session's context in the engine."""
     return f"{trajectory_of(group)}/0"
 
 
 def _stop(sampled: str, answer: ClientTurnDone) -> TurnStop:
-    """Why a turn ended, for its client: one that was cut has reached a limit."""
+    """Why a turn ended, for its client: one that was cut without a stop has reached a limit."""
+    if answer.stopped_by:
+        return "stop"
     return "length" if sampled != "stop" else "calls" if answer.calls else "stop"
 
 
@@ -403,27 +486,63 @@ def _again(turns: Sequence[Turn], request: ClientTurn, renderer: ClientRenderer)
     turn = next((turn for turn in turns if turn.index == request.recorded), None)
     if turn is None:
         return ClientTurnDone(failed=f"the record has no turn {request.recorded}")
-    answer = _answer(renderer.parse(_ids(turn.ids), prompt=_ids(turn.prompt_ids)), request, turn.index)
     earlier = [each for each in turns if each.index < turn.index]
-    cached = sum(len(each.prompt_ids) + len(each.ids) for each in earlier)
+    return _told(turn, request, renderer, sum(len(each.prompt_ids) + len(each.ids) for each in earlier))
+
+
+def _told(turn: Turn, request: ClientTurn, renderer: ClientRenderer, cached: int) -> ClientTurnDone:
+    """The answer of a recorded turn. cached: ids of the turns before it."""
+    ids, parsed = _read(turn, renderer)
+    answer = _answer(parsed, request, turn.index)
+    logprobs = turn.logprobs.tolist()
+    words = renderer.words(ids, parsed) if request.logprobs else []
     return msgspec.structs.replace(
         answer,
         stop=_stop(turn.stop, answer),
         usage=ClientUsage(prompt=cached + len(turn.prompt_ids), cached=cached, sampled=len(turn.ids)),
         version=max((span.version for span in turn.spans), default=-1),
+        logprobs=tuple(
+            TokenLogprob(text=text, logprob=logprobs[at - turn.forced]) for at, text in words if at >= turn.forced
+        ),
     )
+
+
+def _read(turn: Turn, renderer: ClientRenderer) -> tuple[list[int], Completion]:
+    """The ids of a recorded turn, with those that were forced, as the policy's format reads them."""
+    prompt = _ids(turn.prompt_ids)
+    opening = len(prompt) - turn.forced
+    ids = [*prompt[opening:], *_ids(turn.ids)]
+    return ids, renderer.parse(ids, prompt=prompt[:opening])
+
+
+def outline(turns: Sequence[Turn]) -> list[ClientMessage]:
+    """Messages with the calls of recorded turns and without their texts: the end of a turn and what follows it render
+    behind them as behind the history itself."""
+    messages = [ClientMessage(role="user", text=".")]
+    for turn in turns:
+        if len(messages) > 1:
+            calls = messages[-1].calls
+            answers = [ClientMessage(role="tool", text=".", call_id=call.id) for call in calls]
+            messages += answers or [ClientMessage(role="user", text=".")]
+        calls = tuple(ClientCall(id=c.id, name=c.name, arguments=json.dumps(c.arguments)) for c in turn.calls)
+        messages.append(ClientMessage(role="assistant", calls=calls))
+    return messages
 
 
 def _is_behind(request: ClientTurn, last: Turn, renderer: ClientRenderer) -> bool:
     """Whether the session's last turn is not the one that the request continues: its answer did not arrive."""
+    if request.behind is not None:
+        return (request.group, last.index) != (request.behind.group, request.behind.index)
     if not request.known:
         return True
-    parsed = renderer.parse(_ids(last.ids), prompt=_ids(last.prompt_ids))
-    answer = _answer(parsed, request, last.index)
+    answer = _answer(_read(last, renderer)[1], request, last.index)
     answered = request.messages[request.known - 1]
     names = [(call.id, call.name) for call in answer.calls]
     given = [(call.id, call.name) for call in answered.calls]
-    return (answered.text.strip(), given) != (answer.said, names)
+    text, said = answered.text.strip(), answer.said
+    if last.stop == "abort":  # the request that a stop ended had stops that this one may not have
+        return not said.startswith(text) or (bool(given) and given != names)
+    return (text, given) != (said, names)
 
 
 def _ids(array: Array) -> list[int]:
@@ -443,7 +562,9 @@ def _results(request: ClientTurn) -> tuple[ToolResult, ...]:
     )
 
 
-def _turn(index: int, more: Sequence[int], sample: Sample, calls: Sequence[ClientCall], kinds: TokenKinds) -> Turn:
+def _turn(
+    index: int, more: Sequence[int], sample: Sample, calls: Sequence[ClientCall], kinds: TokenKinds, forced: int
+) -> Turn:
     return Turn(
         index=index,
         segment=0,
@@ -456,6 +577,7 @@ def _turn(index: int, more: Sequence[int], sample: Sample, calls: Sequence[Clien
         calls=tuple(ToolCall(id=call.id, name=call.name, arguments=_texts(call.arguments)) for call in calls),
         stop=sample.stop,
         kinds=kinds,
+        forced=forced,
     )
 
 

@@ -61,6 +61,8 @@ class Ask(NamedTuple):
     lane: Lane
     followed: bool
     """Somebody reads the tokens before the reply."""
+    answer: str = ""
+    """A JSON Schema that the text keeps; empty: any text."""
 
 
 class Stretch(NamedTuple):

@@ -255,7 +255,7 @@ class OneServer:
         longest = self._config.max_positions
         if self._life.terms is not None and self._life.terms.context:
             longest = min(longest, self._life.terms.context)
-        check_request(request, self._config.vocab, longest)
+        check_request(request, self._config.vocab, longest, grammar=True)
 
     async def _draw(self, turn: Turn, deadline: float) -> str:
         """Make attempts until the turn has ended or is cut. Returns the finish reason."""
@@ -264,6 +264,8 @@ class OneServer:
             self._alive()
             if turn.cut:
                 return "abort"
+            if turn.request.answer:
+                turn.begin()  # a server reads its grammar from the first token of a request on
             before = len(turn.logprobs)
             try:
                 finish, late = await self._leg(turn, deadline)
@@ -304,6 +306,7 @@ class OneServer:
                     routes,
                     self._life.salt(weights), request.lane,
                     followed=request.progress is not None and request.progress.followed,
+                    answer=request.answer,
                 )  # fmt: skip
                 attempt, late = await self._send(asked, flight, deadline)
                 self._liveness.heard()

@@ -9,7 +9,8 @@ could.
 
 import base64
 import binascii
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ def body(ask: Ask, *, sparse: bool, seeded: bool, priority: int | None) -> dict[
         # and one for all, a turn's bytes would grow with the square of its tokens.
         "stream_interval": max(1, ask.left // EVENTS if ask.followed else ask.left),
     }
+    if ask.answer:
+        sampling["json_schema"] = ask.answer
     if seeded:
         sampling["sampling_seed"] = ask.seed % (1 << 31)
     routes = {"return_routed_experts": True, "routed_experts_start_len": ask.start} if sparse else {}
@@ -68,29 +71,38 @@ def read(reply: Mapping[str, Any], ask: Ask, config: PolicyConfig) -> Attempt:
         ids = list(reply["output_ids"])
         pairs = meta.get("output_token_logprobs") or []
         ending = meta["finish_reason"]["type"]
-        stretches = [
-            Stretch(str(span["version"]), span["start"], min(span["end"], len(ids)))
-            for span in meta.get("weight_versions") or []
-            if span["start"] < min(span["end"], len(ids))
-        ]
         named, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+        end = _grammars_end(logprobs) if ask.answer else len(ids)
+        stretches = [
+            Stretch(str(span["version"]), span["start"], min(span["end"], end))
+            for span in meta.get("weight_versions") or []
+            if span["start"] < min(span["end"], end)
+        ]
     except (KeyError, TypeError, IndexError) as error:
         raise garbled(f"the reply lacks {error}") from None
     if named != ids:
         raise garbled(f"the {len(pairs)} log-probabilities name other ids than the {len(ids)} sampled ones")
     count = len(ask.ids) + len(ids) - 1 - ask.start
     coded = meta.get("routed_experts") if config.experts and ids else None
+    rows = _rows(coded, (count, config.layers, config.top_k)) if coded else None
     return checked(
         ask,
         config,
-        ids=ids,
-        logprobs=logprobs,
+        ids=ids[:end],
+        logprobs=logprobs[:end],
         stretches=stretches,
-        finish=ending,
-        rows=_rows(coded, (count, config.layers, config.top_k)) if coded else None,
+        finish=ending if end == len(ids) else "stop",
+        rows=rows if rows is None else rows[: count - len(ids) + end],
         cached=int(meta.get("cached_tokens") or 0),
         retractions=int(meta.get("num_retractions") or 0),
     )
+
+
+def _grammars_end(logprobs: Sequence[Any]) -> int:
+    """The number of tokens up to the end of a grammar. A server whose tokenizer names no end of a turn allows no token
+    behind it, and its log-probabilities are no numbers there."""
+    wrong = (at for at, value in enumerate(logprobs) if type(value) is not float or not math.isfinite(value))
+    return next(wrong, len(logprobs))
 
 
 def _rows(coded: str, shape: tuple[int, int, int]) -> NDArray[np.signedinteger]:

@@ -65,7 +65,7 @@ EMPTY = hashlib.sha256().hexdigest()
 """The checksum of a parameter that was packed away."""
 ALWAYS = (
     *("--enable-scale-out", "--enable-prefix-caching", "--logprobs-mode", "processed_logprobs"),
-    *("--generation-config", "vllm", "--scheduling-policy", "priority", "--skip-tokenizer-init"),
+    *("--generation-config", "vllm", "--scheduling-policy", "priority"),
     *("--served-model-name", "policy"),
 )
 """The log-probabilities are those of the sampled distribution, and nothing of the model's folder changes it."""
@@ -93,6 +93,7 @@ class Vllm:
         is loaded once more."""
         argv = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1"]
         argv += ["--port", str(port), *ALWAYS, "--dtype", self._config.dtype]
+        argv += [] if (folder / "tokenizer.json").exists() else ["--skip-tokenizer-init"]  # grammars read it
         argv += ["--max-num-seqs", str(self._most)] if self._most else []
         argv += ["--enable-return-routed-experts"] if self._config.experts else []
         return Command([*argv, *self._options.args], ENVIRONMENT | CPU, {"VLLM_SERVER_DEV_MODE": "1"})
@@ -176,6 +177,8 @@ class Vllm:
             "logprobs": 0,
             "seed": ask.seed % (1 << 31),
         }
+        if ask.answer:
+            sampling["structured_outputs"] = {"json": ask.answer}
         if self._config.experts:
             sampling["routed_experts_prompt_start"] = ask.start
         asked = {"request_id": ask.rid, "token_ids": list(ask.ids), "sampling_params": sampling}

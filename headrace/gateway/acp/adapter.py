@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import acp
 from acp import schema
@@ -70,7 +71,11 @@ class Adapter:
         return acp.InitializeResponse(
             protocol_version=min(protocol_version, acp.PROTOCOL_VERSION),
             agent_capabilities=schema.AgentCapabilities(
-                prompt_capabilities=schema.PromptCapabilities(embedded_context=True)
+                load_session=True,
+                prompt_capabilities=schema.PromptCapabilities(embedded_context=True),
+                session_capabilities=schema.SessionCapabilities(
+                    close=schema.SessionCloseCapabilities(), resume=schema.SessionResumeCapabilities()
+                ),
             ),
             agent_info=schema.Implementation(name="headrace", version=__version__),
         )
@@ -83,12 +88,49 @@ class Adapter:
         **kwargs: Any,
     ) -> acp.NewSessionResponse:
         """Open a session on a folder; the first prompt creates its agent."""
-        folder = Path(cwd)
-        if not folder.is_absolute() or not folder.is_dir():
-            raise acp.RequestError.invalid_params({"cwd": f"expected the absolute path of a folder, got {cwd!r}"})
         id = secrets.token_hex(8)
-        self._sessions[id] = Session(folder)
+        self._sessions[id] = Session(_folder(cwd))
         return acp.NewSessionResponse(session_id=id)
+
+    async def load_session(self, cwd: str, session_id: str, **kwargs: Any) -> schema.LoadSessionResponse:
+        """Take up a session of an earlier connection, and send the updates of its prompts that ended again."""
+        session = await self._again(cwd, session_id)
+        for run in (await self._api.call("GET", f"/v1/agents/{session.agent}"))["runs"]:
+            update = acp.update_user_message_text(run["prompt"])
+            await self._editor.session_update(session_id=session_id, update=update)
+            session.run = run["id"]
+            if run["status"] != "RUNNING":
+                await self._follow(session_id, session)
+                session.run = ""
+        return schema.LoadSessionResponse()
+
+    async def resume_session(self, cwd: str, session_id: str, **kwargs: Any) -> schema.ResumeSessionResponse:
+        """Take up a session of an earlier connection."""
+        await self._again(cwd, session_id)
+        return schema.ResumeSessionResponse()
+
+    async def close_session(self, session_id: str, **kwargs: Any) -> schema.CloseSessionResponse:
+        """Cancel the session's run and forget the session; it can be loaded again."""
+        await self.cancel(session_id)
+        self._sessions.pop(session_id, None)
+        return schema.CloseSessionResponse()
+
+    async def _again(self, cwd: str, id: str) -> Session:
+        """The session whose agent was created under this id, with the agent's files."""
+        session = Session(_folder(cwd))
+        try:
+            found = (await self._api.call("GET", f"/v1/agents?idempotencyKey={quote(id)}"))["agents"]
+            if not found:
+                raise acp.RequestError.invalid_params({"sessionId": "there is no such session"})
+            session.agent = found[0]["id"]
+            made = await self._api.call("GET", f"/v1/agents/{session.agent}/artifacts")
+            for path in {*await read_folder(session.folder), *(each["path"] for each in made["artifacts"])}:
+                if (data := await self._api.content(session.agent, path)) is not None:
+                    session.files[path] = data
+        except (AgentsApiError, FolderTooLarge) as error:
+            raise acp.RequestError.internal_error({"details": str(error)}) from None
+        self._sessions[id] = session
+        return session
 
     async def prompt(self, session_id: str, prompt: Sequence[Any], **kwargs: Any) -> acp.PromptResponse:
         """Run the prompt to its end and send updates meanwhile."""
@@ -97,7 +139,7 @@ class Adapter:
             raise acp.RequestError.invalid_params({"sessionId": "there is no such session"})
         session.cancelled = False
         try:
-            await self._begin(session, _text(prompt))
+            await self._begin(session_id, session, _text(prompt))
             result = await self._follow(session_id, session)
             if result.get("status") == "FINISHED":
                 await self._offer(session_id, session, result)
@@ -129,13 +171,13 @@ class Adapter:
             if (await self._api.call("GET", f"/v1/agents/{session.agent}/runs/{session.run}"))["status"] == "RUNNING":
                 raise  # in any other state the run ended before the cancellation reached it
 
-    async def _begin(self, session: Session, text: str) -> None:
+    async def _begin(self, id: str, session: Session, text: str) -> None:
         if session.agent:
             run = await self._api.call("POST", f"/v1/agents/{session.agent}/runs", {"prompt": text})
         else:
             session.files = await read_folder(session.folder)
             workspace = {"tar": base64.b64encode(tar_of(session.files)).decode()} if session.files else {}
-            made = await self._api.call("POST", "/v1/agents", {"prompt": text, "workspace": workspace})
+            made = await self._api.call("POST", "/v1/agents", {"prompt": text, "workspace": workspace}, once=id)
             session.agent, run = made["agent"]["id"], made["run"]
         session.run = run["id"]
         if session.cancelled:  # `cancel` was called before the run had an id
@@ -230,6 +272,13 @@ class Adapter:
                 await self._say(id, f"The gateway did not accept the rating: {error}\n")
         status: Any = "completed" if accepted else "failed"
         await self._editor.session_update(session_id=id, update=acp.update_tool_call(call_id, status=status))
+
+
+def _folder(cwd: str) -> Path:
+    folder = Path(cwd)
+    if not folder.is_absolute() or not folder.is_dir():
+        raise acp.RequestError.invalid_params({"cwd": f"expected the absolute path of a folder, got {cwd!r}"})
+    return folder
 
 
 def _text(blocks: Sequence[Any]) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -16,7 +17,11 @@ RECONNECTS = 30
 
 
 class AgentsApiError(HeadraceError):
-    """The gateway refused a request, or cannot be reached."""
+    """The gateway refused a request, or cannot be reached; then `status` is 0."""
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class RunEvent(NamedTuple):
@@ -47,30 +52,34 @@ class AgentsApi:
         assert self._http is not None, "use it as a context manager"
         return self._http
 
-    async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request and return the JSON of its answer. AgentsApiError for a refusal or an unreachable gateway."""
+    @asynccontextmanager
+    async def _answer(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to a request. AgentsApiError for a refusal or an unreachable gateway."""
         try:
-            async with self._open.request(method, self._url + path, json=body) as answer:
-                text = await answer.text()
+            async with self._open.request(method, self._url + path, **options) as answer:
                 if answer.status >= 300:
-                    raise AgentsApiError(f"{method} {path}: {answer.status}: {_message(text)}")
-                content: dict[str, Any] = json.loads(text)
-                return content
+                    text = f"{method} {path}: {answer.status}: {_message(await answer.text())}"
+                    raise AgentsApiError(text, answer.status)
+                yield answer
         except (aiohttp.ClientError, OSError) as error:
             raise AgentsApiError(f"{self._url} cannot be reached: {error}") from None
 
+    async def call(self, method: str, path: str, body: dict[str, Any] | None = None, once: str = "") -> dict[str, Any]:
+        """Send a request and return the JSON of its answer. once: the Idempotency-Key. AgentsApiError."""
+        headers = {"Idempotency-Key": once} if once else {}
+        async with self._answer(method, path, json=body, headers=headers) as answer:
+            content: dict[str, Any] = await answer.json()
+            return content
+
     async def content(self, agent: str, path: str) -> bytes | None:
         """The content of a file in an agent's workspace; None if there is no such file. AgentsApiError."""
-        url = f"{self._url}/v1/agents/{agent}/artifacts/{quote(path)}"
         try:
-            async with self._open.get(url) as answer:
-                if answer.status == 404:
-                    return None
-                if answer.status >= 300:
-                    raise AgentsApiError(f"GET {path}: {answer.status}: {_message(await answer.text())}")
+            async with self._answer("GET", f"/v1/agents/{agent}/artifacts/{quote(path)}") as answer:
                 return await answer.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise AgentsApiError(f"{self._url} cannot be reached: {error}") from None
+        except AgentsApiError as error:
+            if error.status == 404:
+                return None
+            raise
 
     async def events(self, agent: str, run: str) -> AsyncIterator[RunEvent]:
         """The events of a run up to its end, each once. After a lost connection the stream resumes after the last

@@ -35,16 +35,9 @@ class FileDiff(NamedTuple):
 
     def view(self) -> dict[str, Any]:
         """The diff as a JSON object."""
-        cut = len(self.diff) > DIFF_CHARS
-        return {
-            "path": self.path,
-            "status": self.status,
-            "hunks": len(self.hunks),
-            "linesAdded": self.added,
-            "linesRemoved": self.removed,
-            "binary": self.binary,
-            "diff": self.diff[:DIFF_CHARS],
-        } | ({"diffCut": True} if cut else {})
+        view = {"path": self.path, "status": self.status, "hunks": len(self.hunks), "binary": self.binary}
+        view |= {"linesAdded": self.added, "linesRemoved": self.removed, "diff": self.diff[:DIFF_CHARS]}
+        return view | ({"diffCut": True} if len(self.diff) > DIFF_CHARS else {})
 
 
 def changed_paths(base: Files, files: Files) -> list[str]:

@@ -1,8 +1,7 @@
 """HTTP endpoints of the agents API, version 1.
 
     POST /v1/agents                          {prompt, workspace?, webhook?, user?} -> 201 {agent, run}
-    POST /v1/agents                          {prompt, n, setup?, check?, ...} -> 201 {set, agents} (set_endpoints.py)
-    GET  /v1/agents?limit=&cursor=           the tenant's agents, newest first
+    GET  /v1/agents?limit=&cursor=           the tenant's agents, newest first; ?idempotencyKey= the one created with it
     GET  /v1/agents/ID                       one agent with its runs
     POST /v1/agents/ID/runs                  {prompt} -> 201; 409 while a run is under way
     GET  /v1/agents/ID/runs/RID              one run
@@ -16,11 +15,21 @@
     GET  /v1/agents/ID/artifacts             paths that the agent's runs changed
     GET  /v1/agents/ID/artifacts/PATH        the content of one
 
+    POST /v1/agents {prompt, n, setup?, check?, workspace?}  -> 201 {set, forked, agents: [{agent, run}]}
+    GET  /v1/agent-sets/ID                    the agents and their runs
+    GET  /v1/agent-sets/ID/comparison         diffs, hunks, check and overlap
+    POST /v1/agent-sets/ID/merge              {agent, onto? | onto_agent?} -> {files, binaryFiles, deleted, conflicts}
+
+`onto` is the present codebase, in the same forms as `workspace`; without it the agent's changes are merged into the
+set's base. A merge changes nothing at the gateway: the answer contains the files that differ from `onto`.
+
 A client can repeat a POST that creates an agent, a set or a run: a POST with the same `Idempotency-Key` returns the
 first one's agent, set or run. Errors are {error: {code, message}}.
 """
 
+import base64
 import logging
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -28,9 +37,10 @@ from aiohttp import web
 
 from headrace.bus.errors import BusError
 from headrace.gateway.agents.events import Events
-from headrace.gateway.agents.requests import AgentRefused, LaterFiles, NewAgent, NewRun
+from headrace.gateway.agents.merging import Merged
+from headrace.gateway.agents.requests import AgentRefused, LaterFiles, Merge, NewAgent, NewRun
 from headrace.gateway.agents.sets import AgentSets
-from headrace.gateway.agents.store import Agents, GatewayParts
+from headrace.gateway.agents.store import Agents, GatewayParts, idempotent_id
 from headrace.gateway.agents.views import agent_view, run_view
 from headrace.gateway.agents.webhooks import allowed
 from headrace.gateway.agents.workspace import files_of
@@ -40,7 +50,7 @@ from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.persistence import kept_lines
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.tenants.admission import keyed
-from headrace.messages.product import Agent, AgentRun, ApiKey, Feedback, Moment, Signal
+from headrace.messages.product import Agent, AgentRun, AgentSet, ApiKey, Feedback, Signal
 from headrace.messages.rollout import Trajectory, TurnSampled
 
 MOST = 100
@@ -51,22 +61,16 @@ class AgentEndpoints:
     """Routes of the agents API."""
 
     def __init__(
-        self,
-        parts: GatewayParts,
-        agents: Agents,
-        sets: AgentSets,
-        events: Events,
-        ratings: Ratings,
-        follow_ups: FollowUps,
+        self, parts: GatewayParts, agents: Agents, sets: AgentSets, ratings: Ratings, follow_ups: FollowUps
     ) -> None:
-        self._agents, self._sets, self._events = agents, sets, events
+        self._agents, self._sets, self._events = agents, sets, Events(parts.bus, agents, parts.sessions)
         self._bus, self._run, self._production = parts.bus, parts.run, parts.config.production
         self._ratings, self._follow_ups = ratings, follow_ups
         agents.rate_cancelled = self._rate_cancelled
 
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
-        agent, run = "/v1/agents/{agent}", "/v1/agents/{agent}/runs/{run}"
+        agent, run, made = "/v1/agents/{agent}", "/v1/agents/{agent}/runs/{run}", "/v1/agent-sets/{set}"
         return [
             web.post("/v1/agents", keyed(self._create)),
             web.get("/v1/agents", keyed(self._list)),
@@ -82,6 +86,9 @@ class AgentEndpoints:
             web.get(f"{agent}/usage", keyed(self._usage)),
             web.get(f"{agent}/artifacts", keyed(self._artifacts)),
             web.get(f"{agent}/artifacts/{{path:.+}}", keyed(self._artifact)),
+            web.get(made, keyed(self._read_set)),
+            web.get(f"{made}/comparison", keyed(self._compare)),
+            web.post(f"{made}/merge", keyed(self._merge)),
         ]
 
     def _found(self, request: web.Request, key: ApiKey) -> tuple[Agent, AgentRun]:
@@ -107,6 +114,8 @@ class AgentEndpoints:
         if not limit.isascii() or not limit.isdigit() or len(limit) > 4 or not 1 <= int(limit) <= MOST:
             raise AgentRefused(400, "invalid_request", f"limit: expected 1 to {MOST}, got {limit[:20]!a}")
         agents, cursor = self._agents.of(key), request.query.get("cursor", "")
+        if once := request.query.get("idempotencyKey"):
+            agents = [agent for agent in agents if agent.id == idempotent_id(key.tenant, once)]
         if cursor:
             place = next((at for at, agent in enumerate(agents) if agent.id == cursor), None)
             if place is None:
@@ -161,7 +170,7 @@ class AgentEndpoints:
         remaining, added = kept_lines(run.added, later.files.values()), len(run.added)
         thumb: Thumb = "up" if 2 * remaining >= added else "down"
         comment = f"{remaining} of {added} lines"
-        outcome = await self._publish(agent, key.training, trajectory, thumb, "persistence", comment, later.at)
+        outcome = await self._publish(agent, key.training, trajectory, thumb, "persistence", comment, at=later.at)
         counted = outcome | {"id": run.id, "at": later.at, "added": added, "kept": remaining, "thumb": thumb}
         return web.json_response(counted, status=202)
 
@@ -195,9 +204,9 @@ class AgentEndpoints:
         thumb: Thumb,
         signal: Signal,
         comment: str,
-        at: Moment = "",
-        reward: float | None = None,
+        **more: Any,
     ) -> dict[str, str]:
+        """more: `at` and `reward` of the Feedback."""
         feedback = Feedback(
             tenant=agent.tenant,
             user=agent.user,
@@ -205,11 +214,10 @@ class AgentEndpoints:
             trajectory=trajectory.id,
             thumb=thumb,
             signal=signal,
-            final=signal not in ("followup", "cancel") and at != "10m",
-            at=at,
-            reward=reward,
+            final=signal not in ("followup", "cancel") and more.get("at") != "10m",
             training_allowed=agent.training_allowed and training,
             comment=comment,
+            **more,
         )
         return await self._ratings.publish(feedback)
 
@@ -219,18 +227,16 @@ class AgentEndpoints:
 
     async def _usage(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent = self._agents.owned(request.match_info["agent"], key)
-        runs: list[dict[str, Any]] = []
+        runs = []
         for run in agent.runs:
-            used = {"id": run.id, "turns": 0, "inputTokens": 0, "outputTokens": 0}
+            used = Counter(turns=0, inputTokens=0, outputTokens=0)
             async for received in self._bus.history("HR_TURN", *self._agents.filters(agent, run)):
                 if isinstance(received.message, TurnSampled):
                     turn = received.message.turn
-                    used["turns"] += 1  # type: ignore[operator]
-                    used["inputTokens"] += len(turn.prompt_ids)  # type: ignore[operator]
-                    used["outputTokens"] += len(turn.ids)  # type: ignore[operator]
-            runs.append(used)
-        total = {name: sum(used[name] for used in runs) for name in ("turns", "inputTokens", "outputTokens")}
-        return web.json_response({"total": total, "runs": runs})
+                    used.update(turns=1, inputTokens=len(turn.prompt_ids), outputTokens=len(turn.ids))
+            runs.append((run.id, used))
+        total = {name: sum(used[name] for _, used in runs) for name in ("turns", "inputTokens", "outputTokens")}
+        return web.json_response({"total": total, "runs": [{"id": id} | used for id, used in runs]})
 
     async def _artifacts(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent = self._agents.owned(request.match_info["agent"], key)
@@ -246,3 +252,46 @@ class AgentEndpoints:
             raise AgentRefused(404, "not_found", "the workspace has no such file")
         headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
         return web.Response(body=agent.files[path], content_type="application/octet-stream", headers=headers)
+
+    async def _read_set(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        return web.json_response(self._sets.view(self._sets.owned(request.match_info["set"], key)))
+
+    async def _compare(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        return web.json_response(await self._sets.compare(self._sets.owned(request.match_info["set"], key)))
+
+    async def _merge(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        made, asked = self._sets.owned(request.match_info["set"], key), await read_json(request, Merge)
+        if asked.onto is not None and asked.onto_agent:
+            raise AgentRefused(400, "invalid_request", "expected one of onto and onto_agent, got both")
+        codebase: dict[str, bytes] | None = None
+        if asked.onto is not None:
+            codebase = await files_of(asked.onto, self._production.git_hosts)
+        elif asked.onto_agent:
+            codebase = self._member(made, asked.onto_agent).files
+        return web.json_response(_merged(await self._sets.merge(made, self._member(made, asked.agent), codebase)))
+
+    def _member(self, made: AgentSet, id: str) -> Agent:
+        """An agent of the set that has finished. AgentRefused with 404 or 409."""
+        agent = next((agent for agent in self._sets.members(made) if agent.id == id), None)
+        if agent is None:
+            raise AgentRefused(404, "not_found", "this set has no such agent")
+        if agent.runs[-1].state == "RUNNING":
+            raise AgentRefused(409, "agent_busy", f"run {agent.runs[-1].id} is under way: wait for it, or cancel it")
+        return agent
+
+
+def _merged(merged: Merged) -> dict[str, Any]:
+    texts: dict[str, str] = {}
+    binary: dict[str, str] = {}
+    for path, data in merged.changed.items():
+        try:
+            texts[path] = data.decode()
+        except UnicodeDecodeError:
+            binary[path] = base64.b64encode(data).decode()
+    return {
+        "clean": not merged.conflicts,
+        "files": texts,
+        "binaryFiles": binary,
+        "deleted": list(merged.deleted),
+        "conflicts": list(merged.conflicts),
+    }

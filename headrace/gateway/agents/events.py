@@ -6,9 +6,8 @@ id is the last record's id followed by ``-end``. The gateway stores nothing for 
 """
 
 import asyncio
-import json
 import re
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -17,7 +16,8 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.gateway.agents.requests import AgentRefused
 from headrace.gateway.agents.store import Agents, Sessions
-from headrace.gateway.http import send
+from headrace.gateway.dialects.base import event
+from headrace.gateway.http import STREAM, send
 from headrace.messages.product import Agent, AgentRun, ApiKey
 from headrace.messages.rollout import TurnDone, TurnSampled
 
@@ -36,50 +36,38 @@ class Events:
         when the broker is lost during the answer."""
         filters = self._agents.filters(agent, run)
         after, ended = await self._after(request.headers.get("Last-Event-ID", ""), filters, run)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(headers=STREAM)
         await response.prepare(request)
         try:
-            await self._write(response, agent, run, key, filters, after, ended)
+            await send(response, event({"agent": agent.id, "run": run.id, "status": run.state}, "status"))
+            session = self._sessions.get(self._agents.group(agent, run))
+            while True:
+                over = session is None or session.over  # read before the records: they are complete once a run is over
+                changed = session.changed if session is not None else None
+                async for received in self._bus.history("HR_TURN", *filters, start=after + 1):
+                    after = received.seq
+                    if isinstance(received.message, TurnSampled | TurnDone):
+                        await send(response, turn_event(received.message, received.seq))
+                if over or changed is None:
+                    break
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await changed.wait()
+                except TimeoutError:
+                    await send(response, b": heartbeat\n\n")
+            try:
+                run = await self._end(agent.id, run.id, key)
+            except AgentRefused:
+                run = msgspec.structs.replace(run, state="ERROR", detail="purged")
+            if not ended:
+                result = {"status": run.state, "detail": run.detail, "changed": run.changed, "restored": run.restored}
+                await send(response, event(result, "result", f"{after}-end"))
+            await send(response, event({}, "done"))
         except BusError as error:
             # The answer has begun. The client sees a closed connection and asks again with its last id.
             raise ConnectionResetError(f"the message bus is unavailable: {error}") from error
         await response.write_eof()
         return response
-
-    async def _write(
-        self,
-        response: web.StreamResponse,
-        agent: Agent,
-        run: AgentRun,
-        key: ApiKey,
-        filters: list[str],
-        after: int,
-        ended: bool,
-    ) -> None:
-        await send(response, event("status", {"agent": agent.id, "run": run.id, "status": run.state}))
-        session = self._sessions.get(self._agents.group(agent, run))
-        while True:
-            over = session is None or session.over  # read before the records: they are complete once a run is over
-            changed = session.changed if session is not None else None
-            async for received in self._bus.history("HR_TURN", *filters, start=after + 1):
-                after = received.seq
-                if isinstance(received.message, TurnSampled | TurnDone):
-                    await send(response, turn_event(received.message, received.seq))
-            if over or changed is None:
-                break
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await changed.wait()
-            except TimeoutError:
-                await send(response, b": heartbeat\n\n")
-        try:
-            run = await self._end(agent.id, run.id, key)
-        except AgentRefused:
-            run = msgspec.structs.replace(run, state="ERROR", detail="purged")
-        if not ended:
-            result = {"status": run.state, "detail": run.detail, "changed": run.changed, "restored": run.restored}
-            await send(response, event("result", result, f"{after}-end"))
-        await send(response, event("done", {}))
 
     async def _after(self, last: str, filters: list[str], run: AgentRun) -> tuple[int, bool]:
         """The sequence of the last event that the client received, and whether it received the result."""
@@ -106,12 +94,6 @@ class Events:
             await asyncio.sleep(0.02)
 
 
-def event(name: Literal["status", "turn", "results", "result", "done"], data: dict[str, Any], id: str = "") -> bytes:
-    """One server-sent event."""
-    head = f"id: {id}\n" if id else ""
-    return f"{head}event: {name}\ndata: {json.dumps(data)}\n\n".encode()
-
-
 def turn_event(record: TurnSampled | TurnDone, seq: int) -> bytes:
     """The event of a record: the calls of a turn with their arguments, or the results of the calls."""
     attempt = int(record.trajectory.rpartition("-")[2])
@@ -121,9 +103,9 @@ def turn_event(record: TurnSampled | TurnDone, seq: int) -> bytes:
             for call in record.turn.calls
         ]
         data: dict[str, Any] = {"turn": record.turn.index, "attempt": attempt, "toolCalls": calls}
-        return event("turn", data, str(seq))
+        return event(data, "turn", str(seq))
     results = [
         {"callId": result.call_id, "ok": result.ok, "result": result.output, "status": "completed"}
         for result in record.results
     ]
-    return event("results", {"turn": record.index, "attempt": attempt, "toolCalls": results}, str(seq))
+    return event({"turn": record.index, "attempt": attempt, "toolCalls": results}, "results", str(seq))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.gateway.agents.comparing import Files
+from headrace.gateway.agents.comparing import Files, changed_paths
 from headrace.gateway.agents.git_files import run_git, write_files
 
 LEAST_MARKER = 7
@@ -38,7 +38,7 @@ def _merge(base: Files, codebase: Files, agent: Files, name: str) -> Merged:
     merged: dict[str, bytes] = {}
     deleted: list[str] = []
     conflicts: list[dict[str, Any]] = []
-    for path in sorted(path for path in base.keys() | agent.keys() if base.get(path) != agent.get(path)):
+    for path in changed_paths(base, agent):
         before, ours, theirs = base.get(path), codebase.get(path), agent.get(path)
         if ours == theirs:
             continue  # both made the same change

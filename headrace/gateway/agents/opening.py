@@ -3,8 +3,6 @@
 from aiohttp import web
 
 from headrace.gateway.agents.endpoints import AgentEndpoints
-from headrace.gateway.agents.events import Events
-from headrace.gateway.agents.set_endpoints import SetEndpoints
 from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.store import Agents, GatewayParts
 from headrace.gateway.signals.follow_ups import FollowUps
@@ -19,6 +17,4 @@ async def open_agents(
     sets = AgentSets(parts, agents)
     await sets.start()
     await agents.start()
-    events = Events(parts.bus, agents, parts.sessions)
-    endpoints = AgentEndpoints(parts, agents, sets, events, ratings, follow_ups)
-    return sets, [*endpoints.routes(), *SetEndpoints(sets, parts.config.production).routes()]
+    return sets, AgentEndpoints(parts, agents, sets, ratings, follow_ups).routes()

@@ -19,6 +19,7 @@ from headrace.gateway.agents.requests import AgentRefused, NewAgent
 from headrace.gateway.agents.store import IDLE_S, KEPT_BYTES, Agents, GatewayParts, Member, idempotent_id
 from headrace.gateway.agents.views import agent_view, check_view, run_view
 from headrace.messages import subjects
+from headrace.messages.base import Message
 from headrace.messages.product import Agent, AgentSet, ApiKey, AttemptControl, WorkspaceCommand, WorkspaceReport
 
 COMMAND_S = 120.0
@@ -44,6 +45,16 @@ class AgentSets:
         for value, _ in (await self._kept.items(f"{self._run}.session.set.*.*")).values():
             if isinstance(value, AgentSet):
                 self._sets[value.id] = value
+
+    def apply(self, key: str, entry: Message | None, revision: int) -> None:
+        """Take up an agent or a set as a gateway stored it, or its end."""
+        kind, _, id = key.split(".")[-3:]
+        if kind == "agent" and (entry is None or isinstance(entry, Agent)):
+            self._agents.apply(id, entry, revision)
+        elif kind == "set" and entry is None:
+            self._sets.pop(id, None)
+        elif kind == "set" and isinstance(entry, AgentSet):
+            self._sets.setdefault(id, entry)
 
     def owned(self, id: str, key: ApiKey) -> AgentSet:
         """A set of the key's tenant. AgentRefused with 404."""
@@ -135,7 +146,7 @@ class AgentSets:
         """Remove the agents and sets of a user whose data is purged, and their sandboxes."""
         await self._agents.forget(user)
         for made in [made for made in self._sets.values() if made.user == user]:
-            del self._sets[made.id]
+            self._sets.pop(made.id, None)
             await self._kept.delete(f"{self._run}.session.set.{made.user}.{made.id}")
 
     # Results

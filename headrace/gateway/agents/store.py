@@ -88,6 +88,7 @@ class Agents:
         self._sessions, self._open, self._spawn = parts.sessions, parts.open, parts.spawn
         self._webhooks = Webhooks(parts.event, parts.config.production.webhook_hosts)
         self._agents: dict[str, Agent] = {}
+        self._revisions: dict[str, int] = {}
         self._creating: set[str] = set()
         self._cancelling: set[str] = set()
         self.check: Callable[[Agent], Awaitable[tuple[int | None, str]]] | None = None
@@ -98,11 +99,18 @@ class Agents:
     async def start(self) -> None:
         """Load the agents that an earlier gateway stored, and wait for the ends of their runs."""
         self._kept = await self._bus.kv("HR_SESSION")
-        for value, _ in (await self._kept.items(f"{self._run}.session.agent.*.*")).values():
+        for value, revision in (await self._kept.items(f"{self._run}.session.agent.*.*")).values():
             if isinstance(value, Agent) and value.runs:
-                self._agents[value.id] = value
+                self.apply(value.id, value, revision)
                 if value.runs[-1].state == "RUNNING":
                     self._spawn(self._store_end(value.id, value.runs[-1]), f"agent {value.id}")
+
+    def apply(self, id: str, agent: Agent | None, revision: int) -> None:
+        """Take up an agent as a gateway stored it, or its end."""
+        if agent is None:
+            self._agents.pop(id, None)
+        elif revision > self._revisions.get(id, 0):
+            self._revisions[id], self._agents[id] = revision, agent
 
     # Queries
 
@@ -231,7 +239,7 @@ class Agents:
     async def forget(self, user: str) -> None:
         """Remove the agents of a user whose data is purged, and their sandboxes."""
         for agent in [agent for agent in self._agents.values() if agent.user == user]:
-            del self._agents[agent.id]
+            self._agents.pop(agent.id, None)
             await self._kept.delete(self._key(agent))
             for run in agent.runs:
                 await self.control(AttemptControl(run=self._run, group=self.group(agent, run)))
@@ -247,7 +255,8 @@ class Agents:
 
     async def _keep(self, agent: Agent) -> None:
         small = sum(map(len, agent.files.values())) <= KEPT_BYTES
-        await self._kept.put(self._key(agent), agent if small else msgspec.structs.replace(agent, files={}))
+        stored = agent if small else msgspec.structs.replace(agent, files={})
+        self._revisions[agent.id] = await self._kept.put(self._key(agent), stored)
         self._agents[agent.id] = agent
 
     # Ends

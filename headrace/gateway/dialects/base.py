@@ -1,7 +1,7 @@
 """The protocol of a dialect: it reads a request, writes a reply or its stream, and shapes its own errors."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -32,20 +32,17 @@ class Dialect(Protocol):
     def request(self, body: Body) -> ModelRequest:
         """Read a request by the table of its keys (`keys`). Unusable for a value that headrace does not support."""
 
-    def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
-        """The whole reply as a JSON object."""
+    def reply(self, replies: Sequence[ModelReply], request: ModelRequest) -> dict[str, Any]:
+        """The whole reply as a JSON object. replies: one for each of `ModelRequest.samples`."""
 
     def writer(self, request: ModelRequest, head: Head) -> Writer:
         """Makes the server-sent events of a streamed reply."""
 
-    def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
-        """An error as the dialect's clients expect it."""
 
-
-def event(data: Mapping[str, Any], name: str = "") -> bytes:
+def event(data: Mapping[str, Any], name: str = "", id: str = "") -> bytes:
     """One server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(data, separators=(',', ':'), ensure_ascii=False)}\n\n".encode()
+    head = f"id: {id}\n" * bool(id) + f"event: {name}\n" * bool(name)
+    return f"{head}data: {json.dumps(data, separators=(',', ':'), ensure_ascii=False)}\n\n".encode(errors="replace")
 
 
 ATTACHMENTS = {
@@ -150,12 +147,12 @@ def flag(value: object, field: str, default: bool = False) -> bool:
     return value
 
 
-def whole_number(value: object, field: str) -> int | None:
-    """An integer of at least 1; None if the key is absent or null."""
+def whole_number(value: object, field: str, most: int = 1 << 53) -> int | None:
+    """An integer of 1 to `most`; None if the key is absent or null."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise Unusable(f"{field}: expected an integer >= 1, got {value!r}", field)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise Unusable(f"{field}: expected an integer of 1 to {most}, got {value!r:.80}", field)
     return value
 
 
@@ -168,13 +165,77 @@ def temperature(value: object) -> float:
     return float(value)
 
 
+_FORCING = {"any", "required", "tool", "function", "custom"}
+
+
 def offered(body: Body) -> list[dict[str, Any]]:
-    """The entries of `tools`; none if ``tool_choice`` is none. Unusable for a call that is to be forced."""
+    """The entries of `tools`; none if ``tool_choice`` is none."""
     choice = body.get("tool_choice")
-    choice = choice.get("type") if isinstance(choice, dict) else choice
-    if choice not in (None, "auto", "none"):
-        raise Unusable("tool_choice: expected 'auto' or 'none'; a call cannot be forced", "tool_choice")
-    return objects(body.get("tools"), "tools") if choice != "none" else []
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in (None, "auto", "none", *_FORCING):
+        raise Unusable(f"tool_choice: expected none, auto, any (required) or a tool, got {kind!r:.80}", "tool_choice")
+    return objects(body.get("tools"), "tools") if kind != "none" else []
+
+
+def forced(body: Body, names: Sequence[str], called: Callable[[str], str] = str) -> tuple[str, ...]:
+    """The tools of which one must be called; none if a call is not forced. names: of the tools that are offered.
+    called: the name of a tool as the policy reads it."""
+    choice = body.get("tool_choice")
+    one = choice.get("function", choice) if isinstance(choice, dict) else {}
+    if (choice if isinstance(choice, str) else choice and choice.get("type")) not in _FORCING:
+        return ()
+    if choice in ("any", "required") or one.get("type") in ("any", "required"):
+        wanted = tuple(names)
+    else:
+        wanted = tuple(name for name in (called(string(one.get("name"), "tool_choice.name")),) if name in names)
+    if not wanted:
+        raise Unusable(
+            f"tool_choice: expected a tool of `tools`, which has {', '.join(names) or 'none'}", "tool_choice"
+        )
+    return wanted
+
+
+def stops(value: object, field: str) -> tuple[str, ...]:
+    """Stop sequences: a string or a list of at most 16."""
+    given = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(given, list) or len(given) > 16 or not all(isinstance(stop, str) and stop for stop in given):
+        raise Unusable(f"{field}: expected a string that is not empty, or a list of at most 16", field)
+    return tuple(plain(stop, field) for stop in given)
+
+
+def answer_schema(value: object, field: str, tools: Sequence[ClientTool] = ()) -> str:
+    """The JSON Schema, as JSON, of an answer's format; empty for text."""
+    kind = value.get("type") if isinstance(value, dict) else value
+    if not isinstance(value, dict) or kind == "text":
+        if kind in (None, "text"):
+            return ""
+        raise Unusable(f"{field}: expected an object", field)
+    if kind not in ("json_object", "json_schema"):
+        raise Unusable(f"{field}.type: expected text, json_object or json_schema, got {kind!r:.80}", field)
+    if tools:
+        raise Unusable(f"{field}: an answer with a format calls no tool: send tool_choice none with it", field)
+    inner = value.get("json_schema", value)
+    given = inner.get("schema") if isinstance(inner, dict) else None
+    if kind == "json_schema" and not isinstance(given, dict):
+        raise Unusable(f"{field}: expected a JSON Schema object in the key schema", field)
+    return json.dumps(schema(given, field) if kind == "json_schema" else {"type": "object"}, ensure_ascii=False)
+
+
+def logprobs_of(reply: ModelReply) -> list[dict[str, Any]]:
+    """The log-probabilities of the text, as OpenAI's dialects have them."""
+    return [
+        {"token": each.text, "logprob": each.logprob, "bytes": [*each.text.encode()], "top_logprobs": []}
+        for each in reply.logprobs
+    ]
+
+
+_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+
+
+def openai_error(status: int, text: str, field: str = "") -> dict[str, Any]:
+    """An error as clients of OpenAI's dialects expect it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": text, "type": kind, "param": field or None, "code": _CODES.get(status)}}
 
 
 def tool_of(tool: Body, key: str, field: str) -> ClientTool:

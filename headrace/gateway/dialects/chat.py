@@ -4,32 +4,19 @@ One message contains all tool calls of a turn, each with its index. A stream end
 asks for usage, a chunk without choices precedes it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
-from headrace.gateway.dialects.base import (
-    Body,
-    Unusable,
-    arguments,
-    end_user,
-    event,
-    flag,
-    no_attachment,
-    objects,
-    offered,
-    string,
-    temperature,
-    text_of,
-    tool_of,
-    whole_number,
-)
+from headrace.gateway.dialects import base
+from headrace.gateway.dialects.base import Body, Unusable, event
 from headrace.gateway.dialects.keys import CHAT, left_out
 from headrace.gateway.dialects.writer import Head, Writer
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool, ClientUsage
 
 _FINISH = {"stop": "stop", "calls": "tool_calls", "length": "length"}
 _KINDS = ("text", "refusal")
+MOST_SAMPLES = 8
 
 
 class ChatCompletions:
@@ -40,51 +27,59 @@ class ChatCompletions:
     def request(self, body: Body) -> ModelRequest:
         """See `Dialect.request`."""
         skipped = left_out(body, CHAT)
-        entries = objects(body.get("messages"), "messages")
+        entries = base.objects(body.get("messages"), "messages")
         if not entries:
             raise Unusable("messages: expected at least one message", "messages")
-        no_attachment(entries[-1].get("content") if entries[-1].get("role") == "user" else None, "messages")
+        base.no_attachment(entries[-1].get("content") if entries[-1].get("role") == "user" else None, "messages")
         messages = tuple(_message(entry, index) for index, entry in enumerate(entries))
         longest = body.get("max_completion_tokens")
         options = body.get("stream_options")
+        tools = tuple(_tool(entry, f"tools[{index}]") for index, entry in enumerate(base.offered(body)))
+        stream = base.flag(body.get("stream"), "stream")
+        samples = base.whole_number(body.get("n"), "n", most=MOST_SAMPLES) or 1
+        if stream and samples > 1:
+            raise Unusable("n: expected 1 with stream; several choices come whole", "n")
         return ModelRequest(
-            model=string(body.get("model"), "model"),
+            model=base.string(body.get("model"), "model"),
             messages=messages,
-            tools=tuple(_tool(entry, f"tools[{index}]") for index, entry in enumerate(offered(body))),
-            parallel=flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
-            max_tokens=whole_number(body.get("max_tokens") if longest is None else longest, "max_tokens"),
-            temperature=temperature(body.get("temperature")),
-            stream=flag(body.get("stream"), "stream"),
+            tools=tools,
+            forced=base.forced(body, [tool.name for tool in tools]),
+            stops=base.stops(body.get("stop"), "stop"),
+            answer=base.answer_schema(body.get("response_format"), "response_format", tools),
+            logprobs=base.flag(body.get("logprobs"), "logprobs"),
+            samples=samples,
+            parallel=base.flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
+            max_tokens=base.whole_number(body.get("max_tokens") if longest is None else longest, "max_tokens"),
+            temperature=base.temperature(body.get("temperature")),
+            stream=stream,
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-            user=end_user(body),
+            user=base.end_user(body),
             left_out=skipped,
         )
 
-    def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
+    def reply(self, replies: Sequence[ModelReply], request: ModelRequest) -> dict[str, Any]:
         """See `Dialect.reply`."""
-        message: dict[str, Any] = {"role": "assistant", "content": reply.said or None, "refusal": None}
-        if reply.thinking:
-            message["reasoning_content"] = reply.thinking
-        if reply.calls:
-            message["tool_calls"] = [_call(call) for call in reply.calls]
-        choice = {"index": 0, "message": message, "finish_reason": _FINISH[reply.stop], "logprobs": None}
-        return _head(reply, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+        choices = []
+        for index, reply in enumerate(replies):
+            message: dict[str, Any] = {"role": "assistant", "content": reply.said or None, "refusal": None}
+            if reply.thinking:
+                message["reasoning_content"] = reply.thinking
+            if reply.calls:
+                message["tool_calls"] = [_call(call) for call in reply.calls]
+            choice = {"index": index, "message": message, "finish_reason": _FINISH[reply.stop]}
+            choices.append(choice | {"logprobs": _logprobs(reply, request)})
+        return _head(replies[0], "chat.completion") | {"choices": choices, "usage": _usage(replies)}
 
     def writer(self, request: ModelRequest, head: Head) -> Writer:
         """See `Dialect.writer`."""
         return _Writer(request, head)
 
-    def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
-        """See `Dialect.error`."""
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": text, "type": kind, "param": field or None, "code": _CODES.get(status)}}
-
 
 class _Writer(Writer):
     """Chunks with one delta each. Thinking is in `reasoning_content`, as DeepSeek, vLLM and SGLang have it."""
 
-    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> Iterator[bytes]:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None, logprobs: object = None) -> Iterator[bytes]:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
         yield event(self._head() | {"choices": [choice]} | ({"usage": None} if self.request.include_usage else {}))
 
     def _head(self) -> dict[str, Any]:
@@ -116,30 +111,31 @@ class _Writer(Writer):
 
     def finish(self, reply: ModelReply) -> Iterator[bytes]:
         """See `Writer.finish`."""
-        yield from self._chunk({}, _FINISH[reply.stop])
+        yield from self._chunk({}, _FINISH[reply.stop], _logprobs(reply, self.request))
         if self.request.include_usage:
-            yield event(self._head() | {"choices": [], "usage": _usage(reply)})
+            yield event(self._head() | {"choices": [], "usage": _usage([reply])})
         yield b"data: [DONE]\n\n"
 
     def fail(self, status: int, text: str) -> Iterator[bytes]:
         """See `Writer.fail`."""
-        yield event(ChatCompletions().error(status, text))
+        yield event(base.openai_error(status, text))
         yield b"data: [DONE]\n\n"
-
-
-_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
 
 def _head(reply: ModelReply | Head, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": reply.model}
 
 
-def _usage(reply: ModelReply) -> dict[str, Any]:
-    usage = reply.usage
+def _logprobs(reply: ModelReply, request: ModelRequest) -> dict[str, Any] | None:
+    return {"content": base.logprobs_of(reply), "refusal": None} if request.logprobs else None
+
+
+def _usage(replies: Sequence[ModelReply]) -> dict[str, Any]:
+    usage, sampled = replies[0].usage, sum(reply.usage.sampled for reply in replies)
     return {
         "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.sampled,
-        "total_tokens": usage.prompt + usage.sampled,
+        "completion_tokens": sampled,
+        "total_tokens": usage.prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
     }
 
@@ -152,30 +148,32 @@ def _tool(entry: dict[str, Any], field: str) -> ClientTool:
     tool = entry.get("function")
     if entry.get("type") != "function" or not isinstance(tool, dict):
         raise Unusable(f"{field}: expected a tool of type 'function'", "tools")
-    return tool_of(tool, "parameters", f"{field}.function")
+    return base.tool_of(tool, "parameters", f"{field}.function")
 
 
 def _message(entry: dict[str, Any], index: int) -> ClientMessage:
     field = f"messages[{index}]"
-    role, text = entry.get("role"), text_of(entry.get("content"), f"{field}.content", _KINDS)
+    role, text = entry.get("role"), base.text_of(entry.get("content"), f"{field}.content", _KINDS)
     if role in ("system", "developer"):
         return ClientMessage(role="system", text=text)
     if role == "user":
         return ClientMessage(role="user", text=text)
     if role == "tool":
-        return ClientMessage(role="tool", text=text, call_id=string(entry.get("tool_call_id"), f"{field}.tool_call_id"))
+        return ClientMessage(
+            role="tool", text=text, call_id=base.string(entry.get("tool_call_id"), f"{field}.tool_call_id")
+        )
     if role != "assistant":
         raise Unusable(f"{field}.role: expected system, developer, user, assistant or tool, got {role!r}", "messages")
     calls: list[ClientCall] = []
-    for number, call in enumerate(objects(entry.get("tool_calls"), f"{field}.tool_calls")):
+    for number, call in enumerate(base.objects(entry.get("tool_calls"), f"{field}.tool_calls")):
         function = call.get("function")
         if not isinstance(function, dict):
             raise Unusable(f"{field}.tool_calls[{number}].function: expected an object", "messages")
         calls.append(
             ClientCall(
-                id=string(call.get("id"), f"{field}.tool_calls[{number}].id"),
-                name=string(function.get("name"), f"{field}.tool_calls[{number}].function.name"),
-                arguments=arguments(function.get("arguments"), f"{field}.tool_calls[{number}].function.arguments"),
+                id=base.string(call.get("id"), f"{field}.tool_calls[{number}].id"),
+                name=base.string(function.get("name"), f"{field}.tool_calls[{number}].function.name"),
+                arguments=base.arguments(function.get("arguments"), f"{field}.tool_calls[{number}].function.arguments"),
             )
         )
     return ClientMessage(role="assistant", text=text, calls=tuple(calls))

@@ -6,7 +6,7 @@ An unknown key is left out as well. Nothing is left out in silence: the answer n
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from headrace.gateway.dialects.base import Body, Unusable
 
@@ -29,111 +29,78 @@ _SAMPLING = Key("left out", _OWN)
 _VENDOR = Key("left out", "it concerns the vendor's servers")
 _EFFORT = Key("left out", "the model decides how long it reasons")
 _HINT = Key("left out", "a hint about caches; the engine reuses every prefix that it holds")
-_NO_GRAMMAR = "expected text; answers in a given format are not supported"
-_NO_STOP = "expected no stop sequences; the model ends its own turn"
-_NO_LOGPROBS = "not supported; the session's record has the log-probabilities"
-_STORED = "nothing is stored under an id; send the whole history"
+_FORMAT = "text, json_object or json_schema, by the grammar of SGLang or vLLM; the embedded engine refuses a format"
+_FORCED = "none, auto, any (required) or a tool: the beginning of its call stands in the prompt"
+_STOP = "the text ends before the first one"
+_CONTAINER = "send the history as input, or previous_response_id"
+
+_OPENAI: Mapping[str, Key] = {
+    "tool_choice": Key("honoured", _FORCED),
+    "parallel_tool_calls": Key("honoured", "false: the answer has the first call alone"),
+    "metadata": Key("left out", "POST /v1/sessions takes metadata"),
+    "top_logprobs": Key("refused", "expected 0; engines keep the log-probability of the sampled token alone", (0,)),
+    "safety_identifier": Key("honoured", "where `user` is absent"),
+    **dict.fromkeys(("model", "temperature", "stream", "user"), HONOURED),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), _HINT),
+    "top_p": _SAMPLING,
+    **dict.fromkeys(("verbosity", "reasoning"), _EFFORT),
+    "service_tier": _VENDOR,
+}
+"""Keys of both of OpenAI's dialects."""
 
 CHAT: Mapping[str, Key] = {
-    "model": HONOURED,
-    "messages": HONOURED,
-    "tools": HONOURED,
-    "tool_choice": Key("honoured", "auto or none; a call cannot be forced"),
-    "parallel_tool_calls": Key("honoured", "false: the answer has the first call alone"),
-    "max_tokens": HONOURED,
-    "max_completion_tokens": HONOURED,
-    "temperature": HONOURED,
-    "stream": HONOURED,
+    **_OPENAI,
     "stream_options": Key("honoured", "include_usage"),
-    "user": HONOURED,
-    "metadata": Key("left out", "POST /v1/sessions takes metadata"),
-    "prompt_cache_key": _HINT,
-    "n": Key("refused", "expected 1; send another request for another sample", (1,)),
-    "stop": Key("refused", _NO_STOP),
-    "logprobs": Key("refused", _NO_LOGPROBS),
-    "top_logprobs": Key("refused", _NO_LOGPROBS, (0,)),
-    "response_format": Key("refused", _NO_GRAMMAR, ({"type": "text"},)),
+    "n": Key("honoured", "1 to 8 samples, branches of one tree; 1 with stream"),
+    "stop": Key("honoured", _STOP),
+    "logprobs": Key("honoured", "of the sampled tokens; in a stream they come with the last chunk"),
+    "response_format": Key("honoured", _FORMAT),
     "functions": Key("refused", "send tools instead"),
     "function_call": Key("refused", "send tool_choice instead", ("auto", "none")),
     "audio": Key("refused", "the model answers in text"),
     "modalities": Key("refused", "the model answers in text", (["text"],)),
     "web_search_options": Key("refused", "the gateway searches nothing; offer a tool that does"),
     "logit_bias": Key("refused", "the policy samples from its own distribution"),
-    "top_p": _SAMPLING,
-    "top_k": _SAMPLING,
-    "min_p": _SAMPLING,
-    "frequency_penalty": _SAMPLING,
-    "presence_penalty": _SAMPLING,
-    "repetition_penalty": _SAMPLING,
     "seed": Key("left out", "each turn draws its own seed, which its record has"),
     "prediction": Key("left out", "it changes the speed alone"),
-    "prompt_cache_retention": _HINT,
-    "reasoning_effort": _EFFORT,
-    "reasoning": _EFFORT,
-    "thinking": _EFFORT,
-    "verbosity": _EFFORT,
-    "safety_identifier": Key("honoured", "where `user` is absent"),
-    "service_tier": _VENDOR,
+    **dict.fromkeys(("messages", "tools", "max_tokens", "max_completion_tokens"), HONOURED),
+    **dict.fromkeys(("top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"), _SAMPLING),
+    **dict.fromkeys(("reasoning_effort", "thinking"), _EFFORT),
     "store": _VENDOR,
 }
 
 RESPONSES: Mapping[str, Key] = {
-    "model": HONOURED,
-    "input": HONOURED,
-    "instructions": HONOURED,
+    **_OPENAI,
     "tools": Key("honoured", "functions; tools that only the vendor's servers run are left out"),
-    "tool_choice": CHAT["tool_choice"],
-    "parallel_tool_calls": CHAT["parallel_tool_calls"],
-    "max_output_tokens": HONOURED,
-    "temperature": HONOURED,
-    "stream": HONOURED,
-    "user": HONOURED,
-    "metadata": CHAT["metadata"],
-    "prompt_cache_key": CHAT["prompt_cache_key"],
-    "text": Key("honoured", f"format: {_NO_GRAMMAR}"),
-    "previous_response_id": Key("refused", f"{_STORED} as input"),
-    "conversation": Key("refused", f"{_STORED} as input"),
-    "prompt": Key("refused", f"{_STORED} as input"),
+    "text": Key("honoured", f"format: {_FORMAT}"),
+    "previous_response_id": Key("honoured", "a response of this gateway, as long as its record is kept"),
+    "conversation": Key("refused", _CONTAINER),
+    "prompt": Key("refused", _CONTAINER),
     "background": Key("refused", "expected false; a response is made while the client waits"),
-    "top_logprobs": CHAT["top_logprobs"],
     "max_tool_calls": Key("refused", "the client runs its tools, and can stop by itself"),
-    "include": Key("left out", "encrypted reasoning and the vendor's own results do not exist here"),
+    "include": Key("honoured", "message.output_text.logprobs; the other values name what does not exist here"),
     "truncation": Key("left out", "a history that is too long is refused"),
-    "context_management": Key("left out", "the client compacts its own history"),
-    "top_p": _SAMPLING,
-    "reasoning": _EFFORT,
-    "verbosity": _EFFORT,
-    "stream_options": _VENDOR,
-    "client_metadata": _VENDOR,
-    "prompt_cache_retention": _HINT,
-    "safety_identifier": Key("honoured", "where `user` is absent"),
-    "service_tier": _VENDOR,
-    "store": Key("left out", f"{_STORED} each turn"),
+    "context_management": Key("left out", "POST /v1/responses/compact compacts a history"),
+    "store": Key("left out", "the record of a session has all of its turns"),
+    **dict.fromkeys(("input", "instructions", "max_output_tokens"), HONOURED),
+    **dict.fromkeys(("stream_options", "client_metadata"), _VENDOR),
 }
 
 MESSAGES: Mapping[str, Key] = {
-    "model": HONOURED,
-    "messages": HONOURED,
-    "system": HONOURED,
     "tools": Key("honoured", "custom tools; tools that only the vendor's servers run are left out"),
-    "tool_choice": Key("honoured", "auto or none; disable_parallel_tool_use: the answer has the first call alone"),
-    "max_tokens": HONOURED,
-    "temperature": HONOURED,
-    "stream": HONOURED,
+    "tool_choice": Key("honoured", f"{_FORCED}; disable_parallel_tool_use: the answer has the first call alone"),
     "metadata": Key("honoured", "user_id"),
-    "stop_sequences": Key("refused", _NO_STOP),
-    "output_format": Key("refused", _NO_GRAMMAR),
-    "output_config": Key("honoured", f"format: {_NO_GRAMMAR}; effort: {_EFFORT.why}"),
+    "stop_sequences": Key("honoured", _STOP),
+    "output_format": Key("honoured", _FORMAT),
+    "output_config": Key("honoured", f"format: {_FORMAT}; effort: {_EFFORT.why}"),
     "mcp_servers": Key("refused", "the gateway calls no server; offer the server's tools"),
     "container": Key("refused", "the gateway has no container of a client"),
-    "top_p": _SAMPLING,
-    "top_k": _SAMPLING,
-    "thinking": _EFFORT,
     "context_management": Key("left out", "the client compacts its own history"),
+    **dict.fromkeys(("model", "messages", "system", "max_tokens", "temperature", "stream"), HONOURED),
+    **dict.fromkeys(("top_p", "top_k"), _SAMPLING),
+    "thinking": _EFFORT,
     "cache_control": _HINT,
-    "inference_geo": _VENDOR,
-    "service_tier": _VENDOR,
-    "speed": _VENDOR,
+    **dict.fromkeys(("inference_geo", "service_tier", "speed"), _VENDOR),
 }
 
 TABLES = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
@@ -155,15 +122,6 @@ def left_out(body: Body, table: Mapping[str, Key]) -> tuple[str, ...]:
 def _same(value: object, other: object) -> bool:
     """Equality that tells 0 and 1 from false and true."""
     return type(value) is type(other) and value == other
-
-
-def no_format(value: Any, field: str) -> None:
-    """Check an object with the optional key `format`. Unusable for any format but text."""
-    if value is not None and not isinstance(value, dict):
-        raise Unusable(f"{field}: expected an object", field)
-    asked = (value or {}).get("format")
-    if asked is not None and asked != {"type": "text"}:
-        raise Unusable(f"{field}.format: {_NO_GRAMMAR}", field)
 
 
 def page() -> str:

@@ -6,28 +6,13 @@ each block; ``message_delta`` with the stop reason; and ``message_stop``.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
-from headrace.gateway.dialects.base import (
-    ATTACHMENTS,
-    Body,
-    Unusable,
-    event,
-    flag,
-    no_attachment,
-    objects,
-    offered,
-    placeholder,
-    plain,
-    string,
-    temperature,
-    text_of,
-    tool_of,
-    whole_number,
-)
-from headrace.gateway.dialects.keys import MESSAGES, left_out, no_format
+from headrace.gateway.dialects import base
+from headrace.gateway.dialects.base import Body, Unusable, event
+from headrace.gateway.dialects.keys import MESSAGES, left_out
 from headrace.gateway.dialects.writer import Head, Writer
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool, ClientUsage
 
@@ -51,48 +36,53 @@ class Messages:
     def request(self, body: Body) -> ModelRequest:
         """See `Dialect.request`."""
         skipped = left_out(body, MESSAGES)
-        no_format(body.get("output_config"), "output_config")
-        entries = objects(body.get("messages"), "messages")
+        config = body.get("output_config")
+        if config is not None and not isinstance(config, dict):
+            raise Unusable("output_config: expected an object", "output_config")
+        form = (config or {}).get("format") or body.get("output_format")
+        entries = base.objects(body.get("messages"), "messages")
         if entries:
-            no_attachment(entries[-1].get("content"), f"messages[{len(entries) - 1}]")
+            base.no_attachment(entries[-1].get("content"), f"messages[{len(entries) - 1}]")
         messages: list[ClientMessage] = []
-        if system := text_of(body.get("system"), "system"):
+        if system := base.text_of(body.get("system"), "system"):
             messages.append(ClientMessage(role="system", text=system))
         for index, entry in enumerate(entries):
             messages += _message(entry, f"messages[{index}]")
         if not any(said.role != "system" for said in messages):
             raise Unusable("messages: expected at least one message", "messages")
         metadata, choice = body.get("metadata"), body.get("tool_choice")
-        user = string(metadata.get("user_id") if isinstance(metadata, dict) else None, "metadata.user_id")
+        user = base.string(metadata.get("user_id") if isinstance(metadata, dict) else None, "metadata.user_id")
         alone = choice.get("disable_parallel_tool_use") if isinstance(choice, dict) else None
         tools, vendors = _tools(body)
         return ModelRequest(
-            model=string(body.get("model"), "model"),
+            model=base.string(body.get("model"), "model"),
             messages=tuple(messages),
             tools=tools,
-            parallel=not flag(alone, "tool_choice.disable_parallel_tool_use"),
-            max_tokens=whole_number(body.get("max_tokens"), "max_tokens"),
-            temperature=temperature(body.get("temperature")),
-            stream=flag(body.get("stream"), "stream"),
+            forced=base.forced(body, [tool.name for tool in tools]),
+            stops=base.stops(body.get("stop_sequences"), "stop_sequences"),
+            answer=base.answer_schema(form, "output_config.format", tools),
+            parallel=not base.flag(alone, "tool_choice.disable_parallel_tool_use"),
+            max_tokens=base.whole_number(body.get("max_tokens"), "max_tokens"),
+            temperature=base.temperature(body.get("temperature")),
+            stream=base.flag(body.get("stream"), "stream"),
             user=_person(user),
             left_out=(*skipped, *vendors),
         )
 
-    def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
+    def reply(self, replies: Sequence[ModelReply], request: ModelRequest) -> dict[str, Any]:
         """See `Dialect.reply`."""
-        return _head(reply) | {
-            "content": _blocks(reply),
-            "stop_reason": _STOP[reply.stop],
-            "usage": _prompt_usage(reply.usage) | {"output_tokens": reply.usage.sampled},
-        }
+        (reply,) = replies
+        usage = _prompt_usage(reply.usage) | {"output_tokens": reply.usage.sampled}
+        return _head(reply) | {"content": _blocks(reply), **_end(reply), "usage": usage}
 
     def writer(self, request: ModelRequest, head: Head) -> Writer:
         """See `Dialect.writer`."""
         return _Writer(request, head)
 
-    def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
-        """See `Dialect.error`."""
-        return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": text}}
+
+def anthropic_error(status: int, text: str) -> dict[str, Any]:
+    """An error as Anthropic's clients expect it."""
+    return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": text}}
 
 
 class _Writer(Writer):
@@ -157,14 +147,14 @@ class _Writer(Writer):
         yield from self._stop()
         yield self._say(
             "message_delta",
-            delta={"stop_reason": _STOP[reply.stop], "stop_sequence": None},
+            delta=_end(reply),
             usage=_prompt_usage(reply.usage) | {"output_tokens": reply.usage.sampled},
         )
         yield self._say("message_stop")
 
     def fail(self, status: int, text: str) -> Iterator[bytes]:
         """See `Writer.fail`."""
-        yield event(Messages().error(status, text), "error")
+        yield event(anthropic_error(status, text), "error")
 
 
 def _head(reply: ModelReply | Head) -> dict[str, Any]:
@@ -177,6 +167,11 @@ def _head(reply: ModelReply | Head) -> dict[str, Any]:
         "stop_reason": None,
         "stop_sequence": None,
     }
+
+
+def _end(reply: ModelReply) -> dict[str, Any]:
+    reason = "stop_sequence" if reply.stopped_by else _STOP[reply.stop]
+    return {"stop_reason": reason, "stop_sequence": reply.stopped_by or None}
 
 
 def _prompt_usage(usage: ClientUsage) -> dict[str, int]:
@@ -202,14 +197,9 @@ def _blocks(reply: ModelReply) -> list[dict[str, Any]]:
 
 def _tools(body: Body) -> tuple[tuple[ClientTool, ...], tuple[str, ...]]:
     """The tools that the client runs, and the names of those that only the vendor's servers run."""
-    tools: list[ClientTool] = []
-    vendors: list[str] = []
-    for index, entry in enumerate(offered(body)):
-        if entry.get("type") in (None, "custom"):
-            tools.append(tool_of(entry, "input_schema", f"tools[{index}]"))
-        else:
-            vendors.append(f"tools.{entry.get('type')}")
-    return tuple(tools), tuple(vendors)
+    entries = [(entry, entry.get("type"), f"tools[{index}]") for index, entry in enumerate(base.offered(body))]
+    tools = (base.tool_of(entry, "input_schema", place) for entry, kind, place in entries if kind in (None, "custom"))
+    return tuple(tools), tuple(f"tools.{kind}" for _, kind, _ in entries if kind not in (None, "custom"))
 
 
 def _person(user: str) -> str:
@@ -227,19 +217,21 @@ def _person(user: str) -> str:
 def _message(entry: dict[str, Any], field: str) -> list[ClientMessage]:
     role, content = entry.get("role"), entry.get("content")
     if role == "system":  # Claude Code's, since 2.1.154: what changed in the middle of a conversation
-        return [ClientMessage(role="system", text=text_of(content, f"{field}.content"))]
+        return [ClientMessage(role="system", text=base.text_of(content, f"{field}.content"))]
     if role not in ("user", "assistant"):
         raise Unusable(f"{field}.role: expected user, assistant or system, got {role!r}", "messages")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(content, f"{field}.content")
+    blocks = (
+        [{"type": "text", "text": content}] if isinstance(content, str) else base.objects(content, f"{field}.content")
+    )
     texts: list[str] = []
     calls: list[ClientCall] = []
     results: list[ClientMessage] = []
     for number, block in enumerate(blocks):
         kind, place = block.get("type"), f"{field}.content[{number}]"
         if kind == "text":
-            texts.append(text_of([block], place))
-        elif role == "user" and isinstance(kind, str) and kind in ATTACHMENTS:
-            texts.append(placeholder(kind))
+            texts.append(base.text_of([block], place))
+        elif role == "user" and isinstance(kind, str) and kind in base.ATTACHMENTS:
+            texts.append(base.placeholder(kind))
         elif kind in ("thinking", "redacted_thinking"):
             continue
         elif kind == "tool_use" and role == "assistant":
@@ -248,17 +240,17 @@ def _message(entry: dict[str, Any], field: str) -> list[ClientMessage]:
                 raise Unusable(f"{place}.input: expected an object", "messages")
             calls.append(
                 ClientCall(
-                    id=string(block.get("id"), f"{place}.id"),
-                    name=string(block.get("name"), f"{place}.name"),
-                    arguments=plain(json.dumps(given, ensure_ascii=False), f"{place}.input"),
+                    id=base.string(block.get("id"), f"{place}.id"),
+                    name=base.string(block.get("name"), f"{place}.name"),
+                    arguments=base.plain(json.dumps(given, ensure_ascii=False), f"{place}.input"),
                 )
             )
         elif kind == "tool_result" and role == "user":
             results.append(
                 ClientMessage(
                     role="tool",
-                    text=text_of(block.get("content"), f"{place}.content"),
-                    call_id=string(block.get("tool_use_id"), f"{place}.tool_use_id"),
+                    text=base.text_of(block.get("content"), f"{place}.content"),
+                    call_id=base.string(block.get("tool_use_id"), f"{place}.tool_use_id"),
                 )
             )
         else:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from headrace.gateway.conversation import Origin
-from headrace.gateway.dialects.base import Body, objects, offered, plain, string, tool_of
+from headrace.gateway.dialects import base
+from headrace.gateway.dialects.base import Body
 from headrace.messages.product import ClientCall, ClientTool
 
 INPUT = "input"
@@ -29,21 +30,28 @@ class Tools(NamedTuple):
 
     def call(self, item: Body, field: str, arguments: str) -> ClientCall:
         """A call of the history."""
-        name, namespace = string(item.get("name"), f"{field}.name"), string(item.get("namespace"), f"{field}.namespace")
+        name, namespace = (
+            base.string(item.get("name"), f"{field}.name"),
+            base.string(item.get("namespace"), f"{field}.namespace"),
+        )
+        id = base.string(item.get("call_id"), f"{field}.call_id")
+        return ClientCall(id=id, name=self.named(name, namespace), arguments=arguments)
+
+    def named(self, name: str, namespace: str = "") -> str:
+        """The name that the policy reads of a client's tool."""
         known = (read for read, origin in self.origins.items() if (origin.name, origin.namespace) == (name, namespace))
-        id = string(item.get("call_id"), f"{field}.call_id")
-        return ClientCall(id=id, name=next(known, name), arguments=arguments)
+        return next(known, name)
 
 
 def tools_of(body: Body, items: Sequence[dict[str, Any]]) -> Tools:
     """The tools of a request with these input items. Unusable."""
-    choice_allows = offered(body)
+    choice_allows = base.offered(body)
     found: list[tuple[Origin, ClientTool]] = []
     vendors: dict[str, None] = {}
     given = [(choice_allows, "tools")]
     for index, item in enumerate(items):
         if item.get("type") == "additional_tools" and body.get("tool_choice") != "none":
-            given.append((objects(item.get("tools"), f"input[{index}].tools"), f"input[{index}].tools"))
+            given.append((base.objects(item.get("tools"), f"input[{index}].tools"), f"input[{index}].tools"))
     for entries, field in given:
         for kind, origin, tool in _flat(entries, field):
             if tool is None:
@@ -68,12 +76,14 @@ def _flat(
     for index, entry in enumerate(entries):
         kind, place = str(entry.get("type")), f"{field}[{index}]"
         if kind == "namespace":
-            yield from _flat(objects(entry.get("tools"), f"{place}.tools"), place, string(entry.get("name"), place))
+            yield from _flat(
+                base.objects(entry.get("tools"), f"{place}.tools"), place, base.string(entry.get("name"), place)
+            )
         elif kind == "function":
-            tool = tool_of(entry, "parameters", place)
+            tool = base.tool_of(entry, "parameters", place)
             yield kind, Origin(tool.name, namespace), tool
         elif kind == "custom":
-            tool = tool_of({"name": entry.get("name"), "description": _described(entry)}, "", place)
+            tool = base.tool_of({"name": entry.get("name"), "description": _described(entry)}, "", place)
             schema: dict[str, object] = {
                 "type": "object",
                 "properties": {INPUT: {"type": "string"}},
@@ -90,7 +100,7 @@ def _flat(
 
 def _described(entry: dict[str, Any]) -> str:
     """A custom tool's description, and the grammar of its text."""
-    text = string(entry.get("description"), "tools.description")
+    text = base.string(entry.get("description"), "tools.description")
     form = entry.get("format")
     grammar = form.get("definition") if isinstance(form, dict) else None
     return f"{text}\n\nGrammar of {INPUT}:\n{grammar}".strip() if isinstance(grammar, str) else text
@@ -98,7 +108,7 @@ def _described(entry: dict[str, Any]) -> str:
 
 def custom_arguments(item: Body, field: str) -> str:
     """The arguments of a custom call of the history."""
-    return json.dumps({INPUT: string(item.get("input"), f"{field}.input")}, ensure_ascii=False)
+    return json.dumps({INPUT: base.string(item.get("input"), f"{field}.input")}, ensure_ascii=False)
 
 
 def call_item(call: ClientCall, origin: Origin, id: str) -> dict[str, Any]:
@@ -109,4 +119,4 @@ def call_item(call: ClientCall, origin: Origin, id: str) -> dict[str, Any]:
         return item | {"type": "function_call", "arguments": call.arguments}
     given = json.loads(call.arguments).get(INPUT, "")
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    return item | {"type": "custom_tool_call", "input": plain(text, INPUT)}
+    return item | {"type": "custom_tool_call", "input": base.plain(text, INPUT)}

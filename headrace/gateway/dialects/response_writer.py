@@ -6,10 +6,11 @@ of the JSON in which the policy writes it.
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.gateway.conversation import ModelReply, ModelRequest, Origin
+from headrace.gateway.dialects import base
 from headrace.gateway.dialects.base import event
 from headrace.gateway.dialects.response_tools import INPUT, call_item
 from headrace.gateway.dialects.writer import Head, Writer
@@ -43,20 +44,24 @@ def head_of(reply: ModelReply | Head, status: str, output: list[dict[str, Any]])
 def ended(reply: ModelReply, output: list[dict[str, Any]]) -> dict[str, Any]:
     """A response that has ended."""
     incomplete = {"reason": "max_output_tokens"} if reply.stop == "length" else None
-    usage = {
-        "input_tokens": reply.usage.prompt,
-        "input_tokens_details": {"cached_tokens": reply.usage.cached},
-        "output_tokens": reply.usage.sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": reply.usage.prompt + reply.usage.sampled,
-    }
     status = "incomplete" if incomplete else "completed"
-    return head_of(reply, status, output) | {"incomplete_details": incomplete, "usage": usage}
+    return head_of(reply, status, output) | {"incomplete_details": incomplete, "usage": usage_of(reply.usage)}
 
 
-def message_item(id: str, text: str) -> dict[str, Any]:
+def usage_of(usage: ClientUsage) -> dict[str, Any]:
+    """The tokens of a response."""
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.sampled,
+    }
+
+
+def message_item(id: str, text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     """The item of a text."""
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
     return {"id": id, "type": "message", "role": "assistant", "status": "completed", "content": [part]}
 
 
@@ -192,6 +197,9 @@ class ResponsesWriter(Writer):
         if not any(item["type"] != "reasoning" for item in self._output):
             yield from self._add("message", f"msg_{self.head.id}")
             yield from self._done()
+        for item in self._output:
+            if item["type"] == "message" and not item["id"].endswith("_after"):
+                item["content"][0]["logprobs"] = base.logprobs_of(reply)
         name = "response.incomplete" if reply.stop == "length" else "response.completed"
         yield self._say(name, response=ended(reply, self._output))
 

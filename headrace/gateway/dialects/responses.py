@@ -1,41 +1,48 @@
 """OpenAI responses: ``POST /v1/responses``, the only dialect of Codex.
 
-The dialect is stateless: the client sends its whole history as items each turn. Items that the policy cannot use
+A client sends its whole history as items each turn, or the new items behind `previous_response_id`, or names items by
+their ids: an id holds the place of the recorded turn, and its record has the rest. Items that the policy cannot use
 (reasoning of another model, calls of tools that only OpenAI's servers run) are left out. A stream numbers its events
 and has no ``[DONE]``.
+
+``POST /v1/responses/compact`` lets the policy sum a history up. The item `compaction` of its answer holds the summary,
+and stands for the history in later requests.
 """
 
+import base64
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
-from headrace.gateway.dialects.base import (
-    Body,
-    Unusable,
-    arguments,
-    end_user,
-    flag,
-    no_attachment,
-    objects,
-    string,
-    temperature,
-    text_of,
-    whole_number,
-)
-from headrace.gateway.dialects.keys import RESPONSES, left_out, no_format
+from headrace.gateway.dialects import base
+from headrace.gateway.dialects.base import Body, Unusable
+from headrace.gateway.dialects.keys import RESPONSES, left_out
 from headrace.gateway.dialects.response_tools import Tools, call_item, custom_arguments, tools_of
-from headrace.gateway.dialects.response_writer import ResponsesWriter, ended, message_item, named, thinking_item
+from headrace.gateway.dialects.response_writer import (
+    ResponsesWriter,
+    ended,
+    message_item,
+    named,
+    thinking_item,
+    usage_of,
+)
 from headrace.gateway.dialects.writer import Head, Writer
-from headrace.messages.product import ClientMessage
+from headrace.messages.product import ClientMessage, TurnPlace
 
 _KINDS = ("input_text", "output_text", "text")
 _SKIPPED = ("reasoning", "web_search_call", "image_generation_call", "additional_tools")
 """Items without a message: the model's own reasoning, results of the vendor's tools, and tools (`response_tools`)."""
-_ELSEWHERE = {
-    "item_reference": "nothing is stored under an id; send the item itself (in the AI SDK: store = false)",
-    "compaction": "another server compacted this history, and only it can read the result; send the history itself",
-}
+_ID = re.compile(r"([a-z]+)_([0-9a-f]{20})_([0-9a-f]{12}(?:-[0-9a-f]{8})?)_([0-9]{1,6})((?:_[a-z0-9]+)?)")
+"""The id of a response or of an item: kind, hash of the user, session, index of the turn, ending."""
+_SUMMARY = "headrace1."
+"""The beginning of a summary that a compaction item holds."""
+_SUM_UP = """\
+Write down everything that is needed to go on with this conversation from here: what was asked, what was done and \
+found, what is left to do. Call no tool."""
+_SUMMED_UP = "The conversation so far, summed up:\n"
 
 
 class Responses:
@@ -46,49 +53,105 @@ class Responses:
     def request(self, body: Body) -> ModelRequest:
         """See `Dialect.request`."""
         skipped = left_out(body, RESPONSES)
-        no_format(body.get("text"), "text")
+        text = body.get("text")
+        if text is not None and not isinstance(text, dict):
+            raise Unusable("text: expected an object", "text")
         given = body.get("input")
-        items = [] if isinstance(given, str) else objects(given, "input")
+        items = [] if isinstance(given, str) else base.objects(given, "input")
         tools = tools_of(body, items)
         messages: list[ClientMessage] = []
-        if instructions := string(body.get("instructions"), "instructions"):
+        if instructions := base.string(body.get("instructions"), "instructions"):
             messages.append(ClientMessage(role="system", text=instructions))
         if isinstance(given, str):
-            messages.append(ClientMessage(role="user", text=string(given, "input")))
+            messages.append(ClientMessage(role="user", text=base.string(given, "input")))
         if items and items[-1].get("role") == "user":
-            no_attachment(items[-1].get("content"), f"input[{len(items) - 1}]")
+            base.no_attachment(items[-1].get("content"), f"input[{len(items) - 1}]")
+        recalled: dict[int, tuple[TurnPlace, frozenset[str]]] = {}
         for index, item in enumerate(items):
-            _add(messages, item, f"input[{index}]", tools)
+            if item.get("type") == "item_reference":
+                _recall(messages, recalled, item.get("id"), f"input[{index}].id")
+            else:
+                _add(messages, item, f"input[{index}]", tools)
+        previous = base.string(body.get("previous_response_id"), "previous_response_id")
         if not any(said.role != "system" for said in messages):
             raise Unusable("input: expected a text or at least one message", "input")
         return ModelRequest(
-            model=string(body.get("model"), "model"),
+            model=base.string(body.get("model"), "model"),
             messages=tuple(messages),
             tools=tools.tools,
             origins=tools.origins,
-            parallel=flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
-            max_tokens=whole_number(body.get("max_output_tokens"), "max_output_tokens"),
-            temperature=temperature(body.get("temperature")),
-            stream=flag(body.get("stream"), "stream"),
-            user=end_user(body),
+            forced=base.forced(body, [tool.name for tool in tools.tools], tools.named),
+            answer=base.answer_schema((text or {}).get("format"), "text.format", tools.tools),
+            logprobs="message.output_text.logprobs" in (body.get("include") or ()),
+            previous=_place(previous, "previous_response_id")[0] if previous else None,
+            recalled=recalled,
+            parallel=base.flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
+            max_tokens=base.whole_number(body.get("max_output_tokens"), "max_output_tokens"),
+            temperature=base.temperature(body.get("temperature")),
+            stream=base.flag(body.get("stream"), "stream"),
+            user=base.end_user(body),
             left_out=(*skipped, *tools.vendors),
         )
 
-    def reply(self, reply: ModelReply, request: ModelRequest) -> dict[str, Any]:
+    def reply(self, replies: Sequence[ModelReply], request: ModelRequest) -> dict[str, Any]:
         """See `Dialect.reply`."""
+        (reply,) = replies
         return ended(reply, _items(reply, request))
 
     def writer(self, request: ModelRequest, head: Head) -> Writer:
         """See `Dialect.writer`."""
         return ResponsesWriter(request, head)
 
-    def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
-        """See `Dialect.error`."""
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": text, "type": kind, "param": field or None, "code": _CODES.get(status)}}
+
+class Compaction(Responses):
+    """Sums a history up."""
+
+    path = "/v1/responses/compact"
+
+    def request(self, body: Body) -> ModelRequest:
+        """See `Dialect.request`."""
+        asked = super().request({**body, "tools": None, "tool_choice": None, "text": None, "stream": False})
+        return msgspec.structs.replace(asked, messages=(*asked.messages, ClientMessage(role="user", text=_SUM_UP)))
+
+    def reply(self, replies: Sequence[ModelReply], request: ModelRequest) -> dict[str, Any]:
+        """See `Dialect.reply`."""
+        (reply,) = replies
+        summary = _SUMMARY + base64.b64encode(reply.said.encode()).decode()
+        said = [message.text for message in request.messages[:-1] if message.role == "user"]
+        output = [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+            for text in said
+            if not text.startswith(_SUMMED_UP)
+        ]
+        output.append({"type": "compaction", "id": f"cmp_{reply.id}", "encrypted_content": summary})
+        return {
+            "id": f"resp_{reply.id}",
+            "object": "response.compaction",
+            "created_at": reply.created,
+            "output": output,
+            "usage": usage_of(reply.usage),
+        }
 
 
-_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+def _place(id: object, field: str) -> tuple[TurnPlace, str]:
+    """The turn that an id of a response or item names, and the item as kind and ending. Unusable for another id."""
+    match = _ID.fullmatch(id) if isinstance(id, str) else None
+    if match is None:
+        raise Unusable(f"{field}: expected an id that this gateway gave, got {id!r:.80}; send the items", field)
+    kind, user, session, index, ending = match.groups()
+    return TurnPlace(group=f"{user}.{session}", index=int(index)), kind + ending
+
+
+def _recall(
+    messages: list[ClientMessage], recalled: dict[int, tuple[TurnPlace, frozenset[str]]], id: object, field: str
+) -> None:
+    """Name an item of a recorded turn. Items of one turn are one message."""
+    place, item = _place(id, field)
+    last = len(messages) - 1
+    if last not in recalled or recalled[last][0] != place:
+        messages.append(ClientMessage(role="assistant"))
+        last += 1
+    recalled[last] = place, recalled.get(last, (place, frozenset()))[1] | {item}
 
 
 def _items(reply: ModelReply, request: ModelRequest) -> list[dict[str, Any]]:
@@ -96,7 +159,7 @@ def _items(reply: ModelReply, request: ModelRequest) -> list[dict[str, Any]]:
     if reply.thinking:
         items.append(thinking_item(f"rs_{reply.id}", reply.thinking))
     if reply.text or not reply.calls:
-        items.append(message_item(f"msg_{reply.id}", reply.text))
+        items.append(message_item(f"msg_{reply.id}", reply.text, base.logprobs_of(reply)))
     items += [call_item(call, *named(request, call, reply.id, index)) for index, call in enumerate(reply.calls)]
     if reply.after:
         items.append(message_item(f"msg_{reply.id}_after", reply.after))
@@ -108,11 +171,19 @@ def _add(messages: list[ClientMessage], item: dict[str, Any], field: str, tools:
     kind = item.get("type", "message")
     if kind in _SKIPPED:
         return
-    if kind in _ELSEWHERE:
-        raise Unusable(f"{field}: {_ELSEWHERE[kind]}", "input")
+    if kind == "compaction":
+        text = base.string(item.get("encrypted_content"), f"{field}.encrypted_content")
+        try:
+            summary = base64.b64decode(text.removeprefix(_SUMMARY), validate=True).decode()
+        except ValueError:
+            summary = ""
+        if not text.startswith(_SUMMARY) or not summary:
+            raise Unusable(f"{field}: another server compacted this history, and only it can read the result", "input")
+        messages.append(ClientMessage(role="user", text=_SUMMED_UP + summary))
+        return
     if kind in ("function_call", "custom_tool_call"):
         custom = kind == "custom_tool_call"
-        given = custom_arguments(item, field) if custom else arguments(item.get("arguments"), f"{field}.arguments")
+        given = custom_arguments(item, field) if custom else base.arguments(item.get("arguments"), f"{field}.arguments")
         call = tools.call(item, field, given)
         if messages and messages[-1].role == "assistant":
             messages[-1] = msgspec.structs.replace(messages[-1], calls=(*messages[-1].calls, call))
@@ -122,12 +193,12 @@ def _add(messages: list[ClientMessage], item: dict[str, Any], field: str, tools:
         messages.append(
             ClientMessage(
                 role="tool",
-                text=text_of(item.get("output"), f"{field}.output", _KINDS),
-                call_id=string(item.get("call_id"), f"{field}.call_id"),
+                text=base.text_of(item.get("output"), f"{field}.output", _KINDS),
+                call_id=base.string(item.get("call_id"), f"{field}.call_id"),
             )
         )
     elif kind == "message":
-        role, text = item.get("role"), text_of(item.get("content"), f"{field}.content", _KINDS)
+        role, text = item.get("role"), base.text_of(item.get("content"), f"{field}.content", _KINDS)
         if role in ("system", "developer"):
             messages.append(ClientMessage(role="system", text=text))
         elif role == "user":

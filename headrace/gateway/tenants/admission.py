@@ -11,7 +11,7 @@ from aiohttp import web
 
 from headrace.gateway.http import HEALTH, TOKEN, Handler, HttpRefused
 from headrace.gateway.tenants.keys import ApiKeys
-from headrace.gateway.tenants.limits import RateLimit
+from headrace.gateway.tenants.limits import RateLimit, Rounds
 from headrace.messages.product import ApiKey, Scope
 from headrace.request_names import RequestNames
 
@@ -34,9 +34,11 @@ class Admission:
     def __init__(self, keys: ApiKeys, names: RequestNames | None = None, limits: RateLimit | None = None) -> None:
         """names: of the listener; without them loopback's and this machine's."""
         self._keys, self._names, self._limits = keys, names or RequestNames(), limits or RateLimit()
+        self._rounds = Rounds()
 
-    def admit(self, request: web.Request) -> None:
-        """Return for a request that a handler may see. HttpRefused with 400, 401, 403, 415 or 429."""
+    async def admit(self, request: web.Request) -> None:
+        """Return, in the tenant's round, for a request that a handler may see. HttpRefused with 400, 401, 403, 415 or
+        429."""
         if not request.raw_path.startswith("/"):
             raise HttpRefused(400, "expected a path as the request's target, as in GET /v1/models")
         headers = request.headers
@@ -50,6 +52,8 @@ class Admission:
             request[_KEY] = self._key(request, route)
         if request.body_exists and not _is_json(headers.getall("Content-Type", [])):
             raise HttpRefused(415, "expected a body with Content-Type: application/json")
+        if _KEY in request:
+            await self._rounds.enter(request[_KEY].tenant)
 
     def _key(self, request: web.Request, route: str) -> ApiKey:
         token = _token(request)

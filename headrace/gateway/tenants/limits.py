@@ -1,5 +1,5 @@
 """Limits that keep tenants apart, of one gateway: rates of API keys, token buckets that are refilled continuously and
-permit bursts; and the turns at once, which tenants that wait get in turns."""
+permit bursts; the turns at once, which tenants that wait get in turns; and the order in which requests are taken up."""
 
 import asyncio
 import math
@@ -21,7 +21,8 @@ class RateLimit:
 
     def __init__(self, burst_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._burst_s, self._clock = burst_s, clock
-        self._buckets: dict[str, tuple[float, float]] = {}
+        self._full: dict[str, float] = {}
+        """When each bucket will be full again; one that is absent is full."""
 
     def take(self, name: str, per_minute: int) -> float:
         """Count one request. Returns 0 if it is allowed, otherwise the seconds until the next one is allowed."""
@@ -31,25 +32,43 @@ class RateLimit:
 
     def wait(self, name: str, per_minute: int, least: float) -> float:
         """Seconds until a bucket holds this much; 0 if it does."""
-        return max(0.0, least - self._level(name, per_minute)) / (per_minute / 60.0)
+        missing_s = self._full.get(name, 0.0) - self._clock()
+        return max(0.0, max(0.0, missing_s) - max(self._burst_s, 60.0 / per_minute) + least * 60.0 / per_minute)
 
     def spend(self, name: str, per_minute: int, amount: float) -> None:
         """Take an amount out of a bucket, which may owe it afterwards."""
         now = self._clock()
-        self._buckets[name] = (self._level(name, per_minute) - amount, now)
-        if len(self._buckets) > 10_000:
-            # A bucket that is full again equals a new one.
-            self._buckets = {
-                name: (level, last)
-                for name, (level, last) in self._buckets.items()
-                if level < 0 or now - last < 2 * self._burst_s
-            }
+        self._full[name] = max(self._full.get(name, 0.0), now) + amount * 60.0 / per_minute
+        if len(self._full) > 10_000:
+            self._full = {name: full for name, full in self._full.items() if full > now}
 
-    def _level(self, name: str, per_minute: int) -> float:
-        rate = per_minute / 60.0
-        capacity = max(1.0, rate * self._burst_s)
-        level, last = self._buckets.get(name, (capacity, 0.0))
-        return min(capacity, level + (self._clock() - last) * rate)
+
+class Rounds:
+    """Lets requests in by rounds: in each pass of the event loop, the oldest one of every tenant. A request of one
+    tenant never waits behind the many that another one sent at once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def enter(self, tenant: str) -> None:
+        """Wait for the tenant's next round."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._next)
+        place = loop.create_future()
+        self._waiting.setdefault(tenant, deque()).append(place)
+        await place
+
+    def _next(self) -> None:
+        for tenant, queue in [*self._waiting.items()]:
+            while queue and (place := queue.popleft()).done():  # its client has left
+                pass
+            if not place.done():
+                place.set_result(None)
+            if not queue:
+                del self._waiting[tenant]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
 
 
 class TurnsAtOnce:

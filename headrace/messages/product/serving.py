@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.messages.base import Amount, Count, Message, Name, Seed, Share, Version, message, older
+from headrace.messages.base import Amount, Count, Finite, Message, Name, Seed, Share, Version, message, older
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling
 
 CLIENT_SUITE = "client"
@@ -161,6 +161,20 @@ TURN_S = 300.0
 """The longest wait of a gateway for a turn that a client's agent requests."""
 
 
+class TurnPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded turn."""
+
+    group: str
+    index: Count
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampled token of a turn's text."""
+
+    text: str
+    logprob: Finite
+
+
 @message("client_turn", version=2)
 class ClientTurn(Message, frozen=True, kw_only=True):
     """A request to a rollout actor of the production lane for a turn of an agent that runs its own tools. The turn log
@@ -190,6 +204,17 @@ class ClientTurn(Message, frozen=True, kw_only=True):
     """Under which it can be cut; empty: it cannot."""
     stream: bool = False
     """Send ClientTurnParts while it is sampled."""
+    forced: tuple[str, ...] = ()
+    """The turn calls one of these tools: the beginning of such a call stands at the end of its prompt."""
+    stops: tuple[str, ...] = ()
+    """Its text ends before the first of these."""
+    answer: str = ""
+    """A JSON Schema, as JSON, that its text keeps by the engine's grammar; empty: any text."""
+    logprobs: bool = False
+    """Say the log-probabilities of the text."""
+    behind: TurnPlace | None = None
+    """It goes on behind this recorded turn, whose ids and those before it are its context; `messages` are the new
+    ones. None: `messages` are the whole history."""
 
 
 class _ClientTurn1(ClientTurn, frozen=True, kw_only=True):
@@ -237,6 +262,9 @@ class ClientTurnDone(Message, frozen=True, kw_only=True):
     """Why there is no turn, for the client: its request cannot be used. Empty when there is one."""
     failed: str = ""
     """Why there is no turn: a part of headrace failed. Asking again may help."""
+    stopped_by: str = ""
+    """The one of `ClientTurn.stops` that ended it."""
+    logprobs: tuple[TokenLogprob, ...] = ()
     behind: bool = False
     """Nothing was sampled, because the session has a turn that the gateway does not know. The gateway begins a
     branch."""
@@ -285,6 +313,8 @@ class RecordedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Of the tools and all messages up to its reply."""
     asked: str
     """Of the whole request."""
+    tools: str = ""
+    """Of the tools alone; empty in older records."""
     retry: str = ""
     """Of the client's Idempotency-Key; empty without one."""
     lost: bool = False

@@ -17,7 +17,7 @@ from headrace.errors import HeadraceError
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool, results_in_order
 from headrace.messages.rollout import TokenKinds
 from headrace.rendering.base import RendererError
-from headrace.rendering.kinds import token_kinds
+from headrace.rendering.kinds import places, token_kinds
 from headrace.rendering.native.conversation import FILLER
 from headrace.rendering.native.live import LiveTurn
 from headrace.rendering.native.renderer import THOUGHT_FIELDS, NativeRenderer
@@ -109,13 +109,32 @@ class ClientRenderer:
         except RendererError as error:
             raise UnusableConversation(str(error)) from None
 
+    def forced(self, messages: Sequence[ClientMessage], tools: Sequence[str]) -> list[int]:
+        """The ids with which every turn behind these messages begins that calls one of the tools; without tools, that
+        does not think. UnusableConversation."""
+
+        def written(name: str, word: str) -> list[int]:
+            arguments = json.dumps({word: word} if word == "a" else {})
+            calls = (ClientCall(id="0", name=name, arguments=arguments),) if name else ()
+            return self.turn((*messages, ClientMessage(role="assistant", text="" if name else word, calls=calls)))
+
+        turns = [written(name, word) for name in tools or ("",) for word in ("a", "Q")]
+        begin = [ids[0] for ids in itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*turns, strict=False))]
+        if tools and not begin:
+            raise UnusableConversation("the format of this policy cannot begin a call, so none can be forced")
+        return begin
+
     def parse(self, ids: Sequence[int], *, prompt: Sequence[int]) -> Completion:
-        """Thinking, text and calls of a sampled turn. prompt: the ids before it.
+        """Thinking, text and calls of a turn. prompt: the ids before it.
 
         A call whose name is not allowed in a prompt has its `error` set, because the client would send it back.
         """
         read = self._renderer.read(ids, self._types, prompt=prompt)
         return msgspec.structs.replace(read, calls=tuple(map(_usable, read.calls)))
+
+    def thinks(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt opens the thinking of the turn behind it."""
+        return self._renderer.thinks(prompt)
 
     def live(self, prompt: Sequence[int]) -> LiveTurn:
         """Reads a turn while it is sampled. prompt: the ids before it."""
@@ -123,9 +142,17 @@ class ClientRenderer:
         opened = renderer.thinks(prompt)
         return LiveTurn(renderer.tokenizer, self._format.syntax, self._types, self.stop_ids, opened, _usable)
 
-    def kinds(self, ids: Sequence[int], parsed: Completion) -> TokenKinds:
-        """The sampled tokens of a turn by kind. parsed: as `parse` gave it for `ids`."""
-        return token_kinds(self._renderer.tokenizer, ids, parsed.parts)
+    def kinds(self, ids: Sequence[int], parsed: Completion, forced: int = 0) -> TokenKinds:
+        """The sampled tokens of a turn by kind. parsed: as `parse` gave it for `ids`. forced: the first ids that were
+        not sampled."""
+        return token_kinds(self._renderer.tokenizer, ids, parsed.parts, forced)
+
+    def words(self, ids: Sequence[int], parsed: Completion) -> list[tuple[int, str]]:
+        """The places and texts of the ids outside of thinking and calls, without the stop. parsed: as in `kinds`."""
+        tokenizer = self._renderer.tokenizer
+        other = {at for _, first, last in places(tokenizer, ids, parsed.parts) for at in range(first, last)}
+        other |= {len(ids) - 1} if ids and ids[-1] in self.stop_ids else set()
+        return [(at, tokenizer.decode([id])) for at, id in enumerate(ids) if at not in other]
 
     def _render(self, messages: Sequence[Message], *, generation: bool = True) -> str:
         try:

@@ -15,7 +15,8 @@ pytestmark = [
 ]
 
 
-async def test_an_agent_lists_and_calls_the_tools_in_a_workspace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "version"), [("2026-07-28", "2026-07-28"), ("legacy", "2025-11-25")])
+async def test_an_agent_lists_and_calls_the_tools_in_a_workspace(tmp_path: Path, mode: str, version: str) -> None:
     from mcp import Client, StdioServerParameters
     from mcp.types import TextContent
 
@@ -24,7 +25,8 @@ async def test_an_agent_lists_and_calls_the_tools_in_a_workspace(tmp_path: Path)
     (pushed / "calc.py").write_text("def add(a, b):\n    return a - b\n")
     arguments = ["-m", "headrace.cli", "mcp", "serve", "--push", str(pushed), "--pull", str(pulled)]
     arguments += ["--set", "environment.backend=process", "--set", f"environment.cache_dir={tmp_path}"]
-    async with Client(StdioServerParameters(command=sys.executable, args=arguments)) as client:
+    async with Client(StdioServerParameters(command=sys.executable, args=arguments), mode=mode) as client:
+        assert client.protocol_version == version
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
         assert {"read_file", "edit", "terminal", "run_tests"} <= set(tools) and "finish" not in tools
         assert tools["read_file"].input_schema["required"] == ["path"]

@@ -27,9 +27,11 @@ from headrace.engines.sglang.backend import digest
 from headrace.engines.sglang.transport import Transport
 from headrace.messages.rollout import Span
 from headrace.messages.weights import WeightManifest
+from headrace.rendering import schemas
+from headrace.rendering.tokenizer import Tokenizer
 from headrace.weights import tensor_state
 from tests.support import tiny
-from tests.support.engines import Record, Versions, request
+from tests.support.engines import Record, Versions, keeps_a_schema, request
 from tests.support.sglang.opening import generate
 from tests.support.sglang.opening import read_reply as read
 from tests.support.sglang.record import asked, raw, record_golden
@@ -344,3 +346,10 @@ async def test_what_the_guard_keeps_out_ends_a_server_and_it_is_started_again(
     assert engine.stats()["starts"] == starts + 1 and checked(engine)
     sample = await engine.sample(request("after", ids=(5, 5)))
     assert {span.version for span in sample.spans} == {version}
+
+
+async def test_an_answer_keeps_its_schema(engine: OneServer, versions: Versions) -> None:
+    """The weights are random: without the grammar the text would be no JSON."""
+    await on(engine, versions, 0)
+    tokenizer = Tokenizer.train((), 256 + len(schemas.tags()))
+    await keeps_a_schema(engine, tokenizer, next(iter(tokenizer.tags.values())))

@@ -13,8 +13,10 @@ from headrace.engines.server.weights import checksums
 from headrace.engines.server.weights.lock import NotServed
 from headrace.engines.vllm.backend import GENERATE
 from headrace.messages.rollout import Span
+from headrace.rendering.tokenizer import Tokenizer
 from tests.support import tiny
-from tests.support.engines import Versions, request
+from tests.support.chat_formats import tokenizer_json
+from tests.support.engines import Versions, keeps_a_schema, request
 from tests.support.sglang.opening import ask
 from tests.support.sglang.requests import begun
 from tests.support.vllm.server_fixture import real, vllm_engine
@@ -52,6 +54,16 @@ async def test_an_id_that_the_guard_keeps_out_ends_a_server_and_it_is_started_ag
                 pass
         assert caught.value.kind in ("refused", "gone")
         assert len((await engine.sample(request(tokens=3))).ids) == 3
+
+
+async def test_an_answer_keeps_its_schema(tmp_path: Path) -> None:
+    """The weights are random: without the grammar the text would be no JSON."""
+    (file := tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    tokenizer = Tokenizer.load(file)
+    stop = tokenizer.tags["<|im_end|>"]
+    config = tiny.config(heads=4, kv_heads=2, experts=0, top_k=0, vocab=-(-len(tokenizer) // 64) * 64)
+    async with real(Versions(config, tmp_path, exact=False), tmp_path, file) as engine:
+        await keeps_a_schema(engine, tokenizer, stop)
 
 
 def checksums_of(engine: object) -> checksums.Digest:

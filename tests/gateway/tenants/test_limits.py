@@ -8,7 +8,7 @@ import pytest
 
 from headrace.gateway.http import HttpRefused, retry_after
 from headrace.gateway.tenants import limits
-from headrace.gateway.tenants.limits import RateLimit, TurnsAtOnce
+from headrace.gateway.tenants.limits import RateLimit, Rounds, TurnsAtOnce
 
 pytestmark = pytest.mark.anyio
 
@@ -109,7 +109,7 @@ async def test_a_turn_waits_no_longer_than_the_bound(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_a_storm_of_turns_ends_and_leaves_gives_every_place_back(seed: int) -> None:
+async def test_a_many_of_turns_ends_and_leaves_gives_every_place_back(seed: int) -> None:
     rng, running = random.Random(seed), Running(6)
     tasks: list[asyncio.Task[None]] = []
     for _ in range(400):
@@ -127,3 +127,22 @@ async def test_a_storm_of_turns_ends_and_leaves_gives_every_place_back(seed: int
         running.end(task)
     await asyncio.gather(*tasks, return_exceptions=True)
     assert not running.turns._of and not running.turns._waiting and running.running.total() == 0
+
+
+async def test_a_request_waits_for_one_round_behind_many_of_another_tenant() -> None:
+    """However many requests another tenant sent before it."""
+    rounds, order = Rounds(), list[str]()
+
+    async def one(tenant: str) -> None:
+        await rounds.enter(tenant)
+        order.append(tenant)
+
+    many = [asyncio.create_task(one("a")) for _ in range(500)]
+    await asyncio.sleep(0)
+    left = many[1:100]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*(one("b") for _ in range(3)), return_exceptions=True)
+    assert order.index("b") <= 2 and order.count("a") <= 5
+    await asyncio.gather(*many, return_exceptions=True)
+    assert order.count("a") == 401 and order.count("b") == 3 and not rounds._waiting

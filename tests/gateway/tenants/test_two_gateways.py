@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.actors.feedback.actor import Feedback
@@ -85,9 +86,26 @@ async def test_a_key_and_a_user_are_the_same_everywhere(
                 assert (await call(product, "GET", f"/v1/sessions/{group}"))[0] == 200
         # A comment through the first, a pod with an empty disk in place of both, and a purge through it.
         opened = (await call(first, "POST", "/v1/sessions", ASK))[1]["session"]
-        await first.finish(await first.request(), {"kit/core.py": b"fixed\n"})
-        while (await call(first, "GET", f"/v1/sessions/{opened}?wait=30"))[1]["state"] != "finished":
+        status, told = await call(second, "GET", f"/v1/sessions/{opened}")
+        assert (status, told["state"], told["attempt"]) == (200, "queued", 0)
+        await first.fail(await first.request())
+        for product in gateways:
+            while (await call(product, "GET", f"/v1/sessions/{opened}?wait=1"))[1]["attempt"] != 1:
+                pass
+        assert (await first.request()).attempt == 1, "the first issues the next attempt, and the second knows of it"
+        made = (await call(first, "POST", "/v1/agents", {"prompt": "x"}))[1]["agent"]["id"]
+        while (await call(second, "GET", f"/v1/agents/{made}"))[0] != 200:
             pass
+        request = next(each for each in [await first.request()] if each.group != opened)
+        await first.finish(request, {"a.py": b"1"})
+        while (await call(second, "GET", f"/v1/agents/{made}"))[1]["latestRunStatus"] != "FINISHED":
+            pass
+        assert (await call(second, "GET", f"/v1/agents/{made}/artifacts"))[1]["artifacts"][0]["path"] == "a.py"
+        asked = msgspec.structs.replace(request, group=opened, attempt=1)
+        await first.finish(asked, {"kit/core.py": b"fixed\n"})
+        for product in gateways:
+            while (await call(product, "GET", f"/v1/sessions/{opened}?wait=30"))[1]["state"] != "finished":
+                pass
         rated = await call(first, "POST", f"/v1/sessions/{opened}/feedback", {"thumb": "up", "comment": "my words"})
         assert rated[0] == 202
         user = opened.partition(".")[0]

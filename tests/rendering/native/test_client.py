@@ -4,10 +4,13 @@ import json
 
 import pytest
 
+from headrace.actors.rollout.client_turns import outline
+from headrace.messages.base import Array
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+from headrace.messages.rollout import ToolCall, Turn
 from headrace.rendering.native.client import ClientRenderer
 from headrace.rendering.native.renderer import NativeRenderer
-from tests.support.chat_formats import renderer
+from tests.support.chat_formats import TEMPLATES, renderer
 
 TOOLS = [ClientTool(name="bash", parameters={"type": "object", "properties": {"command": {"type": "string"}}})]
 
@@ -56,3 +59,52 @@ def test_results_follow_the_order_of_the_calls(syntax: str) -> None:
     assert client.delta(ended, 7, stopped=None) == client.delta(ordered, 7, stopped=None)
     text = native.tokenizer.decode(client.delta(ended, 7, stopped=None))
     assert text.index("result c1") < text.index("result c2") < text.index("result c3")
+
+
+@pytest.mark.parametrize("syntax", TEMPLATES)
+@pytest.mark.parametrize("names", [("bash",), ("bash", "browse")])
+def test_a_forced_turn_begins_with_a_call(syntax: str, names: tuple[str, ...]) -> None:
+    """The arguments do not matter. The policy writes the rest as it writes a call that it chose."""
+    native = renderer(syntax)
+    assert isinstance(native, NativeRenderer)
+    client = ClientRenderer(native, [*TOOLS, ClientTool(name="browse")])
+    said = [ClientMessage(role="user", text="list the files")]
+    opening, begun = client.start(said), client.forced(said, names)
+    for name in names:
+        for arguments in ("{}", '{"command": "ls"}'):
+            call = ClientCall(id="0", name=name, arguments=arguments)
+            turn = client.turn([*said, ClientMessage(role="assistant", calls=(call,))])
+            assert begun and turn[: len(begun)] == begun
+            (read,) = client.parse(turn, prompt=opening).calls
+            assert (read.name, read.arguments, read.error) == (name, json.loads(arguments), "")
+
+
+@pytest.mark.parametrize("syntax", TEMPLATES)
+def test_what_follows_a_recorded_turn_needs_no_text_before_it(syntax: str) -> None:
+    native = renderer(syntax)
+    assert isinstance(native, NativeRenderer)
+    client = ClientRenderer(native, TOOLS)
+    calls = tuple(ClientCall(id=f"c{at}", name="bash", arguments='{"command": "ls"}') for at in range(2))
+    turns = [
+        Turn(
+            index=at,
+            segment=0,
+            prompt_ids=Array.of([1], "<i4"),
+            ids=Array.of([1], "<i4"),
+            logprobs=Array.of([0.0], "<f4"),
+            calls=tuple(ToolCall(id=c.id, name=c.name, arguments=json.loads(c.arguments)) for c in made),
+        )
+        for at, made in enumerate((calls[:1], (), calls[1:]))
+    ]
+    history = [
+        ClientMessage(role="user", text="list the files"),
+        ClientMessage(role="assistant", text="I look.", calls=calls[:1]),
+        ClientMessage(role="tool", text="a.py", call_id="c0"),
+        ClientMessage(role="assistant", text="One."),
+        ClientMessage(role="user", text="again"),
+        ClientMessage(role="assistant", calls=calls[1:]),
+    ]
+    new = [ClientMessage(role="tool", text="b.py", call_id="c1")]
+    short = outline(turns)
+    whole = client.delta([*history, *new], len(history), stopped=None)
+    assert client.delta([*short, *new], len(short), stopped=None) == whole

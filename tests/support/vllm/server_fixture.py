@@ -27,19 +27,23 @@ def python() -> str:
     return os.path.abspath(interpreter)
 
 
-def vllm_engine(config: PolicyConfig, folder: Path, more: Sequence[str] = ()) -> OneServer:
-    """An engine whose server is not started. more: of its arguments."""
+def vllm_engine(
+    config: PolicyConfig, folder: Path, more: Sequence[str] = (), tokenizer: Path | None = None
+) -> OneServer:
+    """An engine whose server is not started. more: of its arguments. tokenizer: of the run."""
     options = ServerOptions(python=python(), args=(*ARGUMENTS, *more))
     log = Path(os.environ.get("HEADRACE_VLLM_LOG") or folder / "server.log")
     server = Server(options.python, log)
     backend = Vllm(config, options, Wire(server.url), MOST)
-    return OneServer(config, folder / "stage", backend, server=server, max_batch=MOST, start_s=240.0)
+    return OneServer(
+        config, folder / "stage", backend, server=server, tokenizer=tokenizer, max_batch=MOST, start_s=240.0
+    )
 
 
 @asynccontextmanager
-async def real(versions: Versions, folder: Path) -> AsyncIterator[OneServer]:
+async def real(versions: Versions, folder: Path, tokenizer: Path | None = None) -> AsyncIterator[OneServer]:
     """An engine with a server of its own that serves version 0."""
-    engine = vllm_engine(versions.config, folder)
+    engine = vllm_engine(versions.config, folder, tokenizer=tokenizer)
     try:
         await versions.load(engine, 0)
         yield engine
