@@ -7,6 +7,12 @@ from typing import Any
 import torch
 import transformers
 
+from headrace.config import Algorithm
+from headrace.policy.config import PolicyConfig
+from headrace.training.batches.batch import Batch
+from headrace.training.batches.segment import Segment
+from headrace.training.gradient import Recipe
+
 BASE: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -101,6 +107,11 @@ TYPES: dict[str, dict[str, Any]] = {
     "stablelm": BASE,
     "starcoder2": BASE,
 }
+LENGTHS = (7, 13, 12, 5)
+CLIP, HEAT = 2.0, 0.7
+RECIPE = Recipe(
+    Algorithm(weighting="truncated", tis_clip=CLIP, constant_tokens=0, learning_rate=1e-2, warmup_steps=1), 64, 1
+)
 QUICK = ("gemma3_text", "mixtral", "qwen3_5_text")
 """The types of the default suite: windows and scaled embeddings; a mixture; a recurrent state."""
 
@@ -129,3 +140,32 @@ def folder(path: Path, kind: str) -> Path:
 def plain(path: Path) -> Any:
     """The folder's model as transformers reads it."""
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def segments(shape: PolicyConfig, seed: int = 3) -> list[Segment]:
+    """Sequences whose second half is sampled, with routes that the policy would not choose."""
+    draw = torch.Generator().manual_seed(seed)
+    out = []
+    for index, length in enumerate(LENGTHS):
+        sampled = length // 2
+        routed = torch.rand(length, shape.sparse_layers, max(1, shape.experts), generator=draw).argsort(-1)
+        out.append(
+            Segment(
+                trajectory=f"t{index}",
+                ids=torch.randint(3, shape.vocab, (length,), generator=draw),
+                positions=torch.arange(length - sampled, length),
+                targets=torch.randint(3, shape.vocab, (sampled,), generator=draw),
+                behaviour=-4.5 + torch.rand(sampled, generator=draw),
+                versions=torch.zeros(sampled, dtype=torch.int64),
+                routed=routed[..., : shape.top_k] if shape.experts else None,
+                spans=(),
+                advantage=1.0 + index,  # of one sign: a sum that cancels has no relative error of its own
+                temperature=HEAT,
+                index=index,
+            )
+        )
+    return out
+
+
+def batch(parts: list[Segment]) -> Batch:
+    return Batch(tuple(parts), len(parts), (0.5,) * len(parts), 0, ("g",), frozenset({""}))

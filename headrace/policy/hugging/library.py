@@ -65,9 +65,16 @@ def skeleton(source: str, dtype: torch.dtype) -> Any:
 
 
 def materialised(model: Any, device: str) -> Any:
-    """A `skeleton` with memory for its weights, which are unset; what follows from the config alone is computed."""
-    model.to_empty(device=device)
-    model.tie_weights()
+    """A `skeleton` with memory for its weights, which are unset. On the device meta they have none; what follows from
+    the config alone is computed there too, in the host's memory."""
+    if device == "meta":
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    else:
+        model.to_empty(device=device)
+        model.tie_weights()
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     model.initialize_weights()

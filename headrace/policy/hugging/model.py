@@ -39,7 +39,7 @@ class HuggingModel(PolicyModel):
         """The parameters are unset. device: of the parameters; meta takes no memory. CheckpointError."""
         super().__init__(config, numerics)
         model = library.skeleton(config.source, config.torch_dtype)
-        self.inner: Any = model if device == "meta" else library.materialised(model, device)
+        self.inner: Any = library.materialised(model, device)
         prefix = model.base_model_prefix
         self._body_name: str = prefix if hasattr(model, prefix) else "model"
         self.passing = routing.Pass()
@@ -67,6 +67,8 @@ class HuggingModel(PolicyModel):
         hidden: list[Tensor] = [ids.new_empty(0)] * len(pieces)
         routes: list[list[Tensor]] = [[] for _ in pieces]
         batches = rows(lengths)
+        # Each process gathers layers as often as the one with the most batches.
+        idle = self.most(len(batches)) - len(batches) if self.most is not None else 0
         for batch in batches:
             longest = max(lengths[at] for at in batch)
             grid = ids.new_zeros(len(batch), longest)
@@ -81,8 +83,7 @@ class HuggingModel(PolicyModel):
                 if recorder is not None:
                     routes[at] = [each.view(*grid.shape, -1)[row, : lengths[at]] for each in self._chosen()]
         whole = torch.cat([piece for piece, length in zip(hidden, lengths, strict=True) if length])
-        # Each process gathers layers as often as the one with the most batches.
-        for _ in range(self.most(len(batches)) - len(batches) if self.most is not None else 0):
+        for _ in range(idle):
             whole = whole + 0.0 * self._body(ids.new_zeros(1, 1), None).sum()
         if recorder is not None:
             recorder.extend(torch.cat(layer) for layer in zip(*(each for each in routes if each), strict=True))

@@ -3,6 +3,8 @@ resume and export."""
 
 import contextlib
 import dataclasses
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +13,21 @@ import torch
 import transformers
 from torch import Tensor
 
-from headrace.config import Algorithm
 from headrace.messages.rollout import RendererBundle
-from headrace.policy.config import PolicyConfig
 from headrace.policy.hugging.model import HuggingModel
 from headrace.policy.layout import hugging_face
 from headrace.policy.layout.export import Export, export
 from headrace.policy.numerics_probe import probe
 from headrace.policy.provider import build, new_cache
 from headrace.training import checkpoint
-from headrace.training.batches.batch import Batch
 from headrace.training.batches.micro_batch import MicroBatch, forward
 from headrace.training.batches.segment import Segment
-from headrace.training.gradient import Recipe, accumulate
+from headrace.training.gradient import accumulate
 from headrace.training.state import TrainerState
 from headrace.training.step import take
 from tests.support import model_types
-from tests.support.model_types import QUICK, TYPES
+from tests.support.model_types import CLIP, HEAT, QUICK, RECIPE, TYPES, batch, segments
 
-LENGTHS = (7, 13, 12, 5)
-CLIP, HEAT = 2.0, 0.7
-RECIPE = Recipe(Algorithm(weighting="truncated", tis_clip=CLIP, learning_rate=1e-2, warmup_steps=1), 64, 1)
 KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in TYPES]
 BUNDLE = RendererBundle(
     renderer="hermes", tokenizer_json="{}", chat_template="", special_tokens={}, eos_ids=(2,), generation={}
@@ -49,35 +45,6 @@ def opened(folder: Path) -> HuggingModel:
     assert isinstance(model, HuggingModel)
     model.load(folder)
     return model
-
-
-def segments(shape: PolicyConfig, seed: int = 3) -> list[Segment]:
-    """Sequences whose second half is sampled, with routes that the policy would not choose."""
-    draw = torch.Generator().manual_seed(seed)
-    out = []
-    for index, length in enumerate(LENGTHS):
-        sampled = length // 2
-        routed = torch.rand(length, shape.sparse_layers, max(1, shape.experts), generator=draw).argsort(-1)
-        out.append(
-            Segment(
-                trajectory=f"t{index}",
-                ids=torch.randint(3, shape.vocab, (length,), generator=draw),
-                positions=torch.arange(length - sampled, length),
-                targets=torch.randint(3, shape.vocab, (sampled,), generator=draw),
-                behaviour=-4.5 + torch.rand(sampled, generator=draw),
-                versions=torch.zeros(sampled, dtype=torch.int64),
-                routed=routed[..., : shape.top_k] if shape.experts else None,
-                spans=(),
-                advantage=1.0 + index,  # of one sign: a sum that cancels has no relative error of its own
-                temperature=HEAT,
-                index=index,
-            )
-        )
-    return out
-
-
-def batch(parts: list[Segment]) -> Batch:
-    return Batch(tuple(parts), len(parts), (0.5,) * len(parts), 0, ("g",), frozenset({""}))
 
 
 class Forced(torch.overrides.TorchFunctionMode):
@@ -122,8 +89,7 @@ def test_a_packed_step_is_that_of_a_plain_loop(folder: Path) -> None:
     for recompute, parts in ((False, live), (False, forced), (True, forced)):
         reference.zero_grad()
         model.recompute = recompute
-        recipe = RECIPE._replace(algorithm=Algorithm(weighting="truncated", tis_clip=CLIP, constant_tokens=0))
-        made = accumulate(state, batch(parts), recipe)
+        made = accumulate(state, batch(parts), RECIPE)
         loss = by_hand(reference, parts)
         assert made.loss == pytest.approx(loss, rel=1e-5)
         wanted = {f"inner.{name}": parameter.grad for name, parameter in reference.named_parameters()}
@@ -172,6 +138,37 @@ def test_resume_and_export_keep_every_bit(folder: Path, tmp_path: Path) -> None:
         name for name, parameter in model_types.plain(folder).named_parameters() if not near(ours[name], parameter)
     ]
     assert len(changed) > len(ours) // 2
+
+
+LOADED = """
+import sys, torch, transformers
+transformers.logging.set_verbosity_error()
+kind, folder = sys.argv[1:]
+if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
+    sys.exit(f"unknown to {transformers.__version__}")
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+with torch.no_grad():
+    logits = model(torch.arange(3, 23)[None]).logits[0]
+torch.save(logits, folder + "/logits.pt")
+"""
+OLDER = os.environ.get("HEADRACE_TRANSFORMERS_4", "")
+"""A Python with transformers 4.57."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDER, reason="no environment of transformers 4")
+@pytest.mark.parametrize("kind", TYPES)
+def test_transformers_4_reads_the_export(kind: str, tmp_path: Path) -> None:
+    folder = model_types.folder(tmp_path / kind, kind)
+    model, target = opened(folder), tmp_path / "out"
+    export(Export(config=model.config, tensors=model.state(), bundle=BUNDLE, card="", source=str(folder)), target)
+    done = subprocess.run([OLDER, "-c", LOADED, kind, str(target)], capture_output=True, text=True)
+    if "unknown to" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert not done.returncode, done.stderr[-2000:]
+    with torch.no_grad():
+        wanted = model.logits(model(torch.arange(3, 23), [20]))
+    assert torch.allclose(torch.load(target / "logits.pt"), wanted, atol=1e-4)
 
 
 def names(folder: Path) -> set[str]:
