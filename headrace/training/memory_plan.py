@@ -232,7 +232,8 @@ def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float =
 
     Tried in order of their cost: recompute, context parallelism, smaller moments, the optimizer in the host's memory.
     """
-    degrees = [n for n in range(1, layout.devices + 1) if layout.devices % n == 0 and config.kv_heads % n == 0]
+    most = 1 if config.source else layout.devices
+    degrees = [n for n in range(1, most + 1) if layout.devices % n == 0 and config.kv_heads % n == 0]
     limit = (1.0 - spare) * available
     # A CPU's memory is the host's, and owners of experts keep their masters.
     offloads = (False, True) if not layout.cpu and layout.expert_ranks == 1 else (layout.offload,)
