@@ -21,6 +21,9 @@ SGLANG  := .cache/sglang
 # The CPU environment of the vLLM server: 3.5 GB, created by `make test-vllm`.
 VLLM    := .cache/vllm
 
+# transformers 4, which reads what `make test-models` exports.
+MODELS  := .cache/models
+
 # Client programs of other projects that use the gateway, each in its own environment.
 CLIENTS := .cache/clients
 
@@ -30,7 +33,7 @@ TRL     := .cache/trl
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-vllm test-kernels beside-trl fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
+.PHONY: image release help setup debian tools proxies demo demo-pretrained demo-sglang-pretrained proof proof-pretrained proof-compaction test test-all test-clients clients-newest test-sglang test-vllm test-models test-kernels beside-trl fuzz chaos chaos-weights lint style compiled format docs site clean web browser screenshots own size
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -165,6 +168,15 @@ test-vllm: setup $(VLLM)/.installed ## tests with a real vLLM server on this CPU
 $(VLLM)/.installed: deploy/vllm/requirements.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps -r deploy/vllm/requirements.txt
+	@touch $@
+
+test-models: setup $(MODELS)/.installed ## every type of transformers that docs/models.md lists, and its table (installs 2 GB, then takes ten minutes)
+	HEADRACE_TRANSFORMERS_4=$(MODELS)/bin/python $(BIN)/pytest -m "slow or not slow" --junitxml .cache/models.xml tests/policy/hugging
+	$(BIN)/python docs/model_types.py .cache/models.xml
+
+$(MODELS)/.installed:
+	@test -x $(MODELS)/bin/python || $(PYTHON) -m venv $(MODELS)
+	$(MODELS)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) torch==2.13.0 transformers==4.57.6
 	@touch $@
 
 test-kernels: $(KERNELS)/pinned/.installed $(KERNELS)/older/.installed ## Triton kernels in the interpreter, on torch 2.13 and 2.11 (installs 2 GB, or 8 with torch's CUDA builds)

@@ -114,6 +114,7 @@ ONLY = {
     "gguf": {"policy"},
     "lz4": {"messages"},
     "prometheus_client": {"dashboard", "engines", "metrics"},
+    "transformers": {"policy"},
 }
 
 

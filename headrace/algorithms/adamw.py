@@ -102,7 +102,7 @@ def decays(name: str, parameter: Tensor) -> bool:
     biases (also the stacked ones of experts), attention sinks and the embedding keep their size. Where the embedding is
     the head too, the head does not decay."""
     kind = name.rsplit(".", 1)[-1]
-    return parameter.dim() > 1 and kind != "embedding" and not kind.endswith("_bias")
+    return parameter.dim() > 1 and "embed" not in name and not kind.endswith("_bias")
 
 
 class AdamW:

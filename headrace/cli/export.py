@@ -110,7 +110,9 @@ async def hugging_face_folder(chain: "Chain", args: argparse.Namespace) -> int:
             size = peft.export(shape, tensors, base_of(config), text, target)
             say(f"adapter of version {head.version} of run {folder.id} in {target}: {size:,} bytes")
             return 0
-        shape = write(Export(config=shape, tensors=tensors, bundle=bundle, card=text), target)
+        shape = write(
+            Export(config=shape, tensors=tensors, bundle=bundle, card=text, source=config.policy.checkpoint), target
+        )
     say(f"version {head.version} of run {folder.id} in {target}: {shape.dtype}, state {head.state_hash}")
     return 0
 

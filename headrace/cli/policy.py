@@ -123,7 +123,9 @@ def train(config: "Config", target: Path) -> None:
             tensors = trainer.state.published()
         else:  # no process has whole tensors
             tensors = tensor_state.read(trainer.publish(folder).durable.result())
-        parts = Export(config=shape, tensors=tensors, bundle=bundle, card=card(config, digest))
+        parts = Export(
+            config=shape, tensors=tensors, bundle=bundle, card=card(config, digest), source=config.policy.checkpoint
+        )
         export(parts, made)
     finally:
         trainer.close()

@@ -26,6 +26,8 @@ from headrace.policy.config import PolicyConfig
 class KVCache:
     """Keys and values of all layers. `blocks` says how many there are; memory is used by those that were written."""
 
+    shared = True
+
     def __init__(self, config: PolicyConfig, blocks: int = 0, device: torch.device | str = "cpu") -> None:
         self._shape = (config.kv_heads, BLOCK, config.head_dim)
         self._dtype, self._device = config.torch_dtype, device
@@ -54,6 +56,9 @@ class KVCache:
         new = self._zeros(blocks)
         new[: len(old)] = old
         return new
+
+    def forget(self, block: int) -> None:
+        """Nothing: the memory of a block stays for the next sequence."""
 
     @property
     def block_bytes(self) -> int:

@@ -100,8 +100,17 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limit of the experts' SwiGLU, which has a form of its own: see `policy.gpt_oss` (gpt_oss only)."""
     adapter: Adapter | None = None
     """Low-rank adapters, the only weights that are trained; published beside the others under names of their own."""
+    source: str = ""
+    """The config.json of a policy of the provider `transformers`, which computes it; empty: `policy.model` does. The
+    other fields then only describe it, and `experts` is 0 where routes cannot be replayed."""
+    counted: tuple[int, int] | None = None
+    """With `source`: elements of all parameters, and of those in experts."""
+    live_routers: int = 0
+    """With `source`: layers whose routers choose experts anew in training, because they cannot be replayed."""
 
     def __post_init__(self) -> None:
+        if self.source:
+            return  # the library has checked it
         if self.heads % self.kv_heads:
             raise CheckpointError(
                 f"expected query heads in a multiple of {self.kv_heads} key-value heads, got {self.heads}"

@@ -12,7 +12,8 @@ Dimensions: N tokens (sequences concatenated), D model width, L layers, k expert
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,23 +24,24 @@ from headrace.kernels import operators
 from headrace.kernels.block_attention import Packing
 from headrace.policy import attention, gpt_oss, moe
 from headrace.policy.adapters import low_rank
-from headrace.policy.attention import Attend, TokenSharing
+from headrace.policy.attention import Attend
 from headrace.policy.cache import KVCache, Step
-from headrace.policy.config import CheckpointError, PolicyConfig
+from headrace.policy.config import PolicyConfig
 from headrace.policy.layer import Chosen, Layer
-from headrace.policy.layout import formats, initial, names
+from headrace.policy.layout import initial, names
+from headrace.policy.layout.checkpoint import load as read
 from headrace.policy.numerics import Numerics
+from headrace.policy.seam import PolicyModel
 
 __all__ = ["Layer", "Model"]
 
 
-class Model(nn.Module):
+class Model(PolicyModel):
     """Packed and cached forward of one policy. Parameters have the config's dtype."""
 
     def __init__(self, config: PolicyConfig, numerics: Numerics, *, seed: int | None = 0, device: str = "cpu") -> None:
         """seed None leaves the parameters unset, for `load_state`. device: of the parameters; meta takes no memory."""
-        super().__init__()
-        self.config, self.numerics = config, numerics
+        super().__init__(config, numerics)
         with torch.device(device):
             self.embedding = nn.Parameter(torch.empty(config.vocab, config.dim, dtype=config.torch_dtype))
             self.layers = nn.ModuleList(Layer(config, index) for index in range(config.layers))
@@ -48,17 +50,6 @@ class Model(nn.Module):
                 self.head = nn.Parameter(torch.empty(config.vocab, config.dim, dtype=config.torch_dtype))
         self._rotary = attention.Rotary(config.turned, config.rope_theta, config.torch_dtype, config.rope)
         self._scale = config.head_dim**-0.5 * (config.rope.heat if config.latent and config.rope else 1.0)
-        self.recompute = False
-        """Whether backward computes the activations inside layers again, with the routes of the forward pass."""
-        self.served_dtype: torch.dtype | None = None
-        """Set by a trainer whose weights are published in fewer bits than they are computed in: see
-        `training.served.precision`."""
-        self.plausible = 0.0
-        """Share of the weakest live score below which a replayed expert is replaced: `kernels.route.Rule.plausible`."""
-        self.shared: TokenSharing | None = None
-        """Set where other processes compute a part of the tokens in `sampled_logprobs`."""
-        self.place: torch.device | None = None
-        """Set where the weights wait in the host's memory until another device computes with them."""
         if seed is not None:
             self.reset(seed)
 
@@ -73,9 +64,9 @@ class Model(nn.Module):
             self.load_state(self.state())  # onto the grid
 
     @property
-    def device(self) -> torch.device:
-        """The device that computes; inputs and caches must be there."""
-        return self.place or self.embedding.device
+    def blocks(self) -> list[nn.Module]:
+        """As the seam."""
+        return list(self.layers)
 
     @property
     def head_weight(self) -> Tensor:
@@ -89,12 +80,7 @@ class Model(nn.Module):
         routed: Tensor | None = None,
         recorder: list[Tensor] | None = None,
     ) -> Tensor:
-        """Hidden states [N, D] after the final norm, of sequences concatenated in ids int64 [N].
-
-        lengths: tokens of each sequence, sum N. routed [N, L, k], see `moe.widen`: selections to replay, over the L
-        layers that route. recorder: gets one int64 [N, k] for each of those, the selections used.
-        ValueError when lengths do not add up.
-        """
+        """As the seam."""
         packing = self._packing(ids, lengths)
         attend = self._over(packing)
         return self._decode(ids, packing.positions, max(lengths, default=0), attend, routed, recorder)
@@ -109,13 +95,7 @@ class Model(nn.Module):
         temperature: float,
         places: Callable[[Sequence[int]], Sequence[int]],
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, as `selected_logprobs`, of the tokens `targets` int64 [M] behind the
-        positions `rows` int64 [M] of ids, ascending.
-
-        Where `shared` is set, each of its processes takes a run of the tokens, at least one, and the result is of all
-        tokens. The gradient of this process is then that of its run; the sum over processes is the whole gradient.
-        places: the number of `rows` below each of some borders; the host knows it without a wait for the device.
-        """
+        """As the seam."""
         packing, shared = self._packing(ids, lengths), self.shared
         attend, longest = self._over(packing), max(lengths, default=0)
         if shared is None:
@@ -168,9 +148,7 @@ class Model(nn.Module):
         routed: Tensor | None = None,
         recorder: list[Tensor] | None = None,
     ) -> Tensor:
-        """Hidden states [N, D] of new tokens: sequence b brings lengths[b] > 0 of them at position starts[b], over what
-        the blocks tables[b] of the cache hold; their keys and values are written there. No gradient.
-        """
+        """As the seam."""
         with torch.no_grad():
             step = Step(lengths, starts, tables, cache)
             exact, pad = self.numerics.exact, self.numerics.row_pad
@@ -230,36 +208,20 @@ class Model(nn.Module):
         return last.owned.counts(replay)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [M, D] -> [M, V] in the model's dtype, as `selected_logprobs` computes them."""
+        """As the seam."""
         return operators.linear(hidden, self.head_weight, self.numerics.row_pad)
 
     def selected_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor | float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """hidden [M, D], targets int64 [M] -> (log-probability of each target, entropy in nats), float32 [M].
-
-        The log-probability carries gradients, the entropy none. Temperature 0 scores as 1.
-        """
+        """As the seam."""
         return operators.selected_logprob(hidden, self.head_weight, targets, temperature, self.numerics.row_pad)
 
-    def state(self) -> dict[str, Tensor]:
-        """A copy of all weights under Hugging Face names, as they are published (see `formats`)."""
-        whole = {name: view.detach().clone() for name, view in self.views().items()}
-        return formats.pack(self.config, whole)
-
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take weights under Hugging Face names, cast to the config's dtype. CheckpointError when one is missing, left
-        over or of another shape."""
-        views, tensors = self.views(), formats.unpack(self.config, tensors)
-        extra = set(tensors) - set(views) - ({"lm_head.weight"} if self.config.tied else set())
-        missing = set(views) - set(tensors)
-        names.check_names(missing, extra)
-        for name, view in views.items():
-            if view.shape != tensors[name].shape:
-                raise CheckpointError(f"{name}: expected shape {list(view.shape)}, got {list(tensors[name].shape)}")
-            view.copy_(tensors[name])
+    def load(self, folder: str | Path) -> None:
+        """As the seam. An adapter keeps its own weights."""
+        adapters = {name: value for name, value in self.state().items() if low_rank.is_published(name)}
+        self.load_state(adapters | read(folder)[1])
 
     def views(self) -> dict[str, Tensor]:
-        """The part of a parameter for each Hugging Face name, in the parameter's memory."""
+        """As the seam."""
         return names.views(self.config, {name: parameter.data for name, parameter in self.named_parameters()})

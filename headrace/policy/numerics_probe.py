@@ -65,6 +65,8 @@ def probe(config: PolicyConfig, *, exact: bool = True, seed: int = 0, device: to
     AMX: exact mode is refused, and the reason says what to do.
     """
     where = torch.device(device)
+    if config.source:
+        return _of_library(config, where)
     reason = "" if exact else "not asked for"
     pad = 1
     with torch.no_grad(), selected(where):
@@ -224,6 +226,14 @@ def _fingerprint(config: PolicyConfig, numerics: Numerics, device: torch.device)
     digest = hashlib.sha256(f"{chip} {versions} {mode} {config.described}".encode())
     digest.update(torch.cat((logp, entropy)).cpu().numpy().tobytes())
     return f"{device.type}-{chip}-torch{versions}-{mode}-{digest.hexdigest()[:16]}"
+
+
+def _of_library(config: PolicyConfig, device: torch.device) -> Numerics:
+    """Ordinary mode: nobody promises bits of transformers' modules."""
+    versions = f"torch{torch.__version__.split('+')[0]}-transformers{metadata.version('transformers')}"
+    digest = hashlib.sha256(config.described.encode()).hexdigest()[:16]
+    fingerprint = f"{device.type}-{_chip(device)}-{versions}-ordinary-{digest}"
+    return Numerics(exact=False, row_pad=1, reason="the provider transformers has none", fingerprint=fingerprint)
 
 
 def _library(config: PolicyConfig, device: torch.device) -> list[str]:

@@ -24,8 +24,8 @@ from headrace.errors import HeadraceError
 from headrace.kernels import dispatch
 from headrace.kernels.block_attention import BLOCK
 from headrace.messages.rollout import Span
-from headrace.policy.cache import KVCache
-from headrace.policy.model import Model
+from headrace.policy.provider import new_cache
+from headrace.policy.seam import PolicyModel
 
 PIECE = 4096
 """Most positions of one forward pass: enough rows for a GPU, and for 64k tokens a sixteenth of their activations."""
@@ -36,7 +36,7 @@ class ScoringError(HeadraceError):
 
 
 def score(
-    models: Mapping[int, Model],
+    models: Mapping[int, PolicyModel],
     ids: Sequence[int] | Tensor,
     spans: Iterable[Span],
     targets: Sequence[int],
@@ -78,7 +78,7 @@ def score(
     with torch.no_grad():
         for span in dispatch.repeated([part for whole in ordered for part in _pieces(whole, piece)]):
             model = models[span.version]
-            cache = cache or KVCache(model.config, len(table), device)
+            cache = cache or new_cache(model.config, len(table), device)
             layers: list[Tensor] = []
             hidden = model.forward_cached(
                 tokens[span.start : span.end].to(device),

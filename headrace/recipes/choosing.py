@@ -68,12 +68,13 @@ def choose(wanted: Wanted, given: Mapping[str, object]) -> list[Value]:
         tokens=min(MICRO, context),
         longest=context,
         learning_rate=float(str(given.get("algorithm.learning_rate", checkpoints.RATE))),
-        exact=wanted.gpus * wanted.nodes == 1,
+        exact=wanted.gpus * wanted.nodes == 1 and not policy.source,
         versions=int(str(given.get("curriculum.staleness", Config().curriculum.staleness))),
     )
     divided = hardware.divide(wanted, policy, base)
     return [
         Value("policy.checkpoint", wanted.model, f"{policy.max_positions:,} positions, calls in {bundle.renderer}"),
+        *([Value("policy.provider", "transformers", "the native one lacks this type")] if policy.source else ()),
         *_engine(wanted, policy, divided, context),
         *needs,
         Value("limits.max_turns", 50, "of published agents"),
@@ -116,7 +117,11 @@ def given_by(entries: Sequence[str]) -> list[Value]:
 
 def _engine(wanted: Wanted, policy: PolicyConfig, divided: hardware.Division, context: int) -> Iterator[Value]:
     if not divided.servers:
-        yield Value("engine.kind", "embedded", "one GPU: sampler and trainer share it, to the bit")
+        yield Value(
+            "engine.kind", "embedded", f"one GPU: sampler and trainer share it{'' if policy.source else ', to the bit'}"
+        )
+        if policy.source:
+            yield Value("engine.exact", False, "the native provider alone has exact mode")
         yield Value("engine.cache_share", hardware.CACHE, "keys and values; the rest is the trainer's")
         yield Value("rollout.credit", 32, "episodes at once")
         return

@@ -70,7 +70,7 @@ def _splits(wanted: Wanted, split: int) -> Iterator[tuple[int, list[int]]]:
 
 def _shared(policy: PolicyConfig, base: Layout, available: int) -> Division:
     """Trainer and embedded engine on one GPU: all weights if they fit, else adapters."""
-    for rank in (0, RANK):
+    for rank in (0,) if policy.source else (0, RANK):
         tried = msgspec.structs.replace(policy, adapter=shape.resolved(policy, rank, 32.0, ())) if rank else policy
         left = available - 2 * file_bytes(tried) - int(CACHE * available / USABLE)
         layout = memory_plan.fitting(tried, base, left) if left > 0 else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import Config, parse
-from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 from headrace.replay.recipe import recipe
 from headrace.replay.recorded_run import ReplayError
 from headrace.replay.step import Loaded, Rerun, attempt, compare
@@ -88,7 +88,7 @@ def twin(rerun: Rerun, loaded: Loaded, config: Config) -> Loaded:
     return loaded._replace(trainer=second)
 
 
-def _reference(rerun: Rerun, like: PolicyTrainer) -> Model:
+def _reference(rerun: Rerun, like: PolicyTrainer) -> PolicyModel:
     """The policy of version 0. ReplayError when its checkpoint is not kept."""
     if 0 not in rerun.recorded.checkpoints:
         raise ReplayError("kl_weight needs the policy of version 0 as its reference, and its checkpoint is not kept")

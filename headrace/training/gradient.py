@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.algorithms.corrections import Band, Correction, SampledTokens
 from headrace.algorithms.losses import Objective, batch_divisor, policy_gradient
 from headrace.config import Algorithm
-from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 from headrace.training.batches.batch import Batch
 from headrace.training.batches.micro_batch import MicroBatch, device_of, forward, micro_batches
 from headrace.training.batches.segment import Segment
@@ -49,7 +49,7 @@ class Recipe(NamedTuple):
     bound: int = 0
     """Largest staleness of a token, in versions (Law 2)."""
 
-    def packed(self, model: Model, segments: Sequence[Segment]) -> list[list[Segment]]:
+    def packed(self, model: PolicyModel, segments: Sequence[Segment]) -> list[list[Segment]]:
         """The micro-batches of some segments."""
         return micro_batches(segments, self.micro_tokens, model.config)
 
@@ -57,7 +57,7 @@ class Recipe(NamedTuple):
 class Helpers(NamedTuple):
     """Parts of a step besides its own state."""
 
-    reference: Model | None = None
+    reference: PolicyModel | None = None
     """The policy of the KL term, needed when `algorithm.kl_weight` > 0."""
     data_parallel: DataParallel = SINGLE_PROCESS
     before_forward: Callable[[], None] = nothing
@@ -127,7 +127,7 @@ def minibatches(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:
 
 @torch.no_grad()
 def proximal_logprobs(
-    model: Model, segments: Sequence[Segment], recipe: Recipe, helpers: Helpers | None = None
+    model: PolicyModel, segments: Sequence[Segment], recipe: Recipe, helpers: Helpers | None = None
 ) -> dict[int, Tensor]:
     """The trainer's log-probabilities of some segments before the step: `Segment.index` to float32 [M] on the CPU."""
     helpers = helpers or Helpers()
@@ -189,7 +189,11 @@ def _objective(algorithm: Algorithm, batch: Batch, parts: int) -> Objective:
 
 
 def _backward(
-    model: Model, micro: MicroBatch, objective: Objective, proximal: Mapping[int, Tensor] | None, other: Model | None
+    model: PolicyModel,
+    micro: MicroBatch,
+    objective: Objective,
+    proximal: Mapping[int, Tensor] | None,
+    other: PolicyModel | None,
 ) -> _Sums:
     """Add one micro-batch's gradient to the model's. other: the reference policy of the KL term."""
     logp, entropy = forward(model, micro)

@@ -135,6 +135,8 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         raise ValueError(f"{layout.expert_ranks} owners of experts do not divide {layout.devices} devices")
     if layout.expert_ranks > 1 and not divided(config, layout.devices, layout.expert_ranks):
         raise ValueError(f"{layout.expert_ranks} owners of experts do not divide {config.experts} experts")
+    if config.source:
+        return _estimated(config, layout)
     from headrace.training.planned import measured  # it imports torch
 
     # Without what changes no measured byte, so that layouts share their measurements.
@@ -169,6 +171,39 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     return _offloaded(made, held, layout) if layout.offload else made
 
 
+def _estimated(config: PolicyConfig, layout: Layout) -> MemoryPlan:
+    """The plan of a model of transformers, in closed form: its passes are not measured, and count high."""
+    size, count = element_bytes(config), parameters(config).total
+    held = -(-count // layout.devices) if layout.sharded else count
+    width = config.dim + config.heads * config.head_dim + max(config.top_k, 1) * config.expert_dim
+    inside = 12 * size * width * layout.inputs
+    kept = (
+        config.layers * 2 * size * config.dim * layout.inputs + inside if layout.recompute else config.layers * inside
+    )
+    gathered = 2 * size * count // config.layers if layout.sharded else 0
+    logits = 12 * min(1 << 26, config.vocab * layout.inputs)
+    separate = size != 4 and not layout.sharded
+    cache = 2 * size * config.layers * config.kv_heads * config.head_dim * layout.inputs
+    made = MemoryPlan(
+        weights=4 * held if layout.sharded else size * count,
+        masters=4 * count if separate else 0,
+        moments=2 * layout.moment_bytes * held,
+        reference=size * held if layout.reference else 0,
+        snapshots=layout.snapshots * (4 + 2 * layout.moment_bytes) * held,
+        undo=(layout.versions + (layout.minibatches > 1)) * size * held,
+        versions=layout.versions * size * held + (4 * held if layout.sharded and layout.versions else 0),
+        scoring=cache + inside + logits + gathered,
+        gradients=4 * held,
+        passes=kept + logits + gathered + (size * count // config.layers if separate else 0),
+        update=12 * held // config.layers,
+        host=HostMemory(),
+    )
+    if not layout.offload:
+        return made
+    host = HostMemory(masters=4 * held, moments=made.moments, gradients=4 * held, snapshots=made.snapshots)
+    return made._replace(masters=0, moments=0, snapshots=0, update=0, host=host)
+
+
 def _offloaded(made: MemoryPlan, held: "State", layout: Layout) -> MemoryPlan:
     """The plan with masters and moments in the host's memory."""
     masters = 4 * held.trained
@@ -200,7 +235,8 @@ def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float =
 
     Tried in order of their cost: recompute, context parallelism, smaller moments, the optimizer in the host's memory.
     """
-    degrees = [n for n in range(1, layout.devices + 1) if layout.devices % n == 0 and config.kv_heads % n == 0]
+    most = 1 if config.source else layout.devices
+    degrees = [n for n in range(1, most + 1) if layout.devices % n == 0 and config.kv_heads % n == 0]
     limit = (1.0 - spare) * available
     # A CPU's memory is the host's, and owners of experts keep their masters.
     offloads = (False, True) if not layout.cpu and layout.expert_ranks == 1 else (layout.offload,)

@@ -28,7 +28,7 @@ import torch
 from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import MidTraining
 from headrace.errors import HeadraceError
-from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 from headrace.training import checkpoint
 from headrace.training.data.mixture import Mixture, phase
 from headrace.training.parallel.mid_training.shards import Shards, negative_logp, shares
@@ -157,10 +157,10 @@ class Learner(Protocol):
 class _OneProcess:
     """The learner of one process, whose batches are cut into shares."""
 
-    def __init__(self, model: Model, recipe: MidTraining, offload: bool) -> None:
+    def __init__(self, model: PolicyModel, recipe: MidTraining, offload: bool) -> None:
         self._model = model
         self._state = TrainerState(model, settings=settings(recipe), offload=offload)
-        self._processes = processes(recipe, model.embedding.device)
+        self._processes = processes(recipe, model.device)
         self._shards: Shards | None = None
 
     @property
@@ -210,7 +210,7 @@ def processes(recipe: MidTraining, device: torch.device) -> int:
 
 
 def run(
-    model: Model,
+    model: PolicyModel,
     traces: Iterable[Trace],
     recipe: MidTraining,
     progress: Callable[[Progress], None] = lambda _: None,

@@ -28,7 +28,7 @@ from headrace.messages.base import Array
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import EngineMismatch, TokenGap
 from headrace.policy import scoring
-from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 from headrace.training.batches.batch import Batch
 from headrace.training.batches.segment import Segment
 
@@ -74,7 +74,7 @@ class Compared(NamedTuple):
 
 
 def measure(
-    models: Mapping[int, Model],
+    models: Mapping[int, PolicyModel],
     batch: Batch,
     trajectories: Iterable[Trajectory],
     sample: int,
@@ -111,7 +111,7 @@ def drawn(batch: Batch, sample: int, seed: int) -> set[str]:
     return set(random.Random(f"rescore-{seed}").sample(names, min(sample, len(names))))
 
 
-def compare(models: Mapping[int, Model], segment: Segment) -> Compared:
+def compare(models: Mapping[int, PolicyModel], segment: Segment) -> Compared:
     """One segment's sampled tokens, by trainer and by sampler, and how many of their routes differ.
 
     In exact mode the routes are computed live, which checks the record; elsewhere the recorded routes are replayed.

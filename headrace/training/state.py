@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headrace.algorithms.adamw import AdamW, Moments, OptimizerSettings
-from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 from headrace.training.parallel.interface import SINGLE_PROCESS, Peers
 from headrace.training.served import precision, runs
 from headrace.training.served.publication import Contents, Publication, Publisher
@@ -32,7 +32,7 @@ class TrainerState:
     """Model, masters, optimizer, version and step. `version` is the version of the model's current bytes."""
 
     def __init__(
-        self, model: Model, *, version: int = 0, settings: OptimizerSettings | None = None, offload: bool = False
+        self, model: PolicyModel, *, version: int = 0, settings: OptimizerSettings | None = None, offload: bool = False
     ) -> None:
         """A fresh optimizer over the model's weights. offload: masters and moments are in the host's memory; with a
         model on the CPU this changes nothing."""

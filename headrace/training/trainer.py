@@ -29,12 +29,12 @@ from headrace.messages.training import LeftOut, RankLayout, StepManifest
 from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 from headrace.policy.device import select
-from headrace.policy.layout import checkpoint as huggingface
 from headrace.policy.layout import hugging_face
-from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
+from headrace.policy.provider import build
 from headrace.policy.scoring import ScoringError
+from headrace.policy.seam import PolicyModel
 from headrace.registry import PluginError, differing, plugins
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.training import checkpoint, mid_training
@@ -74,7 +74,7 @@ class PolicyTrainer:
         self.versions = Versions(state.model, state.version)
         """The current version and the earlier ones within the staleness bound: bound + 1 of them."""
         self._new_log()
-        self.reference: Model | None = None
+        self.reference: PolicyModel | None = None
         """Version 0, held only while `algorithm.kl_weight` > 0."""
         self.guard = Guard()
         """Detects a collapse while `algorithm.guard_k1` > 0; rolls back when engines exceed a limit (`guarded`)."""
@@ -116,18 +116,16 @@ class PolicyTrainer:
         settings, offload = optimizer_settings(config.algorithm), config.trainer.offload == "optimizer"
         file = folder / "checkpoint.safetensors"
         if file.exists():
-            model = precision.served_as(
-                config, _freeze(Model(policy, numerics, seed=None), config.trainer.frozen).to(device)
-            )
+            model = precision.served_as(config, _freeze(build(policy, numerics), config.trainer.frozen).to(device))
             trainer = cls(config, folder, TrainerState(model, settings=settings, offload=offload), numerics)
             trainer.planned_bytes = planned(config, policy, device).total
             trainer._load(file)
             return trainer
-        model = Model(policy, numerics, seed=config.run.seed)
+        model = build(policy, numerics, seed=config.run.seed)
         if base is not None:
             model.load_state(adapters(model) | tensor_state.read(base))
         elif config.policy.checkpoint:
-            model.load_state(adapters(model) | huggingface.load(config.policy.checkpoint)[1])
+            model.load(config.policy.checkpoint)
         _freeze(model, config.trainer.frozen).to(device)
         if config.mid_training.tokens > 0 and base is None:
             model.numerics = probe(policy, exact=False, device=device)  # a fifth faster; no bits are compared
@@ -392,7 +390,7 @@ def plugins_of(algorithm: Algorithm) -> tuple[Plugin, ...]:
         raise TrainerError(str(error)) from None
 
 
-def _freeze(model: Model, patterns: Sequence[str]) -> Model:
+def _freeze(model: PolicyModel, patterns: Sequence[str]) -> PolicyModel:
     """The model with the named parameters frozen, and with all but its adapters where it has some. TrainerError when a
     pattern matches none, or when all are frozen."""
     names = [name for name, _ in model.named_parameters()]

@@ -18,6 +18,7 @@ from headrace.messages.rollout import ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.subjects import CLOSE, EVENT, SCORE, STEP, TRAJ
 from headrace.messages.training import SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 from headrace.weights import tensor_state
 from tests.support import world
 from tests.support.patience import PATIENCE_S
@@ -46,7 +47,7 @@ class RunFeeder:
         self.folder = folder / run
         self.folder.mkdir(parents=True)
         (self.folder / "tokenizer.json").write_text(world.TOKENIZER)
-        self.models: dict[int, Model] = {}
+        self.models: dict[int, PolicyModel] = {}
         self.hashes: dict[int, str] = {}
         self.plugins: tuple[Plugin, ...] = ()
         """Those that its Scores name."""

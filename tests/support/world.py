@@ -16,6 +16,7 @@ from headrace.policy.cache import KVCache
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
+from headrace.policy.seam import PolicyModel
 from headrace.rendering.tokenizer import Tokenizer
 
 VOCAB = 340
@@ -45,13 +46,13 @@ class Sampled(NamedTuple):
     seed: int
 
 
-def episode(models: Mapping[int, Model], group: str, slot: int, seed: int, spans: Sequence[int]) -> Trajectory:
+def episode(models: Mapping[int, PolicyModel], group: str, slot: int, seed: int, spans: Sequence[int]) -> Trajectory:
     """One of `episodes`."""
     return episodes(models, [Sampled(group, slot, seed)], spans)[0]
 
 
 @torch.no_grad()
-def episodes(models: Mapping[int, Model], wanted: Sequence[Sampled], spans: Sequence[int]) -> list[Trajectory]:
+def episodes(models: Mapping[int, PolicyModel], wanted: Sequence[Sampled], spans: Sequence[int]) -> list[Trajectory]:
     """Two turns of two sampled tokens each; spans[i] is the version that forwards step i (of four) of all of them.
 
     The episodes are one batch: batch-invariant kernels give each the bits that it has alone.
@@ -150,7 +151,7 @@ def score(trajectory: Trajectory) -> Score:
 Records = tuple[StepManifest, dict[int, Trajectory], dict[int, Score]]
 
 
-def batch(models: Mapping[int, Model], version: int, versions: Sequence[int], config: Config = CONFIG) -> Records:
+def batch(models: Mapping[int, PolicyModel], version: int, versions: Sequence[int], config: Config = CONFIG) -> Records:
     """A whole batch for `version`, its four forwards per episode made by `versions`."""
     size = config.curriculum.group_size
     names = [f"g{version}x{number}" for number in range(config.curriculum.groups_per_step)]

@@ -8,8 +8,8 @@ import torch
 
 from headrace.messages.base import Array
 from headrace.messages.rollout import Span
-from headrace.policy.model import Model
 from headrace.policy.scoring import ScoringError, score
+from headrace.policy.seam import PolicyModel
 from headrace.training.batches.batch import Batch, build
 from headrace.training.batches.segment import Segment
 from headrace.training.mismatch import Rescored, compare, measure
@@ -18,7 +18,7 @@ from tests.support.segments import segments_of
 from tests.support.world import batch, episode, model
 
 
-def models() -> dict[int, Model]:
+def models() -> dict[int, PolicyModel]:
     older, newer = model(), model()
     with torch.no_grad():
         newer.get_parameter("layers.0.qkv").mul_(1.02)
@@ -31,13 +31,13 @@ def played(*spans: int) -> Any:
     return batch(models(), 1, list(spans))
 
 
-def rescore(models: dict[int, Model], data: Batch, sample: int, seed: int) -> Rescored:
+def rescore(models: dict[int, PolicyModel], data: Batch, sample: int, seed: int) -> Rescored:
     """As the trainer measures its batches."""
     _, trajectories, _ = played(0, 0, 1, 1)
     return measure(models, data, trajectories.values(), sample, seed, "f").rescored
 
 
-def difference(models: dict[int, Model], segment: Segment) -> float:
+def difference(models: dict[int, PolicyModel], segment: Segment) -> float:
     compared = compare(models, segment)
     return float((compared.trainer - compared.sampler).abs().max())
 

@@ -13,6 +13,7 @@ from headrace.policy.adapters import low_rank
 from headrace.policy.config import Adapter, Latent
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
+from headrace.policy.seam import PolicyModel
 from headrace.training.served.versions import Log, Versions
 from headrace.training.state import TrainerState
 from tests.support.live_memory import live_bytes
@@ -22,7 +23,7 @@ from tests.support.world import NUMERICS, POLICY, model
 IDS = torch.arange(20) % 7
 
 
-def backward(net: Model, by: float = 1.0) -> None:
+def backward(net: PolicyModel, by: float = 1.0) -> None:
     logp, _ = net.selected_logprobs(net(IDS[:-1], [19]), IDS[1:], 1.0)
     torch.autograd.backward(-logp.sum() * by)
 

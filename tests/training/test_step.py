@@ -9,7 +9,7 @@ import torch
 
 from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import Algorithm, parse
-from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 from headrace.training.batches.batch import Batch, build
 from headrace.training.batches.micro_batch import micro_batches
 from headrace.training.batches.segment import Segment
@@ -70,19 +70,20 @@ def test_stale_samples_are_seen_and_weighed() -> None:
 def test_the_gradient_is_that_of_the_objective() -> None:
     state, data = TrainerState(model()), made()
     figures = accumulate(state, data, Recipe(CONFIG.algorithm, 10_000))
-    nudge = 1e-3 * torch.randn(state.model.head.shape, generator=torch.Generator().manual_seed(1))
-    assert state.model.head.grad is not None
-    slope = float((state.model.head.grad * nudge).sum())
+    head = state.model.get_parameter("head")
+    nudge = 1e-3 * torch.randn(head.shape, generator=torch.Generator().manual_seed(1))
+    assert head.grad is not None
+    slope = float((head.grad * nudge).sum())
 
     def objective(sign: float) -> float:
         with torch.no_grad():
-            state.model.head.add_(nudge, alpha=sign)
+            head.add_(nudge, alpha=sign)
             total = 0.0
             for segment in data.segments:
                 hidden = state.model(segment.ids, [len(segment.ids)], segment.routed)
                 logp, _ = state.model.selected_logprobs(hidden[segment.positions], segment.targets, 1.0)
                 total -= segment.advantage * float(logp.double().sum())
-            state.model.head.sub_(nudge, alpha=sign)
+            head.sub_(nudge, alpha=sign)
         return total / (data.trajectories * CONFIG.algorithm.constant_tokens)
 
     assert (objective(1.0) - objective(-1.0)) / 2 == pytest.approx(slope, rel=1e-2)
@@ -285,7 +286,7 @@ def test_a_step_takes_its_objective_from_toml() -> None:
     state, reference, data = TrainerState(model()), model(), made()
     one_step(state, data)  # so that ratios and KL are not those of equal policies
 
-    def logprobs(own: Model, segment: Segment) -> torch.Tensor:
+    def logprobs(own: PolicyModel, segment: Segment) -> torch.Tensor:
         with torch.no_grad():
             hidden = own(segment.ids, [len(segment.ids)], segment.routed)[segment.positions]
             return own.selected_logprobs(hidden, segment.targets, 1.0)[0].double()

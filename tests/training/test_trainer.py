@@ -14,6 +14,7 @@ import torch
 from headrace.config import Config
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 from headrace.training.device import TrainerError
 from headrace.training.figures.work import Work, work_of
 from headrace.training.outcome import StepOutcome
@@ -35,7 +36,7 @@ def changed(**sections: Mapping[str, object]) -> Config:
     )
 
 
-def models(trainer: PolicyTrainer) -> dict[int, Model]:
+def models(trainer: PolicyTrainer) -> dict[int, PolicyModel]:
     return dict(trainer.versions)
 
 

@@ -172,6 +172,9 @@ class Trainer(Actor):
         self.store = CheckpointStore(self.folder, trainer, self.config)
         await initial_policy.tell(self, self.folder, trainer)
         await self.event("prepared", f"version {trainer.version}", version=trainer.version, resumed=trainer.resumed)
+        if live := trainer.state.model.config.live_routers:
+            text = f"{live} layers choose experts anew in training: their routers cannot be replayed; see the mismatch"
+            await self.event("routes_not_replayed", text, "warning", layers=live)
         return trainer
 
     def _end_if_stopped(self) -> None:

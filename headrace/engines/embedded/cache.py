@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace.kernels.block_attention import BLOCK
 from headrace.messages.rollout import Span
-from headrace.policy.cache import KVCache
+from headrace.policy.seam import Cache
 
 
 class Session:
@@ -102,7 +102,7 @@ def route_bytes(recorder: Sequence[Tensor], dtype: str) -> bytes:
 class BlockStore:
     """Blocks with reference counts; an index entry is a reference too. A block without references is free."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.free = list(range(cache.blocks - 1, -1, -1))
         self._written = 0
@@ -141,6 +141,7 @@ class BlockStore:
             elif not self.references[block]:
                 del self.references[block]
                 self.free.append(block)
+                self.cache.forget(block)
 
     def _hold(self, block: int) -> None:
         self._idle.pop(block, None)
@@ -165,7 +166,7 @@ class BlockStore:
     def offer(self, session: Session, version: int, weights: bytes, row: int) -> None:
         """Index the session's new full blocks, if one version wrote all its positions. row: bytes of routes per
         position."""
-        if session.pure is None:
+        if session.pure is None or not self.cache.shared:
             return
         while len(session.chain) < len(session.ids) // BLOCK:
             at = len(session.chain) * BLOCK
@@ -197,9 +198,11 @@ class BlockStore:
 
     def trim(self, session: Session, length: int, row: int) -> None:
         """Cut a session to `length` positions. Where the block at `length` is shared, cut to the end of the whole
-        blocks before it, because shared blocks are not written."""
+        blocks before it, because shared blocks are not written; to nothing where the cache cannot be cut."""
         if length >= len(session.ids):
             return
+        if not self.cache.shared:
+            length = 0
         if length % BLOCK and self.references[session.blocks[length // BLOCK]] > 1:
             length -= length % BLOCK
         session.cut(length, row)

@@ -19,8 +19,8 @@ from headrace.engines.embedded.jobs import Job
 from headrace.engines.embedded.staging import LoadedWeights, Shell, Staging, read_ahead
 from headrace.engines.embedded.worker import Worker
 from headrace.policy.config import PolicyConfig
-from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
+from headrace.policy.seam import PolicyModel
 
 T = TypeVar("T")
 CACHE_BLOCKS = 4096
@@ -46,7 +46,7 @@ class EmbeddedEngine:
         positions; on a CPU one uses memory when it is first written, elsewhere all do from the start. device: where the
         model computes; `numerics` are those of this device. OSError: the system refuses their address space."""
         self._config, self._numerics, self._device = config, numerics, torch.device(device)
-        self._host: Model | None = None
+        self._host: PolicyModel | None = None
         """The buffer in host memory through which versions reach another device."""
         self._worker = Worker(config, max_batch, threads, prefill_tokens, cache_blocks, self._device)
         self._worker.start()

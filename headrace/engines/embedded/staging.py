@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from headrace.engines.base import EngineError, RefusedVersion
 from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
-from headrace.policy.layout import formats, names
-from headrace.policy.model import Model
+from headrace.policy.layout import formats
 from headrace.policy.numerics import Numerics
+from headrace.policy.provider import build
+from headrace.policy.seam import PolicyModel
 from headrace.weights import state, tensor_state
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import Bits, WeightError
@@ -60,22 +61,21 @@ class Shell:
         config: PolicyConfig,
         numerics: Numerics,
         device: torch.device | str = "cpu",
-        host: Model | None = None,
+        host: PolicyModel | None = None,
     ) -> None:
         """host: the buffer in host memory of another shell, for a model on another device; no two stagings may use it
         at once."""
         self.config = config
-        self.model = Model(config, numerics, seed=None)
+        self.model = build(config, numerics)
         self.host = self.model
         """The model in host memory that a staging fills: on a CPU the served one."""
         where = torch.device(device)
         if where.type != "cpu":
             _replace(self.model, lambda old: torch.empty_like(old, device=where))
-            self.host = host or Model(config, numerics, seed=None)
+            self.host = host or build(config, numerics)
             if host is None and where.type == "cuda":
                 _replace(self.host, lambda old: torch.empty(old.shape, dtype=old.dtype, pin_memory=True))
-        parameters = {name: parameter.data for name, parameter in self.host.named_parameters()}
-        self.tensors: dict[str, Tensor] = names.views(config, parameters)
+        self.tensors: dict[str, Tensor] = self.host.views()
         apart = [name for name, view in self.tensors.items() if not view.is_contiguous() or view.device.type != "cpu"]
         if apart:
             raise EngineError(f"{apart[0]} is not contiguous in this machine's memory: it cannot be staged")

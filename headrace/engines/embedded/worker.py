@@ -35,10 +35,10 @@ from headrace.engines.embedded.jobs import Job, begin_again, chunks, evened
 from headrace.engines.embedded.sampling import draw, drawn, uniform
 from headrace.engines.embedded.staging import SHARE, SLICE_S, LoadedWeights, Shell, Staging
 from headrace.kernels.block_attention import BLOCK
-from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
 from headrace.policy.device import select
-from headrace.policy.model import Model
+from headrace.policy.provider import new_cache
+from headrace.policy.seam import PolicyModel
 
 _CPU = torch.device("cpu")
 SHARED = 8
@@ -72,7 +72,7 @@ class Worker(threading.Thread):
         """The sessions that may have blocks, least recently used first: eviction looks at no others."""
         self.waiting: list[Job] = []
         self.running: list[Job] = []
-        self.store = BlockStore(KVCache(config, limit, device))
+        self.store = BlockStore(new_cache(config, limit, device))
         self.counts = {"sampled": 0, "forwarded": 0, "reused": 0, "steps": 0, "evicted": 0, "redrawn": 0}
         self._numbers: dict[int, bytes] = {}
         """The key of the weights that had each version number last."""
@@ -374,7 +374,7 @@ class Worker(threading.Thread):
         chance = self._here([uniform(job.request.seed, len(job.context)) for job in jobs], torch.float64)
         return heat, chance
 
-    def _draw(self, model: Model, last: Tensor, heat: Tensor, chance: Tensor) -> tuple[list[int], list[float]]:
+    def _draw(self, model: PolicyModel, last: Tensor, heat: Tensor, chance: Tensor) -> tuple[list[int], list[float]]:
         """Ids and their log-probabilities, from hidden states [M, D]."""
         logits = model.logits(last)
         if self.device.type == "cpu":

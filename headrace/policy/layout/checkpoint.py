@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.inner_paths import is_inner
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import hugging_face, mxfp4
-from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 
 SHARD_BYTES = 5 << 30
 """Bytes of tensors in a file, at most, unless one tensor alone is larger."""
@@ -27,7 +27,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def save(
     folder: str | Path,
-    weights: Model | Mapping[str, Tensor],
+    weights: PolicyModel | Mapping[str, Tensor],
     config: PolicyConfig,
     *,
     shard_bytes: int = SHARD_BYTES,
@@ -38,7 +38,7 @@ def save(
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    tensors = weights.state() if isinstance(weights, Model) else dict(weights)
+    tensors = weights.state() if isinstance(weights, PolicyModel) else dict(weights)
     if config.gpt_oss:
         tensors = mxfp4.outward(tensors)
     parts = shards(tensors, shard_bytes)
@@ -117,7 +117,7 @@ def load(folder: str | Path) -> tuple[PolicyConfig, dict[str, Tensor]]:
     """Config and tensors under their Hugging Face names, without `not_of_run`. CheckpointError when a part is missing
     or broken."""
     path = Path(folder)
-    config = hugging_face.read(path)
+    config = hugging_face.read(path, "native")
     try:
         tensors: dict[str, Tensor] = {}
         for file in files(path):

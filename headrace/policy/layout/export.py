@@ -28,6 +28,8 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     bundle: RendererBundle
     card: str
     """The model card, Markdown."""
+    source: str = ""
+    """The folder that the run began with; needed for a policy of the provider transformers alone."""
 
 
 def export(parts: Export, target: Path, shard_bytes: int = checkpoint.SHARD_BYTES) -> PolicyConfig:
@@ -38,13 +40,22 @@ def export(parts: Export, target: Path, shard_bytes: int = checkpoint.SHARD_BYTE
     """
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: expected a new folder")
-    config = msgspec.structs.replace(parts.config, dtype=_dtype(parts.tensors), expert_format="", adapter=None)
-    adapter = parts.config.adapter
-    tensors = low_rank.merge(adapter, parts.tensors) if adapter else parts.tensors
-    checkpoint.save(target, tensors, config, shard_bytes=shard_bytes)
+    if parts.config.source:
+        from headrace.policy.hugging import export as library  # it imports transformers
+
+        config = parts.config
+        library.save(target, parts.tensors, config, Path(parts.source), shard_bytes)
+    else:
+        config = msgspec.structs.replace(parts.config, dtype=_dtype(parts.tensors), expert_format="", adapter=None)
+        adapter = parts.config.adapter
+        tensors = low_rank.merge(adapter, parts.tensors) if adapter else parts.tensors
+        checkpoint.save(target, tensors, config, shard_bytes=shard_bytes)
     (target / "tokenizer.json").write_text(parts.bundle.tokenizer_json, encoding="utf-8")
     for name, content in _settings(parts.bundle, config).items():
-        (target / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        there = target / name
+        if config.source and there.exists():  # what the folder had besides stays
+            content = json.loads(there.read_text(encoding="utf-8")) | content
+        there.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (target / "README.md").write_text(parts.card, encoding="utf-8")
     return config
 

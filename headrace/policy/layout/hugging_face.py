@@ -12,13 +12,14 @@
     deepseek_v3    latent attention, leading dense layers, sigmoid scores with a correction, groups, shared experts;
                    kimi_k2 is the same under another name
 
-A checkpoint with a field that this model does not support is refused; the error names the field.
+A checkpoint with a field that this model does not support is refused; the error names the field. With `[policy]
+provider = "transformers"` any causal model of that library has a shape as well (`policy.hugging.shape`).
 """
 
 import fnmatch
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -53,6 +54,10 @@ _ARCHITECTURES = {
 }
 
 
+_SHAPE = "headrace_shape"
+"""The field of config.json, within a run's folder, of a policy of the provider transformers: nobody else has to build
+the model to know its shape."""
+Provider = Literal["native", "transformers", "auto"]
 _ADAPTER = "headrace_adapter"
 """The field of config.json, within a run's folder only: what is exported has no adapter in its config.json."""
 
@@ -60,7 +65,9 @@ _ADAPTER = "headrace_adapter"
 def from_section(section: Policy) -> PolicyConfig:
     """The shape that a [policy] section asks for; its `checkpoint`, a Hugging Face folder, replaces everything else."""
     if section.checkpoint:
-        config = read(section.checkpoint)
+        config = read(section.checkpoint, section.provider)
+        if config.source and section.expert_format:
+            raise CheckpointError("[policy] expert_format is not supported by the provider transformers: leave it out")
         return msgspec.structs.replace(config, expert_format=section.expert_format or config.expert_format)
     fields = {name: getattr(section, name) for name in section.__struct_fields__ if name != "checkpoint"}
     return PolicyConfig(**{name: value for name, value in fields.items() if name in PolicyConfig.__struct_fields__})
@@ -69,7 +76,26 @@ def from_section(section: Policy) -> PolicyConfig:
 def of_run(config: Config) -> PolicyConfig:
     """The shape of a run's policy: that of [policy], with the adapter of [trainer.lora]. CheckpointError, also where a
     part of the run does not compute this policy."""
-    policy, lora = from_section(config.policy), config.trainer.lora
+    section, lora = config.policy, config.trainer.lora
+    if section.provider == "auto":
+        known = _kind(section.checkpoint) in _REQUIRED if section.checkpoint else True
+        provider: Provider = "native" if known and config.engine.exact else "transformers"
+        section = msgspec.structs.replace(section, provider=provider)
+    if section.provider == "transformers":
+        mesh = config.trainer.mesh
+        _check(
+            "the provider transformers",
+            ("[engine] exact", config.engine.exact, False),
+            ("[trainer.lora] rank", lora.rank, 0),
+            ("[trainer] mesh.expert", mesh.expert, 1),
+            ("[trainer] mesh.context", mesh.context, 1),
+            ("[numerics] replay_plausible", config.numerics.replay_plausible, 0.0),
+        )
+        if not section.checkpoint:
+            raise CheckpointError(
+                "[policy] provider = 'transformers' needs [policy] checkpoint: it makes no new policy"
+            )
+    policy = from_section(section)
     embedded = ("[engine] kind", config.engine.kind, "embedded")
     process = ("[trainer] mesh: processes", config.trainer.ranks, 1)
     if policy.gpt_oss:
@@ -111,21 +137,41 @@ def check_device(policy: PolicyConfig, device: str, key: str = "[trainer] device
     raise CheckpointError(f"{key} = {device!r}: gpt_oss is not supported on a GPU; set it to 'cpu'")
 
 
-def read(folder: str | Path) -> PolicyConfig:
-    """From config.json in a folder. CheckpointError when it is missing, broken or asks for something unsupported."""
+def _raw(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from None
-    return parse(raw)
+    return raw
+
+
+def _kind(folder: str | Path) -> Any:
+    return _raw(folder).get("model_type")
+
+
+def read(folder: str | Path, provider: Provider = "auto") -> PolicyConfig:
+    """From config.json in a folder, as a provider computes it; auto: native where it knows the type. CheckpointError
+    when it is missing, broken or asks for something unsupported."""
+    raw = _raw(folder)
+    if _SHAPE in raw:
+        shape_of = raw.pop(_SHAPE)
+        return msgspec.convert({**shape_of, "source": json.dumps(raw)}, PolicyConfig)
+    if provider == "native" or (provider == "auto" and raw.get("model_type") in _REQUIRED):
+        return parse(raw)
+    from headrace.policy.hugging import shape as library  # it imports transformers
+
+    return library.read(raw, "bfloat16" if _dtype(raw) == "bfloat16" else "float32")
 
 
 def parse(raw: dict[str, Any]) -> PolicyConfig:
     """The content of a config.json. CheckpointError names what is missing or not supported."""
     kind = raw.get("model_type")
     if kind not in _REQUIRED:
-        raise CheckpointError(f"model_type {kind!r} is not supported, only {', '.join(_REQUIRED)}")
+        raise CheckpointError(
+            f"model_type {kind!r} is not supported by the provider native, only {', '.join(_REQUIRED)}; "
+            "[policy] provider = 'transformers' trains any causal model of transformers, without exact mode"
+        )
     for key, expected in {"hidden_act": "silu", **_REQUIRED[kind]}.items():
         if raw.get(key, expected) not in (expected, None):
             raise CheckpointError(f"{key} {raw[key]!r} is not supported, only {expected!r}")
@@ -298,7 +344,11 @@ _READERS = {
 
 
 def as_json(c: PolicyConfig) -> dict[str, Any]:
-    """Content of config.json, readable by transformers 4 and 5 and by SGLang."""
+    """Content of config.json, readable by transformers 4 and 5 and by SGLang. A policy of the provider transformers has
+    its own, with its shape beside it."""
+    if c.source:
+        shape_of = {n: v for n, v in msgspec.to_builtins(c).items() if n != "source" and v is not None}
+        return {**json.loads(c.source), _SHAPE: shape_of}
     kind = c.model_type or ("deepseek_v3" if c.latent else "qwen3_moe" if c.experts else "qwen3")
     sparse: dict[str, Any] = {
         "num_experts": c.experts,

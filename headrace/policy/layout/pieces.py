@@ -17,16 +17,16 @@ from torch import Tensor
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import checkpoint, formats, mxfp4
 from headrace.policy.layout.names import check_names
-from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
+from headrace.policy.provider import build
 
 
 def refuse(config: PolicyConfig, path: Path) -> None:
     """CheckpointError where a folder's files lack a part of this policy, by their headers: no tensor is read."""
     numerics = Numerics(exact=False, row_pad=1, reason="it computes nothing", fingerprint="")
     config = msgspec.structs.replace(config, adapter=None)
-    views = Model(config, numerics, seed=None, device="meta").views()
-    Pieces(config, path, {name: tuple(view.shape) for name, view in views.items()})
+    shapes = {name: tuple(view.shape) for name, view in build(config, numerics, device="meta").views().items()}
+    Pieces(config, path, shapes)
 
 
 class Pieces:
@@ -67,7 +67,10 @@ class Pieces:
         used = {source for sources in self._sources.values() for source in sources}
         missing = [name for name, sources in self._sources.items() if not sources]
         extra = [name for name in self._stored if name not in used]
-        check_names(missing, extra)
+        if not self._config.source:
+            check_names(missing, extra)
+        elif missing and not extra:  # the library also reads names of older folders, so that others may stand for them
+            check_names(missing, ())
         for name, sources in self._sources.items():
             for source in sources:
                 got, wanted = self._stored[source][1], list(self._shapes[name])

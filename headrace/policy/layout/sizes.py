@@ -30,7 +30,9 @@ class Parameters(NamedTuple):
 
 @cache
 def parameters(config: PolicyConfig) -> Parameters:
-    """Numbers of elements of the parameters of `policy.model.Model`."""
+    """Numbers of elements of the parameters of a policy."""
+    if config.counted is not None:
+        return Parameters(*config.counted)
     layers = sum(_layer(config, index) for index in range(config.layers))
     outside = config.vocab * config.dim * (1 if config.tied else 2) + config.dim
     experts = 3 * config.experts * config.expert_dim * config.dim * config.sparse_layers

@@ -21,7 +21,7 @@ from headrace.algorithms.packing import pack
 from headrace.policy import moe
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout.sizes import forward_flops
-from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 from headrace.training.batches.segment import Segment
 
 
@@ -113,12 +113,12 @@ def flops(policy: PolicyConfig, segments: Iterable[Segment]) -> float:
     return sum(forward_flops(policy, len(segment.ids), len(segment.targets)) for segment in segments)
 
 
-def device_of(model: Model) -> torch.device:
+def device_of(model: PolicyModel) -> torch.device:
     """The device that computes with a model's parameters."""
     return model.device
 
 
-def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+def forward(model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy float32 [M] of the sampled tokens, with the recorded routes (`segment.check`: a
     mixture without them computes its own).
 

@@ -58,7 +58,7 @@ def joined(
     section = config.trainer
     device = ranks.device_of(device_named(section.device), rank % section.machine_ranks)
     select(device)
-    policy = hugging_face.from_section(config.policy)
+    policy = hugging_face.of_run(config)
     # The first process measures before it joins: none can while it is in a group, and all have the same plan.
     phases = [config, *([_learning(config)] if begin is not None and begin.learns else [])] if rank == 0 else []
     plans = [planned(phase, policy, device) for phase in phases]

@@ -16,9 +16,10 @@ from torch import Tensor
 from headrace.kernels import mxfp8
 from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
-from headrace.policy.layout import names
 from headrace.policy.layout.formats import SCALE
 from headrace.policy.layout.pieces import Pieces
+from headrace.policy.numerics import Numerics
+from headrace.policy.provider import build, keeps_dtype, views
 from headrace.training.parallel import far
 from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.sharding import ShardedModel
@@ -41,7 +42,7 @@ def places(config: PolicyConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     by_id = {id(tensor): name for name, tensor in whole.items()}
     out: dict[str, Place] = {}
-    for name, view in names.views(config, whole).items():
+    for name, view in views(config, whole).items():
         base = view if id(view) in by_id else view._base
         assert base is not None and view.is_contiguous()
         out[name] = Place(by_id[id(base)], int(view.storage_offset()), tuple(view.shape))
@@ -52,8 +53,7 @@ def infos(config: PolicyConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[
     """The published tensors, sorted by name."""
     out: list[TensorInfo] = []
     for name, place in places(config, shapes).items():
-        frozen = place.parameter.endswith(".correction")
-        dtype = torch.float32 if frozen else config.torch_dtype
+        dtype = torch.float32 if keeps_dtype(config, place.parameter) else config.torch_dtype
         out += served_runs.described(config, name, place.shape, dtype)
     return tuple(sorted(out, key=lambda info: info.name))
 
@@ -99,7 +99,7 @@ def fill(config: PolicyConfig, sharded: ShardedModel, read: far.Read) -> None:
     for part in parts(config, sharded):
         row = torch.Size(whole[part.name].shape[1:]).numel()
         value = read(part.name, part.start // row, part.items // row)
-        if not part.parameter.endswith(".correction"):
+        if not keeps_dtype(config, part.parameter):
             value = value.to(config.torch_dtype)
         sharded.local[part.parameter].view(-1)[part.own : part.own + part.items].copy_(value.reshape(-1))
 
@@ -108,7 +108,7 @@ def take(config: PolicyConfig, sharded: ShardedModel, read: far.Read) -> dict[st
     """This process's rows of published tensors: by parameter, in the policy's dtype, on its device. read: items of a
     tensor."""
     out = {
-        name: torch.empty(local.shape, dtype=local.dtype if name.endswith(".correction") else config.torch_dtype)
+        name: torch.empty(local.shape, dtype=local.dtype if keeps_dtype(config, name) else config.torch_dtype)
         for name, local in sharded.local.items()
     }
     for part in parts(config, sharded):
@@ -127,10 +127,13 @@ def read(config: PolicyConfig, sharded: ShardedModel, world: ProcessGroup, sourc
     for itself and for other nodes, or by that process. All processes call it. CheckpointError of the policy."""
     count = 0
     if world.copy == 0:
-        pieces: Pieces | None = None
+        pieces: Pieces | _Loaded | None = None
         if world.place < world.holders.near:
             whole = places(config, sharded.shapes)
-            pieces = Pieces(config, source, {name: place.shape for name, place in whole.items()})
+            if config.source and source.is_dir():
+                pieces = _Loaded(config, sharded.model.numerics, source)
+            else:
+                pieces = Pieces(config, source, {name: place.shape for name, place in whole.items()})
         with far.reading(world.holders, pieces.rows if pieces is not None else None) as rows:
             fill(config, sharded, rows)
         count = pieces.read_bytes if pieces is not None else 0
@@ -139,6 +142,20 @@ def read(config: PolicyConfig, sharded: ShardedModel, world: ProcessGroup, sourc
         if world.copy:
             tensor.copy_(values[name])
     return count
+
+
+class _Loaded:
+    """A folder that only the policy's library can read: this process holds all of it meanwhile."""
+
+    def __init__(self, config: PolicyConfig, numerics: Numerics, folder: Path) -> None:
+        model = build(config, numerics)
+        model.load(folder)
+        self._views = model.views()
+        self.read_bytes = sum(view.nbytes for view in self._views.values())
+
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """As `Pieces.rows`."""
+        return self._views[name][first : first + count]
 
 
 def _told(value: int, name: str, tensor: Tensor) -> tuple[int, dict[str, Tensor]]:

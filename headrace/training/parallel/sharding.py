@@ -31,10 +31,11 @@ from torch.distributed.tensor import DTensor
 
 from headrace.config import Mesh
 from headrace.kernels import dispatch, operators
+from headrace.policy import provider
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layer import Layer
-from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
+from headrace.policy.seam import PolicyModel
 from headrace.training.parallel.experts import ExpertParallel, Groups, OnGrid
 from headrace.training.parallel.group import ProcessGroup, gather, scatter_sum
 
@@ -84,7 +85,7 @@ class ShardedModel:
     """A model of which this process holds a part. Rows are along the first dimension. Where experts with owners
     are too few to be divided, their matrices are stacked and cut into rows."""
 
-    model: Model
+    model: PolicyModel
     parameters: dict[str, nn.Parameter]
     """FSDP's parameters, by name; `grad` is this process's part of the gradient."""
     local: dict[str, Tensor]
@@ -116,8 +117,9 @@ def build(
     the host's memory; not with owners of experts. fixed: the weights are never updated: shards have the policy's dtype,
     and nothing stays gathered after a forward pass."""
     # The whole model may be larger than the memory of a process.
-    model = Model(config, numerics, seed=None, device="meta")
+    model = provider.build(config, numerics, device="meta")
     model.place, model.shared = world.device, world.context  # with offload the parameters are on the host
+    model.most = lambda count: max(world.gathered(count, int))
     held = config.torch_dtype if fixed else torch.float32
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     policy = Policies(
@@ -127,12 +129,11 @@ def build(
     owned: set[nn.Parameter] = set()
     start: dict[str, int] = {}
     modules: list[FSDPModule] = []
-    for index, layer in enumerate(model.layers):
-        assert isinstance(layer, Layer)
+    for index, layer in enumerate(model.blocks):
         quantised = config.expert_format == "mxfp8"
-        if layer.sparse and quantised:
+        if isinstance(layer, Layer) and layer.sparse and quantised:
             layer.function = OnGrid(layer.function, operators.rounded)
-        if layer.sparse and world.dims.expert > 1:
+        if isinstance(layer, Layer) and layer.sparse and world.dims.expert > 1:
             for name in OWNED:
                 whole = layer.get_parameter(name)
                 part, run = torch.empty(_owned(whole.shape, world.dims), dtype=held, device=world.device), whole.numel()
@@ -181,6 +182,7 @@ def _cut(
     """Shard the parameters that no inner module has sharded. They become uninitialised memory of dtype `held`, module
     by module."""
     ignored = owned & set(module.parameters())
+    renewed: dict[nn.Parameter, nn.Parameter] = {}  # a parameter may have several owners
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if not parameter.requires_grad:
@@ -189,7 +191,9 @@ def _cut(
                     owner.register_parameter(name, nn.Parameter(whole, requires_grad=False))
                 ignored.add(owner.get_parameter(name))
             elif not isinstance(parameter, DTensor) and parameter not in owned:
-                owner.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=held)))
+                new = renewed.setdefault(parameter, nn.Parameter(torch.empty(parameter.shape, dtype=held)))
+                owner.register_parameter(name, new)
+                renewed[new] = new
     cut: FSDPModule = fully_shard(
         module, mesh=world.mesh, mp_policy=policy.cast, offload_policy=policy.place, ignored_params=ignored
     )

@@ -15,6 +15,7 @@ from headrace.kernels import mxfp8, operators
 from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import initial
+from headrace.policy.provider import keeps_dtype
 from headrace.training import checkpoint
 from headrace.training.parallel import published, rows
 from headrace.training.parallel.group import ProcessGroup
@@ -278,7 +279,7 @@ def on_grid(config: PolicyConfig, name: str) -> bool:
 
 def as_served(config: PolicyConfig, name: str, values: Tensor) -> Tensor:
     """Values of a parameter (whole blocks) rounded as they are served; corrections of routers are not rounded."""
-    if name.rsplit(".", 1)[-1] == "correction":
+    if keeps_dtype(config, name):
         return values
     served = values.to(config.torch_dtype)
     if on_grid(config, name):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 from headrace.training.parallel.state import ShardedState
 from headrace.training.served.versions import Log, Versions, undo
 
@@ -39,7 +39,7 @@ class ShardedVersions(Versions):
             self._rows[version] = {name: older[name] if name in older else rows.clone() for name, rows in newer.items()}
         return self._rows[version]
 
-    def __getitem__(self, version: int) -> Model:
+    def __getitem__(self, version: int) -> PolicyModel:
         if version == self._there:
             return self._model
         if version == self._current:

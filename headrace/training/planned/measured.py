@@ -28,8 +28,9 @@ from headrace.messages.rollout import Span
 from headrace.policy import scoring as rescoring
 from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
-from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
+from headrace.policy.provider import build
+from headrace.policy.seam import PolicyModel
 from headrace.training.figures.layout import Layout
 from headrace.training.guard import StateSnapshot
 from headrace.training.planned.shadow import Shadow
@@ -257,8 +258,8 @@ class _Process:
         self._micro_batch(state, reference, layout)
         return Passes(gradients, {label: value - began for label, value in shadow.peaks.items()})
 
-    def _model(self) -> Model:
-        model = Model(self.config, self.numerics, seed=None)
+    def _model(self) -> PolicyModel:
+        model = build(self.config, self.numerics)
         for name, parameter in model.named_parameters() if self.config.adapter else ():
             parameter.requires_grad_(low_rank.is_adapter(name))
         return model
@@ -278,7 +279,7 @@ class _Process:
         state.model.recompute = self.layout.recompute
         return state
 
-    def _reference(self) -> Model | None:
+    def _reference(self) -> PolicyModel | None:
         if not self.layout.reference:
             return None
         if self.world is None:
@@ -287,7 +288,7 @@ class _Process:
 
         return sharding.build(self.config, self.numerics, self.world, fixed=True).model
 
-    def _micro_batch(self, state: TrainerState, reference: Model | None, layout: Layout) -> None:
+    def _micro_batch(self, state: TrainerState, reference: PolicyModel | None, layout: Layout) -> None:
         """Add the gradient of one micro-batch, all of whose tokens are sampled."""
         model = state.model
         tokens, each = layout.inputs, layout.longest or layout.inputs
@@ -298,7 +299,7 @@ class _Process:
             routed = routed.to(torch.int64)
         rows = torch.arange(tokens)
 
-        def forward(which: Model) -> Tensor:
+        def forward(which: PolicyModel) -> Tensor:
             return which.sampled_logprobs(ids, lengths, routed, rows, ids, 1.0, lambda cuts: list(cuts))[0]
 
         self.backward = False
@@ -311,15 +312,15 @@ class _Process:
         self.backward = True
         state.collect_gradients()
 
-    def _mark(self, model: Model) -> None:
+    def _mark(self, model: PolicyModel) -> None:
         """Begin a new place of the pass at the layers at its ends."""
-        count, shadow = len(model.layers), self.shadow
+        count, shadow = len(model.blocks), self.shadow
         first = self.config.dense_layers + ENDS
 
         def place(index: int) -> str:
             return str(index) if index < first else str(index - count) if index >= count - ENDS else BETWEEN
 
-        for index, layer in enumerate(model.layers):
+        for index, layer in enumerate(model.blocks):
             name = place(index)
 
             def enter(*_: Any, name: str = name) -> None:

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from headrace.config import Config
 from headrace.kernels import operators
-from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 
 
-def quantised(model: Model, name: str) -> bool:
+def quantised(model: PolicyModel, name: str) -> bool:
     """Whether a parameter, by `Model`'s name, is served in the experts' number format."""
     if not model.config.expert_format:
         return False
     return name.rsplit(".", 1)[-1] in ("gate_up", "down") and model.get_parameter(name).dim() == 3
 
 
-def master_of(model: Model, name: str, parameter: nn.Parameter, *, host: bool = False) -> Tensor:
+def master_of(model: PolicyModel, name: str, parameter: nn.Parameter, *, host: bool = False) -> Tensor:
     """The float32 master of a parameter: the parameter itself where it is float32 and served without rounding.
 
     host: in the host's memory, from which a GPU can read it directly, where the parameter is on another device.
@@ -36,7 +36,7 @@ def master_of(model: Model, name: str, parameter: nn.Parameter, *, host: bool = 
 
 
 @torch.no_grad()
-def cast_into(model: Model, name: str, parameter: nn.Parameter, master: Tensor) -> None:
+def cast_into(model: PolicyModel, name: str, parameter: nn.Parameter, master: Tensor) -> None:
     """Write a master into the model as it is served. A master on the host is rounded to the dtype there, so that fewer
     bytes are sent to the device."""
     if quantised(model, name):
@@ -55,7 +55,7 @@ def _local(x: Tensor) -> Tensor:
     return part
 
 
-def served_as(config: Config, model: Model) -> Model:
+def served_as(config: Config, model: PolicyModel) -> PolicyModel:
     """The model, set to hold values of the published precision where that is narrower than its dtype."""
     if config.weights.precision == "bf16" and model.config.dtype == "float32":
         model.served_dtype = torch.bfloat16

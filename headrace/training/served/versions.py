@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from headrace.kernels import operators
 from headrace.policy.adapters import low_rank
-from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 
 _SPARSE = 1 / 4
 """Above this share of changed elements the whole tensor is stored: a position is up to four times as large as an
@@ -122,7 +122,7 @@ def _undone(after: Tensor, entry: Change) -> Tensor:
     return back.view(after.dtype).view(after.shape)
 
 
-def _replaced(model: Model, tensors: Mapping[str, Tensor]) -> Model:
+def _replaced(model: PolicyModel, tensors: Mapping[str, Tensor]) -> PolicyModel:
     """A copy of a model with other tensors for some parameters, by name. It shares all the others: they are not
     copied."""
     memo: dict[int, nn.Parameter] = {}
@@ -132,19 +132,19 @@ def _replaced(model: Model, tensors: Mapping[str, Tensor]) -> Model:
     return copy.deepcopy(model, memo)
 
 
-class Versions(Mapping[int, Model]):
+class Versions(Mapping[int, PolicyModel]):
     """The weights of the current version and of the earlier ones that are kept, by version.
 
     Rebuilt versions stay in memory until `release`. They share tensors with the current weights: release them before
     the next update.
     """
 
-    def __init__(self, model: Model, version: int) -> None:
+    def __init__(self, model: PolicyModel, version: int) -> None:
         """model: the current weights, which change in place; version: their number."""
         self._model, self._current = model, version
         self._logs: dict[int, Log] = {}
         """Version to the writes that led from it to the next kept version."""
-        self._rebuilt: dict[int, Model] = {}
+        self._rebuilt: dict[int, PolicyModel] = {}
 
     def advance(self, version: int, log: Log) -> None:
         """Record that the current weights are `version`. log: the writes since the version before. Frees rebuilt
@@ -179,7 +179,7 @@ class Versions(Mapping[int, Model]):
         entries = (entry for log in self._logs.values() for _, entry in log.entries)
         return sum(tensor.nbytes for entry in entries for tensor in entry if tensor is not None)
 
-    def __getitem__(self, version: int) -> Model:
+    def __getitem__(self, version: int) -> PolicyModel:
         if version == self._current:
             return self._model
         if version not in self._logs:
@@ -197,11 +197,11 @@ class Versions(Mapping[int, Model]):
         return len(self._logs) + 1
 
 
-def adapters(model: Model) -> dict[str, Tensor]:
+def adapters(model: PolicyModel) -> dict[str, Tensor]:
     """The model's adapters under their published names."""
     return {name: value for name, value in model.state().items() if low_rank.is_published(name)}
 
 
-def trained(model: Model) -> dict[str, Tensor]:
+def trained(model: PolicyModel) -> dict[str, Tensor]:
     """The published tensors in which versions can differ: all of them, or the adapters."""
     return adapters(model) if model.config.adapter else model.state()

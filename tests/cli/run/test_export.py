@@ -25,6 +25,7 @@ from headrace.messages.rollout import RendererBundle
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import checkpoint
 from headrace.policy.model import Model
+from headrace.policy.seam import PolicyModel
 from headrace.rendering import schemas
 from headrace.rendering.bundle import terse_bundle
 from headrace.rendering.tokenizer import Tokenizer
@@ -75,7 +76,7 @@ async def publish(root: Path, versions: list[dict[str, Tensor]], bundle: Rendere
                 base = Snapshot(path)
 
 
-def moved(model: Model) -> dict[str, Tensor]:
+def moved(model: PolicyModel) -> dict[str, Tensor]:
     """Other weights than the checkpoint's, as steps of training leave them."""
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():

@@ -109,7 +109,7 @@ def test_what_cannot_be_computed_is_refused_by_name(tmp_path: Path) -> None:
             hugging_face.parse(raw | {key: value})
     with pytest.raises(CheckpointError, match="dynamic"):
         hugging_face.parse(raw | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
-    with pytest.raises(CheckpointError, match="model_type 'bert' is not supported, only qwen3, "):
+    with pytest.raises(CheckpointError, match="model_type 'bert' is not supported by the provider native, only qwen3"):
         hugging_face.parse(raw | {"model_type": "bert"})
     raw.pop("hidden_size")
     with pytest.raises(CheckpointError, match="no 'hidden_size'"):

@@ -56,7 +56,8 @@ class Stage:
         """Write config.json and the tokenizer files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # transformers gives a Llama, Mistral or DeepSeek without this field an end of its own, id 2 or 1.
-        shape = hugging_face.as_json(self._config) | {"eos_token_id": None}
+        shape = json.loads(self._config.source) if self._config.source else hugging_face.as_json(self._config)
+        shape["eos_token_id"] = None
         texts = {"config.json": json.dumps(shape, indent=2) + "\n"}
         if self._tokenizer is not None:
             texts["tokenizer.json"] = self._tokenizer.read_text(encoding="utf-8")

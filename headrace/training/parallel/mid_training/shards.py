@@ -29,8 +29,9 @@ from torch import Tensor
 
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout.sizes import forward_flops
-from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
+from headrace.policy.provider import build
+from headrace.policy.seam import PolicyModel
 from headrace.python_modules import module_command
 
 TEXT_FLOPS = 150_000.0
@@ -95,7 +96,7 @@ def shares(texts: Sequence[Text], count: int, lead: float = 1.0) -> list[Share]:
     return out
 
 
-def backward(model: Model, share: Share) -> float:
+def backward(model: PolicyModel, share: Share) -> float:
     """Add a share's gradient to the model. Returns its part of the batch's weighted mean negative log-likelihood, in
     nats."""
     loss = negative_logp(model, share)
@@ -105,7 +106,7 @@ def backward(model: Model, share: Share) -> float:
     return float(loss.detach())
 
 
-def negative_logp(model: Model, share: Share) -> Tensor | None:
+def negative_logp(model: PolicyModel, share: Share) -> Tensor | None:
     """A share's part of the batch's weighted mean negative log-likelihood, in nats; None without a target that counts.
     Where processes share the tokens, each has the loss of all of them, and the gradient of its own."""
     flat, weights = torch.tensor(share.ids), torch.tensor(share.weights)
@@ -130,7 +131,7 @@ def negative_logp(model: Model, share: Share) -> Tensor | None:
     return -(each * logp).sum() / share.divisor
 
 
-def _views(model: Model, memory: mmap.mmap, offset: int) -> list[Tensor]:
+def _views(model: PolicyModel, memory: mmap.mmap, offset: int) -> list[Tensor]:
     """Tensors like the model's parameters, one after another in shared memory."""
     out = []
     for parameter in model.parameters():
@@ -140,14 +141,14 @@ def _views(model: Model, memory: mmap.mmap, offset: int) -> list[Tensor]:
     return out
 
 
-def _size(model: Model) -> int:
+def _size(model: PolicyModel) -> int:
     return sum(-(-parameter.nbytes // 64) * 64 for parameter in model.parameters())
 
 
 class _Helper:
     """One child process and the memory of its gradient."""
 
-    def __init__(self, model: Model, fd: int, memory: mmap.mmap, number: int) -> None:
+    def __init__(self, model: PolicyModel, fd: int, memory: mmap.mmap, number: int) -> None:
         self.gradients = _views(model, memory, _size(model) * number)
         self._process = subprocess.Popen(
             module_command("headrace.training.parallel.mid_training.shards"),
@@ -191,7 +192,7 @@ class _Helper:
 class Shards:
     """`with Shards(model, 2) as shards: loss = shards.backward(texts)` adds the batch's gradient to the model's."""
 
-    def __init__(self, model: Model, processes: int) -> None:
+    def __init__(self, model: PolicyModel, processes: int) -> None:
         """processes: number of processes including this one; 1 starts no helper."""
         self._model = model
         self._processes = processes
@@ -284,7 +285,7 @@ def serve(inbox: IO[bytes], outbox: IO[bytes]) -> None:
     if first is None:
         return
     hello = msgspec.msgpack.decode(first, type=_Hello)
-    model = Model(hello.config, hello.numerics, seed=None)
+    model = build(hello.config, hello.numerics)
     memory = mmap.mmap(hello.fd, 0)
     for parameter, view in zip(model.parameters(), _views(model, memory, 0), strict=True):
         parameter.data = view
