@@ -152,7 +152,7 @@ class Model(nn.Module):
             def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
                 if sinks is None:
                     return attention.packed(q, k, v, packing, self._scale, exact)
-                return gpt_oss.packed(q, k, v, sinks, packing, self._scale, self.config.seen(layer))
+                return gpt_oss.packed(q, k, v, sinks, packing, self._scale, exact, self.config.seen(layer))
 
             return run
 
@@ -173,14 +173,14 @@ class Model(nn.Module):
         """
         with torch.no_grad():
             step = Step(lengths, starts, tables, cache)
-            exact, pad = self.numerics.exact, self.numerics.row_pad
+            exact = self.numerics.exact
 
             def attend(layer: int) -> Attend:
                 def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
                     if sinks is None:
-                        return attention.cached(q, k, v, step, cache, layer, self._scale, pad, exact)
+                        return attention.cached(q, k, v, step, cache, layer, self._scale, exact)
                     seen = self.config.seen(layer)
-                    return gpt_oss.cached(q, k, v, sinks, step, cache, layer, self._scale, pad, seen)
+                    return gpt_oss.cached(q, k, v, sinks, step, cache, layer, self._scale, exact, seen)
 
                 return run
 
@@ -197,7 +197,7 @@ class Model(nn.Module):
         recorder: list[Tensor] | None,
     ) -> Tensor:
         """Hidden states of tokens."""
-        c, pad = self.config, self.numerics.row_pad
+        c, exact = self.config, self.numerics.exact
         cos, sin = self._rotary(positions, longest)
         replay = None if routed is None else moe.widen(routed, c.sparse_layers, c.top_k)
         counts = self._counted(replay)
@@ -211,7 +211,7 @@ class Model(nn.Module):
             chosen = Chosen()
             if counts is not None and layer.sparse:
                 chosen.counts = counts[index - c.dense_layers]
-            arguments = (x, cos, sin, attend(index), pad, recorded, chosen)
+            arguments = (x, cos, sin, attend(index), exact, recorded, chosen)
             if again:
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -231,7 +231,7 @@ class Model(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, D] -> [M, V] in the model's dtype, as `selected_logprobs` computes them."""
-        return operators.linear(hidden, self.head_weight, self.numerics.row_pad)
+        return operators.linear(hidden, self.head_weight, self.numerics.exact)
 
     def selected_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor | float = 1.0
@@ -240,7 +240,7 @@ class Model(nn.Module):
 
         The log-probability carries gradients, the entropy none. Temperature 0 scores as 1.
         """
-        return operators.selected_logprob(hidden, self.head_weight, targets, temperature, self.numerics.row_pad)
+        return operators.selected_logprob(hidden, self.head_weight, targets, temperature, self.numerics.exact)
 
     def state(self) -> dict[str, Tensor]:
         """A copy of all weights under Hugging Face names, as they are published (see `formats`)."""

@@ -23,7 +23,7 @@ from headrace.policy.numerics import Numerics
 
 def refuse(config: PolicyConfig, path: Path) -> None:
     """CheckpointError where a folder's files lack a part of this policy, by their headers: no tensor is read."""
-    numerics = Numerics(exact=False, row_pad=1, reason="it computes nothing", fingerprint="")
+    numerics = Numerics(exact=False, reason="it computes nothing", fingerprint="")
     config = msgspec.structs.replace(config, adapter=None)
     views = Model(config, numerics, seed=None, device="meta").views()
     Pieces(config, path, {name: tuple(view.shape) for name, view in views.items()})
