@@ -200,7 +200,7 @@ async def measure(size: Size, dtype: Dtype) -> None:
     parts: dict[str, list[Scored]] = {"exact": [], "ordinary": [], "replayed": []}
     with tempfile.TemporaryDirectory() as folder:
         pair = await sides(config, Path(folder))
-        figures["row_pad"], figures["fingerprint"] = pair[0].model.numerics.row_pad, pair[0].engine.fingerprint
+        figures["fingerprint"] = pair[0].engine.fingerprint
         for batch in size.batches:
             best = {side.name: float("inf") for side in pair}
             for repeat in range(size.repeats):

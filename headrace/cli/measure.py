@@ -47,7 +47,6 @@ def estimate(args: argparse.Namespace) -> int:
     from headrace.launch.output import say
     from headrace.launch.runs import RunError
     from headrace.policy.layout import hugging_face
-    from headrace.policy.numerics_probe import limit_instructions
     from headrace.training.figures import duration
 
     config = args.settings
@@ -61,9 +60,7 @@ def estimate(args: argparse.Namespace) -> int:
         )
     policy = hugging_face.of_run(config)
     attempt = _attempt(config)
-    if config.engine.exact:
-        limit_instructions(policy)
-    rates, cores = duration.measure(policy), os.cpu_count() or 1
+    rates, cores = duration.measure(policy, config.engine.exact), os.cpu_count() or 1
     parts = duration.predict(config, policy, rates, attempt, cores)
     say(
         f"products in {policy.dtype}: {rates.large / 1e9:.0f} G operations/s a thread, {rates.small / 1e9:.0f} with "

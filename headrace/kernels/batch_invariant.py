@@ -2,13 +2,11 @@
 
 Idea: a sampler decodes one token of 32 sequences, a trainer scores 12,000 tokens at once. Both compute the same sums,
 but a BLAS chooses its summation order by the number of rows. Here the order of every reduction is fixed:
- - `linear`: rows padded to a multiple of `pad`, so the library never takes its small-matrix kernels; for 16-bit types
-   also to `least_rows`, because ATen has a second path for small products;
+ - `linear`: products of the numbers of rows that give a row the same bits on this processor (`heights`);
  - `rms_norm`: a reduction over the last dimension, which torch computes row by row;
  - `swiglu`: x / (1 + exp(-x)) by hand, because torch's silu in float32 treats the last few elements of a buffer
    differently from the others.
-The `pad` that suffices depends on the CPU and its libraries: `policy.numerics_probe` finds it, and raises an error
-where none suffices. Attention has its own file, `block_attention`.
+`policy.numerics_probe` checks all of them at the start. Attention has its own file, `block_attention`.
 
 Trade-off: a few padded rows and unfused activations; docs/kernels.md has the measured cost. Backward passes need no
 fixed order over the batch (one trainer computes them), only determinism, and are written for speed.
@@ -25,46 +23,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import dispatch, tile
+from headrace.kernels import dispatch, heights, tile
 from headrace.kernels.dispatch import Chip, jit, tl
 from headrace.kernels.tile import Shape
 
-SMALL = 4096
-"""The largest 16-bit product, as rows x K x N, that ATen computes with its own loop. Larger products go to oneDNN,
-which adds in another order (`mkldnn_gemm_min_size` in torch 2.13, 16 cubed)."""
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return linear_forward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        return linear_backward(grad, x, weight, ctx.needs_input_grad[1])
 
 
-def least_rows(cells: int, dtype: torch.dtype) -> int:
-    """The fewest rows with which a product by a matrix of `cells` = K x N numbers takes the path of large products."""
-    return SMALL // cells + 1 if dtype.itemsize == 2 else 1
-
-
-def linear(x: Tensor, weight: Tensor, pad: int) -> Tensor:
-    """x [M, K] @ weight [N, K].T -> [M, N] in their common dtype.
-
-    For the product, rows are padded to `least_rows`, then to a multiple of `pad`. pad 1 is ordinary mode: F.linear.
-    """
+def linear_forward(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear` in exact mode, without a gradient."""
     rows = x.shape[0]
-    if pad == 1:
+    pieces = heights.agreeing(heights.linear, x.shape[1], weight.shape[0], x.dtype).pieces(rows)
+    extra = sum(pieces) - rows
+    x = F.pad(x, (0, 0, 0, extra)) if extra else x
+    if len(pieces) == 1:
+        out = torch.mm(x, weight.t())
+    else:
+        out = x.new_empty(len(x), weight.shape[0])
+        for part, into in zip(torch.split(x, pieces), torch.split(out, pieces), strict=True):
+            torch.mm(part, weight.t(), out=into)
+    return out[:rows] if extra else out
+
+
+def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and, where it learns, weight from that of `linear`, in products of all rows."""
+    return grad.mm(weight), grad.t().mm(x) if learns else None
+
+
+def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
+    """x [M, K] @ weight [N, K].T -> [M, N] in their common dtype; F.linear where not exact."""
+    if not exact:
         return F.linear(x, weight)
-    height = max(rows, least_rows(weight.numel(), x.dtype))
-    extra = height + -height % pad - rows
-    if extra:
-        return F.linear(F.pad(x, (0, 0, 0, extra)), weight)[:rows]
-    return F.linear(x, weight)
-
-
-def linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, pad: int, learns: bool = True
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and, where it learns, weight from that of `linear`: what autograd computes for it, padding
-    included."""
-    rows = x.shape[0]
-    height = max(rows, least_rows(weight.numel(), x.dtype))
-    extra = height + -height % pad - rows if pad > 1 else 0
-    if extra:
-        grad, x = F.pad(grad, (0, 0, 0, extra)), F.pad(x, (0, 0, 0, extra))
-    return grad.mm(weight)[:rows], grad.t().mm(x) if learns else None
+    if torch.is_grad_enabled():
+        out: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
+        return out
+    return linear_forward(x, weight)
 
 
 class _RmsNorm(torch.autograd.Function):

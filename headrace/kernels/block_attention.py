@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import batch_invariant, dispatch
+from headrace.kernels import dispatch, heights
 from headrace.kernels.attention.paged_product import paged_product
 
 BLOCK = 64
 """Positions in a KV block: the unit of attention, of the KV cache and of prefix reuse."""
 _STRIDE = 32
-"""Queries of a bucket are padded to a multiple of this, itself a multiple of every row padding."""
+"""Queries of a bucket are padded to a multiple of this."""
 
 
 class Bucket(NamedTuple):
@@ -114,13 +114,13 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, group: int) -> tuple[
     peak = torch.full_like(total, -torch.inf)
     for start in dispatch.repeated(range(0, k.shape[1], BLOCK)):
         at = start * group  # queries before this block see none of its keys
-        s = torch.bmm(q[:, at:], k[:, start : start + BLOCK].transpose(1, 2)).float().mul_(scale)
+        s = heights.batched(heights.scores, q[:, at:], k[:, start : start + BLOCK]).float().mul_(scale)
         s[:, : BLOCK * group].masked_fill_(future[: rows - at], -torch.inf)
         top = torch.maximum(peak[:, at:], s.amax(-1))
         p = s.sub_(top[..., None]).exp_()
         fade = torch.exp(peak[:, at:] - top)
         total[:, at:].mul_(fade).add_(p.sum(-1))
-        more = torch.bmm(p.to(v.dtype), v[:, start : start + BLOCK])
+        more = heights.batched(heights.shares, p.to(v.dtype), v[:, start : start + BLOCK])
         out[:, at:].mul_(fade[..., None]).add_(more)
         peak[:, at:] = top
         del s, p, more  # the scores of two blocks at once would double the temporary memory
@@ -212,41 +212,45 @@ class Paging(NamedTuple):
     """bool [B, n, 1, rows, 64]: the keys that lie after a query. Only where T is 1; otherwise each block gets a mask of
     its own."""
     parts: list[tuple[int, int]]
-    """For more than one new token, per block: the first row that sees one of its keys in any sequence (rounded down so
-    that products keep their padding), and the first row from which all queries see all of its keys."""
+    """For more than one new token, per block: the first row that sees one of its keys in any sequence (rounded down to
+    `_STRIDE`), and the first row from which all queries see all of its keys."""
 
 
-def paging(table: Tensor, positions: Tensor, group: int, pad: int, least: int = 1) -> Paging:
+def paging(table: Tensor, positions: Tensor, group: int, like: Tensor | None) -> Paging:
     """The paging of a step. table int64 [B, n]: block numbers, any valid one where a sequence has fewer blocks.
 
-    positions int64 [B, T]: positions of the queries. Rows T * G are padded to `least` or more (see `least_height`) and
-    to a multiple of `pad`.
+    positions int64 [B, T]: positions of the queries. Rows T * G are padded to a height of exact products by blocks, for
+    queries `like` [..., D]; None pads none.
     """
     limit = positions if group == 1 else positions.repeat_interleave(group, 1)
-    height = max(limit.shape[1], least)
-    extra = height + -height % pad - limit.shape[1]
+    rows, one = limit.shape[1], positions.shape[1] == 1
+    extra = 0 if like is None else _height(rows, one, like) - rows
     lowest = int(limit.min())
     blocks = table.shape[1]
-    parts = [] if positions.shape[1] == 1 else _parts(limit, blocks, height - least)
+    parts = [] if one else _parts(limit, blocks)
     limit = (F.pad(limit, (0, extra), value=lowest) if extra else limit)[:, None, None, :, None]
-    hidden = _after(limit, 0, blocks) if positions.shape[1] == 1 else None
+    hidden = _after(limit, 0, blocks) if one else None
     return Paging(table.view(-1), blocks, limit, lowest, hidden, parts)
 
 
-def _parts(limit: Tensor, blocks: int, last: int) -> list[tuple[int, int]]:
-    """`Paging.parts` from the last positions that rows see, int64 [B, rows]. last: the largest first row."""
+def _height(rows: int, one: bool, like: Tensor) -> int:
+    """Rows of a step's products, padded: for one new token to a height of both, for more to their tiles."""
+    dim, dtype = like.shape[-1], like.dtype
+    first, second = (
+        heights.agreeing(heights.scores, dim, BLOCK, dtype), heights.agreeing(heights.shares, BLOCK, dim, dtype)
+    )  # fmt: skip
+    return heights.common(first, second, rows) if one else rows + -rows % max(first.tiles[0], second.tiles[0])
+
+
+def _parts(limit: Tensor, blocks: int) -> list[tuple[int, int]]:
+    """`Paging.parts` from the last positions that rows see, int64 [B, rows]."""
     highest, lowest = limit.amax(0), limit.amin(0)
     parts = []
     for start in range(0, blocks * BLOCK, BLOCK):
         unseen = int((highest >= start).int().argmax())  # rows before the first that sees a key
         partial = (lowest < start + BLOCK - 1).nonzero()
-        parts.append((min(unseen, last) // _STRIDE * _STRIDE, int(partial[-1]) + 1 if len(partial) else 0))
+        parts.append((unseen // _STRIDE * _STRIDE, int(partial[-1]) + 1 if len(partial) else 0))
     return parts
-
-
-def least_height(dim: int, dtype: torch.dtype) -> int:
-    """The fewest query rows with which both products of a block take the path of large products; dim: head_dim."""
-    return batch_invariant.least_rows(BLOCK * dim, dtype)
 
 
 def _after(limit: Tensor, first: int, blocks: int) -> Tensor:
@@ -310,7 +314,8 @@ def _one_by_one(rows: Tensor, keys: Tensor, values: Tensor, pages: Paging, scale
     peak = total = out = None
     for block, (at, end) in dispatch.repeated([*enumerate(pages.parts)]):
         ks, vs = (x.index_select(0, table[:, block]).view(-1, BLOCK, dim) for x in (keys, values))
-        s = torch.bmm(query[:, at:], ks.transpose(1, 2)).float().mul_(scale).view(batch, heads, height - at, BLOCK)
+        s = heights.batched(heights.scores, query[:, at:], ks).float().mul_(scale)
+        s = s.view(batch, heads, height - at, BLOCK)
         if end > at:
             s[:, :, : end - at].masked_fill_(_after(pages.limit[:, :, :, at:end], block, 1)[:, 0], -torch.inf)
         top = s.amax(-1)
@@ -318,7 +323,8 @@ def _one_by_one(rows: Tensor, keys: Tensor, values: Tensor, pages: Paging, scale
             top = torch.maximum(top, peak[:, :, at:])
         p = s.sub_(top[..., None]).exp_()
         sums = p.sum(-1)
-        more = torch.bmm(p.to(values.dtype).view(-1, height - at, BLOCK), vs).view(batch, heads, height - at, dim)
+        more = heights.batched(heights.shares, p.to(values.dtype).view(-1, height - at, BLOCK), vs)
+        more = more.view(batch, heads, height - at, dim)
         if peak is None or total is None or out is None:
             peak, total, out = top, sums, more.to(torch.float32, copy=True)
             continue
@@ -331,9 +337,8 @@ def _one_by_one(rows: Tensor, keys: Tensor, values: Tensor, pages: Paging, scale
 
 
 def ragged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Sequence[int], starts: Sequence[int], scale: float,
-    pad: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Sequence[int], starts: Sequence[int], scale: float
+) -> Tensor:
     """`cached_attention` of packed new tokens q [N, H, D]: lengths[b] of them from position starts[b] on -> [N, H, D].
 
     It does in one call what a step of the model does with the places that its layers share.
@@ -342,6 +347,6 @@ def ragged_attention(
     grid = torch.tensor(starts, device=device)[:, None] + torch.arange(steps, device=device)
     real = (torch.arange(steps) < torch.tensor(lengths)[:, None]).view(-1).nonzero()[:, 0].to(device)
     wide = q.new_zeros(len(lengths) * steps, *q.shape[1:]).index_copy_(0, real, q)
-    pages = paging(table, grid, q.shape[1] // keys.shape[1], pad, least_height(q.shape[2], q.dtype))
+    pages = paging(table, grid, q.shape[1] // keys.shape[1], q)
     out = cached_attention(wide.view(len(lengths), steps, *q.shape[1:]), keys, values, pages, scale)
     return out.flatten(0, 1).index_select(0, real)

@@ -1,8 +1,8 @@
 """SwiGLU of a mixture of experts: rows are grouped by expert, each group takes two products, and each token gathers its
 outputs by slot.
 
-Idea: sort (token, slot) pairs by expert, pad each expert's part to a multiple of the row padding (and for 16-bit types
-to at least `batch_invariant.least_rows`), and multiply part by part. Each token then gathers its k outputs and adds
+Idea: sort (token, slot) pairs by expert, pad each expert's part to a multiple of the smallest tile that exact mode
+allows (`heights`), and multiply part by part. Each token then gathers its k outputs and adds
 them in slot order. Nothing is added by atomics or by index, so a token's sum depends on its own row alone.
 
 Layout: gate_up [E, 2I, D] holds the gate's rows before the up projection's; down [E, D, I]. A part is a slice of one
@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.kernels import batch_invariant
+from headrace.kernels import batch_invariant, heights
+from headrace.kernels.heights import Heights
 
 Cast = Callable[[Tensor], Tensor]
 
@@ -45,13 +46,13 @@ class RowLayout(NamedTuple):
     """int64 [N * k]: row of each (token, slot)."""
 
 
-def plan(experts: Tensor, count: int, pad: int, least: int = 1) -> RowLayout:
-    """experts int64 [N, k], each below `count`. A part has at least `least` rows and a multiple of `pad`."""
+def plan(experts: Tensor, count: int, tile: int) -> RowLayout:
+    """experts int64 [N, k], each below `count`. A part has a multiple of `tile` rows."""
     k = experts.shape[1]
     flat = experts.cpu().numpy().reshape(-1)
     order = flat.astype(np.uint16).argsort(kind="stable")  # 16 bits: numpy takes its radix sort
     sizes = np.bincount(flat, minlength=count)
-    padded = np.where(sizes > 0, -(-np.maximum(sizes, least) // pad) * pad, 0)
+    padded = -(-sizes // tile) * tile
     ends = padded.cumsum()
     place = np.arange(len(flat)) + (ends - padded - sizes.cumsum() + sizes).repeat(sizes)
     rows = int(ends[-1])
@@ -67,16 +68,23 @@ def plan(experts: Tensor, count: int, pad: int, least: int = 1) -> RowLayout:
     )
 
 
-def least_part(down: Tensor, dtype: torch.dtype, pad: int) -> int:
-    """Fewest rows of a part in `plan`, for down [E, D, I]: the smaller of the two matrices."""
-    return batch_invariant.least_rows(down[0].numel(), dtype) if pad > 1 else 1
+def tile(gate_up: Tensor, down: Tensor, exact: bool) -> int:
+    """The rows of which a part has a multiple; 1 in ordinary mode."""
+    return max(_heights(each).tiles[0] for each in (gate_up, down)) if exact else 1
 
 
-def _products(x: Tensor, weights: Tensor, p: RowLayout) -> Tensor:
-    """Each part of x [P, K] by its expert's matrix of [E, N, K] -> [P, N]."""
+def _heights(weights: Tensor) -> Heights:
+    return heights.agreeing(heights.linear, weights.shape[2], weights.shape[1], weights.dtype)
+
+
+def products(x: Tensor, weights: Tensor, p: RowLayout, exact: bool) -> Tensor:
+    """Each part of x [P, K] by its expert's matrix of [E, N, K] -> [P, N]. No gradient."""
     out = x.new_empty(p.rows, weights.shape[1])
+    whole = not exact or _heights(weights).whole
     for expert, first, end in p.parts:
-        torch.mm(x[first:end], weights[expert].T, out=out[first:end])
+        for height in [end - first] if whole else _heights(weights).pieces(end - first):
+            torch.mm(x[first : first + height], weights[expert].T, out=out[first : first + height])
+            first += height
     return out
 
 
@@ -92,9 +100,11 @@ def _combine(outer: Tensor, gates: Tensor, p: RowLayout) -> Tensor:
 
 class _ExpertMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: RowLayout, cast: Cast) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: RowLayout, cast: Cast, exact: bool
+    ) -> Tensor:
         x = cast(x)
-        out, inner = expert_forward(x, gates, gate_up, down, p, cast)
+        out, inner = expert_forward(x, gates, gate_up, down, p, cast, exact)
         ctx.save_for_backward(x, gates, gate_up, down, inner)
         ctx.plan, ctx.cast = p, cast
         return out
@@ -103,15 +113,15 @@ class _ExpertMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gates, gate_up, down, inner = ctx.saved_tensors
         learn = ctx.needs_input_grad[2:4]  # frozen experts cost no product of a weight's gradient
-        return *expert_backward(grad, x, gates, gate_up, down, inner, ctx.plan, ctx.cast, learn), None, None
+        return *expert_backward(grad, x, gates, gate_up, down, inner, ctx.plan, ctx.cast, learn), None, None, None
 
 
 def expert_forward(
-    x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: RowLayout, cast: Cast
+    x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: RowLayout, cast: Cast, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """(`expert_mlp`, its inner activations [P, 2I]); x is cast already."""
-    inner = _products(x.index_select(0, p.source), gate_up, p)
-    return _combine(_products(cast(batch_invariant.swiglu(inner)), down, p), gates, p), inner
+    inner = products(x.index_select(0, p.source), gate_up, p, exact)
+    return _combine(products(cast(batch_invariant.swiglu(inner)), down, p, exact), gates, p), inner
 
 
 def expert_backward(
@@ -158,15 +168,15 @@ def expert_backward(
 
 
 def expert_mlp(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, cast: Cast = as_is
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, exact: bool, cast: Cast = as_is
 ) -> Tensor:
     """x [N, D] through its experts, int64 [N, k], weighted by gates float32 [N, k] -> [N, D] in x's dtype.
 
     gate_up [E, 2I, D], down [E, D, I]. Differentiable in x, gates, gate_up and down. cast: [N, K] -> [N, K], row by
     row, rounds the input of each product.
     """
-    p = plan(experts, gate_up.shape[0], pad, least_part(down, x.dtype, pad))
+    p = plan(experts, gate_up.shape[0], tile(gate_up, down, exact))
     if torch.is_grad_enabled():
-        out: Tensor = _ExpertMlp.apply(x, gates, gate_up, down, p, cast)  # type: ignore[no-untyped-call]
+        out: Tensor = _ExpertMlp.apply(x, gates, gate_up, down, p, cast, exact)  # type: ignore[no-untyped-call]
         return out
-    return expert_forward(cast(x), gates, gate_up, down, p, cast)[0]
+    return expert_forward(cast(x), gates, gate_up, down, p, cast, exact)[0]

@@ -33,12 +33,12 @@ def attention_refusal(device: str, dtype: str, head_dim: int, value_dim: int, si
     return ""
 
 
-def experts_refusal(device: str, dtype: str, pad: int, widths: tuple[int, ...], capability: int, many: bool) -> str:
+def experts_refusal(device: str, dtype: str, exact: bool, widths: tuple[int, ...], capability: int, many: bool) -> str:
     """Why experts keep the Triton products. widths: the model's and the experts'; many: many rows per expert.
 
-    pad 1 is ordinary mode. capability: the GPU's major compute capability.
+    capability: the GPU's major compute capability.
     """
-    if pad != 1:
+    if exact:
         return f"{GROUPED} adds in an order of its own: not in exact mode"
     if device != "cuda" or capability != HOPPER:
         # Older GPUs loop over the groups with the host; on Blackwell the gradient of an expert without rows is not

@@ -69,9 +69,9 @@ def _part(temperature: Tensor | float, part: slice) -> Tensor | float:
 class _Selected(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, pad: int
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, exact: bool
     ) -> tuple[Tensor, Tensor]:
-        logp, entropy, lse = selected_forward(hidden, weight, targets, temperature, pad)
+        logp, entropy, lse = selected_forward(hidden, weight, targets, temperature, exact)
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
@@ -114,29 +114,29 @@ def selected_backward(
 
 
 def selected_forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, pad: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probability, entropy, log-sum-exp), float32 [M]."""
     logp, entropy, lse = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
     for at in dispatch.repeated(range(0, len(targets), CHUNK)):
         part = slice(at, at + CHUNK)
-        logits = scaled(linear(hidden[part], weight, pad), _part(temperature, part))
+        logits = scaled(linear(hidden[part], weight, exact), _part(temperature, part))
         logp[part], entropy[part], lse[part] = from_logits(logits, targets[part])
     return logp, entropy, lse
 
 
 def selected_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, pad: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """hidden [M, D], weight [V, D], targets [M] int64 -> (log-probability, entropy), float32 [M].
 
-    temperature: a number, or a tensor [M] with one per row; 0 counts as 1. pad: as in `batch_invariant.linear`. The
+    temperature: a number, or a tensor [M] with one per row; 0 counts as 1. The
     log-probability is differentiable in hidden and weight, the entropy is not.
     """
     if torch.is_grad_enabled():
-        logp, entropy = _Selected.apply(hidden, weight, targets, temperature, pad)  # type: ignore[no-untyped-call]
+        logp, entropy = _Selected.apply(hidden, weight, targets, temperature, exact)  # type: ignore[no-untyped-call]
         return logp, entropy
-    return selected_forward(hidden, weight, targets, temperature, pad)[:2]
+    return selected_forward(hidden, weight, targets, temperature, exact)[:2]
 
 
 @jit

@@ -158,7 +158,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float) -> Ten
 
 
 def cached(
-    q: Tensor, k: Tensor, v: Tensor, step: Step, cache: KVCache, layer: int, scale: float, pad: int, exact: bool
+    q: Tensor, k: Tensor, v: Tensor, step: Step, cache: KVCache, layer: int, scale: float, exact: bool
 ) -> Tensor:
     """Write the new keys and values into the cache, then attend over it. Shapes as in `packed`."""
     keys, values = cache.keys[layer], cache.values[layer]
@@ -166,7 +166,7 @@ def cached(
     keys.view(-1, dim).index_copy_(0, step.places, k.reshape(-1, dim))
     values.view(-1, dim).index_copy_(0, step.places, v.reshape(-1, dim))
     if exact or dispatch.on_gpu(q):
-        return operators.cached_attention(q, keys, values, step, scale, pad)
+        return operators.cached_attention(q, keys, values, step, scale)
     query = step.spread(q)
     group = q.shape[1] // heads
     if step.context is None:

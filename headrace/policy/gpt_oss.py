@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import block_attention, dispatch, expert_mlp
+from headrace.kernels import block_attention, dispatch, expert_mlp, heights
+from headrace.kernels.batch_invariant import linear
 from headrace.kernels.block_attention import BLOCK, Packing
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import ALPHA
@@ -23,16 +24,16 @@ from headrace.policy.config import ALPHA
 _State = tuple[Tensor, Tensor, Tensor]
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, state: _State) -> _State:
+def _block(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, state: _State, exact: bool) -> _State:
     """One block of keys into the online softmax: q [B, R, D], k and v [B, 64, D], hidden bool that expands to
     [B, R, 64]. state: peak and total float32 [B, R], out float32 [B, R, D]."""
     peak, total, out = state
-    s = (torch.bmm(q, k.transpose(1, 2)).float() * scale).masked_fill(hidden, -torch.inf)
+    s = (heights.batched(heights.scores, q, k, exact).float() * scale).masked_fill(hidden, -torch.inf)
     # The result does not depend on the peak, so it needs no gradient.
     top = torch.maximum(peak, s.detach().amax(-1))
     p = torch.exp(s - top[..., None])
     fade = torch.exp(peak - top)
-    more = torch.bmm(p.to(v.dtype), v).float()
+    more = heights.batched(heights.shares, p.to(v.dtype), v, exact).float()
     return top, total * fade + p.sum(-1), out * fade[..., None] + more
 
 
@@ -42,7 +43,9 @@ def _start(sinks: Tensor, dim: int) -> _State:
     return peak, torch.exp(sinks - peak), sinks.new_zeros(*sinks.shape, dim)
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, packing: Packing, scale: float, window: int) -> Tensor:
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, packing: Packing, scale: float, exact: bool, window: int
+) -> Tensor:  # fmt: skip
     """Causal attention within packed sequences: q [N, H, D], k and v [N, V, D], sinks [H] -> [N, H, D].
 
     window: a query sees that many keys, its own among them; 0 is all. Differentiable.
@@ -63,7 +66,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, packing: Packing, sca
             for block in range(max(0, first - window + 1) // BLOCK if window else 0, first // BLOCK + 1):
                 part = slice(block * BLOCK, (block + 1) * BLOCK)
                 hidden = _hidden(at, block, window)
-                state = _block(rows, ks[:, part], vs[:, part], hidden, scale, state)
+                state = _block(rows, ks[:, part], vs[:, part], hidden, scale, state, exact)
             parts.append(state[2] / state[1][..., None])
         out = torch.cat(parts, 1).to(q.dtype)
         block_attention.gather(out, bucket, heads, bucket.queries, bucket.query_places, result)
@@ -77,7 +80,7 @@ def _hidden(at: Tensor, block: int, window: int) -> Tensor:
 
 
 def cached(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, step: Step, cache: KVCache, layer: int, scale: float, pad: int,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, step: Step, cache: KVCache, layer: int, scale: float, exact: bool,
     window: int,
 ) -> Tensor:  # fmt: skip
     """Write the new keys and values into the cache, then attend over it. Shapes and bits as in `packed`."""
@@ -87,8 +90,7 @@ def cached(
     values.view(-1, dim).index_copy_(0, step.places, v.reshape(-1, dim))
     group = q.shape[1] // heads
     if step.pages is None:
-        least = block_attention.least_height(dim, q.dtype) if pad > 1 else 1
-        step.pages = block_attention.paging(step.table, step.grid, group, pad, least)
+        step.pages = block_attention.paging(step.table, step.grid, group, q if exact else None)
     limit = step.pages.limit[:, 0, 0]  # [B, rows, 1]
     batch, steps, height = step.batch, step.steps, limit.shape[1]
     extra = height - steps * group
@@ -101,7 +103,7 @@ def cached(
         chosen = step.table[:, block]
         ks, vs = (x.index_select(0, chosen).view(-1, BLOCK, dim) for x in (keys, values))
         hidden = _hidden(limit, block, window).repeat_interleave(heads, 0)
-        state = _block(rows, ks, vs, hidden, scale, state)
+        state = _block(rows, ks, vs, hidden, scale, state, exact)
     out = (state[2] / state[1][..., None])[:, : steps * group].to(q.dtype)
     return step.gather(out.view(batch, heads, steps, group, dim).transpose(1, 2).flatten(2, 3))
 
@@ -121,15 +123,17 @@ class Experts:
         """gate_up_bias [E, 2I], down_bias [E, D]; limit: see `activation`."""
         self.gate_up_bias, self.down_bias, self.limit = gate_up_bias, down_bias, limit
 
-    def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
+    def __call__(
+        self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, exact: bool, /
+    ) -> Tensor:
         """As `moe.ExpertFunction`; gates and ups take turns in the rows of gate_up [E, 2I, D]."""
-        p = expert_mlp.plan(experts, len(gate_up), pad, expert_mlp.least_part(down, x.dtype, pad))
+        p = expert_mlp.plan(experts, len(gate_up), expert_mlp.tile(gate_up, down, exact))
         rows = x.index_select(0, p.source)
         ups, up_biases, downs, down_biases = (w.unbind(0) for w in (gate_up, self.gate_up_bias, down, self.down_bias))
         parts = []
         for expert, first, end in p.parts:
-            inner = torch.mm(rows[first:end], ups[expert].T) + up_biases[expert]
-            parts.append(torch.mm(activation(inner, self.limit), downs[expert].T) + down_biases[expert])
+            inner = linear(rows[first:end], ups[expert], exact) + up_biases[expert]
+            parts.append(linear(activation(inner, self.limit), downs[expert], exact) + down_biases[expert])
         outer = torch.cat(parts).index_select(0, p.slots).view(len(x), -1, x.shape[1]).float() * gates[..., None]
         out = outer[:, 0]
         for slot in range(1, gates.shape[1]):

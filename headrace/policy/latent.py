@@ -44,20 +44,20 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def project(
-    layer: nn.Module, h: Tensor, latent: Latent, heads: int, cos: Tensor, sin: Tensor, pad: int
+    layer: nn.Module, h: Tensor, latent: Latent, heads: int, cos: Tensor, sin: Tensor, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h [N, D] -> q, k, v [N, heads, nope + rope], rotated; v is zero beyond value_dim."""
     parameters = dict(layer.named_parameters(recurse=False))
     if latent.q_rank:
-        low = operators.rms_norm(low_rank.linear(layer, h, "q_a", pad), parameters["q_a_norm"], _EPS)
-        q = low_rank.linear(layer, low, "q_b", pad)
+        low = operators.rms_norm(low_rank.linear(layer, h, "q_a", exact), parameters["q_a_norm"], _EPS)
+        q = low_rank.linear(layer, low, "q_b", exact)
     else:
-        q = low_rank.linear(layer, h, "q", pad)
+        q = low_rank.linear(layer, h, "q", exact)
     q_plain, q_turned = torch.split(q.view(len(h), heads, -1), [latent.nope_dim, latent.rope_dim], -1)
-    both = low_rank.linear(layer, h, "kv_a", pad)
+    both = low_rank.linear(layer, h, "kv_a", exact)
     low, k_turned = torch.split(both, [latent.kv_rank, latent.rope_dim], -1)
     low = operators.rms_norm(low.contiguous(), parameters["kv_a_norm"], _EPS)
-    kv = low_rank.linear(layer, low, "kv_b", pad).view(len(h), heads, -1)
+    kv = low_rank.linear(layer, low, "kv_b", exact).view(len(h), heads, -1)
     k_plain, v = torch.split(kv, [latent.nope_dim, latent.value_dim], -1)
     q_turned = _turn(q_turned, cos, sin, latent.interleaved)
     k_turned = _turn(k_turned[:, None], cos, sin, latent.interleaved).expand(-1, heads, -1)

@@ -86,7 +86,7 @@ class Layer(nn.Module):
         cos: Tensor,
         sin: Tensor,
         attend: Attend,
-        pad: int,
+        exact: bool,
         replay: Tensor | None,
         chosen: Chosen,
     ) -> Tensor:
@@ -98,39 +98,45 @@ class Layer(nn.Module):
         """
         first = chosen.experts is None
         recorded = replay if first else chosen.experts
-        mixed = attend(*self._project(x, cos, sin, pad), self._sinks)
-        x, h = self._behind_attention(x, mixed, pad)
+        mixed = attend(*self._project(x, cos, sin, exact), self._sinks)
+        x, h = self._behind_attention(x, mixed, exact)
         if not self.sparse:
-            inner = operators.swiglu(low_rank.linear(self, h, "gate_up", pad))
-            return x + low_rank.linear(self, inner, "down", pad)
+            inner = operators.swiglu(low_rank.linear(self, h, "gate_up", exact))
+            return x + low_rank.linear(self, inner, "down", exact)
         mixture = self._mixture(first)
         if self.owned is None:
-            out, chosen.experts = moe.mixture(h, mixture, pad, recorded)
+            out, chosen.experts = moe.mixture(h, mixture, exact, recorded)
         else:
-            out, chosen.experts = self._over_owners(self.owned, h, mixture, pad, recorded, chosen)
-        return self._added(x, h, out, pad)
+            out, chosen.experts = self._over_owners(self.owned, h, mixture, exact, recorded, chosen)
+        return self._added(x, h, out, exact)
 
     @property
     def _sinks(self) -> Tensor | None:
         return self.sinks if self.config.gpt_oss else None
 
     def _over_owners(
-        self, owned: moe.OwnedExperts, h: Tensor, mixture: moe.Mixture, pad: int, replay: Tensor | None, chosen: Chosen
+        self,
+        owned: moe.OwnedExperts,
+        h: Tensor,
+        mixture: moe.Mixture,
+        exact: bool,
+        replay: Tensor | None,
+        chosen: Chosen,
     ) -> tuple[Tensor, Tensor]:
         """As `moe.mixture`, with experts that several processes own."""
-        gates, experts = moe.routed(h, mixture, pad, replay)
+        gates, experts = moe.routed(h, mixture, exact, replay)
         if chosen.counts is None:
             told = owned.counts(experts[:, None])
             assert told is not None, "every token has its experts here"
             chosen.counts = told[0]
-        return owned(h, gates, experts, self.gate_up, self.down, pad, chosen.counts), experts
+        return owned(h, gates, experts, self.gate_up, self.down, exact, chosen.counts), experts
 
-    def _behind_attention(self, x: Tensor, mixed: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+    def _behind_attention(self, x: Tensor, mixed: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
         """The rows with what their heads read added, and these normalised: the input of the MLP or the mixture."""
         c = self.config
         if c.latent:
             mixed = mixed[..., : c.latent.value_dim]
-        mixed = low_rank.linear(self, mixed.reshape(len(x), -1), "out", pad)
+        mixed = low_rank.linear(self, mixed.reshape(len(x), -1), "out", exact)
         x = x + (mixed + self.out_bias if c.out_bias else mixed)
         return x, operators.rms_norm(x, self.mlp_norm, c.eps)
 
@@ -148,22 +154,22 @@ class Layer(nn.Module):
             router_bias=self.router_bias if c.gpt_oss else None,
         )
 
-    def _added(self, x: Tensor, h: Tensor, out: Tensor, pad: int) -> Tensor:
+    def _added(self, x: Tensor, h: Tensor, out: Tensor, exact: bool) -> Tensor:
         """The rows of the next layer, from what the experts made of h."""
         if self.config.shared_experts:
-            out = out + _mlp(h, self.shared_gate_up, self.shared_down, pad)
+            out = out + _mlp(h, self.shared_gate_up, self.shared_down, exact)
         return x + out
 
     def _biased(self) -> moe.ExpertFunction:
         return gpt_oss.Experts(self.gate_up_bias, self.down_bias, self.config.clamp)
 
-    def _project(self, x: Tensor, cos: Tensor, sin: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, cos: Tensor, sin: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of some rows."""
         c = self.config
         h = operators.rms_norm(x, self.attention_norm, c.eps)
         if c.latent:
-            return latent.project(self, h, c.latent, c.heads, cos, sin, pad)
-        h = low_rank.linear(self, h, "qkv", pad)
+            return latent.project(self, h, c.latent, c.heads, cos, sin, exact)
+        h = low_rank.linear(self, h, "qkv", exact)
         if c.qkv_bias:
             h = h + self.qkv_bias
         h = h.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
@@ -176,5 +182,5 @@ class Layer(nn.Module):
         return q.contiguous(), k.contiguous(), v.contiguous()
 
 
-def _mlp(h: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:
-    return operators.linear(operators.swiglu(operators.linear(h, gate_up, pad)), down, pad)
+def _mlp(h: Tensor, gate_up: Tensor, down: Tensor, exact: bool) -> Tensor:
+    return operators.linear(operators.swiglu(operators.linear(h, gate_up, exact)), down, exact)

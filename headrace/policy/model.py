@@ -132,7 +132,7 @@ class Model(PolicyModel):
             def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
                 if sinks is None:
                     return attention.packed(q, k, v, packing, self._scale, exact)
-                return gpt_oss.packed(q, k, v, sinks, packing, self._scale, self.config.seen(layer))
+                return gpt_oss.packed(q, k, v, sinks, packing, self._scale, exact, self.config.seen(layer))
 
             return run
 
@@ -151,14 +151,14 @@ class Model(PolicyModel):
         """As the seam."""
         with torch.no_grad():
             step = Step(lengths, starts, tables, cache)
-            exact, pad = self.numerics.exact, self.numerics.row_pad
+            exact = self.numerics.exact
 
             def attend(layer: int) -> Attend:
                 def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
                     if sinks is None:
-                        return attention.cached(q, k, v, step, cache, layer, self._scale, pad, exact)
+                        return attention.cached(q, k, v, step, cache, layer, self._scale, exact)
                     seen = self.config.seen(layer)
-                    return gpt_oss.cached(q, k, v, sinks, step, cache, layer, self._scale, pad, seen)
+                    return gpt_oss.cached(q, k, v, sinks, step, cache, layer, self._scale, exact, seen)
 
                 return run
 
@@ -175,7 +175,7 @@ class Model(PolicyModel):
         recorder: list[Tensor] | None,
     ) -> Tensor:
         """Hidden states of tokens."""
-        c, pad = self.config, self.numerics.row_pad
+        c, exact = self.config, self.numerics.exact
         cos, sin = self._rotary(positions, longest)
         replay = None if routed is None else moe.widen(routed, c.sparse_layers, c.top_k)
         counts = self._counted(replay)
@@ -189,7 +189,7 @@ class Model(PolicyModel):
             chosen = Chosen()
             if counts is not None and layer.sparse:
                 chosen.counts = counts[index - c.dense_layers]
-            arguments = (x, cos, sin, attend(index), pad, recorded, chosen)
+            arguments = (x, cos, sin, attend(index), exact, recorded, chosen)
             if again:
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -209,13 +209,13 @@ class Model(PolicyModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As the seam."""
-        return operators.linear(hidden, self.head_weight, self.numerics.row_pad)
+        return operators.linear(hidden, self.head_weight, self.numerics.exact)
 
     def selected_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor | float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """As the seam."""
-        return operators.selected_logprob(hidden, self.head_weight, targets, temperature, self.numerics.row_pad)
+        return operators.selected_logprob(hidden, self.head_weight, targets, temperature, self.numerics.exact)
 
     def load(self, folder: str | Path) -> None:
         """As the seam. An adapter keeps its own weights."""

@@ -23,7 +23,9 @@ class RoutesMissing(HeadraceError):
 class ExpertFunction(Protocol):
     """`kernels.operators.experts`, or what replaces it, such as another number format."""
 
-    def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
+    def __call__(
+        self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, exact: bool, /
+    ) -> Tensor:
         """x [N, D] through its experts [N, k], weighted by gates [N, k] -> [N, D]."""
 
 
@@ -48,7 +50,15 @@ class OwnedExperts(Protocol):
         """
 
     def __call__(
-        self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, counts: RowCounts, /
+        self,
+        x: Tensor,
+        gates: Tensor,
+        experts: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        exact: bool,
+        counts: RowCounts,
+        /,
     ) -> Tensor:
         """As `ExpertFunction`. gate_up and down: the rows that this process holds. counts: rows of each expert."""
 
@@ -74,24 +84,24 @@ class Mixture(NamedTuple):
     """[E], added to the router's scores."""
 
 
-def mixture(x: Tensor, of: Mixture, pad: int, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def mixture(x: Tensor, of: Mixture, exact: bool, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [N, D] through its k experts -> (out [N, D], experts int64 [N, k]).
 
-    replay: selections int64 [N, k] instead of the live ones, -1 where there is none. pad 1 is ordinary mode.
+    replay: selections int64 [N, k] instead of the live ones, -1 where there is none.
     """
-    gates, experts = routed(x, of, pad, replay)
-    return of.function(x, gates, experts, of.gate_up, of.down, pad), experts
+    gates, experts = routed(x, of, exact, replay)
+    return of.function(x, gates, experts, of.gate_up, of.down, exact), experts
 
 
-def routed(x: Tensor, of: Mixture, pad: int, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def routed(x: Tensor, of: Mixture, exact: bool, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [N, D] -> (gates float32 [N, k], experts int64 [N, k]). replay: as `mixture`.
 
     Sigmoid scores come from a float32 product, as DeepSeek computes them.
     """
     if of.rule.sigmoid:
-        logits = operators.linear(x.float(), of.router.float(), pad)
+        logits = operators.linear(x.float(), of.router.float(), exact)
     else:
-        logits = operators.linear(x, of.router, pad)
+        logits = operators.linear(x, of.router, exact)
         if of.router_bias is not None:
             logits = logits + of.router_bias
     return operators.route(logits, of.k, of.normalise, replay, of.rule, of.correction)

@@ -1,4 +1,4 @@
-"""The arithmetic of a model on this machine: exact or ordinary mode, row padding and fingerprint.
+"""The arithmetic of a model on this machine: exact or ordinary mode, and fingerprint.
 
 The record stands apart from the probe that makes it (`numerics_probe`): the model needs the record, the probe runs the
 model.
@@ -12,8 +12,6 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
 
     exact: bool
     """A position's bits are the same in sampler and trainer, whatever the batch."""
-    row_pad: int
-    """Rows of every product are padded to a multiple of this; 1 in ordinary mode."""
     reason: str
     """Why exact mode is off; empty when it is on."""
     fingerprint: str

@@ -100,8 +100,8 @@ def nobody() -> None:
     x, gates, experts = torch.empty(0, 32), torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int64)
     up, down = torch.randn(4, 64, 32), torch.randn(4, 32, 32)
     for grid in ("", "mxfp8", "nvfp4"):
-        out, inner = experts_triton(x, gates, experts, up, down, 1, grid)
-        slopes = experts_backward_triton(x, x, gates, experts, up, down, inner, 1, grid, True, True)
+        out, inner = experts_triton(x, gates, experts, up, down, False, grid)
+        slopes = experts_backward_triton(x, x, gates, experts, up, down, inner, False, grid, True, True)
         assert [y.shape for y in (out, *slopes)] == [y.shape for y in (x, x, gates, up, down)]
         assert not any(bool(y.any()) for y in slopes)
 
@@ -116,15 +116,15 @@ def mixtures() -> None:
         for grid in ("", "mxfp8", "nvfp4"):
             if grid:  # sums that are exact in bfloat16: the last place of one could decide an activation's few bits
                 x, up = x.sign(), up.sign() * 0.25
-            out, inner = experts_triton(x, gates, experts, up, down, 1, grid)
-            got = (out, *experts_backward_triton(pull, x, gates, experts, up, down, inner, 1, grid, True, True))
+            out, inner = experts_triton(x, gates, experts, up, down, False, grid)
+            got = (out, *experts_backward_triton(pull, x, gates, experts, up, down, inner, False, grid, True, True))
             leaves = [y.clone().requires_grad_() for y in (x, gates, up, down)]
             # The last place of an activation can decide a quantised number: both sides have the kernel's activation.
             with (
                 patch.object(batch_invariant, "swiglu_forward", swiglu_triton),
                 patch.object(batch_invariant, "swiglu_backward", swiglu_backward_triton),
             ):
-                want = expert_mlp(leaves[0], leaves[1], experts, leaves[2], leaves[3], 1, formats.cast(grid))
+                want = expert_mlp(leaves[0], leaves[1], experts, leaves[2], leaves[3], False, formats.cast(grid))
                 slopes = torch.autograd.grad((want * pull).sum(), leaves)
             for a, b in zip(got, (want.detach(), *slopes), strict=True):
                 # An activation may round otherwise.

@@ -142,10 +142,10 @@ def blackwell() -> None:
             return out
 
         with patch.object(product, "there", lambda _: True), patch.object(product, "scaled_mm_triton", noted):
-            got = body("experts", "cuda")(x, gates, experts, up, down, 1, grid)[0]
+            got = body("experts", "cuda")(x, gates, experts, up, down, False, grid)[0]
         assert used == [{"mxfp8": "Mx", "nvfp4": "Nv"}[grid]] * 2, used
-        want = body("experts", "cpu")(x.cpu(), gates.cpu(), experts.cpu(), up.cpu(), down.cpu(), 1, grid)[0]
-        plain = expert_mlp.expert_mlp(x.cpu(), gates.cpu(), experts.cpu(), up.cpu(), down.cpu(), 1)
+        want = body("experts", "cpu")(x.cpu(), gates.cpu(), experts.cpu(), up.cpu(), down.cpu(), False, grid)[0]
+        plain = expert_mlp.expert_mlp(x.cpu(), gates.cpu(), experts.cpu(), up.cpu(), down.cpu(), False)
         assert apart(got.cpu(), want) <= 2e-2 < apart(plain, want), "the inputs of the products are rounded"
 
 

@@ -64,4 +64,4 @@ def test_swiglu_of_extremes_is_finite() -> None:
 
 
 def test_no_rows_are_fine() -> None:
-    assert batch_invariant.linear(torch.empty(0, 8), torch.empty(4, 8), 4).shape == (0, 4)
+    assert batch_invariant.linear(torch.empty(0, 8), torch.empty(4, 8), True).shape == (0, 4)

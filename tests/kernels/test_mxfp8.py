@@ -93,8 +93,8 @@ def test_experts_under_a_cast_have_the_gradient_of_what_they_multiplied(grid: st
         out: Tensor = Through.apply(value)  # type: ignore[no-untyped-call]
         return out
 
-    out = expert_mlp(x, gates, experts, gate_up, down, 4, cast_of(grid))
-    assert not torch.allclose(out, expert_mlp(x, gates, experts, gate_up, down, 4), rtol=1e-3)
+    out = expert_mlp(x, gates, experts, gate_up, down, True, cast_of(grid))
+    assert not torch.allclose(out, expert_mlp(x, gates, experts, gate_up, down, True), rtol=1e-3)
     every = torch.einsum("nd,eid->nei", cast(x), gate_up)
     inner = cast(torch.nn.functional.silu(every[..., :32]) * every[..., 32:])
     outer = torch.einsum("nei,edi->ned", inner, down).gather(1, experts[..., None].expand(-1, -1, 32))

@@ -14,7 +14,7 @@ from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 
-EXACT = Numerics(exact=True, row_pad=4, reason="", fingerprint="")
+EXACT = Numerics(exact=True, reason="", fingerprint="")
 SHAPE = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "expert_dim": 32, "vocab": 64}
 POLICIES = {
     "dense": PolicyConfig(**SHAPE, experts=0, top_k=0),  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def cases() -> dict[str, tuple[Any, ...]]:
     source, slots = order // 2, order.argsort()
     targets, heat = torch.randint(0, 48, (9,)), torch.rand(9)
     scale = torch.ops.headrace.rms_norm(x, norm, 1e-6)[1].detach()
-    sums = torch.ops.headrace.selected_logprob(x, weight, targets, heat, 4)[2].detach()
+    sums = torch.ops.headrace.selected_logprob(x, weight, targets, heat, True)[2].detach()
     old, new = torch.arange(50, dtype=torch.int16), torch.arange(50, dtype=torch.int16)
     new[::7] += 3
     at, folded = delta.changes(old, new)
@@ -58,8 +58,8 @@ def cases() -> dict[str, tuple[Any, ...]]:
     bare = [y.detach() for y in (x, weight, norm, q, k, v, gates, up, down, logits)]
     x_, weight_, norm_, q_, k_, v_, gates_, up_, down_, logits_ = bare
     return {
-        "linear": (x, weight, 4),
-        "linear_backward": (torch.randn(9, 48), x_, weight_, 4, True),
+        "linear": (x, weight),
+        "linear_backward": (torch.randn(9, 48), x_, weight_, True),
         "rms_norm": (x, norm, 1e-6),
         "rms_norm_backward": (torch.randn(9, 32), x_, norm_, scale),
         "rotate": (q, torch.rand(13, 1, 4), torch.rand(13, 1, 4), False),
@@ -75,16 +75,15 @@ def cases() -> dict[str, tuple[Any, ...]]:
             [2, 3],
             [70, 5],
             0.25,
-            4,
         ),
         "route": (logits, 2, True, chosen, None, False, 1, 1, 1.0, 0.0),
         "route_backward": (torch.rand(9, 2), logits_, chosen, True, False, 1.0),
-        "experts": (x, gates, chosen, up, down, 4, "nvfp4"),
-        "experts_backward": (torch.randn(9, 32), x_, gates_, chosen, up_, down_, inner, 4, "nvfp4", True, True),
+        "experts": (x, gates, chosen, up, down, True, "nvfp4"),
+        "experts_backward": (torch.randn(9, 32), x_, gates_, chosen, up_, down_, inner, True, "nvfp4", True, True),
         "permute": (x, source, slots),
         "unpermute": (grown(18, 32), slots, gates),
         "unpermute_backward": (torch.randn(9, 32), torch.randn(18, 32), slots, gates_),
-        "selected_logprob": (x, weight, targets, heat, 4),
+        "selected_logprob": (x, weight, targets, heat, True),
         "selected_logprob_backward": (torch.randn(9), x_, weight_, targets, heat, sums, True),
         "quantise": (x_,),
         "quantise_nvfp4": (x_, torch.rand(9).exp2()),
@@ -116,7 +115,7 @@ def test_experts_get_rows_for_as_many_of_them_as_have_any(tokens: int, rows: int
     up, down = torch.randn(128, 16, 8), torch.randn(128, 8, 8)
     operands = (torch.randn(tokens, 8), torch.rand(tokens, 8), chosen, up, down)
     out, inner = torch.ops.headrace.experts(*operands, 4, "")
-    assert inner.shape == (rows, 16) and torch.equal(out, expert_mlp.expert_mlp(*operands, 4))
+    assert inner.shape == (rows, 16) and torch.equal(out, expert_mlp.expert_mlp(*operands, True))
 
 
 def test_rounding_takes_the_operators_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

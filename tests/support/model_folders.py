@@ -93,6 +93,6 @@ def weights(path: Path, raw: dict[str, Any]) -> None:
 @cache
 def shapes(raw: str) -> list[tuple[str, tuple[int, ...], int]]:
     """Name, shape and number of elements of every tensor."""
-    numerics = Numerics(exact=False, row_pad=1, reason="it computes nothing", fingerprint="")
+    numerics = Numerics(exact=False, reason="it computes nothing", fingerprint="")
     views = Model(hugging_face.parse(json.loads(raw)), numerics, seed=None, device="meta").views()
     return [(name, tuple(view.shape), view.numel()) for name, view in views.items()]

@@ -239,7 +239,7 @@ def test_updates_on_the_host_serve_the_cpus_bits(
     name: str, moments: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = OptimizerSettings(moments=moments)
-    here = Model(POLICIES[name], Numerics(exact=False, row_pad=1, reason="", fingerprint=""), seed=1)
+    here = Model(POLICIES[name], Numerics(exact=False, reason="", fingerprint=""), seed=1)
     states = [TrainerState(here, settings=settings)]
     there = other_device.moved(copy.deepcopy(here))
     assert isinstance(there, Model)

@@ -190,7 +190,7 @@ def test_ordinary_arithmetic_counts_flips_in_a_pass_of_its_own() -> None:
     """There the recorded routes are replayed for the log-probabilities, and live ones only counted."""
     (segment,) = segments_of(episode({0: model()}, "g", 0, 1, [0, 0, 0, 0]))
     plain = model()
-    plain.numerics = msgspec.structs.replace(NUMERICS, exact=False, row_pad=1)
+    plain.numerics = msgspec.structs.replace(NUMERICS, exact=False)
     assert segment.routed is not None
     forced = dataclasses.replace(segment, routed=(segment.routed + 1) % 4)
     comparison = compare({0: plain}, forced)

@@ -34,9 +34,9 @@ BLACKWELL = 10
 """Major compute capability of B200 and GB200; that of RTX cards, 12, has another instruction."""
 
 
-def used(rows: int, experts: int, pad: int, device: torch.device) -> bool:
-    """Whether a product of quantised operands is computed here. pad 1 is ordinary mode."""
-    return pad == 1 and rows >= grouped_mm.MANY_ROWS * experts and there(device)
+def used(rows: int, experts: int, exact: bool, device: torch.device) -> bool:
+    """Whether a product of quantised operands is computed here."""
+    return not exact and rows >= grouped_mm.MANY_ROWS * experts and there(device)
 
 
 def there(device: torch.device) -> bool:

@@ -89,25 +89,22 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: f
 
 @torch.library.custom_op("headrace::cached_attention", mutates_args=(), device_types="cpu")
 def _cached(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Sequence[int], starts: Sequence[int], scale: float,
-    pad: int,
-) -> Tensor:  # fmt: skip
-    return block_attention.ragged_attention(q, keys, values, table, lengths, starts, scale, pad)
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Sequence[int], starts: Sequence[int], scale: float
+) -> Tensor:
+    return block_attention.ragged_attention(q, keys, values, table, lengths, starts, scale)
 
 
 @_cached.register_kernel("cuda")
 def _(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Sequence[int], starts: Sequence[int], scale: float,
-    pad: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Sequence[int], starts: Sequence[int], scale: float
+) -> Tensor:
     return ragged_attention_triton(q, keys, values, table, lengths, starts, scale)
 
 
 @_cached.register_fake
 def _(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Sequence[int], starts: Sequence[int], scale: float,
-    pad: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Sequence[int], starts: Sequence[int], scale: float
+) -> Tensor:
     return torch.empty_like(q)
 
 
@@ -128,16 +125,15 @@ class Step(Protocol):
         """The inverse of `spread`."""
 
 
-def cached_attention(q: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float, pad: int) -> Tensor:
+def cached_attention(q: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float) -> Tensor:
     """New tokens q [N, H, D] over a paged cache [blocks, V, 64, D] that holds theirs -> [N, H, D]. No gradient.
 
     For each query the bits of `packed_attention`.
     """
     if not dispatch.twin(q):
         attend = torch.ops.headrace.cached_attention
-        out: Tensor = attend(q, keys, values, step.table, step.lengths, step.starts, scale, pad)
+        out: Tensor = attend(q, keys, values, step.table, step.lengths, step.starts, scale)
         return out
     if step.pages is None:
-        least = block_attention.least_height(q.shape[2], q.dtype)
-        step.pages = block_attention.paging(step.table, step.grid, q.shape[1] // keys.shape[1], pad, least)
+        step.pages = block_attention.paging(step.table, step.grid, q.shape[1] // keys.shape[1], q)
     return step.gather(block_attention.cached_attention(step.spread(q), keys, values, step.pages, scale))

@@ -88,22 +88,21 @@ def route(
     return gates, experts
 
 
-def _capacity(experts: Tensor, down: Tensor, dtype: torch.dtype, pad: int) -> int:
+def _capacity(experts: Tensor, down: Tensor) -> int:
     """An upper bound of the rows for a number of (token, slot) pairs, for every selection and device. At most as many
     experts as there are pairs have rows."""
     pairs = experts.shape[0] * experts.shape[1]
-    most = max(grouped_mm.TILE, pad + expert_mlp.least_part(down, dtype, pad))
-    return pairs + min(down.shape[0], pairs) * most + grouped_mm.TILE
+    return pairs + min(down.shape[0], pairs) * grouped_mm.TILE + grouped_mm.TILE
 
 
 def experts_twin(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, exact: bool, grid: str
 ) -> tuple[Tensor, Tensor]:
     """(`experts`, inner activations) on a CPU."""
     cast = formats.cast(grid)
-    p = expert_mlp.plan(experts, gate_up.shape[0], pad, expert_mlp.least_part(down, x.dtype, pad))
-    out, inner = expert_mlp.expert_forward(cast(x), gates, gate_up, down, p, cast)
-    padded = inner.new_zeros(_capacity(experts, down, x.dtype, pad), inner.shape[1])
+    p = expert_mlp.plan(experts, gate_up.shape[0], expert_mlp.tile(gate_up, down, exact))
+    out, inner = expert_mlp.expert_forward(cast(x), gates, gate_up, down, p, cast, exact)
+    padded = inner.new_zeros(_capacity(experts, down), inner.shape[1])
     padded[: p.rows] = inner
     return out, padded
 
@@ -112,18 +111,18 @@ _experts = torch.library.custom_op("headrace::experts", experts_twin, mutates_ar
 
 
 def experts_triton(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, exact: bool, grid: str
 ) -> tuple[Tensor, Tensor]:
     """(`experts`, inner activations) on a GPU; nothing waits for the device."""
-    p = places.plan_triton(experts, gate_up.shape[0], grouped_mm.TILE, _capacity(experts, down, x.dtype, pad))
+    p = places.plan_triton(experts, gate_up.shape[0], grouped_mm.TILE, _capacity(experts, down))
     rounded = formats.cast(grid)
-    if grid and block_scaled.used(len(p.source), len(gate_up), pad, x.device):
+    if grid and block_scaled.used(len(p.source), len(gate_up), exact, x.device):
         rows = formats.activations(places.permute_triton(x, p.source), grid)
         inner = block_scaled.scaled_mm_triton(rows, formats.weights(gate_up, grid, 2), p.ends, x.dtype)
         quantised = formats.activations(swiglu_triton(inner), grid)
         outer = block_scaled.scaled_mm_triton(quantised, formats.weights(down, grid), p.ends, x.dtype)
     else:
-        forward = library.products(x, down, len(p.source), pad).forward
+        forward = library.products(x, down, len(p.source), exact).forward
         inner = forward(places.permute_triton(rounded(x), p.source), gate_up, p.ends, x.dtype)
         middle = rounded(swiglu_triton(inner))
         outer = forward(middle, down, p.ends, x.dtype)
@@ -135,19 +134,19 @@ _experts.register_kernel("cuda")(experts_triton)
 
 @_experts.register_fake
 def _(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, exact: bool, grid: str
 ) -> tuple[Tensor, Tensor]:
-    capacity = _capacity(experts, down, x.dtype, pad)
+    capacity = _capacity(experts, down)
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(capacity, gate_up.shape[1])
 
 
 def experts_backward_twin(
-    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
+    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, exact: bool,
     grid: str, up_learns: bool, down_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, gates, gate_up and down on a CPU; empty for weights that do not learn."""
     cast = formats.cast(grid)
-    p = expert_mlp.plan(experts, gate_up.shape[0], pad, expert_mlp.least_part(down, x.dtype, pad))
+    p = expert_mlp.plan(experts, gate_up.shape[0], expert_mlp.tile(gate_up, down, exact))
     g_x, g_gates, g_up, g_down = expert_mlp.expert_backward(
         grad, cast(x), gates, gate_up, down, inner[: p.rows], p, cast, (up_learns, down_learns)
     )
@@ -161,12 +160,12 @@ _experts_backward = torch.library.custom_op(
 
 
 def experts_backward_triton(
-    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
+    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, exact: bool,
     grid: str, up_learns: bool, down_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, gates, gate_up and down on a GPU; empty for weights that do not learn. With the Triton products
     in one order: no atomics."""
-    _, dgrad, wgrad = library.products(x, down, len(inner), pad)
+    _, dgrad, wgrad = library.products(x, down, len(inner), exact)
     p = places.plan_triton(experts, gate_up.shape[0], grouped_mm.TILE, len(inner))
     rounded = formats.cast(grid)
     grads = places.permute_triton(grad, p.source)
@@ -190,7 +189,7 @@ _experts_backward.register_kernel("cuda")(experts_backward_triton)
 
 @_experts_backward.register_fake
 def _(
-    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
+    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, exact: bool,
     grid: str, up_learns: bool, down_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     g_x = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -202,7 +201,7 @@ def _(
 
 
 def _keep_experts(ctx: Any, inputs: Any, output: Any) -> None:
-    *operands, ctx.pad, ctx.grid = inputs
+    *operands, ctx.exact, ctx.grid = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*operands, output[1])
 
@@ -210,7 +209,9 @@ def _keep_experts(ctx: Any, inputs: Any, output: Any) -> None:
 def _pull_experts(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     pull = torch.ops.headrace.experts_backward
     up_learns, down_learns = ctx.needs_input_grad[3:5]
-    g_x, g_gates, g_up, g_down = pull(grad.contiguous(), *ctx.saved_tensors, ctx.pad, ctx.grid, up_learns, down_learns)
+    g_x, g_gates, g_up, g_down = pull(
+        grad.contiguous(), *ctx.saved_tensors, ctx.exact, ctx.grid, up_learns, down_learns
+    )
     return g_x, g_gates, None, g_up if up_learns else None, g_down if down_learns else None, None, None
 
 
@@ -218,29 +219,29 @@ _experts.register_autograd(_pull_experts, setup_context=_keep_experts)
 
 
 def experts_forward(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, exact: bool, grid: str
 ) -> tuple[Tensor, Tensor]:
     """(`experts`, what `experts_backward` needs of its inner activations), not differentiable."""
     if dispatch.twin(x):
-        return experts_twin(x, gates, experts, gate_up, down, pad, grid)
-    out, inner = torch.ops.headrace.experts(x, gates, experts, gate_up, down, pad, grid)
+        return experts_twin(x, gates, experts, gate_up, down, exact, grid)
+    out, inner = torch.ops.headrace.experts(x, gates, experts, gate_up, down, exact, grid)
     return out, inner
 
 
 def experts_backward(
-    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
+    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, exact: bool,
     grid: str, up_learns: bool, down_learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, gates, gate_up and down from that of `experts`; empty for weights that do not learn."""
     function = experts_backward_twin if dispatch.twin(x) else torch.ops.headrace.experts_backward
     g_x, g_gates, g_up, g_down = function(
-        grad.contiguous(), x, gates, experts, gate_up, down, inner, pad, grid, up_learns, down_learns
+        grad.contiguous(), x, gates, experts, gate_up, down, inner, exact, grid, up_learns, down_learns
     )
     return g_x, g_gates, g_up, g_down
 
 
 def experts(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str = ""
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, exact: bool, grid: str = ""
 ) -> Tensor:
     """x [N, D] through the experts int64 [N, k] under gates float32 [N, k] -> [N, D]. Differentiable in x, gates,
     gate_up and down.
@@ -248,8 +249,8 @@ def experts(
     grid: the number format of the weights, to which the inputs of each product are rounded, row by row.
     """
     if dispatch.twin(x):
-        return expert_mlp.expert_mlp(x, gates, experts, gate_up, down, pad, formats.cast(grid))
-    out: Tensor = torch.ops.headrace.experts(x, gates, experts, gate_up, down, pad, grid)[0]
+        return expert_mlp.expert_mlp(x, gates, experts, gate_up, down, exact, formats.cast(grid))
+    out: Tensor = torch.ops.headrace.experts(x, gates, experts, gate_up, down, exact, grid)[0]
     return out
 
 

@@ -108,16 +108,16 @@ LIBRARY = Products(_forward, _dgrad, _wgrad)
 TRITON = Products(grouped_mm.grouped_mm_triton, grouped_mm.grouped_dgrad_triton, grouped_mm.grouped_wgrad_triton)
 
 
-def experts_refusal(x: Tensor, experts: int, inner: int, rows: int, pad: int) -> str:
+def experts_refusal(x: Tensor, experts: int, inner: int, rows: int, exact: bool) -> str:
     """Why the products of these experts are not `F.grouped_mm`. x [N, D]; inner: the experts' width I; rows: P."""
     many = rows >= grouped_mm.MANY_ROWS * experts
     device, chip = _chip(x)
-    return library.experts_refusal(device, _name(x.dtype), pad, (x.shape[1], inner), chip, many)
+    return library.experts_refusal(device, _name(x.dtype), exact, (x.shape[1], inner), chip, many)
 
 
-def products(x: Tensor, down: Tensor, rows: int, pad: int) -> Products:
+def products(x: Tensor, down: Tensor, rows: int, exact: bool) -> Products:
     """The products of experts on a GPU. x [N, D], down [E, D, I]; rows: P."""
-    return TRITON if experts_refusal(x, len(down), down.shape[2], rows, pad) else LIBRARY
+    return TRITON if experts_refusal(x, len(down), down.shape[2], rows, exact) else LIBRARY
 
 
 def taken(device: torch.device, dtype: torch.dtype, head_dim: int, widths: tuple[int, ...], sinks: bool) -> list[str]:
@@ -125,6 +125,6 @@ def taken(device: torch.device, dtype: torch.dtype, head_dim: int, widths: tuple
     names = []
     if not _varlen_refusal(device, dtype, head_dim, head_dim, sinks):
         names.append(library.VARLEN)
-    if widths and not library.experts_refusal(device.type, _name(dtype), 1, widths, capability(device), True):
+    if widths and not library.experts_refusal(device.type, _name(dtype), False, widths, capability(device), True):
         names.append(library.GROUPED)
     return names

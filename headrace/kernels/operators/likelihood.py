@@ -10,17 +10,19 @@ from headrace.kernels import selected_logprob as twin
 
 
 @torch.library.custom_op("headrace::selected_logprob", mutates_args=(), device_types="cpu")
-def _selected(hidden: Tensor, weight: Tensor, targets: Tensor, heat: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
-    return twin.selected_forward(hidden, weight, targets, heat, pad)
+def _selected(
+    hidden: Tensor, weight: Tensor, targets: Tensor, heat: Tensor, exact: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return twin.selected_forward(hidden, weight, targets, heat, exact)
 
 
 @_selected.register_kernel("cuda")
-def _(hidden: Tensor, weight: Tensor, targets: Tensor, heat: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(hidden: Tensor, weight: Tensor, targets: Tensor, heat: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
     return twin.selected_logprob_triton(hidden, weight, targets, heat)
 
 
 @_selected.register_fake
-def _(hidden: Tensor, weight: Tensor, targets: Tensor, heat: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(hidden: Tensor, weight: Tensor, targets: Tensor, heat: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
     a, b, c = (hidden.new_empty(targets.shape[0], dtype=torch.float32) for _ in range(3))
     return a, b, c
 
@@ -63,15 +65,15 @@ _selected.register_autograd(_pull, setup_context=_keep)
 
 
 def selected_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, pad: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """hidden [M, D], weight [V, D], targets [M] int64 -> (log-probability, entropy), float32 [M].
 
     temperature: a number, or a tensor with one per row; 0 scores as 1. Gradients reach hidden and weight.
     """
     if dispatch.twin(hidden):
-        return twin.selected_logprob(hidden, weight, targets, temperature, pad)
+        return twin.selected_logprob(hidden, weight, targets, temperature, exact)
     heat = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device)
     heat = heat.expand(targets.shape[0]).contiguous()
-    logp, entropy, _ = torch.ops.headrace.selected_logprob(hidden, weight, targets, heat, pad)
+    logp, entropy, _ = torch.ops.headrace.selected_logprob(hidden, weight, targets, heat, exact)
     return logp, entropy

@@ -11,59 +11,58 @@ from headrace.kernels.elementwise.norm import rms_norm_backward_triton
 
 
 @torch.library.custom_op("headrace::linear", mutates_args=(), device_types="cpu")
-def _linear(x: Tensor, weight: Tensor, pad: int) -> Tensor:
-    return batch_invariant.linear(x, weight, pad).contiguous()
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return batch_invariant.linear_forward(x, weight).contiguous()
 
 
 @_linear.register_kernel("cuda")
-def _(x: Tensor, weight: Tensor, pad: int) -> Tensor:
+def _(x: Tensor, weight: Tensor) -> Tensor:
     return batch_invariant.linear_triton(x, weight)
 
 
 @_linear.register_fake
-def _(x: Tensor, weight: Tensor, pad: int) -> Tensor:
+def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @torch.library.custom_op("headrace::linear_backward", mutates_args=(), device_types="cpu")
-def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor, pad: int, learns: bool) -> tuple[Tensor, Tensor]:
-    g_x, g_weight = batch_invariant.linear_backward(grad, x, weight, pad, learns)
+def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor, learns: bool) -> tuple[Tensor, Tensor]:
+    g_x, g_weight = batch_invariant.linear_backward(grad, x, weight, learns)
     return g_x.contiguous(), weight.new_empty(0) if g_weight is None else g_weight
 
 
 @_linear_backward.register_kernel("cuda")
-def _(grad: Tensor, x: Tensor, weight: Tensor, pad: int, learns: bool) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, weight: Tensor, learns: bool) -> tuple[Tensor, Tensor]:
     # No fixed order over the batch is needed here.
     return grad.mm(weight), grad.t().mm(x) if learns else weight.new_empty(0)
 
 
 @_linear_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, pad: int, learns: bool) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, weight: Tensor, learns: bool) -> tuple[Tensor, Tensor]:
     g_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     return g_x, torch.empty_like(weight) if learns else weight.new_empty(0)
 
 
 def _keep_linear(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, ctx.pad = inputs
-    ctx.save_for_backward(x, weight)
+    ctx.save_for_backward(*inputs)
 
 
-def _pull_linear(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+def _pull_linear(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     learns = ctx.needs_input_grad[1]
-    g_x, g_weight = torch.ops.headrace.linear_backward(grad, *ctx.saved_tensors, ctx.pad, learns)
-    return g_x, g_weight if learns else None, None
+    g_x, g_weight = torch.ops.headrace.linear_backward(grad, *ctx.saved_tensors, learns)
+    return g_x, g_weight if learns else None
 
 
 _linear.register_autograd(_pull_linear, setup_context=_keep_linear)
 
 
-def linear(x: Tensor, weight: Tensor, pad: int) -> Tensor:
-    """x [M, K] @ weight [N, K].T; a row's bits do not depend on M. pad: see `batch_invariant.linear`; 1 is F.linear."""
+def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
+    """x [M, K] @ weight [N, K].T; where exact, a row's bits do not depend on M, elsewhere it is F.linear."""
     if dispatch.twin(x):
-        return batch_invariant.linear(x, weight, pad)
-    if pad == 1:
+        return batch_invariant.linear(x, weight, exact)
+    if not exact:
         return F.linear(x, weight)
-    out: Tensor = torch.ops.headrace.linear(x, weight, pad)
+    out: Tensor = torch.ops.headrace.linear(x, weight)
     return out
 
 

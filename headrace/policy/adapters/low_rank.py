@@ -65,17 +65,17 @@ def scale(adapter: Adapter) -> float:
     return adapter.alpha / adapter.rank
 
 
-def linear(layer: nn.Module, x: Tensor, name: str, pad: int) -> Tensor:
+def linear(layer: nn.Module, x: Tensor, name: str, exact: bool) -> Tensor:
     """x [N, K] by the layer's parameter `name`, with its adapters -> [N, M]."""
-    out = operators.linear(x, getattr(layer, name), pad)
+    out = operators.linear(x, getattr(layer, name), exact)
     fused = cast("Mapping[str, Fused]", layer.adapted).get(name)
     if fused is None:
         return out
     pieces = []
     for piece, part in zip(torch.split(out, [part.outputs for part in fused.parts], -1), fused.parts, strict=True):
         if part.name in fused.targets:
-            low = operators.linear(x, getattr(layer, part.name + _A), pad)
-            piece = piece + fused.scale * operators.linear(low, getattr(layer, part.name + _B), pad)
+            low = operators.linear(x, getattr(layer, part.name + _A), exact)
+            piece = piece + fused.scale * operators.linear(low, getattr(layer, part.name + _B), exact)
         pieces.append(piece)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 

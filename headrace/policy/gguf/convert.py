@@ -11,8 +11,9 @@ rest is refused by the name of what is missing.
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from gguf import GGUFReader, dequantize
 from torch import Tensor
 
-from headrace.policy.config import CheckpointError, PolicyConfig
+from headrace.policy.config import CheckpointError, Dtype, PolicyConfig
 from headrace.policy.gguf import tokenizer
 from headrace.policy.layout import checkpoint, hugging_face
 
@@ -57,19 +58,22 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True):
 def convert(
     source: str | Path,
     target: str | Path,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    dtype: Dtype | Callable[[PolicyConfig], Dtype] = "bfloat16",
     chat_template: str = "",
 ) -> Converted:
     """Read a GGUF file and write the folder. CheckpointError names what cannot be read or is not supported.
 
-    chat_template: Jinja for the folder's chat_template.jinja, which counts before the file's own template.
+    dtype: of the weights, or what chooses it for the policy. chat_template: Jinja for the folder's
+    chat_template.jinja, which counts before the file's own template.
     """
     try:
         reader = GGUFReader(source)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise CheckpointError(f"{source} cannot be read as GGUF: {error}") from None
-    raw = _config(fields, {tensor.name for tensor in reader.tensors}) | {"torch_dtype": dtype}
+    raw = _config(fields, {tensor.name for tensor in reader.tensors})
+    chosen = dtype(hugging_face.parse(raw | {"torch_dtype": "float32"})) if callable(dtype) else dtype
+    raw["torch_dtype"] = chosen
     config = hugging_face.parse(raw)
     tensors: dict[str, Tensor] = {}
     for tensor in reader.tensors:

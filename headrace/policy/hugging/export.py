@@ -22,7 +22,7 @@ def save(target: Path, tensors: Mapping[str, Tensor], config: PolicyConfig, sour
         raise CheckpointError(
             f"{source} is not there: an export has the other files of the folder that the run began with"
         )
-    model = HuggingModel(config, Numerics(exact=False, row_pad=1, reason="it computes nothing", fingerprint=""))
+    model = HuggingModel(config, Numerics(exact=False, reason="it computes nothing", fingerprint=""))
     model.load_state(tensors)
     model.inner.save_pretrained(target, max_shard_size=shard_bytes)
     written = json.loads((target / "config.json").read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ from headrace.policy.provider import build
 
 def refuse(config: PolicyConfig, path: Path) -> None:
     """CheckpointError where a folder's files lack a part of this policy, by their headers: no tensor is read."""
-    numerics = Numerics(exact=False, row_pad=1, reason="it computes nothing", fingerprint="")
+    numerics = Numerics(exact=False, reason="it computes nothing", fingerprint="")
     config = msgspec.structs.replace(config, adapter=None)
     shapes = {name: tuple(view.shape) for name, view in build(config, numerics, device="meta").views().items()}
     Pieces(config, path, shapes)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace.kernels import batch_invariant, dispatch, grouped_mm, operators
 from headrace.kernels.block_attention import BLOCK, Packing
+from headrace.kernels.heights import cancelling
 from headrace.kernels.route import Rule
 from headrace.policy import attention
 from headrace.policy.cache import KVCache, Step
@@ -35,17 +36,17 @@ def narrowed(config: PolicyConfig) -> PolicyConfig:
     return config if config.expert_groups > 1 else msgspec.structs.replace(config, experts=experts)
 
 
-def failure(config: PolicyConfig, generator: torch.Generator, device: torch.device, pad: int) -> str:
+def failure(config: PolicyConfig, generator: torch.Generator, device: torch.device) -> str:
     """The first operator whose rows depend on the batch; empty where exact mode holds."""
     config = narrowed(config)
-    checks = itertools.chain(_products(config, generator, device, pad), _rows(config, generator, device, pad))
+    checks = itertools.chain(_products(config, generator, device), _rows(config, generator, device))
     for name, operand, function in checks:
         if count := _differs(operand, function):
             return f"{name} of {count} rows differs from the same rows among {len(operand)}"
     for case in operands.attention_operands(config, generator):
-        if reason := _attention(config, case, device, pad):
+        if reason := _attention(config, case, device):
             return reason
-    return _experts(config, generator, device, pad)
+    return _experts(config, generator, device)
 
 
 _Check = tuple[str, Tensor, Callable[[Tensor, slice], Tensor]]
@@ -63,22 +64,22 @@ def _differs(operand: Tensor, function: Callable[[Tensor, slice], Tensor]) -> in
     return 0
 
 
-def _products(config: PolicyConfig, generator: torch.Generator, device: torch.device, pad: int) -> Iterator[_Check]:
+def _products(config: PolicyConfig, generator: torch.Generator, device: torch.device) -> Iterator[_Check]:
     """Every product of the model, by operands that cancel."""
-    shapes = [(config.torch_dtype, n, k) for k, n in operands.products(config)]
+    shapes = [(config.torch_dtype, min(n, WIDEST), k) for k, n in operands.products(config)]
     if config.scores == "sigmoid":  # the router's product is float32 there
         shapes.append((torch.float32, config.experts, config.dim))
     for dtype, n, k in shapes:
-        x, weight = (part.to(device) for part in operands.cancelling(generator, dtype, MANY, (n, k)))
+        x, weight = (part.to(device) for part in cancelling(generator, dtype, MANY, (n, k)))
         x = x.repeat(dispatch.tiles(batch_invariant.LARGEST_ROWS, MANY), 1)
 
         def product(rows: Tensor, _: slice, weight: Tensor = weight) -> Tensor:
-            return operators.linear(rows, weight, pad)
+            return operators.linear(rows, weight, True)
 
         yield f"a product from {k} to {n}", x, product
 
 
-def _rows(config: PolicyConfig, generator: torch.Generator, device: torch.device, pad: int) -> Iterator[_Check]:
+def _rows(config: PolicyConfig, generator: torch.Generator, device: torch.device) -> Iterator[_Check]:
     """Norms, activation, rotation, embedding, routes and log-probabilities."""
     c = config
 
@@ -102,7 +103,7 @@ def _rows(config: PolicyConfig, generator: torch.Generator, device: torch.device
     heat = torch.full((MANY,), 0.7).to(device)
 
     def selected(rows: Tensor, part: slice) -> Tensor:
-        return torch.stack(operators.selected_logprob(rows, head, ids[part], heat[part], pad), 1)
+        return torch.stack(operators.selected_logprob(rows, head, ids[part], heat[part], True), 1)
 
     yield "log-probability", new(MANY, c.dim), selected
     if c.experts:
@@ -116,7 +117,7 @@ def _route(config: PolicyConfig, scores: Tensor) -> tuple[Tensor, Tensor]:
     return operators.route(scores, c.top_k, c.normalise_top_k, None, rule)
 
 
-def _attention(config: PolicyConfig, case: AttentionOperands, device: torch.device, pad: int) -> str:
+def _attention(config: PolicyConfig, case: AttentionOperands, device: torch.device) -> str:
     """Two whole sequences against a cache that gets all but their last tokens first, together and alone."""
     lengths, scale = case.lengths, case.scale
     q, k, v = (x.to(device) for x in (case.q, case.k, case.v))
@@ -133,30 +134,30 @@ def _attention(config: PolicyConfig, case: AttentionOperands, device: torch.devi
                 [torch.arange(at + b, at + b + n) for at, b, n in zip(first, begins, counts, strict=True)]
             ).to(device)
             step = Step(counts, begins, tables, cache)
-            got = attention.cached(q[rows], k[rows], v[rows], step, cache, 0, scale, pad, True)
+            got = attention.cached(q[rows], k[rows], v[rows], step, cache, 0, scale, True)
             if not torch.equal(got, whole[rows]):
                 return f"attention of {max(counts)} new tokens over a cache differs from attention over the sequence"
         alone = Step([steps], starts[1:], tables[1:], cache)
         last = rows[steps:]
-        if not torch.equal(attention.cached(q[last], k[last], v[last], alone, cache, 0, scale, pad, True), whole[last]):
+        if not torch.equal(attention.cached(q[last], k[last], v[last], alone, cache, 0, scale, True), whole[last]):
             return f"attention of {steps} new tokens differs alone and in a batch"
     return ""
 
 
-def _experts(config: PolicyConfig, generator: torch.Generator, device: torch.device, pad: int) -> str:
+def _experts(config: PolicyConfig, generator: torch.Generator, device: torch.device) -> str:
     """Tokens through their experts, few and many at once."""
     cases = operands.expert_operands(config, generator)
-    return next(filter(None, (_experts_differ(config, case, device, pad) for case in cases)), "")
+    return next(filter(None, (_experts_differ(config, case, device) for case in cases)), "")
 
 
-def _experts_differ(config: PolicyConfig, case: ExpertOperands, device: torch.device, pad: int) -> str:
+def _experts_differ(config: PolicyConfig, case: ExpertOperands, device: torch.device) -> str:
     x, scores, gate_up, down = (t.to(device) for t in (case.x, case.scores, case.gate_up, case.down))
     copies = dispatch.tiles(grouped_mm.MANY_ROWS * config.experts, MANY * config.top_k)
     x, scores = x.repeat(copies, 1), scores.repeat(copies, 1)
     gates, chosen = _route(config, scores)
 
     def through(rows: Tensor, part: slice) -> Tensor:
-        return operators.experts(rows, gates[part], chosen[part], gate_up, down, pad, grid=case.grid)
+        return operators.experts(rows, gates[part], chosen[part], gate_up, down, True, grid=case.grid)
 
     count = _differs(x, through)
     return f"experts of {count} tokens differ from the same tokens among {len(x)}" if count else ""

@@ -1,18 +1,15 @@
 """Operands of the probe of exact mode, drawn on the CPU, in a model's own shapes.
 
-Operands cancel: they come in pairs whose products are x and -x at random places of the reduction, so that the exact
-sum is 0 and the result is nothing but the rounding of the partial sums. Another order of the sums then changes a fifth
-of all results, also after rounding to 16 bits; with random operands it changes one in thousands, and the probe would
-miss it (it did: a bfloat16 router of 64 x 8 passed with a padding of 4 rows and needs 9).
+They cancel: see `kernels.heights`.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.block_attention import BLOCK
+from headrace.kernels.heights import cancelling, pairs
 from headrace.policy.adapters import shape
 from headrace.policy.config import PolicyConfig
 
@@ -21,28 +18,7 @@ COUNTS = (1, 2, 3, 5, 7, 16, 17, 33, 64, 100)
 MANY = 500
 """Rows that are computed at once."""
 WIDEST = 4096
-"""Outputs up to which a product is probed: more would take too long."""
-
-Operands = tuple[Tensor, Tensor]
-
-
-def _pairs(generator: torch.Generator, k: int) -> tuple[Tensor, Tensor]:
-    """A random pairing of k places: (index int64 [k] below max(1, k // 2), sign float32 [k]).
-
-    x[..., index] times u[..., index] * sign sums to 0 exactly; an odd place out has sign 0.
-    """
-    half = max(1, k // 2)
-    place = torch.randperm(k, generator=generator)
-    sign = torch.where(place < half, 1.0, -1.0) * (place < 2 * half)
-    return place % half, sign
-
-
-def cancelling(generator: torch.Generator, dtype: torch.dtype, rows: int, shape: Sequence[int]) -> Operands:
-    """x [rows, K] and weight [..., N, K] of `shape` whose products are 0 but for rounding."""
-    index, sign = _pairs(generator, shape[-1])
-    x = torch.randn(rows, len(index), generator=generator)[:, index]
-    weight = torch.randn(*shape, generator=generator)[..., index] * sign
-    return x.to(dtype), weight.to(dtype)
+"""Ids of a vocabulary that are probed: more would take too long."""
 
 
 def drawn(generator: torch.Generator, config: PolicyConfig, *shape: int) -> Tensor:
@@ -51,7 +27,7 @@ def drawn(generator: torch.Generator, config: PolicyConfig, *shape: int) -> Tens
 
 
 def products(config: PolicyConfig) -> list[tuple[int, int]]:
-    """(K, N) of every product of the model; N is cut where a probe of all of it would take too long."""
+    """(K, N) of every product of the model."""
     c = config
     widths = {c.expert_dim, c.dense_dim or c.expert_dim, c.shared_experts * c.expert_dim or c.expert_dim}
     shapes = [(c.dim, c.vocab)]
@@ -69,7 +45,7 @@ def products(config: PolicyConfig) -> list[tuple[int, int]]:
     for module in shape.targeted(c, 0):
         rank = c.adapter.rank if c.adapter else 0
         shapes += [(module.inputs, rank), (rank, module.outputs)]
-    return sorted({(k, min(n, WIDEST)) for k, n in shapes})
+    return sorted(set(shapes))
 
 
 class AttentionOperands(NamedTuple):
@@ -93,13 +69,13 @@ def attention_operands(config: PolicyConfig, generator: torch.Generator) -> list
 
     plain = AttentionOperands(ragged, *packed(ragged), c.head_dim**-0.5)
     q, k, v = packed(whole)
-    index, sign = _pairs(generator, c.head_dim)
+    index, sign = pairs(generator, c.head_dim)
     q, k = q[..., index], k[..., index] * sign.to(k.dtype)
     # The scores are rounding errors of about 1e-7: the scale makes them as large as ordinary ones.
     spread = float((q[:BLOCK, 0] @ k[:BLOCK, 0].T).float().std())
     scores = AttentionOperands(whole, q, k, v, 1.0 / spread if spread > 0 else c.head_dim**-0.5)
     q, k, v = packed(whole)
-    index, sign = _pairs(generator, BLOCK)
+    index, sign = pairs(generator, BLOCK)
     # Pairs of keys within a block are equal, their values opposite: a query that sees whole blocks adds up to 0.
     at = (torch.arange(0, sum(whole), BLOCK)[:, None] + index).view(-1)
     sign = sign.repeat(sum(whole) // BLOCK)[:, None, None].to(v.dtype)
@@ -134,7 +110,7 @@ def expert_operands(config: PolicyConfig, generator: torch.Generator) -> list[Ex
     cases = [ExpertOperands(x, scores, gate_up, down, c.expert_format)]
     twins, opposites = cancelling(generator, c.torch_dtype, MANY, up)
     cases.append(ExpertOperands(twins, scores, opposites, down, ""))
-    index, sign = _pairs(generator, c.expert_dim)
+    index, sign = pairs(generator, c.expert_dim)
     paired = gate_up[:, torch.cat((index, index + c.expert_dim))]  # equal rows: equal inner activations
     opposites = down[..., index] * sign.to(down.dtype)
     cases.append(ExpertOperands(x, scores, paired, opposites, ""))

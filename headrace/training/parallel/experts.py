@@ -115,12 +115,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, grid: str
+        ctx: Any, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, exact: bool, grid: str
     ) -> Tensor:
         ones = torch.ones_like(gates)
-        out, inner = operators.experts_forward(x, ones, experts, gate_up, down, pad, grid)
+        out, inner = operators.experts_forward(x, ones, experts, gate_up, down, exact, grid)
         ctx.save_for_backward(x, gates, experts, gate_up, down, inner)
-        ctx.how = pad, grid
+        ctx.how = exact, grid
         return out
 
     @staticmethod
@@ -170,10 +170,12 @@ class OnGrid:
     def __init__(self, function: ExpertFunction, cast: Any) -> None:
         self.function, self.cast = function, cast
 
-    def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
+    def __call__(
+        self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, exact: bool, /
+    ) -> Tensor:
         """As `expert_mlp`."""
         up, out = (_OnGrid.apply(weight, self.cast) for weight in (gate_up, down))  # type: ignore[no-untyped-call]
-        return self.function(x, gates, experts, up, out, pad)
+        return self.function(x, gates, experts, up, out, exact)
 
 
 def _swap(x: Tensor, sent: Sequence[int], got: Sequence[int], groups: Groups) -> Tensor:
@@ -209,7 +211,15 @@ class ExpertParallel:
         return [RowCounts(*([row[at] for row in side] for side in told)) for at in range(1, 1 + layers)]
 
     def __call__(
-        self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, counts: RowCounts, /
+        self,
+        x: Tensor,
+        gates: Tensor,
+        experts: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        exact: bool,
+        counts: RowCounts,
+        /,
     ) -> Tensor:
         """As `moe.OwnedExperts`; gate_up and down are this process's float32 shards."""
         groups, (sent, got) = self.groups, counts
@@ -222,7 +232,7 @@ class ExpertParallel:
         local = _swap((flat - owner * self.each)[order], sent, got, groups)
         ordered = _Sorted.apply(x, source, slots), gates.reshape(-1, 1)[order]  # type: ignore[no-untyped-call]
         rows, weights = (_Exchange.apply(each, sent, got, groups) for each in ordered)  # type: ignore[no-untyped-call]
-        done = self._product(rows, weights, local[:, None], up, out, pad)
+        done = self._product(rows, weights, local[:, None], up, out, exact)
         back: Tensor = _Exchange.apply(done, got, sent, groups)  # type: ignore[no-untyped-call]
         summed: Tensor = _Summed.apply(back, slots, gates, source)  # type: ignore[no-untyped-call]
         return summed
@@ -239,12 +249,12 @@ class ExpertParallel:
         served = masters.to(self.dtype)
         return operators.rounded(served) if self.quantised else served
 
-    def _product(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:
+    def _product(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, exact: bool) -> Tensor:
         """The products of all rows. Where there are none, a row of zeros is appended and multiplied: all
         processes take part in the exchanges of the backward pass, and no kernel gets a product without rows."""
         count = len(x)
         if not count:
             x, gates, experts = (torch.cat((each, each.new_zeros(1, each.shape[1]))) for each in (x, gates, experts))
         grid = "mxfp8" if self.quantised else ""
-        out: Tensor = _Product.apply(x, gates, experts, gate_up, down, pad, grid)  # type: ignore[no-untyped-call]
+        out: Tensor = _Product.apply(x, gates, experts, gate_up, down, exact, grid)  # type: ignore[no-untyped-call]
         return out[:count]

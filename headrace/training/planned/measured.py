@@ -45,8 +45,6 @@ SHORT = ((4, 512), (4, 640), (4, 768))
 logits, and its sequences are longer than the window."""
 BETWEEN = "between"
 """The others: each holds less than a neighbour."""
-_PAD = 8
-"""Row padding of exact mode; which one a CPU needs changes few bytes."""
 _MOMENTS = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
 
 
@@ -202,9 +200,7 @@ class _Process:
 
     def __init__(self, config: PolicyConfig, layout: Layout, shadow: Shadow, world: Any) -> None:
         self.config, self.layout, self.shadow, self.world = config, layout, shadow, world
-        self.numerics = Numerics(
-            exact=layout.exact, row_pad=_PAD if layout.exact else 1, reason="", fingerprint="planned"
-        )
+        self.numerics = Numerics(exact=layout.exact, reason="", fingerprint="planned")
         self.backward = False
 
     def state(self) -> State:

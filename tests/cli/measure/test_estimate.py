@@ -1,14 +1,11 @@
 """`headrace estimate` prints the time of each part of a run, and refuses what it cannot measure."""
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 
 from headrace.cli.main import main
-from headrace.policy.numerics_probe import ISA, WITHOUT_TILES
-from headrace.training.figures import duration
 from tests.support.paths import ROOT
 
 
@@ -36,15 +33,3 @@ def test_what_is_no_cpu_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "set [trainer] peak_tflops" in capsys.readouterr().err
     assert main(["estimate", demo, "--set", f"policy.checkpoint={tmp_path}"]) == 2
     assert "config.json" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_sixteen_bits_are_measured_with_the_instructions_of_the_run(
-    exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(duration, "_MEASURED_S", 0.01)
-    monkeypatch.setenv(ISA, "")
-    monkeypatch.delenv(ISA)
-    words = ["--set", "policy.dtype=bfloat16", "--set", f"engine.exact={str(exact).lower()}"]
-    assert main(["estimate", str(ROOT / "deploy" / "demo.toml"), *words]) == 0
-    assert (os.environ.get(ISA) == WITHOUT_TILES) == exact

@@ -91,10 +91,9 @@ def test_the_worker_mixes_no_devices(name: str, tmp_path: Path, monkeypatch: pyt
 
 def test_the_checks_of_a_gpu_mix_no_devices_and_name_what_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     for config in (tiny.config(), POLICIES["mxfp8"], POLICIES["latent"]):
-        pad = tiny.numerics(config).row_pad
         with monkeypatch.context() as patch, other_device.installed(patch):
-            assert on_device.failure(config, torch.Generator().manual_seed(0), other_device.CLAIMED, pad) == ""
-        assert on_device.failure(config, torch.Generator().manual_seed(0), torch.device("cpu"), pad) == ""
+            assert on_device.failure(config, torch.Generator().manual_seed(0), other_device.CLAIMED) == ""
+        assert on_device.failure(config, torch.Generator().manual_seed(0), torch.device("cpu")) == ""
 
 
 @pytest.mark.parametrize(
@@ -118,21 +117,19 @@ def test_a_planted_fault_is_named(module: str, name: str, says: str, monkeypatch
         return torch.nextafter(out, out + 1) if len(out) == 1 else out
 
     monkeypatch.setattr(place, name, nudged)
-    pad = tiny.numerics(config).row_pad
-    assert on_device.failure(config, torch.Generator().manual_seed(0), torch.device("cpu"), pad).startswith(says)
+    assert on_device.failure(config, torch.Generator().manual_seed(0), torch.device("cpu")).startswith(says)
 
 
 def test_a_fault_of_the_largest_tiles_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = operators.linear
 
-    def nudged(x: torch.Tensor, weight: torch.Tensor, pad: int) -> torch.Tensor:
-        out = real(x, weight, pad)
+    def nudged(x: torch.Tensor, weight: torch.Tensor, exact: bool) -> torch.Tensor:
+        out = real(x, weight, exact)
         return torch.nextafter(out, out + 1) if len(x) >= batch_invariant.LARGEST_ROWS else out
 
     monkeypatch.setattr(operators, "linear", nudged)
     config = tiny.config()
-    pad = tiny.numerics(config).row_pad
-    reason = on_device.failure(config, torch.Generator().manual_seed(0), torch.device("cpu"), pad)
+    reason = on_device.failure(config, torch.Generator().manual_seed(0), torch.device("cpu"))
     assert reason.startswith("a product from ")
 
 

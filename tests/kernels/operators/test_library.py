@@ -48,13 +48,13 @@ def test_ordinary_attention_is_chosen_by_name(arguments: tuple[Any, ...], reason
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("cuda", "bfloat16", 1, (64, 32), 9, True), ""),
-        (("cuda", "bfloat16", 4, (64, 32), 9, True), "not in exact mode"),
-        (("cpu", "bfloat16", 1, (64, 32), 0, True), "on Hopper alone"),
-        (("cuda", "bfloat16", 1, (64, 32), 10, True), "on Hopper alone"),
-        (("cuda", "float32", 1, (64, 32), 9, True), "takes bfloat16, not float32"),
-        (("cuda", "bfloat16", 1, (64, 36), 9, True), "widths in multiples of 8"),
-        (("cuda", "bfloat16", 1, (64, 32), 9, False), "few rows per expert"),
+        (("cuda", "bfloat16", False, (64, 32), 9, True), ""),
+        (("cuda", "bfloat16", True, (64, 32), 9, True), "not in exact mode"),
+        (("cpu", "bfloat16", False, (64, 32), 0, True), "on Hopper alone"),
+        (("cuda", "bfloat16", False, (64, 32), 10, True), "on Hopper alone"),
+        (("cuda", "float32", False, (64, 32), 9, True), "takes bfloat16, not float32"),
+        (("cuda", "bfloat16", False, (64, 36), 9, True), "widths in multiples of 8"),
+        (("cuda", "bfloat16", False, (64, 32), 9, False), "few rows per expert"),
     ],
 )
 def test_the_products_of_experts_are_chosen_by_name(arguments: tuple[Any, ...], reason: str) -> None:
@@ -73,9 +73,9 @@ def with_unset_rows(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return computed
 
 
-def planned(chosen: Tensor, count: int, pad: int, capacity: int = 0) -> permute.Places:
+def planned(chosen: Tensor, count: int, tile: int, capacity: int = 0) -> permute.Places:
     """`plan_triton` by its twin."""
-    p = expert_mlp.plan(chosen, count, pad)
+    p = expert_mlp.plan(chosen, count, tile)
     source, ends = torch.zeros(max(p.rows, capacity), dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
     source[: p.rows] = p.source
     for expert, _, end in p.parts:
@@ -102,10 +102,10 @@ def test_experts_with_the_librarys_products_are_those_of_the_twin(
     x, pull, gates = torch.randn(9, 32).to(dtype), torch.randn(9, 32).to(dtype), torch.rand(9, 2)
     up, down = (torch.randn(4, 48, 32) * 0.2).to(dtype), (torch.randn(4, 32, 24) * 0.2).to(dtype)
     operands = (x, gates, chosen, up, down)
-    out, inner = experts_triton(*operands, 1, "")
-    want, kept = experts_twin(*operands, 1, "")
-    got = (out, *experts_backward_triton(pull, *operands, inner, 1, "", True, True))
-    slopes = experts_backward_twin(pull, *operands, kept, 1, "", True, True)
+    out, inner = experts_triton(*operands, False, "")
+    want, kept = experts_twin(*operands, False, "")
+    got = (out, *experts_backward_triton(pull, *operands, inner, False, "", True, True))
+    slopes = experts_backward_twin(pull, *operands, kept, False, "", True, True)
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     for ours, theirs in zip(got, (want, *slopes), strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
@@ -122,9 +122,9 @@ def test_exact_mode_and_few_rows_keep_the_triton_products(monkeypatch: pytest.Mo
     with FakeTensorMode():  # tensors without data, which are on a GPU that need not be there
         for device in ("cuda", "cpu"):
             x, down = (torch.empty(*shape, dtype=torch.bfloat16, device=device) for shape in ((9, 32), (4, 32, 24)))
-            for rows, pad in ((4 * MANY_ROWS, 1), (4 * MANY_ROWS - 1, 1), (4 * MANY_ROWS, 4)):
-                chosen[device, rows, pad] = calls.products(x, down, rows, pad)
-    assert chosen.pop(("cuda", 4 * MANY_ROWS, 1)) is calls.LIBRARY
+            for rows, exact in ((4 * MANY_ROWS, False), (4 * MANY_ROWS - 1, False), (4 * MANY_ROWS, True)):
+                chosen[device, rows, exact] = calls.products(x, down, rows, exact)
+    assert chosen.pop(("cuda", 4 * MANY_ROWS, False)) is calls.LIBRARY
     assert all(each is calls.TRITON for each in chosen.values()) and len(chosen) == 5
 
 

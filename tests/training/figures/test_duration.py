@@ -5,7 +5,7 @@ import math
 import pytest
 
 from headrace.config import Config, Curriculum, Evaluation, Mesh, MidTraining, Trainer
-from headrace.policy.config import PolicyConfig
+from headrace.policy.config import Dtype, PolicyConfig
 from headrace.policy.layout.sizes import forward_flops
 from headrace.training.figures import duration
 from headrace.training.figures.duration import Attempt, Duration, Rates
@@ -54,5 +54,18 @@ def test_every_evaluation_counts() -> None:
 
 
 def test_products_with_many_rows_are_faster() -> None:
-    rates = duration.measure(POLICY)
+    rates = duration.measure(POLICY, True)
     assert math.isfinite(rates.large) and rates.large > rates.small > 0.0
+
+
+@pytest.mark.parametrize("fast", ["bfloat16", "float32"])
+def test_the_dtype_that_multiplies_faster_is_chosen(fast: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large and small products count alike: a dtype that is faster in one alone does not win by that."""
+
+    def measured(policy: PolicyConfig, exact: bool) -> Rates:
+        assert exact
+        return Rates(4e11, 1e11) if policy.dtype == fast else Rates(9e11, 0.5e11)
+
+    monkeypatch.setattr(duration, "measure", measured)
+    dtype, rates = duration.faster(POLICY)
+    assert dtype == fast and set(rates) == {"bfloat16", "float32"}

@@ -42,11 +42,11 @@ class Rows(NamedTuple):
     slope: Tensor
 
     def through(
-        self, function: ExpertFunction, up: Tensor, down: Tensor, pad: int, counts: bool = True
+        self, function: ExpertFunction, up: Tensor, down: Tensor, exact: bool, counts: bool = True
     ) -> list[Tensor]:
         """The output, and the gradients of inputs and gates. counts: whether the output has a gradient."""
         x, gates = self.x.clone().requires_grad_(), self.gates.clone().requires_grad_()
-        out = function(x, gates, self.experts, up, down, pad)
+        out = function(x, gates, self.experts, up, down, exact)
         torch.autograd.backward(out, self.slope if counts else torch.zeros_like(self.slope))
         assert x.grad is not None and gates.grad is not None
         return [out.detach(), x.grad, gates.grad]
@@ -59,10 +59,10 @@ def equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 def owned(function: ExpertParallel) -> ExpertFunction:
     """Owned experts for one layer."""
 
-    def call(x: Tensor, gates: Tensor, experts: Tensor, up: Tensor, down: Tensor, pad: int, /) -> Tensor:
+    def call(x: Tensor, gates: Tensor, experts: Tensor, up: Tensor, down: Tensor, exact: bool, /) -> Tensor:
         told = function.counts(experts[:, None])
         assert told is not None
-        return function(x, gates, experts, up, down, pad, told[0])
+        return function(x, gates, experts, up, down, True, told[0])
 
     return call
 
@@ -85,7 +85,7 @@ def test_experts_of_two_processes_have_the_bits_of_one_and_the_sum_of_its_gradie
 ) -> None:
     """owners: processes that share one copy; 1: each has a copy, which is cut into shards, or whole in two nodes."""
     policy = tiny.config("bfloat16" if dtype == "bfloat16" else "float32", dim=DIM, expert_dim=INNER, experts=4)
-    kind, pad, draw = policy.torch_dtype, tiny.numerics(policy).row_pad, torch.Generator().manual_seed(5)
+    kind, draw = policy.torch_dtype, torch.Generator().manual_seed(5)
     shapes = (policy.experts, 2 * INNER, DIM), (policy.experts, DIM, INNER)
     masters = [torch.randn(shape, generator=draw) / 6 for shape in shapes]
     micro_batches = [
@@ -102,7 +102,7 @@ def test_experts_of_two_processes_have_the_bits_of_one_and_the_sum_of_its_gradie
     for rows in micro_batches:
         served = [operators.rounded(part.to(kind)) if quantised else part.to(kind) for part in masters]
         up, down = (part.clone().requires_grad_() for part in served)
-        want.append(rows.through(partial(operators.experts, grid="mxfp8" if quantised else ""), up, down, pad))
+        want.append(rows.through(partial(operators.experts, grid="mxfp8" if quantised else ""), up, down, True))
         assert up.grad is not None and down.grad is not None
         gradients = [up.grad.double(), down.grad.double()]
         sums = [total + part for total, part in zip(sums, gradients, strict=True)] if sums else gradients
@@ -122,8 +122,8 @@ def test_experts_of_two_processes_have_the_bits_of_one_and_the_sum_of_its_gradie
         held = slice(place * count, (place + 1) * count)
         up, down = (torch.nn.Parameter(part[held].clone()) for part in masters)
         function = owned(ExpertParallel(groups, policy.experts // owners, kind, quantised))
-        results = [micro_batches[rank].through(function, up, down, pad)]
-        results.append(micro_batches[2].through(function, up, down, pad, counts=not rank))
+        results = [micro_batches[rank].through(function, up, down, True)]
+        results.append(micro_batches[2].through(function, up, down, True, counts=not rank))
         assert up.grad is not None and down.grad is not None
         return results, [up.grad, down.grad]
 
