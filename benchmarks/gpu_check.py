@@ -8,7 +8,7 @@ It needs no network, Python 3.11 or later, and the packages that `--plan` lists.
 weights in the shape of Qwen3-0.6B (`headrace try`: trainer, embedded engine, swaps, scores) and runs the tests that
 need a GPU. The second takes steps in the true shape of Qwen3-4B: MFU, peak beside plan. Parts have time limits, and
 what it printed is kept where it fails. `--out` collects both calls in one JSON object with date and conditions.
-`--tiny` runs the same parts with a tiny shape on the CPU; those that need a GPU say so.
+`--smoke` runs the same parts with a tiny shape on the CPU; those that need a GPU say so.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.conditions import conditions
+from benchmarks.conditions import arguments, conditions, finish, scratch
 from benchmarks.gpu_step import SHAPES
 from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
@@ -122,28 +122,27 @@ def plan() -> str:
     return "\n".join([*lines, f"packages: {', '.join(names)}"])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a call and write the JSON."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a call and write the JSON. With `--smoke` a tiny shape runs, on a CPU too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", action="store_true", help="print commands, packages and size; run nothing")
     parser.add_argument("--call", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape on the CPU")
-    parser.add_argument("--out", type=Path, default=Path("gpu-check.json"))
-    args = parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, default=Path(scratch(), "gpu-check.json"))
+    args = arguments(parser, argv)
     if args.plan:
         print(plan())
         return
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"parts": {}}
     with tempfile.TemporaryDirectory(prefix="headrace-gpu-check-") as name:
         folder = Path(name)
-        model(folder, "tiny" if args.tiny else "qwen3-0.6b")
-        for part in parts(folder, args.tiny):
+        model(folder, "tiny" if args.smoke else "qwen3-0.6b")
+        for part in parts(folder, args.smoke):
             if part.call == args.call:
                 result["parts"][part.name] = measured(part)
                 result["conditions"] = json.loads(json.dumps(conditions("torch"), default=_plain))
                 result["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
                 args.out.write_text(json.dumps(result, indent=2) + "\n")  # whatever the next part does
-    print(json.dumps(result))
+    finish(result, {})
 
 
 def _plain(value: Any) -> Any:

@@ -28,7 +28,7 @@ def test_calls_fit_their_time_and_files_their_size(
 def test_both_calls_on_a_cpu_make_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for call in ("1", "2"):
-        gpu_check.main(["--call", call, "--tiny", "--out", str(tmp_path / "out.json")])
+        gpu_check.main(["--call", call, "--smoke", "--out", str(tmp_path / "out.json")])
     made = json.loads((tmp_path / "out.json").read_text())
     assert made["conditions"]["date"] and made["device"]
     tried = made["parts"]["try"]
