@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.bus.connection import Bus
@@ -110,11 +111,15 @@ class CheckpointStore:
             moment = (await bus.get("HR_TRAJ", first)).time
         except MessageGone:  # it was deleted with its user's data
             return purged
-        if bus.shared_memory is not None:
-            bus.shared_memory.collect(before=moment - STORED_BEFORE_S)
         # A trajectory without its routes has them in its turns. Those of a later batch began after a version that the
         # oldest kept step precedes, so they lie behind.
-        before = min(self._turns.values(), default=0) or await self._turn_at(bus, run, moment)
+        turn = min(self._turns.values(), default=0)
+        if turn:
+            with suppress(MessageGone):
+                moment = min(moment, (await bus.get("HR_TURN", turn)).time)
+        if bus.shared_memory is not None:
+            bus.shared_memory.collect(before=moment - STORED_BEFORE_S)
+        before = turn or await self._turn_at(bus, run, moment)
         return purged + (await retention.purge(bus, "HR_TURN", TURN.where(run=run), before) if before else 0)
 
     async def read_manifests(self, bus: Bus, run: str) -> None:

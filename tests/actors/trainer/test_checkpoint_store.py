@@ -8,8 +8,10 @@ import pytest
 
 from headrace.actors.rollout.turn_log import TurnLog
 from headrace.actors.trainer.actor import Trainer
-from headrace.actors.trainer.checkpoint_store import CheckpointStore
+from headrace.actors.trainer.checkpoint_store import STORED_BEFORE_S, CheckpointStore
 from headrace.bus.connection import Bus
+from headrace.bus.payloads.shared_memory import SharedMemoryStore
+from headrace.config import Bus as BusSection
 from headrace.messages.subjects import EVENT, STEP, TRAJ, TURN
 from headrace.messages.training import BatchGroup, RecordsPurged, StepManifest
 from headrace.replay.recorded_run import of_run
@@ -138,7 +140,9 @@ async def test_as_many_steps_are_kept_as_the_budget_holds(
     assert store.kept_steps() == max(kept, 11)
 
 
-async def test_the_turns_that_hold_a_kept_step_s_routes_stay(connect: Connect, tmp_path: Path) -> None:
+async def test_the_turns_that_hold_a_kept_step_s_routes_stay(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     feeder = RunFeeder(await connect(), new_run(), tmp_path)
     async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run) as actor:
         await feeder.batch(0)
@@ -163,7 +167,13 @@ async def test_the_turns_that_hold_a_kept_step_s_routes_stay(connect: Connect, t
     (store.checkpoints / "v00000002.safetensors").touch()
     old = await store.old_records(bus, feeder.run)
     assert old is not None and old.step == 2
+    shared = SharedMemoryStore.from_config(BusSection(blob_dir=str(tmp_path)), feeder.run, bus.node)
+    assert shared is not None
+    bus.use_shared_memory(shared)
+    limits: list[float] = []
+    monkeypatch.setattr(shared, "collect", lambda before: limits.append(before))
     await store.purge(bus, old)
+    assert limits == [(await bus.get("HR_TURN", turns[2])).time - STORED_BEFORE_S], "its files are as old"
     left = [received.seq async for received in bus.history("HR_TURN", TURN.where(run=feeder.run))]
     assert left == [turns[2], turns[3]]
 
