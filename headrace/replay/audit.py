@@ -291,18 +291,18 @@ def _check_closings(state: RunState, seen: Mapping[int, Seen], gone_users: froze
     """Every GroupClosed record names attempts that exist, with their Scores and Trajectories. A record may be missing
     only where its deletion is recorded: with its user, or because the trainer no longer keeps its step."""
     wrong = []
-    kept = (state.purged.trajectory_seq, state.purged.score_seq) if state.purged is not None else (0, 0)
+    first_kept = (state.purged.trajectory_seq, state.purged.score_seq) if state.purged is not None else (0, 0)
     for seq, closed in state.closings:
         erased = closed.group.partition(".")[0] in gone_users
         for slot in closed.slots:
             where = f"{closed.group} slot {slot.slot}"
             if state.attempt(closed.group, slot.slot, slot.attempt) is None:
                 wrong.append(f"{where}: closed with attempt {slot.attempt}, which was never issued")
-            if slot.trajectory_seq not in seen and slot.trajectory_seq >= kept[0] and not erased:
+            if slot.trajectory_seq not in seen and slot.trajectory_seq >= first_kept[0] and not erased:
                 wrong.append(f"{where}: its trajectory {slot.trajectory_seq} is not in the stream or cannot be read")
             score = state.scores.get(slot.score_seq)
             if score is None:
-                if (slot.score_seq >= kept[1] and not erased) or slot.score_seq >= seq:
+                if (slot.score_seq >= first_kept[1] and not erased) or slot.score_seq >= seq:
                     wrong.append(f"{where}: its score {slot.score_seq} is not in the stream or cannot be read")
                 continue
             if (score.group, score.slot, score.attempt) != (closed.group, slot.slot, slot.attempt):
@@ -319,7 +319,7 @@ def _check_reuse(state: RunState, seen: Mapping[int, Seen]) -> list[str]:
     content and found the same. The trajectories show the same changes, whatever the judge wrote about them. One that
     names a certificate failed without a test, and its trajectory changed nothing."""
     wrong = []
-    kept = state.purged.score_seq if state.purged is not None else 0
+    first_kept = state.purged.score_seq if state.purged is not None else 0
     for seq, score in state.scores.items():
         ours = seen.get(score.trajectory_seq)
         if score.certificate:
@@ -332,7 +332,7 @@ def _check_reuse(state: RunState, seen: Mapping[int, Seen]) -> list[str]:
         where = f"{score.group} slot {score.slot}: score {seq} repeats the verdict of score {score.same_as}"
         source = state.scores.get(score.same_as)
         if source is None:
-            if score.same_as >= min(seq, kept):
+            if score.same_as >= min(seq, first_kept):
                 wrong.append(f"{where}, which is not in the stream or cannot be read")
             continue
         theirs = seen.get(source.trajectory_seq)
