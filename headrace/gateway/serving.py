@@ -44,6 +44,7 @@ from headrace.messages.product import (
     ClientTurnPart,
     Feedback,
     RecordedTurn,
+    TurnPlace,
     results_in_order,
 )
 from headrace.messages.rollout import Capture, Sampling, Trajectory
@@ -141,7 +142,7 @@ class ClientServing:
         user = self._user(caller)
         request = await self._recalled(request, caller)
         if request.previous is not None:
-            await self._known(request.previous.group, caller.key)
+            await self._has(request.previous, caller.key)
         if caller.session:
             await self._known(caller.session, caller.key)
         placed = self._sessions.place(request, caller, user, self._split.policy, sure=False)
@@ -162,7 +163,7 @@ class ClientServing:
             return request
         messages = [*request.messages]
         for at, (place, items) in request.recalled.items():
-            if place.index >= len((await self._known(place.group, caller.key)).turns):
+            if not await self._has(place, caller.key):
                 raise HttpRefused(404, "the record of an item is gone: send the item itself")
             asked = msgspec.structs.replace(request, messages=(), stream=False)
             reply = await self._again(asked, place.group, place.index)
@@ -338,6 +339,12 @@ class ClientServing:
             untrainable=session.untrainable,
         )
         return await self._ratings.publish(feedback)
+
+    async def _has(self, place: TurnPlace, key: ApiKey) -> bool:
+        """Whether a turn is recorded; another gateway may have stored it a moment ago. HttpRefused with 404."""
+        if place.index >= len((await self._known(place.group, key)).turns):
+            await self.caught_up()
+        return place.index < len((await self._known(place.group, key)).turns)
 
     async def _known(self, id: str, key: ApiKey) -> ClientSession:
         """A session of the key's tenant: open, remembered, or long ended and in HR_TRAJ. HttpRefused with 404;

@@ -221,6 +221,8 @@ class Conversation:
         self.open: tuple[ModelRequest, str] | None = None
         """The request whose answer is missing, and its Idempotency-Key."""
         self.gone = False
+        self.connection = 0
+        """Counts the requests that were sent: an answer comes on the connection of its own."""
 
 
 class World(RuleBasedStateMachine):
@@ -233,8 +235,8 @@ class World(RuleBasedStateMachine):
         self.stored: dict[str, ClientSession] = {}
         self.record: dict[str, int] = {}
         """Turns of each session in the turn log."""
-        self.under: list[tuple[int, Placed, Under, Conversation, int]] = []
-        """Gateway, place, turn, conversation, turns of the record when it began."""
+        self.under: list[tuple[int, Placed, Under, Conversation, int, int]] = []
+        """Gateway, place, turn, conversation, turns of the record when it began, and the client's connection."""
         self.conversations: list[Conversation] = []
         self.texts: dict[tuple[str, int], str] = {}
         self.numbers = 0
@@ -289,9 +291,18 @@ class World(RuleBasedStateMachine):
     def send(self, one: Conversation, again: bool = False) -> None:
         assert one.open is not None
         request, retry = one.open
+        one.connection += 1
+        connection = one.connection
         number = self.random.randrange(2)
         gateway = self.gateways[number]
-        by = caller(one.session, one.name, KEYS[one.key], retry=retry, again=again, gone=lambda: one.gone)
+        by = caller(
+            one.session,
+            one.name,
+            KEYS[one.key],
+            retry=retry,
+            again=again,
+            gone=lambda: one.gone or one.connection != connection,
+        )
         try:
             placed = gateway.place(request, by, one.user, lambda _: PolicyRef())
         except HttpRefused as refused:
@@ -307,7 +318,7 @@ class World(RuleBasedStateMachine):
             session = gateway.get(placed.group)
             assert session is not None and not session.ended
             assert sum(turn is placed.turn for turn in gateway._under.values()) == 1
-            self.under.append((number, placed, placed.turn, one, len(session.turns)))
+            self.under.append((number, placed, placed.turn, one, len(session.turns), connection))
         elif placed.wait is None:
             session = gateway.get(placed.group)
             assert session is not None and session.turns[placed.recorded].asked, "it has such a turn"
@@ -328,7 +339,7 @@ class World(RuleBasedStateMachine):
         """A turn is recorded, unless the other gateway recorded one of its session first; then in a branch."""
         if not self.under:
             return
-        number, placed, turn, one, before = self.under.pop(self.random.randrange(len(self.under)))
+        number, placed, turn, one, before, connection = self.under.pop(self.random.randrange(len(self.under)))
         gateway = self.gateways[number]
         prefix = placed.known
         try:
@@ -347,12 +358,12 @@ class World(RuleBasedStateMachine):
         self.record[session.group] = before + 1
         self.texts[session.group, before] = text
         self.keep(session)
-        if one in self.conversations and one.open is not None and not one.gone:
+        if one in self.conversations and one.connection == connection and not one.gone:
             self.give(one, session.group, before)
 
     def fail(self) -> None:
         if self.under:
-            number, _, turn, _, _ = self.under.pop(self.random.randrange(len(self.under)))
+            number, _, turn, *_ = self.under.pop(self.random.randrange(len(self.under)))
             self.gateways[number].over(turn)
             assert turn.over.is_set()
 
@@ -372,7 +383,7 @@ class World(RuleBasedStateMachine):
     def end(self) -> None:
         if self.stored:
             group, gateway = self.random.choice(sorted(self.stored)), self.random.choice(self.gateways)
-            if any(turn.group == group for _, _, turn, _, _ in self.under):
+            if any(turn.group == group for _, _, turn, *_ in self.under):
                 gateway.ending(group)  # it waits for the turn
                 placed = [each for each in gateway._under.values() if each.group == group]
                 request = asked(ClientMessage(role="user", text="c"), tools=())

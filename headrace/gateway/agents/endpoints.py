@@ -150,7 +150,7 @@ class AgentEndpoints:
         (agent, run), given = self._found(request, key), await read_json(request, NewRating)
         trajectory = await self._finished(agent, run)
         outcome = await self._publish(
-            agent, key.training, trajectory, given.given, given.signal, given.comment, reward=given.reward
+            agent, key.training, trajectory, given.given, given.signal, comment=given.comment, reward=given.reward
         )
         return web.json_response(outcome | {"id": run.id, "signal": given.signal, "thumb": given.given}, status=202)
 
@@ -170,7 +170,9 @@ class AgentEndpoints:
         remaining, added = kept_lines(run.added, later.files.values()), len(run.added)
         thumb: Thumb = "up" if 2 * remaining >= added else "down"
         comment = f"{remaining} of {added} lines"
-        outcome = await self._publish(agent, key.training, trajectory, thumb, "persistence", comment, at=later.at)
+        outcome = await self._publish(
+            agent, key.training, trajectory, thumb, "persistence", comment=comment, at=later.at
+        )
         counted = outcome | {"id": run.id, "at": later.at, "added": added, "kept": remaining, "thumb": thumb}
         return web.json_response(counted, status=202)
 
@@ -184,7 +186,7 @@ class AgentEndpoints:
             try:
                 trajectory = await self._agents.trajectory(agent, earlier)
                 if trajectory is not None:  # a run that failed has no record to rate
-                    await self._publish(agent, key.training, trajectory, "down", "followup", words)
+                    await self._publish(agent, key.training, trajectory, "down", "followup", comment=words)
             except BusError as error:  # the new run has begun already, so its answer must not be an error
                 _log.warning("the rating by follow-up %s is lost: %s", run.id, error)
 
@@ -194,19 +196,13 @@ class AgentEndpoints:
         """Rate a run down because its user cancelled it. Provisional: a later rating of the user's counts instead."""
         trajectory = await self._agents.trajectory(agent, run)
         if trajectory is not None:  # one that was cancelled before its first turn has no record to rate
-            await self._publish(agent, True, trajectory, "down", "cancel", f"turns until then: {len(trajectory.turns)}")
+            comment = f"turns until then: {len(trajectory.turns)}"
+            await self._publish(agent, True, trajectory, "down", "cancel", comment=comment)
 
     async def _publish(
-        self,
-        agent: Agent,
-        training: bool,
-        trajectory: Trajectory,
-        thumb: Thumb,
-        signal: Signal,
-        comment: str,
-        **more: Any,
+        self, agent: Agent, training: bool, trajectory: Trajectory, thumb: Thumb, signal: Signal, **more: Any
     ) -> dict[str, str]:
-        """more: `at` and `reward` of the Feedback."""
+        """more: further fields of the Feedback."""
         feedback = Feedback(
             tenant=agent.tenant,
             user=agent.user,
@@ -216,7 +212,6 @@ class AgentEndpoints:
             signal=signal,
             final=signal not in ("followup", "cancel") and more.get("at") != "10m",
             training_allowed=agent.training_allowed and training,
-            comment=comment,
             **more,
         )
         return await self._ratings.publish(feedback)
