@@ -57,6 +57,19 @@ def test_one_height_is_enough(monkeypatch: pytest.MonkeyPatch, fresh: None) -> N
     assert (found.tiles, found.whole) == ((64,), False)
 
 
+def test_a_single_member_of_a_batched_product_counts(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATen counts the rows of all members: a single one of few rows may take its loop for small products."""
+    real = torch.bmm
+
+    def small(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = real(x, y)
+        return torch.nextafter(out, out + 1) if x.shape[0] * x.shape[1] < 8 else out
+
+    monkeypatch.setattr(torch, "bmm", small)
+    found = heights.agreeing(heights.scores, 48, 64, torch.float32)
+    assert found.whole and found.tiles == (8,)
+
+
 def test_pieces_have_the_gradients_of_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heights, "agreeing", lambda *_: CUT)
     x, weight = (torch.randn(*shape, requires_grad=True) for shape in ((301, 24), (20, 24)))
