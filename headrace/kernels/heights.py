@@ -106,10 +106,10 @@ def common(first: Heights, second: Heights, rows: int) -> int:
     """The smallest height from `rows` on of one product of both kinds. RowsDiffer if there is none."""
     if first.whole and second.whole:
         return rows + -rows % max(first.tiles[0], second.tiles[0])
-    found = [tile for tile in {*first.tiles, *second.tiles} if tile >= rows and first.has(tile) and second.has(tile)]
-    if not found:
+    both = [tile for tile in {*first.tiles, *second.tiles} if tile >= rows and first.has(tile) and second.has(tile)]
+    if not both:
         raise RowsDiffer(f"no product of {rows} rows or more agrees with others here")
-    return min(found)
+    return min(both)
 
 
 def agreeing(product: Product, k: int, n: int, dtype: torch.dtype) -> Heights:

@@ -66,7 +66,7 @@ def probe(config: PolicyConfig, *, exact: bool = True, seed: int = 0, device: to
 
 
 def _failure(config: PolicyConfig, generator: torch.Generator) -> str:
-    """What differs on a CPU; empty where exact mode holds."""
+    """The first function whose rows depend on the batch, on a CPU; empty where exact mode holds."""
     try:
         for product in _products(config):
             heights.agreeing(*product)
@@ -78,10 +78,10 @@ def _failure(config: PolicyConfig, generator: torch.Generator) -> str:
 def _products(config: PolicyConfig) -> list[Product]:
     """Every product of the model."""
     c, dtype = config, config.torch_dtype
-    found: list[Product] = [(heights.linear, k, n, dtype) for k, n in products(c)]
+    kinds: list[Product] = [(heights.linear, k, n, dtype) for k, n in products(c)]
     if c.scores == "sigmoid":  # the router's product is float32 there
-        found.append((heights.linear, c.dim, c.experts, torch.float32))
-    return [*found, (heights.scores, c.head_dim, BLOCK, dtype), (heights.shares, BLOCK, c.head_dim, dtype)]
+        kinds.append((heights.linear, c.dim, c.experts, torch.float32))
+    return [*kinds, (heights.scores, c.head_dim, BLOCK, dtype), (heights.shares, BLOCK, c.head_dim, dtype)]
 
 
 def _elementwise(config: PolicyConfig, generator: torch.Generator) -> str:
