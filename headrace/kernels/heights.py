@@ -106,10 +106,10 @@ def common(first: Heights, second: Heights, rows: int) -> int:
     """The smallest height from `rows` on of one product of both kinds. RowsDiffer if there is none."""
     if first.whole and second.whole:
         return rows + -rows % max(first.tiles[0], second.tiles[0])
-    found = [tile for tile in {*first.tiles, *second.tiles} if tile >= rows and first.has(tile) and second.has(tile)]
-    if not found:
+    both = [tile for tile in {*first.tiles, *second.tiles} if tile >= rows and first.has(tile) and second.has(tile)]
+    if not both:
         raise RowsDiffer(f"no product of {rows} rows or more agrees with others here")
-    return min(found)
+    return min(both)
 
 
 def agreeing(product: Product, k: int, n: int, dtype: torch.dtype) -> Heights:
@@ -125,12 +125,15 @@ def _found(product: Product, k: int, n: int, dtype: torch.dtype, threads: int) -
         most = LARGEST[k * n > CELLS]
         x, weight = cancelling(torch.Generator().manual_seed(0), dtype, most, (min(n, _DRAWN), k))
         weight = weight.repeat(-(-n // _DRAWN), 1)[:n]
-        if product is not linear:
-            x, weight = x.expand(2, -1, -1), weight.expand(2, -1, -1)
-            weight = (weight.transpose(1, 2) if product is shares else weight).contiguous()
+        right = weight.t().contiguous() if product is shares else weight
 
         def rows(first: int, height: int) -> Tensor:
-            return product(x[..., first : first + height, :].contiguous(), weight)
+            part = x[first : first + height].contiguous()
+            if product is linear:
+                return product(part, right)[None]
+            # A library may count the rows of all members, and take another path with one.
+            pair = product(part.expand(2, -1, -1).contiguous(), right.expand(2, -1, -1).contiguous())
+            return torch.cat((product(part[None], right[None]), pair))
 
         powers = [1 << power for power in range(2, most.bit_length())]
         return _chosen(rows, powers, most, f"{k} to {n} in {str(dtype).removeprefix('torch.')}, {threads} threads")
@@ -139,19 +142,19 @@ def _found(product: Product, k: int, n: int, dtype: torch.dtype, threads: int) -
 def _chosen(rows: Callable[[int, int], Tensor], powers: Sequence[int], most: int, name: str) -> Heights:
     """The heights whose rows have the bits of the largest product that also a small one agrees with.
 
-    rows: (first row, height) -> a product of these rows [..., height, N].
+    rows: (first row, height) -> products of these rows [members, height, N].
     """
     for largest in reversed(powers):
-        truth = torch.cat([rows(first, largest) for first in range(0, most, largest)], -2)
+        truth = torch.cat([rows(first, largest) for first in range(0, most, largest)], 1)
 
         def agrees(height: int, truth: Tensor = truth) -> bool:
             at = min(13, most - height)  # a row stands elsewhere than in the largest product
-            return torch.equal(rows(at, height), truth[..., at : at + height, :])
+            return bool((rows(at, height) == truth[:1, at : at + height]).all())
 
         tiles = [height for height in powers if height <= largest and agrees(height)]
         if not tiles or tiles[0] > TILES[-1]:
             continue
-        digest = hashlib.sha256(truth[..., : TILES[-1], :].float().contiguous().numpy().tobytes()).digest()
+        digest = hashlib.sha256(truth[0, : TILES[-1]].float().contiguous().numpy().tobytes()).digest()
         if largest == powers[-1]:
             between = [height for height in _BETWEEN if height <= most and agrees(height)]
             for tile in TILES:

@@ -48,7 +48,13 @@ def exponentials(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scaled float32 logits [M, V] -> (logits less their row's largest [M, V], exp of these [M, V], its sums [M])."""
     shifted = logits - logits.amax(-1, keepdim=True)
     e = torch.exp(shifted)
-    return shifted, e, e.sum(-1)
+    return shifted, e, row_sums(e)
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """Sums of the rows [M, V] -> [M]. torch shares a long sum among its threads where it is the only one: in another
+    order."""
+    return x.sum(-1) if len(x) != 1 else x.repeat(2, 1).sum(-1)[:1]
 
 
 def from_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +63,7 @@ def from_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor
     shifted, e, total = exponentials(logits)
     log_total = torch.log(total)
     logp = shifted.gather(1, targets[:, None])[:, 0] - log_total
-    entropy = log_total - (e.mul_(shifted)).sum(-1) / total
+    entropy = log_total - row_sums(e.mul_(shifted)) / total
     return logp, entropy, top + log_total
 
 

@@ -40,6 +40,10 @@ from headrace.weights import tensor_state
 BOUND = {"float32": 1e-3, "bfloat16": 0.2}
 """Largest `TensorDifference.difference`, by the policy's dtype: rounding is far below, another gradient far above."""
 _HEAD = "master."
+OTHER = (
+    "the step was recorded with the arithmetic {} and is replayed with {}: another processor, torch or version of "
+    "headrace computes other bits; replay it where it was recorded, with the version of that time"
+)
 
 
 class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +71,8 @@ class StepReplay(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint_match: bool
     layout_match: bool
     """Whether the processes were those of the manifest, with its versions and settings."""
+    why: str = ""
+    """Where the bits differ and the fingerprint does too: both fingerprints, and what they name."""
     differences: tuple[TensorDifference, ...] = ()
     """In another layout: every tensor, if the recorded run keeps a checkpoint of the step's version."""
 
@@ -120,14 +126,16 @@ def compare(loaded: Loaded, result: StepOutcome) -> StepReplay:
     alike, apart = trainer.layout == told.layout, tuple[TensorDifference, ...]()
     if not alike and not equal and trainer.layout is None and loaded.start and loaded.end:
         apart = differences(trainer.state.tensors(), loaded.start, loaded.end, trainer.state.model.config.dtype)
+    here = trainer.numerics.fingerprint
     return StepReplay(
         step=loaded.manifest.step,
         bitwise_equal=equal,
         loss=result.loss,
         grad_norm=result.grad_norm,
         weights_hash=result.state_hash,
-        fingerprint_match=trainer.numerics.fingerprint == told.fingerprint,
+        fingerprint_match=here == told.fingerprint,
         layout_match=alike,
+        why="" if equal or here == told.fingerprint else OTHER.format(told.fingerprint, here),
         differences=apart,
     )
 

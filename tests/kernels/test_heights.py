@@ -40,8 +40,8 @@ def test_the_search_finds_where_a_library_changes_its_order(
     heights._found.cache_clear()
     other_blas.install(monkeypatch)
     for product in (heights.linear, heights.scores, heights.shares):
-        found = heights.agreeing(product, 64, 96, dtype)
-        assert (found.tiles, found.whole) == ((32, 64, 128, 256, 512, 1024), False)
+        agreed = heights.agreeing(product, 64, 96, dtype)
+        assert (agreed.tiles, agreed.whole) == ((32, 64, 128, 256, 512, 1024), False)
     assert plain.whole and heights.agreeing(heights.linear, 64, 96, dtype).digest == plain.digest
 
 
@@ -53,8 +53,21 @@ def test_one_height_is_enough(monkeypatch: pytest.MonkeyPatch, fresh: None) -> N
         return real(x, weight).add_(len(x) * 1e-3)
 
     monkeypatch.setattr(torch, "mm", own)
-    found = heights.agreeing(heights.linear, 48, 40, torch.float32)
-    assert (found.tiles, found.whole) == ((64,), False)
+    agreed = heights.agreeing(heights.linear, 48, 40, torch.float32)
+    assert (agreed.tiles, agreed.whole) == ((64,), False)
+
+
+def test_a_single_member_of_a_batched_product_counts(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATen counts the rows of all members: a single one of few rows may take its loop for small products."""
+    real = torch.bmm
+
+    def small(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = real(x, y)
+        return torch.nextafter(out, out + 1) if x.shape[0] * x.shape[1] < 8 else out
+
+    monkeypatch.setattr(torch, "bmm", small)
+    agreed = heights.agreeing(heights.scores, 48, 64, torch.float32)
+    assert agreed.whole and agreed.tiles == (8,)
 
 
 def test_pieces_have_the_gradients_of_one_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ async def test_every_step_replays_to_the_recorded_bits_on_the_recorded_numerics(
     assert len({line.weights_hash for line in lines}) == 3
     for line in lines:  # another processor may round otherwise; then the line must say that the fingerprints differ
         assert line.bitwise_equal or not line.fingerprint_match, line
+        assert bool(line.why) == (not line.bitwise_equal)
         assert (line.grad_norm > 0.0) == (line.step in (0, 2, 4))
 
 

@@ -31,6 +31,7 @@ KEYS = [
     "weights_hash",
     "fingerprint_match",
     "layout_match",
+    "why",
     "differences",
 ]
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.policy.seam import PolicyModel
 from headrace.training.served.versions import Log, Versions
-from headrace.training.state import TrainerState
+from headrace.training.state import TrainerState, squares
 from tests.support.live_memory import live_bytes
 from tests.support.paths import ROOT
 from tests.support.world import NUMERICS, POLICY, model
@@ -122,6 +122,13 @@ def test_gradient_norm_and_clipping() -> None:
     assert norm == pytest.approx(float(by_torch), rel=1e-5)
     state.model.get_parameter("norm").grad = torch.full((POLICY.dim,), torch.nan)
     assert state.gradient_norm() != state.gradient_norm()
+
+
+def test_squares_are_as_precise_as_in_float64() -> None:
+    parts = [torch.randn(size, generator=torch.Generator().manual_seed(size)) * 1e-3 for size in (0, 1, 4096, 70_001)]
+    want = sum(float(part.double().square().sum()) for part in parts)
+    assert squares([*parts[:3], parts[3].view(1, -1)]) == pytest.approx(want, rel=3e-8)
+    assert squares([]) == 0.0 and not math.isfinite(squares([parts[1], torch.tensor([torch.inf, 1.0])]))
 
 
 def test_the_hash_follows_the_bits() -> None:

@@ -23,7 +23,7 @@ from headrace.training.parallel.interface import Peers
 from headrace.training.parallel.sharding import OWNED, ShardedModel
 from headrace.training.served.publication import Contents, Publication
 from headrace.training.served.runs import Reader, Run
-from headrace.training.state import TrainerState
+from headrace.training.state import TrainerState, squares
 from headrace.weights import tensor_state
 from headrace.weights.state import root
 
@@ -66,8 +66,7 @@ class ShardedState(TrainerState):
 
     def gradient_norm(self) -> float:
         """Euclidean norm over all rows of all gradients; the same number in every process."""
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in self.gradients()]
-        local = sum((norm**2 for norm in torch.stack(norms).cpu().tolist()), 0.0) if norms else 0.0
+        local = squares(gradient for _, gradient in self.gradients())
         total = sum(self.world.gathered(local, float)[: self.world.dims.shard])  # in every copy the numbers of copy 0
         return math.sqrt(total) if math.isfinite(total) else math.nan
 

@@ -28,21 +28,12 @@ _BLOCK = 512
 """Bytes that CUDA's caching allocator rounds to."""
 
 
-def _widened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """`vector_norm` copies its operand to another dtype."""
-    wanted, x = kwargs.get("dtype"), args[0]
-    return x.numel() * wanted.itemsize if wanted not in (None, x.dtype) else 0
-
-
 def _cut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """`chunk_cat`, with which FSDP cuts gradients into parts, copies one after the other to cast it."""
     return max((x.nbytes for x in args[0] if x.dtype != kwargs["out"].dtype), default=0)
 
 
-_INSIDE: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], int]] = {
-    "aten::linalg_vector_norm": _widened,
-    "fsdp::chunk_cat": _cut,
-}
+_INSIDE: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], int]] = {"fsdp::chunk_cat": _cut}
 """Operators that hold a temporary tensor inside on the CPU, to its bytes. The kernels of a GPU read other dtypes."""
 
 

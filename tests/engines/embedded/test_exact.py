@@ -1,13 +1,17 @@
 """Law 5 on a real engine: the weights that wrote each span give the sampler's log-probabilities again, bit for bit."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.numerics import policy as study
+from headrace.config import Policy
 from headrace.engines.base import SampleRequest
 from headrace.messages.rollout import Sampling, Span
-from headrace.policy.config import Dtype
+from headrace.policy.config import Dtype, PolicyConfig
+from headrace.policy.layout import hugging_face
 from headrace.policy.scoring import ScoringError, score
 from tests.support import tiny
 from tests.support.engines import LATEST, Versions, assert_equal, play
@@ -33,6 +37,48 @@ async def test_turns_with_swaps_in_flight(tmp_path: Path, dtype: Dtype, batch: i
     assert sum(record.capped for record in records) > 0
     assert len({span.version for record in records for span in record.spans}) > 2
     assert stats["running"] == stats["waiting"] == stats["sessions"] == 0
+
+
+POLICIES: dict[str, Callable[[Dtype], PolicyConfig]] = {
+    "even": tiny.config,
+    "bundled": lambda dtype: hugging_face.from_section(Policy(dtype=dtype)),
+    "study": study,
+    "smollm2": lambda dtype: PolicyConfig(
+        dim=576, layers=2, heads=9, kv_heads=3, head_dim=64, experts=0, top_k=0, expert_dim=1536, vocab=49152,
+        tied=True, dtype=dtype,
+    ),
+}  # fmt: skip
+"""The demo's policy, a mixture, and the widths of SmolLM2."""
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("threads", [(1, 2), (2, 1)], ids=["1-2", "2-1"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "batch"),
+    [
+        ("even", "bfloat16", 3),
+        *(
+            pytest.param(name, dtype, batch, marks=pytest.mark.slow)
+            for name in ("bundled", "study", "smollm2")
+            for dtype in ("bfloat16", "float32")
+            for batch in (1, 8, 64)
+        ),
+    ],
+)
+async def test_a_sampler_and_a_trainer_with_other_threads(
+    name: str, dtype: Dtype, batch: int, threads: tuple[int, int], tmp_path: Path
+) -> None:
+    """threads: of torch while the engine samples, and while its record is scored."""
+    before = torch.get_num_threads()
+    versions = Versions(POLICIES[name](dtype), tmp_path)
+    try:
+        torch.set_num_threads(threads[0])
+        records, _ = await play(versions, batch, swaps=True)
+        torch.set_num_threads(threads[1])
+        assert_equal(versions, records)
+    finally:
+        torch.set_num_threads(before)
+    assert sum(record.swapped_turns for record in records) > 0
 
 
 async def test_chunked_prefill_and_odd_widths(tmp_path: Path) -> None:
