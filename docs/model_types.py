@@ -1,4 +1,4 @@
-"""Writes the table of tried types into docs/models.md from the results of `make test-models` (a JUnit file)."""
+"""Writes the table of tried types into docs/models.md from the results of `make test-models` (JUnit files)."""
 
 import re
 import sys
@@ -16,10 +16,10 @@ CHECKS = {
 }
 
 
-def table(file: Path) -> str:
+def table(files: list[Path]) -> str:
     """A line per type, a column per check: yes, no, or the reason for which it was skipped."""
     found: dict[str, dict[str, str]] = {}
-    for case in ElementTree.parse(file).iter("testcase"):
+    for case in (case for file in files for case in ElementTree.parse(file).iter("testcase")):
         match = re.fullmatch(r"test_(\w+)\[(\w+)\]", case.get("name", ""))
         if match is None or match[1] not in CHECKS:
             continue
@@ -37,5 +37,5 @@ def table(file: Path) -> str:
 
 if __name__ == "__main__":
     before, rest = PAGE.read_text(encoding="utf-8").split(HEAD)
-    text = f"{before}{HEAD}\n\n{table(Path(sys.argv[1]))}\n\n{END}{rest.split(END)[1]}"
+    text = f"{before}{HEAD}\n\n{table([Path(each) for each in sys.argv[1:]])}\n\n{END}{rest.split(END)[1]}"
     PAGE.write_text(text, encoding="utf-8")

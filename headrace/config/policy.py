@@ -27,9 +27,9 @@ class Policy(Section, frozen=True, kw_only=True):
     """The policy's shape. The default is tiny; a Hugging Face folder in `checkpoint` replaces all of it."""
 
     provider: Literal["native", "transformers", "auto"] = "native"
-    """What computes the policy: ``native``, headrace's own model, the only one with exact mode; ``transformers``, any
-    causal model of that library (headrace[models]). ``auto``: native where it knows the checkpoint's type and
-    `engine.exact` is true, otherwise transformers."""
+    """The code that computes the policy: ``native``, headrace's own model, the only one with exact mode;
+    ``transformers``, any causal model of that library (headrace[models]). ``auto``: native where it knows the
+    checkpoint's type and `engine.exact` is true, otherwise transformers."""
     checkpoint: OptionalPath = ""
     """Hugging Face folder with the weights that the run begins with; empty: a new policy of the dimensions below."""
     renderer: Text = "auto"

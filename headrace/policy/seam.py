@@ -1,6 +1,6 @@
-"""What trainer, engines, checkpoints and published weights need of a policy.
+"""The seam of a policy: trainer, engines, checkpoints and published weights use these methods alone.
 
-Both providers (`policy.provider`) implement it; nothing else about a model is known outside of this package.
+Both providers (`policy.provider`) implement it.
 """
 
 from abc import abstractmethod
@@ -18,7 +18,7 @@ from headrace.policy.numerics import Numerics
 
 
 class Cache(Protocol):
-    """What a policy remembers of forwarded positions, by blocks of 64 whose owner the caller knows."""
+    """The memory of forwarded positions, in blocks of 64 whose owner the caller knows."""
 
     blocks: int
     """How many there are."""

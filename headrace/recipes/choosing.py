@@ -117,9 +117,8 @@ def given_by(entries: Sequence[str]) -> list[Value]:
 
 def _engine(wanted: Wanted, policy: PolicyConfig, divided: hardware.Division, context: int) -> Iterator[Value]:
     if not divided.servers:
-        yield Value(
-            "engine.kind", "embedded", f"one GPU: sampler and trainer share it{'' if policy.source else ', to the bit'}"
-        )
+        bits = "" if policy.source else ", to the bit"
+        yield Value("engine.kind", "embedded", f"one GPU: sampler and trainer share it{bits}")
         if policy.source:
             yield Value("engine.exact", False, "the native provider alone has exact mode")
         yield Value("engine.cache_share", hardware.CACHE, "keys and values; the rest is the trainer's")

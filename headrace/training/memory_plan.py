@@ -177,7 +177,7 @@ def _estimated(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     held = -(-count // layout.devices) if layout.sharded else count
     width = config.dim + config.heads * config.head_dim + max(config.top_k, 1) * config.expert_dim
     inside = 12 * size * width * layout.inputs
-    kept = (
+    activations = (
         config.layers * 2 * size * config.dim * layout.inputs + inside if layout.recompute else config.layers * inside
     )
     gathered = 2 * size * count // config.layers if layout.sharded else 0
@@ -194,7 +194,7 @@ def _estimated(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         versions=layout.versions * size * held + (4 * held if layout.sharded and layout.versions else 0),
         scoring=cache + inside + logits + gathered,
         gradients=4 * held,
-        passes=kept + logits + gathered + (size * count // config.layers if separate else 0),
+        passes=activations + logits + gathered + (size * count // config.layers if separate else 0),
         update=12 * held // config.layers,
         host=HostMemory(),
     )

@@ -49,6 +49,8 @@ def _older(raw: Mapping[str, Any]) -> dict[str, Any]:
         out["rope_local_base_freq"] = local.get("rope_theta")
         rope = rope.get("full_attention") or {}
     out |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    if rope.get("rope_type", "default") != "default":
-        out["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return {key: value for key, value in out.items() if value is not None and not raw.get(key)}
+    scaled = rope.get("rope_type", "default") != "default"
+    told = {key: value for key, value in out.items() if value is not None and not raw.get(key)}
+    if rope and not raw.get("rope_scaling"):  # null is told too: some types have another default
+        told["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None
+    return told

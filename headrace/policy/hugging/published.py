@@ -1,9 +1,9 @@
 """The names under which a policy of transformers is published: those of its checkpoints on the hub.
 
 The library fuses and renames tensors when it reads a folder (experts become one tensor of a layer), and undoes that
-when it writes one. Servers want the folder's names. So its way back is applied to numbers of rows instead of weights:
-every published tensor turns out to be a run of rows of a parameter, and is a view of it. Where one is not (it is
-transposed), all parameters are published under the model's own names.
+when it writes one. Servers want the folder's names. So the library's writing is applied to numbers of rows instead of
+weights: every published tensor turns out to be a run of rows of a parameter, and is a view of it. Where one is not (it
+is transposed), all parameters are published under the model's own names.
 """
 
 import contextlib

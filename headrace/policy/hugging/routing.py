@@ -45,7 +45,7 @@ class Selection(TorchFunctionMode):
 
 
 class Pass:
-    """What the blocks of one forward pass share."""
+    """The state of one forward pass, which all blocks share."""
 
     recompute = False
     experts = k = 0
