@@ -6,8 +6,9 @@
 SmolLM2-135M answers sums in one turn, without a sandbox; the reward is the share of odd token ids, so that no group is
 flat. Dr. GRPO, AdamW, one update a step, temperature 1. headrace runs as shipped (`headrace up`, exact mode, staleness
 1, re-scoring, publication, a judge); TRL's trainer is unmodified (benchmarks/trl_side.py) and works on the same two
-cores. The sides alternate in rounds of one warm-up step and `--steps` measured ones. TRL gets the prompts that headrace
-recorded, and the ids that reach its model must be these.
+cores. The sides alternate in rounds of one warm-up step and `--steps` measured ones. headrace takes one more step,
+which is not measured, because it samples a batch while it trains on the one before: so the measured time has as many
+batches sampled as trained. TRL gets the prompts that headrace recorded, and the ids that reach its model must be these.
 
 Per side and step: wall time, processor time of all its processes, generation and training apart (processor time), the
 highest sum of its processes' proportional memory (PSS). Training alone is also compared with a step of plain
@@ -166,7 +167,7 @@ def of_headrace(args: argparse.Namespace, dtype: str, model: Path, folder: Path,
     home = folder / name
     home.mkdir()
     (home / "odd_reward.py").write_text(REWARD)
-    count = (2 + args.steps) * args.groups
+    count = (3 + args.steps) * args.groups
     rows = [{"id": f"s{n}", "prompt": f"What is {13 + 7 * n} + {29 + 11 * n}?", "answer": "0"} for n in range(count)]
     (home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     headrace = [sys.executable, "-m", "headrace.cli"]
@@ -176,7 +177,7 @@ def of_headrace(args: argparse.Namespace, dtype: str, model: Path, folder: Path,
         "policy.checkpoint": str(model), "policy.system": SYSTEM, "mid_training.tokens": 0,
         "weights.precision": "as_trained",
         "tasks.suite": "sums", "tasks.heldout": "sums", "tasks.unseen": "sums", "tasks.uncertified": True,
-        "curriculum.steps": 1 + args.steps, "curriculum.groups_per_step": args.groups, "curriculum.canaries": 0,
+        "curriculum.steps": 2 + args.steps, "curriculum.groups_per_step": args.groups, "curriculum.canaries": 0,
         "curriculum.group_size": args.group_size, "limits.max_turns": 1, "limits.max_turn_tokens": args.tokens,
         "limits.max_tokens": args.tokens, "limits.context_tokens": 512, "limits.reserve_tokens": 0,
         "algorithm.reward": "odd_reward:odd", "algorithm.learning_rate": args.learning_rate,
@@ -200,6 +201,8 @@ def of_headrace(args: argparse.Namespace, dtype: str, model: Path, folder: Path,
     if code:
         sys.exit(f"headrace up ended with code {code}")
     side = uvloop.run(recorded(home / "runs" / name, processors))
+    side.steps.pop()
+    del side.prompts[-args.groups :]
     side.peak_mib = peak
     return side
 
@@ -245,34 +248,26 @@ async def recorded(run: Path, processors: Processors) -> Side:
     return Side(steps=steps, prompts=prompts)
 
 
-def side_figures(name: str, rounds: Sequence[Side], size: int) -> Figures:
-    """Medians over the measured steps of all rounds."""
-    steps = [step for side in rounds for step in side.steps[1:]]
+def side_figures(name: str, rounds: Sequence[Side]) -> Figures:
+    """Means over the measured steps of all rounds."""
     for side in rounds:
+        per = len(side.prompts) // len(side.steps)
         for index, step in enumerate(side.steps):
             if not step.trained_tokens:
-                per = len(side.prompts) // len(side.steps)
                 step.trained_tokens = step.tokens + sum(map(len, side.prompts[index * per : (index + 1) * per]))
-
-    def median(values: Sequence[float]) -> float:
-        return round(statistics.median(values), 3)
-
+    steps = [step for side in rounds for step in side.steps[1:]]
+    walls = [step.wall_s for step in steps]
+    training, trained = sum(step.training_cpu_s for step in steps), sum(step.trained_tokens for step in steps)
+    generation, sampled = sum(step.generation_cpu_s for step in steps), sum(step.tokens for step in steps)
     return {
         f"{name}_steps": len(steps),
-        f"{name}_wall_s": median([step.wall_s for step in steps]),
-        f"{name}_wall_s_spread": [
-            round(min(step.wall_s for step in steps), 2),
-            round(max(step.wall_s for step in steps), 2),
-        ],
-        f"{name}_cpu_s": median([step.cpu_s for step in steps]),
-        f"{name}_generated_tokens_per_cpu_s": median(
-            [step.tokens / max(1e-9, step.generation_cpu_s) for step in steps]
-        ),
-        f"{name}_training_cpu_ms_per_token": median(
-            [1e3 * step.training_cpu_s / step.trained_tokens for step in steps]
-        ),
+        f"{name}_wall_s": round(statistics.fmean(walls), 3),
+        f"{name}_wall_s_spread": [round(min(walls), 2), round(max(walls), 2)],
+        f"{name}_cpu_s": round(statistics.fmean(step.cpu_s for step in steps), 3),
+        f"{name}_generation_cpu_ms_per_token": round(1e3 * generation / sampled, 3),
+        f"{name}_training_cpu_ms_per_token": round(1e3 * training / trained, 3),
         f"{name}_peak_mib": round(max(side.peak_mib for side in rounds), 1),
-        f"{name}_reward": [round(step.reward, 4) for step in steps],
+        f"{name}_reward": [round(step.reward, 4) for side in rounds for step in side.steps],
     }
 
 
@@ -293,20 +288,20 @@ def compared(args: argparse.Namespace, dtype: str, folder: Path) -> tuple[Figure
             else:
                 theirs.append(of_trl(args, dtype, model, prompts, folder))
             print(f"{dtype}, round {number}, {turn}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    figures = side_figures("headrace", ours, args.group_size) | side_figures("trl", theirs, args.group_size)
+    figures = side_figures("headrace", ours) | side_figures("trl", theirs)
     plain = min((side.plain for side in theirs if side.plain is not None), key=lambda each: each.cpu_s)
     figures["plain_cpu_ms_per_token"] = round(1e3 * plain.cpu_s / plain.tokens, 3)
     figures["prompts_checked"] = len(prompts)
+
+    def ratio(one: str, other: str) -> float | None:
+        return round(figures[one] / figures[other], 2) if figures[other] else None
+
     ratios = {
-        "step": round(figures["trl_wall_s"] / figures["headrace_wall_s"], 2),
-        "step_cpu": round(figures["trl_cpu_s"] / figures["headrace_cpu_s"], 2),
-        "generation": round(
-            figures["headrace_generated_tokens_per_cpu_s"] / figures["trl_generated_tokens_per_cpu_s"], 2
-        ),
-        "training_over_plain": round(
-            figures["plain_cpu_ms_per_token"] / figures["headrace_training_cpu_ms_per_token"], 2
-        ),
-        "memory": round(figures["headrace_peak_mib"] / figures["trl_peak_mib"], 2),
+        "step": ratio("trl_wall_s", "headrace_wall_s"),
+        "step_cpu": ratio("trl_cpu_s", "headrace_cpu_s"),
+        "generation": ratio("trl_generation_cpu_ms_per_token", "headrace_generation_cpu_ms_per_token"),
+        "training_over_plain": ratio("plain_cpu_ms_per_token", "headrace_training_cpu_ms_per_token"),
+        "memory": ratio("headrace_peak_mib", "trl_peak_mib"),
     }
     targets = {
         "step": at_least(ratios["step"], 3.0 if dtype == "bfloat16" else 2.0),

@@ -30,6 +30,7 @@ from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.training import SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
+from headrace.parent_death import ending_with_parent
 from headrace.training.trainer import PolicyTrainer
 
 Interval = tuple[float, float]
@@ -221,7 +222,7 @@ def whole_run(
         command = ["-m", "headrace.cli", "up", "deploy/demo.toml", *entries]
         helper_environ = os.environ | environ | {"OMP_NUM_THREADS": "1"}
         children = [
-            subprocess.Popen([sys.executable, *argv], env=env, stdout=log, stderr=log)
+            subprocess.Popen(ending_with_parent([sys.executable, *argv]), env=env, stdout=log, stderr=log)
             for argv, env in ((command, os.environ), (["-m", *helper], helper_environ))
         ]
         processors = Processors(*(child.pid for child in children))

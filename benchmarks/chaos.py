@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import arguments, at_most, finish, scratch
+from headrace.parent_death import ending_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "deploy" / "chaos.toml"
@@ -64,7 +65,12 @@ def measure(command: tuple[str, ...]) -> dict[str, Any]:
     """The JSON line with which a command ends, and its exit code. Its other lines go to standard error."""
     last, started = "", time.monotonic()
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace"
+        ending_with_parent(command),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        errors="replace",
     ) as process:
         try:
             assert process.stdout is not None

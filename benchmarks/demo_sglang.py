@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks import tiny_run
 from benchmarks.conditions import Figures, arguments, at_least, at_most, cannot_run, finish, scratch, smoke
 from headrace.config import load
+from headrace.parent_death import ending_with_parent
 
 EMBEDDED = ("engine.kind=embedded", "engine.options={}")
 SAID = ("steps", "episodes", "rescored_tokens", "max_abs_dlp", "heldout_tasks", "heldout_before", "heldout_after_t1",
@@ -63,7 +64,7 @@ def trained(config: str, folder: str, changes: tuple[str, ...], on_step: Callabl
     ):
         command += ["--set", entry]
     done = False
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(ending_with_parent(command), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             sys.stderr.write(line)

@@ -35,6 +35,7 @@ from headrace.config import AgentLimits, Config, Policy, Production, Run
 from headrace.gateway.tenants.store import add
 from headrace.messages.subjects import EVENT
 from headrace.messages.weights import WeightsStaged
+from headrace.parent_death import ending_with_parent
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
@@ -129,7 +130,8 @@ async def measure(clients: int, turns: int, folder: Path) -> Figures:
                 arguments = [msgspec.json.encode(config).decode(), RUN, broker.url, str(broker.credentials), actor]
                 processes.append(
                     await asyncio.create_subprocess_exec(
-                        *(sys.executable, "-c", SCRIPT), *arguments, str(log), stderr=subprocess.DEVNULL
+                        *ending_with_parent([sys.executable, "-c", SCRIPT, *arguments, str(log)]),
+                        stderr=subprocess.DEVNULL,
                     )
                 )
             address = folder / "runs" / RUN / "gateway.json"

@@ -37,6 +37,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.config import Config, Production, Run
 from headrace.gateway.tenants.store import add
+from headrace.parent_death import ending_with_parent
 
 RUN = "rabuse"
 GOOD = 16
@@ -83,6 +84,8 @@ PATHS = (
     "/../../../../etc/passwd",
 )
 USERS = ("a.b", "*", ">", "a\nb", "a\r\nX-Evil: 1", "\x00", "../x", "ü" * 5000, "$SYS.>", " ")
+
+MISUSE = (sys.executable, "-m", "benchmarks.gateway_abuse", "--misuse")
 
 
 class Gateway:
@@ -284,7 +287,9 @@ async def opened(folder: Path, broker: Server) -> tuple[Gateway, dict[str, str],
         keys = {name: await add(operator, name, training=True, requests_per_minute=RATE) for name in ("own", "other")}
         keys["abuser"] = await add(operator, "abuser", requests_per_minute=60_000)
     arguments = [msgspec.json.encode(config).decode(), RUN, broker.url, str(broker.credentials)]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SCRIPT, *arguments, stderr=subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(
+        *ending_with_parent([sys.executable, "-c", SCRIPT, *arguments]), stderr=subprocess.DEVNULL
+    )
     address = folder / RUN / "gateway.json"
     async with asyncio.timeout(60):
         while not address.exists() or not address.read_text().endswith("}"):
@@ -305,7 +310,8 @@ async def run(seconds: float, folder: Path) -> Figures:
         async with await Bus.connect(broker.url, role="admin", credentials=broker.credentials) as admin:
             await declare(admin)
         responder = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", RESPONDER, RUN, broker.url, str(broker.credentials), stdout=subprocess.PIPE
+            *ending_with_parent([sys.executable, "-c", RESPONDER, RUN, broker.url, str(broker.credentials)]),
+            stdout=subprocess.PIPE,
         )
         assert responder.stdout is not None and await responder.stdout.readline() == b"ready\n"
         gateway, keys, agent = await opened(folder / "runs", broker)
@@ -316,7 +322,7 @@ async def run(seconds: float, folder: Path) -> Figures:
             rss_before, files_before = gateway.mib(), gateway.files()
             for name in MISUSES:
                 abuser = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "benchmarks.gateway_abuse", "--misuse", name, gateway.url, keys["abuser"]),
+                    *ending_with_parent([*MISUSE, name, gateway.url, keys["abuser"]]),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                 )

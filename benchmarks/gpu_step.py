@@ -37,6 +37,7 @@ from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Tur
 from headrace.messages.subjects import STEP
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone, StepFailed
+from headrace.parent_death import ending_with_parent
 from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import checkpoint, hugging_face
@@ -262,7 +263,7 @@ def run(folder: Path, args: argparse.Namespace, name: str) -> Figures:
     command += ["--shape", args.shape, "--tokens", str(args.tokens), "--sequence", str(args.sequence)]
     started = time.perf_counter()
     done = subprocess.run(
-        [*command, "--steps", str(args.steps)],
+        ending_with_parent([*command, "--steps", str(args.steps)]),
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"},

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.conditions import Figures, Target, arguments, at_least, at_most, cannot_run, finish
+from headrace.parent_death import ending_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS: dict[str, tuple[Callable[[float | None, float], Target], float]] = {
@@ -45,7 +46,7 @@ def checked(gpu: bool, names: Sequence[str]) -> Figures:
     out: Figures = {}
     mode = {"TRITON_INTERPRET": "0" if gpu else "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted", *names],
+        ending_with_parent([sys.executable, "-m", "tests.kernels.interpreted", *names]),
         cwd=ROOT,
         env=os.environ | mode,
         capture_output=True,

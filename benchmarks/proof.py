@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks import tiny_run
 from benchmarks.conditions import arguments, at_least, at_most, cannot_run, conditions, finish, scratch, smoke
+from headrace.parent_death import ending_with_parent
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -36,7 +37,7 @@ def trained(commit: str, seed: int, tasks: int, isolation: str) -> dict[str, obj
         *(tiny_run.settings(curriculum__steps=1, evaluation__before=True, evaluation__after=True) if smoke() else ()),
     ):
         command += ["--set", entry]
-    code = 0 if report.exists() else subprocess.run(command, check=False).returncode
+    code = 0 if report.exists() else subprocess.run(ending_with_parent(command), check=False).returncode
     if code == 3:
         cannot_run("this machine can't run microVMs; `headrace check` says why")
     if code:

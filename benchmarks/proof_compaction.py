@@ -36,6 +36,7 @@ from headrace.messages.rollout import Trajectory, Turn
 from headrace.messages.subjects import STEP, TRAJ
 from headrace.messages.training import StepDone
 from headrace.metrics.conditions import Target
+from headrace.parent_death import ending_with_parent
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks.generated import notes
 
@@ -94,7 +95,7 @@ def trained(run: str, args: argparse.Namespace) -> runs.RunDir:
             *args.set,
         ):
             command += ["--set", entry]
-        code = subprocess.run(command, check=False).returncode
+        code = subprocess.run(ending_with_parent(command), check=False).returncode
         if code == 3:
             cannot_run("this machine can't run microVMs; `headrace check` says why, and --backend process needs none")
         if code:

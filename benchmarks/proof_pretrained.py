@@ -32,6 +32,7 @@ from headrace.launch import runs
 from headrace.launch.session import bus_of, looped
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.subjects import EVENT
+from headrace.parent_death import ending_with_parent
 from headrace.tasks.generated import repositories
 
 RESULTS = Path(__file__).parent / "results"
@@ -80,7 +81,7 @@ def rate(passes: Sequence[Passes]) -> float:
 def headrace(*words: str) -> str:
     """Run a command; its standard output. A machine that cannot run microVMs ends the benchmark."""
     command = [sys.executable, "-m", "headrace.cli", *words]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(ending_with_parent(command), check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode == 3:
         cannot_run("this machine can't run microVMs; `headrace check` says why")
     if done.returncode:

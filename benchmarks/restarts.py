@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.conditions import arguments, at_least, at_most, finish
 from benchmarks.tiny_run import TINY
+from headrace.parent_death import ending_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADRACE = (sys.executable, "-m", "headrace.cli")
@@ -57,7 +58,9 @@ def until_gone(mark: str, limit_s: float) -> float:
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run one `headrace` command to its end."""
-    return subprocess.run([*HEADRACE, *words], cwd=folder, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ending_with_parent([*HEADRACE, *words]), cwd=folder, capture_output=True, text=True, check=False
+    )
 
 
 class RunEnd(NamedTuple):
@@ -83,7 +86,7 @@ def until_finished(folder: Path, rng: random.Random, kills: int, steps: int) -> 
     while True:
         mark = token_hex(8)
         process = subprocess.Popen(
-            [*HEADRACE, "up", str(ROOT / "deploy" / "demo.toml"), *words],
+            ending_with_parent([*HEADRACE, "up", str(ROOT / "deploy" / "demo.toml"), *words]),
             cwd=folder,
             env=os.environ | {MARK: mark},
             stdin=subprocess.DEVNULL,

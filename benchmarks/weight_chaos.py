@@ -38,7 +38,7 @@ from headrace.bus.nats.streams import declare
 from headrace.messages.subjects import EVENT, WEIGHT_CHUNK, WEIGHT_HEAD, WEIGHT_MANIFEST
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightHead, WeightsStaged
-from headrace.parent_death import die_with
+from headrace.parent_death import die_with, ending_with_parent
 from headrace.weights import proof, snapshot, tensor_state
 from headrace.weights.full.location import FOLDER, Location
 from headrace.weights.full.snapshots import FullSnapshots
@@ -104,10 +104,11 @@ class Arena:
         parent = os.getpid()
         log = os.open(self.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
+            words = [sys.executable, "-m", "headrace.cli", "actor", f"weight_{name}"]
+            words += ["--config", str(self.folder / "config.toml"), "--run", RUN, "--url", self.server.url]
+            words += ["--credentials", str(self.server.credentials)]
             child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "headrace.cli", "actor", f"weight_{name}", "--config", str(self.folder / "config.toml")),
-                *("--run", RUN, "--url", self.server.url, "--credentials", str(self.server.credentials)),
+                *ending_with_parent(words),
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=log,

@@ -32,6 +32,8 @@ NEEDS = {
     "vm_clone": "microVMs",
 }
 """Parts that a machine may lack; the benchmark then names the reason and exits with code 2."""
+SUPERVISED = {"bus", "fanout", "regions"}
+"""`benchmarks.bus_workers` and `benchmarks.region_fleet` start their programs."""
 UNTYPED = {"ahead_of_time"}
 """They call Triton, which has no types."""
 
@@ -53,6 +55,12 @@ def test_every_program_is_a_benchmark_with_smoke_or_a_worker() -> None:
     assert set(PROGRAMS) >= WORKERS
     assert [name for name in BENCHMARKS if "arguments(" not in (FOLDER / f"{name}.py").read_text()] == []
     assert set(BENCHMARKS) >= set(NEEDS)
+
+
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name not in SUPERVISED])
+def test_a_program_that_a_benchmark_starts_ends_with_it(name: str) -> None:
+    text = (FOLDER / f"{name}.py").read_text()
+    assert "sys.executable" not in text or "ending_with_parent(" in text
 
 
 @pytest.mark.slow
