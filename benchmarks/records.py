@@ -1,13 +1,14 @@
 """Bytes at the broker and processor time of a step's routes: a scaled step through the real codec and a real broker.
 
 The attempts have random routes of a mixture (48 layers, 8 of 128 experts by default), which are the worst case: 242
-bytes a position hold a uniform choice. The figures are of one position, and those of 15 million positions follow.
+bytes a position hold a uniform choice. `route_bytes` and `broker_bytes` are of one position; gigabytes and CPU-seconds
+are those of 15 million.
+
+    python -m benchmarks.records --attempts 24 --positions 4000
 """
 
 import argparse
 import asyncio
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.conditions import arguments, at_most, finish
 from headrace.actors.rollout.publication import publish
 from headrace.actors.rollout.turn_log import TurnLog
 from headrace.bus.broker.server import Server
@@ -26,7 +27,6 @@ from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import Span, Turn
 from headrace.messages.subjects import TRAJ
 from headrace.messages.training import BatchGroup
-from headrace.metrics.conditions import conditions
 from headrace.policy import routes
 from headrace.replay.fetching import fetch
 from tests.support import records
@@ -77,17 +77,17 @@ async def measure(
                     )  # fmt: skip
                     at = time.process_time()
                     await log.sampled(turn, "n", "s", "f")
-                    lap("pack and publish", at)
+                    lap("pack_and_publish", at)
                     recorded.append(turn)
                 at = time.process_time()
                 await publish(bus, msgspec.structs.replace(made, turns=tuple(recorded)), log.first)
-                lap("pack and publish", at)
+                lap("pack_and_publish", at)
         async with await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus:
             stored = [each.seq async for each in bus.history("HR_TRAJ", TRAJ.at(run="step", group="g1"))]
             group = BatchGroup(group="g1", close_seq=1, slots=tuple((seq, 10**6) for seq in stored))
             at = time.process_time()
             trajectories, _ = await fetch(bus, [group])
-            lap("fetch and unpack", at)
+            lap("fetch_and_unpack", at)
             assert sum(len(turn.routed or ()) for made in trajectories.values() for turn in made.turns) == (
                 attempts * turns * positions
             )
@@ -104,7 +104,8 @@ async def measure(
         "route_bytes": round(len(packed.data) / positions, 1),
         "broker_bytes": round(held / count, 1),
         "broker_gb": round(held / count * STEP / 1e9, 2),
-        **{f"{name} cpu_s": round(seconds / count * STEP, 1) for name, seconds in spent.items()},
+        **{f"{name}_cpu_s": round(seconds / count * STEP, 1) for name, seconds in spent.items()},
+        "cpu_s": round(sum(spent.values()) / count * STEP, 1),
     }
 
 
@@ -117,11 +118,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--experts", type=int, default=128)
-    args = parser.parse_args()
+    args = arguments(parser, attempts=1, turns=1, positions=200)
     with tempfile.TemporaryDirectory() as folder:
         shape = (args.layers, args.top_k, args.experts)
         made = asyncio.run(measure(args.attempts, args.turns, args.positions, shape, Path(folder)))
-    print(json.dumps(made | {"conditions": msgspec.to_builtins(conditions("zstandard", "numpy"))}))
+    targets = {
+        "route_bytes": at_most(made["route_bytes"], 260.0),
+        "broker_gb": at_most(made["broker_gb"], 4.5),
+        "cpu_s": at_most(made["cpu_s"], 20.0),
+    }
+    finish(made, targets, "zstandard", "numpy")
 
 
 if __name__ == "__main__":
