@@ -12,7 +12,7 @@ batches sampled as trained. TRL gets the prompts that headrace recorded, and the
 
 Per side and step: wall time, processor time of all its processes, generation and training apart (processor time), the
 highest sum of its processes' proportional memory (PSS). Training alone is also compared with a step of plain
-transformers on TRL's last batch. `--curves STEPS` measures nothing: it runs each side once for so many steps and prints
+transformers on TRL's last batch. `--curves STEPS` measures nothing: it runs each side once for STEPS steps and prints
 the rewards.
 """
 
@@ -328,7 +328,9 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of an answer at most")
     parser.add_argument("--learning-rate", type=float, default=5e-6)
-    parser.add_argument("--curves", type=int, default=0, metavar="STEPS", help="rewards of so many steps of each side")
+    parser.add_argument(
+        "--curves", type=int, default=0, metavar="STEPS", help="print the rewards of this number of steps of each side"
+    )
     args = arguments(parser, dtypes="bfloat16", rounds=1, steps=1, groups=2, group_size=4, tokens=8)
     if not TRL.exists():
         cannot_run(f"{TRL} is not there; `make beside-trl` makes TRL's environment")

@@ -1,8 +1,8 @@
 """Bytes at the broker and processor time of a step's routes: a scaled step through the real codec and a real broker.
 
 The attempts have random routes of a mixture (48 layers, 8 of 128 experts by default), which are the worst case: 242
-bytes a position hold a uniform choice. `route_bytes` and `broker_bytes` are of one position; gigabytes and CPU-seconds
-are those of 15 million.
+bytes a position hold a uniform choice. `route_bytes` and `broker_bytes` count one position; gigabytes and CPU-seconds
+count 15 million.
 
     python -m benchmarks.records --attempts 24 --positions 4000
 """

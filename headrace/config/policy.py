@@ -42,8 +42,8 @@ class Policy(Section, frozen=True, kw_only=True):
     template_kwargs: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
     """Variables for the chat template, such as ``enable_thinking = false``."""
     system: Prompt = ""
-    """The system prompt in a chat format; empty: that of headrace/rendering/registry.py, which tasks without tools go
-    without."""
+    """The system prompt in a chat format; empty: the built-in one (headrace/rendering/registry.py), which tasks without
+    tools do not get."""
     unprotected: bool = False
     """Train a checkpoint also with a learning rate or beyond positions that `headrace check` refuses."""
     dim: Positive = 96

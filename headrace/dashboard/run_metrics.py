@@ -175,7 +175,7 @@ class RunMetrics(Collector):
             "headrace_policy_entropy_nats": ("Entropy of the policy per token.", last.entropy),
             "headrace_gradient_norm": ("Largest norm of an update's gradient, before clipping.", last.grad_norm),
             "headrace_reward_fall_errors": (
-                "Best mean reward of ten steps less that of the newest ten, in standard errors of their difference.",
+                "Best mean reward of ten steps less the newest ten's, in standard errors of their difference.",
                 reward_fall([step.reward_mean for step in steps]),
             ),
             "headrace_zero_advantage_ratio": (
@@ -207,7 +207,7 @@ class RunMetrics(Collector):
         rates = GaugeMetricFamily("headrace_evaluation_pass_ratio", "Of the newest evaluation.", labels=["suite"])
         falls = GaugeMetricFamily(
             "headrace_evaluation_fall_errors",
-            "Best pass rate less that of the newest evaluation, in standard errors of their difference.",
+            "Best pass rate less the newest evaluation's, in standard errors of their difference.",
             labels=["suite"],
         )
         by_suite: dict[str, list[EvalResult]] = {}

@@ -266,7 +266,7 @@ class ClientSessions:
             raise HttpRefused(404, "the record of the previous response is gone: send the history as input")
         if turn.tools and turn.tools != tools:
             raise HttpRefused(
-                400, "tools: expected those of the previous response; for others send the history as input"
+                400, "tools: expected the previous response's tools; for others send the history as input"
             )
         return turn
 

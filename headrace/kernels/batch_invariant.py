@@ -56,7 +56,7 @@ def linear_forward(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and, where it learns, weight from that of `linear`, in products of all rows."""
+    """Gradients of x and, where it learns, weight from the gradient of `linear`, in products of all rows."""
     return grad.mm(weight), grad.t().mm(x) if learns else None
 
 

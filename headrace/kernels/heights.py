@@ -34,7 +34,7 @@ LARGEST = (1024, 256)
 """The most rows of a product that is tried: by matrices of at most `CELLS` numbers, and by larger ones."""
 CELLS = 1 << 22
 _BETWEEN = (12, 20, 36, 68, 100, 200, 500, 640, 768, 896)
-"""Heights that are tried beside the powers of two."""
+"""Heights that are tried in addition to the powers of two."""
 _DRAWN = 4096
 """Columns that are drawn; a wider matrix repeats them."""
 

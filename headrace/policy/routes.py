@@ -84,7 +84,7 @@ def pack(routes: Array) -> PackedRoutes | None:
 
 
 def unpack(packed: PackedRoutes) -> Array:
-    """The routes. ValueError when the bytes are not those of `pack`."""
+    """The routes. ValueError when `pack` did not make the bytes."""
     import numpy as np
     import zstandard
 

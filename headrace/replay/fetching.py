@@ -27,7 +27,7 @@ async def fetch(
     bus: Bus, groups: Iterable[BatchGroup], links: list[Link] | None = None, sizes: list[int] | None = None
 ) -> Records:
     """The Trajectory and Score of every slot of some groups. links: receives a link to the span of each trajectory;
-    sizes: the bytes of each record, with those of the turn log."""
+    sizes: receives the bytes of each record, its turn log included."""
     gate = asyncio.Semaphore(AT_ONCE)
     trajectories: dict[int, Trajectory] = {}
     scores: dict[int, Score] = {}

@@ -199,8 +199,8 @@ class AtIssue:
         return answer if isinstance(answer, str) else ""
 
     def of(self, id: str) -> Certificate | str:
-        """The certificate under which the task may be issued: its own, or that of its template's sample; in place of it
-        one sentence that says why it may not. UnknownSuite."""
+        """The certificate under which the task may be issued: its own or its template's sample's; in place of it one
+        sentence that says why it may not. UnknownSuite."""
         suite = self._suite
         while find := getattr(suite, "find", None):
             suite, id = find(id)

@@ -36,7 +36,7 @@ def array(values: np.ndarray) -> Array:
 
 @pytest.mark.parametrize("count", range(1, 12))
 def test_the_network_sorts(count: int) -> None:
-    """A network sorts all lists if it sorts those of zeros and ones (Knuth, 5.3.4)."""
+    """A network sorts all lists if it sorts all lists of zeros and ones (Knuth, 5.3.4)."""
     lists = np.array(list(itertools.product((0, 1), repeat=count)), "u1").reshape(-1, 1, count)
     assert (routes.ascending(lists) == np.sort(lists, axis=-1)).all()
 

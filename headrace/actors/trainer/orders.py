@@ -69,6 +69,6 @@ class Orders:
         return refused(self._actor.config, self.settings | order.settings)
 
     def taken(self, manifest: StepManifest) -> StepManifest:
-        """The manifest with the orders that it follows; its settings are those of `settings` already."""
+        """The manifest with the orders that it follows; it has `settings` already."""
         restore, self._restore = self._restore, -1
         return msgspec.structs.replace(manifest, orders=self._newest, ordered=dict(self.settings), restore=restore)

@@ -1,6 +1,6 @@
 """`headrace tasks probe`: samples each task of a suite k times and selects the tasks that the policy solves sometimes.
 
-The attempts are evaluations, one per attempt of all tasks, in a run of the probe's own or in that of the policy. Their
+The attempts are evaluations, one per attempt of all tasks, in a run of the probe's own or in the policy's run. Their
 ids follow from the name of the selection, so a call that was killed continues: what is on record is not repeated.
 """
 
@@ -53,7 +53,7 @@ class Band(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a probe, beside the index of its selection."""
+    """The record of a probe, in the folder of its selection."""
 
     suite: str
     policy: str

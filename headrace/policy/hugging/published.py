@@ -1,4 +1,4 @@
-"""The names under which a policy of transformers is published: those of its checkpoints on the hub.
+"""The names under which a policy of transformers is published: its checkpoints on the hub have the same ones.
 
 The library fuses and renames tensors when it reads a folder (experts become one tensor of a layer), and undoes that
 when it writes one. Servers want the folder's names. So the library's writing is applied to numbers of rows instead of
@@ -56,7 +56,7 @@ def _reverted(config: PolicyConfig, parameters: Mapping[str, Tensor]) -> dict[st
             raise ValueError(f"{name} is no run of rows")
         out[name] = Rows(parameter_name, int(flat[0]) - first, (*run.shape[:-1], *whole.shape[-1:]))
     if sum(torch.Size(each.shape).numel() for each in out.values()) != sum(map(torch.numel, parameters.values())):
-        raise ValueError("the published tensors are not those of the model")
+        raise ValueError("the published tensors do not fit the model")
     return out
 
 

@@ -344,8 +344,8 @@ _READERS = {
 
 
 def as_json(c: PolicyConfig) -> dict[str, Any]:
-    """Content of config.json, readable by transformers 4 and 5 and by SGLang. A policy of the provider transformers has
-    its own, with its shape beside it."""
+    """Content of config.json, readable by transformers 4 and 5 and by SGLang. For a policy of the provider transformers
+    its own content, with the shape added."""
     if c.source:
         shape_of = {n: v for n, v in msgspec.to_builtins(c).items() if n != "source" and v is not None}
         return {**json.loads(c.source), _SHAPE: shape_of}

@@ -1,9 +1,9 @@
 """The loops over elements that numpy would take several passes for, compiled by numba at their first call.
 
-numba keeps the machine code beside this module, as Python keeps bytecode, or in the user's cache folder. Where neither
-can be written, as in a unit of systemd with `ProtectSystem=strict`, every process compiles for about a second. A loop
-releases the interpreter's lock, writes only into arrays that its caller made, and checks what a damaged frame could
-break; numba is imported by the first call, so a process that codes no weights does not load it.
+numba keeps the machine code in this module's __pycache__ or in the user's cache folder. Where neither can be written,
+as in a unit of systemd with `ProtectSystem=strict`, every process compiles for about a second. A loop releases the
+interpreter's lock, writes only into arrays that its caller made, and checks what a damaged frame could break; numba is
+imported by the first call, so a process that codes no weights does not load it.
 """
 
 import functools

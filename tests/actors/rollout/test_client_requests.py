@@ -197,7 +197,7 @@ async def test_log_probabilities_are_those_of_the_record(connect: Connect, clien
 
 
 async def test_a_response_is_gone_on_with_by_its_id(connect: Connect, client: Client, run: str) -> None:
-    """The ids are those of a client that sends its history; nothing is encoded again, also in a branch."""
+    """A client that sends its history gets the same ids; nothing is encoded again, also in a branch."""
     tools = [{"type": "function", **TOOL}]
     first, session = await post(client, RESPONSES, input=SAID, tools=tools)
     second, again = await post(
@@ -216,7 +216,7 @@ async def test_a_response_is_gone_on_with_by_its_id(connect: Connect, client: Cl
     _, sent = await post(client, RESPONSES, input=told, tools=tools)
     stateless = ids((await records(connect, run))[sent][-1])[0]
     assert stateless[-len(more) :] == more, "what follows the turn is what a whole history gives"
-    text = "expected those of the previous response"
+    text = "expected the previous response's tools"
     wrong, _ = await post(client, RESPONSES, 400, input="x", previous_response_id=first["id"])
     assert text in wrong["error"]["message"]
     gone = first["id"].rpartition("_")[0] + "_77"
@@ -240,7 +240,7 @@ async def test_an_item_is_named_by_its_id(client: Client) -> None:
     first, session = await post(client, RESPONSES, input=SAID)
     named = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
     _, again = await post(client, RESPONSES, input=[*SAID, *named, {"role": "user", "content": "go on"}])
-    assert again == session, "the history is that of the session"
+    assert again == session, "the history reaches its session"
     other = "0" * 20 + session[20:].replace(".", "_")
     wrong = [*SAID, {"type": "item_reference", "id": f"msg_{other}_0"}]
     await post(client, RESPONSES, 404, input=wrong)

@@ -132,7 +132,7 @@ def test_resume_and_export_keep_every_bit(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(parameter, read[name]) for name, parameter in ours.items())
     written = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
     assert written.keys() == model_types.plain(folder).state_dict().keys()
-    # The names of published tensors are those of the folder's files: servers read both.
+    # Published tensors and the folder's files have the same names: servers read both.
     assert set(tensors) == names(target)
     changed = [
         name for name, parameter in model_types.plain(folder).named_parameters() if not near(ours[name], parameter)
