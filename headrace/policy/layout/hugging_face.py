@@ -18,6 +18,7 @@ provider = "transformers"` any causal model of that library has a shape as well 
 
 import fnmatch
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -403,7 +404,24 @@ def as_json(c: PolicyConfig) -> dict[str, Any]:
         out["quantization_config"] = {"quant_method": c.expert_format, "modules_to_convert": ["mlp.experts"]}
     if c.adapter:
         out[_ADAPTER] = msgspec.to_builtins(c.adapter)
-    return out
+    return out | older(out)
+
+
+def older(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields under which transformers 4 and servers read what transformers 5 has in others: without them they take a
+    default in silence."""
+    out: dict[str, Any] = {"torch_dtype": raw["dtype"]} if raw.get("dtype") else {}
+    rope = raw.get("rope_parameters") or {}
+    local = rope.get("sliding_attention")
+    if isinstance(local, dict):
+        out["rope_local_base_freq"] = local.get("rope_theta")
+        rope = rope.get("full_attention") or {}
+    out |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    scaled = rope.get("rope_type", "default") != "default"
+    told = {key: value for key, value in out.items() if value is not None and not raw.get(key)}
+    if rope and not raw.get("rope_scaling"):  # null is told too: some types have another default
+        told["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None
+    return told
 
 
 def _sigmoid_fields(c: PolicyConfig) -> dict[str, Any]:

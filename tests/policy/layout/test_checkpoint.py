@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ from headrace.config import Policy
 from headrace.policy.config import CheckpointError
 from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
+from headrace.policy.rope import RopeScaling
 from tests.support import tiny
 
 
@@ -72,6 +74,15 @@ def test_our_checkpoint_loads_in_transformers(tmp_path: Path, changes: Mapping[s
         assert torch.equal(mine, model.logits(model(ids, [150])))
     assert hugging_face.read(tmp_path) == config
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_transformers_4_reads_a_scaling_of_positions_under_its_own_name() -> None:
+    """It ignores `rope_parameters`, and logits were off by 6 to 7."""
+    scaling = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
+    raw = hugging_face.as_json(msgspec.structs.replace(tiny.config(experts=0, top_k=0), rope=scaling))
+    spelled = dict(raw["rope_parameters"])
+    assert (raw["rope_theta"], raw["rope_scaling"]) == (spelled.pop("rope_theta"), spelled)
+    assert hugging_face.as_json(tiny.config())["rope_scaling"] is None
 
 
 def test_bfloat16_bits_survive(tmp_path: Path) -> None:
