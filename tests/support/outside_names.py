@@ -38,7 +38,7 @@ Verifier: image=image
 Artifact: path=inside exclude=inside
 StepTests: name hidden=inside solution=inside script allowed=inside min_reward
 Acquire: run lane group template=image workdir=inside hostname=host network=place requires files=inside
-Acquired: node sandbox secret backend=backend capabilities machine
+Acquired: node sandbox secret backend=backend capabilities machine digest
 SandboxCall: sandbox secret call_id
 Exec: argv=inside cwd=inside env=inside user=inside
 ReadFile: path=inside
@@ -83,7 +83,7 @@ RendererBundle: renderer=renderer tokenizer_json chat_template=template template
 RendererRecord: run sha256=hash
 EvalRequest: id run suite=suite ids=task reason
 EvalResult: id run suite=suite passes families reason
-Score: run group family judge_version parts suspicions reason content
+Score: run group family judge_version parts suspicions reason content certificate
 StepScore: name reason
 RubricScore: rubric digest model model_hash
 CriterionScore: id reason
@@ -95,6 +95,7 @@ GroupDropped: run group detail
 StalenessBound: run
 BoundAsked: run
 Fence: run actor id
+TrainerOrder: run settings
 Admission: run
 Agent: id=id user tenant image=image files=inside webhook=url webhook_secret set_id prepared_node prepared_sandbox
 AgentRun: id prompt detail changed node sandbox added check_output
@@ -134,7 +135,7 @@ ClientSession: group tenant key named untrainable labels
 RecordedTurn: history asked retry tools
 RankLayout: backend torch nccl nccl_algo nccl_proto
 RecordsPurged: run
-StepManifest: run base_hash code fingerprint objective
+StepManifest: run base_hash code fingerprint objective ordered
 BatchGroup: group
 TokenGaps: run
 TokenGap: trajectory engine

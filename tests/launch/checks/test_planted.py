@@ -236,7 +236,7 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
     "unsupported architecture": (
         lambda folder, _: unsupported(folder),
         1,
-        "model_type 'phi3' is not supported, only qwen3",
+        "model_type 'phi3' is not supported by the provider native, only qwen3",
         "choose a checkpoint whose architecture is supported",
     ),
     "unsupported field": (
