@@ -169,7 +169,7 @@ def _add_probe(commands: "Commands") -> None:
     parser.add_argument("--high", type=integer(0), help="most attempts that pass; default: --attempts less 1")
     parser.add_argument("--tasks", type=integer(0), default=0, help="number of tasks, from the first; 0 means all")
     parser.add_argument(
-        "--policy", default="", help="as of `headrace eval`; default: the policy with which the run begins"
+        "--policy", default="", help="in the form of `headrace eval`; default: the policy with which the run begins"
     )
     parser.add_argument("--out", default="", metavar="NAME", help="name of the new suite; default: the suite's, -band")
     parser.set_defaults(handler=probe)
