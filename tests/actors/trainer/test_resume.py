@@ -136,6 +136,7 @@ async def test_a_broker_older_than_the_checkpoint_takes_the_run_back(tmp_path: P
     assert {f"v{STEPS:08d}.ahead", "checkpoint.safetensors.ahead"} <= set(names), "nothing is deleted"
 
 
+@pytest.mark.slow
 async def test_tokens_of_a_version_that_is_gone_are_not_trained_on(tmp_path: Path) -> None:
     async with OlderBroker(tmp_path) as older:
         feeder = await older.trained(STEPS - 2)

@@ -17,6 +17,7 @@ SEPARATE = PLAIN.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separa
 SEPARATE = SEPARATE.replace('"1.4"\n', '"1.4"\nartifacts = ["/work/out"]\n')
 
 
+@pytest.mark.slow
 def test_a_dockerfile_is_built_once_without_a_network(tmp_path: Path) -> None:
     tasks, cache = tmp_path / "tasks", tmp_path / "cache"
     commands = "FROM scratch\nCOPY root/ /\nWORKDIR /work\nRUN cat /proc/net/dev > net && echo $((6 * 7)) > made\n"

@@ -261,6 +261,7 @@ def test_rows_whose_paths_contradict_each_other_are_refused_by_name(tmp_path: Pa
     assert json.loads((tmp_path / "suites" / "jsonl" / "import.json").read_text())["tasks"] == 1
 
 
+@pytest.mark.slow
 async def test_an_exported_task_comes_back_with_all_that_was_kept(host: Host, tmp_path: Path) -> None:
     row, suites = odd_repository(tmp_path / "repos"), ["--set", f"tasks.dir={tmp_path / 'suites'}"]
     suite, _ = imported(tmp_path, "swebench", jsonl(tmp_path, row), "--repos", str(tmp_path / "repos"))
@@ -275,6 +276,7 @@ async def test_an_exported_task_comes_back_with_all_that_was_kept(host: Host, tm
     assert (await played(host, back, "owner__odd-1", "idle")).decision == "failed"
 
 
+@pytest.mark.slow
 async def test_a_bug_of_swesmith_in_modes_and_links_is_undone(host: Host, tmp_path: Path) -> None:
     folder = tmp_path / "repos" / "owner__odd.12345678"
     folder.mkdir(parents=True)
