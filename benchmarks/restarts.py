@@ -128,7 +128,7 @@ def trial(folder: Path, kills: int, steps: int, seed: int) -> dict[str, Any]:
     while left > 0:
         ends.append(until_finished(folder, rng, left, steps))
         left -= len(ends[-1].gone_s)
-        if ends[-1].exit_code or not ends[-1].gone_s:
+        if ends[-1].exit_code or len(ends) == kills:  # a run may end before its first kill
             break
     unbalanced = [text for end in ends for text in end.unbalanced]
     return {
