@@ -170,6 +170,7 @@ def _add_rollback(commands: "Commands") -> None:
 
 
 ANSWER_S = 30.0
+"""Seconds in which a trainer answers an order; it hears orders while a step computes."""
 
 
 async def order(args: argparse.Namespace, **fields: Any) -> int:
@@ -204,7 +205,6 @@ async def order(args: argparse.Namespace, **fields: Any) -> int:
 
 
 NUMBERS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
-
 """Variables with this node's number; the first that is set counts."""
 
 

@@ -39,6 +39,9 @@ def test_a_run_keeps_the_shape_of_its_policy(tmp_path: Path) -> None:
     assert hugging_face.read(tmp_path / "kept") == shape
     plan = memory_plan.plan(shape, layout_of(run(folder, "transformers", exact=False)))
     assert plan.weights == 4 * parameters(shape).total < plan.total
+    scored = layout_of(run(folder, "transformers", exact=False))._replace(rescore=True, versions=2)
+    both = [memory_plan.plan(shape, layout) for layout in (scored, scored._replace(rescore=False))]
+    assert both[0].undo > 0 < both[0].scoring and (both[1].undo, both[1].scoring) == (0, 0)
     pieces.refuse(shape, folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
