@@ -28,10 +28,9 @@ def test_an_ordinary_run_is_read() -> None:
     assert counted(sent(*stopped), 2) == BOTH[:1], "a run that stops at the first failure"
     silent = [*COLLECTED, *FIRST, ["started", 1], ["ended", 1, []], ["finished", 0, []]]
     assert counted(sent(*silent), 0) == BOTH[:1], "a test without a report"
-    crashed = [*COLLECTED, *FIRST, ["outcome", 1, "failed", "why"], ["finished", 1, []]]
-    assert counted(sent(*crashed), 1) == BOTH, "a failure of a test whose worker crashed"
-    halfway = [*COLLECTED, *FIRST, ["started", 1], ["outcome", 1, "passed", ""], ["finished", 0, []]]
-    assert counted(sent(*halfway), 0) == BOTH[:1], "a test that did not end"
+    crashed = [*COLLECTED, *FIRST, ["outcome", 1, "error", "why"], ["finished", 1, []]]
+    lost: tuple[Any, ...] = ("a.py::test_b", "error", "why", [])
+    assert counted(sent(*crashed), 1) == [BOTH[0], lost], "an error of a test whose worker crashed"
 
 
 def test_a_failure_that_was_told_is_not_taken_back() -> None:
@@ -44,6 +43,8 @@ def test_a_failure_that_was_told_is_not_taken_back() -> None:
     [
         ([], 0, "ended after 0 of 0 tests"),
         ([*COLLECTED, *RAN[:4]], 0, "ended after 1 of 2 tests"),
+        ([*COLLECTED, *RAN[:5], ["finished", 0, []]], 0, "a.py::test_b, which did not end"),
+        ([*COLLECTED, ["outcome", 0, "failed", ""], ["finished", 0, []]], 0, "outcome 0 out of turn"),
         ([*COLLECTED, ["outcome", 0, "passed", ""], ["finished", 0, []]], 0, "outcome 0 out of turn"),
         ([*COLLECTED, *RAN, ["finished", 0, []]], 1, "reported exit code 0 and ended with 1"),
         ([*COLLECTED, *RAN, ["finished", 0, []], ["started", 0], ["finished", 0, []]], 0, "out of turn|values"),

@@ -184,7 +184,7 @@ def counted(lines: bytes, code: int) -> Rows:
             names.append(str(of))
         elif event == "started" and 0 <= of < len(names) and of not in running:
             running.add(of)
-        elif event == "outcome" and (of in running or (0 <= of < len(names) and told[0] in _BAD)):
+        elif event == "outcome" and (of in running or (0 <= of < len(names) and told[0] == "error")):
             outcome, message = told
             if outcomes.get(of, ("",))[0] not in _BAD:
                 outcomes[of] = outcome, message
@@ -199,11 +199,9 @@ def counted(lines: bytes, code: int) -> Rows:
     if exit_code != code:
         raise Miscounted(f"the test process reported exit code {exit_code} and ended with {code}"[:500])
     whole = ended.keys() - running
-    tests = [
-        (names[of], *outcome, ended.get(of, []))
-        for of, outcome in outcomes.items()
-        if of in whole or outcome[0] in _BAD
-    ]
+    if unended := [of for of, (outcome, _) in outcomes.items() if outcome != "error" and of not in whole]:
+        raise Miscounted(f"the report has {names[unended[0]]}, which did not end"[:500])
+    tests = [(names[of], *outcome, ended.get(of, [])) for of, outcome in outcomes.items()]
     return rows(tests + [(name, "error", message, []) for name, message in broken])
 
 
