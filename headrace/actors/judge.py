@@ -105,7 +105,7 @@ class Judge(Actor):
             durable=f"judge-{self.run}",
             filter=TRAJ.at(run=self.run, group="any").removesuffix("any") + "*",
             credit=self.config.judge.credit,
-            ack_wait=ack_waits.JUDGE_S,
+            ack_wait=ack_waits.WORK_S,
         )
 
     async def stop(self) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from headrace.bus.runtime import ack_waits
 from headrace.chaos import faults
 from headrace.chaos.faults import BROKER, MACHINE, PlannedFault
-from headrace.chaos.figures import FaultResult, Quantiles, losses, machine_target, recovery
+from headrace.chaos.figures import MACHINE_S, FaultResult, Quantiles, losses, machine_target, recovery
 from headrace.chaos.run import lengthened
 from headrace.config import Config, load
 from headrace.replay.audit import Attempts, AuditReport
@@ -189,6 +190,11 @@ def test_machines_are_found_among_all_descendants(tmp_path: Path) -> None:
         finally:  # or a failure here waits for ever
             os.close(end)
             os.close(pipe)
+
+
+def test_the_attempts_of_a_killed_actor_get_a_machine_within_the_target() -> None:
+    """When both rollout actors and a machine die at once, nobody asks for a machine before the broker redelivers."""
+    assert ack_waits.WORK_S < MACHINE_S
 
 
 def test_recovery_is_told_by_kind() -> None:

@@ -44,7 +44,7 @@ ROLLOUT = (
     "from headrace.actors.rollout import actor as rollout\n"
     "from headrace.bus.runtime.supervisor import run_actors\n"
     "from headrace.config import Config\n"
-    "ack_waits.ROLLOUT_S = 1.0\n"
+    "ack_waits.WORK_S = 1.0\n"
     "config = msgspec.json.decode(sys.argv[1], type=Config)\n"
     "uvloop.run(run_actors([rollout.Rollout], config, sys.argv[2], url=sys.argv[3], credentials=sys.argv[4]))\n"
 )

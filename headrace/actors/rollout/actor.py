@@ -173,7 +173,7 @@ class Rollout(Actor):
             durable=f"rollout-{self.run}-{lane}",
             filter=TASK.where(run=self.run, lane=lane),
             credit=self.config.rollout.credit,
-            ack_wait=ack_waits.ROLLOUT_S,
+            ack_wait=ack_waits.WORK_S,
         )
         self._open_lanes()
 

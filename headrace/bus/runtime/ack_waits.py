@@ -7,10 +7,9 @@ process pauses for longer than the wait (a stopped machine, an overloaded host).
 
 DEFAULT_S = 30.0
 """For consumers whose messages take milliseconds and for which a delay after a kill does no harm."""
-ROLLOUT_S = 30.0
-"""An attempt takes minutes and a successor has to get its sandbox back: the wait is a small part of that, and a second
-rollout actor at the same attempt would be superseded in the middle of a turn."""
-JUDGE_S = 10.0
-"""A verdict takes seconds, and the group's other slots wait for it."""
+WORK_S = 10.0
+"""For attempts and verdicts. The trainer waits for the group of an attempt that was lost, so a killed rollout actor
+stops the whole run for this long. An actor that pauses for longer finds its attempt at another actor, which went on
+from the turns on record."""
 DEAD_LETTER_S = 2.0
 """Writing a dead letter takes milliseconds, and writing it twice is harmless: the broker stores it once."""

@@ -191,14 +191,14 @@ async def test_kill_9_between_sampled_and_done_repeats_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gated_suite(tmp_path)
-    monkeypatch.setattr(ack_waits, "ROLLOUT_S", 1.0)
+    monkeypatch.setattr(ack_waits, "WORK_S", 1.0)
     script = (
         "import asyncio, msgspec, sys\n"
         "from headrace.bus.runtime import ack_waits\n"
         "from headrace.actors.rollout import actor as rollout\n"
         "from headrace.bus.runtime.supervisor import run_actors\n"
         "from headrace.config import Config\n"
-        "ack_waits.ROLLOUT_S = 1.0\n"
+        "ack_waits.WORK_S = 1.0\n"
         "config = msgspec.json.decode(sys.argv[1], type=Config)\n"
         "asyncio.run(run_actors([(rollout.Rollout, 'doomed')], config, 'a2', url=sys.argv[2], credentials=sys.argv[3]))"
     )
