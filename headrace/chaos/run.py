@@ -133,7 +133,7 @@ class FaultInjector:
         config = self._run.config
         groups = config.curriculum.steps * config.curriculum.groups_per_step
         if config.mid_training.tokens > 0 and not self._scores:
-            done = self._watch.metric("trainer", "mid_training_tokens") / config.mid_training.tokens
+            done = self._watch.gauge("trainer", "mid_training_tokens") / config.mid_training.tokens
             self._middle = max(self._middle, MID_TRAINING * min(done, 1.0))
             return self._middle
         return MID_TRAINING + (1 - MID_TRAINING) * self._scores / (groups * config.curriculum.group_size)

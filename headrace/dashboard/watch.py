@@ -27,6 +27,9 @@ RECENT = 6
 """Steps from which the time of the next ones is estimated."""
 LAST_PHASE = "final evaluation"
 """Text of the event with which the curriculum says that all steps are trained."""
+GAUGE_S = 3.0
+"""An actor whose metric is older than the newest one of its kind by this has ended. Actors publish every two seconds,
+and a killed one takes longer to start again."""
 
 
 class Watch:
@@ -44,6 +47,8 @@ class Watch:
         self.asked: list[EvalRequest] = []
         self.events: list[tuple[float, Event]] = []
         self.metrics: dict[str, dict[str, float]] = defaultdict(dict)
+        self.measured: dict[str, float] = {}
+        """Key of `metrics` to the time at which its newest metric arrived, by `time.monotonic`."""
         self.busy: dict[str, list[tuple[float, float]]] = defaultdict(list)
         """Actor id to (time, share of the interval in which it was busy)."""
         self.cpu: dict[str, float] = {}
@@ -130,13 +135,24 @@ class Watch:
             name = message.actor if generated else f"{message.actor} {message.id}"
             self.busy[name].append((time.time(), message.busy))
         elif isinstance(message, Metric) and message.run == self.run:
-            self.metrics[f"{message.actor}:{message.id}"].update(message.values)
+            key = f"{message.actor}:{message.id}"
+            self.metrics[key].update(message.values)
+            self.measured[key] = time.monotonic()
             if message.actor == "trainer" and "mid_training_tokens" in message.values and not self.steps:
                 self.enter("mid-training")
 
     def metric(self, actor: str, name: str) -> float:
-        """A figure, summed over the actors of a kind."""
-        return sum(values.get(name, 0.0) for key, values in self.metrics.items() if key.startswith(f"{actor}:"))
+        """A counter, summed over the actors of a kind, those that have ended included."""
+        return sum(values.get(name, 0.0) for _, values in self._of(actor))
+
+    def gauge(self, actor: str, name: str) -> float:
+        """A figure as it is now, summed over the actors of a kind that live: their metrics are recent."""
+        told = {key: self.measured[key] for key, values in self._of(actor) if name in values}
+        recent = max(told.values(), default=0.0) - GAUGE_S
+        return sum(self.metrics[key][name] for key, at in told.items() if at > recent)
+
+    def _of(self, actor: str) -> list[tuple[str, dict[str, float]]]:
+        return [(key, values) for key, values in self.metrics.items() if key.startswith(f"{actor}:")]
 
     def tokens_per_s(self) -> float:
         """Sampled tokens per second since the previous call."""
@@ -149,9 +165,9 @@ class Watch:
         """Phase, step, reward, pass rate, staleness, VMs, tokens per second, time left."""
         parts = [f"{time.time() - self.started:5.0f} s", self.phase]
         if self.phase == "mid-training":
-            done = self.metric("trainer", "mid_training_tokens")
+            done = self.gauge("trainer", "mid_training_tokens")
             parts.append(f"{100 * done / max(self.config.mid_training.tokens, 1):.0f} %")
-            parts.append(f"loss {self.metric('trainer', 'mid_training_loss'):.3f}")
+            parts.append(f"loss {self.gauge('trainer', 'mid_training_loss'):.3f}")
         if self.steps:
             last = self.steps[-1]
             recent = self.steps[-5:]
@@ -163,7 +179,7 @@ class Watch:
                 f"k1 {last.k1:+.4f}",
             ]
         if self.phase != "mid-training":  # it uses neither sandboxes nor engines
-            parts.append(f"{self.metric('environment', 'vms'):.0f} VMs")
+            parts.append(f"{self.gauge('environment', 'vms'):.0f} VMs")
             parts.append(f"{self.tokens_per_s():.0f} tokens/s")
         left = self.seconds_left()
         if left is not None:

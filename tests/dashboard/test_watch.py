@@ -3,10 +3,12 @@
 import time
 from typing import cast
 
+import pytest
+
 from headrace.bus.connection import Bus
 from headrace.config import Config, Curriculum
-from headrace.dashboard.watch import LAST_PHASE, Watch
-from headrace.messages.operations import Event
+from headrace.dashboard.watch import GAUGE_S, LAST_PHASE, Watch
+from headrace.messages.operations import Event, Metric
 from tests.support import records
 
 LEARNING = "reinforcement learning"
@@ -51,3 +53,20 @@ def test_the_time_left_comes_from_the_newest_steps_and_not_from_the_evaluation_b
     assert left is not None and abs(left - (18 * 60.0 - 15.0)) < 5.0
     watch.step_times = [moment - 10_000.0 for moment in watch.step_times]
     assert watch.seconds_left() == 0.0, "never negative"
+
+
+@pytest.mark.anyio
+async def test_figures_of_a_killed_actor_count_in_sums_and_not_in_what_is_so_now() -> None:
+    watch = Watch(cast(Bus, None), "r1", Config(), started=0.0)
+
+    async def measure(id: str, vms: float, clones: float) -> None:
+        values = {"vms": vms, "clones": clones}
+        await watch.on_status(Metric(actor="environment", id=id, run="r1", time=0.0, values=values))
+
+    await measure("environment-1", 10.0, 30.0)
+    await measure("far", 2.0, 4.0)
+    assert (watch.gauge("environment", "vms"), watch.metric("environment", "clones")) == (12.0, 34.0)
+    watch.measured["environment:environment-1"] -= GAUGE_S
+    await measure("environment-7", 5.0, 5.0)
+    assert (watch.gauge("environment", "vms"), watch.metric("environment", "clones")) == (7.0, 39.0)
+    assert watch.gauge("trainer", "mid_training_tokens") == 0.0
