@@ -62,6 +62,27 @@ MODULES: tuple[ModuleType, ...] = (
     bus,
 )
 """The files of commands in the order in which `--help` lists them."""
+FIRST_DAY = """\
+Reinforcement learning for coding agents, as actors on a NATS message bus.
+
+Write a run for your model, tasks and GPUs; each value has its reason:
+  headrace init run.toml --model DIR --tasks SUITE --gpus 8x80
+Find what would prevent it; then sample, train and swap once:
+  headrace check run.toml
+  headrace try run.toml
+Start it and follow it to its report:
+  headrace up run.toml
+See its live page, and what its actors say:
+  headrace dashboard latest
+  headrace logs latest
+Run a recorded step again and compare its bits:
+  headrace replay latest --step 0
+Take the policy as a Hugging Face folder:
+  headrace export latest policy
+
+`headrace --help` lists all commands, `headrace COMMAND --help` explains one.
+Without a model: `headrace up deploy/demo.toml` in a clone.
+"""
 
 
 class UsageError(HeadraceError, exit_status=WRONG_INPUT):
@@ -149,6 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout = sys.stdout or _Closed()
     try:
+        if not (sys.argv[1:] if argv is None else argv):
+            sys.stdout.write(FIRST_DAY)
+            return 0
         return run(parser().parse_args(argv))
     except UsageError as error:
         sys.stderr.write(f"headrace: {plain(str(error))}\n")

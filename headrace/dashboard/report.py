@@ -13,8 +13,9 @@ import msgspec
 from headrace.config import Config, MidTraining
 from headrace.dashboard import errors
 from headrace.dashboard.efficiency import RunEfficiency, of_run
+from headrace.dashboard.pace import LAST_PHASE, LEARNING, MID_TRAINING
 from headrace.dashboard.records import RunRecords
-from headrace.dashboard.watch import LAST_PHASE, Watch
+from headrace.dashboard.watch import Watch
 from headrace.ledger.training import DURING
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.rollout import Lane
@@ -181,7 +182,7 @@ def build(
     steps, results = watch.steps, watch.evaluations
     now = time.time()
     final_evaluation = watch.phase_started.get(LAST_PHASE, moments.shutdown)
-    issued = records.first_issue or watch.phase_started.get("reinforcement learning", moments.shutdown)
+    issued = records.first_issue or watch.phase_started.get(LEARNING, moments.shutdown)
     # A version with unchanged bytes (a refused step, a batch without advantage) has an empty delta, which would
     # dominate the mean.
     ratios = [delta.raw_bytes / delta.wire_bytes for delta in records.deltas if delta.changed and delta.wire_bytes]
@@ -199,7 +200,7 @@ def build(
         rl_wall_s=round(final_evaluation - issued, 1),
         time=Durations(
             setup_s=round(moments.ready - moments.started, 1),
-            mid_training_s=round(issued - watch.phase_started.get("mid-training", issued), 1),
+            mid_training_s=round(issued - watch.phase_started.get(MID_TRAINING, issued), 1),
             rl_s=round(final_evaluation - issued, 1),
             eval_s=round(moments.shutdown - final_evaluation, 1),
             shutdown_s=round(now - moments.shutdown, 1),

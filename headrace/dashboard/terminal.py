@@ -68,7 +68,7 @@ class Top(App[None]):
         presence = await self.bus.kv("HR_PRESENCE")
         for beat, *_ in (await presence.items()).values():
             await self._on_heartbeat(beat)
-        self.run_worker(self.run_watch.until_finished(lambda _: None, 3600.0), exclusive=True)
+        self.run_worker(self.run_watch.until_finished(lambda _: None), exclusive=True)
         self.set_interval(0.5, self.draw)
         table.focus()
         self.draw()

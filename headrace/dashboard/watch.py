@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from headrace.bus.connection import Bus
 from headrace.config import Config
+from headrace.dashboard.pace import LAST_PHASE, LEARNING, MID_TRAINING, Pace
 from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalRequest, EvalResult
@@ -23,10 +24,8 @@ FINISHED = "run_finished"
 Say = Callable[[str], None]
 """Shows a line to the user."""
 
-RECENT = 6
-"""Steps from which the time of the next ones is estimated."""
-LAST_PHASE = "final evaluation"
-"""Text of the event with which the curriculum says that all steps are trained."""
+LINE_S = 2.0
+"""Seconds between two progress lines."""
 GAUGE_S = 3.0
 """An actor whose metric is older than the newest one of its kind by this has ended. Actors publish every two seconds,
 and a killed one takes longer to start again."""
@@ -40,8 +39,8 @@ class Watch:
         self.bus, self.run, self.config, self.started = bus, run, config, started
         self.phase = "starting"
         self.steps: list[StepDone] = []
-        self.step_times: list[float] = []
-        """When each of `steps` was stored, in seconds since the epoch."""
+        self.step_ended = 0.0
+        """When the newest of `steps` was stored, in seconds since the epoch; 0 without one."""
         self.failed_steps: list[StepFailed] = []
         self.evaluations: list[EvalResult] = []
         self.asked: list[EvalRequest] = []
@@ -56,9 +55,11 @@ class Watch:
         self.phase_started: dict[str, float] = {}
         """Phase to the time at which it was first observed, in seconds since the epoch."""
         self._sampled: tuple[float, float] = (time.time(), 0.0)
+        self._pace = Pace(config)
 
-    async def until_finished(self, say: Say, every_s: float = 5.0) -> None:
-        """Follow the run and show a line every few seconds, until the curriculum's last event.
+    async def until_finished(self, say: Say, show: Say | None = None) -> None:
+        """Follow the run until the curriculum's last event. say: shows a line for good; show: replaces the progress
+        line, every LINE_S.
 
         The bus passes over records that it cannot decode; each is shown once.
         """
@@ -68,7 +69,7 @@ class Watch:
         await self.bus.listen(subjects.HEARTBEAT.where(), self.on_status)
         await self.bus.listen(subjects.METRIC.where(), self.on_status)
         async with asyncio.TaskGroup() as group:
-            ticker = group.create_task(self.show_line(say, every_s))
+            ticker = group.create_task(self.show_line(show))
             steps = group.create_task(self.follow_steps(say))
             async for received in self.bus.follow("HR_EVENT", subjects.EVENT.where(run=self.run)):
                 if self.on_event(received.message, received.time, say):
@@ -76,20 +77,20 @@ class Watch:
             ticker.cancel()
             steps.cancel()
 
-    async def show_line(self, say: Say, every_s: float) -> None:
+    async def show_line(self, show: Say | None) -> None:
         """Show the progress line every few seconds."""
-        while True:
-            await asyncio.sleep(every_s)
-            say(self.line())
+        while show is not None:
+            await asyncio.sleep(LINE_S)
+            show(self.line())
 
     async def follow_steps(self, say: Say) -> None:
         """Collect every step when it ends."""
         async for received in self.bus.follow("HR_STEP", subjects.STEP.at(run=self.run)):
             message = received.message
             if isinstance(message, StepDone):
-                self.enter("reinforcement learning")
+                self.enter(LEARNING)
                 self.steps.append(message)
-                self.step_times.append(received.time)
+                self.step_ended = received.time
             elif isinstance(message, StepFailed):
                 self.failed_steps.append(message)
                 say(f"step {message.step} failed: {message.reason}; {message.command}")
@@ -139,7 +140,7 @@ class Watch:
             self.metrics[key].update(message.values)
             self.measured[key] = time.monotonic()
             if message.actor == "trainer" and "mid_training_tokens" in message.values and not self.steps:
-                self.enter("mid-training")
+                self.enter(MID_TRAINING)
 
     def metric(self, actor: str, name: str) -> float:
         """A counter, summed over the actors of a kind, those that have ended included."""
@@ -162,11 +163,13 @@ class Watch:
         return max(0.0, total - before) / max(now - before_s, 1e-6)
 
     def line(self) -> str:
-        """Phase, step, reward, pass rate, staleness, VMs, tokens per second, time left."""
-        parts = [f"{time.time() - self.started:5.0f} s", self.phase]
-        if self.phase == "mid-training":
+        """Share of the run, phase, step, reward, pass rate, staleness, machines, tokens per second, time left."""
+        elapsed, left = time.time() - self.started, self.seconds_left()
+        parts = [] if left is None else [f"{100 * elapsed / max(elapsed + left, 1e-6):3.0f} %"]
+        parts.append(self.phase)
+        if self.phase == MID_TRAINING:
             done = self.gauge("trainer", "mid_training_tokens")
-            parts.append(f"{100 * done / max(self.config.mid_training.tokens, 1):.0f} %")
+            parts.append(f"{100 * done / max(self.config.mid_training.tokens, 1):.0f} % of its tokens")
             parts.append(f"loss {self.gauge('trainer', 'mid_training_loss'):.3f}")
         if self.steps:
             last = self.steps[-1]
@@ -178,28 +181,21 @@ class Watch:
                 f"staleness {last.staleness_max}/{last.staleness_bound}",
                 f"k1 {last.k1:+.4f}",
             ]
-        if self.phase != "mid-training":  # it uses neither sandboxes nor engines
+        if self.phase != MID_TRAINING:  # it uses neither sandboxes nor engines
             parts.append(f"{self.gauge('environment', 'vms'):.0f} VMs")
             parts.append(f"{self.tokens_per_s():.0f} tokens/s")
-        left = self.seconds_left()
-        if left is not None:
-            parts.append(f"about {left:.0f} s left in this phase")
+        parts.append(f"{elapsed:.0f} s" + (f", about {left:.0f} s left" if left is not None else ""))
         return " | ".join(parts)
 
-    @property
-    def step_ended(self) -> float:
-        """When the newest step was stored, in seconds since the epoch; 0 without one."""
-        return self.step_times[-1] if self.step_times else 0.0
-
     def seconds_left(self) -> float | None:
-        """An estimate from the time between the newest steps; None before the second one. The time before the first
-        step does not count: it has the evaluation of version 0."""
-        if len(self.steps) < 2 or self.phase != "reinforcement learning":
-            return None
-        recent = self.step_times[-RECENT:]
-        per_step = (recent[-1] - recent[0]) / (len(recent) - 1)
-        left = per_step * (self.config.curriculum.steps - len(self.steps))
-        return max(0.0, left - (time.time() - self.step_ended))
+        """Estimate of the time until the run's last evaluation; None while there is nothing to estimate it from."""
+        return self._pace.seconds_left(
+            self.phase,
+            self.gauge("trainer", "mid_training_tokens"),
+            len(self.steps),
+            {evaluation.id for evaluation in self.evaluations},
+            self.metric("rollout", "episodes"),
+        )
 
     def busy_share(self, actor: str, begin: float, end: float) -> float:
         """Mean busy share of the actors of a kind between two moments; 0 without a heartbeat."""

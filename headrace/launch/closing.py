@@ -95,4 +95,12 @@ def print_table(report: "RunReport", folder: Path) -> None:
     say("")
     for name, value in rows:
         say(f"  {name:<{width}}  {value}")
-    say(f"\n{folder}/report.html shows curves and transcripts; `headrace audit {folder.name}` proves the ledger again.")
+    say("")
+    for name, command in (
+        ("curves, transcripts, what limited it", f"{folder}/report.html"),
+        ("the ledger, proved again", f"headrace audit {folder}"),
+        ("a step again, compared bit by bit", f"headrace replay {folder} --step {max(report.steps - 1, 0)}"),
+        ("the policy as a Hugging Face folder", f"headrace export {folder} policy"),
+        ("more steps of the same run", f"headrace up CONFIG --set run.id={folder.name} --set curriculum.steps=N"),
+    ):
+        say(f"  {name:<{width}}  {command}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.config import Config
 from headrace.launch import runs
 from headrace.launch.guests import prepare_host
-from headrace.launch.output import say
+from headrace.launch.output import end_progress, say, show
 from headrace.launch.page import NO_PAGE, address_of, serving, websocket_of, write_place
 from headrace.launch.processes import Run, first_of
 from headrace.launch.product.gateway_key import key_of_run
@@ -133,7 +133,8 @@ async def see_through(
                     simulated_users = None
                     if run.config.production.enabled and run.config.production.simulated_requests_per_s:
                         simulated_users = group.create_task(users.simulate(run.config, run.folder.path, stopping.asked))
-                    await watch.until_finished(say)
+                    beside_run.callback(end_progress)
+                    await watch.until_finished(say, show)
                     run.finished = True
                     for task in (keeper, meter, figures, other, simulated_users):
                         if task is not None:

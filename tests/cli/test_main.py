@@ -82,3 +82,12 @@ def leaves(commands: argparse.ArgumentParser) -> list[str]:
 def test_the_commands_fit_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert len(parser().format_help().splitlines()) <= 45 and len(leaves(parser())) <= 45
+
+
+def test_headrace_alone_shows_commands_that_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split()[1:] for line in lines if line.startswith("  headrace ")]
+    assert len(shown) == 8 and len(lines) <= 24 and max(map(len, lines)) <= 80
+    for words in shown:
+        assert parser().parse_args(words).command == words[0]

@@ -7,11 +7,9 @@ import pytest
 
 from headrace.bus.connection import Bus
 from headrace.config import Config, Curriculum
-from headrace.dashboard.watch import GAUGE_S, LAST_PHASE, Watch
+from headrace.dashboard.pace import LAST_PHASE, LEARNING
+from headrace.dashboard.watch import GAUGE_S, Watch
 from headrace.messages.operations import Event, Metric
-from tests.support import records
-
-LEARNING = "reinforcement learning"
 
 
 def observed(watch: Watch, *phases: tuple[str, int | None]) -> None:
@@ -39,20 +37,6 @@ def test_a_curriculum_that_starts_again_in_the_final_evaluation_does_not_train_a
     ended = dict(watch.phase_started)
     observed(watch, (LEARNING, 20), (LAST_PHASE, None))
     assert watch.phase == LAST_PHASE and watch.phase_started == ended
-
-
-def test_the_time_left_comes_from_the_newest_steps_and_not_from_the_evaluation_before_them() -> None:
-    """The first step ends 900 s after the phase began, because version 0 is evaluated; steps then take 60 s."""
-    watch = Watch(cast(Bus, None), "r1", Config(curriculum=Curriculum(steps=20)), started=0.0)
-    observed(watch, (LEARNING, 0))
-    watch.phase_started[LEARNING] = time.time() - 960.0
-    assert watch.seconds_left() is None
-    watch.steps = [records.done(step, [], 0) for step in range(2)]
-    watch.step_times = [time.time() - 75.0, time.time() - 15.0]
-    left = watch.seconds_left()
-    assert left is not None and abs(left - (18 * 60.0 - 15.0)) < 5.0
-    watch.step_times = [moment - 10_000.0 for moment in watch.step_times]
-    assert watch.seconds_left() == 0.0, "never negative"
 
 
 @pytest.mark.anyio
