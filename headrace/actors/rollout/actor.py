@@ -218,8 +218,11 @@ class Rollout(Actor):
 
     async def _handle(self, received: Received[RolloutRequest]) -> None:
         request = received.message
-        work = asyncio.create_task(self._attempt(request, self._task_of(request)))
-        self._running[work] = request
+        # A broker that is killed may forget a delivery and repeat it to the actor that works on it: both have one end.
+        work = next((work for work, running in self._running.items() if running == request), None)
+        if work is None:
+            work = asyncio.create_task(self._attempt(request, self._task_of(request)))
+            self._running[work] = request
         try:
             trajectory = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -240,11 +243,11 @@ class Rollout(Actor):
         except FAILURES as error:
             await self._fail(request, error)
         else:
-            if trajectory is not None:
+            if trajectory is not None and work in self._running:
                 self._episodes += 1
                 self._tokens += sum(len(turn.ids) for turn in trajectory.turns)
         finally:
-            del self._running[work]
+            self._running.pop(work, None)
             self._handing_back.discard(work)
             self._cancelled.pop(work, None)
 

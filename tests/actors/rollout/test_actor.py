@@ -231,6 +231,30 @@ async def test_kill_9_between_sampled_and_done_repeats_nothing(
     assert end.diff["app.py"].count(b"return") == 1
 
 
+async def test_a_delivery_that_is_repeated_to_its_own_actor_has_the_end_of_the_first(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
+) -> None:
+    gated_suite(tmp_path)
+    wanted = request("a9", "g1", suite=GATED)
+    queue = TASK.at(run="a9", lane="train", suite=token(GATED))
+    async with living(Rollout, config(tmp_path), await connect("rollout"), "a9", "only") as rollout:
+        await observer.publish(queue, wanted, msg_id="first")
+        while not (tmp_path / "runs.log").exists():
+            await asyncio.sleep(0.02)
+        await observer.publish(queue, wanted, msg_id="again")
+        while rollout._pulls["train"].in_flight < 2:
+            await asyncio.sleep(0.02)
+        (tmp_path / "gate").touch()
+        end = await first(observer, "HR_TRAJ", TRAJ.at(run="a9", group="g1"), Trajectory)
+        await queue_is_empty(observer, "a9")
+    log = await everything(observer, "HR_TURN", TURN.at(run="a9", trajectory="g1-0-0"))
+    assert [type(record) for record in log] == [TurnSampled, TurnDone] * len(end.turns)
+    assert (end.outcome, (tmp_path / "runs.log").read_text()) == ("finished", "run\n")
+    assert await everything(observer, "HR_LEDGER", FAIL.at(run="a9", group="g1")) == []
+    events = await everything(observer, "HR_EVENT", EVENT.where(run="a9", type="event"))
+    assert not [event for event in events if event.level != "info"]
+
+
 async def test_a_lane_that_is_taken_away_is_handed_back_and_another_goes_on(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
 ) -> None:
