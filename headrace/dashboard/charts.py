@@ -1,14 +1,18 @@
-"""Small charts as inline SVG: line charts with a tooltip per point, utilisation strips, bars.
+"""Small charts as inline SVG: line charts with a tooltip per point and up to two axes, utilisation strips, bars.
 
 They need no script and no network, so the report opens without a server. Colours come from the page's CSS variables.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headrace.dashboard.hypertext import escape
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 200, 62, 24
+RIGHT = 52
+"""Width of a right axis with its labels."""
+STYLES = 8
+"""Line styles `s0` to `s7` of the page: colours that differ in brightness, and patterns."""
 STRIP_LEFT, STRIP_HEIGHT = 124, 18
 
 
@@ -41,39 +45,65 @@ def label(value: float) -> str:
     return f"{value:g}" if abs(value) < 1e-4 else f"{value:.10f}".rstrip("0").rstrip(".")
 
 
-def line_chart(title: str, series: dict[str, Sequence[tuple[float, float]]], x_label: str) -> str:
-    """A line per series over a shared x axis; both axes end at round ticks that include every value and y = 0."""
-    points = [(x, y) for values in series.values() for x, y in values if math.isfinite(y)]
-    if not points:
-        return ""
-    whole = all(float(x).is_integer() for x, _ in points)
-    x_ticks = ticks(min(x for x, _ in points), max(x for x, _ in points), 8, whole=whole)
-    y_ticks = ticks(min(0.0, *(y for _, y in points)), max(0.0, *(y for _, y in points)))
+Points = Sequence[tuple[float, float]]
 
-    def place(x: float, y: float) -> tuple[float, float]:
+
+def line_chart(
+    title: str, series: Mapping[str, Points], x_label: str, right: Mapping[str, Points] | None = None
+) -> str:
+    """A line per series over a shared x axis; every axis ends at round ticks that include each value and y = 0.
+
+    right: series with an axis of their own on the right, whose ticks stand at the same heights.
+    """
+    drawn = [(name, _finite(points), False) for name, points in series.items()]
+    drawn += [(f"{name} (right)", _finite(points), True) for name, points in (right or {}).items()]
+    all_x = [x for _, points, _ in drawn for x, _ in points]
+    if not all_x:
+        return ""
+    x_ticks = ticks(min(all_x), max(all_x), 8, whole=all(float(x).is_integer() for x in all_x))
+    left_ticks, right_ticks = (_y_ticks([points for _, points, of in drawn if of is side]) for side in (False, True))
+    end = WIDTH - (RIGHT if right else 12)
+
+    def place(x: float, y: float, y_ticks: Sequence[float]) -> tuple[float, float]:
         across = (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
         up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
-        return LEFT + across * (WIDTH - LEFT - 12), 12 + (1 - up) * (HEIGHT - BOTTOM - 12)
+        return LEFT + across * (end - LEFT), 12 + (1 - up) * (HEIGHT - BOTTOM - 12)
 
     parts = [f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
-    for value in y_ticks:
-        _, y = place(x_ticks[0], value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 12}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    for value in left_ticks:
+        _, y = place(x_ticks[0], value, left_ticks)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{end}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label(value)}</text>')
+    for value in right_ticks if right else ():
+        _, y = place(x_ticks[0], value, right_ticks)
+        parts.append(f'<text class="right" x="{end + 6}" y="{y + 4:.1f}">{label(value)}</text>')
     for value in x_ticks:
-        x, _ = place(value, y_ticks[0])
+        x, _ = place(value, left_ticks[0], left_ticks)
         parts.append(f'<text class="x" x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{label(value)}</text>')
-    for index, (name, values) in enumerate(series.items()):
-        finite = [(x, y) for x, y in values if math.isfinite(y)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in finite))
-        parts.append(f'<polyline class="s{index}" points="{path}"/>')
-        for point in finite:
-            x, y = place(*point)
+    for index, (name, points, of_right) in enumerate(drawn):
+        places = [place(*point, right_ticks if of_right else left_ticks) for point in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(f'<polyline class="s{index % STYLES}" points="{path}"/>')
+        for (x, y), point in zip(places, points, strict=True):
             tip = f"{escape(name)}: {point[1]:.4g} at {escape(x_label)} {point[0]:.4g}"
-            parts.append(f'<circle class="s{index}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>{tip}</title></circle>')
-    legend = "".join(f'<span class="s{index}">{escape(name)}</span>' for index, name in enumerate(series))
+            parts.append(
+                f'<circle class="s{index % STYLES}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>{tip}</title></circle>'
+            )
+    mark = '<svg viewBox="0 0 24 8" aria-hidden="true"><polyline class="s{}" points="0,4 24,4"/></svg>'
+    legend = "".join(
+        f"<span>{mark.format(index % STYLES)}{escape(name)}</span>" for index, (name, _, _) in enumerate(drawn)
+    )
     parts.append(f'</svg><div class="legend">{legend}<em>{escape(x_label)}</em></div></figure>')
     return "".join(parts)
+
+
+def _finite(points: Points) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in points if math.isfinite(y)]
+
+
+def _y_ticks(series: Sequence[Points]) -> list[float]:
+    values = [y for points in series for _, y in points]
+    return ticks(min(0.0, *values, 0.0), max(0.0, *values, 0.0))
 
 
 def busy_strips(rows: dict[str, Sequence[tuple[float, float]]], begin: float, end: float, buckets: int = 120) -> str:

@@ -56,8 +56,10 @@ def section(records: RunRecords, prompts: Prompts) -> str:
         f"<p>Task {escape(pair.task)} is the first held-out task, in the order of the suite, that failed before "
         f"training and passed after it. {text}</p>"
         + prompt(pair.before.task, prompts)
+        + "<div class='pairs'>"
         + transcript("Before training", pair.before, before.scores[pair.task])
         + transcript("After training", pair.after, after.scores[pair.task])
+        + "</div>"
     )
 
 
@@ -73,7 +75,7 @@ def others(records: RunRecords, prompts: Prompts) -> str:
         stored = (task for task in in_order(evaluation) if task in evaluation.trajectories)
         task = next((task for task in stored if evaluation.scores[task].passed is passed), None)
         if task is None:
-            parts.append(f"<p>{escape(title)}: none has a stored transcript.</p>")
+            parts.append(f"<section><p>{escape(title)}: none has a stored transcript.</p></section>")
         else:
             attempt = evaluation.trajectories[task]
             parts.append(
@@ -105,16 +107,16 @@ def prompt(ref: TaskRef, prompts: Prompts) -> str:
 def transcript(title: str, trajectory: Trajectory, score: Score, asked: str = "") -> str:
     """An attempt: its prompt `asked` as HTML, calls, their results and the changed files."""
     lines = [
-        f"<h3>{escape(title)} (version {trajectory.oldest_version}): {escape(trajectory.family)}, "
+        f"<section><h3>{escape(title)} (version {trajectory.oldest_version}): {escape(trajectory.family)}, "
         f"{escape(score.verdict)}, reward {score.reward:.2f}</h3>{asked}"
     ]
     for turn in trajectory.turns:
         results = {result.call_id: result for result in turn.results}
         for call in turn.calls:
             arguments = " ".join(f"{key}={json.dumps(value)}" for key, value in call.arguments.items())
-            lines.append(f"<pre><span class='call'>{escape(call.name)} {escape(arguments)}</span>")
+            lines.append(f"<pre><span class='call'>{escape(call.name)} {escape(arguments)}</span>\n")
             if call.error:
-                lines.append(f"<span class='bad'>{escape(call.error)}</span>")
+                lines.append(f"<span class='bad'>{escape(call.error)}</span>\n")
             result = results.get(call.id)
             lines.append(f"{escape(result.output) if result else ''}</pre>")
     if not trajectory.diff:
@@ -123,4 +125,4 @@ def transcript(title: str, trajectory: Trajectory, score: Score, asked: str = ""
         f"<pre>{escape(path)} afterwards:\n{escape(data.decode('utf-8', 'replace'))}</pre>"
         for path, data in trajectory.diff.items()
     ]
-    return "".join(lines)
+    return "".join([*lines, "</section>"])

@@ -87,7 +87,7 @@ async def test_every_figure_of_a_step_is_on_the_page_in_the_metrics_and_in_the_e
         logged is not None
         and {f"efficiency/{name}": value for name, value in want.items()}.items() <= logged[1].items()
     )
-    drawn = page.curves(watch)
+    drawn = page.details(watch)
     missing = [name for name in want if name != "peak_to_plan" and not re.search(rf"\b{name}\b", drawn)]
     assert not missing, f"not on the page: {missing}"
 
@@ -109,7 +109,7 @@ async def test_a_failed_step_is_part_of_the_time_by_cause(connect: Connect) -> N
 async def test_a_run_whose_every_step_failed_shows_where_its_time_went(connect: Connect) -> None:
     watch = await watched(connect, [], [failed(0)])
     assert scraped(watch)[1] == LOST.seconds
-    assert "Seconds of a step by cause" in page.curves(watch)
+    assert "Seconds of a step by cause" in page.details(watch)
     assert of_run([], []) is None
     earlier = records.step_failed(0, [], 2)
     assert of_run([], [earlier]) is None, "an earlier headrace did not measure it"
