@@ -24,11 +24,11 @@ from headrace.messages.base import Array
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.judging import CriterionScore, RubricScore, Score
 from headrace.messages.ledger import ClosedSlot, GroupClosed, GroupDropped, SlotIssued
-from headrace.messages.operations import Event, Heartbeat
+from headrace.messages.operations import Event, Heartbeat, Metric
 from headrace.messages.product import CapacityLease, GateVerdict, lease_key
 from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
-from headrace.messages.training import StepDone, TokenGap, TokenGaps
+from headrace.messages.training import Efficiency, StepDone, TokenGap, TokenGaps
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
 from tests.support.keys import Writers, as_writers
 
@@ -359,3 +359,31 @@ async def test_a_page_of_another_origin_is_refused(site: Site, browser: "webdriv
         await shows(browser, "not connected")
         await asyncio.to_thread(browser.get, "about:blank")
         await page.close()
+
+
+async def test_the_first_screen_says_whether_it_learns_and_what_it_waits_for(
+    site: Site, browser: "webdriver.Chrome"
+) -> None:
+    await asyncio.to_thread(browser.get, site.url)
+    await shows(browser, "Is it learning? Too early to say")
+    spent = Efficiency(seconds={"busy": 1.0, "batch": 3.0, "publish": 0.1}, wall_s=4.1)
+    async with writers(site) as bus:
+        for number in range(12):
+            rate = 0.25 if number < 6 else 0.75
+            done = msgspec.structs.replace(step(number), pass_rate=rate, trained_slots=64, efficiency=spent)
+            await bus.publish(s.STEP.at(run=RUN), done)
+        for id, vms in (("killed", 9.0), ("environment-2", 4.0)):
+            metric = Metric(actor="environment", id=id, run=RUN, time=1.0, values={"vms": vms, "sandboxes": vms})
+            await bus.emit(s.METRIC.at(actor="environment"), metric)
+    await shows(
+        browser,
+        "Is it learning? Yes: 25 % of attempts passed in the first 5 steps, 75 % in the last 5",
+        "Why is it slow? The trainer waits for batches 73 % of its time: sampling, sandboxes or judges limit the speed",
+        "sandboxes\n13\n13 machines",
+    )
+    browser.execute_script("headrace.state.metrics.get('environment:killed').time -= 4")
+    await shows(browser, "sandboxes\n4\n4 machines")
+    browser.set_window_size(390, 800)
+    wide = "return document.documentElement.scrollWidth > document.documentElement.clientWidth"
+    assert not browser.execute_script(wide)
+    browser.set_window_size(1280, 900)

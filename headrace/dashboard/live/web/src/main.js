@@ -41,6 +41,7 @@ async function load() {
   const past = await fetchJson("api/history");
   state.users = past.users;
   for (const record of past.records) apply(record);
+  state.loaded = true;
   touch();
 }
 

@@ -2,7 +2,7 @@
 export const state = {
   settings: {}, connected: false, since: "", steps: new Map(), failed: new Map(), actors: new Map(), metrics: new Map(),
   groups: new Map(), scores: new Map(), evals: new Map(), events: [], letters: new Map(), traffic: new Map(),
-  versions: new Map(), counts: { read: 0, unreadable: 0, refused: 0 }, phase: "", users: null, rates: [], finished: false,
+  versions: new Map(), counts: { read: 0, unreadable: 0, refused: 0 }, phase: "", users: null, rates: [], finished: false, loaded: false,
 };
 const seen = new Set();
 const EVENTS = 400;
@@ -93,6 +93,12 @@ export const total = (actor, name) => {
   let sum = 0, known = false;
   for (const m of state.metrics.values()) if (m.actor === actor && m.values[name] !== undefined) { sum += m.values[name]; known = true; }
   return known ? sum : null;
+};
+// A figure as it is now: actors whose metric is older than the newest one of their kind by three seconds have ended.
+export const gauge = (actor, name) => {
+  const told = [...state.metrics.values()].filter((m) => m.actor === actor && m.values[name] !== undefined);
+  const newest = Math.max(...told.map((m) => m.time));
+  return told.length ? told.filter((m) => newest - m.time < 3).reduce((sum, m) => sum + m.values[name], 0) : null;
 };
 export function tokensPerSecond() {
   const now = Date.now() / 1000, latest = new Map();

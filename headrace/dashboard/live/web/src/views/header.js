@@ -1,6 +1,6 @@
 // The line that is always there: step, version, reward with its interval, tokens per second, staleness, use, cost, alarms.
 import { brief, count, html, number, percent, span } from "../html.js";
-import { state, stepsInOrder, tokensPerSecond, total } from "../state.js";
+import { gauge, state, stepsInOrder, tokensPerSecond, total } from "../state.js";
 
 export const SILENT_S = 10;
 
@@ -44,6 +44,36 @@ export function use(live, name) {
   return shares.length ? { mean: shares.reduce((a, b) => a + b, 0) / shares.length, nodes: shares.length } : null;
 }
 
+const ENDS = 5;
+// A page that has no records after this time is not connected.
+const LOADING_MS = 5000;
+
+// Whether attempts pass more often than at the start, from the first and the last five steps; null before there are ten.
+export function learning(steps) {
+  if (!steps.length) return null;
+  if (steps.length < 2 * ENDS) return `Is it learning? Too early to say: ${steps.length} of ${2 * ENDS} steps.`;
+  const [first, last] = [steps.slice(0, ENDS), steps.slice(-ENDS)].map((part) => {
+    const attempts = part.reduce((sum, s) => sum + (s.trained_slots ?? 0), 0) || part.length;
+    return { rate: part.reduce((sum, s) => sum + s.pass_rate, 0) / ENDS, attempts };
+  });
+  const spread = 1.96 * Math.sqrt([first, last].reduce((sum, { rate, attempts }) => sum + rate * (1 - rate) / attempts, 0));
+  const change = last.rate - first.rate, verdict = change > spread ? "Yes" : change < -spread ? "No, it gets worse" : "Not certain";
+  return `Is it learning? ${verdict}: ${percent(first.rate)} of attempts passed in the first ${ENDS} steps, ${percent(last.rate)} in the last ${ENDS} (± ${percent(spread)}).`;
+}
+
+const CAUSES = { busy: "computes", batch: "waits for batches", rescore: "scores trajectories again", straggler: "waits for a slower process", communication: "exchanges gradients", publish: "publishes versions", checkpoint: "writes checkpoints", records: "reads records" };
+
+// What most of the newest steps' time goes to.
+export function slowness(steps) {
+  const spent = new Map();
+  for (const { efficiency } of steps.slice(-ENDS)) for (const [cause, seconds] of Object.entries(efficiency?.seconds ?? {})) spent.set(cause, (spent.get(cause) ?? 0) + seconds);
+  const wall = [...spent.values()].reduce((a, b) => a + b, 0);
+  if (!wall) return null;
+  const [cause, seconds] = [...spent].sort((a, b) => b[1] - a[1])[0];
+  const bound = cause === "batch" ? "sampling, sandboxes or judges limit the speed" : "the trainer limits the speed";
+  return `Why is it slow? The trainer ${CAUSES[cause] ?? `spends its time on ${cause}`} ${percent(seconds / wall)} of its time: ${bound}.`;
+}
+
 const nodesOf = (n) => `of ${n} ${n === 1 ? "node" : "nodes"}`;
 const tile = (name, value, note = "", kind = "") => html`<div class="tile ${kind}"><span>${name}</span><strong>${value}</strong><em>${note}</em></div>`;
 
@@ -57,9 +87,11 @@ export function header() {
   const live = [...state.actors.values()].filter((a) => now - a.at < SILENT_S && a.beat.state !== "stopped");
   const busy = live.length ? live.reduce((a, x) => a + (x.beat.busy ?? 0), 0) / live.length : null;
   const cpu = use(live, "cpu"), gpu = use(live, "gpu");
-  const list = alarms();
+  const list = alarms(), words = [learning(steps), slowness(steps)].filter(Boolean);
+  const kind = !state.loaded && !state.fault && !state.since && performance.now() < LOADING_MS ? "loading" : !state.connected ? "off" : state.finished ? "done" : "live";
+  if (kind === "loading") return html`<div class="title"><h1>${s.run ?? "headrace"}</h1><span class="state">loading</span></div>`;
   return html`<div class="title"><h1>${s.run ?? "…"}</h1>
-    <span class="state ${state.connected ? (state.finished ? "done" : "live") : "off"}">${state.connected ? (state.finished ? "finished" : "live") : "not connected"}</span>
+    <span class="state ${kind}">${kind === "off" ? "not connected" : kind === "done" ? "finished" : kind}</span>
     <span class="phase">${state.phase && !state.finished ? state.phase : ""}</span><span class="grow"></span>
     <span class="phase">${began ? span(until - began) : ""}</span></div>
   <div class="tiles">
@@ -73,8 +105,9 @@ export function header() {
     ${tile("actors", `${live.length}`, busy === null ? "" : `${percent(busy)} busy`)}
     ${cpu ? tile("CPU", percent(cpu.mean), nodesOf(cpu.nodes)) : ""}
     ${gpu ? tile("GPU", percent(gpu.mean), nodesOf(gpu.nodes)) : ""}
-    ${tile("sandboxes", count(total("environment", "sandboxes")), total("environment", "vms") === null ? "" : `${count(total("environment", "vms"))} machines`)}
+    ${tile("sandboxes", count(gauge("environment", "sandboxes")), gauge("environment", "vms") === null ? "" : `${count(gauge("environment", "vms"))} machines`)}
     ${price > 0 ? tile("cost", (price * hours).toFixed(2), `${price.toFixed(2)} per hour`) : ""}
   </div>
+  ${words.length ? html`<p class="words">${words.join(" ")}</p>` : ""}
   ${list.length ? html`<ul class="alarms">${list.map(([kind, text]) => html`<li class="${kind}">${text}</li>`)}</ul>` : ""}`;
 }
