@@ -17,15 +17,21 @@ from headrace.bus.broker.server import Server
 from headrace.cli.main import main
 from headrace.config import Config, Policy, Processes
 from headrace.machine_memory import available_bytes
-from headrace.messages.tasks import Oracle, Task
+from headrace.messages.tasks import Task
 from headrace.policy.layout import hugging_face
 from headrace.training import memory_plan
 from headrace.training.figures.layout import layout_of
 from tests.policy.test_gpt_oss import GPT_OSS
-from tests.support import chat_formats, tiny
+from tests.support import alone, chat_formats, tiny
+from tests.support.alone import Alone
 
 GROUPS = [list(group) for group in Processes().groups]
-PROCESS = {"environment.backend": "process", "run.min_free_mb": 16, "production.enabled": False}
+PROCESS = {
+    "environment.backend": "process",
+    "run.min_free_mb": 16,
+    "production.enabled": False,
+    "tasks.uncertified": True,
+} | alone.SUITES
 """A configuration without problems on any machine."""
 PRODUCT = {"production.enabled": True}
 
@@ -93,24 +99,16 @@ TWICE_WRONG = ("no staging folder", "gpt-oss on a GPU")
 Plant = Callable[[Path, int], dict[str, Any]]
 
 
-class Broken:
+class Broken(Alone):
     """A suite of a beginner: its tasks lack fields."""
-
-    name = "broken"
-
-    def ids(self) -> list[str]:
-        return ["0"]
 
     def task(self, id: str) -> Task:
         fields: dict[str, Any] = {"prompt": "x"}
         return Task(**fields)
 
-    def oracle(self, id: str) -> Oracle:
-        raise AssertionError("not reached")
-
 
 def open_broken(name: str, root: Path) -> Broken:
-    return Broken()
+    return Broken(name)
 
 
 PLANTED: dict[str, tuple[Plant, int, str, str]] = {
@@ -324,7 +322,13 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+LONG = "memory of the trainer that recomputing saves"
+"""Two plans of 64 layers: seconds of processor time."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == LONG else name for name in PLANTED]
+)
 def test_a_planted_mistake_is_found_with_its_fix(
     name: str, tmp_path: Path, taken: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
