@@ -60,7 +60,7 @@ def test_every_snippet_of_the_docs_passes(number: int, tmp_path: Path, capsys: p
         model_folders.folder(tmp_path / "models", name, SMALL | {"max_position_embeddings": 262144})
     (tmp_path / "my_checkers.py").touch()
     (tmp_path / "run.toml").write_text(text)
-    code, problems = check(capsys, "run.toml")
+    code, problems = check(capsys, "run.toml", sets=("evaluation.heldout_tasks=0", "evaluation.unseen_tasks=0"))
     of_servers = ("BAD  engine.options.python:", "BAD  engine.options.server_devices:")
     others = [each for each in problems if not each.startswith(of_servers)]
     assert not others and code == int(bool(problems))
