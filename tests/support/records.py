@@ -70,16 +70,9 @@ def of(cls: type[S], **fields: Any) -> S:
 
 def letter(msg_id: str) -> DeadLetter:
     """The dead letter of a request that nobody could fill."""
-    return DeadLetter(
-        stream="HR_TASK",
-        consumer="rollout",
-        stream_seq=1,
-        subject="hr.task",
-        type="rollout_request",
-        reason="poison",
-        deliveries=5,
-        headers={"Nats-Msg-Id": msg_id},
-        payload=b"",
+    headers = {"Nats-Msg-Id": msg_id}
+    return of(
+        DeadLetter, stream="HR_TASK", consumer="rollout", type="rollout_request", reason="poison", headers=headers
     )
 
 
@@ -102,15 +95,10 @@ def issued(
 
 
 def failed(
-    group: str,
-    slot: int = 0,
-    attempt: int = 0,
-    reason: str = "sandbox_lost",
-    lane: Lane = "train",
-    run: str = RUN,
+    group: str, slot: int = 0, attempt: int = 0, reason: str = "sandbox_lost", lane: Lane = "train", run: str = RUN
 ) -> SlotFailed:
     """Our own parts failed an attempt."""
-    return SlotFailed(run=run, lane=lane, group=group, slot=slot, attempt=attempt, reason=reason)
+    return of(SlotFailed, run=run, lane=lane, group=group, slot=slot, attempt=attempt, reason=reason)
 
 
 def score(
@@ -206,11 +194,10 @@ def done(
     run: str = RUN,
 ) -> StepDone:
     """A step that was taken."""
-    return StepDone(
-        run=run, step=step, incarnation=incarnation, version=step + 1, state_hash=state_hash, manifest_seq=manifest_seq,
-        groups=tuple(groups), trained_slots=slots, loss=0.0, grad_norm=0.0, learning_rate=0.0, reward_mean=0.0,
-        pass_rate=0.0, tokens=0, staleness={}, staleness_max=0, staleness_bound=bound, k1=0.0, k3=0.0, max_abs_dlp=0.0,
-        rescored_tokens=0, exact=True, seconds=0.0, waited_s=0.0,
+    return of(
+        StepDone, run=run, step=step, incarnation=incarnation, version=step + 1, state_hash=state_hash,
+        manifest_seq=manifest_seq, groups=tuple(groups), trained_slots=slots, staleness_bound=bound, max_abs_dlp=0.0,
+        exact=True,
     )  # fmt: skip
 
 
