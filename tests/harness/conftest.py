@@ -65,7 +65,7 @@ def renderer() -> TerseRenderer:
 def request_for() -> Callable[..., RolloutRequest]:
     def make(task: TaskRef, limits: Limits | None = None, sampling: Sampling | None = None) -> RolloutRequest:
         limits, sampling = limits or Limits(), sampling or Sampling()
-        return of(RolloutRequest, run="r1", group="g000001", task=task, limits=limits, sampling=sampling)
+        return of(RolloutRequest, run="r1", group="g000001", task=task, seed=5, limits=limits, sampling=sampling)
 
     return make
 

@@ -117,8 +117,10 @@ class Product:
         payload, headers = encode(lost)
         letter = of(
             DeadLetter,
+            stream="HR_TASK",
             stream_seq=1,
             subject=where,
+            type="rollout_request",
             headers=headers | {"Nats-Msg-Id": f"{self.run}.{lost.trajectory}"},
             payload=payload,
         )
