@@ -221,7 +221,7 @@ size: setup ## lines of code by concern
 	@$(BIN)/python docs/size.py
 
 docs: setup ## write the generated pages (messages.md, modules.md and errors.md are not committed) and record new messages' bytes
-	@for page in subjects configuration listeners request_keys messages modules errors; do $(BIN)/python docs/$$page.py || exit 1; done
+	@for page in subjects configuration listeners request_keys messages modules errors readme; do $(BIN)/python docs/$$page.py || exit 1; done
 	$(BIN)/python docs/messages.py --golden tests/messages/golden.json
 
 site: docs ## the site of docs/ in .cache/site

@@ -21,7 +21,7 @@ from headrace.harness.tools.toolbox import Toolbox, with_search
 from headrace.messages.rollout import ToolCall, ToolResult
 from headrace.messages.sandbox import Op, OpResult, PullTree
 from headrace.messages.search import SearchLost, SearchReply, SearchRequest
-from headrace.messages.tasks import Task, TaskRef, TestPlan
+from headrace.messages.tasks import Task, TaskRef
 from headrace.search import client
 from headrace.search.client import SearchClient
 from headrace.search.index import Index
@@ -31,6 +31,7 @@ from headrace.search.service import open_indexes
 from headrace.search.tree import content_hash
 from tests.support import embedding_model
 from tests.support.actors import living
+from tests.support.records import of
 
 pytestmark = pytest.mark.anyio
 Connect = Callable[..., Awaitable[Bus]]
@@ -40,15 +41,7 @@ FILES = {
     "shop/mail.py": b"def send(user):\n    return user.mail\n",
 }
 TOOL, RUN = "semantic_search", "r-search"
-TASK = Task(
-    ref=TaskRef("s", "t"),
-    family="f",
-    prompt="p",
-    files=FILES,
-    allowed=("**",),
-    tests=TestPlan(),
-    tools=("semantic_search",),
-)
+TASK = of(Task, ref=TaskRef("s", "t"), files=FILES, tools=("semantic_search",))
 
 
 class Files:

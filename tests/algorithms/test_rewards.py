@@ -19,8 +19,9 @@ from headrace.algorithms.rewards import (
 )
 from headrace.messages.base import Array
 from headrace.messages.judging import RubricScore, StepScore
-from headrace.messages.rollout import PolicyRef, Sampling, TokenKinds, ToolCall, ToolResult, Trajectory, Turn
+from headrace.messages.rollout import TokenKinds, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
+from tests.support.records import of
 
 
 def test_values_by_hand() -> None:
@@ -106,22 +107,7 @@ def attempt(*turns: tuple[ToolCall, ...], refused: frozenset[str] = frozenset())
         )
         for at, calls in enumerate(turns)
     ]
-    trajectory = Trajectory(
-        run="r",
-        lane="train",
-        group="g",
-        slot=0,
-        attempt=0,
-        id="g-0-0",
-        task=TaskRef("s", "t"),
-        family="f",
-        seed=0,
-        policy=PolicyRef(),
-        sampling=Sampling(),
-        outcome="finished",
-        turns=tuple(made),
-        diff={},
-    )
+    trajectory = of(Trajectory, run="r", group="g", id="g-0-0", task=TaskRef("s", "t"), turns=tuple(made))
     return Judged(
         trajectory=trajectory,
         verdict="passed",
@@ -180,10 +166,7 @@ def test_no_end_but_success_is_worth_more_than_an_honest_failure(
 ) -> None:
     """The same attempt under every end: refused output is strictly lower, a crash and a cheat are at most equal."""
     least = 0.0 if value is None else lowest
-    scored = RubricScore(
-        rubric="r", digest="", model="", value=rubric, criteria=(), calls=0, cached=0, prompt_tokens=0,
-        completion_tokens=0, cost=0.0,
-    )  # fmt: skip
+    scored = of(RubricScore, rubric="r", value=rubric)
     prices = {"rubric_weight": weight, "max_tokens": 100_000}
     options = msgspec.convert(penalties | {"overlong_tokens": 9}, Shaped)
     common = msgspec.structs.replace(attempt(), passed=False, tokens=tokens, rubric=scored, prices=prices, lowest=least)

@@ -21,24 +21,19 @@ from tests.support import mutations
 from tests.support.actors import living
 from tests.support.fake_workers import FakeWorkers
 from tests.support.patience import PATIENCE_S
+from tests.support.records import of
 
 pytestmark = pytest.mark.anyio
 TASKS, TRIALS = 10, 3
 AGREEMENT = Agreement(kappa=0.71, low=0.6, high=0.8, pairs=40)
-RUBRIC = RubricScore(
+RUBRIC = of(
+    RubricScore,
     rubric="practices",
-    digest="d",
-    model="m",
     value=0.5,
     criteria=(
         CriterionScore(id="scope", weight=1.0, met=0.5, agreement=AGREEMENT),
         CriterionScore(id="brief", weight=0.0, met=1.0),
     ),
-    calls=2,
-    cached=0,
-    prompt_tokens=0,
-    completion_tokens=0,
-    cost=0.0,
 )
 """The answers about every attempt; the second criterion is on no card."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_up import command, one_sentence
+from tests.launch.test_up import command
 from tests.tasks.making.test_making import FILES, WORDS, commit, write
 
 COMMIT_LIMITS = ("max_tokens=65536", "context_tokens=65536", "max_turns=64", "wall_s=600")
@@ -70,16 +70,3 @@ def test_commits_of_a_repository_are_passed_by_their_patches_and_by_nothing_else
     idle, oracle, found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert (idle["pass_1"]["mean"], oracle["pass_1"]["mean"], found["pass_1"]["mean"]) == (0.0, 1.0, 1.0)
     assert idle["attempts"] == oracle["attempts"] == 2 and oracle["infra_failures"] == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--policy", "scripted:nobody"), "oracle, idle or edit-tests"),
-        (("--policy", "scripted:idle", "--suite", "no/suite"), "no/suite"),
-        (("--policy", "scripted:idle", "--trials", "0"), "expected an integer >= 1"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_in_one_sentence(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
-    done = command(tmp_path, "eval", *words)
-    assert done.returncode == 2 and one_sentence(done.stderr) and says in done.stderr

@@ -1,6 +1,7 @@
 """The command line: one sentence and an exit code for every error."""
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,20 +12,46 @@ import headrace
 from headrace.cli.main import MODULES, main, parser
 from tests.support.paths import ROOT
 
+DEMO = str(ROOT / "deploy" / "demo.toml")
+CACHE = f"environment.cache_dir={json.dumps(str(ROOT / '.cache' / 'headrace'))}"
+"""It has the base image, without which `vm build` makes one first: 19 s of processor time."""
+JOIN = ("trainer", "join", DEMO)
+TWO_NODES = tuple(
+    word for key in ("mesh.shard=2", "node_ranks=1", "rendezvous=127.0.0.1:1") for word in ("--set", f"trainer.{key}")
+)
+
 
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (["up", "none.toml"], 2, "no such file"),
-        (["audit", "r19990101-000000-s1"], 2, "there is no run"),
-        (["actor", "nobody", "--config", str(ROOT / "deploy/demo.toml"), "--run", "r1", "--url", "x"], 2, "unknown"),
-        (["actor", "judge", "--config", str(ROOT / "deploy/demo.toml")], 2, "needs a run"),
-        (["eval", "--policy", "scripted:genius", "--suite", "generated/heldout"], 2, "no scripted policy"),
-        (["eval", "--policy", "scripted:idle", "--suite", "nowhere"], 2, "nowhere"),
+        (("up", "none.toml"), 2, "no such file"),
+        (("audit", "r19990101-000000-s1"), 2, "there is no run"),
+        (("actor", "nobody", "--config", DEMO, "--run", "r1", "--url", "x"), 2, "unknown"),
+        (("actor", "judge", "--config", DEMO), 2, "needs a run"),
+        (("eval", "--policy", "scripted:genius", "--suite", "generated/heldout"), 2, "oracle, idle or edit-tests"),
+        (("eval", "--policy", "scripted:idle", "--suite", "nowhere"), 2, "nowhere"),
+        (("eval", "--policy", "scripted:idle", "--trials", "0"), 2, "expected an integer >= 1"),
+        (("chaos", DEMO, "--kills", "0"), 2, "--kills"),
+        (("bus", "declare"), 4, "expected a broker"),
+        (("estimate", DEMO, "--set", "engine.kind=sglang"), 2, "headrace estimate measures CPUs"),
+        (("estimate", DEMO, "--set", "trainer.device=cuda", "--gpu", "none"), 2, "set [trainer] peak_tflops"),
+        (("estimate", DEMO, "--set", "policy.checkpoint=."), 2, "config.json"),
+        (JOIN, 2, "trainer.node_ranks: expected fewer"),
+        ((*JOIN, *TWO_NODES), 2, "--node N, or one of NODE_RANK, GROUP_RANK, SLURM_NODEID"),
+        (("images", "nowhere.tar"), 3, "nowhere.tar can't be imported: there is no such file"),
+        (("images", "/dev/zero"), 3, "/dev/zero can't be imported: it is neither a file nor a folder"),
+        (("vm", "gc", "--forget", "nobody"), 3, "there is no image 'nobody'"),
+        (("vm", "build", "nobody", "--set", CACHE), 3, "there is no template 'nobody'; known are light, debian"),
+        (("vm", "run", "--template", "light"), 3, "light has no command of its own"),
+        (("vm", "run", "--template", "nobody", "--", "true"), 3, "there is no template 'nobody'"),
+        (("vm", "run", "--push", "nowhere", "--", "true"), 3, "nowhere cannot be read: No such file or directory"),
+        (("vm", "run", "--template", "a/../b", "--", "true"), 3, "there is no template 'a/../b'"),
+        (("vm", "run", "--env", "NAME", "--", "true"), 2, "expected NAME=VALUE, got 'NAME'"),
+        (("vm", "run", "--timeout", "nan", "--", "true"), 2, "expected a number > 0, got 'nan'"),
     ],
 )
 def test_mistakes_end_in_one_sentence(
-    args: list[str],
+    args: tuple[str, ...],
     code: int,
     says: str,
     tmp_path: Path,
@@ -32,6 +59,9 @@ def test_mistakes_end_in_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("headrace.cli.vm.end_together", lambda: None)
+    for name in ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID"):
+        monkeypatch.delenv(name, raising=False)
     assert main(args) == code
     said = capsys.readouterr().err
     assert says in said and said.startswith("headrace: ") and said.count("\n") == 1

@@ -11,6 +11,7 @@ from headrace.messages.tasks import TaskRef
 from headrace.rendering.terse import Format, TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks.generated import traces
+from tests.support.records import of
 
 
 class Played:
@@ -64,17 +65,7 @@ def renderer() -> TerseRenderer:
 def request_for() -> Callable[..., RolloutRequest]:
     def make(task: TaskRef, limits: Limits | None = None, sampling: Sampling | None = None) -> RolloutRequest:
         limits, sampling = limits or Limits(), sampling or Sampling()
-        return RolloutRequest(
-            run="r1",
-            lane="train",
-            group="g000001",
-            slot=0,
-            attempt=0,
-            task=task,
-            seed=5,
-            limits=limits,
-            sampling=sampling,
-        )
+        return of(RolloutRequest, run="r1", group="g000001", task=task, seed=5, limits=limits, sampling=sampling)
 
     return make
 

@@ -23,6 +23,7 @@ from headrace.tasks.generated import traces
 from headrace.tasks.generated.repositories import Made, make
 from headrace.tasks.local import LocalFiles
 from headrace.vmhost.node.host import Host
+from tests.support.records import of
 
 pytestmark = pytest.mark.anyio
 Fresh = Callable[[dict[str, bytes]], Awaitable[Sandbox]]
@@ -35,18 +36,7 @@ async def fresh() -> AsyncIterator[Fresh]:
 
     async def acquire(files: dict[str, bytes]) -> Sandbox:
         number = next(numbers)
-        return await host.acquire(
-            Acquire(
-                run="r1",
-                lane="train",
-                role="rollout",
-                group=f"g{number // 8:06d}",
-                slot=number % 8,
-                attempt=0,
-                isolation="group",
-                files=files,
-            )
-        )
+        return await host.acquire(of(Acquire, run="r1", group=f"g{number // 8:06d}", slot=number % 8, files=files))
 
     yield acquire
     await host.close()

@@ -24,6 +24,7 @@ from tests.support.archives import docker_save, file, folder
 from tests.support.folder_suites import write_suite
 from tests.support.playing import report
 from tests.support.programs import programs, tree
+from tests.support.records import of
 from tests.tasks.importing import test_stepwise
 
 pytestmark = pytest.mark.anyio
@@ -68,14 +69,7 @@ async def test_tests_that_notice_the_bug_run_first(host: Host, tmp_path: Path, m
     monkeypatch.setattr(certifying, "GOLD_RUNS", 1)
     monkeypatch.setattr(certifying, "MUTANTS", 2)
     ref, plan = TaskRef("s", "1"), TestPlan(kind="pytest", paths=("test_code.py",), timeout_s=60.0)
-    task = Task(
-        ref=ref,
-        family="f",
-        prompt="Find the bug.",
-        files={"code_.py": RIGHT.replace(b"a > b", b"a < b")},
-        allowed=("code_.py",),
-        tests=plan,
-    )
+    task = of(Task, ref=ref, files={"code_.py": RIGHT.replace(b"a > b", b"a < b")}, allowed=("code_.py",), tests=plan)
     oracle = Oracle(ref=ref, hidden={"test_code.py": TESTS}, tests=plan, expected=NAMES, solution={"code_.py": RIGHT})
     suite = write_suite("s", tmp_path / "s", [(task, oracle)], "made by a test")
     machines = Recording(host)
@@ -203,15 +197,7 @@ async def test_the_solutions_of_a_tasks_steps_are_made_one_after_the_other(host:
 async def test_a_certificate_says_that_no_broken_solution_was_tried(host: Host, tmp_path: Path) -> None:
     ref, plan = TaskRef("s", "1"), TestPlan(kind="command", argv=("sh", "-c", "test -s answer"))
     task = Task(ref=ref, family="f", prompt="Write it.", files={"a": b"b"}, allowed=("**",), tests=plan)
-    oracle = Oracle(
-        ref=ref,
-        hidden={},
-        tests=plan,
-        expected=(),
-        solution={},
-        script="echo 42 > answer",
-        grading=Grading(kind="exit_code"),
-    )
+    oracle = of(Oracle, ref=ref, tests=plan, script="echo 42 > answer", grading=Grading(kind="exit_code"))
     suite = write_suite("s", tmp_path / "s", [(task, oracle)], "made by a test")
     made = await certifying.certify(suite, "1", HostMachines(host), report)
     assert (made.verdict, made.mutants, made.notes) == ("certified", 0, (certifying.NO_MUTANTS,)), made

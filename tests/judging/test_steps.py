@@ -11,9 +11,10 @@ from headrace.judging.candidates import Candidate
 from headrace.judging.steps import combined, ends, parts, suspicions
 from headrace.judging.verdicts import Verdict, conclude, recorded
 from headrace.messages.judging import Score
-from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
+from headrace.messages.rollout import Trajectory
 from headrace.messages.sandbox import Snapshot
 from headrace.messages.tasks import CheatRule, Grading, Oracle, Step, Steps, StepTests, Task, TaskRef, TestPlan
+from tests.support.records import of
 
 REF = TaskRef("s", "t")
 PLAN = TestPlan(kind="command", argv=("true",))
@@ -32,20 +33,14 @@ def candidate(reward: Any = "mean", reached: int = 3, **least: dict[str, float])
     later = (Step(prompt="b", files={"given.py": b"import pytest\n"}), Step(prompt="c"))
     task = Task(ref=REF, family="f", prompt="a", files={}, allowed=("**",), tests=PLAN, steps=later)
     diffs = [{"x.txt": str(number).encode()} for number in range(reached)]
-    trajectory = Trajectory(
+    trajectory = of(
+        Trajectory,
         run="r",
-        lane="train",
         group="g",
         slot=1,
         attempt=2,
         id="g-1-2",
         task=REF,
-        family="f",
-        seed=0,
-        policy=PolicyRef(),
-        sampling=Sampling(),
-        outcome="finished",
-        turns=(),
         diff=diffs[-1] | ({"given.py": b"import pytest\n"} if reached > 1 else {}),
         earlier=tuple(Snapshot(diff=diff) for diff in diffs[:-1]),
     )
@@ -149,19 +144,16 @@ def test_the_parts_of_the_reward_are_the_steps_and_a_recorded_score_gives_the_sa
     )
     made = shaped_parts(judged)
     assert list(made) == ["step a", "step b", "step c"] and sum(made.values()) == verdict.value == 2 / 3
-    score = Score(
+    score = of(
+        Score,
         run="r",
-        lane="train",
         group="g",
         slot=1,
         attempt=2,
         trajectory_seq=1,
         task=REF,
-        family="f",
-        judge_version="j",
         verdict=verdict.decision,
         reward=2 / 3,
-        passed=False,
         value=verdict.value,
         steps=verdict.steps,
     )

@@ -7,8 +7,9 @@ import pytest
 
 from headrace.judging import verifiers
 from headrace.judging.checkers import check
-from headrace.messages.tasks import Grading, Oracle, TaskRef, TestPlan
+from headrace.messages.tasks import Grading, Oracle, TaskRef
 from headrace.registry import PluginError, admit
+from tests.support.records import of
 
 pytestmark = pytest.mark.anyio
 
@@ -25,13 +26,8 @@ async def test_a_tasks_data_starts_no_program(tmp_path: Path) -> None:
     ):
         admit(seam, [name])
     reference = {"python": str(program), "taskset": "sums", "config": "{}", "source": "", "data": "{}"}
-    oracle = Oracle(
-        ref=TaskRef("rows", "1"),
-        hidden={},
-        tests=TestPlan(),
-        expected=(),
-        solution={},
-        grading=Grading(kind="checker", checker="verifiers", reference=reference),
+    oracle = of(
+        Oracle, ref=TaskRef("rows", "1"), grading=Grading(kind="checker", checker="verifiers", reference=reference)
     )
     with pytest.raises(PluginError, match="unknown here"):
         await check(oracle, "", "2")

@@ -2,8 +2,8 @@
 
 TRITON_INTERPRET=1 python -m tests.kernels.interpreted [--quick] [kernel ...]
 
---quick leaves out float32, whose path through a kernel is the same without the casts, and `experts`, whose parts
-run alone, and tries two shapes of each.
+--quick leaves out float32, whose path through a kernel is the same without the casts, and `LONG`, whose parts run
+alone, and tries two shapes of each.
 """
 
 import sys
@@ -142,6 +142,9 @@ KERNELS: dict[str, Callable[[], None]] = {
     **interpreted_operators.KERNELS,
 }
 
+LONG = ("experts", "frozen", "experts_block_scaled")
+"""The experts' whole passes. Without them, `operators` runs each operator of experts once."""
+
 if __name__ == "__main__":
     if not dispatch.AVAILABLE:
         sys.exit("no Triton, or neither a GPU nor TRITON_INTERPRET=1")
@@ -151,7 +154,7 @@ if __name__ == "__main__":
     names = [name for name in sys.argv[1:] if name != "--quick"]
     quick = len(names) < len(sys.argv) - 1
     wrong = []
-    for name in names or [name for name in KERNELS if not quick or name != "experts"]:
+    for name in names or [name for name in KERNELS if not quick or name not in LONG]:
         began = time.process_time()
         try:
             KERNELS[name]()

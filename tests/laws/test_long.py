@@ -34,6 +34,7 @@ from tests.conftest import Connect
 from tests.support import records as r
 from tests.support import world
 from tests.support.actors import living
+from tests.support.records import of
 from tests.support.segments import segments_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -132,11 +133,7 @@ async def test_a_trajectory_of_100_000_tokens_in_a_group_of_128(connect: Connect
             seq = await admin.publish(TRAJ.at(run=run, group="g000000"), made)
             score = r.score("g000000", slot, trajectory_seq=seq, passed=slot % 2 == 0, run=run)
             at = await admin.publish(SCORE.at(run=run, judge="j1", group="g000000"), score)
-            closed.append(
-                ClosedSlot(
-                    slot=slot, attempt=0, trajectory_seq=seq, score_seq=at, reward=score.reward, oldest_version=0
-                )
-            )
+            closed.append(of(ClosedSlot, slot=slot, trajectory_seq=seq, score_seq=at, reward=score.reward))
         assert (await admin.get("HR_TRAJ", closed[0].trajectory_seq)).message == long
 
         # The step, exact over every trajectory of the group.

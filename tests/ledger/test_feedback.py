@@ -10,6 +10,7 @@ from headrace.messages.ledger import ClosedSlot, GroupClosed, SlotIssued
 from headrace.messages.product import Feedback, FeedbackPurged, FeedbackSettled, PurgedFeedback
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import LeftOut, StepDone
+from tests.support.records import of
 
 RUN, BRANCH = "r", "r-feedback"
 TASK = TaskRef("client", "t")
@@ -27,10 +28,7 @@ def settled(seq: int, fate: str, group: str = "") -> FeedbackSettled:
 def place(branch: RunState, group: str, seq: int) -> None:
     """SlotIssued and GroupClosed, as the feedback actor writes them."""
     branch.apply(
-        SlotIssued(
-            run=BRANCH, lane="train", group=group, index=0, slot=0, attempt=0, group_size=1, task=TASK, seed=0,
-            min_version=0,
-        ),
+        of(SlotIssued, run=BRANCH, group=group, group_size=1, task=TASK),
         seq,
     )  # fmt: skip
     slot = ClosedSlot(slot=0, attempt=0, trajectory_seq=seq, score_seq=seq, reward=1.0, oldest_version=0)
@@ -39,10 +37,7 @@ def place(branch: RunState, group: str, seq: int) -> None:
 
 
 def step(branch: RunState, number: int, groups: tuple[str, ...], left_out: tuple[LeftOut, ...] = ()) -> None:
-    done = StepDone(
-        run=BRANCH, step=number, manifest_seq=0, groups=groups, staleness_bound=1, waited_s=0.0, version=number + 1,
-        state_hash="h", left_out=left_out,
-    )  # fmt: skip
+    done = of(StepDone, run=BRANCH, step=number, groups=groups, version=number + 1, left_out=left_out)
     branch.apply(done, 0)
 
 

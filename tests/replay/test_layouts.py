@@ -19,7 +19,7 @@ from tests.support.actors import living
 from tests.support.rank_processes import ranks_of
 from tests.support.recorded_run import new_run
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def setting(folder: Path, ranks: int) -> Config:
@@ -79,7 +79,6 @@ async def assert_one_process_is_compared(recorded: RecordedRun) -> None:
         assert not line.holds and line.differences[0].difference > line.differences[0].bound
 
 
-@pytest.mark.slow
 async def test_a_replay_follows_the_ranks_of_each_step(connect: Connect, server: Server, tmp_path: Path) -> None:
     recorded = await recorded_run(connect, tmp_path, ((2, 2), (1, 2)))
     kept = dataclasses.replace(recorded, checkpoints={0: recorded.checkpoints[0]})

@@ -30,6 +30,7 @@ from headrace.sandboxes.client import NodeSilent, Sandboxes, Superseded
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.patience import PATIENCE_S
+from tests.support.records import of
 
 pytestmark = pytest.mark.anyio
 
@@ -37,17 +38,7 @@ CONFIG = Config(environment=Section(backend="process", max_vms=3, judge_share=1,
 
 
 def wanted(group: str, slot: int = 0, *, isolation: Isolation = "group") -> Acquire:
-    return Acquire(
-        run="r1",
-        lane="train",
-        role="rollout",
-        group=group,
-        slot=slot,
-        attempt=0,
-        isolation=isolation,
-        files={"a.txt": b"one"},
-        lease_s=30.0,
-    )
+    return of(Acquire, run="r1", group=group, slot=slot, isolation=isolation, files={"a.txt": b"one"}, lease_s=30.0)
 
 
 async def test_a_lost_sandbox_an_ended_one_and_a_superseded_one_are_told_apart(connect: Connect) -> None:

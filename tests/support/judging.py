@@ -11,10 +11,11 @@ from headrace.config import Environment as Section
 from headrace.judging.rules import VERSION
 from headrace.messages.base import Array
 from headrace.messages.judging import Score
-from headrace.messages.rollout import PolicyRef, Sampling, ToolCall, Trajectory, Turn
+from headrace.messages.rollout import ToolCall, Trajectory, Turn
 from headrace.messages.subjects import SCORE, TRAJ
 from headrace.tasks import open_suite
 from tests.support.paths import ROOT
+from tests.support.records import of
 
 CACHE = str(ROOT / ".cache" / "headrace")
 SUITE = open_suite("generated/train")
@@ -35,27 +36,21 @@ def config(folder: Path, **changes: Any) -> Config:
 
 
 def trajectory(run: str, group: str, diff: dict[str, bytes], *, slot: int = 0, **changes: Any) -> Trajectory:
-    turn = Turn(
-        index=0,
-        segment=0,
+    turn = of(
+        Turn,
         prompt_ids=Array.of([1, 2], "<i4"),
         ids=Array.of([3, 4, 5], "<i4"),
         logprobs=Array.of([-0.5, -0.5, -0.5], "<f4"),
         calls=(ToolCall(id="0.0", name="finish"),),
     )
-    made = Trajectory(
+    made = of(
+        Trajectory,
         run=run,
-        lane="train",
         group=group,
         slot=slot,
-        attempt=0,
         id=f"{group}-{slot}-0",
         task=TASK.ref,
         family=TASK.family,
-        seed=1,
-        policy=PolicyRef(),
-        sampling=Sampling(),
-        outcome="finished",
         turns=(turn,),
         diff=diff,
     )

@@ -26,13 +26,14 @@ from headrace.messages.product import (
     OpenSession,
     Promotion,
 )
-from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling, Span, Trajectory, Turn, TurnDone
+from headrace.messages.rollout import PolicyRef, RolloutRequest, Span, Trajectory, Turn, TurnDone
 from headrace.messages.sandbox import OpResult, SandboxCall, SandboxReply, ToolLog, WriteFiles
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone
 from headrace.messages.weights import WeightHead
 from tests.conftest import Connect
 from tests.support.patience import PATIENCE_S
+from tests.support.records import of
 
 BASE = PolicyRef("pinned", 7)
 """The version that the run promotes and the branch begins at."""
@@ -74,29 +75,22 @@ class Product:
     async def session(self, policy: PolicyRef, user: str = "ab12", **changes: Any) -> str:
         """The id of the trajectory of a new session."""
         group = f"{user}.{uuid4().hex[:12]}"
-        turn = Turn(
-            index=0,
-            segment=0,
+        turn = of(
+            Turn,
             prompt_ids=Array.of([1, 2], "<i4"),
             ids=Array.of([3], "<i4"),
             logprobs=Array.of([-1.0], "<f4"),
             spans=(Span(0, 2, policy.version),),
         )
-        trajectory = Trajectory(
+        trajectory = of(
+            Trajectory,
             run=self.run,
             lane="production",
             group=group,
-            slot=0,
-            attempt=0,
             id=f"{group}-0-0",
             task=TaskRef("client", "default"),
-            family="client",
-            seed=0,
             policy=policy,
-            sampling=Sampling(),
-            outcome="finished",
             turns=(turn,),
-            diff={},
         )
         trajectory = msgspec.structs.replace(trajectory, **changes)
         await (await self.bus("rollout")).publish(subjects.TRAJ.at(run=self.run, group=group), trajectory)
@@ -111,9 +105,7 @@ class Product:
     async def leave_traces(self, user: str) -> RolloutRequest:
         """Records of a user where no subject names the user. Returns the request that waits in HR_TASK."""
         gateway, task = await self.bus("gateway"), TaskRef("workspace", "light")
-        request = RolloutRequest(
-            run=self.run, lane="production", group=f"{user}.a", slot=0, attempt=0, task=task, seed=0, policy=BASE
-        )
+        request = of(RolloutRequest, run=self.run, lane="production", group=f"{user}.a", task=task, policy=BASE)
         issued = attempt_record(self.run, request.group, task, 0, 0)
         await gateway.publish(subjects.LEDGER.at(run=self.run, group=request.group), issued)
         where = subjects.TASK.at(run=self.run, lane="production", suite="workspace")
@@ -123,14 +115,12 @@ class Product:
         )
         lost = msgspec.structs.replace(request, group=f"{user}.b", prompt="my prompt " * 1000)
         payload, headers = encode(lost)
-        letter = DeadLetter(
+        letter = of(
+            DeadLetter,
             stream="HR_TASK",
-            consumer="c",
             stream_seq=1,
             subject=where,
             type="rollout_request",
-            reason="unusable",
-            deliveries=1,
             headers=headers | {"Nats-Msg-Id": f"{self.run}.{lost.trajectory}"},
             payload=payload,
         )
@@ -197,17 +187,7 @@ class Product:
             "HR_SCORE", subjects.CLOSE.where(run=self.branch)
         )]  # fmt: skip
         names = tuple(each.group for each in groups if isinstance(each, GroupClosed))[2 * step : 2 * step + 2]
-        done = StepDone(
-            run=self.branch,
-            step=step,
-            manifest_seq=1,
-            groups=names,
-            staleness_bound=1,
-            waited_s=0.0,
-            version=step + 1,
-            state_hash="h",
-            trained_slots=2,
-        )
+        done = of(StepDone, run=self.branch, step=step, groups=names, version=step + 1, trained_slots=2)
         await (await self.bus("trainer")).publish(subjects.STEP.at(run=self.branch), done)
 
     async def evaluated(self, request: EvalRequest, passes: dict[str, bool]) -> None:

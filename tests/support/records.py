@@ -1,31 +1,78 @@
 """Hand-made records of a run, for tests of the readers of its streams: small, complete, and easy to break."""
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
 
 from headrace.messages.base import Array, Message
 from headrace.messages.judging import Score
 from headrace.messages.ledger import ClosedSlot, GroupClosed, GroupDropped, SlotIssued
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import Lane, PolicyRef, RolloutRequest, Sampling, SlotFailed, Span, Trajectory, Turn
-from headrace.messages.tasks import TaskRef
+from headrace.messages.tasks import TaskRef, TestPlan
 from headrace.messages.training import BatchGroup, StepDone, StepFailed, StepManifest
 
 RUN = "r20260101-000000-s1"
 TASK = TaskRef("generated/train", "t0")
+S = TypeVar("S", bound=msgspec.Struct)
+USUAL: dict[str, Any] = {
+    "run": RUN,
+    "lane": "train",
+    "role": "rollout",
+    "group": "g000000",
+    "group_size": 2,
+    "isolation": "group",
+    "task": TASK,
+    "ref": TASK,
+    "family": "one_line",
+    "allowed": ("**",),
+    "tests": TestPlan(),
+    "seed": 1,
+    "policy": PolicyRef(),
+    "sampling": Sampling(),
+    "outcome": "finished",
+    "verdict": "passed",
+    "staleness_bound": 1,
+    "state": "running",
+    "state_hash": "0" * 32,
+    "judge_version": "j1",
+    "prompt_ids": Array.of([], "<i4"),
+    "ids": Array.of([], "<i4"),
+    "logprobs": Array.of([], "<f4"),
+}
+"""What `of` gives to a field of that name."""
+LEAST: dict[type[inspect.Type], Any] = {
+    inspect.StrType: "",
+    inspect.IntType: 0,
+    inspect.FloatType: 0.0,
+    inspect.BoolType: False,
+    inspect.BytesType: b"",
+    inspect.VarTupleType: (),
+    inspect.DictType: {},
+    inspect.UnionType: None,
+}
+
+
+def of(cls: type[S], **fields: Any) -> S:
+    """A struct with the fields that a test cares about. The other required ones have their `USUAL` value, or the least
+    of their type; an attempt's id follows from its group, slot and attempt."""
+    shape = inspect.type_info(cls)
+    assert isinstance(shape, inspect.StructType)
+    for field in shape.fields:
+        if field.required and field.name not in fields:
+            fields[field.name] = USUAL.get(field.name, LEAST.get(type(field.type)))
+    if cls is Trajectory and not fields["id"]:
+        fields["id"] = "{group}-{slot}-{attempt}".format_map(fields)
+    return cls(**fields)
 
 
 def letter(msg_id: str) -> DeadLetter:
     """The dead letter of a request that nobody could fill."""
-    return DeadLetter(
-        stream="HR_TASK",
-        consumer="rollout",
-        stream_seq=1,
-        subject="hr.task",
-        type="rollout_request",
-        reason="poison",
-        deliveries=5,
-        headers={"Nats-Msg-Id": msg_id},
-        payload=b"",
+    headers = {"Nats-Msg-Id": msg_id}
+    return of(
+        DeadLetter, stream="HR_TASK", consumer="rollout", type="rollout_request", reason="poison", headers=headers
     )
 
 
@@ -48,15 +95,10 @@ def issued(
 
 
 def failed(
-    group: str,
-    slot: int = 0,
-    attempt: int = 0,
-    reason: str = "sandbox_lost",
-    lane: Lane = "train",
-    run: str = RUN,
+    group: str, slot: int = 0, attempt: int = 0, reason: str = "sandbox_lost", lane: Lane = "train", run: str = RUN
 ) -> SlotFailed:
     """Our own parts failed an attempt."""
-    return SlotFailed(run=run, lane=lane, group=group, slot=slot, attempt=attempt, reason=reason)
+    return of(SlotFailed, run=run, lane=lane, group=group, slot=slot, attempt=attempt, reason=reason)
 
 
 def score(
@@ -152,11 +194,10 @@ def done(
     run: str = RUN,
 ) -> StepDone:
     """A step that was taken."""
-    return StepDone(
-        run=run, step=step, incarnation=incarnation, version=step + 1, state_hash=state_hash, manifest_seq=manifest_seq,
-        groups=tuple(groups), trained_slots=slots, loss=0.0, grad_norm=0.0, learning_rate=0.0, reward_mean=0.0,
-        pass_rate=0.0, tokens=0, staleness={}, staleness_max=0, staleness_bound=bound, k1=0.0, k3=0.0, max_abs_dlp=0.0,
-        rescored_tokens=0, exact=True, seconds=0.0, waited_s=0.0,
+    return of(
+        StepDone, run=run, step=step, incarnation=incarnation, version=step + 1, state_hash=state_hash,
+        manifest_seq=manifest_seq, groups=tuple(groups), trained_slots=slots, staleness_bound=bound, max_abs_dlp=0.0,
+        exact=True,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from headrace.config import Algorithm, Config, Curriculum, MidTraining, Policy, Trainer
 from headrace.messages.base import Array
 from headrace.messages.judging import Score
-from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
+from headrace.messages.rollout import Span, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import BatchGroup, StepManifest
 from headrace.policy.cache import KVCache
@@ -18,6 +18,7 @@ from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.policy.seam import PolicyModel
 from headrace.rendering.tokenizer import Tokenizer
+from tests.support.records import of
 
 VOCAB = 340
 SECTION = Policy(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_dim=32, vocab=VOCAB)
@@ -109,21 +110,15 @@ def episodes(models: Mapping[int, PolicyModel], wanted: Sequence[Sampled], spans
                 )
             )
     return [
-        Trajectory(
+        of(
+            Trajectory,
             run="r",
-            lane="train",
             group=request.group,
             slot=request.slot,
-            attempt=0,
             id=f"{request.group}-{request.slot}-0",
             task=TaskRef("even", str(word)),
-            family="even",
             seed=request.seed,
-            policy=PolicyRef(),
-            sampling=Sampling(),
-            outcome="finished",
             turns=tuple(made),
-            diff={},
             fingerprint=first.numerics.fingerprint,
         )
         for request, word, made in zip(wanted, words, turns, strict=True)
@@ -132,17 +127,12 @@ def episodes(models: Mapping[int, PolicyModel], wanted: Sequence[Sampled], spans
 
 def score(trajectory: Trajectory) -> Score:
     said = [token for turn in trajectory.turns for token in turn.ids.tolist()]
-    return Score(
+    return of(
+        Score,
         run="r",
-        lane="train",
         group=trajectory.group,
         slot=trajectory.slot,
-        attempt=0,
-        trajectory_seq=0,
         task=trajectory.task,
-        family="even",
-        judge_version="j",
-        verdict="passed",
         reward=sum(token % 2 == 0 for token in said) / len(said),
         passed=all(token % 2 == 0 for token in said),
     )
@@ -165,14 +155,13 @@ def batch(models: Mapping[int, PolicyModel], version: int, versions: Sequence[in
         )
         for number, name in enumerate(names)
     ]
-    manifest = StepManifest(
+    manifest = of(
+        StepManifest,
         run="r",
         step=version,
         version=version,
-        base_hash="",
         groups=tuple(groups),
         seed=version,
-        code="test",
         fingerprint=NUMERICS.fingerprint,
     )
     return manifest, trajectories, {1000 + seq: score(made) for seq, made in trajectories.items()}

@@ -292,5 +292,6 @@ def test_a_trainer_that_scores_nothing_again_plans_nothing_for_it() -> None:
     assert before.undo > 0 and before.scoring > 0
     assert (after.undo, after.versions, after.scoring) == (0, 0, 0)
     assert before._replace(undo=0, versions=0, scoring=0) == after
-    ranks = plan(QWEN["0.6B"], scored._replace(devices=2)), plan(QWEN["0.6B"], layout._replace(devices=2))
+    few = msgspec.structs.replace(QWEN["0.6B"], layers=2)
+    ranks = plan(few, scored._replace(devices=2)), plan(few, layout._replace(devices=2))
     assert ranks[0].versions > ranks[1].versions == 0, "nor masters set aside"

@@ -127,6 +127,7 @@ async def goes_on(feeder: RunFeeder, marker: Path) -> str:
     return told
 
 
+@pytest.mark.slow
 async def test_a_step_in_which_nothing_moves_ends_its_group_and_is_taken_again(
     connect: Connect,
     server: Server,
@@ -146,6 +147,7 @@ async def test_a_step_in_which_nothing_moves_ends_its_group_and_is_taken_again(
     )
 
 
+@pytest.mark.slow
 async def test_a_rank_that_a_signal_stops_is_killed_and_its_step_is_taken_again(
     connect: Connect, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +178,7 @@ ALONE = (
 )
 
 
+@pytest.mark.slow
 async def test_a_process_whose_thread_stays_in_a_lost_group_ends(
     connect: Connect, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

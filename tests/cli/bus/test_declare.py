@@ -132,8 +132,3 @@ def test_a_broker_of_accounts_serves_the_runs_that_have_one(tmp_path: Path, caps
         assert not (tmp_path / "runs" / "r3").exists()
     finally:
         uvloop.run(server.stop())
-
-
-def test_without_an_address_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["bus", "declare"]) == 4
-    assert "expected a broker" in capsys.readouterr().err

@@ -25,30 +25,6 @@ def test_number_and_address_come_from_torchrun_or_slurm() -> None:
     assert master_of(torchrun) == "", "this is the store of its agent"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ((), "trainer.node_ranks: expected fewer"),
-        (
-            TWO_NODES,
-            "expected this machine's number: --node N, or one of NODE_RANK, GROUP_RANK, SLURM_NODEID",
-        ),
-    ],
-)
-def test_a_run_of_one_node_and_a_node_without_number_are_refused(
-    words: tuple[str, ...],
-    says: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "run.toml").write_text("")
-    assert main(["trainer", "join", str(tmp_path / "run.toml"), *words]) == 2
-    assert says in capsys.readouterr().err
-
-
 def test_one_process_of_a_machine_joins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -38,44 +37,6 @@ def test_an_image_is_imported_shown_and_forgotten(tmp_path: Path, capsys: pytest
     assert main(["vm", "gc", "--forget", "mine", *here]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("MiB freed")
     assert {path.name for path in (tmp_path / "cache").iterdir()} <= {"lock", "probe.json"}
-
-
-@pytest.mark.parametrize(
-    ("args", "sentence"),
-    [
-        (["images", "nowhere.tar"], "nowhere.tar can't be imported: there is no such file"),
-        (["gc", "--forget", "nobody"], "there is no image 'nobody'"),
-        (["build", "nobody"], "there is no template 'nobody'; known are light, debian"),
-        (["run", "--template", "light"], "light has no command of its own"),
-        (["run", "--template", "nobody", "--", "true"], "there is no template 'nobody'"),
-        (["run", "--push", "nowhere", "--", "true"], "nowhere cannot be read: No such file or directory"),
-        (["run", "--template", "a/../b", "--", "true"], "there is no template 'a/../b'"),
-        (["images", "/dev/zero"], "/dev/zero can't be imported: it is neither a file nor a folder"),
-    ],
-)
-def test_mistakes_are_one_sentence(
-    args: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("headrace.cli.vm.end_together", lambda: None)
-    assert main(args if args[0] == "images" else ["vm", *args]) == 3
-    said = capsys.readouterr().err
-    assert said.startswith("headrace: ") and sentence in said and said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("args", "sentence"),
-    [
-        (["run", "--env", "NAME", "--", "true"], "expected NAME=VALUE, got 'NAME'"),
-        (["run", "--timeout", "nan", "--", "true"], "expected a number > 0, got 'nan'"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused_first(
-    args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["vm", *args]) == 2
-    error = capsys.readouterr().err
-    assert re.search(sentence, error) and error.startswith("headrace: ") and error.count("\n") == 1
 
 
 @pytest.mark.vm

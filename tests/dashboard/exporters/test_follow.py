@@ -20,23 +20,19 @@ from headrace.dashboard.watch import FINISHED, Watch
 from headrace.messages import subjects as s
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.operations import Event
-from headrace.messages.rollout import PolicyRef
 from headrace.messages.training import Behaviour, Efficiency, StepDone
 from tests.conftest import Connect
+from tests.support.records import of
 
 pytestmark = pytest.mark.anyio
 
 
 def step(run: str, number: int, reward: float = 0.5) -> StepDone:
-    return StepDone(
+    return of(
+        StepDone,
         run=run,
         step=number,
         version=number + 1,
-        state_hash="0" * 32,
-        manifest_seq=1,
-        groups=(),
-        staleness_bound=1,
-        waited_s=0.0,
         reward_mean=reward,
         behaviour=Behaviour(calls_per_turn=1.5, reads_before_edit=2.0, tested=0.5, lint_fixed=0.0, asked=0.25),
         efficiency=Efficiency(seconds={"busy": 3.0, "batch": 1.0}, wall_s=4.0, trained_tokens=100, model_flops=8.0),
@@ -47,17 +43,8 @@ async def publish(bus: Bus, run: str, numbers: range, finish: bool) -> None:
     for number in numbers:
         await bus.publish(s.STEP.at(run=run), step(run, number, number / 10))
     if finish:
-        done = EvalResult(
-            id="e1",
-            run=run,
-            suite="s",
-            policy=PolicyRef(),
-            version=3,
-            tasks=4,
-            passed=1,
-            rate=0.25,
-            infra_failures=0,
-            reason="heldout_after_t1",
+        done = of(
+            EvalResult, id="e1", run=run, suite="s", version=3, tasks=4, passed=1, rate=0.25, reason="heldout_after_t1"
         )
         await bus.publish(s.EVENT.at(run=run, actor="evaluator", type="eval_result"), done)
     end = Event(actor="curriculum", id="c", run=run, kind=FINISHED)
@@ -116,16 +103,15 @@ async def test_a_figure_of_the_loss_reaches_every_exporter_by_its_name(connect: 
 
 
 def test_evaluations_while_training_goes_on_are_a_curve_over_versions() -> None:
-    result = EvalResult(
+    result = of(
+        EvalResult,
         id="step-4-generated-dev",
         run="r1",
         suite="generated/dev",
-        policy=PolicyRef("pinned", 5),
         version=5,
         tasks=4,
         passed=1,
         rate=0.25,
-        infra_failures=0,
         reason="during_generated/dev",
     )
     assert figures(result, 9) == (5, {"eval/generated/dev/rate": 0.25, "eval/generated/dev/infra_failures": 0.0})

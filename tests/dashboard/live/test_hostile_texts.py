@@ -41,6 +41,7 @@ from tests.dashboard.live.test_page import (
 from tests.support import records
 from tests.support.hostile import MARK, PAYLOAD, SHOWN, hostile
 from tests.support.keys import Writers
+from tests.support.records import of
 
 if TYPE_CHECKING:
     from selenium import webdriver
@@ -84,15 +85,10 @@ async def fill(bus: Writers) -> int:
         (s.SCORE.at(run=RUN, judge="judge", group=GROUP), scored),
         (s.CLOSE.at(run=RUN, group=GROUP), GroupDropped(run=RUN, group=GROUP, reason="stale", group_size=2)),
         (s.STEP.at(run=RUN), step(3)),
-        (s.DLQ.at(stream="traj", consumer="judge"), DeadLetter(
-            stream="HR_TRAJ", consumer="judge", stream_seq=1, subject="x", type="x", reason="x", deliveries=1,
-            headers={"a": "x"}, payload=b"x", trace="x", command="x")),
+        (s.DLQ.at(stream="traj", consumer="judge"), of(DeadLetter, stream_seq=1, trace="x", command="x")),
     ):  # fmt: skip
         await bus.publish(subject, hostile(record, *keep))
-    measured = EvalResult(
-        id="e1", run=RUN, suite="x", policy=PolicyRef(), version=1, tasks=2, passed=1, rate=0.5, infra_failures=0,
-        reason="x",
-    )  # fmt: skip
+    measured = of(EvalResult, id="e1", run=RUN, suite="x", version=1, tasks=2, passed=1, rate=0.5, reason="x")
     verdict = GateVerdict(
         run=RUN, candidate=PolicyRef("pinned", 3), promoted=PolicyRef("pinned", 1), stage="shadow", reason="x"
     )

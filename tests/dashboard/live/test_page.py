@@ -26,11 +26,12 @@ from headrace.messages.judging import CriterionScore, RubricScore, Score
 from headrace.messages.ledger import ClosedSlot, GroupClosed, GroupDropped, SlotIssued
 from headrace.messages.operations import Event, Heartbeat, Metric
 from headrace.messages.product import CapacityLease, GateVerdict, lease_key
-from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
+from headrace.messages.rollout import PolicyRef, Span, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import Efficiency, StepDone, TokenGap, TokenGaps
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
 from tests.support.keys import Writers, as_writers
+from tests.support.records import of
 
 if TYPE_CHECKING:
     from selenium import webdriver
@@ -41,20 +42,15 @@ pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no browser: apt-get install chromium chromium-driver"),
 ]
 RUN, PATIENCE_S = "rpage", 60
-RUBRIC = RubricScore(
+RUBRIC = of(
+    RubricScore,
     rubric="practices",
-    digest="d",
     model="judge-model",
     value=0.25,
     criteria=(
         CriterionScore(id="scope", weight=1.0, met=0.5, reason="It changes one line: 'return a + b'."),
         CriterionScore(id="leaves_debris", weight=0.5, pitfall=True, met=1.0, reason="It leaves <b>print(a)</b>."),
     ),
-    calls=2,
-    cached=0,
-    prompt_tokens=0,
-    completion_tokens=0,
-    cost=0.0,
 )
 TASK = TaskRef("generated/train", "t1")
 
@@ -64,15 +60,12 @@ def originals(_: TaskRef) -> Mapping[str, bytes]:
 
 
 def step(number: int) -> StepDone:
-    return StepDone(
+    return of(
+        StepDone,
         run=RUN,
         step=number,
         version=number + 1,
-        state_hash="0" * 32,
-        manifest_seq=1,
         groups=("g000001",),
-        staleness_bound=1,
-        waited_s=0.5,
         seconds=1.0,
         pass_rate=0.5,
         staleness={"0": 90, "1": 10},
@@ -80,9 +73,8 @@ def step(number: int) -> StepDone:
 
 
 def attempt() -> Trajectory:
-    turn = Turn(
-        index=0,
-        segment=0,
+    turn = of(
+        Turn,
         prompt_ids=Array.of([1, 2], "<i4"),
         ids=Array.of([3, 4], "<i4"),
         logprobs=Array.of([-0.5, -2.0], "<f4"),
@@ -93,19 +85,12 @@ def attempt() -> Trajectory:
         ),
         results=(ToolResult(call_id="c1", ok=True, output="def add"), ToolResult(call_id="c2", ok=True, output="none")),
     )
-    return Trajectory(
+    return of(
+        Trajectory,
         run=RUN,
-        lane="train",
         group="g000001",
-        slot=0,
-        attempt=0,
         id="g000001-0-0",
         task=TASK,
-        family="one_line",
-        seed=1,
-        policy=PolicyRef(),
-        sampling=Sampling(),
-        outcome="finished",
         turns=(turn,),
         diff={"a.py": b"def add(a, b):\n    return a + b\n"},
         backend="qemu",
@@ -114,17 +99,21 @@ def attempt() -> Trajectory:
 
 def score(group: str, slot: int, seq: int, passed: bool) -> Score:
     """A score without parts of the attempt at `seq`."""
-    return Score(
-        run=RUN, lane="train", group=group, slot=slot, attempt=0, trajectory_seq=seq, task=TASK, family="one_line",
-        judge_version="1", verdict="passed" if passed else "failed", reward=float(passed), passed=passed,
-    )  # fmt: skip
+    return of(
+        Score,
+        run=RUN,
+        group=group,
+        slot=slot,
+        trajectory_seq=seq,
+        task=TASK,
+        verdict="passed" if passed else "failed",
+        reward=float(passed),
+        passed=passed,
+    )
 
 
 def issued(group: str, index: int, slot: int) -> SlotIssued:
-    return SlotIssued(
-        run=RUN, lane="train", group=group, index=index, slot=slot, attempt=0, group_size=2, task=TASK, seed=1,
-        min_version=0,
-    )  # fmt: skip
+    return of(SlotIssued, run=RUN, group=group, index=index, slot=slot, task=TASK)
 
 
 async def fill(bus: Bus) -> int:
@@ -222,10 +211,17 @@ async def test_history_and_live_records_are_on_the_page(site: Site, browser: "we
     await until(lambda: browser.execute_script("return headrace.state.users !== null"))
     async with writers(site) as bus:
         await bus.publish(s.STEP.at(run=RUN), step(1))
-        measured = EvalResult(
-            id="e1", run=RUN, suite="generated/" + "held" * 9, policy=PolicyRef(), version=1, tasks=2, passed=1,
-            rate=0.5, infra_failures=0, reason="heldout_after_greedy",
-        )  # fmt: skip
+        measured = of(
+            EvalResult,
+            id="e1",
+            run=RUN,
+            suite="generated/" + "held" * 9,
+            version=1,
+            tasks=2,
+            passed=1,
+            rate=0.5,
+            reason="heldout_after_greedy",
+        )
         await bus.publish(s.EVENT.at(run=RUN, actor="evaluator", type="eval_result"), measured)
         event = Event(actor="judge", id="j", run=RUN, kind="greeting", text="a live <b>event</b>")
         await bus.publish(s.EVENT.at(run=RUN, actor="judge", type="event"), event)
@@ -292,9 +288,7 @@ async def test_groups_and_the_ledger_add_up(site: Site, browser: "webdriver.Chro
                                reward=made.reward, oldest_version=0)
                 )  # fmt: skip
             if group in ("views-fail", "views-mixed"):
-                closing = GroupClosed(
-                    run=RUN, group=group, task=TASK, group_size=2, slots=tuple(closed), oldest_version=0
-                )
+                closing = of(GroupClosed, run=RUN, group=group, task=TASK, slots=tuple(closed))
                 await bus.publish(s.CLOSE.at(run=RUN, group=group), closing)
         dropped = GroupDropped(run=RUN, group="views-stale", reason="stale", detail="too old", group_size=2)
         await bus.publish(s.CLOSE.at(run=RUN, group="views-stale"), dropped)

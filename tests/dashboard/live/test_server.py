@@ -26,11 +26,12 @@ from headrace.messages.base import Array
 from headrace.messages.judging import CriterionScore, RubricScore, Score
 from headrace.messages.operations import DeadLetter, Heartbeat
 from headrace.messages.product import promotion_key
-from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
+from headrace.messages.rollout import Span, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone, TokenGap
 from tests.conftest import Connect
 from tests.support.paths import ROOT
+from tests.support.records import of
 
 WEB = ROOT / "headrace" / "dashboard" / "live" / "web"
 
@@ -90,10 +91,7 @@ STREAMS = ("HR_STEP", "HR_EVENT", "HR_SCORE", "HR_TRAJ", "HR_LEDGER", "KV_HR_PRO
 
 
 def step(run: str) -> StepDone:
-    return StepDone(
-        run=run, step=0, version=1, state_hash="0" * 32, manifest_seq=1, groups=("g1",), staleness_bound=1,
-        waited_s=0.5, seconds=1.0, pass_rate=0.5, staleness={"0": 90},
-    )  # fmt: skip
+    return of(StepDone, run=run, version=1, groups=("g1",), seconds=1.0, pass_rate=0.5, staleness={"0": 90})
 
 
 @pytest.fixture
@@ -110,36 +108,19 @@ async def page(connect: Connect) -> AsyncIterator[tuple[LivePage, Address, Bus]]
 @pytest.mark.anyio
 async def test_users_records_need_a_token(page: tuple[LivePage, Address, Bus]) -> None:
     live, address, bus = page
-    made = Trajectory(
+    made = of(
+        Trajectory,
         run=live.run,
         lane="production",
         group="0123abcd.s1",
-        slot=0,
-        attempt=0,
         id="0123abcd.s1-0-0",
         task=TaskRef("user", "x"),
-        family="user",
-        seed=1,
-        policy=PolicyRef(),
-        sampling=Sampling(),
-        outcome="finished",
-        turns=(),
         diff={"secret.py": b"1"},
     )
     seq = await bus.publish(s.TRAJ.at(run=live.run, group=made.group), made)
     subject = f"hr.task.{live.run}.production.user"
     for what in (subject, f"hr.task.{live.run}.train.generated"):
-        letter = DeadLetter(
-            stream="HR_TASK",
-            consumer="c",
-            stream_seq=seq,
-            subject=what,
-            type="rollout_request",
-            reason="broken",
-            deliveries=5,
-            headers={},
-            payload=b"a user's prompt",
-        )
+        letter = of(DeadLetter, stream_seq=seq, subject=what)
         await bus.publish(s.DLQ.at(stream="hr_task", consumer="c"), letter)
     token, key = bearer(live.access.token(60)), bearer(live.access.key)
     async with aiohttp.ClientSession(address.url, headers=key) as http:
@@ -163,21 +144,21 @@ async def test_an_attempt_has_the_parts_of_its_reward_and_the_judge_s_reasons(
 ) -> None:
     live, address, bus = page
     task = TaskRef("generated/train", "x")
-    made = Trajectory(
-        run=live.run, lane="train", group="g1", slot=0, attempt=0, id="g1-0-0", task=task, family="f", seed=1,
-        policy=PolicyRef(), sampling=Sampling(), outcome="finished", turns=(), diff={},
-    )  # fmt: skip
+    made = of(Trajectory, run=live.run, group="g1", id="g1-0-0", task=task)
     seq = await bus.publish(s.TRAJ.at(run=live.run, group="g1"), made)
     criterion = CriterionScore(id="scope", weight=1.0, met=0.5, reason="It says 'return a + b'.")
-    rubric = RubricScore(
-        rubric="practices", digest="d", model="m", value=0.5, criteria=(criterion,), calls=1, cached=0,
-        prompt_tokens=0, completion_tokens=0, cost=0.0,
-    )  # fmt: skip
-    score = Score(
-        run=live.run, lane="train", group="g1", slot=0, attempt=0, trajectory_seq=seq, task=task, family="f",
-        judge_version="1", verdict="passed", reward=0.97, passed=True, parts={"tests": 1.0, "length": -0.03},
+    rubric = of(RubricScore, rubric="practices", value=0.5, criteria=(criterion,))
+    score = of(
+        Score,
+        run=live.run,
+        group="g1",
+        trajectory_seq=seq,
+        task=task,
+        reward=0.97,
+        passed=True,
+        parts={"tests": 1.0, "length": -0.03},
         rubric=rubric,
-    )  # fmt: skip
+    )
     await bus.publish(s.SCORE.at(run=live.run, judge="judge", group="g1"), score)
     async with aiohttp.ClientSession(address.url, headers=bearer(live.access.key)) as http:
         shown = await (await http.get(f"/api/trajectory/{seq}")).json()
@@ -191,10 +172,7 @@ def gaps_by_turn(values: list[float] | None, segments: tuple[int, ...] = (0, 0, 
              logprobs=Array.of([-0.5, -0.5], "<f4"), spans=())
         for index, segment in enumerate(segments)
     )  # fmt: skip
-    made = Trajectory(
-        run="r", lane="train", group="g1", slot=0, attempt=0, id="g1-0-0", task=TaskRef("s", "x"), family="f", seed=1,
-        policy=PolicyRef(), sampling=Sampling(), outcome="finished", turns=turns, diff={},
-    )  # fmt: skip
+    made = of(Trajectory, run="r", group="g1", id="g1-0-0", task=TaskRef("s", "x"), turns=turns)
     array = Array.of(values, "<f4") if values else None
     return by_turn(made, None if values is None else TokenGap(trajectory="g1-0-0", engine="", tokens=6, gaps=array))
 
@@ -218,9 +196,8 @@ async def test_behaviour_is_of_the_train_lane_and_goes_on_after_a_sequence(
 ) -> None:
     live, address, bus = page
     names = ("read_file", "search", "lint", "edit", "read_file", "run_tests", "lint")
-    turn = Turn(
-        index=0,
-        segment=0,
+    turn = of(
+        Turn,
         prompt_ids=Array.of([1], "<i4"),
         ids=Array.of([2], "<i4"),
         logprobs=Array.of([-0.5], "<f4"),
@@ -231,22 +208,7 @@ async def test_behaviour_is_of_the_train_lane_and_goes_on_after_a_sequence(
             ToolResult(call_id="c6", ok=True, output="no problems"),
         ),
     )
-    made = Trajectory(
-        run=live.run,
-        lane="train",
-        group="g1",
-        slot=0,
-        attempt=0,
-        id="g1-0-0",
-        task=TaskRef("generated/train", "x"),
-        family="f",
-        seed=1,
-        policy=PolicyRef(),
-        sampling=Sampling(),
-        outcome="finished",
-        turns=(turn,),
-        diff={},
-    )
+    made = of(Trajectory, run=live.run, group="g1", id="g1-0-0", task=TaskRef("generated/train", "x"), turns=(turn,))
     first = await bus.publish(s.TRAJ.at(run=live.run, group="g1"), made)
     user = msgspec.structs.replace(made, lane="production", group="0123abcd.s1", id="0123abcd.s1-0-0")
     await bus.publish(s.TRAJ.at(run=live.run, group=user.group), user)

@@ -11,6 +11,7 @@ from headrace.judging.solutions import leaks
 from headrace.messages.sandbox import Acquire, Exec, Sandbox, WriteFiles
 from headrace.messages.tasks import Oracle, Step, Steps, StepTests, Task, TaskRef, TestPlan
 from headrace.vmhost.node.host import Host
+from tests.support.records import of
 
 pytestmark = pytest.mark.anyio
 
@@ -121,14 +122,7 @@ def test_a_file_that_gets_another_name_is_no_leak() -> None:
     lines = "".join(f"value_{number} = compute({number}, 'a long enough line')\n" for number in range(12)).encode()
     edited = lines + b"value_12 = compute(12, 'one more line, which the repair adds')\n"
     plan = TestPlan(kind="pytest")
-    task = Task(
-        ref=TaskRef("s", "1"),
-        family="f",
-        prompt="move it",
-        files={"a.txt": lines, "b/c.txt": lines[::-1]},
-        allowed=(),
-        tests=plan,
-    )
+    task = of(Task, ref=TaskRef("s", "1"), files={"a.txt": lines, "b/c.txt": lines[::-1]}, allowed=(), tests=plan)
     for solution in ({"new.txt": lines}, {"new.txt": edited}, {"d/a.txt": lines, "d/c.txt": lines[::-1]}):
         known = Oracle(ref=TaskRef("s", "1"), hidden={}, tests=plan, expected=(), solution=solution)
         assert leaks.told(task, known, task.files, solution, ("a.txt", "b/c.txt")).leaks == ()

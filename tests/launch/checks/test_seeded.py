@@ -90,43 +90,24 @@ def gone(file: Path) -> dict[str, Any]:
     return {}
 
 
-FOLDERS: dict[str, tuple[Seed, str]] = {
-    "a missing shard": (lambda model: gone(shards(model)[1]), "policy.checkpoint"),
-    "a shard of no bytes": (lambda model: cut(shards(model)[1], 0), "policy.checkpoint"),
-    "a shard whose end is missing": (
-        lambda model: cut(shards(model)[2], shards(model)[2].stat().st_size - 1),
-        "policy.checkpoint",
+CHECKPOINTS: dict[str, Seed] = {
+    "a missing shard": lambda model: gone(shards(model)[1]),
+    "a shard of no bytes": lambda model: cut(shards(model)[1], 0),
+    "a shard whose end is missing": lambda model: cut(shards(model)[2], shards(model)[2].stat().st_size - 1),
+    "an index that is no JSON": lambda model: cut(model / "model.safetensors.index.json", 1),
+    "shards without their index": lambda model: gone(model / "model.safetensors.index.json"),
+    "a missing head": lambda model: rewritten(model, lambda raw: raw.update(tie_word_embeddings=True)),
+    "a wrong shape": lambda model: rewritten(model, lambda raw: raw.update(moe_intermediate_size=96)),
+    "a missing layer": lambda model: rewritten(model, lambda raw: raw.update(num_hidden_layers=2)),
+    "a stop id outside the vocabulary": lambda model: edit(
+        model / "generation_config.json", eos_token_id=[SHAPE["vocab_size"]]
     ),
-    "an index that is no JSON": (
-        lambda model: cut(model / "model.safetensors.index.json", 1),
-        "policy.checkpoint",
+    "a tokenizer larger than the embedding": lambda model: (
+        rewritten(model, lambda raw: raw.update(vocab_size=300)) or edit(model / "config.json", vocab_size=300)
     ),
-    "shards without their index": (
-        lambda model: gone(model / "model.safetensors.index.json"),
-        "policy.checkpoint",
-    ),
-    "a missing head": (
-        lambda model: rewritten(model, lambda raw: raw.update(tie_word_embeddings=True)),
-        "policy.checkpoint",
-    ),
-    "a wrong shape": (
-        lambda model: rewritten(model, lambda raw: raw.update(moe_intermediate_size=96)),
-        "policy.checkpoint",
-    ),
-    "a missing layer": (
-        lambda model: rewritten(model, lambda raw: raw.update(num_hidden_layers=2)),
-        "policy.checkpoint",
-    ),
-    "a stop id outside the vocabulary": (
-        lambda model: edit(model / "generation_config.json", eos_token_id=[SHAPE["vocab_size"]]),
-        "policy.checkpoint",
-    ),
-    "a tokenizer larger than the embedding": (
-        lambda model: (
-            rewritten(model, lambda raw: raw.update(vocab_size=300)) or edit(model / "config.json", vocab_size=300)
-        ),
-        "policy.checkpoint",
-    ),
+}
+"""Faults of a folder; the key is `policy.checkpoint`."""
+FOLDERS: dict[str, tuple[Seed, str]] = {name: (seed, "policy.checkpoint") for name, seed in CHECKPOINTS.items()} | {
     "positions below the limits": (
         lambda model: edit(model / "config.json", max_position_embeddings=4096) | {"limits.context_tokens": 8192},
         "limits.context_tokens",
@@ -171,23 +152,11 @@ GPUS: dict[str, Any] = {
 }
 NO_MEMORY = Machine(8, memory=1)
 HOSTS: dict[str, tuple[dict[str, Any], Machine, str]] = {
-    "a server on the trainer's GPU": (
-        {DEVICES: ["3,4", "6,7"]},
-        Machine(8),
-        DEVICES,
-    ),
+    "a server on the trainer's GPU": ({DEVICES: ["3,4", "6,7"]}, Machine(8), DEVICES),
     "a server on a GPU that is not there": ({}, Machine(6), DEVICES),
-    "more ranks than GPUs": (
-        {"trainer.mesh.shard": 16, DEVICES: ["20,21", "22,23"]},
-        Machine(8),
-        "both",
-    ),
+    "more ranks than GPUs": ({"trainer.mesh.shard": 16, DEVICES: ["20,21", "22,23"]}, Machine(8), "both"),
     "a server with too few GPUs": ({"engine.options.args": ["--tp-size=4"]}, Machine(8), "engine.options.args"),
-    "servers that name no GPU": (
-        {"engine.options.servers": 1, DEVICES: []},
-        Machine(8),
-        DEVICES,
-    ),
+    "servers that name no GPU": ({"engine.options.servers": 1, DEVICES: []}, Machine(8), DEVICES),
     "no interpreter of SGLang": ({"engine.options.python": "/nowhere/python"}, Machine(8), "engine.options.python"),
     "an optimizer that the host cannot hold": (
         {"trainer.offload": "optimizer"},

@@ -50,7 +50,7 @@ def test_the_hosts_memory_holds_the_optimizer_of_this_nodes_ranks() -> None:
 
 
 def test_a_long_context_counts_where_micro_batches_are_short() -> None:
-    policy = {"layers": 200, "dim": 1024, "heads": 16, "head_dim": 64, "dtype": "bfloat16"}
+    policy = {"layers": 48, "dim": 1024, "heads": 16, "head_dim": 64, "dtype": "bfloat16"}
     short, long = (found(EIGHT[:1], policy=policy, limits={"context_tokens": tokens})[0] for tokens in (4096, 131072))
     assert short[1], short[2]
     assert not long[1] and "set numerics.recompute = true" in long[2], long[2]

@@ -25,6 +25,7 @@ from headrace.tasks.packages.fetch import Package, PackageError, fetch, read, un
 from headrace.tasks.packages.lab import Lab, SuiteError
 from headrace.vmhost.node.host import Host
 from tests.support.folder_suites import write_suite
+from tests.support.records import of
 
 pytestmark = pytest.mark.anyio
 
@@ -183,28 +184,17 @@ async def judged(host: Host, suite: str, id: str, root: Path, name: str, number:
     opened = open_suite(suite, root)
     task, oracle = opened.task(id), opened.oracle(id)
     renderer = TerseRenderer(Tokenizer.train((), 256 + len(schemas.tags())))
-    request = RolloutRequest(
+    request = of(
+        RolloutRequest,
         run="r1",
         lane="eval",
         group=f"e{number}",
-        slot=0,
-        attempt=0,
         task=task.ref,
-        seed=1,
         limits=Limits(max_tokens=256, context_tokens=512),
     )
 
     def acquire(role: Role, files: dict[str, bytes]) -> Acquire:
-        return Acquire(
-            run="r1",
-            lane="eval",
-            role=role,
-            group=f"e{number}",
-            slot=0,
-            attempt=0,
-            isolation="episode",
-            files=files,
-        )
+        return of(Acquire, run="r1", lane="eval", role=role, group=f"e{number}", isolation="episode", files=files)
 
     sandbox = await host.acquire(acquire("rollout", task.files))
     episode = await run_episode(

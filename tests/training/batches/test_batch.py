@@ -8,12 +8,13 @@ import torch
 
 from headrace.messages.base import Array
 from headrace.messages.judging import Score
-from headrace.messages.rollout import Capture, PolicyRef, Sampling, Span, Trajectory, Turn, routes_end
+from headrace.messages.rollout import Capture, Span, Trajectory, Turn, routes_end
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import BatchGroup
 from headrace.replay.tokens import versions
 from headrace.training.batches.batch import build
 from headrace.training.batches.segment import BatchError
+from tests.support.records import of
 from tests.support.segments import segments_of
 
 TASK = TaskRef("generated/dev", "10001")
@@ -36,36 +37,19 @@ def turn(
 
 
 def trajectory(*turns: Turn, group: str = "g000000", slot: int = 0) -> Trajectory:
-    return Trajectory(
-        run="r",
-        lane="train",
-        group=group,
-        slot=slot,
-        attempt=0,
-        id=f"{group}-{slot}-0",
-        task=TASK,
-        family="one_line",
-        seed=1,
-        policy=PolicyRef(),
-        sampling=Sampling(),
-        outcome="finished",
-        turns=turns,
-        diff={},
-        fingerprint="f",
+    return of(
+        Trajectory, run="r", group=group, slot=slot, id=f"{group}-{slot}-0", task=TASK, turns=turns, fingerprint="f"
     )
 
 
-def score(of: Trajectory, reward: float) -> Score:
-    return Score(
+def score(made: Trajectory, reward: float) -> Score:
+    return of(
+        Score,
         run="r",
-        lane="train",
-        group=of.group,
-        slot=of.slot,
-        attempt=of.attempt,
-        trajectory_seq=0,
+        group=made.group,
+        slot=made.slot,
+        attempt=made.attempt,
         task=TASK,
-        family="one_line",
-        judge_version="j",
         verdict="passed" if reward > 0 else "failed",
         reward=reward,
         passed=reward > 0,

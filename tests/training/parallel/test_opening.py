@@ -134,7 +134,7 @@ def over(config: Config, folder: Path, begin: Path | None) -> list[dict[str, Any
 @pytest.mark.parametrize(
     ("name", "divisions"),
     [
-        ("mixture", (Division(2), Division(2, node_ranks=1))),
+        ("mixture", (Division(2, node_ranks=1),)),
         *(pytest.param(name, (Division(1), Division(2), Division(4)), marks=pytest.mark.slow) for name in EVEN),
         *(pytest.param(name, (Division(4, node_ranks=2),), marks=pytest.mark.slow) for name in EVEN),
         pytest.param("mixture", (Division(2, 2, 2), Division(2, 2, 1)), marks=pytest.mark.slow),
@@ -166,6 +166,7 @@ def test_each_rank_reads_its_rows_and_version_0_is_that_of_one_process(
         assert files[0].metadata == files[1].metadata and files[0].state_hash() == files[1].state_hash()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_hangs_while_it_loads_the_checkpoint_ends_the_group(tmp_path: Path) -> None:
     """Before, it was waited for thirty days."""
@@ -243,14 +244,12 @@ def test_another_models_checkpoint_is_refused_as_in_one_process(
         Pieces(DENSE, tmp_path, shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "divisions"),
     [
         ("bfloat16", (Division(2, node_ranks=1),)),
-        *(
-            pytest.param(name, (Division(2), Division(4), Division(2, 2)), marks=pytest.mark.slow)
-            for name in NEW_POLICIES
-        ),
+        *((name, (Division(2), Division(4), Division(2, 2))) for name in NEW_POLICIES),
     ],
 )
 def test_each_rank_draws_its_rows_of_a_new_policy_and_version_0_is_that_of_one_process(

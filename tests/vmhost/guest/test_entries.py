@@ -15,6 +15,7 @@ from headrace.tasks.sandboxes import for_task
 from headrace.vmhost.node.host import Host
 from tests.support.hosts import CACHE
 from tests.support.judging import trajectory
+from tests.support.records import of
 
 pytestmark = pytest.mark.anyio
 REF, PLAN = TaskRef("s", "1"), TestPlan(kind="command", argv=("true",))
@@ -23,15 +24,7 @@ ENTRIES = (
     Change("d/run \n", "file", 0o755),
     Change("link", "link", 0o777, "d/run \n"),
 )
-TASK = Task(
-    ref=REF,
-    family="f",
-    prompt="p",
-    files={"d/run \n": b"1\n", "plain": b"2\n"},
-    entries=ENTRIES,
-    allowed=("**",),
-    tests=PLAN,
-)
+TASK = of(Task, ref=REF, files={"d/run \n": b"1\n", "plain": b"2\n"}, entries=ENTRIES, tests=PLAN)
 REQUEST = Acquire(run="r", lane="eval", role="judge", group="g", slot=0, attempt=0, isolation="episode")
 
 

@@ -31,6 +31,7 @@ from tests.support import fidelity
 from tests.support.hosts import CACHE, ask, clone_of, environment
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
+from tests.support.records import of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
 
@@ -143,17 +144,7 @@ async def test_real_packages_run_their_own_pytest_in_the_full_image(host: Host) 
             b"    assert double(x) == 2 * x\n\n\ndef test_wrong():\n    assert double(1) == 3\n"
         ),
     }
-    request = Acquire(
-        run="r",
-        lane="train",
-        role="judge",
-        group="p",
-        slot=0,
-        attempt=0,
-        isolation="group",
-        template="debian",
-        files=files,
-    )
+    request = of(Acquire, run="r", role="judge", group="p", template="debian", files=files)
     sandbox = await host.acquire(request)
     result = await sandbox.call(RunTests(plan=TestPlan(kind="pytest", paths=("tests",), timeout_s=60.0)))
     assert [(test.name, test.outcome) for test in result.tests] == [

@@ -13,19 +13,18 @@ from headrace.harness.scripted import written
 from headrace.harness.tools.base import Answer, Workspace
 from headrace.harness.tools.registry import TOOLS
 from headrace.messages.sandbox import Exec, OpResult, PullTree, ReadFile, Sandbox, WriteFiles
-from headrace.messages.tasks import Task, TaskRef, TestPlan
+from headrace.messages.tasks import Task, TaskRef
 from headrace.tasks.diff import pull
 from headrace.tasks.local import LocalFiles
 from headrace.vmhost.guest import lines, names
 from headrace.vmhost.node.host import Host
 from tests.support import hosts
+from tests.support.records import of
 from tests.vmhost.guest.test_lines import files
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 MANY = settings(FEW, max_examples=2_000)
-TASK = Task(
-    ref=TaskRef("s", "t"), family="f", prompt="p", files={}, allowed=("**",), tests=TestPlan(), template="light"
-)
+TASK = of(Task, ref=TaskRef("s", "t"), template="light")
 ODD = ("new\nline", " lead", "trail ", "bidi\u202etxt", "nb\xa0sp", "c\x01", "a:1:b", "x-2-y", "back\\nslash", '"q"')
 NOT_UTF8 = "\udcff\udcfe.txt"
 
@@ -200,13 +199,11 @@ def test_every_tool_takes_back_the_name_that_another_shows(player: Player) -> No
 
 def test_an_untouched_file_is_in_no_diff() -> None:
     async def run() -> None:
-        task = Task(
+        task = of(
+            Task,
             ref=TaskRef("s", "t"),
-            family="f",
-            prompt="p",
             files={f"d/{name}": name.encode() for name in ODD} | {"d/changed\n": b""},
             allowed=("d/**",),
-            tests=TestPlan(),
         )
         host = await Host.open(Environment(backend="process"))
         try:

@@ -12,9 +12,10 @@ from headrace.config import Environment
 from headrace.harness.tools.base import Workspace
 from headrace.harness.tools.search import grep
 from headrace.messages.sandbox import Sandbox
-from headrace.messages.tasks import Task, TaskRef, TestPlan
+from headrace.messages.tasks import Task, TaskRef
 from headrace.vmhost.node.host import Host
 from tests.support import hosts
+from tests.support.records import of
 
 pytestmark = pytest.mark.anyio
 
@@ -33,15 +34,7 @@ FILES = {
     "utf16.txt": "first\na mean\n".encode("utf-16"),
     ".git/config": b"mean\n",
 }
-TASK = Task(
-    ref=TaskRef("s", "t"),
-    family="f",
-    prompt="p",
-    files=FILES,
-    allowed=("**",),
-    tests=TestPlan(),
-    template="debian",
-)
+TASK = of(Task, ref=TaskRef("s", "t"), files=FILES, template="debian")
 
 
 @pytest.fixture(scope="module")
