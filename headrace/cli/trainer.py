@@ -84,12 +84,6 @@ def plan(args: argparse.Namespace) -> int:
             longest=0 if shape else layout.longest,
             skew=args.skew,
         )
-        if policy.gpt_oss and (layout.devices > 1 or layout.context > 1):
-            raise RunError(
-                "gpt_oss is trained on a CPU by one process: leave out --gpus and trainer.context_ranks, and give the "
-                "machine's memory as --gpu-gib",
-                2,
-            )
         memory = memory_plan.plan(policy, layout)
         available = int(args.gpu_gib * memory_plan.GIB)
         limit = (1.0 - memory_plan.SPARE) * available
@@ -115,7 +109,7 @@ def plan(args: argparse.Namespace) -> int:
     spare = f"with {memory_plan.SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)"
     say(f"{verdict} {nodes}{devices} x {args.gpu_gib:g} GiB {spare}")
     if not fits and other is None:
-        say(f"no setting makes it fit: use more {'memory' if policy.gpt_oss or layout.cpu else 'devices'}")
+        say(f"no setting makes it fit: use more {'memory' if layout.cpu else 'devices'}")
     elif not fits and other is not None:
         there = memory_plan.plan(policy, other)
         host = f", and {hosts(there, devices)} of the host's memory" if other.offload else ""
