@@ -73,8 +73,6 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """The first `SKIPPED_NAMED` of them, forged ones first: stream, sequence, subject and reason."""
     forged: int = 0
     """Skipped records that no writer of their subject signed."""
-    unsigned: int = 0
-    """Records of before headrace signed them. They are counted as they are: nothing shows who wrote them."""
     dropped_by_length: DropsByLength = DropsByLength()
     reused: int = 0
     """Scores that repeat the verdict of an earlier examination of the same content or of a certificate, of all
@@ -138,7 +136,6 @@ async def prove(bus: Bus, run: str, gone_users: frozenset[str] = frozenset()) ->
         skipped=tuple(skipped[:SKIPPED_NAMED]),
         skipped_count=len(skipped),
         forged=sum(record.forged for record in records),
-        unsigned=len(bus.unsigned),
     )
     return report, wrong
 
