@@ -29,7 +29,6 @@ from headrace.engines.registry import ENGINES
 from headrace.harness.tools.registry import TOOLS
 from headrace.judging.checkers import CHECKERS, Message
 from headrace.judging.rubrics.rubric import check
-from headrace.messages.golden import examples
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.tasks import Criterion
@@ -41,7 +40,9 @@ from headrace.tasks.suites import SUITES
 from headrace.training.data.registry import READERS
 from headrace.vmhost.backends.registry import BACKENDS
 from tests.support.paths import ROOT
-from tests.test_docs import GENERATED
+from tests.test_docs import GENERATED, script
+
+examples = script("messages").examples
 
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED)]
 SEAM_REGISTRIES: dict[str, Registry[Any]] = {

@@ -10,9 +10,11 @@ from headrace.algorithms.advantages import (
     leave_one_out_advantages,
     normalised_advantages,
 )
-from headrace.messages.golden import examples
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
+from tests.test_docs import script
+
+examples = script("messages").examples
 
 
 def test_only_the_mean_is_taken_off() -> None:
