@@ -10,7 +10,7 @@ all processes of a node together.
 come from the variables of torchrun and of Slurm: NODE_RANK, GROUP_RANK or SLURM_NODEID, and MASTER_ADDR with
 MASTER_PORT. Under torchrun these two are the address of its agent's store, so they are not read there.
 
-`trainer rollback` is an order to the trainer of a run, which its next manifest follows and names; so is `status --set`.
+`trainer set` and `trainer rollback` are orders to the trainer of a run, which its next manifest follows and names.
 """
 
 import argparse
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def add(commands: "Commands") -> None:
     """Declare the commands of the group."""
     subcommands = group(commands, "trainer", "plan a trainer's memory; join its ranks; give it orders")
-    for declare in (_add_plan, _add_join, _add_rollback):
+    for declare in (_add_plan, _add_join, _add_set, _add_rollback):
         declare(subcommands)
 
 
@@ -140,13 +140,22 @@ def words(layout: "Layout") -> str:
     return ", ".join(f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in keys)
 
 
+def _add_set(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("set", help="change settings of a run from the trainer's next step on")
+    add_run(parser, optional=False)
+    parser.add_argument("entries", nargs="+", metavar="algorithm.KEY=VALUE", help="settings of [algorithm]")
+    add_elsewhere(parser)
+    parser.set_defaults(handler=change)
+
+
 async def change(args: argparse.Namespace) -> int:
-    """Order the settings of `--set` and wait for the trainer's answer."""
+    """Order the settings and wait for the trainer's answer."""
     from headrace.config import parse
 
-    algorithm = parse("", "--set", args.set).algorithm
+    algorithm = parse("", "trainer set", args.entries).algorithm
     settings: dict[str, float | int | str | bool] = {}
-    for entry in args.set:
+    for entry in args.entries:
         section, _, key = entry.partition("=")[0].strip().partition(".")
         if section != "algorithm" or "." in key:
             raise RunError(f"expected algorithm.KEY=VALUE, got {entry!r}")
