@@ -65,7 +65,7 @@ DO_NOT: dict[str, Any] = {
 }
 NEVER = {"altered"}
 """A field that ends every comparison."""
-ABOUT_THE_POLICY = {"policy", "sampling", "wording", "capture", "plugins"}
+ABOUT_THE_POLICY = {"policy", "sampling", "capture", "plugins"}
 
 
 def test_every_field_of_a_trajectory_is_decided_upon() -> None:
