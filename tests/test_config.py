@@ -144,7 +144,6 @@ def test_every_key_has_a_range() -> None:
         (["limits.max_turn_tokens=400"], "limits.max_turn_tokens: expected at most limits.max_tokens"),
         (["limits.max_turn_tokens=200", "limits.context_tokens=100"], "less than limits.context_tokens"),
         (["limits.reserve_tokens=90"], "limits.reserve_tokens: expected 0, or more than 96"),
-        (["curriculum.group_size=4", "curriculum.speculate=4"], "curriculum.speculate: expected less than group_size"),
         (["algorithm.minibatches=1000"], "algorithm.minibatches: expected at most the 64 trajectories"),
         (["algorithm.ratio_low=1.5"], "algorithm.ratio_low"),
         (["algorithm.dual_clip=3.0"], "algorithm.dual_clip: expected 0 with weighting = 'truncated'"),

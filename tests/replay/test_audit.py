@@ -120,7 +120,6 @@ def test_the_line_has_the_keys_that_are_promised() -> None:
         "forged",
         "dropped_by_length",
         "reused",
-        "speculation",
         "feedback",
         "branches",
     ]
