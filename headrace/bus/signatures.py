@@ -68,7 +68,7 @@ class Forged(UnreadableMessage):
     """A record without a valid signature of a role that writes there."""
 
 
-class Key(Protocol):
+class SigningKey(Protocol):
     """A private key; `bus.broker.keys.Key` is one."""
 
     @property
@@ -135,7 +135,7 @@ def statement(subject: str, headers: Mapping[str, str], payload: bytes | memoryv
     return "\n".join(lines).encode()
 
 
-def signed(key: Key, subject: str, headers: Mapping[str, str], payload: bytes) -> dict[str, str]:
+def signed(key: SigningKey, subject: str, headers: Mapping[str, str], payload: bytes) -> dict[str, str]:
     """The headers with a signature of this moment."""
     moment_ms = int(time.time() * 1000)
     signature = base64.b64encode(key.sign_bytes(statement(subject, headers, payload, moment_ms))).decode()

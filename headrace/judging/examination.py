@@ -63,7 +63,7 @@ RETRY_S = 0.5
 """Pause before another sandbox is asked for, times the number of failures."""
 
 
-class Report(Protocol):
+class ReportEvent(Protocol):
     """Where events go; `Actor.event` is one."""
 
     async def __call__(
@@ -80,7 +80,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 120.0
 
 
-async def examine(candidate: Candidate, machines: Machines[S], report: Report, options: Options) -> Verdict:
+async def examine(candidate: Candidate, machines: Machines[S], report: ReportEvent, options: Options) -> Verdict:
     """The verdict on a candidate.
 
     Raises NoVerdict where our own code fails, SandboxLost (Superseded when another judge works on the same candidate)
@@ -111,7 +111,7 @@ class _Examiner:
     """The examinations of one candidate."""
 
     def __init__(
-        self, candidate: Candidate, whole: Candidate, machines: Machines[Any], report: Report, options: Options
+        self, candidate: Candidate, whole: Candidate, machines: Machines[Any], report: ReportEvent, options: Options
     ) -> None:
         """whole: the attempt at all steps of its task; the candidate itself where the task has no steps."""
         self.whole = whole

@@ -68,4 +68,4 @@ def test_a_class_is_the_baseline_where_every_prompt_has_one_rollout() -> None:
 
 def attempt(family: str, reward: float) -> Attempt:
     made = msgspec.structs.replace(examples(Trajectory)[0], family=family)
-    return Attempt(reward, made, examples(Score)[0])  # type: ignore[arg-type]
+    return Attempt(reward, made, examples(Score)[0])

@@ -47,7 +47,7 @@ FOLDER = "bench"
 """Subfolder of the run's folder, for reports and cards."""
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class WantedBenchmark(msgspec.Struct, frozen=True, kw_only=True):
     """A benchmark as the command line names it."""
 
     policies: tuple[str, ...]
@@ -59,7 +59,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
 
 
-async def benchmark(config: Config, wanted: Wanted, again: Again) -> int:
+async def benchmark(config: Config, wanted: WantedBenchmark, again: Again) -> int:
     """Measure, write report and card, print one JSON line per policy and one for the comparison; 1 when trials are
     without a verdict."""
     require_suite(config, wanted.suite)

@@ -24,7 +24,7 @@ from headrace.vmhost.qemu.clone import Clone
 from headrace.vmhost.qemu.drives import Disk, disk_short
 from headrace.vmhost.qemu.held import HeldTemplates
 from headrace.vmhost.qemu.process import no_kvm
-from headrace.vmhost.qemu.snapshot import Snapshot
+from headrace.vmhost.qemu.snapshot import MachineSnapshot
 from headrace.vmhost.templates import classes
 from headrace.vmhost.templates.template import Template
 
@@ -169,7 +169,7 @@ class CloneBackend:
         clone = _clone(machine)
         return partial(self._copy, clone.template, await clone.freeze())
 
-    async def _copy(self, template: Template, begin: Snapshot) -> Clone:
+    async def _copy(self, template: Template, begin: MachineSnapshot) -> Clone:
         """A clone that begins at a snapshot of another clone of the template. SandboxLost."""
         self._reserved = max(0, self._reserved - 1)
         if template not in self._held:  # dropped since the snapshot was taken
