@@ -16,8 +16,7 @@ The tiny policy's step is cheap compared with its sampling. So in every cell the
 micro-batches of about one trajectory (--micro-tokens), and every trajectory of a batch scored again with the versions
 that sampled it (Law 5 in full); the learning stays the same. A further pair of cells (`balanced_...`, see BALANCED)
 gives the trainer as much work as sampling, judging and the rest have together; the target for busy times applies to
-this pair. One more cell under heavy waits asks for the last two slots of a group a second time (`speculative_...`), and
-shows the effect on the lengths of kept episodes.
+this pair.
 
 The `process` backend is not isolated and cheaper than a VM; its figures carry `backend`. With --vms one pair of cells,
 synchronous and bound 2 under heavy waits, runs in microVMs in addition to the grid (`vms_waits_...`). With --sleeps and
@@ -44,7 +43,7 @@ import uvloop
 from benchmarks import in_microvms, tiny_run
 from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
 from benchmarks.conditions import Figures, arguments, finish, scratch
-from benchmarks.grid_figures import balance, compared, evaluated, pair, speculated, spread, summary
+from benchmarks.grid_figures import balance, compared, evaluated, pair, spread, summary
 from headrace.actors.environment.actor import Environment
 from headrace.actors.environment.leases import OwnershipRefused, Unknown
 from headrace.bus.runtime.actor import Actor
@@ -165,7 +164,6 @@ def settings_of_call() -> argparse.Namespace:
     parser.add_argument("--vms-groups", type=int, default=2, help="groups of a step in the pairs of these two kinds")
     parser.add_argument("--vms-most", type=int, default=40, help="machines in the pairs of these two kinds")
     parser.add_argument("--balanced", type=int, default=10, help="steps of the balanced pair of cells; 0 for none")
-    parser.add_argument("--speculate", type=int, default=2, help="last slots of a group asked for twice; 0: no cell")
     parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--groups", type=int, default=8)
@@ -192,7 +190,6 @@ def settings_of_call() -> argparse.Namespace:
         sleeps=0,
         vms_balanced=0,
         balanced=0,
-        speculate=0,
         evaluate=False,
         steps=1,
         groups=1,
@@ -207,7 +204,7 @@ def settings_of_call() -> argparse.Namespace:
         args.seeds, args.bounds, args.waits, args.steps, args.vms = "1", "0,2", "yes", 6, 0
         args.evaluate = False
         args.sleeps = args.vms_balanced = 0
-        args.balanced = args.speculate = 0
+        args.balanced = 0
         args.groups, args.group_size, args.tokens = 4, 4, 150_000
     return args
 
@@ -268,11 +265,6 @@ def main() -> None:
             even = {b: run_cell(few, Cell(b, False, seeds[0]), root, start, "balanced", BALANCED) for b in (0, 2)}
             figures |= pair("balanced", even[0], even[2]) | {"balanced_settings": " ".join(BALANCED)}
             targets |= balance("balanced_async2", even[2])
-    with contextlib.suppress(Missing):
-        if args.speculate:
-            cell = Cell(2, True, seeds[0])
-            more = [f"curriculum.speculate={args.speculate}"]
-            figures |= speculated(run_cell(args, cell, root, start, "speculative", more), cells.get(cell))
     with contextlib.suppress(Missing):
         if args.evaluate:
             cell = Cell(2, False, seeds[0])

@@ -88,8 +88,6 @@ class Seen(msgspec.Struct, kw_only=True):
     weights: list[Interval] = []
     """From a snapshot file to the engine that serves it: encoded, published, staged, swapped."""
     evaluations: list[Interval] = []
-    speculation: Any = None
-    """The verdict of the audit."""
     load: float = 0.0
     """Load average of the machine at the end of the run, which shows other work on it."""
 
@@ -312,5 +310,4 @@ async def told_by(bus: Bus, folder: Path) -> Seen:
         written_s=[ready[done.version] - at for at, done in steps if done.version in ready],
         weights=[(at, served[version]) for version, at in ready.items() if version in served],
         evaluations=[(at, answered[id]) for id, at in asked.items() if id in answered],
-        speculation=ledger.get("speculation"),
     )

@@ -149,20 +149,6 @@ def balance(name: str, seen: Seen) -> Figures:
     }
 
 
-def speculated(seen: Seen, without: Seen | None) -> Figures:
-    """The cell whose last slots are asked for twice: lengths of kept episodes with and without the second request."""
-    told = seen.speculation
-    figures: Figures = {"speculative_trained_tokens_per_s": round(seen.tokens_per_s, 1)}
-    if without is not None:
-        figures["speculative_over_none_ratio"] = round(seen.tokens_per_s / without.tokens_per_s, 3)
-    if not told or not told["pairs"]:
-        return figures | {"speculative_slots": 0}
-    figures |= {f"speculative_{name}": told[name] for name in ("slots", "second_kept", "pairs")}
-    for name in ("sampled_tokens", "wall_s", "reward"):
-        figures |= {f"speculative_{which}_{name}": told[which][name] for which in ("kept", "first")}
-    return figures
-
-
 def evaluated(seen: Seen, without: Seen | None) -> Figures:
     """The cell with an evaluation during training: the time of the evaluation, and the training speed meanwhile."""
     if not seen.evaluations:

@@ -30,7 +30,7 @@ from benchmarks.conditions import Figures, Target, arguments, at_least, at_most,
 from headrace.config import Policy
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
 from headrace.engines.embedded.engine import EmbeddedEngine
-from headrace.engines.embedded.jobs import Job
+from headrace.engines.embedded.jobs import EngineJob
 from headrace.engines.embedded.staging import LoadedWeights
 from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.policy.config import PolicyConfig
@@ -59,7 +59,7 @@ class Watch:
         worker = engine._worker
         take, flip = worker._take, worker.flip
 
-        def taken(jobs: list[Job], ids: list[int], logprobs: list[float]) -> None:
+        def taken(jobs: list[EngineJob], ids: list[int], logprobs: list[float]) -> None:
             take(jobs, ids, logprobs)
             self._step(jobs)
 
@@ -71,7 +71,7 @@ class Watch:
         worker._take = taken  # type: ignore[method-assign]
         worker.flip = flipped  # type: ignore[method-assign]
 
-    def _step(self, jobs: list[Job]) -> None:
+    def _step(self, jobs: list[EngineJob]) -> None:
         now = time.perf_counter()
         gaps = [now - self._last[id(job)] for job in jobs if id(job) in self._last]
         for job in jobs:

@@ -1,6 +1,5 @@
 """A bad configuration names the key, what was expected, and the line."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from msgspec import inspect
 from headrace.cli import main
 from headrace.config import Config, ConfigError, load, parse
 from headrace.config.base import WORDS
-from headrace.config.reading import ANY, FORMER, INSTEAD, keys
+from headrace.config.reading import INSTEAD, keys
 from tests.support.paths import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -73,44 +72,10 @@ WRONG = (
 KEYS = [(section, key, default) for section, key, _, default in keys()]
 
 
-def test_keys_that_moved_are_read_where_they_were(tmp_path: Path) -> None:
-    old = parse("[production]\nfeedback_batch = 3\ngate_tasks = 5\n[gate]\ntasks = 7\n")
-    assert (old.feedback.batch, old.gate.tasks) == (3, 7)
-    assert parse("", overrides=("production.gate_tasks=9",)).gate.tasks == 9
-    recorded = tmp_path / "config.json"
-    recorded.write_text('{"production": {"feedback_batch": 4}}')
-    assert load(recorded).feedback.batch == 4
-
-
-def test_a_recorded_run_has_empty_names_of_variables_for_secrets(tmp_path: Path) -> None:
-    recorded = tmp_path / "config.json"
-    servers = '{"wiki": {"url": "http://127.0.0.1:1/mcp", "key": ""}}'
-    recorded.write_text(
-        f'{{"judge": {{"model_key": ""}}, "environment": {{"key": ""}}, "tasks": {{"mcp": {servers}}}}}'
-    )
-    assert load(recorded).tasks.mcp["wiki"].key_file == ""
-    with pytest.raises(ConfigError, match=r"judge\.model_key: unknown key.*model_key_file"):
-        parse('[judge]\nmodel_key = "JUDGE_KEY"\n')
-
-
-def test_a_recorded_run_that_had_a_former_key_is_read_where_it_did_what_is_done_now(tmp_path: Path) -> None:
-    recorded = tmp_path / "config.json"
-    config = msgspec.to_builtins(Config())
-    for path, value in FORMER.items():
-        section, key = path.split(".")
-        assert key not in config[section]
-        config[section][key] = "anything" if value is ANY else value
-    recorded.write_text(json.dumps(config))
-    assert load(recorded) == Config()
-    for path, value in FORMER.items():
-        section, key = path.split(".")
-        recorded.write_text(json.dumps({section: {key: f"not {value}"}}))
-        if value is not ANY:
-            with pytest.raises(ConfigError, match=f"unknown field `{key}`"):
-                load(recorded)
-        said = re.escape(INSTEAD.get(path, "remove it"))
-        with pytest.raises(ConfigError, match=rf"{section}\.{key}: unknown key since this version.*{said}"):
-            parse(f'[{section}]\n{key} = "another value"\n')
+@pytest.mark.parametrize("key", INSTEAD)
+def test_a_key_that_the_mesh_replaced_names_the_line_to_write(key: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(INSTEAD[key])):
+        parse("", overrides=[f"{key}=2"])
 
 
 def test_every_key_with_every_wrong_value_is_one_sentence_or_a_configuration() -> None:
@@ -179,7 +144,6 @@ def test_every_key_has_a_range() -> None:
         (["limits.max_turn_tokens=400"], "limits.max_turn_tokens: expected at most limits.max_tokens"),
         (["limits.max_turn_tokens=200", "limits.context_tokens=100"], "less than limits.context_tokens"),
         (["limits.reserve_tokens=90"], "limits.reserve_tokens: expected 0, or more than 96"),
-        (["curriculum.group_size=4", "curriculum.speculate=4"], "curriculum.speculate: expected less than group_size"),
         (["algorithm.minibatches=1000"], "algorithm.minibatches: expected at most the 64 trajectories"),
         (["algorithm.ratio_low=1.5"], "algorithm.ratio_low"),
         (["algorithm.dual_clip=3.0"], "algorithm.dual_clip: expected 0 with weighting = 'truncated'"),
@@ -227,12 +191,3 @@ def test_a_wrong_key_is_one_line_and_exit_code_2(change: str, capsys: pytest.Cap
     assert main.main(["up", str(DEPLOY / "demo.toml"), "--set", change]) == 2
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and change.partition("=")[0] in said.err and "Traceback" not in said.err
-
-
-def test_former_keys_of_the_product_lane_are_read_as_their_successors() -> None:
-    old = parse(
-        "[production]\ncontext_tokens = 9000\nturn_tokens = 70\nsimulate = true\npeak_requests_per_s = 0.2\n"
-    ).production
-    assert (old.limits.context_tokens, old.limits.max_turn_tokens, old.simulated_requests_per_s) == (9000, 70, 0.2)
-    assert old.limits.max_turns == 50, "a table with some of the limits leaves the others as they are"
-    assert parse("[production]\nsimulate = false\n").production.simulated_requests_per_s == 0.0

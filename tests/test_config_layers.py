@@ -11,7 +11,7 @@ from headrace.config.explaining import explain, meanings
 from headrace.config.reading import keys
 from headrace.config.training import Phase
 
-TEXT = "# a comment\n[curriculum]\nsteps = 3\n\n[production]\nfeedback_batch = 5\n"
+TEXT = "# a comment\n[curriculum]\nsteps = 3\n\n[feedback]\nbatch = 5\n"
 VARIABLE = "HEADRACE_SET_CURRICULUM__STEPS"
 
 
@@ -31,8 +31,6 @@ def test_each_layer_wins_over_those_below(file: str) -> None:
     assert (variable.value, variable.source) == (5, f"environment variable {VARIABLE}")
     override = explain("curriculum.steps", file, ["curriculum.steps=7"], environment)
     assert (override.value, override.source) == (7, "--set curriculum.steps=7")
-    moved = explain("feedback.batch", file, environment={})
-    assert (moved.value, moved.source) == (5, f"{file}, line 6 (as production.feedback_batch)")
 
 
 def test_every_key_has_a_type_and_a_meaning() -> None:

@@ -37,6 +37,10 @@ def test_the_tables_of_subjects_and_roles_are_current() -> None:
         assert table() == page.read_text(), "run `make docs`"
 
 
+def test_the_table_of_listeners_is_current() -> None:
+    assert script("listeners").table() == (ROOT / "docs" / "listeners.md").read_text(), "run `make docs`"
+
+
 def test_the_list_of_keys_and_the_figures_of_the_readme_are_current() -> None:
     configuration, readme = script("configuration"), script("readme")
     assert configuration.page() == configuration.PAGE.read_text(), "run `make docs`"

@@ -32,7 +32,7 @@ MAY: dict[str, set[str]] = {
     "tasks": {"archives", "messages", "config", "vmhost"},
     "sandboxes": {"messages", "bus"},
     "training": {"policy", "rendering", "algorithms", "kernels", "weights", "messages", "config"},
-    "harness": {"messages", "rendering", "engines", "vmhost"},
+    "harness": {"messages", "rendering", "engines", "search", "vmhost"},
     "judging": {"messages", "config", "tasks", "vmhost", "algorithms", "sandboxes"},
     "ledger": {"messages", "config", "algorithms", "bus"},
     "bench": {"messages", "algorithms", "bus", "ledger"},
@@ -96,6 +96,7 @@ PARTS: dict[tuple[str, str], set[str]] = {
     ("launch", "training"): {"memory_plan"},  # whether the trainer fits
     ("launch", "weights"): {"full"},  # whether the location of full snapshots can be opened
     ("harness", "engines"): {"base"},
+    ("harness", "search"): {"keywords"},  # how words of identifiers are ranked
     ("harness", "vmhost"): {"guest"},  # what a line and a path are
     ("search", "vmhost"): {"guest"},
     ("dashboard", "vmhost"): {"guest"},

@@ -29,7 +29,6 @@ from headrace.engines.registry import ENGINES
 from headrace.harness.tools.registry import TOOLS
 from headrace.judging.checkers import CHECKERS, Message
 from headrace.judging.rubrics.rubric import check
-from headrace.messages.golden import examples
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.tasks import Criterion
@@ -41,7 +40,9 @@ from headrace.tasks.suites import SUITES
 from headrace.training.data.registry import READERS
 from headrace.vmhost.backends.registry import BACKENDS
 from tests.support.paths import ROOT
-from tests.test_docs import GENERATED
+from tests.test_docs import GENERATED, script
+
+examples = script("messages").examples
 
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED)]
 SEAM_REGISTRIES: dict[str, Registry[Any]] = {
@@ -291,7 +292,7 @@ def test_parts_of_the_page_on_extending_are_loaded_and_work(
             admit(registry.seam, [name := f"{module}:{names[module].partition('/')[0]}"])
             parts[module] = registry.get(name)
         judged = Judged(
-            trajectory=examples(Trajectory)[0],  # type: ignore[arg-type]
+            trajectory=examples(Trajectory)[0],
             verdict="passed",
             passed=True,
             tests=(),
@@ -304,7 +305,7 @@ def test_parts_of_the_page_on_extending_are_loaded_and_work(
         assert parts["my_rewards"](judged, parts["my_rewards"].__globals__["Half"]()) == 0.5
         pairs = parts["my_readers"](terse_bundle(Tokenizer.train((), 300).dump()))
         assert pairs.encode(b'["1+1", "2"]', tmp_path).weights == [0.0, 0.0, 0.0, 1.0]
-        attempts = [Attempt(reward, judged.trajectory, examples(Score)[0]) for reward in (0.0, 1.0, 1.0)]  # type: ignore[arg-type]
+        attempts = [Attempt(reward, judged.trajectory, examples(Score)[0]) for reward in (0.0, 1.0, 1.0)]
         assert parts["my_advantages"](attempts) == [0.0, 1.0, 1.0]
         assert parts["my_checkers"](Message(text="abc", prompt="", reference={"length": "6"})) == 0.5
         assert main(["tasks", "show", "my_suites:open_mine/easy", "0"]) == 0

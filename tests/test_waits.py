@@ -89,7 +89,7 @@ REVIEWED: dict[str, str] = {
     "vmhost/backends/container/backend.py: ContainerBackend.settle": OWN,
     "vmhost/backends/process.py: ProcessBackend.settle": OWN,
     "vmhost/channel.py: Channel._send": "a future that closing the channel has just resolved",
-    "vmhost/network.py: Gate._relay": "the guest takes more bytes; the end of its sandbox cancels the relay",
+    "vmhost/network.py: NetworkGate._relay": "the guest takes more bytes; the end of its sandbox cancels the relay",
     "vmhost/node/host.py: Host.acquire": START,
     "vmhost/node/host.py: Host._admit": START,
     "vmhost/node/host.py: Host._start": START,

@@ -40,7 +40,7 @@ from headrace.messages.ledger import (
 )
 from headrace.messages.operations import DeadLetter
 from headrace.messages.subjects import CLOSE, DLQ, EVENT, FAIL, LEDGER, SCORE, STEP
-from headrace.messages.tasks import CANARY, TaskRef
+from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
 from headrace.tasks import certificates, open_suite
 from headrace.tasks.overlap import overlap
@@ -186,7 +186,7 @@ class Curriculum(Actor):
             await self._ask(training.evaluations(self.config, self.run, "before", 0))
         await self.event("phase", "reinforcement learning", steps=self.state.steps)
         open_slots = [slot for group in self.state.open.values() for slot in group.slots.values()]
-        await self._issuer.request([attempt.issued for slot in open_slots for attempt in slot.live])
+        await self._issuer.request([slot.last.issued for slot in open_slots])
         while True:
             await self._set_bound()
             await self._measure_served()
@@ -272,7 +272,7 @@ class Curriculum(Actor):
                     await self.event(
                         "slot_reissued",
                         f"{decision.group} slot {decision.slot}: {decision.reason}",
-                        "info" if decision.speculative else "warning",
+                        "warning",
                         attempt=decision.attempt,
                         reason=decision.reason,
                     )
@@ -309,9 +309,8 @@ class Curriculum(Actor):
         self._certified = None if section.uncertified else certificates.AtIssue(self._suite, section.dir)
 
     async def _examined(self, task: TaskRef) -> None:
-        """Unrecoverable if a task differs from the certified one. Canary tasks need no certificate: they have no
-        solution on purpose, and no group of theirs is trained on."""
-        if self._certified is None or task.suite.startswith(CANARY):
+        """Unrecoverable if a task differs from the certified one."""
+        if self._certified is None:
             return
         if refused := await asyncio.to_thread(self._certified.refusal, task.task):
             raise Unrecoverable(refused)

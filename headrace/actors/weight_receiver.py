@@ -56,7 +56,7 @@ class WeightReceiver(Actor):
         section = self.config.weights
         self.trust = Trust.load(self.bus.credentials, section.publishers, unsigned=section.unsigned)
         self._heads: dict[int, WeightHead] = {}
-        self._origins: dict[int, tracing.Context | None] = {}
+        self._origins: dict[int, tracing.TraceContext | None] = {}
         """Version to the span that published its head."""
         self._valid_heads = heads.Heads(self.run, self.trust)
         self._pins = Pins(self.run)

@@ -99,7 +99,7 @@ def kept_as(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay lowers a parameter, by headrace's name: a matrix, or a stack of one for each expert. Norms,
-    biases (also the stacked ones of experts), attention sinks and the embedding keep their size. Where the embedding is
+    biases (also the stacked ones of experts) and the embedding keep their size. Where the embedding is
     the head too, the head does not decay."""
     kind = name.rsplit(".", 1)[-1]
     return parameter.dim() > 1 and "embed" not in name and not kind.endswith("_bias")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headrace import timed_commands
-from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, Member
+from headrace.archives.members import ArchiveLimits, ArchiveRefused, ArchiveTooLarge, Member
 
 GIT_S = 120.0
 _LINE = 1 << 14
@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
     return environment | OFFLINE | {"GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
 
 
-def members(repository: Path, commit: str, limits: Limits, env: Mapping[str, str]) -> list[Member]:
+def members(repository: Path, commit: str, limits: ArchiveLimits, env: Mapping[str, str]) -> list[Member]:
     """The files, links and submodules of a commit, links and submodules without content. env: of git's processes;
     `OFFLINE` is added.
 

@@ -23,7 +23,7 @@ class ArchiveTooLarge(ArchiveRefused):
     """The archive holds more than its reader takes."""
 
 
-class Limits(NamedTuple):
+class ArchiveLimits(NamedTuple):
     """The most that an archive may hold."""
 
     files: int

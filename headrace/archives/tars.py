@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, Member
+from headrace.archives.members import ArchiveLimits, ArchiveRefused, ArchiveTooLarge, Member
 
 _PIECE = 1 << 16
 _HEADERS = 1 << 18
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
     """Of a file; read it before the next entry. Its reads raise `DAMAGED`."""
 
 
-def members(source: IO[bytes], limits: Limits) -> Iterator[Member]:
+def members(source: IO[bytes], limits: ArchiveLimits) -> Iterator[Member]:
     """The members of a tar, without its folders. ArchiveRefused, ArchiveTooLarge."""
     try:
         for info, content in entries(source, limits):
@@ -56,7 +56,7 @@ def members(source: IO[bytes], limits: Limits) -> Iterator[Member]:
         raise ArchiveRefused(f"it is no tar file, or a damaged one: {str(error)[:200]}") from None
 
 
-def entries(source: IO[bytes], limits: Limits, *, packed: bool = True) -> Iterator[Entry]:
+def entries(source: IO[bytes], limits: ArchiveLimits, *, packed: bool = True) -> Iterator[Entry]:
     """All members of a tar, read to the source's end. packed: decompress it where it is compressed. ArchiveRefused,
     ArchiveTooLarge."""
     plain = _Plain(source, limits, packed)
@@ -88,7 +88,7 @@ def _next(archive: tarfile.TarFile, plain: "_Plain") -> tarfile.TarInfo | None:
 class _Plain:
     """The bytes of a tar without its compression, as a file that is read forward."""
 
-    def __init__(self, source: IO[bytes], limits: Limits, packed: bool) -> None:
+    def __init__(self, source: IO[bytes], limits: ArchiveLimits, packed: bool) -> None:
         self._pieces = _decompressed(source) if packed else iter(lambda: source.read(_PIECE), b"")
         self._limits = limits
         self._ahead = bytearray()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, NamedTuple, cast
 
-from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, Member
+from headrace.archives.members import ArchiveLimits, ArchiveRefused, ArchiveTooLarge, Member
 from headrace.archives.tars import DAMAGED
 
 _PIECE = 1 << 20
@@ -21,7 +21,7 @@ class Found(NamedTuple):
     """Raises ArchiveRefused where the content is damaged."""
 
 
-def only(source: IO[bytes], suffix: str, limits: Limits) -> Found:
+def only(source: IO[bytes], suffix: str, limits: ArchiveLimits) -> Found:
     """The only file whose name ends with the suffix. ArchiveRefused, also when there is another number of them."""
     with _opened(source, limits) as (_, files):
         matching = [info for info in files if info.filename.endswith(suffix)]
@@ -30,7 +30,7 @@ def only(source: IO[bytes], suffix: str, limits: Limits) -> Found:
     return Found(matching[0].filename, matching[0].file_size, _pieces(source, matching[0], limits))
 
 
-def _pieces(source: IO[bytes], info: zipfile.ZipInfo, limits: Limits) -> Iterator[bytes]:
+def _pieces(source: IO[bytes], info: zipfile.ZipInfo, limits: ArchiveLimits) -> Iterator[bytes]:
     with _opened(source, limits) as (archive, _), archive.open(info) as inside:
         left = info.file_size
         while left and (piece := inside.read(_PIECE)):
@@ -40,7 +40,7 @@ def _pieces(source: IO[bytes], info: zipfile.ZipInfo, limits: Limits) -> Iterato
             raise ValueError(f"{info.filename[:80]!a} has not the {info.file_size} bytes that the directory says")
 
 
-def members(source: IO[bytes], limits: Limits) -> Iterator[Member]:
+def members(source: IO[bytes], limits: ArchiveLimits) -> Iterator[Member]:
     """The members of a zip, without its folders. ArchiveRefused, ArchiveTooLarge."""
     with _opened(source, limits) as (archive, files):
         for info in files:
@@ -55,7 +55,7 @@ def members(source: IO[bytes], limits: Limits) -> Iterator[Member]:
 
 
 @contextmanager
-def _opened(source: IO[bytes], limits: Limits) -> Iterator[tuple[zipfile.ZipFile, list[zipfile.ZipInfo]]]:
+def _opened(source: IO[bytes], limits: ArchiveLimits) -> Iterator[tuple[zipfile.ZipFile, list[zipfile.ZipInfo]]]:
     """The zip and its files, counted. ArchiveRefused, also for what the reads inside raise."""
     counted = _Counted(source, (1 << 20) + 512 * limits.members)
     try:

@@ -22,7 +22,7 @@ from headrace.messages.rollout import SlotFailed, Trajectory, TurnDone
 from headrace.messages.subjects import DLQ, FAIL, LEDGER, SCORE, TRAJ, TURN
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """The attempt that counts for one trial of a task."""
 
     task: str
@@ -73,7 +73,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """All attempts of a benchmark."""
 
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[MeasuredAttempt, ...]
     failures: tuple[Failure, ...]
     tasks: tuple[str, ...]
     """Every task that was issued, in the suite's order."""
@@ -96,7 +96,7 @@ class _Slot:
 
 async def measure(bus: Bus, trials: Sequence[EvalRequest]) -> Measured:
     """Read the streams of the run. trials: the benchmark's evaluations, in order."""
-    attempts: list[Attempt] = []
+    attempts: list[MeasuredAttempt] = []
     failures: list[Failure] = []
     tasks: dict[str, None] = {}
     agreements: dict[str, Agreement] = {}
@@ -176,12 +176,14 @@ async def _episodes(bus: Bus, run: str, groups: Sequence[str]) -> tuple[dict[int
     return trajectories, ended
 
 
-def _attempt(trial: int, seq: int, score: Score, episode: Trajectory, began: float, ended: dict[int, float]) -> Attempt:
+def _attempt(
+    trial: int, seq: int, score: Score, episode: Trajectory, began: float, ended: dict[int, float]
+) -> MeasuredAttempt:
     by_tool = Counter(call.name for turn in episode.turns for call in turn.calls)
     acts = acts_of(episode.turns)
     made = [turn for turn, done in acts.edits if done]
     first = made[0] if made else None
-    return Attempt(
+    return MeasuredAttempt(
         task=score.task.task,
         family=score.family,
         trial=trial,

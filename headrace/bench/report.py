@@ -13,7 +13,7 @@ from headrace.algorithms.paired import (
     share_interval,
     silent_share,
 )
-from headrace.bench.attempts import Attempt, Failure, Measured
+from headrace.bench.attempts import Failure, Measured, MeasuredAttempt
 from headrace.errors import HeadraceError
 from headrace.messages.judging import Agreement
 
@@ -96,7 +96,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     attempt_s_per_pass: float | None
     silent: float
     """Share of resamples in which the policy, compared with itself, shows no difference."""
-    rows: tuple[Attempt, ...]
+    rows: tuple[MeasuredAttempt, ...]
     failures: tuple[Failure, ...]
 
 
@@ -232,6 +232,6 @@ def _mean_of_all(values: Iterable[float | None]) -> float | None:
     return _mean(present) if len(present) == len(listed) else None
 
 
-def _by_family(rows: Sequence[Attempt]) -> dict[str, float]:
+def _by_family(rows: Sequence[MeasuredAttempt]) -> dict[str, float]:
     names = sorted({row.family for row in rows})
     return {name: fmean(row.passed for row in rows if row.family == name) for name in names}

@@ -12,10 +12,6 @@ signed itself: it names its payload by hash. So a record is valid on one subject
 one that was stored more than `FRESH_S` before or after it was signed. The broker refuses a message id again for twice
 as long (`messages.subjects`), so a signed record that is stored a second time is never accepted.
 
-Streams that an earlier headrace declared hold unsigned records. `bus.nats.streams.declare` notes in the stream's
-configuration, which the admin alone may change, the sequence from which records are signed. Earlier ones are accepted
-without a signature, and the audit counts them. No actor starts on a stream without that note.
-
 Cost: 20 us to sign and 55 us to verify (libsodium), and 170 us for the digest of 1 MB; a signature that was verified is
 not computed again in the process. RFC 8032.
 """
@@ -30,7 +26,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 from blake3 import blake3
 from nacl.exceptions import BadSignatureError
 from nacl.signing import VerifyKey
@@ -44,7 +39,7 @@ from headrace.messages.operations import BlobRef
 HEADER = "Hr-Signature"
 """Public key, milliseconds since 1970, signature (base64) and `DIGEST`, with a space between."""
 DIGEST = "blake3"
-"""Digest of the stored bytes. Records that name none are of an earlier headrace, and signed over SHA-256."""
+"""Digest of the stored bytes."""
 ID_HEADER = "Hr-Id"
 """The writer's own name for a message; ``Nats-Msg-Id`` is a MAC of it."""
 FILE = "writers.pub"
@@ -53,10 +48,6 @@ FRESH_S = 300.0
 """A record is valid if it was stored within this time of its signature, by the broker's clock."""
 FORGED = "forged: "
 """How the reason begins for which a record without a valid signature is refused."""
-MARK = "headrace-signed-from"
-"""Key in a stream's metadata: the sequence from which its records are signed."""
-NEVER = 1 << 63
-"""`signed_from` of a stream without that mark."""
 REMEMBERED = 1 << 16
 """Verified signatures that a process remembers."""
 
@@ -77,7 +68,7 @@ class Forged(UnreadableMessage):
     """A record without a valid signature of a role that writes there."""
 
 
-class Key(Protocol):
+class SigningKey(Protocol):
     """A private key; `bus.broker.keys.Key` is one."""
 
     @property
@@ -136,20 +127,15 @@ def kind_of(headers: Mapping[str, str], payload: bytes | memoryview) -> str:
     return ref.type.partition("/")[0]
 
 
-def statement(
-    subject: str, headers: Mapping[str, str], payload: bytes | memoryview, moment_ms: int, digest: str = DIGEST
-) -> bytes:
-    """The bytes that are signed. digest: `DIGEST`, or empty for SHA-256. ValueError."""
-    if digest not in (DIGEST, ""):
-        raise ValueError(f"unknown digest {digest!r}")
-    form, content = ("2", blake3(payload)) if digest else ("1", hashlib.sha256(payload))
-    lines = (f"headrace record {form}", subject, headers.get(TYPE_HEADER, ""), headers.get(ENCODING_HEADER, ""),
+def statement(subject: str, headers: Mapping[str, str], payload: bytes | memoryview, moment_ms: int) -> bytes:
+    """The bytes that are signed."""
+    lines = ("headrace record 2", subject, headers.get(TYPE_HEADER, ""), headers.get(ENCODING_HEADER, ""),
              headers.get("KV-Operation", ""), headers.get("Nats-Msg-Id", ""), headers.get(ID_HEADER, ""),
-             str(moment_ms), content.hexdigest())  # fmt: skip
+             str(moment_ms), blake3(payload).hexdigest())  # fmt: skip
     return "\n".join(lines).encode()
 
 
-def signed(key: Key, subject: str, headers: Mapping[str, str], payload: bytes) -> dict[str, str]:
+def signed(key: SigningKey, subject: str, headers: Mapping[str, str], payload: bytes) -> dict[str, str]:
     """The headers with a signature of this moment."""
     moment_ms = int(time.time() * 1000)
     signature = base64.b64encode(key.sign_bytes(statement(subject, headers, payload, moment_ms))).decode()
@@ -217,7 +203,9 @@ class Trust:
         text, _, digest = text.partition(" ")
         try:
             moment_ms, signature = int(moment), base64.b64decode(text, validate=True)
-            data = statement(subject, headers, payload, moment_ms, digest)
+            if digest != DIGEST:
+                raise ValueError(f"unknown digest {digest!r}")
+            data = statement(subject, headers, payload, moment_ms)
             done = hashlib.sha256(b"%s %s" % (signature, data)).digest()
             if done not in _verified:
                 known[0].verify(data, signature)
@@ -244,17 +232,3 @@ def parse(text: str) -> dict[str, tuple[VerifyKey, set[str]]]:
             raise ValueError(f"{FILE} names the role {role[:40]!r}: expected lines of a role and its public key")
         keys.setdefault(public, (VerifyKey(nkeys.public_bytes(public)), set()))[1].add(role)
     return keys
-
-
-class _Config(msgspec.Struct):
-    metadata: dict[str, str] = {}
-
-
-class _Info(msgspec.Struct):
-    config: _Config
-
-
-def signed_from(info: bytes) -> int:
-    """The sequence from which the records of a stream are signed, of the answer to ``STREAM.INFO``."""
-    mark = msgspec.json.decode(info, type=_Info).config.metadata.get(MARK, "")
-    return int(mark) if mark.isdigit() else NEVER

@@ -227,7 +227,7 @@ class Storing(Records):
                 return 0, forged
             if stored.subject == subject and stored.headers.get(_ID) == headers[_ID] and self._valid(stored):
                 return stored.seq, 0
-            if self._valid(stored) or stored.seq < await self.signed_from(stream):
+            if self._valid(stored):
                 return 0, 0
             seq = forged = stored.seq
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
     from headrace.config import Config
     from headrace.judging.rubrics.card import Card
-    from headrace.training.figures.duration import Attempt
+    from headrace.training.figures.duration import AttemptTokens
 
 
 def add(commands: "Commands") -> None:
@@ -104,19 +104,19 @@ def _on_gpus(args: argparse.Namespace) -> int:
     return 0
 
 
-def _attempt(config: "Config") -> "Attempt":
+def _attempt(config: "Config") -> "AttemptTokens":
     """Tokens of an attempt: as in generated traces, or the limits where the tasks are others. RendererError."""
     from headrace.actors.trainer import initial_policy
-    from headrace.training.figures.duration import Attempt
+    from headrace.training.figures.duration import AttemptTokens
 
     limits = config.limits
     if not str(config.tasks.suite).startswith("generated/"):
-        return Attempt(limits.context_tokens - limits.max_tokens, limits.max_tokens, bound=True)
+        return AttemptTokens(limits.context_tokens - limits.max_tokens, limits.max_tokens, bound=True)
     with tempfile.TemporaryDirectory(prefix="headrace-estimate-") as folder:
         made = initial_policy.bundle(config, Path(folder))
     traces = list(itertools.islice(initial_policy.generated(config, made), TRACES))
     written = sum(weight == 1.0 for trace in traces for weight in trace.weights) / TRACES
-    return Attempt(sum(len(trace.ids) for trace in traces) / TRACES - written, written)
+    return AttemptTokens(sum(len(trace.ids) for trace in traces) / TRACES - written, written)
 
 
 def _time(seconds: float) -> str:
@@ -159,7 +159,7 @@ async def evaluate(args: argparse.Namespace) -> int:
     """
     from headrace.cli.replay import verdicts
     from headrace.launch.admission import suite
-    from headrace.launch.measuring.benchmark import Wanted, benchmark, recomputed
+    from headrace.launch.measuring.benchmark import WantedBenchmark, benchmark, recomputed
     from headrace.launch.measuring.evaluation import Measurement
     from headrace.launch.measuring.evaluation import evaluate as measured
 
@@ -171,7 +171,7 @@ async def evaluate(args: argparse.Namespace) -> int:
     if args.trials is None and not args.against:
         wanted = Measurement(policy=args.policy, suite=name, tasks=args.tasks, temperature=args.temperature)
         return await measured(config, wanted)
-    compared = Wanted(
+    compared = WantedBenchmark(
         policies=(args.against, args.policy) if args.against else (args.policy,),
         suite=name,
         tasks=args.tasks,

@@ -5,7 +5,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.cli import trainer
 from headrace.cli.arguments import add_elsewhere, add_run, integer
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
@@ -28,23 +27,17 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--staleness", type=integer(0), metavar="BOUND", help="set the largest age of a token, in versions; wait for it"
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="algorithm.KEY=VALUE", help="from the trainer's next step on"
-    )
     parser.set_defaults(handler=status)
 
 
 async def status(args: argparse.Namespace) -> int:
-    """Print the state, the last step, evaluations, regions, bounds and actors, one per line; set the bound first. With
-    `--set` print the trainer's answer."""
+    """Print the state, the last step, evaluations, regions, bounds and actors, one per line; set the bound first."""
     from headrace.dashboard.report import curve_of
     from headrace.launch.session import run_of
     from headrace.messages import subjects
     from headrace.messages.evaluation import EvalResult
     from headrace.messages.training import StepDone
 
-    if args.set:
-        return await trainer.change(args)
     async with run_of(args.run, args.config) as run:
         if args.staleness is not None:
             await change(run.bus, run.id, args.staleness)

@@ -85,7 +85,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
             renderer = Renderers(bundle).open(schemas_of(tools_of(task)))
         except RendererError as error:
             raise ReplayError(str(error)) from None
-        if task.sandbox and trajectory.renderer == bundle.sha256 and trajectory.wording is None:
+        if task.sandbox and trajectory.renderer == bundle.sha256:
             prompt, most = whole_prompt(task.system, task.prompt), config.limits.max_parallel_calls
             later = [step.prompt for step in task.later]
             prompts_differ = differing(trajectory.turns, prompt, renderer, most, system=task.system, later=later)

@@ -10,7 +10,7 @@ all processes of a node together.
 come from the variables of torchrun and of Slurm: NODE_RANK, GROUP_RANK or SLURM_NODEID, and MASTER_ADDR with
 MASTER_PORT. Under torchrun these two are the address of its agent's store, so they are not read there.
 
-`trainer rollback` is an order to the trainer of a run, which its next manifest follows and names; so is `status --set`.
+`trainer set` and `trainer rollback` are orders to the trainer of a run, which its next manifest follows and names.
 """
 
 import argparse
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def add(commands: "Commands") -> None:
     """Declare the commands of the group."""
     subcommands = group(commands, "trainer", "plan a trainer's memory; join its ranks; give it orders")
-    for declare in (_add_plan, _add_join, _add_rollback):
+    for declare in (_add_plan, _add_join, _add_set, _add_rollback):
         declare(subcommands)
 
 
@@ -84,12 +84,6 @@ def plan(args: argparse.Namespace) -> int:
             longest=0 if shape else layout.longest,
             skew=args.skew,
         )
-        if policy.gpt_oss and (layout.devices > 1 or layout.context > 1):
-            raise RunError(
-                "gpt_oss is trained on a CPU by one process: leave out --gpus and trainer.context_ranks, and give the "
-                "machine's memory as --gpu-gib",
-                2,
-            )
         memory = memory_plan.plan(policy, layout)
         available = int(args.gpu_gib * memory_plan.GIB)
         limit = (1.0 - memory_plan.SPARE) * available
@@ -115,7 +109,7 @@ def plan(args: argparse.Namespace) -> int:
     spare = f"with {memory_plan.SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)"
     say(f"{verdict} {nodes}{devices} x {args.gpu_gib:g} GiB {spare}")
     if not fits and other is None:
-        say(f"no setting makes it fit: use more {'memory' if policy.gpt_oss or layout.cpu else 'devices'}")
+        say(f"no setting makes it fit: use more {'memory' if layout.cpu else 'devices'}")
     elif not fits and other is not None:
         there = memory_plan.plan(policy, other)
         host = f", and {hosts(there, devices)} of the host's memory" if other.offload else ""
@@ -146,13 +140,22 @@ def words(layout: "Layout") -> str:
     return ", ".join(f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in keys)
 
 
+def _add_set(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("set", help="change settings of a run from the trainer's next step on")
+    add_run(parser, optional=False)
+    parser.add_argument("entries", nargs="+", metavar="algorithm.KEY=VALUE", help="settings of [algorithm]")
+    add_elsewhere(parser)
+    parser.set_defaults(handler=change)
+
+
 async def change(args: argparse.Namespace) -> int:
-    """Order the settings of `--set` and wait for the trainer's answer."""
+    """Order the settings and wait for the trainer's answer."""
     from headrace.config import parse
 
-    algorithm = parse("", "--set", args.set).algorithm
+    algorithm = parse("", "trainer set", args.entries).algorithm
     settings: dict[str, float | int | str | bool] = {}
-    for entry in args.set:
+    for entry in args.entries:
         section, _, key = entry.partition("=")[0].strip().partition(".")
         if section != "algorithm" or "." in key:
             raise RunError(f"expected algorithm.KEY=VALUE, got {entry!r}")

@@ -138,16 +138,10 @@ class Curriculum(Section, frozen=True, kw_only=True):
     the batch waits for that group. drop: the group is dropped."""
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     """Sampling temperature of training attempts."""
-    speculate: Count = 0
-    """Number of last open slots of a group that are issued a second time; the attempt that is scored first counts. This
-    favours short episodes; the audit measures by how much."""
     replace_flat: Count = 0
     """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal are dropped (reason flat) and
     replaced, at most this many per batch that has begun; later batches may use what earlier ones did not. Beyond the
     limit such a group stays in its batch and has no gradient."""
-    canaries: Share = 0.0
-    """Share of groups that get a task without a solution (tasks/impossible.py): an attempt that passes such a task has
-    cheated."""
 
 
 class Rollout(Section, frozen=True, kw_only=True):

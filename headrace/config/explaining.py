@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.config.base import WORDS, ConfigError, Section
-from headrace.config.reading import MOVED, from_environment, keys, line_of, load
+from headrace.config.reading import from_environment, keys, line_of, load
 
 
 class Explanation(NamedTuple):
@@ -67,11 +67,10 @@ def _source(key: str, path: str, overrides: Sequence[str], environment: Mapping[
     if path:
         text = Path(path).read_text(encoding="utf-8")
         raw = tomllib.loads(text)
-        for written in (key, *(old for old, new in MOVED.items() if new == key)):
-            section, _, name = written.partition(".")
-            if name in raw.get(section, {}):
-                line = line_of(text, written) or line_of(text, section)
-                return f"{path}{f', line {line}' if line else ''}" + (f" (as {written})" if written != key else "")
+        section, _, name = key.partition(".")
+        if name in raw.get(section, {}):
+            line = line_of(text, key) or line_of(text, section)
+            return f"{path}{f', line {line}' if line else ''}"
     return ""
 
 

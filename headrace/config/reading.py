@@ -15,92 +15,13 @@ from headrace.config.rules import problems
 from headrace.config.tree import Config
 
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
-MOVED = {
-    "curriculum.actor_wait_s": "rollout.wait_s",
-    "production.context_tokens": "production.limits.context_tokens",
-    "production.feedback_batch": "feedback.batch",
-    "production.gate_tasks": "gate.tasks",
-    "production.turn_tokens": "production.limits.max_turn_tokens",
-}
-"""Keys that moved to another section: files and recorded runs with the old keys are still read."""
-SHAPED = (
-    "length_penalty", "length_k", "length_q", "length_thinking_tokens", "length_call_tokens", "length_text_tokens",
-    "length_calls", "length_turns", "overlong_penalty", "overlong_tokens", "todo_penalty", "broken_call_penalty",
-)  # fmt: skip
-"""Former keys of [algorithm] that are options of the built-in reward: [algorithm.options.reward]."""
-ENGINE_OPTIONS = (*("args", "python", "server_devices", "servers", "stage_dir", "start_s", "swap", "url", "weights"),)
-"""Keys of [engine] that are keys of [engine.options] now. A file with one is refused; a recorded run is read."""
-ANY = object()
-"""In `FORMER`: a recorded run is read whatever value it has, because reading it does not depend on the key."""
-FORMER: dict[str, object] = {
-    "algorithm.beta1": 0.9,
-    "algorithm.guard_entropy": 2.0,
-    "algorithm.guard_reward": 0.5,
-    "algorithm.mask_low": ANY,
-    "algorithm.max_k1": 0.0,
-    "algorithm.min_rate": 0.1,
-    "algorithm.objective": "dr_grpo",
-    "curriculum.lost_groups": 64,
-    "engine.deadline_s": 600.0,
-    "engine.sparse": ANY,
-    "environment.group_idle_s": 10.0,
-    "environment.key": "",
-    "environment.key_file": "",
-    "environment.url": "",
-    "environment.warm_most": 4,
-    "evaluation.every_temperature": 1.0,
-    "feedback.every_s": 0.0,
-    "feedback.late_s": 86400.0,
-    "feedback.replay_s": 1800.0,
-    "feedback.window_s": 86400.0,
-    "gate.alpha": 0.05,
-    "gate.shadow_failures": 0.05,
-    "gate.stage_s": 86400.0,
-    "judge.model_key": "",
-    "judge.model_temperature": 0.7,
-    "judge.reward_s": 30.0,
-    "judge.rubric_cache": "",
-    "judge.severities": {},
-    "limits.max_summaries": 64,
-    "mid_training.beta1": 0.9,
-    "mid_training.min_rate": 0.1,
-    "mid_training.weight_decay": 0.0,
-    "numerics.limit_differ": 0.0,
-    "numerics.limit_flips": 0.0,
-    "numerics.limit_max_abs_dlp": 0.0,
-    "production.agent_idle_s": 1800.0,
-    "production.command_s": 120.0,
-    "production.day_s": 40.0,
-    "production.peak_requests_per_s": ANY,
-    "production.turn_s": 300.0,
-    "rollout.checkpoint_every": ANY,
-    "tasks.train_on_logs": False,
-    "tools.evaluation": "plain",
-    "tools.vary": False,
-    "trainer.context_ranks": ANY,
-    "trainer.context_runs": 0,
-    "trainer.expert_ranks": ANY,
-    "trainer.micro_order": "flops",
-    "trainer.nodes": ANY,
-    "trainer.ranks": ANY,
-    "weights.encoders": ANY,
-    "weights.fold_every": ANY,
-    "weights.full_snapshots": ANY,
-    "weights.peer_address": ANY,
-    "weights.peer_host": ANY,
-    "weights.peer_port": ANY,
-    "weights.peer_turns": ANY,
-    "weights.shared_dir": ANY,
-}
-"""Keys that are gone, with the value that is still read: recorded runs have every key of their time, and what they did
-with this value is done now. Each of `[tasks.mcp]` had `key`, too."""
 INSTEAD = {
     "trainer.context_ranks": "trainer.mesh.context = N",
     "trainer.expert_ranks": "trainer.mesh.expert = N",
     "trainer.nodes": "trainer.node_ranks = N, the processes of a node; for a copy on each, trainer.mesh.replicate = N",
     "trainer.ranks": "trainer.mesh.shard = N",
 }
-"""The line to write instead of a key of `FORMER`."""
+"""The line to write instead of a key that many configurations had."""
 PREFIX = "HEADRACE_SET_"
 """Prefix of the environment variables that set a key: HEADRACE_SET_SECTION__KEY=value, in capitals."""
 _SHOWN = 60
@@ -126,7 +47,6 @@ def parse(
         raise ConfigError(f"{name} is not usable TOML: it is nested too deeply") from None
     overridden = {_override(raw, entry, variable): variable for variable, entry in from_environment(environment or {})}
     overridden |= {_override(raw, entry): "--set" for entry in overrides}
-    _move(raw)
     checkpoints.protect(raw)
 
     def refuse(path: str, what: str) -> ConfigError:
@@ -155,7 +75,7 @@ def _explain(message: str, raw: dict[str, Any]) -> tuple[str, str]:
     unknown = re.search(r"unknown field `(.*)`", what, re.DOTALL)
     if unknown:
         path = f"{path}.{unknown.group(1)}" if path else unknown.group(1)
-        return path, f"unknown key{_gone(path) or _suggestion(path)}"
+        return path, f"unknown key{_suggestion(path)}"
     pattern = _PATTERN.search(what)
     if pattern:
         words = next((words for regex, words in WORDS.items() if repr(regex) == pattern.group(1)), "")
@@ -238,64 +158,10 @@ def _override(raw: dict[str, Any], entry: str, origin: str = "--set") -> str:
     return path
 
 
-def _move(raw: dict[str, Any], *, recorded: bool = False) -> None:
-    """Move the values of `MOVED` keys to their new sections, where a value that is set has priority; drop the keys of
-    `FORMER` that have their one value, and in a recorded configuration those with `ANY`."""
-    for old, new in MOVED.items():
-        (section, key), (*targets, name) = old.split("."), new.split(".")
-        keys = raw.get(section)
-        if not isinstance(keys, dict) or key not in keys:
-            continue
-        moved: Any = raw
-        for target in targets:
-            moved = moved.setdefault(target, {}) if isinstance(moved, dict) else None
-        if isinstance(moved, dict):
-            moved.setdefault(name, keys.pop(key))
-    production = raw.get("production")
-    if isinstance(production, dict) and "simulate" in production:
-        peak = production.pop("peak_requests_per_s", 0.5)
-        if production.pop("simulate") is True:
-            production.setdefault("simulated_requests_per_s", peak)
-    algorithm = raw.get("algorithm")
-    if isinstance(algorithm, dict) and (former := algorithm.pop("reward_options", None)):
-        algorithm.setdefault("options", {}).setdefault("reward", former)
-    if isinstance(algorithm, dict) and (former := {name: algorithm.pop(name) for name in SHAPED if name in algorithm}):
-        if algorithm.get("reward", "shaped") == "shaped":
-            options = algorithm.setdefault("options", {})
-            options["reward"] = former | options.get("reward", {})
-    engine = raw.get("engine")
-    if recorded and isinstance(engine, dict):
-        former = {key: engine.pop(key) for key in ENGINE_OPTIONS if key in engine}
-        if former and engine.get("kind") == "sglang":
-            engine["options"] = former | engine.get("options", {})
-    tasks = raw.get("tasks")
-    servers = tasks.get("mcp") if isinstance(tasks, dict) else None
-    for server in servers.values() if isinstance(servers, dict) else ():
-        if isinstance(server, dict) and server.get("key") == "":
-            del server["key"]
-    for path, value in FORMER.items():
-        section, key = path.split(".")
-        keys = raw.get(section)
-        if isinstance(keys, dict) and key in keys and (keys[key] == value or (recorded and value is ANY)):
-            del keys[key]
-
-
-def _gone(path: str) -> str:
-    """The end of a former key's error, which says what became of it; empty for any other."""
-    section, _, key = path.partition(".")
-    if section == "engine" and key in ENGINE_OPTIONS:
-        return f" since this version: write it as {key} under [engine.options], or --set engine.options.{key}=..."
-    if path not in FORMER:
-        return ""
-    if path in INSTEAD:
-        return f" since this version: write {INSTEAD[path]}"
-    value = FORMER[path]
-    always = "" if value is ANY or value in ("", {}) else f", and {_shown(value)} is what always holds"
-    return f" since this version{always}: remove it{_suggestion(path)}"
-
-
 def _suggestion(path: str) -> str:
-    """A hint that lists the keys of the unknown key's section."""
+    """A hint: the line to write instead, or the keys of the unknown key's section."""
+    if path in INSTEAD:
+        return f" since [trainer] mesh replaced it: write {INSTEAD[path]}"
     *sections, key = path.split(".")
     section: type[Any] = Config
     for part in sections:
@@ -320,10 +186,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[s
         raise ConfigError(f"{file}: cannot be read: {error}") from None
     if file.suffix == ".json":
         try:
-            raw = msgspec.json.decode(text, type=dict[str, Any])
-            _move(raw, recorded=True)
-            return msgspec.convert(raw, Config)
-        except (msgspec.DecodeError, RecursionError, AttributeError) as error:
+            return msgspec.json.decode(text, type=Config)
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ConfigError(f"{file}: {error}") from None
     return parse(text, str(file), overrides, environment)
 

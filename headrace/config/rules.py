@@ -59,8 +59,6 @@ def _limits(config: Config) -> Iterator[Problem]:
 
 def _curriculum(config: Config) -> Iterator[Problem]:
     section = config.curriculum
-    if section.speculate >= section.group_size:
-        yield "curriculum.speculate", f"expected less than group_size ({section.group_size}), got {section.speculate}"
     if section.replace_flat and config.algorithm.baseline != "group":
         yield (
             "curriculum.replace_flat",

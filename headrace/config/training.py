@@ -130,7 +130,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
     eight_bit (blocks with a scale, headrace/algorithms/eight_bit.py) 6. Mid-training in one process keeps float32."""
     weight_decay: Amount = 0.0
     """AdamW's decoupled weight decay: each update lowers a weight by this times the learning rate times the weight.
-    Norms, biases, attention sinks and the embedding do not decay; matrices do, with adapters theirs. Mid-training has
+    Norms, biases and the embedding do not decay; matrices do, with adapters theirs. Mid-training has
     none."""
     balance_rate: Amount = 0.0
     """Per step, the amount by which the router's correction (e_score_correction_bias) of each expert rises when the

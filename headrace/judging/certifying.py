@@ -22,7 +22,7 @@ from msgspec import UNSET
 
 from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
-from headrace.judging.examination import Options, Report, examine
+from headrace.judging.examination import Options, ReportEvent, examine
 from headrace.judging.hidden.control import unproven
 from headrace.judging.hidden.setup import DECLARE, loads_itself
 from headrace.judging.machines import Machines
@@ -50,7 +50,13 @@ NO_MUTANTS = "the solution changes no Python function, so no broken solution was
 
 
 async def certify(
-    suite: Suite, id: str, machines: Machines[Any], report: Report, *, backend: str = "", isolation: Isolation = "group"
+    suite: Suite,
+    id: str,
+    machines: Machines[Any],
+    report: ReportEvent,
+    *,
+    backend: str = "",
+    isolation: Isolation = "group",
 ) -> Certificate:
     """The certificate of a task. SandboxLost, NoCapacity as in `examine`; UnknownSuite, PluginError."""
     task, oracle = suite.task(id), suite.oracle(id)
@@ -170,7 +176,7 @@ class _Exam:
     """Examinations of one task in fresh sandboxes."""
 
     def __init__(
-        self, task: Task, oracle: Oracle, machines: Machines[Any], report: Report, isolation: Isolation
+        self, task: Task, oracle: Oracle, machines: Machines[Any], report: ReportEvent, isolation: Isolation
     ) -> None:
         self._task, self._oracle, self._machines, self._report = task, oracle, machines, report
         self._isolation: Isolation = isolation

@@ -63,7 +63,7 @@ RETRY_S = 0.5
 """Pause before another sandbox is asked for, times the number of failures."""
 
 
-class Report(Protocol):
+class ReportEvent(Protocol):
     """Where events go; `Actor.event` is one."""
 
     async def __call__(
@@ -80,7 +80,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 120.0
 
 
-async def examine(candidate: Candidate, machines: Machines[S], report: Report, options: Options) -> Verdict:
+async def examine(candidate: Candidate, machines: Machines[S], report: ReportEvent, options: Options) -> Verdict:
     """The verdict on a candidate.
 
     Raises NoVerdict where our own code fails, SandboxLost (Superseded when another judge works on the same candidate)
@@ -111,7 +111,7 @@ class _Examiner:
     """The examinations of one candidate."""
 
     def __init__(
-        self, candidate: Candidate, whole: Candidate, machines: Machines[Any], report: Report, options: Options
+        self, candidate: Candidate, whole: Candidate, machines: Machines[Any], report: ReportEvent, options: Options
     ) -> None:
         """whole: the attempt at all steps of its task; the candidate itself where the task has no steps."""
         self.whole = whole
@@ -134,7 +134,7 @@ class _Examiner:
         if oracle.grading.kind == "checker":
             return await self._checked(suspicions)
         first = await self._examination(files, trajectory.isolation, thorough=bool(suspicions))
-        unsure = bool(suspicions or first.touched or first.refused or rules.impossible_passed(oracle, first.ok))
+        unsure = bool(suspicions or first.touched or first.refused)
         second = None
         if trajectory.isolation == "group" and not first.crashed and (unsure or self.options.again):
             second = await self._second(files, first, unsure)
@@ -142,11 +142,7 @@ class _Examiner:
         again = await self._compare(first, second)
         last = second or first
         counted = last if first.touched or last.touched else first
-        if rules.impossible_passed(oracle, counted.ok):
-            text = f"{trajectory.id} passes tests that no honest fix can pass: it took over the process that runs them"
-            await self.report("canary_passed", text, "error", **self.where)
-        else:
-            counted = msgspec.structs.replace(counted, control=await self._control(counted))
+        counted = msgspec.structs.replace(counted, control=await self._control(counted))
         return conclude(oracle, counted, suspicions, again=again)
 
     async def _control(self, real: Examination) -> Control:

@@ -38,14 +38,14 @@ _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
 def content_of(candidate: Candidate, limits: SandboxLimits) -> str:
     """The name of everything that decides the verdict on a candidate: sha256 of an encoding in which every part has its
     type and length. Empty for a candidate that is always examined: it has no sandbox, its prompt or files were
-    not the task's, its task is impossible, its tests run in an image of their own, or its backend cannot tell what its
+    not the task's, its tests run in an image of their own, or its backend cannot tell what its
     machines are made of.
 
     limits: of sandboxes whose task sets none.
     """
     trajectory, oracle = candidate.trajectory, candidate.oracle
     verifier = oracle.verifier or any(step.verifier for step in (oracle.steps.tests if oracle.steps else ()))
-    if not trajectory.machine or trajectory.altered or verifier or not candidate.task.sandbox or oracle.ref.canary:
+    if not trajectory.machine or trajectory.altered or verifier or not candidate.task.sandbox:
         return ""
     parts: dict[str, Any] = {
         "judge": rules.VERSION,

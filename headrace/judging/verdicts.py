@@ -172,7 +172,6 @@ def conclude(
     matched = list(suspicions)
     if examination.alone:
         matched += [f"{rules.TOUCHED}:{what}" for what in examination.touched]
-    matched += rules.impossible_passed(oracle, examination.ok)
     if examination.control:
         matched.append(f"{rules.CONTROL if examination.control == 'passed' else rules.BLIND}:tests")
     partly = bool(examination.value) or any(step.value for step in examination.steps)

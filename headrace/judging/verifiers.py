@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 
 from headrace.judging.checkers import TIMEOUT_S, Message, waits_for
 from headrace.registry import PluginError, require
-from headrace.tasks.verifiers.process import Source, VerifiersError, Worker
+from headrace.tasks.verifiers.process import TasksetSource, TasksetWorker, VerifiersError
 
 _SHARE = 0.8
 """Share of the checker's time limit after which the worker is closed: its thread ends before the judge gives up."""
-_workers: dict[Source, Worker] = {}
-_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Source, asyncio.Lock]] = WeakKeyDictionary()
+_workers: dict[TasksetSource, TasksetWorker] = {}
+_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[TasksetSource, asyncio.Lock]] = WeakKeyDictionary()
 
 
 @asynccontextmanager
@@ -28,7 +28,7 @@ async def ready(message: Message) -> AsyncIterator[None]:
         worker = _workers.get(source)
         if worker is None or not worker.alive:
             try:
-                worker = _workers[source] = await asyncio.to_thread(Worker, source)
+                worker = _workers[source] = await asyncio.to_thread(TasksetWorker, source)
             except VerifiersError as error:
                 raise PluginError(f"the taskset {source.taskset} in {source.python}: {error}") from error
         if worker.digest != message.reference["source"]:
@@ -45,9 +45,9 @@ def score(message: Message) -> float:
     return _workers[_source(message)].score(message.reference["data"], message.text, TIMEOUT_S * _SHARE)
 
 
-def _source(message: Message) -> Source:
+def _source(message: Message) -> TasksetSource:
     """The taskset that the task names. PluginError unless the operator admitted the pair of interpreter and taskset: a
     task's data would start any program otherwise."""
     told = message.reference
     require("checkers", f"{told['python']}:{told['taskset']}")
-    return Source(python=told["python"], taskset=told["taskset"], config=told["config"])
+    return TasksetSource(python=told["python"], taskset=told["taskset"], config=told["config"])

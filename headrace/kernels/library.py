@@ -18,12 +18,10 @@ _ALIGNED = 8
 """bfloat16 numbers in 16 bytes, the unit of both kernels' rows."""
 
 
-def attention_refusal(device: str, dtype: str, head_dim: int, value_dim: int, sinks: bool = False) -> str:
+def attention_refusal(device: str, dtype: str, head_dim: int, value_dim: int) -> str:
     """Why ordinary mode keeps its own packed attention. head_dim: of queries and keys; value_dim: of values."""
     if device != "cuda":
         return f"{VARLEN} runs on CUDA devices alone"
-    if sinks:
-        return f"{VARLEN} has no attention sinks"
     if dtype != "bfloat16":
         return f"{VARLEN} takes bfloat16, not {dtype}"
     if value_dim != head_dim:

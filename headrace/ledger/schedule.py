@@ -35,8 +35,6 @@ class Rules(NamedTuple):
     steps: int
     attempts: int
     on_stale: Literal["wait", "drop"]
-    speculate: int = 0
-    """Number of last running slots of a group that get a speculative attempt."""
     replace_flat: int = 0
     """Largest number of groups with equal rewards that are dropped instead of closed, per batch that has begun."""
 
@@ -50,7 +48,6 @@ class Rules(NamedTuple):
             section.steps,
             section.attempts,
             section.on_stale,
-            section.speculate,
             section.replace_flat,
         )
 
@@ -76,8 +73,6 @@ class RetrySlot:
     attempt: int
     min_version: int
     reason: str
-    speculative: bool = False
-    """The previous attempt keeps running; the first of the two that is scored counts."""
 
 
 Decision = IssueGroup | RetrySlot | GroupClosed | GroupDropped
@@ -112,14 +107,11 @@ def decide(state: RunState, rules: Rules) -> list[Decision]:
     close = _close(state, rules)
     if close is not None:
         return [close]
-    speculative = _speculative(state, rules)
-    if speculative:
-        return speculative
     group = _next_group(state, rules)
     return [group] if group is not None else []
 
 
-_Reason = Literal["stale", "infra", "cancelled", "quarantined", "canary", "flat"]
+_Reason = Literal["stale", "infra", "cancelled", "quarantined", "flat"]
 
 
 def _drop(group: Group, reason: _Reason, detail: str) -> GroupDropped:
@@ -150,22 +142,6 @@ def _floor(state: RunState, rules: Rules) -> int:
     return batch - bounds_of(state, rules).at(batch)
 
 
-def _speculative(state: RunState, rules: Rules) -> list[Decision]:
-    """A second attempt for the last slots of a group, while their first attempts still run."""
-    retries: list[Decision] = []
-    for group in state.open.values() if rules.speculate else ():
-        left = {number: slot for number, slot in group.slots.items() if not slot.scored}
-        if len(group.slots) < group.first.group_size or len(left) > rules.speculate:
-            continue
-        oldest = max(group.first.min_version, _floor(state, rules))
-        retries += [
-            RetrySlot(group.name, number, slot.last.number + 1, oldest, "speculative", speculative=True)
-            for number, slot in left.items()
-            if len(slot.live) == 1 and not slot.failed and slot.last.number + 1 < rules.attempts
-        ]
-    return retries
-
-
 def _done(group: Group, rules: Rules) -> bool:
     """Whether every slot is scored or has failed for good."""
     return len(group.slots) == group.first.group_size and all(
@@ -175,25 +151,19 @@ def _done(group: Group, rules: Rules) -> bool:
 
 def _ended(slot: Slot, rules: Rules) -> bool:
     """Whether a slot has failed for good."""
-    return slot.failed and any(attempt.final(rules.attempts) for attempt in slot.live)
+    return slot.failed and slot.last.final(rules.attempts)
 
 
 def _doubtful(slot: Slot) -> bool:
     """Whether the judge gave two different verdicts: then no verdict from the same machine is trusted."""
-    score = slot.kept.score
+    score = slot.last.score
     return score is not None and score.again == "other"
-
-
-def _caught(group: Group) -> int:
-    """Number of slots of a task without a solution in which the judge found cheating."""
-    scores = [slot.kept.score for slot in group.slots.values() if slot.scored]
-    return sum(score is not None and score.verdict == "cheating" for score in scores)
 
 
 def _survivors(group: Group) -> list[ClosedSlot]:
     survivors = []
     for number, slot in sorted(group.slots.items()):
-        attempt = slot.kept
+        attempt = slot.last
         if attempt.score is not None:
             oldest = attempt.score.oldest_version
             survivors.append(
@@ -223,11 +193,6 @@ def _close(state: RunState, rules: Rules) -> Decision | None:
     waiting: list[tuple[int, Group]] = []
     for group in state.open.values():
         done = _done(group, rules)
-        if group.first.task.canary:  # never trained on, so it needs no place
-            if done:
-                cheated = f"{_caught(group)} of {group.first.group_size} passed a task without a solution"
-                return _drop(group, "canary", cheated)
-            continue
         if done and (doubtful := [n for n, slot in group.slots.items() if _doubtful(slot)]):
             return _drop(group, "quarantined", f"slot {doubtful[0]} has two verdicts")
         if done and len(_survivors(group)) < SURVIVORS:
@@ -261,7 +226,7 @@ def _close(state: RunState, rules: Rules) -> Decision | None:
 
 def _flat(group: Group) -> bool:
     """Whether all rewards are equal, those of turns too: they then give no advantage."""
-    scores = [score for slot in group.slots.values() if (score := slot.kept.score) is not None]
+    scores = [score for slot in group.slots.values() if (score := slot.last.score) is not None]
     turns = {reward for score in scores for reward in score.turn_rewards}
     return len({score.final_reward for score in scores}) == 1 and len(turns) < 2
 

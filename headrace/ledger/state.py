@@ -42,7 +42,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class Slot:
-    """A place in a group. Its newest attempt counts; after a speculative attempt, the first of the two to be scored."""
+    """A place in a group. Its newest attempt counts."""
 
     attempts: list[Attempt] = field(default_factory=list)
 
@@ -52,29 +52,14 @@ class Slot:
         return self.attempts[-1]
 
     @property
-    def live(self) -> list[Attempt]:
-        """The attempts that may count, oldest first. A new attempt replaces the earlier ones, unless it is
-        speculative."""
-        at = len(self.attempts) - 1
-        while at > 0 and self.attempts[at].issued.speculative:
-            at -= 1
-        return self.attempts[at:]
-
-    @property
-    def kept(self) -> Attempt:
-        """The attempt that counts: the first that was scored, else the newest."""
-        scored = [attempt for attempt in self.live if attempt.score is not None]
-        return min(scored, key=lambda attempt: attempt.score_seq) if scored else self.last
-
-    @property
     def scored(self) -> bool:
         """Whether the attempt that counts has its verdict. A score outranks a failure of the same attempt."""
-        return self.kept.score is not None
+        return self.last.score is not None
 
     @property
     def failed(self) -> bool:
-        """Whether all attempts that may count have ended without a verdict."""
-        return not self.scored and all(attempt.failed for attempt in self.live)
+        """Whether the attempt that counts has ended without a verdict."""
+        return not self.scored and bool(self.last.failed)
 
 
 @dataclass(slots=True)
@@ -108,7 +93,7 @@ class Group:
     @property
     def missing(self) -> str:
         """The scores that an open group waits for, in words."""
-        slots = [str(number) for number, slot in self.slots.items() if slot.kept.score is None]
+        slots = [str(number) for number, slot in self.slots.items() if slot.last.score is None]
         return f"scores of group {self.name}, slots {', '.join(slots)}"
 
     def attempts(self) -> Iterator[tuple[int, Attempt]]:

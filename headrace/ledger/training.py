@@ -16,7 +16,7 @@ from headrace.ledger.seeds import seed_of
 from headrace.messages.evaluation import EvalRequest
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import PolicyRef
-from headrace.messages.tasks import CANARY, TaskRef
+from headrace.messages.tasks import TaskRef
 
 TEMPERATURE = 1.0
 """Sampling temperature of the measurements during training."""
@@ -66,11 +66,8 @@ def evaluated(config: Config) -> tuple[str, ...]:
 
 
 def task(config: Config, order: TaskOrder, number: int) -> TaskRef:
-    """The task of group `number`. [curriculum] canaries is the share of groups that get an unsolvable task instead."""
-    suite = config.tasks.suite
-    if seed_of(config.run.seed, "canary", number) < config.curriculum.canaries * 2**62:
-        suite = CANARY + suite
-    return TaskRef(suite, order[number])
+    """The task of group `number`."""
+    return TaskRef(config.tasks.suite, order[number])
 
 
 def slots_of(config: Config, run: str, decision: IssueGroup | RetrySlot, task: TaskRef, index: int) -> list[SlotIssued]:
@@ -79,9 +76,9 @@ def slots_of(config: Config, run: str, decision: IssueGroup | RetrySlot, task: T
     A new attempt gets a new seed, because the previous one may have failed because of its seed.
     """
     if isinstance(decision, RetrySlot):
-        attempts, speculative = [(decision.slot, decision.attempt)], decision.speculative
+        attempts = [(decision.slot, decision.attempt)]
     else:
-        attempts, speculative = [(slot, 0) for slot in decision.slots], False
+        attempts = [(slot, 0) for slot in decision.slots]
     return [
         SlotIssued(
             run=run,
@@ -94,7 +91,6 @@ def slots_of(config: Config, run: str, decision: IssueGroup | RetrySlot, task: T
             task=task,
             seed=seed_of(config.run.seed, decision.group, slot, attempt),
             min_version=decision.min_version,
-            speculative=speculative,
         )
         for slot, attempt in attempts
     ]

@@ -1,7 +1,7 @@
 """Evaluation of a policy on tasks that it is not trained on."""
 
 from headrace.messages.base import Count, Finite, Message, Seed, Share, Version, message
-from headrace.messages.rollout import Limits, PolicyRef, Sampling, ToolWording
+from headrace.messages.rollout import Limits, PolicyRef, Sampling
 from headrace.messages.sandbox import Isolation
 
 
@@ -22,8 +22,6 @@ class EvalRequest(Message, frozen=True, kw_only=True):
     isolation: Isolation = "group"
     reason: str = ""
     seed: Seed = 0
-    wording: ToolWording | None = None
-    """Of an older headrace. None: the tools have their own words."""
 
 
 @message("eval_result")

@@ -29,8 +29,6 @@ class SlotIssued(Message, frozen=True, kw_only=True):
     task: TaskRef
     seed: Seed
     min_version: Count
-    speculative: bool = msgspec.field(default=False, name="beside")
-    """The previous attempt is still running; of the two, the one that is scored first counts."""
 
 
 class ClosedSlot(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +62,7 @@ class GroupDropped(Message, frozen=True, kw_only=True):
 
     run: str
     group: Name
-    reason: Literal["stale", "infra", "cancelled", "quarantined", "canary", "flat"]
+    reason: Literal["stale", "infra", "cancelled", "quarantined", "flat"]
     detail: str = ""
     group_size: Count
 

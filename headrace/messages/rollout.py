@@ -55,15 +55,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Summaries of one attempt; one more ends it with the outcome ``context``."""
 
 
-class ToolWording(msgspec.Struct, frozen=True, kw_only=True):
-    """Other words for an attempt's tools, in records of an older headrace. No attempt gets other words now."""
-
-    words: Literal["train", "heldout"]
-    """``heldout``: the words that no training group gets."""
-    seed: Seed
-    """Seed of the names, the order and the descriptions."""
-
-
 class Workspace(msgspec.Struct, frozen=True, kw_only=True):
     """A sandbox that outlives its attempt: attempts of one name use it one after another."""
 
@@ -101,12 +92,8 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
     """Number of times that a rollout actor published the request again, because it was drained or found no sandbox."""
     waited_s: Seconds = 0.0
     """How long its rollout actors have waited for a sandbox."""
-    unanswered_s: Seconds = 0.0
-    """Of an older headrace: no actor reads it."""
     workspace: Workspace | None = None
     """The sandbox to work in and to hold afterwards; None: one of its own, released at the end."""
-    wording: ToolWording | None = None
-    """Of an older headrace: a rollout actor refuses it. None: the tools have their own words."""
 
     @property
     def trajectory(self) -> str:
@@ -194,7 +181,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     stop: Literal["stop", "length", "abort"] = "stop"
     kind: Literal["act", "summary"] = "act"
     kinds: TokenKinds | UnsetType = UNSET
-    """Unset in older records, and where the renderer does not count them."""
+    """Unset where the renderer does not count them."""
     forced: Count = 0
     """The last ids of the prompt with which the turn itself begins: a client forced a call."""
     routed_start: Count | UnsetType = UNSET
@@ -308,8 +295,6 @@ class Trajectory(Message, frozen=True, kw_only=True):
     """Numerics fingerprint of the engine; empty for scripted policies."""
     renderer: str = ""
     """sha256 of the RendererBundle that wrote the prompts and read the calls; empty for one without a bundle."""
-    wording: ToolWording | None = None
-    """Of an older headrace; no replay renders these prompts."""
     backend: str = ""
     machine: str | UnsetType = UNSET
     """Content address of the template or image that its sandbox was made of; unset, and then not encoded, where the
@@ -386,7 +371,7 @@ class RendererBundle(Message, frozen=True, kw_only=True, dict=True):
     date: str = ""
     """ISO date that the template sees as today, whenever it renders."""
     tools: dict[str, str] = {}
-    """JSON Schema of every tool as text, by name. An older headrace has a hash under ``*``, too."""
+    """JSON Schema of every tool as text, by name."""
     plugin: str = ""
     """Source hash of a renderer from outside; empty for a built-in."""
 

@@ -7,9 +7,6 @@ from msgspec import UNSET, Meta, UnsetType
 
 from headrace.messages.base import Count, Finite, Integer, Message, message
 
-CANARY = "canary/"
-"""Prefix of a suite's name: its tasks, made unsolvable (tasks/impossible.py)."""
-
 HOST_FOLDER = ".headrace/"
 """Folder of a workspace that only the judge writes: test scripts, their logs, reward files."""
 PROGRAM = f"{HOST_FOLDER}solve"
@@ -47,11 +44,6 @@ class TaskRef(msgspec.Struct, frozen=True):
 
     suite: str
     task: str
-
-    @property
-    def canary(self) -> bool:
-        """Whether the task is unsolvable."""
-        return self.suite.startswith(CANARY)
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

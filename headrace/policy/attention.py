@@ -24,8 +24,8 @@ _CHUNK = 1024
 _SHORT = 256
 """Keys up to which plain products beat the fused attention, forward and backward in bfloat16 (8 x 208 tokens of
 SmolLM2: 114 against 137 ms a layer on a CPU without bfloat16 instructions)."""
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Queries, keys and values of packed tokens, and the heads' sinks (gpt_oss) -> what the heads read."""
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries, keys and values of packed tokens -> what the heads read."""
 
 
 class TokenSharing(Protocol):

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16"]
 
-ALPHA = 1.702
-"""Gain of the sigmoid in the SwiGLU of gpt-oss."""
-
 
 class CheckpointError(HeadraceError, exit_status=WRONG_INPUT):
     """A checkpoint that cannot be read, or asks for something this model does not compute."""
@@ -84,7 +81,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Inner width of their MLP; 0 is expert_dim."""
     expert_format: Literal["", "mxfp8", "nvfp4"] = ""
     """How experts are served and multiplied; empty is `dtype`. See `kernels.mxfp8`, `kernels.block_scaled.nvfp4`."""
-    model_type: Literal["", "glm4_moe", "gpt_oss", "llama", "mistral", "qwen2"] = ""
+    model_type: Literal["", "glm4_moe", "llama", "mistral", "qwen2"] = ""
     """Hugging Face's name of the architecture; empty: qwen3, qwen3_moe or deepseek_v3, as the other fields say."""
     qk_norm: bool = True
     """Queries and keys are normalised head by head before they are rotated (grouped attention only)."""
@@ -94,10 +91,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the output projection of attention has a bias (grouped attention only)."""
     rotary_dim: int = 0
     """Leading part of a query and key that is rotated (grouped attention only); 0 is head_dim."""
-    window: int = 0
-    """Keys that a query sees in layers 0, 2, 4 and so on, its own among them; 0: all, in every layer (gpt_oss only)."""
-    clamp: float = 0.0
-    """Limit of the experts' SwiGLU, which has a form of its own: see `policy.gpt_oss` (gpt_oss only)."""
     adapter: Adapter | None = None
     """Low-rank adapters, the only weights that are trained; published beside the others under names of their own."""
     source: str = ""
@@ -136,9 +129,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise CheckpointError("latent attention has one key head per query head, of nope_dim + rope_dim")
         if self.latent and self.latent.value_dim > self.head_dim:
             raise CheckpointError(f"value_dim {self.latent.value_dim} is larger than a key of {self.head_dim}")
-        if self.model_type == "gpt_oss" and (self.expert_format or self.adapter):
-            asked = "[policy] expert_format" if self.expert_format else "[trainer.lora] rank"
-            raise CheckpointError(f"{asked} is not supported for gpt_oss: leave it out")
         block = {"mxfp8": 32, "nvfp4": 16}.get(self.expert_format, 1)
         if self.dim % block or self.expert_dim % block:
             raise CheckpointError(
@@ -149,15 +139,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     def turned(self) -> int:
         """Width of the rotated part of a query or key."""
         return self.latent.rope_dim if self.latent else self.rotary_dim or self.head_dim
-
-    @property
-    def gpt_oss(self) -> bool:
-        """Whether heads have sinks, and router and experts biases."""
-        return self.model_type == "gpt_oss"
-
-    def seen(self, layer: int) -> int:
-        """The keys that a query of a layer sees; 0: all."""
-        return 0 if layer % 2 else self.window
 
     @property
     def torch_dtype(self) -> "torch.dtype":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headrace.kernels import operators
 from headrace.kernels.route import Rule
-from headrace.policy import gpt_oss, latent, moe
+from headrace.policy import latent, moe
 from headrace.policy.adapters import low_rank
 from headrace.policy.attention import Attend
 from headrace.policy.config import PolicyConfig
@@ -69,9 +69,6 @@ class Layer(nn.Module):
             width = c.dense_dim or c.expert_dim
             self.gate_up = new(2 * width, c.dim)
             self.down = new(c.dim, width)
-        if c.gpt_oss:
-            self.sinks, self.router_bias = new(c.heads), new(c.experts)
-            self.gate_up_bias, self.down_bias = new(c.experts, 2 * c.expert_dim), new(c.experts, c.dim)
         if self.sparse and c.shared_experts:
             width = c.shared_experts * c.expert_dim
             self.shared_gate_up, self.shared_down = new(2 * width, c.dim), new(c.dim, width)
@@ -98,7 +95,7 @@ class Layer(nn.Module):
         """
         first = chosen.experts is None
         recorded = replay if first else chosen.experts
-        mixed = attend(*self._project(x, cos, sin, exact), self._sinks)
+        mixed = attend(*self._project(x, cos, sin, exact))
         x, h = self._behind_attention(x, mixed, exact)
         if not self.sparse:
             inner = operators.swiglu(low_rank.linear(self, h, "gate_up", exact))
@@ -109,10 +106,6 @@ class Layer(nn.Module):
         else:
             out, chosen.experts = self._over_owners(self.owned, h, mixture, exact, recorded, chosen)
         return self._added(x, h, out, exact)
-
-    @property
-    def _sinks(self) -> Tensor | None:
-        return self.sinks if self.config.gpt_oss else None
 
     def _over_owners(
         self,
@@ -150,8 +143,7 @@ class Layer(nn.Module):
             normalise=c.normalise_top_k,
             rule=self.rule if first else self.rule._replace(plausible=0.0),
             correction=getattr(self, "correction", None),
-            function=self._biased() if c.gpt_oss else self.function,
-            router_bias=self.router_bias if c.gpt_oss else None,
+            function=self.function,
         )
 
     def _added(self, x: Tensor, h: Tensor, out: Tensor, exact: bool) -> Tensor:
@@ -159,9 +151,6 @@ class Layer(nn.Module):
         if self.config.shared_experts:
             out = out + _mlp(h, self.shared_gate_up, self.shared_down, exact)
         return x + out
-
-    def _biased(self) -> moe.ExpertFunction:
-        return gpt_oss.Experts(self.gate_up_bias, self.down_bias, self.config.clamp)
 
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of some rows."""

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.kernels import operators
 from headrace.kernels.block_attention import Packing
-from headrace.policy import attention, gpt_oss, moe
+from headrace.policy import attention, moe
 from headrace.policy.adapters import low_rank
 from headrace.policy.attention import Attend
 from headrace.policy.cache import KVCache, Step
@@ -83,7 +83,7 @@ class Model(PolicyModel):
         """As the seam."""
         packing = self._packing(ids, lengths)
         attend = self._over(packing)
-        return self._decode(ids, packing.positions, max(lengths, default=0), attend, routed, recorder)
+        return self._decode(ids, packing.positions, max(lengths, default=0), lambda _: attend, routed, recorder)
 
     def sampled_logprobs(
         self,
@@ -99,7 +99,7 @@ class Model(PolicyModel):
         packing, shared = self._packing(ids, lengths), self.shared
         attend, longest = self._over(packing), max(lengths, default=0)
         if shared is None:
-            hidden = self._decode(ids, packing.positions, longest, attend, routed, None)
+            hidden = self._decode(ids, packing.positions, longest, lambda _: attend, routed, None)
             return self.selected_logprobs(hidden[rows], targets, temperature)
         cuts = [packing.tokens * process // shared.size for process in range(shared.size + 1)]
         start, end = cuts[shared.rank : shared.rank + 2]
@@ -108,7 +108,7 @@ class Model(PolicyModel):
             ids[start:end],
             packing.positions[start:end],
             longest,
-            lambda layer: shared.around(attend(layer), tokens),
+            lambda _: shared.around(attend, tokens),
             None if routed is None else routed[start:end],
             None,
         )
@@ -124,19 +124,14 @@ class Model(PolicyModel):
             raise ValueError(f"expected lengths that add up to {len(ids)} ids, got {packing.tokens}")
         return packing
 
-    def _over(self, packing: Packing) -> Callable[[int], Attend]:
-        """Attention within packed sequences, by layer."""
+    def _over(self, packing: Packing) -> Attend:
+        """Attention within packed sequences."""
         exact = self.numerics.exact
 
-        def attend(layer: int) -> Attend:
-            def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-                if sinks is None:
-                    return attention.packed(q, k, v, packing, self._scale, exact)
-                return gpt_oss.packed(q, k, v, sinks, packing, self._scale, exact, self.config.seen(layer))
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention.packed(q, k, v, packing, self._scale, exact)
 
-            return run
-
-        return attend
+        return run
 
     def forward_cached(
         self,
@@ -154,11 +149,8 @@ class Model(PolicyModel):
             exact = self.numerics.exact
 
             def attend(layer: int) -> Attend:
-                def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-                    if sinks is None:
-                        return attention.cached(q, k, v, step, cache, layer, self._scale, exact)
-                    seen = self.config.seen(layer)
-                    return gpt_oss.cached(q, k, v, sinks, step, cache, layer, self._scale, exact, seen)
+                def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                    return attention.cached(q, k, v, step, cache, layer, self._scale, exact)
 
                 return run
 

@@ -80,8 +80,6 @@ class Mixture(NamedTuple):
     correction: Tensor | None = None
     """float32 [E], see `kernels.route`."""
     function: ExpertFunction = operators.experts
-    router_bias: Tensor | None = None
-    """[E], added to the router's scores."""
 
 
 def mixture(x: Tensor, of: Mixture, exact: bool, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -102,8 +100,6 @@ def routed(x: Tensor, of: Mixture, exact: bool, replay: Tensor | None = None) ->
         logits = operators.linear(x.float(), of.router.float(), exact)
     else:
         logits = operators.linear(x, of.router, exact)
-        if of.router_bias is not None:
-            logits = logits + of.router_bias
     return operators.route(logits, of.k, of.normalise, replay, of.rule, of.correction)
 
 

@@ -201,8 +201,8 @@ def _of_library(config: PolicyConfig, device: torch.device) -> Numerics:
 
 def _library(config: PolicyConfig, device: torch.device) -> list[str]:
     """The kernels of PyTorch that training takes there in ordinary mode."""
-    widths = (config.dim, config.expert_dim) if config.experts and not config.gpt_oss else ()
-    return library.taken(device, config.torch_dtype, config.head_dim, widths, config.gpt_oss)
+    widths = (config.dim, config.expert_dim) if config.experts else ()
+    return library.taken(device, config.torch_dtype, config.head_dim, widths)
 
 
 def _chip(device: torch.device) -> str:

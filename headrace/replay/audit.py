@@ -19,7 +19,6 @@ from headrace.bus.connection import Bus
 from headrace.ledger import lost_attempts
 from headrace.ledger.drops import DropsByLength, Fate, by_length
 from headrace.ledger.feedback import FeedbackReport
-from headrace.ledger.speculation import Speculation, speculation
 from headrace.ledger.state import Attempt, Group, RunState
 from headrace.messages.base import Message
 from headrace.messages.judging import Score
@@ -73,14 +72,10 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """The first `SKIPPED_NAMED` of them, forged ones first: stream, sequence, subject and reason."""
     forged: int = 0
     """Skipped records that no writer of their subject signed."""
-    unsigned: int = 0
-    """Records of before headrace signed them. They are counted as they are: nothing shows who wrote them."""
     dropped_by_length: DropsByLength = DropsByLength()
     reused: int = 0
     """Scores that repeat the verdict of an earlier examination of the same content or of a certificate, of all
     lanes."""
-    speculation: Speculation | None = None
-    """None while no slot has a speculative attempt."""
     feedback: FeedbackReport | None = None
     """Ratings of users; None in a run without ratings."""
     branches: dict[str, "AuditReport"] = {}
@@ -138,7 +133,6 @@ async def prove(bus: Bus, run: str, gone_users: frozenset[str] = frozenset()) ->
         skipped=tuple(skipped[:SKIPPED_NAMED]),
         skipped_count=len(skipped),
         forged=sum(record.forged for record in records),
-        unsigned=len(bus.unsigned),
     )
     return report, wrong
 
@@ -196,7 +190,6 @@ def examine(
         duplicates=duplicates,
         dropped_by_length=by_length(list(_fates(state, train, seen))),
         reused=sum(bool(score.same_as or score.certificate) for score in state.scores.values()),
-        speculation=speculation(train, {seq: made.wall_s for seq, made in seen.items()}),
     )
     return report, wrong
 
@@ -246,7 +239,7 @@ def _fates(state: RunState, train: Iterable[Group], seen: Mapping[int, Seen]) ->
                 reason = group.dropped.reason
             elif closed is not None:
                 reason = closed.dropped_slots.get(str(number), failed)
-            score = slot.kept.score
+            score = slot.last.score
             reason = reason or (left_out.get(score.trajectory_seq, "") if score is not None else "")
             made = seen.get(score.trajectory_seq) if score is not None else None
             yield Fate(score.sampled_tokens if score else None, made.wall_s if made else None, reason)
@@ -262,15 +255,14 @@ def _attempts(train: Iterable[Group]) -> Attempts:
         for number, attempt in group.attempts():
             started += 1
             slot = group.slots[number]
-            live = any(attempt is live_attempt for live_attempt in slot.live)
-            outrun = live and slot.scored and attempt is not slot.kept
+            live = attempt is slot.last
             if (number, attempt.number) in named:
                 trajectories += 1
                 named.discard((number, attempt.number))
-            elif group.open and live and not outrun and not attempt.failed:
+            elif group.open and live and not attempt.failed:
                 running += 1
             else:
-                lost["outrun" if outrun and not attempt.failed else _why_lost(group, number, attempt, live)] += 1
+                lost[_why_lost(group, number, attempt, live)] += 1
         trajectories += len(named)  # kept although it never started: the sums differ
     return Attempts(started=started, kept=trajectories, lost=dict(sorted(lost.items())), running=running)
 
@@ -465,7 +457,7 @@ def _lanes(state: RunState, seen: Mapping[int, Seen]) -> dict[str, LaneReport]:
             if group.first.lane == "train":
                 given_up = group.dropped is not None or (closed is not None and str(number) in closed.dropped_slots)
                 given_up = given_up or _outcome_of(state, group) == "step_failed"
-                score = slot.kept.score
+                score = slot.last.score
                 given_up = given_up or (score is not None and score.trajectory_seq in left_out)
             else:
                 given_up = slot.failed

@@ -41,7 +41,7 @@ T = TypeVar("T", bound=Message)
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 
 
-class Index(msgspec.Struct, frozen=True, kw_only=True):
+class BundleIndex(msgspec.Struct, frozen=True, kw_only=True):
     """`bundle.json`."""
 
     format: int
@@ -80,7 +80,7 @@ def write(recorded: RecordedRun, loaded: Loaded, folder: Path) -> Path:
         (part / f"{name}.{record.type_name}").write_bytes(encode(record)[0])
     step, run = loaded.manifest.step, recorded.run
     (part / "README").write_text(f"Step {step} of run {run}. To replay it: headrace replay {folder.name}\n")
-    index = Index(
+    index = BundleIndex(
         format=FORMAT,
         run=run,
         step=step,
@@ -136,12 +136,12 @@ def read(folder: Path) -> RecordedRun:
     )
 
 
-def _index(folder: Path) -> Index:
+def _index(folder: Path) -> BundleIndex:
     try:
         raw: dict[str, Any] = msgspec.json.decode((folder / INDEX).read_bytes())
         if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
             raise ReplayError(f"the bundle {folder} has format {raw['format']}, this headrace reads {FORMAT}")
-        return msgspec.convert(raw, Index)
+        return msgspec.convert(raw, BundleIndex)
     except (OSError, msgspec.DecodeError) as error:
         raise ReplayError(f"the bundle {folder} is damaged, its {INDEX} cannot be read: {error}") from None
 

@@ -24,10 +24,16 @@ Records = tuple[dict[int, Trajectory], dict[int, Score]]
 
 
 async def fetch(
-    bus: Bus, groups: Iterable[BatchGroup], links: list[Link] | None = None, sizes: list[int] | None = None
+    bus: Bus,
+    groups: Iterable[BatchGroup],
+    links: list[Link] | None = None,
+    sizes: list[int] | None = None,
+    *,
+    routed: bool = True,
 ) -> Records:
     """The Trajectory and Score of every slot of some groups. links: receives a link to the span of each trajectory;
-    sizes: receives the bytes of each record, its turn log included."""
+    sizes: receives the bytes of each record, its turn log included. routed: with the routes, which are in turn logs
+    that not every role may read."""
     gate = asyncio.Semaphore(AT_ONCE)
     trajectories: dict[int, Trajectory] = {}
     scores: dict[int, Score] = {}
@@ -38,7 +44,7 @@ async def fetch(
                 received = await bus.get(stream, seq)
                 message = received.message
                 read = [len(received.data)]
-                if isinstance(message, Trajectory):
+                if routed and isinstance(message, Trajectory):
                     message = await _with_routes(bus, message, read)
                 if sizes is not None:
                     sizes.append(sum(read))

@@ -91,7 +91,7 @@ async def rejudge(bus: Bus, run: str, judge: str, verdicts: Verdicts, groups: Se
     flips: list[Flip] = []
     slots = verdicts_changed = rewards_changed = 0
     for group in groups:
-        trajectories, scores = await fetch(bus, [group])
+        trajectories, scores = await fetch(bus, [group], routed=False)  # a judge reads no turn log
         if len(trajectories) < len(group.slots) or len(scores) < len(group.slots):
             raise ReplayError(f"purged: group {group.group} is not in the streams any more")
         judged = []

@@ -33,7 +33,7 @@ class Piece:
         work.spend(3 * len(self.bag) + self.bag.length // 4)
 
 
-class Part:
+class IndexPart:
     """The pieces of one file; all states of all workspaces with this file share it."""
 
     def __init__(self, path: str, data: bytes, left: int = MOST_WORK) -> None:
@@ -49,7 +49,7 @@ class Part:
         return postings([piece.bag for piece in self.pieces])
 
 
-Parts = MutableMapping[tuple[str, str], Part]
+Parts = MutableMapping[tuple[str, str], IndexPart]
 """The parts of several indexes by path and content hash."""
 
 
@@ -60,7 +60,7 @@ class Index:
     first one that exceeds it are left out. So the files alone decide, on every machine and whichever state came before.
     """
 
-    def __init__(self, files: Mapping[str, str], parts: Mapping[str, Part], folder: Folder) -> None:
+    def __init__(self, files: Mapping[str, str], parts: Mapping[str, IndexPart], folder: Folder) -> None:
         self.files, self._by_path, self.tree = dict(files), dict(parts), folder
         self.left_out = len(self.files) - len(self._by_path)
         """Files that are not indexed, because all of them cost too much work."""
@@ -85,7 +85,7 @@ class Index:
         folder = tree(hashes)
         new = set(changes(self.tree, folder)[0])
         shared = {} if shared is None else shared
-        by_path: dict[str, Part] = {}
+        by_path: dict[str, IndexPart] = {}
         left = MOST_WORK
         for path in sorted(hashes):
             key = path, hashes[path]
@@ -94,7 +94,7 @@ class Index:
                 if path not in contents:
                     return None
                 try:
-                    part = shared[key] = Part(path, contents[path], left)
+                    part = shared[key] = IndexPart(path, contents[path], left)
                 except WorkExceeded:
                     break
             left -= part.work
@@ -104,7 +104,7 @@ class Index:
         return Index(hashes, by_path, folder)
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[IndexPart]:
         """The parts of all indexed files."""
         return list(self._by_path.values())
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from headrace.messages.search import Hit, Mode, SearchReply, SearchRequest
 from headrace.search.chunks import MOST_WORK, indexed
 from headrace.search.embeddings import Vectors
-from headrace.search.index import Index, Part, Parts, Piece
+from headrace.search.index import Index, IndexPart, Parts, Piece
 from headrace.search.models import SearchModel, identity_of, plugin
 from headrace.search.tree import content_hash
 
@@ -48,7 +48,7 @@ class Indexes:
         self._templates: OrderedDict[str, str] = OrderedDict()
         """Roots whose vectors are still missing, each with its template; the newest last."""
         self._parts: Parts = WeakValueDictionary()
-        self._uses: Counter[Part] = Counter()
+        self._uses: Counter[IndexPart] = Counter()
         """Number of held indexes with a part."""
         self._held = 0
         self._lock, self._opening = threading.Lock(), threading.Lock()

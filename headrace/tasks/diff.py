@@ -51,24 +51,24 @@ def image_diff(
     return Diff(changed, deleted, touched), tuple(extracted)
 
 
-class Tree(NamedTuple):
+class WorkspaceTree(NamedTuple):
     """A workspace without an image."""
 
     files: Mapping[str, bytes]
     entries: Sequence[Change] = ()
     """As `Task.entries`."""
 
-    def only(self, patterns: Sequence[str]) -> "Tree":
+    def only(self, patterns: Sequence[str]) -> "WorkspaceTree":
         """The paths that match any of these globs."""
 
         def matched(path: str) -> bool:
             return any(matches(pattern, path, anchored=True) for pattern in patterns)
 
         files = {path: data for path, data in self.files.items() if matched(path)}
-        return Tree(files, [entry for entry in self.entries if matched(entry.path)])
+        return WorkspaceTree(files, [entry for entry in self.entries if matched(entry.path)])
 
 
-def diff(before: Tree, after: Tree, allowed: Sequence[str]) -> tuple[Diff, tuple[Change, ...]]:
+def diff(before: WorkspaceTree, after: WorkspaceTree, allowed: Sequence[str]) -> tuple[Diff, tuple[Change, ...]]:
     """Compare two trees: the changes as a diff, and those of allowed paths that contents do not say, such as links and
     modes. allowed: globs of the paths whose changes are extracted."""
     special = {change.path: change for change in _special(before, after)}
@@ -95,7 +95,7 @@ def diff(before: Tree, after: Tree, allowed: Sequence[str]) -> tuple[Diff, tuple
     return Diff(changed, tuple(deleted), tuple(touched)), tuple(changes)
 
 
-def _special(before: Tree, after: Tree) -> Iterator[Change]:
+def _special(before: WorkspaceTree, after: WorkspaceTree) -> Iterator[Change]:
     """The changes of links, empty folders and modes, except those that the change of a file's content implies."""
     old, new = ({entry.path: entry for entry in tree.entries} for tree in (before, after))
     for path in sorted(old.keys() | new.keys()):
@@ -135,14 +135,14 @@ async def pull(sandbox: Sandbox, task: Task, call_id: str, originals: int = ORIG
         over = tree.truncated or not tree.ok  # only changes to the image are pulled: the candidate wrote all of them
         changes, entered = image_diff(tree.changes, tree.files, task.allowed)
     else:
-        patterns, before = _patterns(task), Tree(task.files, task.entries or ())
+        patterns, before = _patterns(task), WorkspaceTree(task.files, task.entries or ())
         tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT), f"{call_id}-tree")
         unknown = tree.truncated or not tree.ok
         over = unknown and (tree.ended or _fits_at_first(task))
         if unknown and not over:
             raise TreeTooLarge(tree.error or f"the workspace holds more than {PULL_LIMIT >> 20} MiB in {patterns}")
         entries = [msgspec.structs.replace(entry, path=key(entry.path)) for entry in tree.changes]
-        after = Tree({key(path): data for path, data in tree.files.items()}, entries)
+        after = WorkspaceTree({key(path): data for path, data in tree.files.items()}, entries)
         changes, entered = diff(before.only(patterns), after, task.allowed)
     snapshot = Snapshot(
         diff=changes.changed,

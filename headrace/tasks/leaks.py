@@ -12,12 +12,12 @@ from difflib import SequenceMatcher
 from pathlib import PurePosixPath
 
 from headrace.archives import tars, zips
-from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits
+from headrace.archives.members import ArchiveLimits, ArchiveRefused, ArchiveTooLarge
 from headrace.vmhost.guest.lines import bodies
 
 _LINES, _CHARACTERS = 3, 60
 """Size of a window: code lines, and the characters that they have at least."""
-_LIMITS = Limits(100_000, 64 << 20)
+_LIMITS = ArchiveLimits(100_000, 64 << 20)
 """Of one archive."""
 _COMPILED = (".pyc", ".pyo", ".so", ".pyd")
 

@@ -15,12 +15,11 @@ from headrace.inner_paths import inner
 from headrace.messages.base import Message
 from headrace.messages.codec import UnreadableMessage, decode_as, encode
 from headrace.messages.plugins import Plugin
-from headrace.messages.tasks import CANARY, Oracle, Task
+from headrace.messages.tasks import Oracle, Task
 from headrace.registry import PluginError, Registry, plugins
 from headrace.tasks.base import Suite, Trust, UnknownSuite
 from headrace.tasks.generated import notes, repositories
 from headrace.tasks.generated.seeds import SeedIds
-from headrace.tasks.impossible import CanarySuite
 from headrace.tasks.mix import NAME as MIX
 from headrace.tasks.mix import SelectedSuite, mixed, parts
 from headrace.tasks.workspace import WORKSPACE, WorkspaceSuite
@@ -162,11 +161,6 @@ def _generated(rest: str, root: Path) -> Suite:
     return GeneratedSuite(rest)
 
 
-def _impossible(rest: str, root: Path) -> Suite:
-    """``canary/`` and the name of another suite."""
-    return CanarySuite(open_suite(rest, root))
-
-
 def _mixed(rest: str, root: Path) -> Suite:
     """``mix/`` and other suites with their weights."""
     return mixed(rest, root, open_suite)
@@ -184,7 +178,6 @@ SUITES: Registry[Opener] = Registry(
     "suites",
     {
         "generated": "headrace.tasks.suites:_generated",
-        "canary": "headrace.tasks.suites:_impossible",
         MIX: "headrace.tasks.suites:_mixed",
         WORKSPACE: "headrace.tasks.suites:_workspace",
     },
@@ -225,12 +218,10 @@ def suite_plugins(names: Iterable[str]) -> tuple[Plugin, ...]:
 
 
 def sources(name: str) -> Iterator[str]:
-    """The sources that a suite's name has, inside of mixes and canaries too; a folder has none. UnknownSuite for text
+    """The sources that a suite's name has, inside of mixes too; a folder has none. UnknownSuite for text
     that is no mix."""
     source, _, rest = name.partition("/")
-    if source == CANARY.removesuffix("/"):
-        yield from sources(rest)
-    elif source == MIX:
+    if source == MIX:
         for part, _ in parts(rest):
             yield from sources(part)
     elif _source(name):

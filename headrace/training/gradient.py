@@ -68,7 +68,7 @@ class Helpers(NamedTuple):
     """Whether the outcome has the state hash; without it, it is computed when the version is published."""
 
 
-class Part(NamedTuple):
+class GradientPart(NamedTuple):
     """The segments of one of several updates."""
 
     segments: Sequence[Segment]
@@ -146,11 +146,11 @@ def proximal_logprobs(
 
 
 def accumulate(
-    state: TrainerState, batch: Batch, recipe: Recipe, part: Part | None = None, helpers: Helpers | None = None
+    state: TrainerState, batch: Batch, recipe: Recipe, part: GradientPart | None = None, helpers: Helpers | None = None
 ) -> Gradient:
     """Add the gradient of a batch's loss, or of one part of it, to the state."""
     helpers = helpers or Helpers()
-    part = part or Part(computed(batch, recipe.algorithm))
+    part = part or GradientPart(computed(batch, recipe.algorithm))
     objective = _objective(recipe.algorithm, batch, part.parts)
     members = recipe.packed(state.model, part.segments)
     device = device_of(state.model)

@@ -117,7 +117,7 @@ class MemoryPlan(NamedTuple):
 def attention_refusal(config: PolicyConfig, layout: Layout) -> str:
     """Why ordinary mode does not take `varlen_attn`; empty where it does, and in exact mode."""
     device, head = "cpu" if layout.cpu else "cuda", config.head_dim
-    return "" if layout.exact else library.attention_refusal(device, config.dtype, head, head, config.gpt_oss)
+    return "" if layout.exact else library.attention_refusal(device, config.dtype, head, head)
 
 
 def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
@@ -223,7 +223,7 @@ def _offloaded(made: MemoryPlan, held: "State", layout: Layout) -> MemoryPlan:
 
 def rough(config: PolicyConfig, layout: Layout) -> int:
     """More bytes than the plan of a layout has, in closed form and without torch: where they are few, no plan is
-    needed. Not for gpt_oss, whose attention keeps its scores."""
+    needed."""
     width = config.dim + config.heads * config.head_dim + max(config.dense_dim, config.top_k * config.expert_dim)
     activations = config.layers * 64 * (width + config.expert_dim) + 4 * config.vocab
     copies = 10 + 3 * layout.versions + 3 * layout.snapshots

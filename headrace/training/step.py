@@ -26,8 +26,8 @@ from headrace.training.batches.segment import Segment
 from headrace.training.figures.work import expert_rows
 from headrace.training.gradient import (
     Gradient,
+    GradientPart,
     Helpers,
-    Part,
     Recipe,
     accumulate,
     computed,
@@ -136,7 +136,7 @@ class _Step:
         before = mismatch(torch.empty(0), torch.empty(0))
         for segments in parts:
             gradient = accumulate(
-                self.state, self.batch, self.recipe, Part(segments, len(parts), proximal), self.helpers
+                self.state, self.batch, self.recipe, GradientPart(segments, len(parts), proximal), self.helpers
             )
             part_mismatch = mismatch(gradient.trainer, gradient.sampler)
             first = not updates

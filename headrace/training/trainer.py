@@ -146,7 +146,6 @@ class PolicyTrainer:
         without_policy()
         plugins_of(config.algorithm)
         policy, device = _policy(config, folder, tokenizer_json), device_named(config.trainer.device)
-        hugging_face.check_device(policy, device.type)
         check_device(config, planned(config, policy, device), device)
         return policy
 

@@ -18,7 +18,7 @@ SCORES = 1000
 """Sequence of the first score."""
 
 
-class Records(NamedTuple):
+class TrialRecords(NamedTuple):
     """A batch of one group, as a trainer takes it."""
 
     manifest: StepManifest
@@ -26,7 +26,7 @@ class Records(NamedTuple):
     scores: dict[int, Score]
 
 
-def batch(task: Task, prompt: Sequence[int], samples: Sequence[Sample], version: int, fingerprint: str) -> Records:
+def batch(task: Task, prompt: Sequence[int], samples: Sequence[Sample], version: int, fingerprint: str) -> TrialRecords:
     """The records of attempts of one turn. The first half of them passes, so that the batch has a gradient."""
     trajectories = {
         seq: _trajectory(task, prompt, sample, seq - 1, fingerprint) for seq, sample in enumerate(samples, 1)
@@ -45,7 +45,7 @@ def batch(task: Task, prompt: Sequence[int], samples: Sequence[Sample], version:
         run=RUN, step=version, version=version, base_hash="", seed=version, code="try", fingerprint=fingerprint,
         groups=(BatchGroup(group=GROUP, close_seq=1, slots=slots),),
     )  # fmt: skip
-    return Records(manifest, trajectories, scores)
+    return TrialRecords(manifest, trajectories, scores)
 
 
 def _trajectory(task: Task, prompt: Sequence[int], sample: Sample, slot: int, fingerprint: str) -> Trajectory:

@@ -58,7 +58,7 @@ def _matches(places: Sequence[tuple[str, str]], name: str, port: str) -> bool:
     return any(fnmatchcase(name, pattern) and allowed in ("*", port) for pattern, allowed in places)
 
 
-class Gate:
+class NetworkGate:
     """Network access of one sandbox. `allowed` are ``name:port`` patterns, and `private` those of the operator for
     addresses that are not public; `events` receives each request."""
 

@@ -46,7 +46,7 @@ Fetch = Callable[[WeightManifest, Sequence[ChunkInfo]], Awaitable[list[bytes]]]
 """Reads chunks that follow each other in the object of a full snapshot; `full.snapshots.FullSnapshots.fetch` is one."""
 
 
-class Stored(Protocol):
+class StoredRecord(Protocol):
     """A message as it lies in a stream."""
 
     @property
@@ -65,13 +65,13 @@ class Stored(Protocol):
 class StreamSource(Protocol):
     """The part of a bus that reading the chain needs."""
 
-    async def get(self, stream: str, seq: int) -> Stored:
+    async def get(self, stream: str, seq: int) -> StoredRecord:
         """One message by sequence; LookupError when it is gone."""
 
-    async def last(self, stream: str, subject: str) -> Stored | None:
+    async def last(self, stream: str, subject: str) -> StoredRecord | None:
         """The last message on a subject."""
 
-    def history(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[Stored]:
+    def history(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[StoredRecord]:
         """All messages on the filters so far, in order."""
 
 

@@ -10,9 +10,11 @@ from headrace.algorithms.advantages import (
     leave_one_out_advantages,
     normalised_advantages,
 )
-from headrace.messages.golden import examples
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
+from tests.test_docs import script
+
+examples = script("messages").examples
 
 
 def test_only_the_mean_is_taken_off() -> None:
@@ -66,4 +68,4 @@ def test_a_class_is_the_baseline_where_every_prompt_has_one_rollout() -> None:
 
 def attempt(family: str, reward: float) -> Attempt:
     made = msgspec.structs.replace(examples(Trajectory)[0], family=family)
-    return Attempt(reward, made, examples(Score)[0])  # type: ignore[arg-type]
+    return Attempt(reward, made, examples(Score)[0])

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.archives import commits
-from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, files_of, safe_path
+from headrace.archives.members import ArchiveLimits, ArchiveRefused, ArchiveTooLarge, files_of, safe_path
 from tests.support import forged
 
-LIMITS = Limits(100, 1 << 16)
+LIMITS = ArchiveLimits(100, 1 << 16)
 
 
 def read(repository: Path, commit: str = "HEAD") -> dict[str, bytes]:

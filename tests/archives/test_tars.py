@@ -14,14 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.archives import tars
-from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, both_file_and_folder, files_of, safe_path
+from headrace.archives.members import (
+    ArchiveLimits,
+    ArchiveRefused,
+    ArchiveTooLarge,
+    both_file_and_folder,
+    files_of,
+    safe_path,
+)
 from tests.support import forged
 
-LIMITS = Limits(10_000, 6 << 20)
-SMALL = Limits(8, 4096)
+LIMITS = ArchiveLimits(10_000, 6 << 20)
+SMALL = ArchiveLimits(8, 4096)
 
 
-def read(data: bytes, limits: Limits = LIMITS, skip_links: bool = False) -> dict[str, bytes]:
+def read(data: bytes, limits: ArchiveLimits = LIMITS, skip_links: bool = False) -> dict[str, bytes]:
     return dict(files_of(tars.members(io.BytesIO(data), limits), skip_links=skip_links))
 
 
@@ -65,7 +72,7 @@ def test_the_limits_are_exact() -> None:
     folders = forged.header(b"d/", 0, b"5")
     assert read(folders * 27 + forged.END, SMALL) == {}
     with pytest.raises(ArchiveTooLarge, match="files and folders"):
-        read(folders * 41 + forged.END, Limits(10, 1 << 20))
+        read(folders * 41 + forged.END, ArchiveLimits(10, 1 << 20))
     with pytest.raises(ArchiveTooLarge, match="headers included"):
         read(folders * 33 + forged.END, SMALL)
 

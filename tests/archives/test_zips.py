@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.archives import zips
-from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, files_of, safe_path
+from headrace.archives.members import ArchiveLimits, ArchiveRefused, ArchiveTooLarge, files_of, safe_path
 from tests.support import forged
 
-LIMITS = Limits(100, 6 << 20)
+LIMITS = ArchiveLimits(100, 6 << 20)
 
 
 def read(data: bytes, skip_links: bool = False) -> dict[str, bytes]:

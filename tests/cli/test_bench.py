@@ -1,7 +1,6 @@
 """`headrace eval` as a user runs it: two scripted policies, their card, and the same report from the streams again."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -34,11 +33,6 @@ def test_two_policies_are_measured_and_the_report_is_made_again_from_the_streams
     stored = tmp_path / "runs" / oracle["run"] / "bench" / f"{oracle['id']}.json"
     told = stored.read_bytes()
     assert oracle["means"]["call_tokens"] > 0 and oracle["means"]["thinking_tokens"] == 0.0
-    earlier = re.sub(rb'\s*"lint_fixed": 0.0,', b"", told)
-    assert earlier != told
-    stored.write_bytes(earlier)
-    again = command(tmp_path, "eval", "--policy", oracle["run"], "--again", oracle["id"], *SETTINGS)
-    assert again.returncode == 0 and stored.read_bytes() == told, "a figure that the earlier headrace did not write"
     stored.write_bytes(told.replace(b'"passed": true', b'"passed": false', 1))
     again = command(tmp_path, "eval", "--policy", oracle["run"], "--again", oracle["id"], *SETTINGS)
     assert again.returncode == 1 and "DIFFERS" in again.stdout

@@ -1,13 +1,11 @@
 """[engine.options]: an engine reads a type of its own, and what it does not have is refused before the run."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.config import Config, ConfigError, Engine
-from headrace.config.reading import ENGINE_OPTIONS, load, parse
+from headrace.config import Config, ConfigError
+from headrace.config.reading import parse
 from headrace.engines import registry
 from headrace.engines.sglang.options import SglangOptions
 from headrace.launch.checks import model
@@ -49,21 +47,6 @@ def test_only_sglang_has_the_options_of_sglang() -> None:
     assert isinstance(options, SglangOptions) and options.weights == "auto"
     with pytest.raises(PluginError, match=r"engine.options.weights"):
         registry.ENGINES.options("vllm", table, "engine.options")
-
-
-@pytest.mark.parametrize("key", ENGINE_OPTIONS)
-def test_a_former_key_is_refused_with_the_line_that_replaces_it(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"line 2: engine\.{key}: .*{key} under \[engine.options\]"):
-        parse(f"[engine]\n{key} = 'x'")
-    with pytest.raises(ConfigError, match=rf"--set engine\.options\.{key}="):
-        parse("", overrides=(f"engine.{key}=x",))
-
-
-@pytest.mark.parametrize(("kind", "options"), [("sglang", {"url": "http://x", "servers": 1}), ("embedded", {})])
-def test_a_recorded_run_with_former_keys_is_read(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"engine": {"kind": kind, "url": "http://x", "servers": 1}}), encoding="utf-8")
-    assert load(file).engine == Engine(kind=kind, options=options)
 
 
 def test_an_option_is_set_on_the_command_line() -> None:

@@ -16,7 +16,7 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.sandbox import OpResult, Snapshot
 from headrace.messages.sandbox import TestOutcome as Outcome
 from headrace.messages.subjects import SCORE
-from headrace.messages.tasks import CANARY, Change, SandboxLimits, TaskRef, Verifier
+from headrace.messages.tasks import Change, SandboxLimits, TaskRef, Verifier
 from tests.support.judging import FIXED, ORACLE, PATH, TASK, trajectory
 
 LIMITS = SandboxLimits(memory_mib=256)
@@ -65,7 +65,7 @@ DO_NOT: dict[str, Any] = {
 }
 NEVER = {"altered"}
 """A field that ends every comparison."""
-ABOUT_THE_POLICY = {"policy", "sampling", "wording", "capture", "plugins"}
+ABOUT_THE_POLICY = {"policy", "sampling", "capture", "plugins"}
 
 
 def test_every_field_of_a_trajectory_is_decided_upon() -> None:
@@ -126,12 +126,10 @@ def test_no_candidate_can_move_a_border_between_parts() -> None:
 
 def test_what_is_always_examined_has_no_name() -> None:
     replace = msgspec.structs.replace
-    canary = TaskRef(f"{CANARY}{TASK.ref.suite}", TASK.ref.task)
     assert name_of(replace(MADE, machine=msgspec.UNSET)) == "", "the backend cannot tell what the machine is made of"
     assert name_of(replace(MADE, altered=True)) == ""
     assert name_of(task=replace(TASK, sandbox=False)) == ""
     assert name_of(oracle=replace(ORACLE, verifier=Verifier(image="other", artifacts=()))) == ""
-    assert name_of(oracle=replace(ORACLE, ref=canary)) == ""
 
 
 MACHINES = (("process", "m1"),)
@@ -175,7 +173,6 @@ def score(**changes: Any) -> Score:
         {"reason": "refused_output: too long"},
         {"again": "other"},
         {"suspicions": (f"{rules.TOUCHED}:kernel",)},
-        {"suspicions": ("canary:t",)},
         {"suspicions": (f"{rules.CONTROL}:tests",)},
     ],
 )

@@ -26,8 +26,8 @@ NAMES = """
 [run.plugins]
 checkers = ["marked:checker", "/opt/tasksets/bin/python:gsm8k"]
 [tasks]
-suite = "mix/marked:suite/a*3+canary/marked.other:suite/b+generated/train"
-heldout = "canary/marked:held/x"
+suite = "mix/marked:suite/a*3+marked.other:suite/b+generated/train"
+heldout = "marked:held/x"
 unseen = "a folder"
 tools = ["read_file", "marked:tool", "server/tool"]
 [evaluation]
@@ -85,7 +85,7 @@ def test_the_operators_file_admits_each_name_that_it_has_and_a_recorded_one_none
 
 def test_a_command_line_admits_what_it_says() -> None:
     admission.changes(["algorithm.reward=marked:reward", "judge.model_url=http://127.0.0.1:1", "nothing"])
-    assert admission.suite("canary/marked:suite/x") == "canary/marked:suite/x"
+    assert admission.suite("marked:suite/x") == "marked:suite/x"
     assert admitted() == {"rewards": ("marked:reward",), "suites": ("marked:suite",)}
     assert admission.plugin("rewards=marked:reward") == ("rewards", "marked:reward")
     for wrong in ("marked:reward", "bus=marked:reward", "rewards=half", "rewards"):

@@ -20,13 +20,15 @@ from headrace.bus.broker.keys import Key
 from headrace.bus.broker.permissions import ROLES
 from headrace.bus.broker.server import running
 from headrace.bus.connection import Bus
-from headrace.launch.checks import listeners
 from headrace.launch.page import read_place
 from headrace.launch.product import gateway_key
 from headrace.messages import subjects as s
 from tests.launch.test_up import Up, phase, up
 from tests.support.listening import listening
 from tests.support.paths import ROOT
+from tests.test_docs import script
+
+listeners = script("listeners")
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -96,10 +98,6 @@ async def test_nothing_listens_that_the_list_does_not_name(opened: Opened) -> No
     assert [each for each in listening(family) if each.kind == "unix"] == []
     assert set(addresses) == {each.name for each in listeners.LISTENERS if each.demo}
     assert len(addresses[listeners.METRICS]) == 9, "one per process of actors, and that of `up`"
-
-
-def test_the_page_of_listeners_is_generated() -> None:
-    assert (ROOT / "docs" / "listeners.md").read_text() == listeners.table(), "run `make docs`"
 
 
 def secrets_of(run: Path) -> list[str]:

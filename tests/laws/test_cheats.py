@@ -93,7 +93,7 @@ def reward_file(image: str = "") -> Shape:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "test.sh").write_text(TEST_SH)
         Path(folder, "test_outputs.py").write_text(HIDDEN)
-        place = verification.Place("/app", image, {}, ImportOptions(suite="s", source=Path(folder)))
+        place = verification.VerifierPlace("/app", image, {}, ImportOptions(suite="s", source=Path(folder)))
         made = verification.tests_of({}, [Path(folder)], [], place, [])
     hidden = {path: content.decode() for path, content in made.hidden.files.items()}
     return Shape(hidden, made.plan, Grading(kind="reward_file", file=verification.REWARD))

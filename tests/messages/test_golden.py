@@ -10,10 +10,10 @@ import pytest
 
 from headrace.messages import TYPES
 from headrace.messages.base import OLDER, Message, message, older
-from headrace.messages.golden import incompatible, read, unrecorded
 from tests.test_docs import script
 
-golden = script("messages").golden
+page = script("messages")
+golden, incompatible, read, unrecorded = page.golden, page.incompatible, page.read, page.unrecorded
 GOLDEN = Path(__file__).with_name("golden.json")
 
 

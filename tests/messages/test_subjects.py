@@ -6,6 +6,7 @@ from headrace.messages import TYPES
 from headrace.messages import subjects as s
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.tasks import TaskRef
+from tests.test_docs import script
 
 
 def test_a_subject_is_filled_in_and_an_illegal_one_refused() -> None:
@@ -86,7 +87,7 @@ def test_any_text_becomes_a_token() -> None:
 
 
 def test_the_table_names_everything() -> None:
-    text = s.table()
+    text = script("subjects").subjects_table()
     for name in (*s.STREAM, *s.KEY_VALUES):
         assert name in text
     assert "`hr.traj.<run>.<group>`" in text

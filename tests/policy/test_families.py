@@ -69,7 +69,6 @@ def theirs(kind: str, fields: Mapping[str, Any]) -> Any:
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
         "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
-        "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
@@ -79,7 +78,7 @@ def theirs(kind: str, fields: Mapping[str, Any]) -> Any:
     with torch.no_grad():
         named: dict[str, Tensor] = out.state_dict()
         for name, value in named.items():
-            if "norm" in name or name.endswith(("bias", "sinks")):
+            if "norm" in name or name.endswith("bias"):
                 value.add_(torch.randn_like(value) * 0.2)
     return out
 

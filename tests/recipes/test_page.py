@@ -9,7 +9,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.config import load
 from headrace.policy.layout import checkpoint, hugging_face
-from headrace.training.figures.duration import Attempt
+from headrace.training.figures.duration import AttemptTokens
 from headrace.training.figures.gpu_duration import Stated, predict
 from tests.recipes.test_init import RECIPES, Machine, simulate
 from tests.support import chat_formats, model_folders, tiny
@@ -56,7 +56,7 @@ def test_a_step_on_gpus_is_the_operations_over_the_stated_speeds() -> None:
     """Against arithmetic of its own: 8.2 billion parameters, 6 operations a parameter and token and 12 a pair."""
     config = load(ROOT / "deploy" / "gpu" / "8x80-qwen3-8b.toml")
     policy = hugging_face.parse(model_folders.CONFIGS["Qwen3-8B"])
-    attempt, stated = Attempt(20_000, 10_000), Stated(990e12, 0.2, 1000.0)
+    attempt, stated = AttemptTokens(20_000, 10_000), Stated(990e12, 0.2, 1000.0)
     step = predict(config, policy, attempt, stated)
     pairs = 30_000**2 / 2
     # Without the embedding, and the head for sampled tokens alone.

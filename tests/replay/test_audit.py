@@ -118,10 +118,8 @@ def test_the_line_has_the_keys_that_are_promised() -> None:
         "skipped_count",
         "skipped",
         "forged",
-        "unsigned",
         "dropped_by_length",
         "reused",
-        "speculation",
         "feedback",
         "branches",
     ]

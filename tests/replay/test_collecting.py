@@ -11,7 +11,7 @@ from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.replay import rejudge
 from headrace.replay.fetching import fetch
-from headrace.training.data.trajectories import Segment, TrajectoryReader
+from headrace.training.data.trajectories import RecordedSegment, TrajectoryReader
 from tests.replay.conftest import Finished, Run
 
 
@@ -24,7 +24,7 @@ def test_good_attempts_become_the_recorded_ids(
     code, said, error = headrace("export", run, str(file), "--as", "data", "--reward", "0.5", "--per-task", "2")
     assert code == 0, error
     lines = file.read_bytes().splitlines()
-    made = [msgspec.json.decode(line, type=Segment) for line in lines]
+    made = [msgspec.json.decode(line, type=RecordedSegment) for line in lines]
     assert made and said == [f"{file}: {len(made)} attempts of run {finished.run}, {len(made)} segments"]
     assert max(Counter(segment.task for segment in made).values()) == 2
 

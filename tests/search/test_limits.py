@@ -13,13 +13,13 @@ from headrace.messages.search import SearchRequest
 from headrace.messages.tasks import Task, TaskRef, TestPlan
 from headrace.search import chunks, index, service
 from headrace.search.chunks import WorkExceeded
-from headrace.search.index import Index, Part
+from headrace.search.index import Index, IndexPart
 from headrace.search.service import Indexes
 from headrace.tasks.local import LocalFiles
 from tests.support.word_search import WordSearcher
 
 FILES = {f"m{number}.py": f"def send_{number}(mail):\n    return {number}\n".encode() for number in range(8)}
-LIMIT = 4 * Part("m0.py", FILES["m0.py"]).work
+LIMIT = 4 * IndexPart("m0.py", FILES["m0.py"]).work
 
 
 def limited(patch: pytest.MonkeyPatch, most: int = LIMIT) -> Indexes:
@@ -54,7 +54,7 @@ def paths(indexes: Indexes, state: Index | None) -> list[str]:
 )
 def test_a_hostile_file_ends_at_the_limit(path: str, data: bytes) -> None:
     with pytest.raises(WorkExceeded):
-        Part(path, data, 20_000)
+        IndexPart(path, data, 20_000)
     assert chunks.cut("z.py", b"def after(): pass\n"), "the parser is used again"
 
 

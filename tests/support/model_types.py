@@ -116,10 +116,10 @@ QUICK = ("gemma3_text", "mixtral", "qwen3_5_text")
 """The types of the default suite: windows and scaled embeddings; a mixture; a recurrent state."""
 
 
-def folder(path: Path, kind: str) -> Path:
-    """A checkpoint of random weights, with a file that no library writes."""
+def folder(path: Path, kind: str, **changes: int) -> Path:
+    """A checkpoint of random weights, with a file that no library writes. changes: other values of some fields."""
     torch.manual_seed(1)
-    fields = dict(TYPES[kind])
+    fields = TYPES[kind] | changes
     rope = fields.pop("rope_scaling", None)
     config = transformers.AutoConfig.for_model(kind, **fields)
     if rope is not None:

@@ -86,12 +86,11 @@ def issued(
     oldest: int = 0,
     lane: Lane = "train",
     run: str = RUN,
-    speculative: bool = False,
     task: TaskRef = TASK,
 ) -> SlotIssued:
     """A slot's issue."""
     return SlotIssued(run=run, lane=lane, group=group, index=index, slot=slot, attempt=attempt, group_size=size,
-                      task=task, seed=7, min_version=oldest, speculative=speculative)  # fmt: skip
+                      task=task, seed=7, min_version=oldest)  # fmt: skip
 
 
 def failed(

@@ -14,7 +14,6 @@ NAMES = (
     f"cProfile:run/__import__('{MODULE}')",
     f"os:system/{MODULE}",
     f"mix/{MODULE}:run/x*2+generated/train",
-    f"canary/{MODULE}:run/x",
     f"../{MODULE}",
     f"a/../../{MODULE}",
     f"/{MODULE}.safetensors",

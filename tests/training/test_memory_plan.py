@@ -1,9 +1,7 @@
 """The plan of published shapes and layouts; `test_memory_steps` compares it with whole steps."""
 
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -40,34 +38,6 @@ QWEN = {
 }  # fmt: skip
 SHALLOW = msgspec.structs.replace(QWEN["30B-A3B"], layers=3)
 ADAPTED = msgspec.structs.replace(QWEN["0.6B"], adapter=shape.resolved(QWEN["0.6B"], 64, 32.0, ()))
-
-
-GPT_OSS_20B: dict[str, Any] = {
-    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
-    "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128, "swiglu_limit": 7.0, "attention_bias": True,
-    "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 150000,
-    "rope_scaling": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-        "rope_type": "yarn", "truncate": False,
-    },
-    "layer_types": ["sliding_attention", "full_attention"] * 12, "tie_word_embeddings": False,
-    "quantization_config": {"quant_method": "mxfp4"},
-}  # fmt: skip
-"""The fields of the published config.json that headrace reads; it names no dtype."""
-
-
-@pytest.mark.slow
-def test_gpt_oss_20b_is_planned_from_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
-    config = hugging_face.read(tmp_path)
-    assert config.dtype == "bfloat16" and parameters(config).total == pytest.approx(20.9e9, rel=0.005)
-    began = time.process_time()
-    assert main(["trainer", "plan", str(tmp_path), "--gpu-gib", "2048"]) == 0
-    assert time.process_time() - began < 60.0, "of this process: others may use the machine"
-    assert "20.91 G parameters" in capsys.readouterr().out
-    assert main(["trainer", "plan", str(tmp_path), "--gpus", "8"]) == 2
-    assert "gpt_oss is trained on a CPU by one process" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -147,23 +117,6 @@ def test_a_policy_continued_from_two_depths_has_the_bytes_of_all_its_layers(
     whole = measured.passes.__wrapped__(DEEP[name], layout), measured.state.__wrapped__(DEEP[name], layout)
     assert continued[1] == whole[1] and continued[0].gradients == whole[0].gradients
     assert max(continued[0].backward.values()) == max(whole[0].backward.values())
-
-
-@pytest.mark.slow
-def test_long_sequences_of_gpt_oss_are_continued_from_short_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
-             "vocab_size": 340, "layer_types": GPT_OSS_20B["layer_types"][:2]}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B | small))
-    config = hugging_face.read(tmp_path)
-    layout = Layout(tokens=3072, longest=1536, cpu=True, exact=False)
-    continued = measured.passes(config, layout)
-    monkeypatch.setattr(measured, "SHORT", ((1, layout.longest),))  # then it is measured as it is
-    whole = measured.passes.__wrapped__(config, layout)
-    assert continued.gradients == whole.gradients
-    assert max(continued.backward.values()) == pytest.approx(max(whole.backward.values()), rel=0.03)
 
 
 @pytest.mark.slow

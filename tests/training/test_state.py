@@ -179,9 +179,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {"experts": 0, "top_k": 0, "model_type": "qwen2", "qk_norm": False, "qkv_bias": True},
     "mistral": {"experts": 0, "top_k": 0, "model_type": "mistral", "qk_norm": False},
     "glm4_moe": {"model_type": "glm4_moe", "scores": "sigmoid", "qkv_bias": True, "shared_experts": 1},
-    "gpt_oss": {
-        "model_type": "gpt_oss", "qk_norm": False, "qkv_bias": True, "out_bias": True, "window": 4, "clamp": 7.0,
-    },
     "deepseek_v3": {
         "scores": "sigmoid", "shared_experts": 1, "dense_layers": 1, "kv_heads": 2, "head_dim": 16,
         "latent": Latent(q_rank=8, kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8),
@@ -192,8 +189,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "adapters": {"adapter": Adapter(rank=2, alpha=4.0, targets=("q_proj", "o_proj"))},
 }  # fmt: skip
-MATRICES = re.compile(r"(_proj|_proj_with_mqa|mlp\.gate|mlp\.router|lm_head|lora_[AB])\.weight$|_proj\.rows$")
-SPARED = re.compile(r"norm\.weight$|bias$|\.sinks$|embed_tokens\.weight$|e_score_correction_bias$")
+MATRICES = re.compile(r"(_proj|_proj_with_mqa|mlp\.gate|lm_head|lora_[AB])\.weight$")
+SPARED = re.compile(r"norm\.weight$|bias$|embed_tokens\.weight$|e_score_correction_bias$")
 """Names of published tensors, as the architectures' own code has them."""
 
 

@@ -282,8 +282,6 @@ class Rollout(Actor):
 
     async def _attempt(self, request: RolloutRequest, task: Task) -> Trajectory | None:
         """Run an attempt to its Trajectory; None when an earlier rollout actor has published it."""
-        if request.wording is not None:
-            raise NoPolicy("the request is of an older headrace: it asks for other words for the tools")
         episode = self._episode(request, task, await self._plugins_of(task))
         resume = await episode.resume_state()
         if resume.finished:

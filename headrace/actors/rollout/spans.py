@@ -26,7 +26,7 @@ TOOL, TOOL_CALL = "gen_ai.tool.name", "gen_ai.tool.call.id"
 
 
 @contextmanager
-def agent(request: RolloutRequest) -> Iterator[tracing.Span]:
+def agent(request: RolloutRequest) -> Iterator[tracing.TraceSpan]:
     """The span of one attempt on one rollout actor."""
     attributes = {
         OPERATION: "invoke_agent",

@@ -31,7 +31,7 @@ SILENT_S = 30.0
 """Seconds after which a silent source counts as gone."""
 
 
-class Source(NamedTuple):
+class TrafficSource(NamedTuple):
     """A gateway, or the server of a rollout actor."""
 
     region: str
@@ -59,7 +59,7 @@ class Scavenger(Actor):
         self.lending = {rollout: Lending(self.config.production) for rollout in self.config.production.rollouts}
         self._lent_at: dict[str | None, float] = {}
         """Region to the time of the last lending there, by `time.monotonic`."""
-        self.loads: dict[Source, Load] = {}
+        self.loads: dict[TrafficSource, Load] = {}
         for rollout in self.config.production.rollouts:
             await self.grant(rollout, OWN, "start")
         await self.listen(subjects.TRAFFIC.where(), self.on_traffic)
@@ -69,7 +69,7 @@ class Scavenger(Actor):
         if traffic.run not in ("", self.run):
             return
         now = time.monotonic()
-        source = Source(traffic.region, traffic.server, traffic.gateway)
+        source = TrafficSource(traffic.region, traffic.server, traffic.gateway)
         self.loads[source] = Load(traffic.active + traffic.waiting, now)
         for source in [source for source, last in self.loads.items() if now - last.at > SILENT_S]:
             del self.loads[source]

@@ -391,7 +391,7 @@ class Trainer(Actor):
         self._row.check(record)
         return self._step_seq
 
-    async def _tell(self, record: StepDone | StepFailed, result: StepOutcome, span: tracing.Span) -> None:
+    async def _tell(self, record: StepDone | StepFailed, result: StepOutcome, span: tracing.TraceSpan) -> None:
         """The events of an outcome."""
         k, trace = record.step, span.context.trace_id
         if isinstance(record, StepFailed):

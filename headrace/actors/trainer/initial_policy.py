@@ -68,9 +68,6 @@ def _make(config: Config, folder: Path) -> RendererBundle:
             tools=tools,
             system=policy.system,
         )
-    file = folder / "tokenizer.json"  # of a run that an earlier headrace started, without a bundle
-    if file.exists():
-        return terse_bundle(file.read_text(encoding="utf-8"), tools)
     return terse_bundle(_tokenizer(config).dump(), tools)
 
 

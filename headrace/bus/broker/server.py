@@ -151,11 +151,6 @@ class Server:
         if not self._prepared:
             credentials.write(self.credentials)
             (self.folder / "nats.conf").write_text(CONF.read_text() + self._websocket_conf())
-        if (self.folder / "store" / "jetstream" / "$G" / "streams").is_dir():
-            raise BusError(
-                f"the store of {self.folder} was written by an earlier headrace, with all streams in one account: read "
-                f"it with that headrace, or name another folder"
-            )
         probe = self.folder / "store" / ".probe"
         probe.write_bytes(b"")
         probe.unlink()

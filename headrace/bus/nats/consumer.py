@@ -67,7 +67,6 @@ class Consumer:
         self._numbers = itertools.count()
         self._heard = 0.0
         self._tasks: list[asyncio.Task[None]] = []
-        self._signed_from = 0
 
     @property
     def in_flight(self) -> int:
@@ -96,7 +95,6 @@ class Consumer:
     async def open(self) -> "Consumer":
         """Make or update the durable consumer, then pull. BusError when the broker refuses it."""
         await self._declare()
-        self._signed_from = await self.bus.signed_from(self.stream)
         self.bus.connection.on_reconnect.append(self._reconnected)
         self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._stay_alive())]
         self._wake.set()
@@ -289,7 +287,6 @@ class Consumer:
             connection=self.bus.connection,
             reply=raw.reply,
             trust=self.bus.trust,
-            signed_from=self._signed_from,
         )
         task = asyncio.create_task(self._delivery.run(received))
         self._running[task] = received

@@ -15,7 +15,7 @@ from headrace.bus.nats import ordered_reader
 from headrace.bus.nats.connection import NatsConnection
 from headrace.bus.nats.received import DeliveryInfo
 from headrace.bus.nats.records import Skipped
-from headrace.bus.signatures import HEADER, Forged, Trust, kind_of
+from headrace.bus.signatures import Forged, Trust, kind_of
 from headrace.messages.base import Message
 from headrace.messages.codec import UnreadableMessage, decode, encode
 
@@ -39,9 +39,6 @@ class Publisher(Protocol):
     @property
     def trust(self) -> Trust:
         """The keys of the buckets' writers."""
-
-    async def signed_from(self, stream: str) -> int:
-        """The sequence from which the records of a stream are signed."""
 
     async def publish_raw(
         self, subject: str, payload: bytes, headers: dict[str, str], *, expect: int | None = None
@@ -124,7 +121,7 @@ class KeyValue:
         async for message, delivery in reader.messages():
             key = message.subject.removeprefix(self._prefix)
             stored = _stored(message, delivery)
-            if not await self._signed(stored):
+            if not self._signed(stored):
                 before = await self._last(key)
                 if before is None:
                     continue
@@ -144,10 +141,8 @@ class KeyValue:
             self._bus.skip(Skipped(self._stream, entry.seq, entry.subject, str(error), isinstance(error, Forged)))
             return None
 
-    async def _signed(self, entry: ordered_reader.Stored) -> bool:
+    def _signed(self, entry: ordered_reader.Stored) -> bool:
         """Whether a writer of this key signed an entry or deletion; another one is counted and reported."""
-        if entry.seq < await self._bus.signed_from(self._stream) and HEADER not in entry.headers:
-            return True
         try:
             kind = kind_of(entry.headers, entry.data)
             self._bus.trust.check(entry.subject, kind, entry.headers, entry.data, entry.time)
@@ -164,13 +159,13 @@ class KeyValue:
             last = await ordered_reader.from_leader(self._bus.connection, self._stream, {"last_by_subj": where})
         except MessageGone:
             return None
-        if await self._signed(last):
+        if self._signed(last):
             return last
         until, signed = last.seq, None
         reader = ordered_reader.OrderedReader(self._bus.connection, self._stream, [where], until=until)
         async for message, delivery in reader.messages():
             entry = _stored(message, delivery)
-            if await self._signed(entry):
+            if self._signed(entry):
                 signed = entry
         return signed
 

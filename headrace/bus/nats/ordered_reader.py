@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 from nats.aio.msg import Msg
 
-from headrace.bus import signatures
 from headrace.bus.errors import ApiError, BusError, Disconnected, MessageGone, StreamMissing
 from headrace.bus.nats.client import parse_headers
 from headrace.bus.nats.connection import AWAY_S, TRANSIENT, NatsConnection
@@ -54,11 +53,6 @@ async def last_seq(connection: NatsConnection, stream: str) -> int:
     """The stream's last sequence, 0 for an empty new one."""
     reply = await _api(connection, f"STREAM.INFO.{stream}")
     return msgspec.json.decode(reply, type=_StreamInfo).state.last_seq
-
-
-async def signed_from(connection: NatsConnection, stream: str) -> int:
-    """The sequence from which the stream's records are signed."""
-    return signatures.signed_from(await _api(connection, f"STREAM.INFO.{stream}"))
 
 
 async def _api(connection: NatsConnection, name: str, request: object = None) -> bytes:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import msgspec
 
 from headrace.bus.nats.addressing import misplaced
-from headrace.bus.signatures import HEADER, Trust, kind_of, writers
+from headrace.bus.signatures import Trust, kind_of
 from headrace.messages.base import Message
 from headrace.messages.codec import UnreadableMessage, decode
 from headrace.messages.operations import Advisory
@@ -52,7 +52,6 @@ class Received(Generic[T]):
         "_connection",
         "_message",
         "_reply",
-        "_signed_from",
         "_trust",
         "_verified",
         "consumer",
@@ -81,9 +80,8 @@ class Received(Generic[T]):
         connection: "NatsConnection | None" = None,
         reply: str = "",
         trust: Trust,
-        signed_from: int,
     ) -> None:
-        """trust: the keys of its writers. signed_from: the sequence from which its stream's records are signed."""
+        """trust: the keys of its writers."""
         self.subject, self.data, self.headers = subject, data, headers or _NO_HEADERS
         self.stream, self.seq, self.time = stream, seq, time
         self.deliveries, self.consumer = deliveries, consumer
@@ -91,7 +89,7 @@ class Received(Generic[T]):
         """Why `message` cannot be given: set when its blob is gone or its type is unknown."""
         self.settled = False
         self._connection, self._reply = connection, reply
-        self._trust, self._signed_from, self._verified = trust, signed_from, False
+        self._trust, self._verified = trust, False
         self._message: T | None = None
 
     @property
@@ -115,17 +113,10 @@ class Received(Generic[T]):
                 raise
         return self._message
 
-    @property
-    def unsigned(self) -> bool:
-        """Whether it was written before records were signed."""
-        return (
-            self.seq < self._signed_from and HEADER not in self.headers and writers(self.subject, self.type) is not None
-        )
-
     def verify(self) -> None:
         """Check its writer's signature, of a claim check before its payload takes its place. Forged,
         UnreadableMessage."""
-        if self._verified or self.unsigned or self.stream == "HR_ADVISORY":
+        if self._verified or self.stream == "HR_ADVISORY":
             return
         self._trust.check(self.subject, kind_of(self.headers, self.data), self.headers, self.data, self.time)
         self._verified = True

@@ -48,9 +48,6 @@ class Records:
 
     def __init__(self, connection: NatsConnection, trust: Trust) -> None:
         self.connection, self.trust = connection, trust
-        self._signed_from: dict[str, int] = {}
-        self.unsigned: set[tuple[str, int]] = set()
-        """Stream and sequence of the records that were read and are older than signatures."""
         self.shared_memory: SharedMemoryStore | None = None
         """Files of this node that hold payloads which need not go through the broker."""
         self.skipped: dict[tuple[str, int], Skipped] = {}
@@ -67,10 +64,9 @@ class Records:
 
     async def follow(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[Received[Any]]:
         """History, then live records, for ever and in order; survives reconnects. Nothing is acknowledged."""
-        since = await self.signed_from(stream)
         reader = ordered_reader.OrderedReader(self.connection, stream, filters, start=start)
         async for message, info in reader.messages():
-            received = await self.claim(self._received(message, info, since))
+            received = await self.claim(self._received(message, info))
             if self.readable(received):
                 yield received
 
@@ -79,17 +75,13 @@ class Records:
         until = await ordered_reader.last_seq(self.connection, stream)
         if until < start:
             return
-        since = await self.signed_from(stream)
         reader = ordered_reader.OrderedReader(self.connection, stream, filters, start=start, until=until)
         async for message, info in reader.messages():
-            yield self._received(message, info, since)
+            yield self._received(message, info)
 
     async def get(self, stream: str, seq: int) -> Received[Any]:
         """One record by sequence. MessageGone when it was purged; `Received.message` raises one of `UNREADABLE`."""
-        since = await self.signed_from(stream)
-        return await self.claim(
-            self.stored(stream, await ordered_reader.by_sequence(self.connection, stream, seq), since)
-        )
+        return await self.claim(self.stored(stream, await ordered_reader.by_sequence(self.connection, stream, seq)))
 
     async def last(self, stream: str, subject: str) -> Received[Any] | None:
         """The last readable record on a subject or filter; None when there is none.
@@ -101,7 +93,7 @@ class Records:
             stored = await ordered_reader.from_leader(self.connection, stream, {"last_by_subj": subject})
         except MessageGone:
             return None
-        newest = await self.claim(self.stored(stream, stored, await self.signed_from(stream)))
+        newest = await self.claim(self.stored(stream, stored))
         if self.readable(newest):
             return newest
         before: Received[Any] | None = None
@@ -120,12 +112,6 @@ class Records:
     async def last_seq(self, stream: str) -> int:
         """Sequence of the stream's last record, 0 when it never had one."""
         return await ordered_reader.last_seq(self.connection, stream)
-
-    async def signed_from(self, stream: str) -> int:
-        """The sequence from which the records of a stream are signed. StreamMissing."""
-        if stream not in self._signed_from:
-            self._signed_from[stream] = await ordered_reader.signed_from(self.connection, stream)
-        return self._signed_from[stream]
 
     async def claim(self, received: Received[Any]) -> Received[Any]:
         """Fetch the payload of a claim check that its writer signed, so that the record holds what was published.
@@ -151,8 +137,6 @@ class Records:
         except UNREADABLE as error:
             self.skip(Skipped(received.stream, received.seq, received.subject, str(error), isinstance(error, Forged)))
             return False
-        if received.unsigned:
-            self.unsigned.add((received.stream, received.seq))
         return True
 
     def signed(self, received: Received[Any]) -> bool:
@@ -176,7 +160,7 @@ class Records:
         if self.on_skipped is not None:
             self.on_skipped(record)
 
-    def _received(self, message: Msg, info: DeliveryInfo, signed_from: int) -> Received[Any]:
+    def _received(self, message: Msg, info: DeliveryInfo) -> Received[Any]:
         return Received(
             subject=message.subject,
             data=message.data,
@@ -185,10 +169,9 @@ class Records:
             seq=info.seq,
             time=info.time,
             trust=self.trust,
-            signed_from=signed_from,
         )
 
-    def stored(self, stream: str, stored: ordered_reader.Stored, signed_from: int) -> Received[Any]:
+    def stored(self, stream: str, stored: ordered_reader.Stored) -> Received[Any]:
         """A stored message as a record."""
         return Received(
             subject=stored.subject,
@@ -198,7 +181,6 @@ class Records:
             seq=stored.seq,
             time=stored.time,
             trust=self.trust,
-            signed_from=signed_from,
         )
 
 

@@ -17,7 +17,6 @@ from headrace.bus.broker.permissions import known
 from headrace.bus.connection import Bus
 from headrace.bus.errors import ApiError, BusError, StreamMissing
 from headrace.bus.nats.connection import NatsConnection
-from headrace.bus.signatures import MARK
 from headrace.messages.subjects import DUPLICATES_S, KEY_VALUES, STREAMS, Stream
 
 _NOT_FOUND, _NO_STORAGE, _NO_MEMORY = 10059, 10047, 10028
@@ -135,8 +134,6 @@ def _lacks(wanted: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for key in ("retention", "discard", "max_msgs_per_subject"):
         if now.get(key) != wanted[key]:
             lacks.append(f"{key} is {now.get(key)}, expected {wanted[key]}")
-    if MARK not in now.get("metadata", {}):
-        lacks.append("its records are not signed")
     if now.get("duplicate_window", 0) < wanted["duplicate_window"]:
         lacks.append("it forgets message ids too soon")
     lacks += [f"{key} is off" for key in _ON if wanted.get(key) and not now.get(key)]
@@ -200,7 +197,7 @@ async def _put(connection: NatsConnection, config: dict[str, Any], size: int = 0
         except ApiError as error:
             if error.err_code != _NOT_FOUND:
                 raise
-            config = config | ({"max_bytes": size} if size else {}) | {"metadata": {MARK: "1"}}
+            config = config | ({"max_bytes": size} if size else {})
             await connection.api(f"STREAM.CREATE.{name}", config, timeout=30.0)
             return
         now = info["config"]
@@ -210,9 +207,6 @@ async def _put(connection: NatsConnection, config: dict[str, Any], size: int = 0
                 f"{name} holds {info['state']['bytes'] >> 20} MiB, more than the {size >> 20} MiB of [bus.stream_gib]: "
                 f"purge some, or set a larger one"
             )
-        if MARK not in now.get("metadata", {}):
-            mark = {MARK: str(info["state"]["last_seq"] + 1)}
-            config |= {"metadata": now.get("metadata", {}) | mark}
         if any(now.get(key, 0) != value for key, value in config.items() if value not in ("", False, 0, [])):
             await connection.api(f"STREAM.UPDATE.{name}", now | config, timeout=30.0)
     except ApiError as error:

@@ -28,7 +28,7 @@ _PARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 Kind = Literal["internal", "producer", "consumer", "client", "server"]
 
 
-class Context(NamedTuple):
+class TraceContext(NamedTuple):
     """A position in a trace: ids in lower-case hex."""
 
     trace_id: str
@@ -38,17 +38,17 @@ class Context(NamedTuple):
 class Link(NamedTuple):
     """Another span that this one was caused by, with attributes."""
 
-    context: Context
+    context: TraceContext
     attributes: Mapping[str, str | int]
 
 
-_current: ContextVar[Context | None] = ContextVar("headrace_trace", default=None)
+_current: ContextVar[TraceContext | None] = ContextVar("headrace_trace", default=None)
 _random = random.Random()
 _tracer: Any = None
 _provider: Any = None
 
 
-def current() -> Context | None:
+def current() -> TraceContext | None:
     """The context that a message published now would carry."""
     return _current.get()
 
@@ -58,17 +58,17 @@ def inject(headers: dict[str, str]) -> None:
     context = _current.get()
     exported = int(_tracer is not None and context is not None)
     if context is None:
-        context = Context(f"{_random.getrandbits(128):032x}", f"{_random.getrandbits(64):016x}")
+        context = TraceContext(f"{_random.getrandbits(128):032x}", f"{_random.getrandbits(64):016x}")
     headers[HEADER] = f"00-{context.trace_id}-{context.span_id}-0{exported}"
 
 
-def extract(headers: Mapping[str, str]) -> Context | None:
+def extract(headers: Mapping[str, str]) -> TraceContext | None:
     """The context that a message carries; None when it has none or a malformed one."""
     match = _PARENT.match(headers.get(HEADER, ""))
-    return Context(match[1], match[2]) if match else None
+    return TraceContext(match[1], match[2]) if match else None
 
 
-def exported(headers: Mapping[str, str]) -> Context | None:
+def exported(headers: Mapping[str, str]) -> TraceContext | None:
     """`extract` for spans that are exported: None where the publisher exported none, because its ids lead nowhere."""
     return extract(headers) if headers.get(HEADER, "").endswith("1") else None
 
@@ -79,12 +79,12 @@ def link(received: Received[Any]) -> Link | None:
     return Link(context, {"messaging.destination.name": received.subject, "hr.seq": received.seq}) if context else None
 
 
-class Span:
+class TraceSpan:
     """A span in work. Without an exporter it only carries ids."""
 
     __slots__ = ("_span", "context")
 
-    def __init__(self, context: Context, span: Any = None) -> None:
+    def __init__(self, context: TraceContext, span: Any = None) -> None:
         self.context, self._span = context, span
 
     def set(self, **attributes: Value) -> None:
@@ -105,15 +105,15 @@ class Span:
             self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
 
 
-_NO_SPAN = Span(Context("0" * 32, "0" * 16))
+_NO_SPAN = TraceSpan(TraceContext("0" * 32, "0" * 16))
 
 
-def here() -> Span:
+def here() -> TraceSpan:
     """The innermost open span, for attributes and events; a silent one when nothing is exported."""
     return _open.get()
 
 
-_open: ContextVar[Span] = ContextVar("headrace_span", default=_NO_SPAN)
+_open: ContextVar[TraceSpan] = ContextVar("headrace_span", default=_NO_SPAN)
 
 
 @contextlib.contextmanager
@@ -121,16 +121,16 @@ def span(
     name: str,
     kind: Kind = "internal",
     *,
-    parent: Context | None = None,
+    parent: TraceContext | None = None,
     root: bool = False,
     links: Sequence[Link | None] = (),
     attributes: Mapping[str, Value] | None = None,
-) -> Iterator[Span]:
+) -> Iterator[TraceSpan]:
     """A span around a block: below `parent`, or below the current one, or (`root`) the first of a new trace."""
     above = None if root else parent or _current.get()
     if _tracer is None:
         trace_id = above.trace_id if above else f"{_random.getrandbits(128):032x}"
-        made = Span(Context(trace_id, f"{_random.getrandbits(64):016x}"))
+        made = TraceSpan(TraceContext(trace_id, f"{_random.getrandbits(64):016x}"))
     else:
         made = _start(name, kind, above, links, attributes or {})
     token, opened = _current.set(made.context), _open.set(made)
@@ -147,11 +147,11 @@ def span(
 
 
 def _start(
-    name: str, kind: Kind, above: Context | None, links: Sequence[Link | None], attributes: Mapping[str, Any]
-) -> Span:
+    name: str, kind: Kind, above: TraceContext | None, links: Sequence[Link | None], attributes: Mapping[str, Any]
+) -> TraceSpan:
     from opentelemetry import trace
 
-    def remote(context: Context) -> trace.SpanContext:
+    def remote(context: TraceContext) -> trace.SpanContext:
         flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
         return trace.SpanContext(int(context.trace_id, 16), int(context.span_id, 16), True, flags)
 
@@ -165,11 +165,11 @@ def _start(
         attributes=dict(attributes),
     )
     context = made.get_span_context()
-    return Span(Context(f"{context.trace_id:032x}", f"{context.span_id:016x}"), made)
+    return TraceSpan(TraceContext(f"{context.trace_id:032x}", f"{context.span_id:016x}"), made)
 
 
 @contextlib.contextmanager
-def sending(subject: str, msg_id: str, size: int) -> Iterator[Span | None]:
+def sending(subject: str, msg_id: str, size: int) -> Iterator[TraceSpan | None]:
     """PRODUCER span around a publish; nothing when no span is exported."""
     if _tracer is None:
         yield None
@@ -189,7 +189,9 @@ def sending(subject: str, msg_id: str, size: int) -> Iterator[Span | None]:
 
 
 @contextlib.contextmanager
-def processing(subject: str, headers: Mapping[str, str], consumer: str = "", deliveries: int = 0) -> Iterator[Span]:
+def processing(
+    subject: str, headers: Mapping[str, str], consumer: str = "", deliveries: int = 0
+) -> Iterator[TraceSpan]:
     """CONSUMER span around a handler: it continues the trace of the publisher of the message."""
     parent = extract(headers) if _tracer is None else exported(headers)
     if _tracer is None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap, check_request
-from headrace.engines.embedded.jobs import Job
+from headrace.engines.embedded.jobs import EngineJob
 from headrace.engines.embedded.staging import LoadedWeights, Shell, Staging, read_ahead
 from headrace.engines.embedded.worker import Worker
 from headrace.policy.config import PolicyConfig
@@ -107,7 +107,7 @@ class EmbeddedEngine:
         """
         check_request(request, self._config.vocab, self._config.max_positions)
         future: Future[Sample] = Future()
-        job = Job(request, future)
+        job = EngineJob(request, future)
         self._worker.post(lambda: self._worker.add(job))
         if request.progress is not None:
             request.progress.on_cut = lambda: self._worker.post(lambda: self._worker.cut(job))

@@ -15,7 +15,7 @@ from headrace.messages.rollout import Span
 from headrace.policy.config import PolicyConfig
 
 
-class Job:
+class EngineJob:
     """One request, from its arrival to its sample."""
 
     def __init__(self, request: SampleRequest, future: "Future[Sample]") -> None:
@@ -85,7 +85,11 @@ class Job:
 
 
 def begin_again(
-    running: list[Job], waiting: list[Job], stale: Collection[Session], new: LoadedWeights, served: Collection[bytes]
+    running: list[EngineJob],
+    waiting: list[EngineJob],
+    stale: Collection[Session],
+    new: LoadedWeights,
+    served: Collection[bytes],
 ) -> int:
     """Queue the running requests of stale sessions before those that wait, in order of lanes. Returns their number.
 
@@ -102,10 +106,10 @@ def begin_again(
     return len(again)
 
 
-def chunks(jobs: Sequence[Job], most: int) -> list[tuple[Job, int]]:
+def chunks(jobs: Sequence[EngineJob], most: int) -> list[tuple[EngineJob, int]]:
     """The jobs that have more than one token to forward, in order, with their next numbers of tokens: together at most
     `most`."""
-    out: list[tuple[Job, int]] = []
+    out: list[tuple[EngineJob, int]] = []
     for job in jobs:
         if job.left > 1 and most:
             out.append((job, min(job.left, most)))
@@ -113,9 +117,9 @@ def chunks(jobs: Sequence[Job], most: int) -> list[tuple[Job, int]]:
     return out
 
 
-def evened(jobs: Sequence[tuple[Job, int]]) -> list[list[tuple[Job, int]]]:
+def evened(jobs: Sequence[tuple[EngineJob, int]]) -> list[list[tuple[EngineJob, int]]]:
     """Jobs with their numbers of tokens, in batches in which padding to the longest at most triples the work."""
-    batches: list[list[tuple[Job, int]]] = []
+    batches: list[list[tuple[EngineJob, int]]] = []
     tokens = longest = 0
     for job, count in sorted(jobs, key=lambda pair: -pair[1]):
         if not batches or longest * (len(batches[-1]) + 1) > 3 * (tokens + count):

@@ -10,9 +10,8 @@ from headrace.engines.embedded.engine import CACHE_BLOCKS, EmbeddedEngine
 from headrace.engines.registry import EngineSetup
 from headrace.kernels.block_attention import BLOCK
 from headrace.policy.cache import KVCache
-from headrace.policy.config import CheckpointError, PolicyConfig
+from headrace.policy.config import PolicyConfig
 from headrace.policy.device import DeviceError, named
-from headrace.policy.layout import hugging_face
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
 
@@ -23,8 +22,7 @@ async def open_engine(setup: EngineSetup) -> EmbeddedEngine:
     section, policy = setup.section, setup.policy
     try:
         device = named(section.device, "[engine] device")
-        hugging_face.check_device(policy, device.type, "[engine] device")
-    except (DeviceError, CheckpointError) as error:
+    except DeviceError as error:
         raise UnusableEngine(str(error)) from None
     numerics = await asyncio.to_thread(_probe, policy, section, device)
     if section.exact and not numerics.exact:

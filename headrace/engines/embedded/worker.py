@@ -31,7 +31,7 @@ from torch import Tensor
 
 from headrace.engines.base import EngineError, Swap
 from headrace.engines.embedded.cache import BlockStore, Session, chain_key, route_bytes
-from headrace.engines.embedded.jobs import Job, begin_again, chunks, evened
+from headrace.engines.embedded.jobs import EngineJob, begin_again, chunks, evened
 from headrace.engines.embedded.sampling import draw, drawn, uniform
 from headrace.engines.embedded.staging import SHARE, SLICE_S, LoadedWeights, Shell, Staging
 from headrace.kernels.block_attention import BLOCK
@@ -70,8 +70,8 @@ class Worker(threading.Thread):
         self.sessions: dict[str, Session] = {}
         self.recent: OrderedDict[str, Session] = OrderedDict()
         """The sessions that may have blocks, least recently used first: eviction looks at no others."""
-        self.waiting: list[Job] = []
-        self.running: list[Job] = []
+        self.waiting: list[EngineJob] = []
+        self.running: list[EngineJob] = []
         self.store = BlockStore(new_cache(config, limit, device))
         self.counts = {"sampled": 0, "forwarded": 0, "reused": 0, "steps": 0, "evicted": 0, "redrawn": 0}
         self._numbers: dict[int, bytes] = {}
@@ -90,7 +90,7 @@ class Worker(threading.Thread):
 
     # Commands: these run in the thread.
 
-    def add(self, job: Job) -> None:
+    def add(self, job: EngineJob) -> None:
         """Queue a request, or fail it at once."""
         request = job.request
         if request.policy.kind == "pinned":
@@ -112,14 +112,14 @@ class Worker(threading.Thread):
         first = sum(other.urgent for other in self.waiting) if job.urgent else len(self.waiting)
         self.waiting.insert(first, job)
 
-    def abort(self, job: Job) -> None:
+    def abort(self, job: EngineJob) -> None:
         """Remove a request; its session keeps the forwarded positions."""
         for jobs in (self.waiting, self.running):
             if job in jobs:
                 jobs.remove(job)
                 job.session.busy = False
 
-    def cut(self, job: Job) -> None:
+    def cut(self, job: EngineJob) -> None:
         """End a request with the tokens that it has."""
         if job in self.running and job.logprobs:
             self._finish(job, "abort")
@@ -213,7 +213,7 @@ class Worker(threading.Thread):
                 return
             command()
 
-    def _weights(self, job: Job) -> LoadedWeights:
+    def _weights(self, job: EngineJob) -> LoadedWeights:
         weights = job.pinned or self.latest
         assert weights is not None
         return weights
@@ -269,7 +269,7 @@ class Worker(threading.Thread):
             places[job.urgent] += 1
             self._begin(job, weights)
 
-    def _begin(self, job: Job, weights: LoadedWeights) -> None:
+    def _begin(self, job: EngineJob, weights: LoadedWeights) -> None:
         """Reuse the cached start of the context and let the request run."""
         session = job.session
         self.recent[session.name] = session
@@ -287,7 +287,7 @@ class Worker(threading.Thread):
         self.waiting.remove(job)
         self.running.append(job)
 
-    def _reserve(self, job: Job, promised: int) -> bool:
+    def _reserve(self, job: EngineJob, promised: int) -> bool:
         """Whether all blocks that the request may need are available and not reserved for other requests; evicts idle
         sessions if necessary."""
         while self.store.available < promised + job.missing_blocks:
@@ -307,7 +307,7 @@ class Worker(threading.Thread):
 
     def _step(self) -> None:
         """One prefill call and one decode call per set of weights in use."""
-        groups: dict[int, list[Job]] = {}
+        groups: dict[int, list[EngineJob]] = {}
         for job in self._due():
             groups.setdefault(id(self._weights(job)), []).append(job)
         for jobs in groups.values():
@@ -321,20 +321,20 @@ class Worker(threading.Thread):
                     self._drop(job.session)
                     job.fail(f"the forward pass failed: {error!r}", error)
 
-    def _due(self) -> list[Job]:
+    def _due(self) -> list[EngineJob]:
         """The requests of the next step."""
         urgent = [job for job in self.running if job.urgent]
         self._alone = self._alone + 1 if 0 < len(urgent) < len(self.running) else 0
         return urgent if self._alone % SHARED else self.running
 
-    def _serve(self, weights: LoadedWeights, jobs: list[Job]) -> None:
+    def _serve(self, weights: LoadedWeights, jobs: list[EngineJob]) -> None:
         decoding = [job for job in jobs if job.left == 1]
         for batch in evened(chunks(jobs, self.prefill_tokens)):
             self._forward(weights, [job for job, _ in batch], [length for _, length in batch])
         if decoding:
             self._forward(weights, decoding, [1] * len(decoding))
 
-    def _forward(self, weights: LoadedWeights, jobs: list[Job], lengths: list[int]) -> None:
+    def _forward(self, weights: LoadedWeights, jobs: list[EngineJob], lengths: list[int]) -> None:
         """Forward the next lengths[i] tokens of each job's context; then draw a token for each job with none left."""
         starts = [len(job.session.ids) for job in jobs]
         parts = [job.context[at : at + n] for job, at, n in zip(jobs, starts, lengths, strict=True)]
@@ -367,7 +367,7 @@ class Worker(threading.Thread):
         """Numbers of the host as a tensor on the device."""
         return torch.tensor(numbers, dtype=dtype, device=self.device)
 
-    def _chances(self, jobs: list[Job]) -> tuple[Tensor, Tensor]:
+    def _chances(self, jobs: list[EngineJob]) -> tuple[Tensor, Tensor]:
         """Temperatures float32 [M] and uniform numbers float64 [M] of the next draws. They go to the device before the
         forward, because a copy waits for the work that was launched before it."""
         heat = self._here([job.request.sampling.temperature for job in jobs], torch.float32)
@@ -385,7 +385,7 @@ class Worker(threading.Thread):
         first, second = torch.stack((ids.double(), logprobs.double())).cpu().tolist()  # exact; one wait
         return [int(token) for token in first], second
 
-    def _take(self, jobs: list[Job], ids: list[int], logprobs: list[float]) -> None:
+    def _take(self, jobs: list[EngineJob], ids: list[int], logprobs: list[float]) -> None:
         """Add drawn tokens to their requests; those that end are answered."""
         for job, token, logprob in zip(jobs, ids, logprobs, strict=True):
             if not math.isfinite(logprob):
@@ -403,7 +403,7 @@ class Worker(threading.Thread):
                 self._finish(job, "length")
         self.counts["sampled"] += len(jobs)
 
-    def _finish(self, job: Job, stop: Literal["stop", "length", "abort"]) -> None:
+    def _finish(self, job: EngineJob, stop: Literal["stop", "length", "abort"]) -> None:
         """Release the session and return the sample."""
         job.session.calls.append(len(job.context))
         self.abort(job)

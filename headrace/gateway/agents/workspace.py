@@ -15,13 +15,13 @@ from pathlib import Path
 from headrace import timed_commands
 from headrace.archives import commits, members, tars
 from headrace.archives.commits import GIT_S
-from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits
+from headrace.archives.members import ArchiveLimits, ArchiveRefused, ArchiveTooLarge
 from headrace.gateway.agents.requests import AgentRefused, WorkspaceSource, host_of
 from headrace.gateway.requests import MAX_FILES, refused_paths
 
 MOST_BYTES = 6 << 20
 """The most bytes of a workspace's files in all, because they are sent in one message."""
-_LIMITS = Limits(MAX_FILES, MOST_BYTES)
+_LIMITS = ArchiveLimits(MAX_FILES, MOST_BYTES)
 _GIT_MEMORY = "256m"
 """The most that git may allocate at once: a delta of a few bytes may name a result of terabytes."""
 _BUNDLES = (b"# v2 git bundle\n", b"# v3 git bundle\n")

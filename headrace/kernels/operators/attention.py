@@ -108,7 +108,7 @@ def _(
     return torch.empty_like(q)
 
 
-class Step(Protocol):
+class CachedStep(Protocol):
     """The new tokens of a cached forward: `policy.cache.Step`. The first layer computes the places, and all layers use
     them."""
 
@@ -125,7 +125,7 @@ class Step(Protocol):
         """The inverse of `spread`."""
 
 
-def cached_attention(q: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float) -> Tensor:
+def cached_attention(q: Tensor, keys: Tensor, values: Tensor, step: CachedStep, scale: float) -> Tensor:
     """New tokens q [N, H, D] over a paged cache [blocks, V, 64, D] that holds theirs -> [N, H, D]. No gradient.
 
     For each query the bits of `packed_attention`.

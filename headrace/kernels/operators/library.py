@@ -32,8 +32,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _varlen_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, sinks: bool) -> str:
-    why = library.attention_refusal(device.type, _name(dtype), head_dim, value_dim, sinks)
+def _varlen_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str:
+    why = library.attention_refusal(device.type, _name(dtype), head_dim, value_dim)
     if not why and (capability(device) < library.AMPERE or not torch.backends.cuda.is_flash_attention_available()):
         return f"{library.VARLEN} needs flash attention, which this GPU or this build of torch does not have"
     return why
@@ -43,7 +43,7 @@ def varlen_refusal(q: Tensor, v: Tensor) -> str:
     """Why packed attention in ordinary mode is not `varlen_attention` here; empty where it is."""
     if dispatch.STANDING.gpu:
         return library.attention_refusal("cuda", _name(q.dtype), q.shape[2], v.shape[2])
-    return _varlen_refusal(q.device, q.dtype, q.shape[2], v.shape[2], False)
+    return _varlen_refusal(q.device, q.dtype, q.shape[2], v.shape[2])
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
@@ -120,10 +120,10 @@ def products(x: Tensor, down: Tensor, rows: int, exact: bool) -> Products:
     return TRITON if experts_refusal(x, len(down), down.shape[2], rows, exact) else LIBRARY
 
 
-def taken(device: torch.device, dtype: torch.dtype, head_dim: int, widths: tuple[int, ...], sinks: bool) -> list[str]:
+def taken(device: torch.device, dtype: torch.dtype, head_dim: int, widths: tuple[int, ...]) -> list[str]:
     """The names of PyTorch's kernels that ordinary mode takes with many rows. widths: of experts; empty without."""
     names = []
-    if not _varlen_refusal(device, dtype, head_dim, head_dim, sinks):
+    if not _varlen_refusal(device, dtype, head_dim, head_dim):
         names.append(library.VARLEN)
     if widths and not library.experts_refusal(device.type, _name(dtype), False, widths, capability(device), True):
         names.append(library.GROUPED)

@@ -81,9 +81,6 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
         return
     try:
         policy = hugging_face.of_run(config)
-        hugging_face.check_device(policy, config.trainer.device)
-        if config.engine.kind == "embedded":
-            hugging_face.check_device(policy, config.engine.device, "[engine] device")
     except CheckpointError as error:  # names the key and its supported value
         yield bad(key, str(error))
         return

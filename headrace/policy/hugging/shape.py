@@ -16,8 +16,10 @@ _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk", "experts_
 
 def read(raw: dict[str, Any], dtype: Dtype) -> PolicyConfig:
     """The shape of a config.json. CheckpointError when transformers does not know it, or when its weights are
-    quantised."""
-    if (quantised := raw.get("quantization_config")) is not None:
+    quantised in another format than MXFP4, which the library reads as bfloat16 (gpt-oss)."""
+    raw = dict(raw)
+    quantised = raw.pop("quantization_config", None)
+    if quantised is not None and quantised.get("quant_method") != "mxfp4":
         raise CheckpointError(
             f"quant_method {quantised.get('quant_method')!r} is not trained by the provider transformers; take the "
             "checkpoint in bfloat16"

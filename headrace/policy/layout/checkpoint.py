@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.inner_paths import is_inner
 from headrace.policy.config import CheckpointError, PolicyConfig
-from headrace.policy.layout import hugging_face, mxfp4
+from headrace.policy.layout import hugging_face
 from headrace.policy.seam import PolicyModel
 
 SHARD_BYTES = 5 << 30
@@ -39,8 +39,6 @@ def save(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     tensors = weights.state() if isinstance(weights, PolicyModel) else dict(weights)
-    if config.gpt_oss:
-        tensors = mxfp4.outward(tensors)
     parts = shards(tensors, shard_bytes)
     files = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     if len(parts) == 1:
@@ -126,6 +124,4 @@ def load(folder: str | Path) -> tuple[PolicyConfig, dict[str, Tensor]]:
         raise CheckpointError(f"{path}: weights cannot be read: {error}") from None
     for name in not_of_run(config, tensors):
         del tensors[name]
-    if config.gpt_oss:
-        tensors = mxfp4.inward(tensors, config.torch_dtype)
     return config, tensors

@@ -7,8 +7,6 @@
     mistral        the same as llama; without a sliding window
     glm4_moe       grouped attention, part of a head rotated, q/k norm and biases as the checkpoint says; the mixture
                    is that of deepseek_v3
-    gpt_oss        sinks, a sliding window in every second layer, biases, clamped SwiGLU; experts in MXFP4 are read as
-                   `dtype` (see `mxfp4`)
     deepseek_v3    latent attention, leading dense layers, sigmoid scores with a correction, groups, shared experts;
                    kimi_k2 is the same under another name
 
@@ -27,7 +25,7 @@ import msgspec
 from headrace.config import Config, Policy
 from headrace.policy import rope
 from headrace.policy.adapters import shape
-from headrace.policy.config import ALPHA, Adapter, CheckpointError, Latent, PolicyConfig
+from headrace.policy.config import Adapter, CheckpointError, Latent, PolicyConfig
 
 _QWEN3 = {"attention_bias": False, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
 _DEEPSEEK3 = {"attention_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -38,7 +36,6 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "mistral": {"sliding_window": None},
     "glm4_moe": {},
-    "gpt_oss": {"attention_bias": True, "swiglu_alpha": ALPHA},
     "deepseek_v3": _DEEPSEEK3,
     "kimi_k2": _DEEPSEEK3,
 }
@@ -51,7 +48,6 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2",
     "mistral": "Mistral",
     "glm4_moe": "Glm4Moe",
-    "gpt_oss": "GptOss",
 }
 
 
@@ -99,8 +95,6 @@ def of_run(config: Config) -> PolicyConfig:
     policy = from_section(section)
     embedded = ("[engine] kind", config.engine.kind, "embedded")
     process = ("[trainer] mesh: processes", config.trainer.ranks, 1)
-    if policy.gpt_oss:
-        _check("gpt_oss", embedded, process, ("[trainer.lora] rank", lora.rank, 0))
     if policy.expert_format == "nvfp4":
         _check("nvfp4 experts", embedded, process, ("[weights] precision", config.weights.precision, "as_trained"))
     if config.algorithm.balance_rate:
@@ -123,19 +117,6 @@ def _check(kind: str, *settings: tuple[str, Any, Any]) -> None:
     for key, got, wanted in settings:
         if got != wanted:
             raise CheckpointError(f"{key} = {got!r} is not supported for {kind}, only {wanted!r}")
-
-
-def check_device(policy: PolicyConfig, device: str, key: str = "[trainer] device") -> None:
-    """CheckpointError when the device of `key` does not compute this policy. device: auto is a GPU where this machine
-    has one."""
-    if not policy.gpt_oss or device == "cpu":
-        return
-    if device == "auto":
-        import torch  # here, so that a plan or a command reads a shape without torch
-
-        if not torch.cuda.is_available():
-            return
-    raise CheckpointError(f"{key} = {device!r}: gpt_oss is not supported on a GPU; set it to 'cpu'")
 
 
 def _raw(folder: str | Path) -> dict[str, Any]:
@@ -182,11 +163,9 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
     if turned not in (None, 1.0) and kind != "glm4_moe":
         raise CheckpointError(f"partial_rotary_factor {turned} is not supported for {kind}, only 1.0")
     quantised = raw.get("quantization_config") or {}
-    readable = ("mxfp4",) if kind == "gpt_oss" else ("mxfp8", "nvfp4")
-    if quantised and quantised.get("quant_method") not in readable:
+    if quantised and quantised.get("quant_method") not in ("mxfp8", "nvfp4"):
         raise CheckpointError(
-            f"quant_method {quantised.get('quant_method')!r} is not supported for {kind}, only "
-            f"{' and '.join(map(repr, readable))}"
+            f"quant_method {quantised.get('quant_method')!r} is not supported for {kind}, only 'mxfp8' and 'nvfp4'"
         )
     positions = raw.get("max_position_embeddings", 32_768)
     try:
@@ -205,7 +184,7 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
             "rope": scaling,
             "tied": bool(raw.get("tie_word_embeddings", False)),
             "max_positions": positions,
-            "expert_format": "" if not quantised or kind == "gpt_oss" else quantised["quant_method"],
+            "expert_format": quantised["quant_method"] if quantised else "",
             "adapter": msgspec.convert(raw[_ADAPTER], Adapter) if _ADAPTER in raw else None,
         }
         return PolicyConfig(**shared, **_READERS[kind](raw))
@@ -271,31 +250,6 @@ def _glm(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gpt_oss(raw: dict[str, Any]) -> dict[str, Any]:
-    kinds = _kinds(raw["num_hidden_layers"])
-    if (raw.get("layer_types") or kinds) != kinds:
-        raise CheckpointError(
-            "layer_types is not supported in this order, only sliding_attention and full_attention in turns"
-        )
-    return {
-        "model_type": "gpt_oss",
-        "kv_heads": raw["num_key_value_heads"],
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        "experts": raw.get("num_local_experts") or raw["num_experts"],
-        "top_k": raw.get("num_experts_per_tok") or raw["experts_per_token"],
-        "expert_dim": raw["intermediate_size"],
-        "qk_norm": False,
-        "qkv_bias": True,
-        "out_bias": True,
-        "window": raw["sliding_window"] or 0,
-        "clamp": float(raw.get("swiglu_limit", 7.0)),
-    }
-
-
-def _kinds(layers: int) -> list[str]:
-    return ["full_attention" if index % 2 else "sliding_attention" for index in range(layers)]
-
-
 def _sigmoid_mixture(raw: dict[str, Any]) -> dict[str, Any]:
     """Sigmoid scores with a correction, groups, shared experts and leading dense layers."""
     return {
@@ -337,7 +291,6 @@ _READERS = {
     "qwen2": _dense,
     "mistral": _dense,
     "glm4_moe": _glm,
-    "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,
 }
@@ -388,13 +341,6 @@ def as_json(c: PolicyConfig) -> dict[str, Any]:
         out |= {"attention_bias": c.qkv_bias, "use_qk_norm": c.qk_norm}
         out["partial_rotary_factor"] = out["rope_parameters"]["partial_rotary_factor"] = c.turned / c.head_dim
         del out["use_sliding_window"], out["sliding_window"]
-    if kind == "gpt_oss":
-        del out["use_sliding_window"]
-        for name in sparse:
-            del out[name]
-        out |= {"num_local_experts": c.experts, "num_experts_per_tok": c.top_k, "attention_bias": True}
-        out |= {"sliding_window": c.window, "layer_types": _kinds(c.layers)}
-        out |= {"swiglu_limit": c.clamp, "swiglu_alpha": ALPHA, "output_router_logits": False}
     if kind == "llama":
         out |= {"attention_bias": c.qkv_bias, "mlp_bias": False}
         del out["use_sliding_window"], out["sliding_window"]

@@ -28,7 +28,7 @@ def values(config: PolicyConfig, shapes: Mapping[str, tuple[int, ...]], seed: in
         if kind == "norm" or kind.endswith("_norm"):
             yield name, torch.ones(shape)
             continue
-        if kind in ("correction", "sinks") or kind.endswith("_bias"):
+        if kind == "correction" or kind.endswith("_bias"):
             yield name, torch.zeros(shape)
             continue
         std = shape[-1] ** -0.5

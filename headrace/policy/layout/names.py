@@ -12,17 +12,6 @@ from torch import Tensor
 from headrace.policy.adapters import low_rank
 from headrace.policy.config import CheckpointError, Latent, PolicyConfig
 
-_GPT_OSS = {
-    "sinks": "self_attn.sinks",
-    "router": "mlp.router.weight",
-    "router_bias": "mlp.router.bias",
-    "gate_up": "mlp.experts.gate_up_proj.rows",
-    "gate_up_bias": "mlp.experts.gate_up_proj_bias",
-    "down": "mlp.experts.down_proj.rows",
-    "down_bias": "mlp.experts.down_proj_bias",
-}
-"""A folder has the experts transposed and under names without `.rows`: see `mxfp4`."""
-
 
 def views(c: PolicyConfig, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Hugging Face name -> the part of a parameter that it names. parameters: their data under our names."""
@@ -40,9 +29,6 @@ def views(c: PolicyConfig, parameters: Mapping[str, Tensor]) -> dict[str, Tensor
         out[at + "self_attn.o_proj.weight"] = layer["out"]
         if c.out_bias:
             out[at + "self_attn.o_proj.bias"] = layer["out_bias"]
-        if c.gpt_oss:
-            out |= {at + theirs: layer[ours] for ours, theirs in _GPT_OSS.items()}
-            continue
         if not c.sparse(index):
             out |= _mlp(layer["gate_up"], layer["down"], at + "mlp.")
             continue

@@ -1,9 +1,8 @@
 """Rows of the tensors of a checkpoint, read where they are needed: no process has to hold a whole checkpoint.
 
 The idea: each process of a trainer reads the rows that it holds. A row range of a Hugging Face tensor is a range of its
-first dimension in the file as well, also where the file has experts in eight bits (elements and scales), or those of
-gpt-oss in MXFP4 (blocks and scales) or transposed within an expert. One file at a time is mapped, of which the rows
-alone are read.
+first dimension in the file as well, also where the file has experts in eight bits (elements and scales). One file at a
+time is mapped, of which the rows alone are read.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import safetensors
 from torch import Tensor
 
 from headrace.policy.config import CheckpointError, PolicyConfig
-from headrace.policy.layout import checkpoint, formats, mxfp4
+from headrace.policy.layout import checkpoint, formats
 from headrace.policy.layout.names import check_names
 from headrace.policy.numerics import Numerics
 from headrace.policy.provider import build
@@ -61,7 +60,7 @@ class Pieces:
     def _named(self, name: str) -> list[str]:
         """The names that parts of a tensor may have in a file."""
         suffixes = kind.suffixes if (kind := formats.form(self._config, name)) else ("",)
-        return [name + suffix for suffix in suffixes] + (mxfp4.folder_names(name) if self._config.gpt_oss else [])
+        return [name + suffix for suffix in suffixes]
 
     def _check(self) -> None:
         used = {source for sources in self._sources.values() for source in sources}
@@ -85,8 +84,6 @@ class Pieces:
         for source in self._sources[name]:
             parts[source] = self._open(self._stored[source][0]).get_slice(source)[first : first + count]
             self.read_bytes += parts[source].nbytes
-        if self._config.gpt_oss:
-            parts = mxfp4.inward(parts, self._config.torch_dtype)
         value = formats.unpack(self._config, parts)[name]
         wanted = [count, *self._shapes[name][1:]]
         if list(value.shape) != wanted:

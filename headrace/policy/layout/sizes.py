@@ -54,8 +54,6 @@ def _layer(c: PolicyConfig, index: int) -> int:
     if not c.sparse(index):
         return count + 3 * (c.dense_dim or c.expert_dim) * c.dim
     count += c.experts * c.dim + 3 * (c.experts + c.shared_experts) * c.expert_dim * c.dim
-    if c.gpt_oss:  # sinks; biases of the router and of experts
-        count += c.heads + c.experts * (1 + 2 * c.expert_dim + c.dim)
     return count + (c.experts if c.scores == "sigmoid" else 0)
 
 

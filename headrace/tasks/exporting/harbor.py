@@ -14,7 +14,7 @@ import msgspec
 from headrace.errors import HeadraceError
 from headrace.messages.tasks import HOST_FOLDER, Change, Oracle, Task, interpreter
 from headrace.tasks.base import Suite
-from headrace.tasks.diff import Tree
+from headrace.tasks.diff import WorkspaceTree
 
 IMAGE = "python:3.11-slim"
 WORKDIR = "/app"
@@ -47,7 +47,7 @@ def export(suite: Suite, ids: Iterable[str], folder: Path, organisation: str = "
     return Exported(tasks=count, refused=refused)
 
 
-def _write(folder: Path, tree: Tree) -> None:
+def _write(folder: Path, tree: WorkspaceTree) -> None:
     for path, data in tree.files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)
@@ -62,7 +62,7 @@ def _write(folder: Path, tree: Tree) -> None:
             place.chmod(entry.mode)
 
 
-def folder_of(task: Task, oracle: Oracle, organisation: str = "headrace") -> Tree:
+def folder_of(task: Task, oracle: Oracle, organisation: str = "headrace") -> WorkspaceTree:
     """The files of one Harbor folder. ExportRefused."""
     if not task.sandbox:
         raise ExportRefused("a task without a sandbox has no environment")
@@ -89,7 +89,7 @@ def folder_of(task: Task, oracle: Oracle, organisation: str = "headrace") -> Tre
         for place, part in parts.items()
         for entry in part or ()
     ]
-    return Tree(text | environment | tests | solution, entries)
+    return WorkspaceTree(text | environment | tests | solution, entries)
 
 
 def _instruction(task: Task) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from headrace.messages.rollout import ToolCall, ToolResult
 from headrace.tasks.generated import notes
-from headrace.tasks.generated.traces import Answer, Call, Encoder, Fault, Format, Trace, TracedTurn
+from headrace.tasks.generated.traces import Answer, Call, Encoder, Fault, Trace, TracedTurn, TraceFormat
 from headrace.tasks.local import LocalFiles
 
 
@@ -35,7 +35,7 @@ class Summariser(Encoder, Protocol):
         """Ids that end a turn; the first one ends a summary here."""
 
 
-class Segment(NamedTuple):
+class NoteSegment(NamedTuple):
     """A segment: the summary that it starts from, one call with its result, and the summary that ends it."""
 
     before: str
@@ -45,7 +45,7 @@ class Segment(NamedTuple):
     """Empty in the last segment."""
 
 
-def segments(made: notes.Made, value: int, answer: Answer) -> list[Segment]:
+def segments(made: notes.Made, value: int, answer: Answer) -> list[NoteSegment]:
     """The three segments of an episode that keeps `value`."""
     sandbox = LocalFiles(made.task.files)
 
@@ -56,13 +56,13 @@ def segments(made: notes.Made, value: int, answer: Answer) -> list[Segment]:
     edit = {"path": notes.ANSWER_FILE, "lines": "2", "text": notes.line(made.code, value)}
     first_note, coded = f"{made.name} {value}", f" {made.code} {value}"
     return [
-        Segment("", ("read_file", first), run("read_file", first), first_note),
-        Segment(first_note, ("read_file", second), run("read_file", second), coded),
-        Segment(coded, ("edit_file", edit), (), ""),
+        NoteSegment("", ("read_file", first), run("read_file", first), first_note),
+        NoteSegment(first_note, ("read_file", second), run("read_file", second), coded),
+        NoteSegment(coded, ("edit_file", edit), (), ""),
     ]
 
 
-def _plays(seed: int, quality: float, answer: Answer) -> Iterator[tuple[notes.Made, list[Segment], Fault]]:
+def _plays(seed: int, quality: float, answer: Answer) -> Iterator[tuple[notes.Made, list[NoteSegment], Fault]]:
     rng = random.Random(f"headrace/note-traces/{seed}")
     seeds = notes.SEEDS["notes"]
     while True:
@@ -77,7 +77,7 @@ def written(form: Summariser, text: str) -> list[int]:
     return [*form.tokenizer.encode(text), form.stop_ids[0]]
 
 
-def encoded(form: Summariser, part: Segment, context: float) -> tuple[list[int], list[float]]:
+def encoded(form: Summariser, part: NoteSegment, context: float) -> tuple[list[int], list[float]]:
     """Ids and loss weights of a segment; `context` is the weight of what is read."""
     ids = form.prompt(notes.PROMPT, written(form, part.before) if part.before else ())
     acted = form.turn([part.call])
@@ -101,7 +101,7 @@ def mid_training_texts(seed: int, quality: float, form: Summariser, answer: Answ
             yield Trace(ids=ids, weights=weights, family=made.task.family, fault=fault, solved=not fault)
 
 
-def tokenizer_texts(seed: int, count: int, form: Format, answer: Answer) -> Iterator[str]:
+def tokenizer_texts(seed: int, count: int, form: TraceFormat, answer: Answer) -> Iterator[str]:
     """Texts to train a tokenizer on: everything between the tags of `count` episodes."""
     for (_, parts, _), _ in zip(_plays(seed, 1.0, answer), range(count), strict=False):
         for part in parts:

@@ -41,7 +41,7 @@ CONTEXT = 0.05
 tasks after the same tokens). `[mid_training] context_weight` by default."""
 
 
-class Format(Protocol):
+class TraceFormat(Protocol):
     """The pieces of an episode in the terse format (rendering.terse.Format), on which a tokenizer is trained."""
 
     def prompt_pieces(self, task_prompt: str, summary: str = "") -> list[Piece]:
@@ -131,7 +131,7 @@ class Play:
                 weights += [context] * len(read)
         return ids, weights
 
-    def pieces(self, form: Format) -> Iterator[Piece]:
+    def pieces(self, form: TraceFormat) -> Iterator[Piece]:
         """The whole trace in the terse format."""
         yield from form.prompt_pieces(self.made.task.prompt)
         for turn in self.turns:
@@ -245,7 +245,7 @@ def mid_training_texts(
         yield Trace(ids=ids, weights=weights, family=game.made.task.family, fault=fault, solved=solved)
 
 
-def tokenizer_texts(seed: int, count: int, form: Format, answer: Answer) -> Iterator[str]:
+def tokenizer_texts(seed: int, count: int, form: TraceFormat, answer: Answer) -> Iterator[str]:
     """Texts to train a tokenizer on: everything between the tags of `count` traces."""
     for (game, _), _ in zip(_plays(seed, 1.0, answer), range(count), strict=False):
         for text, is_tag in game.pieces(form):

@@ -31,7 +31,7 @@ class SourceError(HeadraceError, exit_status=WRONG_INPUT):
     """The source cannot be read at all; one sentence says why."""
 
 
-class Made(msgspec.Struct, frozen=True, kw_only=True):
+class MadeTask(msgspec.Struct, frozen=True, kw_only=True):
     """A task from outside, and what its import left out."""
 
     task: Task
@@ -40,13 +40,13 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     """Files and settings of the source that the task does not have."""
 
 
-class Entry(NamedTuple):
+class SourceEntry(NamedTuple):
     """One task of a source."""
 
     id: str
     digest: str
     """Digest of everything that the task is made of. An entry that was imported under the same digest is skipped."""
-    make: Callable[[], Made]
+    make: Callable[[], MadeTask]
     """ImportRefused says why not."""
 
 
@@ -77,7 +77,7 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
         return TaskRef(self.suite, id)
 
 
-Read = Callable[[ImportOptions], Iterator[Entry]]
+Read = Callable[[ImportOptions], Iterator[SourceEntry]]
 """Reads a source as a stream. SourceError."""
 
 
@@ -179,11 +179,11 @@ def test_seconds(key: str, value: Any) -> float:
     return float(value)
 
 
-MakeRow = Callable[[dict[str, Any], str, ImportOptions], Made]
+MakeRow = Callable[[dict[str, Any], str, ImportOptions], MadeTask]
 """From a row of a JSONL file and its id to a task. ImportRefused."""
 
 
-def row_entries(options: ImportOptions, id_key: str, make: MakeRow) -> Iterator[Entry]:
+def row_entries(options: ImportOptions, id_key: str, make: MakeRow) -> Iterator[SourceEntry]:
     """The entries of a JSONL file."""
     for number, data, row in rows(options.source):
         named = row.get(id_key) if isinstance(row, dict) else None
@@ -192,15 +192,15 @@ def row_entries(options: ImportOptions, id_key: str, make: MakeRow) -> Iterator[
         except ImportRefused:
             id = f"{number:06d}"
         key = digest(data, msgspec.json.encode(_settings(options)))
-        yield Entry(id, key, _maker(row, id, make, options))
+        yield SourceEntry(id, key, _maker(row, id, make, options))
 
 
 def _settings(options: ImportOptions) -> tuple[str, ...]:
     return (FORM, options.template, options.system, *options.tools, str(options.repos or ""))
 
 
-def _maker(row: Any, id: str, make: MakeRow, options: ImportOptions) -> Callable[[], Made]:
-    def made() -> Made:
+def _maker(row: Any, id: str, make: MakeRow, options: ImportOptions) -> Callable[[], MadeTask]:
+    def made() -> MadeTask:
         if isinstance(row, ValueError):
             raise ImportRefused(f"the row is not JSON: {row}")
         if not isinstance(row, dict):

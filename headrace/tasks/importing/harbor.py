@@ -24,10 +24,10 @@ from headrace.messages.tasks import Grading, Oracle, SandboxLimits, Task, TestPl
 from headrace.tasks.importing import stepwise, trees
 from headrace.tasks.importing.base import (
     FORM,
-    Entry,
     ImportOptions,
     ImportRefused,
-    Made,
+    MadeTask,
+    SourceEntry,
     SourceError,
     clean_id,
     digest,
@@ -41,7 +41,7 @@ from headrace.tasks.importing.verification import (
     REWARD,
     SERVICES,
     SIZES,
-    Place,
+    VerifierPlace,
     machine_limits,
     solution_of,
     tests_of,
@@ -50,7 +50,7 @@ from headrace.tasks.importing.verification import (
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 
 
-def read(options: ImportOptions) -> Iterator[Entry]:
+def read(options: ImportOptions) -> Iterator[SourceEntry]:
     """The task folders in a folder, or the folder itself. SourceError when there is none."""
     root = options.source
     folders = [root] if (root / "task.toml").exists() else sorted(path.parent for path in root.glob("*/task.toml"))
@@ -68,25 +68,25 @@ def read(options: ImportOptions) -> Iterator[Entry]:
             id = clean_id(folder.resolve().name)
         except ImportRefused:
             id = f"{number:06d}"  # `_made` refuses it
-        yield Entry(id, digest(settings, *parts), make)
+        yield SourceEntry(id, digest(settings, *parts), make)
 
 
 def _bytes(path: Path) -> bytes:
     return os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes()
 
 
-def _maker(folder: Path, options: ImportOptions) -> Callable[[], Made]:
+def _maker(folder: Path, options: ImportOptions) -> Callable[[], MadeTask]:
     return lambda: _made(folder, options)
 
 
-def _unreadable(reason: str) -> Callable[[], Made]:
-    def refuse() -> Made:
+def _unreadable(reason: str) -> Callable[[], MadeTask]:
+    def refuse() -> MadeTask:
         raise ImportRefused(reason)
 
     return refuse
 
 
-def _made(folder: Path, options: ImportOptions) -> Made:
+def _made(folder: Path, options: ImportOptions) -> MadeTask:
     ref, root = options.ref(clean_id(folder.resolve().name)), folder.resolve()
     # A task from elsewhere must not carry this machine's files to the policy.
     if outside := next((path for path in folder.rglob("*") if not _resolved(path).is_relative_to(root)), None):
@@ -101,7 +101,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
     if not options.template:
         where["repository"] = workdir
     notes += tree.notes
-    place = Place(workdir, str(where.get("image", "")), environment, options)
+    place = VerifierPlace(workdir, str(where.get("image", "")), environment, options)
     staged = stepwise.read(folder, config, place, notes)
     limits = _limits(config, environment, options, notes, staged)
     if place.mapped:
@@ -145,7 +145,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
             steps=tuple(later) or UNSET,
         )
         oracle = msgspec.structs.replace(oracle, steps=staged.tests)
-        return Made(task=task, oracle=oracle, notes=tuple(dict.fromkeys(notes)))
+        return MadeTask(task=task, oracle=oracle, notes=tuple(dict.fromkeys(notes)))
     if not (folder / "instruction.md").is_file():
         raise ImportRefused("expected instruction.md and tests/test.sh")
     judged = tests_of(verifier, [folder / "tests"], list_of(config, "artifacts"), place, notes)
@@ -163,7 +163,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
         separate=judged.separate,
         verifier=judged.verifier,
     )
-    return Made(task=task, oracle=oracle, notes=tuple(dict.fromkeys(notes)))
+    return MadeTask(task=task, oracle=oracle, notes=tuple(dict.fromkeys(notes)))
 
 
 def _workdir(config: dict[str, Any], image_folder: str, options: ImportOptions, notes: list[str]) -> str:

@@ -18,10 +18,10 @@ from msgspec import UNSET
 from headrace.archives.members import both_file_and_folder, safe_path
 from headrace.messages.tasks import HOST_FOLDER, Grading, Oracle, Task, TestPlan
 from headrace.tasks.importing.base import (
-    Entry,
     ImportOptions,
     ImportRefused,
-    Made,
+    MadeTask,
+    SourceEntry,
     limits_of,
     names_of,
     row_entries,
@@ -36,12 +36,12 @@ KNOWN = frozenset(
 )
 
 
-def read(options: ImportOptions) -> Iterator[Entry]:
+def read(options: ImportOptions) -> Iterator[SourceEntry]:
     """The rows of a JSONL file."""
     return row_entries(options, "id", _made)
 
 
-def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
+def _made(row: dict[str, Any], id: str, options: ImportOptions) -> MadeTask:
     if unknown := sorted(row.keys() - KNOWN):
         raise ImportRefused(f"unknown field {unknown[0]}; expected some of {', '.join(sorted(KNOWN))}")
     prompt = text_of(row, "prompt")
@@ -108,10 +108,10 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
         limits=limits_of({key: row.get(key) for key in ("vcpus", "memory_mib", "disk_mib", "time_s")}),
         **common,
     )
-    return Made(task=task, oracle=oracle)
+    return MadeTask(task=task, oracle=oracle)
 
 
-def _message(row: dict[str, Any], common: dict[str, Any]) -> Made:
+def _message(row: dict[str, Any], common: dict[str, Any]) -> MadeTask:
     """A task without a sandbox."""
     if odd := sorted(row.keys() & {"files", "image", "hidden", "solution", "tools", "reward_file", "log_parser"}):
         raise ImportRefused(f"{odd[0]} needs a test_command; without one the task is a message and a checker")
@@ -138,7 +138,7 @@ def _message(row: dict[str, Any], common: dict[str, Any]) -> Made:
             passes_at=_number(row, "passes_at", 1.0),
         ),
     )
-    return Made(task=Task(files={}, allowed=(), tests=plan, sandbox=False, **common), oracle=oracle)
+    return MadeTask(task=Task(files={}, allowed=(), tests=plan, sandbox=False, **common), oracle=oracle)
 
 
 def _files(row: dict[str, Any], key: str) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ from headrace.messages.tasks import Step, Steps, StepTests
 from headrace.tasks.importing import trees
 from headrace.tasks.importing.base import ImportRefused, limits_of
 from headrace.tasks.importing.tables import list_of, table_of, text_at
-from headrace.tasks.importing.verification import Place, solution_of, tests_of
+from headrace.tasks.importing.verification import VerifierPlace, solution_of, tests_of
 
 _KEYS = frozenset({"name", "agent", "verifier", "min_reward", "artifacts"})
 _OF_STEP = {"agent": {"timeout_sec", "user"}, "verifier": {"timeout_sec", "user", "env", "collect"}}
@@ -32,7 +32,7 @@ class Stepwise(NamedTuple):
     """The agent's time over all steps; None where a step has no limit."""
 
 
-def read(folder: Path, config: dict[str, Any], place: Place, notes: list[str]) -> Stepwise | None:
+def read(folder: Path, config: dict[str, Any], place: VerifierPlace, notes: list[str]) -> Stepwise | None:
     """The steps of a task's folder; None of a task without. ImportRefused for a setting that has no form here."""
     tables = list_of(config, "steps")
     if not tables:
@@ -83,7 +83,7 @@ def _files(folder: Path) -> trees.Tree:
 
 
 def _tests(
-    folder: Path, name: str, table: dict[str, Any], config: dict[str, Any], place: Place, notes: list[str]
+    folder: Path, name: str, table: dict[str, Any], config: dict[str, Any], place: VerifierPlace, notes: list[str]
 ) -> StepTests:
     """The judge's part of a step."""
     common, own = table_of(config, "verifier"), table_of(table, "verifier")

@@ -13,10 +13,10 @@ from typing import Any
 from headrace.messages.tasks import HOST_FOLDER, Change, Grading, Oracle, Task, TestPlan
 from headrace.tasks.importing import patches, trees
 from headrace.tasks.importing.base import (
-    Entry,
     ImportOptions,
     ImportRefused,
-    Made,
+    MadeTask,
+    SourceEntry,
     names_of,
     row_entries,
     text_of,
@@ -66,12 +66,12 @@ PYTEST_LOGS = frozenset({"pytest", "pytest_options", "pytest_spaces", "matplotli
 _NO_COMMAND = "echo 'the task does not say which command runs its tests'; exit 1"
 
 
-def read(options: ImportOptions) -> Iterator[Entry]:
+def read(options: ImportOptions) -> Iterator[SourceEntry]:
     """The rows of a JSONL file."""
     return row_entries(options, "instance_id", _made)
 
 
-def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
+def _made(row: dict[str, Any], id: str, options: ImportOptions) -> MadeTask:
     to_pass, to_keep = names_of(row, "FAIL_TO_PASS"), names_of(row, "PASS_TO_PASS")
     if not to_pass:
         raise ImportRefused("FAIL_TO_PASS is empty: no test tells a fix from none")
@@ -137,7 +137,7 @@ class _Parts:
         )
 
 
-def _with_files(parts: _Parts, tree: trees.Tree, parser: str, command: str) -> Made:
+def _with_files(parts: _Parts, tree: trees.Tree, parser: str, command: str) -> MadeTask:
     """The repository beside the task; the agent sees the tests as they were before the test patch."""
     tests = trees.apply(tree, parts.test_patch, "test_patch")
     gold = trees.apply(tree, parts.patch, "patch")
@@ -175,10 +175,10 @@ def _with_files(parts: _Parts, tree: trees.Tree, parser: str, command: str) -> M
         solution_entries=trees.entries_of(gold.entries.values()),
     )
     task = parts.task(visible, tree, grading.trust, template=parts.options.template or "debian")
-    return Made(task=task, oracle=oracle, notes=notes)
+    return MadeTask(task=task, oracle=oracle, notes=notes)
 
 
-def _with_image(parts: _Parts, parser: str, command: str) -> Made:
+def _with_image(parts: _Parts, parser: str, command: str) -> MadeTask:
     """The repository in the row's image; a script applies the test patch there and writes the log."""
     key = parts.id.lower().replace("__", "_1776_")
     image = parts.image or f"docker.io/swebench/sweb.eval.x86_64.{key}:latest"
@@ -197,7 +197,7 @@ def _with_image(parts: _Parts, parser: str, command: str) -> Made:
         grading=grading,
     )
     visible = TestPlan(kind="command", argv=("sh", "-c", command or _NO_COMMAND), timeout_s=120.0)
-    return Made(
+    return MadeTask(
         task=parts.task(visible, trees.Tree({}, {}), grading.trust, image=image, repository=FOLDER), oracle=oracle
     )
 

@@ -9,16 +9,24 @@ from typing import Any
 
 from headrace.messages.tasks import Change, Grading, Oracle, Task, TestPlan
 from headrace.tasks.importing import trees
-from headrace.tasks.importing.base import Entry, ImportOptions, ImportRefused, Made, names_of, row_entries, text_of
+from headrace.tasks.importing.base import (
+    ImportOptions,
+    ImportRefused,
+    MadeTask,
+    SourceEntry,
+    names_of,
+    row_entries,
+    text_of,
+)
 from headrace.tasks.importing.swebench import TIMEOUT_S
 
 
-def read(options: ImportOptions) -> Iterator[Entry]:
+def read(options: ImportOptions) -> Iterator[SourceEntry]:
     """The rows of a JSONL file."""
     return row_entries(options, "instance_id", _made)
 
 
-def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
+def _made(row: dict[str, Any], id: str, options: ImportOptions) -> MadeTask:
     to_pass, to_keep = names_of(row, "FAIL_TO_PASS"), names_of(row, "PASS_TO_PASS")
     if not to_pass:
         raise ImportRefused("FAIL_TO_PASS is empty: no test tells a fix from none")
@@ -72,4 +80,4 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
         system=options.system,
         tools=options.tools,
     )
-    return Made(task=task, oracle=oracle, notes=tree.notes)
+    return MadeTask(task=task, oracle=oracle, notes=tree.notes)

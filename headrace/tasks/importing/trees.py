@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 from headrace import timed_commands
 from headrace.archives import commits
-from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits, Member, files_of, safe_path
+from headrace.archives.members import ArchiveLimits, ArchiveRefused, ArchiveTooLarge, Member, files_of, safe_path
 from headrace.messages.tasks import Change, Entries
 from headrace.tasks.importing import patches
 from headrace.tasks.importing.base import LARGEST_TREE, ImportRefused
@@ -98,7 +98,7 @@ def archive(folder: Path, commit: str) -> Tree:
     if not re.fullmatch(r"[0-9a-fA-F]{7,64}|[A-Za-z0-9._/-]+", commit) or commit.startswith("-"):
         raise ImportRefused(f"expected a commit, got {commit!r}")
     try:
-        members = commits.members(folder, commit, Limits(_MOST_FILES, LARGEST_TREE), commits.environment())
+        members = commits.members(folder, commit, ArchiveLimits(_MOST_FILES, LARGEST_TREE), commits.environment())
         files = dict(files_of(members, skip_links=True))
     except ArchiveTooLarge as error:
         raise ImportRefused(f"{folder}, commit {commit}: {error}; {_INSTEAD}") from None

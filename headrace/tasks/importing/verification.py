@@ -39,7 +39,7 @@ _DISK_MIB = 64 << 10
 SIZES = {"memory": "memory_mib", "memory_mb": "memory_mib", "storage": "disk_mib", "storage_mb": "disk_mib"}
 
 
-class Place(NamedTuple):
+class VerifierPlace(NamedTuple):
     """Where the agent of a task works."""
 
     workdir: str
@@ -65,7 +65,7 @@ class Tests(NamedTuple):
 
 
 def tests_of(
-    verifier: dict[str, Any], contexts: Sequence[Path], declared: Sequence[Any], place: Place, notes: list[str]
+    verifier: dict[str, Any], contexts: Sequence[Path], declared: Sequence[Any], place: VerifierPlace, notes: list[str]
 ) -> Tests:
     """The tests of a task or step. verifier: its table. contexts: its folders of tests, later ones replace files of
     earlier ones. declared: its artifacts. ImportRefused."""
@@ -127,7 +127,7 @@ class Solved(NamedTuple):
     """Files that it needs."""
 
 
-def solution_of(folder: Path, variables: dict[str, Any], place: Place, notes: list[str]) -> Solved:
+def solution_of(folder: Path, variables: dict[str, Any], place: VerifierPlace, notes: list[str]) -> Solved:
     """The solution in a folder ``solution``: all of its files, and a program that runs its solve.sh as Harbor does, at
     /solution. variables: of ``[solution] env``. ImportRefused."""
     if not (folder / "solve.sh").is_file():
@@ -154,7 +154,7 @@ def _own_image(
     environment: dict[str, Any] | None,
     contexts: Sequence[Path],
     tree: Tree,
-    place: Place,
+    place: VerifierPlace,
     notes: list[str],
 ) -> _Own | None:
     """The verifier's image; None where it is the agent's. ImportRefused."""
@@ -183,7 +183,7 @@ def _own_image(
     return None
 
 
-def _artifacts(declared: Sequence[Any], place: Place) -> list[Artifact]:
+def _artifacts(declared: Sequence[Any], place: VerifierPlace) -> list[Artifact]:
     """The artifacts of a separate verifier. ImportRefused."""
     artifacts = [] if place.mapped else [Artifact(path=PUBLISHED)]
     for entry in declared:
@@ -217,7 +217,7 @@ def _below(path: str, folder: str) -> bool:
     return path == folder.rstrip("/") or path.startswith(f"{folder.rstrip('/')}/")
 
 
-def _globs(artifacts: Sequence[Artifact], place: Place) -> tuple[str, ...]:
+def _globs(artifacts: Sequence[Artifact], place: VerifierPlace) -> tuple[str, ...]:
     """Globs of the changed paths that are artifacts. Those of the work folder are relative."""
     globs: list[str] = []
     for artifact in artifacts:

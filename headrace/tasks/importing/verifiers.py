@@ -16,22 +16,22 @@ import msgspec
 
 from headrace.messages.tasks import Grading, Oracle, Task, TestPlan
 from headrace.tasks.importing.base import (
-    Entry,
     ImportOptions,
     ImportRefused,
-    Made,
+    MadeTask,
+    SourceEntry,
     SourceError,
     clean_id,
     digest,
     limits_of,
 )
-from headrace.tasks.verifiers.process import Source, VerifiersError, Worker, python_of
+from headrace.tasks.verifiers.process import TasksetSource, TasksetWorker, VerifiersError, python_of
 
 ANSWER_S = 60.0
 """Longest time in s for the rewards on all forms of the task's own answer."""
 
 
-def read(options: ImportOptions) -> Iterator[Entry]:
+def read(options: ImportOptions) -> Iterator[SourceEntry]:
     """The tasks of a taskset. SourceError."""
     if options.python is None:
         raise SourceError("verifiers needs --python: the Python of an environment with verifiers and the taskset")
@@ -45,7 +45,7 @@ def read(options: ImportOptions) -> Iterator[Entry]:
         raise SourceError(f"--taskset-config: expected an object, got {type(config).__name__}")
     try:
         # The order of the keys is fixed, because the text is part of every task.
-        source = Source(
+        source = TasksetSource(
             python=python_of(options.python), taskset=str(options.source), config=json.dumps(config, sort_keys=True)
         )
         reader = _Reader(source)
@@ -59,7 +59,7 @@ def read(options: ImportOptions) -> Iterator[Entry]:
                 id = f"{number:06d}"
             settings = (*msgspec.structs.astuple(source), reader.version, reader.digest, options.system)
             key = digest(json.dumps(line, sort_keys=True).encode(), json.dumps(settings).encode())
-            yield Entry(id, key, _maker(line, id, reader, options))
+            yield SourceEntry(id, key, _maker(line, id, reader, options))
     except VerifiersError as error:
         raise SourceError(str(error)) from None
     finally:
@@ -69,8 +69,8 @@ def read(options: ImportOptions) -> Iterator[Entry]:
 class _Reader:
     """The taskset's worker; another one follows a worker that a reward has stopped."""
 
-    def __init__(self, source: Source) -> None:
-        self.source, self._worker = source, Worker(source)
+    def __init__(self, source: TasksetSource) -> None:
+        self.source, self._worker = source, TasksetWorker(source)
         self.version, self.digest = self._worker.version, self._worker.digest
 
     def tasks(self, count: int) -> Iterator[dict[str, Any]]:
@@ -78,7 +78,7 @@ class _Reader:
         number = 0
         while True:
             if not self._worker.alive:
-                self._worker = Worker(self.source)
+                self._worker = TasksetWorker(self.source)
             for line in self._worker.tasks(count, number):
                 number += 1
                 yield line
@@ -99,8 +99,8 @@ class _Reader:
         self._worker.close()
 
 
-def _maker(line: dict[str, Any], id: str, reader: _Reader, options: ImportOptions) -> Callable[[], Made]:
-    def made() -> Made:
+def _maker(line: dict[str, Any], id: str, reader: _Reader, options: ImportOptions) -> Callable[[], MadeTask]:
+    def made() -> MadeTask:
         if why := line.get("refused"):
             raise ImportRefused(str(why))
         answer = reader.answer(line["data"])
@@ -126,6 +126,6 @@ def _maker(line: dict[str, Any], id: str, reader: _Reader, options: ImportOption
         }
         grading = Grading(kind="checker", checker="verifiers", reference=reference)
         oracle = Oracle(ref=ref, hidden={}, tests=plan, expected=(), solution={}, answer=answer, grading=grading)
-        return Made(task=task, oracle=oracle, notes=tuple(line["notes"]))
+        return MadeTask(task=task, oracle=oracle, notes=tuple(line["notes"]))
 
     return made

@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from headrace.tasks.altering import altered
 from headrace.tasks.base import Trust
-from headrace.tasks.importing.base import Entry, ImportRefused, Made
+from headrace.tasks.importing.base import ImportRefused, MadeTask, SourceEntry
 from headrace.tasks.suites import write_index, write_task
 
 JOURNAL, REPORT = "import.jsonl", "import.json"
@@ -39,7 +39,7 @@ class Refusal(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of an import."""
 
     suite: str
@@ -54,8 +54,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_suite(
-    name: str, folder: Path, source: str, entries: Iterable[Entry], say: Callable[[str], None] = lambda text: None
-) -> Report:
+    name: str, folder: Path, source: str, entries: Iterable[SourceEntry], say: Callable[[str], None] = lambda text: None
+) -> ImportReport:
     """Import every entry that is not in the journal yet, and write index and report. SourceError of the reader."""
     folder.mkdir(parents=True, exist_ok=True)
     journaled = {line.id: line for line in _read(folder / JOURNAL)}
@@ -80,7 +80,7 @@ def import_suite(
     tasks = [line for line in lines.values() if not line.refused]
     trust: Trust = "log" if any(line.trust == "log" for line in tasks) else "report"
     write_index(name, folder, [line.id for line in tasks], source, trust)
-    report = Report(
+    report = ImportReport(
         suite=name,
         source=source,
         tasks=len(tasks),
@@ -93,9 +93,9 @@ def import_suite(
     return report
 
 
-def _import(folder: Path, entry: Entry) -> Line:
+def _import(folder: Path, entry: SourceEntry) -> Line:
     try:
-        made: Made = entry.make()
+        made: MadeTask = entry.make()
     except ImportRefused as error:
         return Line(id=entry.id, digest=entry.digest, refused=_shown(str(error)))
     oracle = made.oracle

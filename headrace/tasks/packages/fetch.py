@@ -12,7 +12,7 @@ import msgspec
 
 from headrace import timed_commands
 from headrace.archives import tars, zips
-from headrace.archives.members import ArchiveRefused, Limits, files_of
+from headrace.archives.members import ArchiveLimits, ArchiveRefused, files_of
 from headrace.errors import HeadraceError
 from headrace.python_modules import module_command
 from headrace.tasks.packages.requirements import PIP_S, named
@@ -91,7 +91,9 @@ def unpack(archive: Path, folder: Path) -> Path:
     reader = zips if archive.suffix == ".zip" else tars
     try:
         with archive.open("rb") as packed:
-            for path, data in files_of(reader.members(packed, Limits(_MOST_FILES, _UNPACKED_LIMIT)), skip_links=True):
+            for path, data in files_of(
+                reader.members(packed, ArchiveLimits(_MOST_FILES, _UNPACKED_LIMIT)), skip_links=True
+            ):
                 target = folder / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(data)

@@ -29,7 +29,7 @@ class SuiteError(HeadraceError):
     """No suite can be made of this package; one sentence says why."""
 
 
-class Held(Sandbox, Protocol):
+class HeldSandbox(Sandbox, Protocol):
     """A sandbox that can be given back."""
 
     @property
@@ -37,10 +37,10 @@ class Held(Sandbox, Protocol):
         """What `release` takes."""
 
 
-class Sandboxes(Protocol):
+class LabSandboxes(Protocol):
     """Where sandboxes come from; `vmhost.node.host.Host` is one."""
 
-    async def acquire(self, request: Acquire, /) -> Held:
+    async def acquire(self, request: Acquire, /) -> HeldSandbox:
         """A fresh sandbox. NoCapacity, SandboxLost."""
 
     def release(self, id: str, /) -> object:
@@ -60,7 +60,7 @@ class Exam(msgspec.Struct, frozen=True, kw_only=True):
 class Lab:
     """Fresh sandboxes, as many as the host has capacity for."""
 
-    def __init__(self, sandboxes: Sandboxes, run: str, template: str) -> None:
+    def __init__(self, sandboxes: LabSandboxes, run: str, template: str) -> None:
         self._sandboxes, self._run, self._template = sandboxes, run, template
         self._count = self._open = 0
 

@@ -46,7 +46,7 @@ pytests._run(os.getcwd(), sys.argv[2:], os.open("{_FOLDER}/report", os.O_WRONLY 
 """
 
 
-class Sandboxes(Protocol):
+class RecordingSandboxes(Protocol):
     """Where to run."""
 
     def sandbox(self, files: dict[str, bytes], lane: int, alone: bool) -> AbstractAsyncContextManager[Sandbox]:
@@ -54,7 +54,7 @@ class Sandboxes(Protocol):
 
 
 async def record(
-    where: Sandboxes,
+    where: RecordingSandboxes,
     files: Mapping[str, bytes],
     plan: TestPlan,
     sealed: Sealed,
@@ -71,13 +71,13 @@ async def record(
     return recorded(sealed, tests, *(() if first is None else (first,)), *further)
 
 
-async def everything(where: Sandboxes, files: dict[str, bytes], plan: TestPlan) -> tuple[TestOutcome, ...]:
+async def everything(where: RecordingSandboxes, files: dict[str, bytes], plan: TestPlan) -> tuple[TestOutcome, ...]:
     """Tests that pass, with the values that they observe, up to `_ROOM` characters. Empty when the run did not end."""
     return await _cold(where, files, plan, *RUNS[0])
 
 
 async def _cold(
-    where: Sandboxes, files: dict[str, bytes], plan: TestPlan, seed: str, later: int
+    where: RecordingSandboxes, files: dict[str, bytes], plan: TestPlan, seed: str, later: int
 ) -> tuple[TestOutcome, ...]:
     """Outcomes in an interpreter that is started for this run; empty when the run did not end."""
     tools = {f"{_FOLDER}/guest/{name}": source for name, source in agent_files.sources().items()}

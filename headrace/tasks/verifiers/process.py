@@ -37,7 +37,7 @@ class VerifiersError(HeadraceError):
     """The worker cannot start or answer; the text says why."""
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class TasksetSource(msgspec.Struct, frozen=True, kw_only=True):
     """A taskset, and the environment that it is installed in."""
 
     python: str
@@ -57,10 +57,10 @@ class _Deadline(NamedTuple):
         return cls(within_s, time.monotonic() + within_s)
 
 
-class Worker:
+class TasksetWorker:
     """A process of the taskset's environment. It ends with the thread that started it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TasksetSource) -> None:
         """Start it. VerifiersError."""
         spec = find_spec("headrace.tasks.verifiers.worker")
         assert spec is not None and spec.origin is not None

@@ -12,7 +12,7 @@ from headrace.messages.rollout import Trajectory
 from headrace.training.data.base import Document, Lines
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedSegment(msgspec.Struct, frozen=True, kw_only=True):
     """One line: the context of one segment, and which parts of it were sampled."""
 
     ids: list[int]
@@ -31,7 +31,7 @@ def tokenizer_hash(tokenizer_json: str) -> str:
     return sha256(tokenizer_json.encode()).hexdigest()
 
 
-def segments(trajectory: Trajectory, reward: float, tokenizer: str) -> list[Segment]:
+def segments(trajectory: Trajectory, reward: float, tokenizer: str) -> list[RecordedSegment]:
     """The segments of an attempt: its recorded ids, turn after turn. tokenizer: its `tokenizer_hash`."""
     ids: dict[int, list[int]] = {}
     sampled: dict[int, list[tuple[int, int]]] = {}
@@ -42,7 +42,7 @@ def segments(trajectory: Trajectory, reward: float, tokenizer: str) -> list[Segm
         segment_ids += map(int, turn.ids.tolist())
         sampled.setdefault(turn.segment, []).append((begin, len(segment_ids)))
     return [
-        Segment(
+        RecordedSegment(
             ids=segment_ids,
             sampled=sampled[number],
             trajectory=trajectory.id,
@@ -60,7 +60,7 @@ class TrajectoryReader(Lines):
 
     def __init__(self, tokenizer_json: str, vocab: int) -> None:
         self._tokenizer, self._vocab = tokenizer_hash(tokenizer_json), vocab
-        self._decoder = msgspec.json.Decoder(Segment)
+        self._decoder = msgspec.json.Decoder(RecordedSegment)
 
     def check(self, record: bytes, path: Path) -> None:
         """Ids of this tokenizer, and turns that lie within them."""
@@ -74,7 +74,7 @@ class TrajectoryReader(Lines):
             weights[begin:end] = [1.0] * (end - begin)
         return Document(ids=segment.ids, weights=weights)
 
-    def _segment(self, record: bytes) -> Segment:
+    def _segment(self, record: bytes) -> RecordedSegment:
         segment = self._decoder.decode(record)
         if segment.tokenizer != self._tokenizer:
             raise ValueError(f"expected ids of the tokenizer {self._tokenizer[:12]}, got {segment.tokenizer[:12]}")

@@ -38,7 +38,7 @@ class Rates(NamedTuple):
     small: float
 
 
-class Attempt(NamedTuple):
+class AttemptTokens(NamedTuple):
     """Mean tokens of an attempt."""
 
     read: float
@@ -97,7 +97,7 @@ def _rate(policy: PolicyConfig, rows: int, exact: bool) -> float:
     return 2.0 * rows * inner * policy.dim * done / spent
 
 
-def predict(config: Config, policy: PolicyConfig, rates: Rates, attempt: Attempt, cores: int) -> Duration:
+def predict(config: Config, policy: PolicyConfig, rates: Rates, attempt: AttemptTokens, cores: int) -> Duration:
     """The parts of a run. attempt: its tokens; cores: of this machine."""
     inputs, written = round(attempt.read + attempt.written), round(attempt.written)
     per_token = forward_flops(policy, inputs, written) / max(1, inputs)

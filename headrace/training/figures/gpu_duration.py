@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headrace.config import Config
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout.sizes import file_bytes, forward_flops, parameters
-from headrace.training.figures.duration import Attempt
+from headrace.training.figures.duration import AttemptTokens
 
 MFU = 0.2
 """Measured on an H200 in the shape of Qwen3-0.6B: 0.29 while the trainer computes, 0.17 with its pauses."""
@@ -29,7 +29,7 @@ class Stated(NamedTuple):
     """Sampled tokens a second of one GPU; 0: by `SPEED`."""
 
 
-class Step(NamedTuple):
+class GpuStep(NamedTuple):
     """Seconds of a step, and its GPUs."""
 
     sampling: float
@@ -64,7 +64,7 @@ class Step(NamedTuple):
         return max(parts, key=parts.__getitem__)
 
 
-def predict(config: Config, policy: PolicyConfig, attempt: Attempt, stated: Stated) -> Step:
+def predict(config: Config, policy: PolicyConfig, attempt: AttemptTokens, stated: Stated) -> GpuStep:
     """A step whose attempts all have an advantage. attempt: its tokens."""
     attempts = config.curriculum.groups_per_step * config.curriculum.group_size
     inputs, written = round(attempt.read + attempt.written), round(attempt.written)
@@ -79,7 +79,7 @@ def predict(config: Config, policy: PolicyConfig, attempt: Attempt, stated: Stat
     active = count.total - count.experts * (1.0 - policy.top_k / policy.experts if policy.experts else 0.0)
     tokens = stated.tokens or SPEED / active
     reading = attempts * forward_flops(policy, round(attempt.read), 0) / (speed * samplers)
-    return Step(
+    return GpuStep(
         sampling=reading + attempts * written / (tokens * samplers),
         training=attempts * passes * forward / (speed * config.trainer.ranks),
         rescoring=again * forward / speed,  # every rank repeats it

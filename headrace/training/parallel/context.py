@@ -36,11 +36,9 @@ class ContextParallel:
         """As `TokenSharing`."""
         counts = list(counts)
 
-        def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            if sinks is not None:
-                sinks = sinks.chunk(self.size)[self.rank]
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             qs, ks, vs = (_Turn.apply(x, self, counts, True) for x in (q, k, v))  # type: ignore[no-untyped-call]
-            out: Tensor = _Turn.apply(attend(qs, ks, vs, sinks), self, counts, False)  # type: ignore[no-untyped-call]
+            out: Tensor = _Turn.apply(attend(qs, ks, vs), self, counts, False)  # type: ignore[no-untyped-call]
             return out
 
         return run

@@ -48,7 +48,7 @@ class Piece(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-class Wanted(msgspec.Struct, frozen=True, tag=True):
+class FilesWanted(msgspec.Struct, frozen=True, tag=True):
     """A call of a `Read`."""
 
     name: str
@@ -60,7 +60,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """There is no more."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class FilesAnswer(msgspec.Struct, frozen=True):
     """The result of a `Read`."""
 
     rows: Tensor
@@ -128,8 +128,8 @@ def reading(peers: Connection, read: Read | None) -> Iterator[Read]:
         partner = _partner(peers)
 
         def asked(name: str, first: int, count: int) -> Tensor:
-            peers.send(partner, Wanted(name, first, count))
-            rows: Tensor = peers.receive(partner, Answer).rows
+            peers.send(partner, FilesWanted(name, first, count))
+            rows: Tensor = peers.receive(partner, FilesAnswer).rows
             return rows
 
         yield asked
@@ -137,9 +137,9 @@ def reading(peers: Connection, read: Read | None) -> Iterator[Read]:
         return
     yield read
     for rank in _clients(peers):
-        while isinstance(wanted := peers.receive(rank, Wanted | Done), Wanted):
+        while isinstance(wanted := peers.receive(rank, FilesWanted | Done), FilesWanted):
             rows = read(wanted.name, wanted.first, wanted.count)
-            peers.send(rank, Answer(rows.detach().to(torch.device("cpu"))))
+            peers.send(rank, FilesAnswer(rows.detach().to(torch.device("cpu"))))
 
 
 def _partner(peers: Connection) -> int:

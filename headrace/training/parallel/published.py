@@ -24,7 +24,7 @@ from headrace.training.parallel import far
 from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.sharding import ShardedModel
 from headrace.training.served import runs as served_runs
-from headrace.training.served.runs import Reader, Run, packed
+from headrace.training.served.runs import Reader, ServedRun, packed
 
 
 class Place(NamedTuple):
@@ -81,9 +81,9 @@ def parts(config: PolicyConfig, sharded: ShardedModel) -> list[Part]:
     return out
 
 
-def runs(config: PolicyConfig, sharded: ShardedModel, reads: Mapping[str, Reader], rank: int) -> list[Run]:
+def runs(config: PolicyConfig, sharded: ShardedModel, reads: Mapping[str, Reader], rank: int) -> list[ServedRun]:
     """This process's part of every published tensor. reads: elements of its rows as they are served, by parameter."""
-    out: list[Run] = []
+    out: list[ServedRun] = []
     for part in parts(config, sharded):
         if sharded.local[part.parameter].numel() == torch.Size(sharded.shapes[part.parameter]).numel() and rank:
             continue  # replicated: the first process writes it

@@ -16,7 +16,7 @@ from headrace.training.batches.ahead import Ahead
 from headrace.training.parallel.group import PeerGroup
 
 
-class Records:
+class RankRecords:
     """The trajectories that were sent ahead of their step, by stream sequence."""
 
     def __init__(self, aside: PeerGroup, ahead: Ahead) -> None:

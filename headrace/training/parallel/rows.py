@@ -20,7 +20,7 @@ from headrace.training import checkpoint
 from headrace.training.parallel import far
 from headrace.training.parallel.group import PeerGroup
 from headrace.training.parallel.interface import Writes
-from headrace.training.served.runs import Run
+from headrace.training.served.runs import ServedRun
 from headrace.weights import snapshot, state, tensor_state
 from headrace.weights.state import BLOCK, HASH_BYTES
 
@@ -39,7 +39,7 @@ class _Shared(NamedTuple):
     owner: int
 
 
-def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: PeerGroup) -> bytes:
+def hashes(described: Sequence[TensorInfo], runs: Sequence[ServedRun], world: PeerGroup) -> bytes:
     """The hashes of all blocks in order, 16 bytes each, in every process. All processes must call this. WeightError
     when no process holds a block."""
     mine = {run.name: run for run in runs}
@@ -97,7 +97,7 @@ def _rounds(waiting: Sequence[_Shared], described: Sequence[TensorInfo]) -> Iter
 def _pass_on(
     part: Sequence[_Shared],
     described: Sequence[TensorInfo],
-    runs: Mapping[str, Run],
+    runs: Mapping[str, ServedRun],
     open_blocks: Mapping[int, xxhash.xxh3_128],
     world: PeerGroup,
 ) -> None:
@@ -138,7 +138,7 @@ def file_hashes(file: snapshot.Snapshot, world: PeerGroup) -> dict[int, bytes]:
 
 
 def write(
-    path: Path, described: Sequence[TensorInfo], about: Mapping[str, str], runs: Sequence[Run], world: PeerGroup
+    path: Path, described: Sequence[TensorInfo], about: Mapping[str, str], runs: Sequence[ServedRun], world: PeerGroup
 ) -> None:
     """Write one safetensors file from the rows of all processes, atomically. All processes must call this. OSError in
     every process when one of them cannot write."""
@@ -169,13 +169,13 @@ def write(
         raise OSError(errors[0])
 
 
-def _copy(file: Writes, tensor: int, run: Run) -> None:
+def _copy(file: Writes, tensor: int, run: ServedRun) -> None:
     for start in range(0, run.items, BLOCK):
         count = min(BLOCK, run.items - start)
         file.write(tensor, run.start + start, run.read(start, count))
 
 
-class Source:
+class RowSource:
     """A checkpoint's file in node 0, of which each process that holds a part of the copy reads its own rows."""
 
     def __init__(self, file: Path, cut: Callable[[TensorInfo], tuple[int, tuple[int, ...]]], world: PeerGroup) -> None:

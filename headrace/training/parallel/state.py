@@ -22,7 +22,7 @@ from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.interface import Peers
 from headrace.training.parallel.sharding import OWNED, ShardedModel
 from headrace.training.served.publication import Contents, Publication
-from headrace.training.served.runs import Reader, Run
+from headrace.training.served.runs import Reader, ServedRun
 from headrace.training.state import TrainerState, squares
 from headrace.weights import tensor_state
 from headrace.weights.state import root
@@ -157,7 +157,7 @@ class ShardedState(TrainerState):
         """As TrainerState."""
         return self.world.aside
 
-    def runs(self, source: Mapping[str, Tensor] | None = None) -> list[Run]:
+    def runs(self, source: Mapping[str, Tensor] | None = None) -> list[ServedRun]:
         """This process's part of the published tensors; source: served rows of another version."""
         reads = {name: self._reader(name) for name in self.sharded.local} if source is None else _readers(source)
         return published.runs(self.model.config, self.sharded, reads, self.world.place)
@@ -182,10 +182,10 @@ class ShardedState(TrainerState):
             self._hash = self.world.agree(root(described, self.block_hashes), "policy")
         return self._hash
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> tuple[list[TensorInfo], list[Run]]:
+    def whole(self, tensors: Mapping[str, Tensor]) -> tuple[list[TensorInfo], list[ServedRun]]:
         """Tensors of a checkpoint, of which this process has rows: descriptions of the whole ones, and its rows."""
         described: list[TensorInfo] = []
-        parts: list[Run] = []
+        parts: list[ServedRun] = []
         for name, tensor in tensors.items():
             parameter = _parameter(name, self.sharded.shapes)
             shape, start = self.sharded.shapes[parameter], self.sharded.start[parameter]
@@ -198,7 +198,9 @@ class ShardedState(TrainerState):
                 parts.append(_run(name, start, tensor.reshape(-1)))
         return described, parts
 
-    def write(self, file: Path, described: Sequence[TensorInfo], parts: Sequence[Run], about: dict[str, str]) -> None:
+    def write(
+        self, file: Path, described: Sequence[TensorInfo], parts: Sequence[ServedRun], about: dict[str, str]
+    ) -> None:
         """Replace a checkpoint durably. All processes call it; copy 0 writes. about: its metadata, without the hash.
         OSError in every process when one of them cannot write."""
         described = sorted(described, key=lambda info: info.name)
@@ -213,11 +215,11 @@ class ShardedState(TrainerState):
         if errors := [text for text in self.world.gathered(why, str) if text]:
             raise OSError(errors[0])
 
-    def source(self, file: Path) -> rows.Source | None:
+    def source(self, file: Path) -> rows.RowSource | None:
         """A checkpoint, of which this process takes its rows; None where copy 0 sends them. CheckpointError."""
-        return rows.Source(file, self._cut, self.world.holders) if self.world.copy == 0 else None
+        return rows.RowSource(file, self._cut, self.world.holders) if self.world.copy == 0 else None
 
-    def read(self, file: Path, source: rows.Source | None) -> Mapping[str, str]:
+    def read(self, file: Path, source: rows.RowSource | None) -> Mapping[str, str]:
         """Restore the state of a checkpoint, from its `source`; returns its metadata. All processes call it.
         CheckpointError."""
 
@@ -248,8 +250,8 @@ class ShardedState(TrainerState):
         return self.sharded.start[parameter] // width * info.shape[-1], (*held.shape[:-1], info.shape[-1])
 
 
-def _run(name: str, start: int, flat: Tensor) -> Run:
-    return Run(name, start, flat.numel(), lambda first, count: tensor_state.bits(flat[first : first + count]))
+def _run(name: str, start: int, flat: Tensor) -> ServedRun:
+    return ServedRun(name, start, flat.numel(), lambda first, count: tensor_state.bits(flat[first : first + count]))
 
 
 def _parameter(name: str, shapes: Mapping[str, Any]) -> str:

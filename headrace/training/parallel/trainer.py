@@ -37,7 +37,7 @@ from headrace.training.parallel import published, rows, sharding
 from headrace.training.parallel.group import ProcessGroup, broken
 from headrace.training.parallel.interface import GroupError, StepRaised
 from headrace.training.parallel.nodes import ranks
-from headrace.training.parallel.records import Records
+from headrace.training.parallel.records import RankRecords
 from headrace.training.parallel.state import ShardedState
 from headrace.training.parallel.versions import ShardedVersions
 from headrace.training.served.publication import Publication
@@ -97,7 +97,7 @@ class ShardedTrainer(PolicyTrainer):
         self.clock = state.world.clock
         self.data_parallel = state.world
         self.versions: ShardedVersions = ShardedVersions(state)
-        self.records = Records(state.world.ahead, self.ahead)
+        self.records = RankRecords(state.world.ahead, self.ahead)
         self.others: ranks.Ranks | None = None
         """In the first process: the other processes; None in those."""
         self._reference: sharding.ShardedModel | None = None
@@ -280,7 +280,7 @@ class ShardedTrainer(PolicyTrainer):
     def _restore(self, file: Path) -> None:
         self.sharded.read(file, self.sharded.source(file))
 
-    def _served(self, source: rows.Source | None, version: int) -> tuple[int, dict[str, Tensor]]:
+    def _served(self, source: rows.RowSource | None, version: int) -> tuple[int, dict[str, Tensor]]:
         """A kept version, and this process's served rows of it."""
         assert source is not None
         with source.kept(version) as read:

@@ -12,12 +12,11 @@ from smaller ones in the same way.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,9 +39,6 @@ ENDS = 2
 """Layers at each end of a pass that are noted one by one."""
 MOST = 1 << 17
 """Tokens of a micro-batch of several sequences that is measured as it is."""
-SHORT = ((4, 512), (4, 640), (4, 768))
-"""Sequences and their tokens in the micro-batches from which one of gpt_oss is continued: each has several chunks of
-logits, and its sequences are longer than the window."""
 BETWEEN = "between"
 """The others: each holds less than a neighbour."""
 _MOMENTS = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
@@ -103,8 +99,7 @@ def scoring(config: PolicyConfig, layout: Layout) -> Scoring:
 def passes(config: PolicyConfig, layout: Layout) -> Passes:
     """The bytes of a gradient, as `state`.
 
-    Routes and positions are real, so a micro-batch of very many sequences would take long: each adds the same. gpt_oss
-    works off each pair of blocks of a sequence and keeps its scores: a sequence of l tokens adds b l + c l^2.
+    Routes and positions are real, so a micro-batch of very many sequences would take long: each adds the same.
     """
 
     def of(part: Layout) -> Passes:
@@ -112,26 +107,16 @@ def passes(config: PolicyConfig, layout: Layout) -> Passes:
 
     longest = layout.longest or layout.inputs
     near = max(1, MOST // 2 // longest)
-    if config.gpt_oss and longest > max(length for _, length in SHORT):
-        batches: Sequence[tuple[int, int]] = SHORT
-        powers: Sequence[int] = (1, 2)
-    elif layout.tokens > 2 * near * longest:
-        batches, powers = ((near, longest), (2 * near, longest)), (1,)
-    else:
+    if layout.tokens <= 2 * near * longest:
         return of(layout)
+    few, many = (of(layout._replace(tokens=count * longest, longest=longest)) for count in (near, 2 * near))
+    times = layout.tokens / longest / near - 1
 
-    def terms(sequences: float, length: int) -> list[float]:
-        return [1.0, *(sequences * float(length) ** power for power in powers)]
+    def on(low: int, high: int) -> int:
+        return round(low + (high - low) * times)
 
-    whole = max(1.0, layout.tokens / longest)
-    shares = np.linalg.solve(np.array([terms(*batch) for batch in batches]).T, terms(whole, longest))
-    smaller = [of(layout._replace(tokens=count * length, longest=length)) for count, length in batches]
-
-    def on(values: Sequence[int]) -> int:
-        return round(float(shares @ np.array(values, float)))
-
-    places = {key: on([each.backward[key] for each in smaller]) for key in smaller[0].backward}
-    return Passes(on([each.gradients for each in smaller]), places)
+    places = {key: on(few.backward[key], many.backward[key]) for key in few.backward}
+    return Passes(on(few.gradients, many.gradients), places)
 
 
 def _deep(kind: type[Bytes], config: PolicyConfig, layout: Layout, measured: Callable[["_Process"], Bytes]) -> Bytes:
@@ -144,12 +129,10 @@ def _deep(kind: type[Bytes], config: PolicyConfig, layout: Layout, measured: Cal
             with shadow.running():
                 return measured(_Process(shallow, layout, shadow, world))
 
-    period = 2 if config.gpt_oss else 1  # its layers have a window in turns
     first = config.dense_layers + 2 * ENDS
-    first += (config.layers - first) % period
-    if config.layers <= first + period:
+    if config.layers <= first + 1:
         return of(config.layers)
-    near, far, times = of(first), of(first + period), (config.layers - first) // period
+    near, far, times = of(first), of(first + 1), config.layers - first
 
     def on(low: Any, high: Any) -> Any:
         if isinstance(low, dict):

@@ -29,7 +29,7 @@ import xxhash
 
 from headrace.messages.weights import TensorInfo
 from headrace.training.parallel.interface import Peers, Writes
-from headrace.training.served.runs import Run
+from headrace.training.served.runs import ServedRun
 from headrace.weights import snapshot, state
 from headrace.weights.state import HASH_BYTES
 
@@ -84,7 +84,7 @@ class Contents(NamedTuple):
     """The tensors of a version, sorted by name, and this process's runs of them."""
 
     described: Sequence[TensorInfo]
-    runs: Sequence[Run]
+    runs: Sequence[ServedRun]
 
 
 class Publisher:

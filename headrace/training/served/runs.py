@@ -20,7 +20,7 @@ from headrace.weights import tensor_state
 from headrace.weights.state import Bits
 
 
-class Run(NamedTuple):
+class ServedRun(NamedTuple):
     """A process's elements `start` to `start + items` of a tensor's flat view."""
 
     name: str
@@ -46,10 +46,10 @@ def described(config: PolicyConfig, name: str, shape: tuple[int, ...], dtype: to
     return list(tensor_state.infos({name: torch.empty(shape, dtype=dtype, device="meta")}))
 
 
-def of(config: PolicyConfig, name: str, start: int, items: int, read: Reader, at: int = 0) -> list[Run]:
+def of(config: PolicyConfig, name: str, start: int, items: int, read: Reader, at: int = 0) -> list[ServedRun]:
     """The runs of elements `start` to `start + items` of one Hugging Face name. at: their first element in `read`."""
     if not packed(config, name):
-        return [Run(name, start, items, lambda first, count: tensor_state.bits(read(at + first, count)))]
+        return [ServedRun(name, start, items, lambda first, count: tensor_state.bits(read(at + first, count)))]
     if config.expert_format == "nvfp4":
         return _nvfp4(name, start, items, read, at)
     size = mxfp8.BLOCK
@@ -60,10 +60,10 @@ def of(config: PolicyConfig, name: str, start: int, items: int, read: Reader, at
     def scales(first: int, count: int) -> Bits:
         return tensor_state.bits(operators.quantise(read(at + first * size, count * size).reshape(-1, size))[1])
 
-    return [Run(name, start, items, elements), Run(name + SCALE, start // size, items // size, scales)]
+    return [ServedRun(name, start, items, elements), ServedRun(name + SCALE, start // size, items // size, scales)]
 
 
-def _nvfp4(name: str, start: int, items: int, read: Reader, at: int) -> list[Run]:
+def _nvfp4(name: str, start: int, items: int, read: Reader, at: int) -> list[ServedRun]:
     if start:
         raise ValueError(f"{name}: a part of a tensor has no scale of the tensor; expected whole tensors for nvfp4")
     size = nvfp4.BLOCK
@@ -82,17 +82,17 @@ def _nvfp4(name: str, start: int, items: int, read: Reader, at: int) -> list[Run
         return tensor_state.bits(inside)
 
     return [
-        Run(name, 0, items // 2, elements),
-        Run(name + SCALE, 0, items // size, lambda first, count: tensor_state.bits(blocks(first, count).scale)),
-        Run(name + TENSOR_SCALE, 0, 1, lambda first, count: tensor_state.bits(outer())),
+        ServedRun(name, 0, items // 2, elements),
+        ServedRun(name + SCALE, 0, items // size, lambda first, count: tensor_state.bits(blocks(first, count).scale)),
+        ServedRun(name + TENSOR_SCALE, 0, 1, lambda first, count: tensor_state.bits(outer())),
     ]
 
 
-def whole(config: PolicyConfig, views: Mapping[str, Tensor]) -> tuple[tuple[TensorInfo, ...], list[Run]]:
+def whole(config: PolicyConfig, views: Mapping[str, Tensor]) -> tuple[tuple[TensorInfo, ...], list[ServedRun]]:
     """Descriptions, sorted by name, and runs of whole tensors. views: served values by Hugging Face name, before
     experts are packed; they are read later, where they are."""
     infos: list[TensorInfo] = []
-    runs: list[Run] = []
+    runs: list[ServedRun] = []
     for name, view in sorted(views.items()):
         infos += described(config, name, tuple(view.shape), view.dtype)
         runs += of(config, name, 0, view.numel(), _reader(view.detach()))

@@ -34,7 +34,7 @@ _STORED = {1: torch.uint8, 2: torch.uint16, 4: torch.int32}
 """Element size to the dtype of stored differences, which are not negative below 32 bits."""
 
 
-class Change(NamedTuple):
+class WeightChange(NamedTuple):
     """How one parameter gets its values before a write back."""
 
     positions: Tensor | None
@@ -48,12 +48,12 @@ class Log:
     """Undo entries in the order of the writes."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[str, Change]] = []
+        self.entries: list[tuple[str, WeightChange]] = []
         """A parameter's name and its change."""
         self._whole: set[str] = set()
         """The parameters of which an entry has the whole tensor, which replaces what undoing later writes gives."""
 
-    def note(self, name: str, entry: Change | None) -> None:
+    def note(self, name: str, entry: WeightChange | None) -> None:
         """Append the entry of a write, if it is needed. None: the write changed no bit."""
         if entry is None or name in self._whole:
             return
@@ -62,7 +62,7 @@ class Log:
             self._whole.add(name)
 
 
-def change(before: Tensor, after: Tensor) -> Change | None:
+def change(before: Tensor, after: Tensor) -> WeightChange | None:
     """The undo entry of a write; None when no bit changed. Tensors of one shape; bits are compared, not values.
 
     The delta operators know elements of 1, 2 and 4 bytes; a tensor of 8-byte elements is stored whole.
@@ -70,24 +70,24 @@ def change(before: Tensor, after: Tensor) -> Change | None:
     size, count = before.element_size(), before.numel()
     if size not in _BITS:
         same = torch.equal(before.reshape(-1).view(torch.int64), after.reshape(-1).view(torch.int64))
-        return None if same else Change(None, before)
+        return None if same else WeightChange(None, before)
     old, new = (tensor.reshape(-1).view(_BITS[size]) for tensor in (before, after))
     few = int(_SPARSE * count)
     if _most(old, new):
-        return Change(None, before)
+        return WeightChange(None, before)
     parts: list[tuple[Tensor, Tensor]] = []
     for start in range(0, count, _PIECE):
         part = slice(start, start + _PIECE)
         at, folded = operators.changes(new[part], old[part])
         few -= len(at)
         if few < 0:
-            return Change(None, before)
+            return WeightChange(None, before)
         if len(at):
             at = (at + start if start else at).to(torch.int32 if count < 2**31 else torch.int64)
             parts.append((at, folded.to(_STORED[size])))
     if len(parts) > 1:
-        return Change(*(torch.cat(each) for each in zip(*parts, strict=True)))
-    return Change(*parts[0]) if parts else None
+        return WeightChange(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    return WeightChange(*parts[0]) if parts else None
 
 
 def _most(old: Tensor, new: Tensor) -> bool:
@@ -114,7 +114,7 @@ def undo(parameters: Mapping[str, Tensor], log: Log) -> dict[str, Tensor]:
     return out
 
 
-def _undone(after: Tensor, entry: Change) -> Tensor:
+def _undone(after: Tensor, entry: WeightChange) -> Tensor:
     if entry.positions is None:
         return entry.values
     bits = after.reshape(-1).view(_BITS[after.element_size()])

@@ -69,7 +69,7 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of its machines."""
     folder: str = ""
 
-    def segments(self) -> list[store.Segment]:
+    def segments(self) -> list[store.LayerSegment]:
         """Its segments, the bottom first. VmhostError when the store lost one."""
         parts = store.segments(Path(self.folder).parent, self.boundaries)
         if parts is None:
@@ -145,7 +145,7 @@ def _split_others(cache: Path, making: Path, others: Sequence[Image], new: Image
             _drop_unused(cache, whole)
 
 
-def _drop_unused(cache: Path, parts: Sequence[store.Segment]) -> None:
+def _drop_unused(cache: Path, parts: Sequence[store.LayerSegment]) -> None:
     """Remove segments that no image uses any more. Machines keep the files that they have open, and a host finds that
     its image's record changed before it starts another machine."""
     images_left = [image for image in map(_load, cache.glob("root-*")) if image is not None]

@@ -18,7 +18,7 @@ import msgspec
 import zstandard
 
 from headrace.archives import tars
-from headrace.archives.members import ArchiveRefused, ArchiveTooLarge, Limits
+from headrace.archives.members import ArchiveLimits, ArchiveRefused, ArchiveTooLarge
 from headrace.vmhost.images.rootfs import BadImage, Tree
 from headrace.vmhost.images.store import Builder
 
@@ -132,7 +132,7 @@ class Source:
         """The archive's own members, which are those of an archive that is a bare root file system. ArchiveRefused."""
         assert self._archive is not None
         self._archive.seek(0)
-        return tars.entries(self._archive, Limits(_FILES, _OUTER), packed=False)
+        return tars.entries(self._archive, ArchiveLimits(_FILES, _OUTER), packed=False)
 
 
 class _Hashing(io.RawIOBase):

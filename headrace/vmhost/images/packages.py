@@ -23,7 +23,7 @@ from pathlib import Path
 
 from headrace import timed_commands
 from headrace.archives import zips
-from headrace.archives.members import ArchiveRefused, Limits
+from headrace.archives.members import ArchiveLimits, ArchiveRefused
 from headrace.python_modules import module_command
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import cpio
@@ -38,7 +38,7 @@ DEBIAN_RELEASE = "bookworm"
 """The release of every root that is made here."""
 _RUFF = "ruff==0.17.5"
 """The linter, which Debian does not have: its wheel holds one program."""
-_WHEEL = Limits(files=1000, size=256 << 20)
+_WHEEL = ArchiveLimits(files=1000, size=256 << 20)
 _RECIPE = 6
 """Raised when the rules below change, so that cached images are made again."""
 MODULES = ("virtio_ring", "virtio", "virtio_mmio", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci")

@@ -20,7 +20,7 @@ from typing import IO, BinaryIO
 import msgspec
 import zstandard
 
-from headrace.archives.members import Limits
+from headrace.archives.members import ArchiveLimits
 from headrace.archives.tars import Entry
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import erofs
@@ -78,9 +78,9 @@ class Tree:
         """Device nodes that were left out: the guest has its own."""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ArchiveLimits:
         """The most that the archive of one layer may hold."""
-        return Limits(files=self._most // PAGE, size=self._most)
+        return ArchiveLimits(files=self._most // PAGE, size=self._most)
 
     # -- reading --------------------------------------------------------------------------------------------------
 

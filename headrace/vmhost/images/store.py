@@ -31,7 +31,7 @@ SHARED = 1 << 20
 """Bytes that a shared chain must have for a segment of its own."""
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
+class LayerSegment(msgspec.Struct, frozen=True, kw_only=True):
     """One blob of a chain."""
 
     chain: str
@@ -62,11 +62,11 @@ def _folder(store: Path, chain: str, below: Sequence[str]) -> Path:
     return store / f"layers-{short}-{below[-1].removeprefix('sha256:')[:16] if below else 'none'}"
 
 
-def segment(store: Path, chain: str, below: Sequence[str]) -> Segment | None:
+def segment(store: Path, chain: str, below: Sequence[str]) -> LayerSegment | None:
     """A stored segment; None where there is none, or a damaged one."""
     folder = _folder(store, chain, below)
     try:
-        stored = msgspec.json.decode((folder / "segment.json").read_bytes(), type=Segment)
+        stored = msgspec.json.decode((folder / "segment.json").read_bytes(), type=LayerSegment)
         whole = (folder / "blob").stat().st_size == DRIVE_BYTES and (folder / "tree").stat().st_size > 0
     except (OSError, msgspec.DecodeError):
         return None
@@ -75,13 +75,13 @@ def segment(store: Path, chain: str, below: Sequence[str]) -> Segment | None:
     return msgspec.structs.replace(stored, folder=str(folder))
 
 
-def segments(store: Path, boundaries: Sequence[str]) -> list[Segment] | None:
+def segments(store: Path, boundaries: Sequence[str]) -> list[LayerSegment] | None:
     """The segments of an image, the bottom first; None when one is missing."""
     parts = [segment(store, chain, boundaries[:number]) for number, chain in enumerate(boundaries)]
-    return None if None in parts or not parts else cast(list[Segment], parts)
+    return None if None in parts or not parts else cast(list[LayerSegment], parts)
 
 
-def intact(part: Segment) -> bool:
+def intact(part: LayerSegment) -> bool:
     """Whether a blob's contents are those that were stored. Reads all of it."""
     digest = hashlib.sha256()
     try:
@@ -174,7 +174,7 @@ class Builder:
 
 def build(
     store: Path, making: Path, tree: Tree, first: int, before: frozenset[str], chain: str, below: Sequence[str]
-) -> Segment:
+) -> LayerSegment:
     """Write the layers from `first` on as a segment, move the tree's contents into its blob, and put it into the store.
     An empty chain id stands for the digest of the blob. OSError."""
     work = making / f"layers-{len(below)}"
@@ -193,7 +193,7 @@ def build(
         inode.file, inode.places = number, places[identity]
     (work / "tree").write_bytes(tree.save())
     chain = chain or f"sha256:{digest}"
-    made = Segment(chain=chain, below=tuple(below), blob=digest, bytes=size)
+    made = LayerSegment(chain=chain, below=tuple(below), blob=digest, bytes=size)
     (work / "segment.json").write_bytes(msgspec.json.format(msgspec.json.encode(made)))
     for name in ("blob", "tree", "segment.json"):
         (work / name).chmod(0o444)
@@ -225,7 +225,7 @@ def split(store: Path, making: Path, layers: Sequence[str], boundaries: Sequence
     return (*below, layers[-1])
 
 
-def open_blobs(parts: Sequence[Segment]) -> list[int]:
+def open_blobs(parts: Sequence[LayerSegment]) -> list[int]:
     """Descriptors of the blobs, for a machine. OSError."""
     fds: list[int] = []
     try:

@@ -32,7 +32,7 @@ from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.frames import Garbage
 from headrace.vmhost.images.packages import FLAVOURS
-from headrace.vmhost.network import Gate
+from headrace.vmhost.network import NetworkGate
 
 SLOW = ApplyChanges, ListFiles, PullTar, PullTree, PushTar, Search, WriteFiles
 """Operations that the agent itself works on, for seconds where the tree is large."""
@@ -53,7 +53,7 @@ class VmSandbox:
         self.plugins: tuple[Plugin, ...] = ()
         """The backend, where it comes from outside of headrace."""
         self._channel: Channel | None = None
-        self._gate: Gate | None = None
+        self._gate: NetworkGate | None = None
         self._answers: OrderedDict[str, asyncio.Task[OpResult]] = OrderedDict()
         self._machine: Machine | None = None
         self._workdir = workdir
@@ -107,7 +107,7 @@ class VmSandbox:
         self.digest = result.digest
         if request.network:
             assert self._channel is not None
-            self._gate = Gate(self._channel, self.id, request.network, private, events)
+            self._gate = NetworkGate(self._channel, self.id, request.network, private, events)
             await self._gate.start()
 
     def adopt(self, channel: Channel, machine: Machine) -> None:

@@ -18,21 +18,23 @@ from headrace.vmhost.images import base
 from headrace.vmhost.node import capacity
 from headrace.vmhost.node.capacity import OVERHEAD_MB
 from headrace.vmhost.node.doctor import doctor
-from headrace.vmhost.node.prewarming import FILL_AFTER_S, FILL_BY_S, MEMORY_S, Demand
 from headrace.vmhost.qemu import held
 from headrace.vmhost.qemu.beginnings import Beginnings
 from headrace.vmhost.qemu.clone import Clone
 from headrace.vmhost.qemu.drives import Disk, disk_short
 from headrace.vmhost.qemu.held import HeldTemplates
 from headrace.vmhost.qemu.process import no_kvm
-from headrace.vmhost.qemu.snapshot import Snapshot
+from headrace.vmhost.qemu.snapshot import MachineSnapshot
 from headrace.vmhost.templates import classes
 from headrace.vmhost.templates.template import Template
 
 WARM = "light"
 """The template of which clones are always kept ready, beside those that the configuration names."""
-WARM_MOST = 4
-"""After a burst of acquires, at most so many clones of its template are kept ready for a minute."""
+FILL_AFTER_S, FILL_BY_S = 0.05, 0.5
+"""Prewarming waits until acquires pause for the first time, at most the second, so that it does not compete with them
+for the processor."""
+CALM_S = 60.0
+"""Time after which parking is tried again, with the first delay."""
 REPLACE_FIRST_S, REPLACE_MOST_S = 0.5, 30.0
 """Delay before a clone that died while it was parked is replaced. It grows while replacements die as well."""
 
@@ -77,8 +79,6 @@ class CloneBackend:
         self._parked: list[Clone] = []
         self._reserved = 0
         self._kept_warm = (WARM, *environment.also_warm)
-        least = dict.fromkeys(self._kept_warm, environment.warm)
-        self._demand = Demand(least, WARM_MOST if environment.warm else 0)
         self._filling: asyncio.Task[None] | None = None
         self._later: asyncio.TimerHandle | None = None
         self._replacing: asyncio.TimerHandle | None = None
@@ -148,8 +148,6 @@ class CloneBackend:
             disk = await asyncio.to_thread(Disk, self._cache, made.disk_mib) if made.disk_mib else None
         finally:
             self._reserved = max(0, self._reserved - 1)
-        if disk is None:  # no machine with a disk is parked: its disk would be made ahead of need
-            self._demand.took(template)
         try:
             while (clone := self._waiting(template)) is not None:
                 self._parked.remove(clone)
@@ -171,7 +169,7 @@ class CloneBackend:
         clone = _clone(machine)
         return partial(self._copy, clone.template, await clone.freeze())
 
-    async def _copy(self, template: Template, begin: Snapshot) -> Clone:
+    async def _copy(self, template: Template, begin: MachineSnapshot) -> Clone:
         """A clone that begins at a snapshot of another clone of the template. SandboxLost."""
         self._reserved = max(0, self._reserved - 1)
         if template not in self._held:  # dropped since the snapshot was taken
@@ -188,7 +186,7 @@ class CloneBackend:
         return ready.manifest.slots if ready else base.plan(self._environment, template).slots
 
     def _fill(self, after: float = FILL_AFTER_S) -> None:
-        """Schedule prewarming: park as many clones as demand suggests, and end those that it no longer needs."""
+        """Schedule prewarming: park clones until `warm` of each kept template wait."""
         if self._closed or (self._filling is not None and not self._filling.done()):
             return
         loop = asyncio.get_running_loop()
@@ -219,28 +217,19 @@ class CloneBackend:
         """A parked clone of that template."""
         return next((clone for clone in reversed(self._parked) if clone.template is self._templates[template]), None)
 
-    def _surplus(self, name: str) -> list[Clone]:
-        """Parked clones of a template beyond those that should wait, the oldest first."""
-        waiting = [clone for clone in self._parked if clone.template is self._templates.get(name)]
-        return waiting[: max(0, len(waiting) - self._demand.wanted(name))]
-
     def _missing(self) -> str:
         """A template of which fewer clones wait than should; empty when none is missing or no further one fits."""
         if self._closed or len(self._alive) >= self._environment.max_vms:
             return ""
-        for name in self._demand.templates():
+        for name in self._kept_warm:
             if name not in self._templates:  # dropped since it was last asked for
                 continue
             waiting = sum(clone.template is self._templates[name] for clone in self._parked)
-            if waiting < self._demand.wanted(name) and not self._memory_shortage(name):
+            if waiting < self._environment.warm and not self._memory_shortage(name):
                 return name
         return ""
 
     async def _park(self) -> None:
-        for name in self._templates:
-            for clone in self._surplus(name):
-                self._parked.remove(clone)
-                clone.kill()
         while name := self._missing():
             clone = Clone(self, template := self._templates[name], self._beginnings.find(template))
             self._alive.add(clone)
@@ -255,21 +244,21 @@ class CloneBackend:
             self._parked.append(clone)
 
     async def filled(self) -> None:
-        """Wait until as many clones are parked as demand and memory allow."""
+        """Wait until as many clones are parked as `warm` and memory allow."""
         if self._filling is None or self._filling.done():
             self._fill_now()
         assert self._filling is not None
         await asyncio.shield(self._filling)
 
     async def _measure(self) -> None:
-        """Every `SAMPLE_S` sample the processor time of all machines; every `MEMORY_S` look for parked clones that no
-        recent burst calls for."""
+        """Every `SAMPLE_S` sample the processor time of all machines; every `CALM_S` forget failed replacements, and
+        park again what a shortage of memory ended."""
         loop = asyncio.get_running_loop()
         filled = loop.time()
         while True:
             await asyncio.sleep(capacity.SAMPLE_S)
             self._processors.sample(loop.time(), self.cpu_ms())
-            if loop.time() - filled > MEMORY_S:
+            if loop.time() - filled > CALM_S:
                 filled = loop.time()
                 self._replace.reset()
                 self._fill()

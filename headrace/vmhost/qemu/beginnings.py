@@ -11,7 +11,7 @@ from collections import OrderedDict
 from headrace.vmhost.backend import OnEvent
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.qemu.clone import Clone
-from headrace.vmhost.qemu.snapshot import Snapshot
+from headrace.vmhost.qemu.snapshot import MachineSnapshot
 from headrace.vmhost.templates.template import Template
 
 MOST_MIB = 64.0
@@ -25,11 +25,11 @@ class Beginnings:
 
     def __init__(self, on_event: OnEvent) -> None:
         self._event = on_event
-        self._known: OrderedDict[tuple[str, str], Snapshot | None] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], MachineSnapshot | None] = OrderedDict()
         """None: it had one clone."""
         self._learning: set[tuple[str, str]] = set()
 
-    def find(self, template: Template) -> Snapshot | None:
+    def find(self, template: Template) -> MachineSnapshot | None:
         """Where a new clone of this template begins; None: at the template itself."""
         key = _key(template)
         if key in self._known:

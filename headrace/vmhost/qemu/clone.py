@@ -29,7 +29,7 @@ from headrace.vmhost.qemu import snapshot
 from headrace.vmhost.qemu.drives import Disk, open_drives
 from headrace.vmhost.qemu.memory import Memory
 from headrace.vmhost.qemu.process import Qemu
-from headrace.vmhost.qemu.snapshot import Snapshot
+from headrace.vmhost.qemu.snapshot import MachineSnapshot
 from headrace.vmhost.templates.template import Template
 
 START_S = 60.0
@@ -60,7 +60,7 @@ class Clone:
     """One running machine."""
 
     def __init__(
-        self, owner: Owner, template: Template, begin: Snapshot | None = None, disk: Disk | None = None
+        self, owner: Owner, template: Template, begin: MachineSnapshot | None = None, disk: Disk | None = None
     ) -> None:
         """begin: a snapshot of another clone. disk: of its writable layer, for a template whose machines have one."""
         self.slots = template.manifest.slots
@@ -158,7 +158,7 @@ class Clone:
         if self._resuming is not None:
             await asyncio.shield(self._resuming)
 
-    async def freeze(self) -> Snapshot:
+    async def freeze(self) -> MachineSnapshot:
         """A snapshot: the pages that the machine wrote. The machine stops meanwhile and continues afterwards.
         SandboxLost, VmhostError."""
         if self._lost.done() or self._control is None:
@@ -178,7 +178,7 @@ class Clone:
         finally:
             with suppress(SandboxLost):
                 await self._execute("cont")
-        return Snapshot(state=state, numbers=numbers, pages=pages, mounts=self._mounts)
+        return MachineSnapshot(state=state, numbers=numbers, pages=pages, mounts=self._mounts)
 
     async def _execute(self, command: str, arguments: dict[str, Any] | None = None) -> Any:
         """A command of the monitor; the machine ends where it fails. SandboxLost."""

@@ -28,7 +28,7 @@ _RUN = 256
 """Largest number of pages that are read at once."""
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class MachineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a machine at one moment, relative to its template."""
 
     state: bytes
@@ -103,7 +103,7 @@ def _read(pid: int, low: int, numbers: "np.ndarray[Any, np.dtype[Any]]") -> byte
     return bytes(out)
 
 
-def put_pages(pid: int, name: str, snapshot: Snapshot) -> None:
+def put_pages(pid: int, name: str, snapshot: MachineSnapshot) -> None:
     """Write a snapshot's pages into a machine that has not run yet. VmhostError."""
     import numpy as np
 

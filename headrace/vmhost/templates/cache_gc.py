@@ -24,7 +24,7 @@ from headrace.vmhost.qemu import probe, process
 _TEMPLATE = re.compile(r"template-([a-z0-9][a-z0-9._-]*)-([0-9a-f]{16})")
 
 
-class Entry(msgspec.Struct, frozen=True):
+class CacheEntry(msgspec.Struct, frozen=True):
     """One entry of the cache. `why` names its reference; empty if there is none."""
 
     path: str
@@ -33,7 +33,7 @@ class Entry(msgspec.Struct, frozen=True):
     why: str
 
 
-def holdings(environment: Environment) -> list[Entry]:
+def holdings(environment: Environment) -> list[CacheEntry]:
     """All entries of the cache, sorted by path. VmhostError when the cache cannot be read."""
     cache = Path(environment.cache_dir).resolve()  # names are links to real paths
     if not cache.is_dir():
@@ -52,28 +52,30 @@ def holdings(environment: Environment) -> list[Entry]:
             continue
         if template:
             why = "a host has it open" if image.in_use(path) else wanted.get(path.name, "")
-            entries.append(Entry(str(path), f"template {template[1]}", _mib(path), why))
+            entries.append(CacheEntry(str(path), f"template {template[1]}", _mib(path), why))
         elif path.name.startswith("root-"):
             name = roots.get(str(path), "")
-            entries.append(Entry(str(path), f"image {name}".strip(), _mib(path), f"the name {name}" if name else ""))
+            entries.append(
+                CacheEntry(str(path), f"image {name}".strip(), _mib(path), f"the name {name}" if name else "")
+            )
         elif path.name.startswith("layers-"):
             users = ", ".join(sorted(layers.get(str(path), ())))
-            entries.append(Entry(str(path), "layers of images", _mib(path), users and f"the images {users}"))
+            entries.append(CacheEntry(str(path), "layers of images", _mib(path), users and f"the images {users}"))
         elif path.name == "downloads":
-            entries.append(Entry(str(path), "downloads that were cut", _mib(path), ""))
+            entries.append(CacheEntry(str(path), "downloads that were cut", _mib(path), ""))
         elif path.name == "buildah" and building.layers(cache):
             why = "" if building.forget(cache, dry=True) else "a build uses them"
-            entries.append(Entry(str(path), "layers of Dockerfiles", _mib(path), why))
+            entries.append(CacheEntry(str(path), "layers of Dockerfiles", _mib(path), why))
         elif path.name.startswith("base-"):
             entries.append(
-                Entry(str(path), "base image", _mib(path), "this version's packages" if path == base else "")
+                CacheEntry(str(path), "base image", _mib(path), "this version's packages" if path == base else "")
             )
         elif path.name.startswith("making-"):
-            entries.append(Entry(str(path), "left by a process that died", _mib(path), ""))
+            entries.append(CacheEntry(str(path), "left by a process that died", _mib(path), ""))
     return entries
 
 
-def collect(environment: Environment, forget: tuple[str, ...] = ()) -> list[Entry]:
+def collect(environment: Environment, forget: tuple[str, ...] = ()) -> list[CacheEntry]:
     """Drop the names in `forget`, then remove entries without a reference; the removed ones. VmhostError for an unknown
     name. It waits for a build that is under way in the cache, because its result has no reference yet.
     """

@@ -33,10 +33,10 @@ Purge = Callable[[str], Awaitable[int]]
 """Removes all messages of HR_WEIGHTS on a subject filter; returns their number."""
 
 
-class StreamSource(chain.StreamSource, Protocol):
+class CollectedStreams(chain.StreamSource, Protocol):
     """The part of a bus that `follow` needs."""
 
-    def follow(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[chain.Stored]:
+    def follow(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[chain.StoredRecord]:
         """History, then live."""
 
 
@@ -49,7 +49,7 @@ async def pinned(source: chain.StreamSource, run: str) -> set[int]:
 
 
 async def follow(
-    source: StreamSource,
+    source: CollectedStreams,
     purge: Purge,
     run: str,
     *,

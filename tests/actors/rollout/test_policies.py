@@ -25,7 +25,6 @@ from headrace.messages.rollout import (
     RolloutRequest,
     Sampling,
     SlotFailed,
-    ToolWording,
     Trajectory,
     renderer_key,
 )
@@ -366,9 +365,6 @@ async def test_a_node_without_the_runs_bundle_samples_nothing_but_scripts(
         failed = await first(observer, "HR_LEDGER", FAIL.at(run="b5", group="none"), lambda message: True)
         assert failed.reason == "no_policy" and "no renderer bundle" in failed.detail
         idle = PolicyRef(kind="scripted", name="idle")
-        await issue(observer, "b5", "older", policy=idle, wording=ToolWording(words="train", seed=1))
-        older = FAIL.at(run="b5", group="older")
-        assert (await first(observer, "HR_LEDGER", older, lambda message: True)).reason == "no_policy"
         await issue(observer, "b5", "script", policy=idle)
         assert (await end_of(observer, "b5", "script")).renderer == ""
         bundle = await prepare(connect, "b5")

@@ -120,7 +120,7 @@ async def test_the_commands_print_the_trainer_s_answer(
         out = capsys.readouterr()
         return out.out + out.err
 
-    change, back = ("status", feeder.run, "--set"), ("trainer", "rollback", feeder.run, "--to")
+    change, back = ("trainer", "set", feeder.run), ("trainer", "rollback", feeder.run, "--to")
     async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run):
         await feeder.version(0)
         assert "algorithm.grad_clip = 0.5" in await said(0, *change, "algorithm.grad_clip=0.5")

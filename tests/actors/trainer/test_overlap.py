@@ -14,7 +14,7 @@ from headrace.replay.fetching import Records
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
 from headrace.training.outcome import StepOutcome
-from headrace.training.parallel.records import Records as Sent
+from headrace.training.parallel.records import RankRecords as Sent
 from headrace.training.trainer import PolicyTrainer
 from tests.conftest import Connect
 from tests.support import world

@@ -6,13 +6,12 @@ from secrets import token_hex
 
 import pytest
 
-from headrace.bus.broker import callers, matrix, permissions
+from headrace.bus.broker import callers, permissions
 from headrace.bus.errors import ApiError, Denied, NoResponders
 from headrace.messages import subjects as s
 from headrace.messages.operations import Event, Ping
 from headrace.messages.subjects import covers
 from tests.conftest import Connect
-from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
@@ -148,10 +147,6 @@ async def test_an_operator_makes_consumers_with_several_filters(connect: Connect
     config = {"name": f"x{token_hex(4)}", "ack_policy": "none", "filter_subjects": ["hr.ledger.r1.>", "hr.fail.r1.>"]}
     request = {"stream_name": "HR_LEDGER", "config": config, "action": "create"}
     assert b"filter_subjects" in await operator.connection.api("CONSUMER.CREATE.HR_LEDGER", request)
-
-
-def test_the_page_is_generated() -> None:
-    assert (ROOT / "docs" / "permissions.md").read_text() == matrix.table()
 
 
 async def test_nobody_hears_what_is_not_for_him(connect: Connect) -> None:

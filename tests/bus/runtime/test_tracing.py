@@ -63,7 +63,7 @@ async def test_ids_travel_without_any_exporter(connect: Connect) -> None:
 
 async def test_a_request_carries_its_trace_too(connect: Connect) -> None:
     actor, asker = Probe(Config(), await connect("environment"), "r1", "p"), await connect("rollout")
-    seen: list[tracing.Context | None] = []
+    seen: list[tracing.TraceContext | None] = []
 
     async def answer(_: Ping) -> Message:
         seen.append(tracing.current())
@@ -78,7 +78,7 @@ async def test_a_request_carries_its_trace_too(connect: Connect) -> None:
 
 def test_malformed_parents_are_ignored() -> None:
     good = f"00-{'a' * 32}-{'b' * 16}-01"
-    assert tracing.extract({"traceparent": good}) == tracing.Context("a" * 32, "b" * 16)
+    assert tracing.extract({"traceparent": good}) == tracing.TraceContext("a" * 32, "b" * 16)
     for bad in ("", "00-xyz", good.upper(), good + "-more", good.replace("00-", "ff-", 1)):
         assert tracing.extract({"traceparent": bad}) is None
 

@@ -12,7 +12,7 @@ import torch
 
 from headrace.engines.base import Engine, EngineError, Sample
 from headrace.engines.embedded.engine import EmbeddedEngine
-from headrace.engines.embedded.jobs import Job
+from headrace.engines.embedded.jobs import EngineJob
 from headrace.engines.embedded.sampling import draw, uniform
 from headrace.engines.embedded.staging import LoadedWeights
 from headrace.engines.embedded.worker import SHARED
@@ -307,7 +307,7 @@ async def test_the_product_goes_first_and_training_goes_on(
     """For each step, which of its requests are the product's."""
     serve = engine._worker._serve
 
-    def served(weights: LoadedWeights, jobs: list[Job]) -> None:
+    def served(weights: LoadedWeights, jobs: list[EngineJob]) -> None:
         steps.append([job.urgent for job in jobs])
         serve(weights, jobs)
 

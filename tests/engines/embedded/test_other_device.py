@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.engines.base import Sample, SampleRequest, Swap
-from headrace.engines.embedded.jobs import Job
+from headrace.engines.embedded.jobs import EngineJob
 from headrace.engines.embedded.sampling import draw, drawn, uniform
 from headrace.engines.embedded.staging import LoadedWeights, Shell, Staging
 from headrace.engines.embedded.worker import Worker
@@ -39,7 +39,7 @@ def play(config: PolicyConfig, versions: Versions, device: torch.device) -> tupl
     weights = [staged(first, versions, 0)]
     weights.append(staged(Shell(config, numerics, device, None if device.type == "cpu" else first.host), versions, 1))
     worker.flip(weights[0])
-    jobs: list[Job] = []
+    jobs: list[EngineJob] = []
     swaps: list[Swap] = []
 
     def ask(number: int, prompt: list[int]) -> None:
@@ -47,7 +47,7 @@ def play(config: PolicyConfig, versions: Versions, device: torch.device) -> tupl
         request = SampleRequest(
             session=f"s{number}", ids=tuple(prompt), policy=LATEST, sampling=sampling, stop_ids=(), seed=number
         )
-        jobs.append(Job(request, Future()))
+        jobs.append(EngineJob(request, Future()))
         worker.post(lambda job=jobs[-1]: worker.add(job))  # type: ignore[misc]
 
     def more(_: "Future[Sample]") -> None:

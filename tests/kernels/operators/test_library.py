@@ -37,7 +37,6 @@ from headrace.policy import attention
         (("cuda", "bfloat16", 192, 128), "one head size, not keys of 192 and values of 128"),
         (("cuda", "bfloat16", 256, 256), "heads up to 192"),
         (("cuda", "bfloat16", 100, 100), "in multiples of 8, not 100"),
-        (("cuda", "bfloat16", 64, 64, True), "no attention sinks"),
     ],
 )
 def test_ordinary_attention_is_chosen_by_name(arguments: tuple[Any, ...], reason: str) -> None:

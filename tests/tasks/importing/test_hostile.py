@@ -14,7 +14,7 @@ from headrace.cli.main import main
 from headrace.tasks.importing import harbor
 from headrace.tasks.importing.base import ImportOptions, SourceError
 from headrace.tasks.importing.jsonl import read
-from headrace.tasks.importing.writing import LONGEST_REASON, Report, import_suite
+from headrace.tasks.importing.writing import LONGEST_REASON, ImportReport, import_suite
 
 DEEP = "[" * 100_000 + "]" * 100_000
 ROWS = (
@@ -29,7 +29,7 @@ ROWS = (
 )
 
 
-def imported(source: Path, folder: Path) -> Report:
+def imported(source: Path, folder: Path) -> ImportReport:
     return import_suite("s", folder, "jsonl", read(ImportOptions(suite="s", source=source)))
 
 
@@ -176,7 +176,7 @@ def test_a_harbor_task_reads_no_file_outside_of_its_folder(place: str, tmp_path:
     assert [refusal.reason for refusal in made(tmp_path).refused] == [f"{place} is a link out of the task's folder"]
 
 
-def made(folder: Path) -> Report:
+def made(folder: Path) -> ImportReport:
     report = import_suite("s", folder / "s", "harbor", harbor.read(ImportOptions(suite="s", source=folder / "tasks")))
     json.loads((folder / "s" / "import.json").read_bytes())
     return report

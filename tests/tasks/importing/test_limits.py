@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.messages.codec import encode
 from headrace.messages.tasks import SandboxLimits
 from headrace.tasks.importing import harbor, jsonl
-from headrace.tasks.importing.base import ImportOptions, ImportRefused, Made
+from headrace.tasks.importing.base import ImportOptions, ImportRefused, MadeTask
 from tests.tasks.importing.test_importing import TASK_TOML
 
 ROW: dict[str, Any] = {"prompt": "x", "test_command": "true", "files": {"a": "1"}}
@@ -23,7 +23,7 @@ odd: st.SearchStrategy[Any] = st.sampled_from(
 values = odd | st.integers() | st.floats()
 
 
-def valid(made: Made) -> None:
+def valid(made: MadeTask) -> None:
     """The limits that a task got are in their ranges, and the messages can be sent."""
     encode(made.task)
     encode(made.oracle)

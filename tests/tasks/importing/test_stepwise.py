@@ -10,7 +10,7 @@ from headrace.messages.tasks import Oracle, Step, Steps, StepTests, Task
 from headrace.tasks.exporting.harbor import ExportRefused, folder_of
 from headrace.tasks.importing import harbor
 from headrace.tasks.importing.base import ImportOptions
-from headrace.tasks.importing.writing import Report, import_suite
+from headrace.tasks.importing.writing import ImportReport, import_suite
 from headrace.tasks.suites import FolderSuite
 from headrace.vmhost.node.host import Host
 from tests.support import rows
@@ -61,7 +61,7 @@ def folder(place: Path, top: str = "", first: str = "", second: str = "", **file
     return place
 
 
-def made(place: Path, template: str = "") -> Report:
+def made(place: Path, template: str = "") -> ImportReport:
     options = ImportOptions(suite="s", source=place / "tasks", template=template)
     return import_suite("s", place / "s", "harbor", harbor.read(options))
 

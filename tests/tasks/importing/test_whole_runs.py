@@ -31,7 +31,7 @@ ROWS: list[dict[str, Any]] = [
         "solution_script": "echo 1 > out.txt",
     },
 ]
-TINY = tiny_run.TINY | {"curriculum.steps": 2, "curriculum.canaries": 0, "production.enabled": False}
+TINY = tiny_run.TINY | {"curriculum.steps": 2, "production.enabled": False}
 
 
 def suite(folder: Path) -> str:

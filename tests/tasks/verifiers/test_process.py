@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.tasks.verifiers import process
-from headrace.tasks.verifiers.process import Source, VerifiersError, Worker, python_of
+from headrace.tasks.verifiers.process import TasksetSource, TasksetWorker, VerifiersError, python_of
 
 PEER = """
 import json, os, signal, sys
@@ -46,28 +46,28 @@ else:
 DATA = '{"worth": 0.5}'
 
 
-def source(folder: Path, config: str = "{}") -> Source:
+def source(folder: Path, config: str = "{}") -> TasksetSource:
     (folder / "peer.py").write_text(PEER)
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {folder}/peer.py "$@"\n')
     python.chmod(0o755)
-    return Source(python=str(python), taskset="sums", config=config)
+    return TasksetSource(python=str(python), taskset="sums", config=config)
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
-    worker = Worker(source(tmp_path))
+def worker(tmp_path: Path) -> Iterator[TasksetWorker]:
+    worker = TasksetWorker(source(tmp_path))
     yield worker
     worker.close()
 
 
-def test_tasks_are_read_from_any_number_on(worker: Worker) -> None:
+def test_tasks_are_read_from_any_number_on(worker: TasksetWorker) -> None:
     assert [line["id"] for line in worker.tasks()] == ["0", "1", "2"]
     assert [line["id"] for line in worker.tasks(count=2, start=1)] == ["1"]
     assert (worker.version, worker.digest, worker.answer({"worth": 1}, 60.0)) == ("1", "ab", "42")
 
 
-def test_a_reward_that_raises_leaves_the_worker_open(worker: Worker) -> None:
+def test_a_reward_that_raises_leaves_the_worker_open(worker: TasksetWorker) -> None:
     with pytest.raises(VerifiersError, match="ValueError: no"):
         worker.score(DATA, "raise", 60.0)
     assert worker.alive and worker.score(DATA, "fine", 60.0) == 0.5
@@ -89,7 +89,7 @@ def test_a_reward_that_raises_leaves_the_worker_open(worker: Worker) -> None:
     ],
 )
 def test_a_worker_that_does_not_answer_is_ended(
-    worker: Worker, text: str, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch
+    worker: TasksetWorker, text: str, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if text == "close":
         monkeypatch.setattr(process, "_END_S", 0.05)
@@ -100,21 +100,21 @@ def test_a_worker_that_does_not_answer_is_ended(
         worker.score(DATA, "fine", 60.0)
 
 
-def test_a_second_answer_is_not_taken_for_the_reward_of_the_next_message(worker: Worker) -> None:
+def test_a_second_answer_is_not_taken_for_the_reward_of_the_next_message(worker: TasksetWorker) -> None:
     assert worker.score(DATA, "twice", 60.0) == 0.5
     with pytest.raises(VerifiersError, match=r"expected the answer to request 2 .* got one to 1"):
         worker.score(DATA, "fine", 60.0)
     assert not worker.alive
 
 
-def test_a_worker_that_does_not_read_its_request_is_ended(worker: Worker) -> None:
+def test_a_worker_that_does_not_read_its_request_is_ended(worker: TasksetWorker) -> None:
     assert worker.score(DATA, "deaf", 60.0) == 0.5
     with pytest.raises(VerifiersError, match=r"no answer within 0\.2 s"):
         worker.score(DATA, "x" * (1 << 20), 0.2)
     assert not worker.alive
 
 
-def test_a_task_that_lacks_a_field_ends_the_worker(worker: Worker) -> None:
+def test_a_task_that_lacks_a_field_ends_the_worker(worker: TasksetWorker) -> None:
     with pytest.raises(VerifiersError, match=r"expected a task .* missing required field `data`"):
         list(worker.tasks(count=9))
     assert not worker.alive
@@ -125,7 +125,7 @@ def test_a_task_that_lacks_a_field_ends_the_worker(worker: Worker) -> None:
 )
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path, first: str, why: str) -> None:
     with pytest.raises(VerifiersError, match=why):
-        Worker(source(tmp_path, first))
+        TasksetWorker(source(tmp_path, first))
 
 
 def test_an_interpreter_is_named_by_its_folder_too(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from headrace.training.data import opening
 from headrace.training.data.base import DataError, Document
 from headrace.training.data.index import permuted
 from headrace.training.data.mixture import Mixture
-from headrace.training.data.trajectories import Segment, tokenizer_hash
+from headrace.training.data.trajectories import RecordedSegment, tokenizer_hash
 from tests.support.patience import PATIENCE_S
 from tests.support.world import TOKENIZER, VOCAB, model
 
@@ -47,7 +47,7 @@ def config(folder: Path, **changes: object) -> Config:
     texts = [json.dumps({"text": f"some text {number} to learn from"}) for number in range(40)]
     (folder / "texts.jsonl").write_text("\n".join(texts) + "\n")
     segments = [
-        Segment(
+        RecordedSegment(
             ids=[number, 50, 51, 52], sampled=[(2, 4)], trajectory=f"t{number}", segment=0, task="s/1", reward=1.0,
             tokenizer=tokenizer_hash(TOKENIZER),
         )

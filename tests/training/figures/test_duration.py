@@ -8,10 +8,10 @@ from headrace.config import Config, Curriculum, Evaluation, Mesh, MidTraining, T
 from headrace.policy.config import Dtype, PolicyConfig
 from headrace.policy.layout.sizes import forward_flops
 from headrace.training.figures import duration
-from headrace.training.figures.duration import Attempt, Duration, Rates
+from headrace.training.figures.duration import AttemptTokens, Duration, Rates
 
 POLICY = PolicyConfig(dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=0, top_k=0, expert_dim=128, vocab=300)
-ATTEMPT = Attempt(read=90.0, written=10.0)
+ATTEMPT = AttemptTokens(read=90.0, written=10.0)
 RATES = Rates(large=1e9, small=1e8)
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 from headrace.config import Config, Mesh, Policy
@@ -190,29 +189,6 @@ def test_a_rank_that_hangs_while_it_loads_the_checkpoint_ends_the_group(tmp_path
         opening.open_ranks(two, folder, tokenizer_json=TOKENIZER, traces=tuple, waiting=waiting)
     assert told.value.alike == "the opening of its ranks: no exchange of the ranks ended within 10 s"
     assert ranks_of() == []
-
-
-@pytest.mark.parametrize("four_bits", [False, True])
-def test_experts_of_gpt_oss_are_read_row_by_row(four_bits: bool, tmp_path: Path) -> None:
-    policy = msgspec.structs.replace(
-        DENSE, experts=8, top_k=2, expert_dim=64, tied=False, model_type="gpt_oss", qk_norm=False, qkv_bias=True,
-        out_bias=True, window=64, clamp=7.0,
-    )  # fmt: skip
-    model = Model(policy, tiny.numerics(policy), seed=1)
-    checkpoint.save(tmp_path, model, policy)
-    if four_bits:
-        tensors = load_file(tmp_path / "model.safetensors")
-        for layer in range(policy.layers):
-            name = f"model.layers.{layer}.mlp.experts.gate_up_proj"
-            del tensors[name]
-            tensors[name + "_blocks"] = torch.randint(0, 256, (8, 128, 4, 16), dtype=torch.uint8)
-            tensors[name + "_scales"] = torch.randint(120, 130, (8, 128, 4), dtype=torch.uint8)
-        save_file(tensors, tmp_path / "model.safetensors")
-    shapes = {name: tuple(view.shape) for name, view in model.views().items()}
-    read, whole = Pieces(policy, tmp_path, shapes), checkpoint.load(tmp_path)[1]
-    for name, tensor in whole.items():
-        assert torch.equal(read.rows(name, 1, 3), tensor[1:4]), name
-        assert torch.equal(read.rows(name, 0, len(tensor)), tensor), name
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from headrace.messages.weights import TensorInfo
 from headrace.training.parallel import rows
 from headrace.training.parallel.group import PeerGroup
 from headrace.training.parallel.interface import GroupError
-from headrace.training.served.runs import Run
+from headrace.training.served.runs import ServedRun
 from headrace.weights import snapshot, tensor_state
 from headrace.weights.state import block_hash
 from tests.support.expert_owners import connected
@@ -62,7 +62,7 @@ def test_rows_that_are_not_in_the_order_of_ranks_give_the_hash_of_the_whole_tens
         peers = object.__new__(PeerGroup)  # its constructor needs the interpreter's only group
         peers.rank, peers.size, peers.group = rank, 4, connected(store, "rows", rank, 4)
         row = (0, 2, 1, 3)[rank]
-        run = Run("weight", row * 6, 6, lambda start, count: tensor_state.bits(whole[row, start : start + count]))
+        run = ServedRun("weight", row * 6, 6, lambda start, count: tensor_state.bits(whole[row, start : start + count]))
         return rows.hashes(described, [run], peers)
 
     with ThreadPoolExecutor(4) as pool:

@@ -78,12 +78,12 @@ def test_blocks_of_several_processes_get_the_hash_of_one(tmp_path: Path, size: i
     values: list[object] = [None] * size
     all_here = threading.Barrier(size)
 
-    def cut(rank: int) -> list[runs.Run]:
+    def cut(rank: int) -> list[runs.ServedRun]:
         """The rows between two places that no block begins at."""
         out = []
         for run in whole_runs:
             begin, end = run.items * rank // size, run.items * (rank + 1) // size
-            out.append(runs.Run(run.name, begin, end - begin, shifted(run, begin)))
+            out.append(runs.ServedRun(run.name, begin, end - begin, shifted(run, begin)))
         return out
 
     publishers = [Publisher(Together(rank, values, all_here)) for rank in range(size)]
@@ -97,7 +97,7 @@ def test_blocks_of_several_processes_get_the_hash_of_one(tmp_path: Path, size: i
         publisher.close()
 
 
-def shifted(run: runs.Run, by: int) -> Callable[[int, int], state.Bits]:
+def shifted(run: runs.ServedRun, by: int) -> Callable[[int, int], state.Bits]:
     return lambda start, count: run.read(start + by, count)
 
 

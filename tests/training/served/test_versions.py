@@ -8,7 +8,7 @@ from headrace.kernels import dispatch
 from headrace.policy.model import Model
 from headrace.policy.seam import PolicyModel
 from headrace.training.served import versions as kept
-from headrace.training.served.versions import Change, Log, Versions, change, undo
+from headrace.training.served.versions import Log, Versions, WeightChange, change, undo
 from headrace.training.state import TrainerState
 from tests.kernels.test_operators import Called
 from tests.support.world import NUMERICS, POLICY
@@ -21,7 +21,7 @@ def same(one: PolicyModel, two: PolicyModel) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
-def noted(name: str, *entries: Change | None) -> Log:
+def noted(name: str, *entries: WeightChange | None) -> Log:
     log = Log()
     for entry in entries:
         log.note(name, entry)
@@ -73,7 +73,7 @@ def test_bits_are_compared_not_values() -> None:
     assert change(before, after) is None, "a NaN equals itself"
     after[0] = -0.0
     changed = change(before, after)
-    assert isinstance(changed, Change) and changed.positions is not None and changed.positions.tolist() == [0]
+    assert isinstance(changed, WeightChange) and changed.positions is not None and changed.positions.tolist() == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -116,7 +116,7 @@ def test_eight_byte_elements_are_kept_whole() -> None:
     after = before.clone()
     after[3] = -0.0
     entry = change(before, after)
-    assert entry == Change(None, before) and undo({"x": after}, noted("x", entry))["x"] is before
+    assert entry == WeightChange(None, before) and undo({"x": after}, noted("x", entry))["x"] is before
 
 
 class Name(str):
@@ -139,7 +139,7 @@ def test_the_log_of_many_writes_compares_no_entry_with_all_before_it() -> None:
     log = Log()
     for minibatch in range(20):
         for name in names:
-            log.note(name, Change(None, whole) if minibatch == 3 else sparse)
+            log.note(name, WeightChange(None, whole) if minibatch == 3 else sparse)
     assert Name.compared <= 20 * len(names), Name.compared
     assert [entry.positions is None for name, entry in log.entries if name == names[7]] == [False] * 3 + [True]
 

@@ -10,7 +10,7 @@ from headrace.judging.candidates import repository, repository_entries
 from headrace.judging.rules import pushed
 from headrace.messages.sandbox import Acquire, Exec, FilesRefused, PullTree, Sandbox
 from headrace.messages.tasks import Change, Oracle, Task, TaskRef, TestPlan
-from headrace.tasks.diff import Tree, diff, pull
+from headrace.tasks.diff import WorkspaceTree, diff, pull
 from headrace.tasks.sandboxes import for_task
 from headrace.vmhost.node.host import Host
 from tests.support.hosts import CACHE
@@ -108,8 +108,8 @@ async def test_entries_that_no_workspace_can_hold_are_refused(host: Host) -> Non
 
 
 def test_what_the_change_of_a_content_implies_is_no_change_of_an_entry() -> None:
-    before = Tree({"a": b"1", "d/x": b"2"}, (Change("a", "file", 0o755), Change("l", "link", 0o777, "a")))
-    after = Tree({"a": b"3", "l": b"4"}, (Change("a", "file", 0o755), Change("d", "folder", 0o755)))
+    before = WorkspaceTree({"a": b"1", "d/x": b"2"}, (Change("a", "file", 0o755), Change("l", "link", 0o777, "a")))
+    after = WorkspaceTree({"a": b"3", "l": b"4"}, (Change("a", "file", 0o755), Change("d", "folder", 0o755)))
     changes, entered = diff(before, after, ("**",))
     assert changes == ({"a": b"3", "l": b"4"}, ("d/x",), ())
     assert entered == (Change("d", "folder", 0o755), Change("l", "file", 0o644))

@@ -12,7 +12,6 @@ import pytest
 from headrace.messages.sandbox import Exec, GroupKey, ListFiles, NoCapacity, SandboxLost, WriteFiles
 from headrace.vmhost import cgroups
 from headrace.vmhost.node.host import Host
-from headrace.vmhost.qemu import backend as qemu_backend
 from headrace.vmhost.qemu.clone import Clone
 from tests.support.hosts import ask, backend, clone_of, environment
 from tests.support.patience import PATIENCE_S
@@ -78,26 +77,6 @@ async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None
     assert parked.cpu_ms() >= spent
     host.release(sandbox.id)
     host.release_group(GroupKey("r1", "train", "rollout", "warm"))
-
-
-@pytest.mark.slow
-async def test_as_many_wait_as_were_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qemu_backend, "WARM_MOST", 2)
-    host = await Host.open(environment(max_vms=8))
-    try:
-        await backend(host).filled()
-        assert len(backend(host)._parked) == 1
-        for group in "abc":
-            await host.acquire(ask(group=group, isolation="episode"))
-        await backend(host).filled()
-        assert len(backend(host)._parked) == 2
-        backend(host)._demand.wanted = lambda template: 1  # type: ignore[method-assign]
-        first = backend(host)._parked[0]
-        await backend(host).filled()
-        await first.gone
-        assert len(backend(host)._parked) == 1
-    finally:
-        await host.close()
 
 
 async def test_a_clone_that_can_not_be_parked_is_ended_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +171,7 @@ async def test_memory_decides_as_well(host: Host, monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_clone_that_is_killed_while_it_waits_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.vmhost.qemu.backend.MEMORY_S", 3600.0)
+    monkeypatch.setattr("headrace.vmhost.qemu.backend.CALM_S", 3600.0)
     host = await Host.open(environment(warm=1, judge_share=0))
     try:
         await backend(host).filled()
@@ -200,7 +179,7 @@ async def test_a_clone_that_is_killed_while_it_waits_is_replaced(monkeypatch: py
         os.kill(waiting.pid, signal.SIGKILL)
         await waiting.gone
         assert backend(host)._parked == []
-        async with asyncio.timeout(PATIENCE_S):  # sooner than MEMORY_S comes only the replacement
+        async with asyncio.timeout(PATIENCE_S):  # sooner than CALM_S comes only the replacement
             while not backend(host)._parked:
                 await asyncio.sleep(0.05)
         assert backend(host)._parked[0].pid != waiting.pid

@@ -10,7 +10,7 @@ import pytest
 from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import base, packages
-from headrace.vmhost.node import capacity, prewarming
+from headrace.vmhost.node import capacity
 from headrace.vmhost.qemu import backend, probe, process
 from headrace.vmhost.qemu.backend import CloneBackend
 from headrace.vmhost.templates import template
@@ -45,7 +45,7 @@ async def test_a_template_that_is_made_holds_up_no_other(monkeypatch: pytest.Mon
 
 
 async def test_a_backend_that_waits_for_its_templates_parks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "MEMORY_S", 0.0)
+    monkeypatch.setattr(backend, "CALM_S", 0.0)
     monkeypatch.setattr(capacity, "SAMPLE_S", 0.01)
     failures: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
@@ -54,7 +54,7 @@ async def test_a_backend_that_waits_for_its_templates_parks_nothing(monkeypatch:
         await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
         opening = asyncio.create_task(CloneBackend.open(environment(warm=1), lambda *_: None))
         # Long enough for the periodic check to run, and for its first attempt to fill the stock.
-        done, _ = await asyncio.wait([opening], timeout=prewarming.FILL_BY_S + 0.2)
+        done, _ = await asyncio.wait([opening], timeout=backend.FILL_BY_S + 0.2)
         assert not done
     opened = await opening
     await opened.filled()

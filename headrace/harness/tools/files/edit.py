@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from headrace.harness.tools.base import PATH, Answer, Parameter, ToolSchema, Workspace, failed, true_or_false
 from headrace.harness.tools.files.anchors import resolve
-from headrace.harness.tools.files.matching import Place
+from headrace.harness.tools.files.matching import MatchedPlace
 from headrace.harness.tools.files.shown import ShownFile
 from headrace.harness.tools.files.staleness import LARGEST, forget, remember, stale
 from headrace.messages.sandbox import ReadFile, WriteFiles
@@ -95,7 +95,7 @@ async def _write(workspace: Workspace, path: str, data: bytes, how: Sequence[str
     return Answer(", ".join(how))
 
 
-def _candidates(text: str, places: tuple[Place, ...]) -> str:
+def _candidates(text: str, places: tuple[MatchedPlace, ...]) -> str:
     numbers = [text.count("\n", 0, place.start) + 1 for place in places]
     lines = text.split("\n")
     shown = "".join(f"\n{number}:{lines[number - 1]}" for number in numbers[:_NAMED])

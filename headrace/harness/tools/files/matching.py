@@ -49,7 +49,7 @@ class Change(NamedTuple):
     new: str
 
 
-class Place(NamedTuple):
+class MatchedPlace(NamedTuple):
     """A match: its offsets in the text, and the changes inside it, in order and without overlap."""
 
     start: int
@@ -61,7 +61,7 @@ class Match(NamedTuple):
     """The places of the first rung that matched; empty if no rung did."""
 
     rung: Rung
-    places: tuple[Place, ...]
+    places: tuple[MatchedPlace, ...]
 
 
 def find(text: str, old: str, new: str) -> Match:
@@ -81,15 +81,15 @@ def find(text: str, old: str, new: str) -> Match:
     return Match("exact", ())
 
 
-def _exact(text: str, old: str, new: str) -> tuple[Place, ...]:
-    places: list[Place] = []
+def _exact(text: str, old: str, new: str) -> tuple[MatchedPlace, ...]:
+    places: list[MatchedPlace] = []
     before = _same(old, new)
     behind = _same(old[before:][::-1], new[before:][::-1])
     at = text.find(old)
     while at >= 0:
         end = at + len(old)
         change = Change(at + before, end - behind, new[before : len(new) - behind])
-        places.append(Place(at, end, (change,)))
+        places.append(MatchedPlace(at, end, (change,)))
         at = text.find(old, end)
     return tuple(places)
 
@@ -102,7 +102,7 @@ def _same(first: str, second: str) -> int:
 
 def _by_lines(
     text: str, old: str, new: str, indent_of: Callable[[Sequence[str], Sequence[str]], str | None]
-) -> tuple[Place, ...]:
+) -> tuple[MatchedPlace, ...]:
     """Windows of whole lines for which `indent_of(window, quoted)` returns the replacement's indent, not None."""
     quoted = old.strip("\n").split("\n")
     if not any(line.strip() for line in quoted):
@@ -112,7 +112,7 @@ def _by_lines(
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line) + 1)
-    places: list[Place] = []
+    places: list[MatchedPlace] = []
     at = 0
     while at + len(quoted) <= len(lines):
         window = lines[at : at + len(quoted)]
@@ -121,7 +121,7 @@ def _by_lines(
             at += 1
             continue
         changes = tuple(_changes(window, quoted, new_lines, indent, starts[at : at + len(quoted) + 1], len(text)))
-        places.append(Place(starts[at], starts[at + len(quoted)] - 1, changes))
+        places.append(MatchedPlace(starts[at], starts[at + len(quoted)] - 1, changes))
         at += len(quoted)
     return tuple(places)
 

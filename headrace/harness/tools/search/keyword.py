@@ -1,29 +1,22 @@
 """keyword_search: parts of the repository ranked by a description, with BM25 over the words of identifiers.
 
 It needs no model, so it works for every policy on every node; a description that shares no word with the code finds
-nothing. A part is a top-level definition, or the lines between two definitions. The formula is Okapi BM25 of Robertson
-and Zaragoza (2009) with k1 = 1.2 and b = 0.75.
+nothing. A part is a top-level definition, or the lines between two definitions. `search.keywords` has the formula.
 """
 
 import itertools
-import math
 import re
-from collections import Counter
+
+import numpy as np
 
 from headrace.harness.tools.base import Answer, Workspace, failed, numbered
 from headrace.messages.sandbox import PullTree
 from headrace.rendering.schemas import BY_NAME
+from headrace.search import keywords
 from headrace.vmhost.guest.lines import shown_lines
 
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _START = re.compile(r"(?:@|async\s+def|def|class)\b|@")
 _SHOWN, _LINES = 3, 12
-
-
-def words(text: str) -> list[str]:
-    """Lower-case words. Identifiers in snake and camel case are split; a plural s is removed."""
-    lower_case = [word.lower() for word in _WORD.findall(text)]
-    return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in lower_case]
 
 
 def pieces(path: str, lines: list[str]) -> list[tuple[str, int, list[str]]]:
@@ -35,20 +28,11 @@ def pieces(path: str, lines: list[str]) -> list[tuple[str, int, list[str]]]:
 
 def rank(query: str, documents: list[tuple[str, int, list[str]]]) -> list[tuple[float, int]]:
     """(score, index) of the documents that share a word with the query, best first, ties in their order."""
-    bags = [Counter(words(" ".join([path, *lines]))) for path, _, lines in documents]
-    lengths = [sum(bag.values()) for bag in bags]
-    mean = sum(lengths) / len(lengths) if lengths else 1.0
-    scores: list[tuple[float, int]] = []
-    seen = Counter(word for bag in bags for word in bag)
-    for index, (bag, length) in enumerate(zip(bags, lengths, strict=True)):
-        score = 0.0
-        for word in sorted(set(words(query))):
-            if count := bag[word]:
-                rarity = math.log(1 + (len(bags) - seen[word] + 0.5) / (seen[word] + 0.5))
-                score += rarity * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * length / mean))
-        if score > 0:
-            scores.append((score, index))
-    return sorted(scores, key=lambda pair: (-pair[0], pair[1]))
+    bags = [keywords.Bag(" ".join([path, *lines])) for path, _, lines in documents]
+    lengths = np.array([bag.length for bag in bags], float)
+    scores = keywords.scores(query, [(0, keywords.postings_of(query, bags))], lengths)
+    found = [(float(score), index) for index, score in enumerate(scores) if score > 0]
+    return sorted(found, key=lambda pair: (-pair[0], pair[1]))
 
 
 class KeywordSearchTool:

@@ -34,7 +34,7 @@ class Fresh(msgspec.Struct, frozen=True, tag=True):
     """Make the weights to start from."""
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadData(msgspec.Struct, frozen=True, tag=True):
     """Continue from a checkpoint."""
 
     file: str
@@ -70,7 +70,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """Leave version 0 behind."""
 
 
-Order = Fresh | Load | Save | Gradient | Update | LossSum | End
+Order = Fresh | LoadData | Save | Gradient | Update | LossSum | End
 """An order of the first process to the others."""
 
 
@@ -103,7 +103,7 @@ def _teaches(share: Share) -> bool:
     return bool(counts.any())
 
 
-class Part:
+class LearningPart:
     """The part of every process: what it does at an order."""
 
     def __init__(self, trainer: ShardedTrainer, source: Path | None) -> None:
@@ -121,7 +121,7 @@ class Part:
         match order:
             case Fresh():
                 return self._trainer.fill(self._source)
-            case Load(file):
+            case LoadData(file):
                 return self._load(Path(file))
             case Save(file, position):
                 return self._save(Path(file), position)
@@ -181,12 +181,12 @@ class Part:
         return [float(loss) for loss in self._trainer.world.each(len(members), one, Tensor)]
 
 
-class Ranks:
+class LearningRanks:
     """A `mid_training.Learner`: the first process, which sends each order before it follows it."""
 
     def __init__(self, trainer: ShardedTrainer, source: Path | None) -> None:
-        """source: as in `Part`."""
-        self._trainer, self._part = trainer, Part(trainer, source)
+        """source: as in `LearningPart`."""
+        self._trainer, self._part = trainer, LearningPart(trainer, source)
         self._texts: ThreadPoolExecutor | None = None
 
     def _all(self, order: Order) -> Any:
@@ -203,7 +203,7 @@ class Ranks:
         if not file.exists():
             self._all(Fresh())
             return None
-        position: Mapping[str, int | str] = self._all(Load(str(file)))
+        position: Mapping[str, int | str] = self._all(LoadData(str(file)))
         return position
 
     def save(self, file: Path, position: Mapping[str, int | str]) -> None:
@@ -245,16 +245,16 @@ def lead(
     traces: Iterable[Trace],
     progress: Callable[[Progress], None],
 ) -> None:
-    """In the first process: mid-train from `source`, as `Part`, or from the checkpoint of an earlier call. Raises as
-    `mid_training.learn`, and RuntimeError when another process has ended."""
-    ranks = Ranks(trainer, source)
+    """In the first process: mid-train from `source`, as `LearningPart`, or from the checkpoint of an earlier call.
+    Raises as `mid_training.learn`, and RuntimeError when another process has ended."""
+    ranks = LearningRanks(trainer, source)
     learn(ranks, traces, trainer.config.mid_training, progress, file=trainer.folder / FILE)
     ranks.end()
 
 
 def follow(trainer: ShardedTrainer, source: Path | None) -> None:
     """In every other process: follow the orders of `lead` to its end."""
-    part = Part(trainer, source)
+    part = LearningPart(trainer, source)
     ended = False
     while not ended:
         order: Order = trainer.world.hear(Order)

@@ -179,7 +179,7 @@ class Meeting(RendezvousHandler):
                 self.group.set("lost", msgspec.json.encode(loss).decode())
 
 
-class Host(Meeting):
+class MeetingHost(Meeting):
     """Node 0's."""
 
     def __init__(self, config: Config) -> None:

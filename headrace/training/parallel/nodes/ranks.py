@@ -32,7 +32,7 @@ from headrace.python_modules import module_command
 from headrace.registry import admitted
 from headrace.training.parallel import group
 from headrace.training.parallel.interface import GroupError, Loss, StepRaised
-from headrace.training.parallel.nodes.meeting import POLL_S, Host, Meeting, of_group
+from headrace.training.parallel.nodes.meeting import POLL_S, Meeting, MeetingHost, of_group
 
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
 """It warns of an agent in a thread, whose ranks might outlive their starter: these end with it."""
@@ -131,7 +131,7 @@ class Ranks:
         self.hello = Hello(config, str(folder.resolve()))
         self._stall_s = config.trainer.stall_s
         self._loss, self._begun, self._lock = Loss(""), threading.Event(), threading.Lock()
-        self.meeting = Host(config)
+        self.meeting = MeetingHost(config)
         self.store = of_group(self.meeting.store, self.meeting.number)
         here = config.trainer.machine_ranks - 1
         self.agent = Agent(self.meeting, here, 0, self.fail) if here else None

@@ -21,7 +21,7 @@ from headrace.messages.plugins import Plugin
 from headrace.training.device import TrainerError
 from headrace.training.parallel.interface import GroupError, Loss
 from headrace.training.parallel.nodes import join, meeting
-from headrace.training.parallel.nodes.meeting import Coming, Guest, Host, coming, difference, opened
+from headrace.training.parallel.nodes.meeting import Coming, Guest, MeetingHost, coming, difference, opened
 from tests.support.listening import listening
 from tests.support.patience import PATIENCE_S
 
@@ -43,10 +43,10 @@ def reached(setting: Config) -> TCPStore:
 
 
 @contextmanager
-def met() -> Iterator[tuple[Config, Host, Guest, ThreadPoolExecutor]]:
+def met() -> Iterator[tuple[Config, MeetingHost, Guest, ThreadPoolExecutor]]:
     """Node 0, and node 1 that has come to its first group."""
     setting = config()
-    host, guest = Host(setting), Guest(reached(setting), setting, 1)
+    host, guest = MeetingHost(setting), Guest(reached(setting), setting, 1)
     with ThreadPoolExecutor(1) as pool:
         come = pool.submit(guest.next_rendezvous)
         until(lambda: not host.missing())
@@ -98,7 +98,7 @@ def test_another_source_of_a_plugin_is_refused() -> None:
 
 def test_a_node_that_differs_ends_with_the_reason_and_the_right_one_is_welcome_later() -> None:
     setting = config()
-    host = Host(setting)
+    host = MeetingHost(setting)
     other = msgspec.structs.replace(setting, trainer=msgspec.structs.replace(setting.trainer, rescore=4))
     with pytest.raises(TrainerError, match=r"refuses this node: \[trainer\] rescore: node 0 has 3, node 1 has 4"):
         join.join(other, 1, setting.trainer.rendezvous, print)
@@ -122,7 +122,7 @@ def test_a_loss_reaches_all_nodes_which_come_to_the_next_group_alone() -> None:
         assert guest.num_nodes_waiting() == 1
         host.close()
         again = pool.submit(guest.next_rendezvous)
-        second = Host(setting)
+        second = MeetingHost(setting)
         assert (second.number, second.store.port) == (2, host.store.port)
         until(lambda: not second.missing())
         again.result(PATIENCE_S)
@@ -170,7 +170,7 @@ def test_a_node_leaves_a_node_0_of_which_it_hears_nothing(monkeypatch: pytest.Mo
 
 
 def test_the_wait_for_nodes_ends() -> None:
-    host = Host(config())
+    host = MeetingHost(config())
     host.close()
     with pytest.raises(RendezvousClosedError):
         host.next_rendezvous()
