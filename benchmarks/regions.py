@@ -47,7 +47,7 @@ from benchmarks.region_times import Cut, delays, records
 from benchmarks.tiny_run import TINY
 from benchmarks.wide_area import WideArea, enter, ping, wide_area
 from headrace.bus.connection import Bus
-from headrace.bus.runtime.ack_waits import ROLLOUT_S
+from headrace.bus.runtime.ack_waits import WORK_S
 from headrace.config import load
 from headrace.messages.operations import Event
 from headrace.messages.subjects import EVENT, STEP
@@ -245,7 +245,7 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
         "staleness_above_bound": at_most(max(0, out["staleness_max"] - out["staleness_bound"]), 0),
         "regions_with_trained_attempts": at_least(sampling, len(names)),
         "versions_never_sampled": at_most(out["versions_never_sampled"], 0),
-        "cut_sampled_after_return_s": at_most(out["cut_sampled_after_return_s"] or 0.0, ROLLOUT_S),
+        "cut_sampled_after_return_s": at_most(out["cut_sampled_after_return_s"] or 0.0, WORK_S),
     }
     return out, targets
 

@@ -43,7 +43,7 @@ def happen(watch: Watch, step: int, **changes: Any) -> None:
     figures = {"reward_mean": 0.5 + 0.05 * (-1) ** step, "entropy": 0.8, "grad_norm": 0.3, "k3": 0.002}
     done = records.done(step, (f"g{step}",), 8)
     watch.steps.append(msgspec.structs.replace(done, **(figures | changes)))
-    watch.step_times.append(float(step))
+    watch.step_ended = float(step)
 
 
 def evaluated(watch: Watch, passed: int) -> None:
