@@ -112,7 +112,7 @@ class Trial:
 
         with self._part("engine starts") as said:
             section = self.config.engine
-            setup = EngineSetup(section, hugging_face.of_run(self.config), self.folder, "try", tokenizer)
+            setup = EngineSetup(section, hugging_face.of_run(self.config), self.folder, self.folder, "try", tokenizer)
             try:
                 engine = await ENGINES.get(section.kind)(setup)
             except UnusableEngine as error:

@@ -310,15 +310,10 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
         "/server_info does not answer",
         "start the server",
     ),
-    "no staging folder": (
-        lambda *_: {
-            "engine.kind": "sglang",
-            "engine.exact": False,
-            "engine.options.url": "http://127.0.0.1:1",
-            "engine.options.stage_dir": "/nowhere",
-        },
+    "no folder in memory": (
+        lambda *_: {"weights.memory_dir": "/nowhere"},
         1,
-        "engine.options.stage_dir: there is no folder /nowhere",
+        "weights.memory_dir: there is no folder /nowhere",
         "create it",
     ),
 }
