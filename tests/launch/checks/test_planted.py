@@ -199,7 +199,7 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
         lambda *_: {"weights.keep": 1 << 30},
         1,
         "BAD  run.dir: runs/ needs 1073741825 versions as files ",
-        "free some space, or lower weights.keep (1073741824) and curriculum.staleness (1)",
+        "free some space, or lower weights.keep (1073741824)",
     ),
     "disk": (lambda *_: {"run.min_free_mb": 1 << 30}, 1, "MiB of free disk, a run needs", "free some space"),
     "folder": (lambda *_: {"run.dir": "/dev/null/runs"}, 1, "/dev/null is not a folder", "set another run.dir"),
