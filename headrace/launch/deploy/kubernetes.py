@@ -125,7 +125,7 @@ def deployment(
 
     port: at which the live page is served."""
     name = f"headrace-{group[0].name}"
-    shared = [
+    shared: list[dict[str, Any]] = [
         {"name": "config", "mountPath": "/etc/headrace/run.toml", "subPath": "run.toml", "readOnly": True},
         {"name": "credentials", "mountPath": CREDENTIALS, "readOnly": True},
         {"name": "state", "mountPath": STATE},
