@@ -11,7 +11,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.config import load
-from headrace.launch.checks import host, trainer, versions
+from headrace.launch.checks import host, trainer
 from headrace.metrics.gpus import Gpu
 from tests.support import model_folders
 from tests.support.paths import ROOT
@@ -35,7 +35,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     gpu = Gpu(free=int(79.1 * GIB), total=80 * GIB, busy=None)
     monkeypatch.setattr(trainer, "gpus", lambda: (gpu,) * machine.gpus)
     monkeypatch.setattr(trainer, "available_bytes", lambda: machine.memory)
-    monkeypatch.setattr(versions.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(host, "clock_state", lambda: 0)
 
 

@@ -16,7 +16,7 @@ from headrace.engines.base import RefusedVersion
 from headrace.engines.server.backend import IncompatibleServer, Load, Stretch
 from headrace.engines.server.http import ServerError, Wire, reason
 from headrace.engines.server.load import Admission, allowance
-from headrace.engines.server.weights import checksums, staging
+from headrace.engines.server.weights import checksums
 from headrace.engines.server.weights.staging import Stage, Verified
 from headrace.engines.sglang.backend import digest, load_of
 from headrace.weights import snapshot, tensor_state
@@ -241,7 +241,7 @@ def test_servers_of_one_node_hash_a_file_once_and_see_that_it_was_damaged(
         hashed.append(path)
         return snapshot.Snapshot(path).state_hash()
 
-    monkeypatch.setattr(staging.snapshot, "file_hash", counted)
+    monkeypatch.setattr(snapshot, "file_hash", counted)
     verified = Verified()
     for name in "abc":
         Stage(tmp_path / name, CONFIG).put(0, str(tmp_path / "0"), digest, verified)

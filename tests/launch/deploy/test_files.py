@@ -15,6 +15,7 @@ from headrace.bus.broker.server import CONF
 from headrace.cli.main import main, parser
 from headrace.config import ConfigError, load
 from headrace.launch.deploy import kubernetes, plan, slurm, systemd
+from headrace.policy.layout import sizes
 from tests.support import model_folders
 from tests.support.paths import ROOT
 
@@ -143,8 +144,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe's model, with versions of 16 GiB and checkpoints of 100."""
     monkeypatch.chdir(tmp_path)
     model_folders.folder(tmp_path / "models", "Qwen3-8B")
-    monkeypatch.setattr(kubernetes.sizes, "version_bytes", lambda config: 16 << 30)
-    monkeypatch.setattr(kubernetes.sizes, "checkpoint_bytes", lambda config: 100 << 30)
+    monkeypatch.setattr(sizes, "version_bytes", lambda config: 16 << 30)
+    monkeypatch.setattr(sizes, "checkpoint_bytes", lambda config: 100 << 30)
 
 
 @pytest.mark.usefixtures("model")
@@ -165,8 +166,8 @@ def test_who_reads_a_version_shares_files_and_host_with_who_writes_it() -> None:
     for name in ("trainer", "rollout"):
         claim = {"persistentVolumeClaim": {"claimName": "headrace-snapshots"}}
         assert seen(pods[name], "/mnt/weights") == claim and seen(pods[name], "/dev/shm")
-    (claim,) = [each for each in objects if each["metadata"]["name"] == "headrace-snapshots"]
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    (shared,) = [each for each in objects if each["metadata"]["name"] == "headrace-snapshots"]
+    assert shared["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 @pytest.mark.usefixtures("model")
