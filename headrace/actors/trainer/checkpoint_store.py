@@ -49,10 +49,10 @@ class CheckpointStore:
         return self.trainer.publish(self.snapshots)
 
     def forget(self, version: int) -> None:
-        """Delete the files of versions before `version`; the weight sender keeps a link of its own and publishes the
-        newest."""
+        """Delete the files of all versions but this one and the one before it; the weight sender keeps a link of its
+        own and publishes the newest."""
         for other in self.snapshots.glob("v*.safetensors"):
-            if int(other.name[1:9]) < version:
+            if int(other.name[1:9]) < version - 1:
                 other.unlink(missing_ok=True)
 
     def checkpoint(self, position: Mapping[str, int | str]) -> None:
