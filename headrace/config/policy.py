@@ -118,7 +118,7 @@ class Weights(Section, frozen=True, kw_only=True):
     """Encoding of deltas: d10 is a quarter to a half smaller and half as fast; it suits slow links."""
     anchor_every: Positive = 32
     """Versions from one full snapshot to the next. A node that joins late starts from a full snapshot."""
-    keep: Annotated[int, Meta(ge=2)] = 2
+    keep: Annotated[int, Meta(ge=2, le=2**31 - 1)] = 2
     """Number of newest versions that a node keeps as files, besides pinned ones: requests are served by the newest."""
     precision: Literal["as_trained", "bf16", "mxfp8"] = "as_trained"
     """The published bytes: the trainer's, or those rounded once by the sender. Engines serve exactly these. With bf16
